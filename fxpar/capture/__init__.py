@@ -1,0 +1,59 @@
+"""From a module and a batch to a program.
+
+Enters: an unmodified `nn.Module` (on any device, `meta` too), an example batch and a plan. Leaves: the `Program` over
+global shapes and the `CallSpec` of its calls. Nothing is computed and no weight is touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from fxpar.capture.convert import CallSpec, convert
+from fxpar.capture.trace import arguments, trace
+from fxpar.plan import Plan
+from fxpar.program import Program
+
+__all__ = ["CallSpec", "Captured", "arguments", "capture"]
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A captured model.
+
+    Attributes:
+        program: one device's program over global shapes.
+        spec: how a call maps to the program's inputs and outputs.
+        how: `export`, or `dynamo` where export failed.
+        loss: the loss callable that was traced with the model, if any.
+    """
+
+    program: Program
+    spec: CallSpec
+    how: str
+    loss: Callable[..., Any] | None
+
+
+def capture(
+    model: nn.Module, batch: Any, plan: Plan | None = None, loss: Callable[..., Any] | str | None = None
+) -> Captured:
+    """Captures a model in its current mode (`train()` or `eval()`).
+
+    Args:
+        model: the module as its author wrote it.
+        batch: an example: a mapping (keyword arguments), a tuple (positional) or a tensor; at least two samples.
+        plan: stored in the program; default `Plan()`.
+        loss: a callable `(outputs, batch) → scalar`, the name of a scalar output, or None: the output `loss`, else
+            the only scalar.
+
+    Raises:
+        CaptureError: the model cannot be captured with the same values and gradients; says where and what to do.
+    """
+    function = loss if callable(loss) else None
+    traced = trace(model, batch, function)
+    name = loss if isinstance(loss, str) else None
+    program, spec = convert(traced, model, plan or Plan(), name)
+    return Captured(program, spec, traced.how, function)

@@ -1,0 +1,341 @@
+"""From an exported graph to a `Program`: names, symbols, types and notes.
+
+Enters: a `Trace` and the traced model. Leaves: the program over global shapes and the `CallSpec` that maps a user's
+call to its inputs and its outputs back to the model's own output type.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import fx, nn
+from torch.fx.node import map_arg
+from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
+
+from fxpar.capture.guards import RECOMPUTE_KEY
+from fxpar.capture.trace import Trace
+from fxpar.errors import CaptureError
+from fxpar.operators import function
+from fxpar.plan import Plan
+from fxpar.program import (
+    DTYPE_NAMES,
+    Input,
+    Note,
+    Parameter,
+    Program,
+    ScalarType,
+    Symbol,
+    TensorType,
+    ValueType,
+    set_note,
+)
+from fxpar.symbols import Size, names, parse_size, simplify, symbol
+
+RANDOM = frozenset(
+    """native_dropout.default dropout.default bernoulli.default bernoulli.p rand.default randn.default randint.default
+    randint.low rand_like.default randn_like.default normal_functional.default uniform.default multinomial.default
+    randperm.default alpha_dropout.default feature_dropout.default rrelu.default""".split()
+)
+
+
+@dataclass(frozen=True)
+class CallSpec:
+    """How a call maps to the program.
+
+    Attributes:
+        in_spec: nest of `(args, kwargs)` the model was traced with.
+        in_leaves: for each leaf an input path, or the constant it had (which later calls must repeat).
+        out_spec: nest of the model's output.
+        out_leaves: for each leaf an output name, or a constant.
+    """
+
+    in_spec: pytree.TreeSpec
+    in_leaves: tuple[tuple[str, Any], ...]
+    out_spec: pytree.TreeSpec
+    out_leaves: tuple[tuple[str, Any], ...]
+
+
+class _Converter:
+    """State of one conversion: symbol names and what was recorded."""
+
+    def __init__(self, traced: Trace, model: nn.Module) -> None:
+        self.traced = traced
+        self.model = model
+        self.signature = traced.exported.graph_signature
+        self.substitution: dict[Any, Any] = {}
+        self.symbols: list[Symbol] = []
+        self.random: Counter[str] = Counter()
+
+    def size(self, value: Any) -> Size:
+        if isinstance(value, int):
+            return value
+        parsed = parse_size(str(value.node.expr))
+        if isinstance(parsed, int):
+            return parsed
+        unknown = names([parsed]) - {str(s) for s in self.substitution}
+        if unknown:
+            raise CaptureError(
+                f"the size {parsed} depends on values of tensors ({', '.join(sorted(unknown))})",
+                remedy="use shapes that follow from the inputs' shapes",
+            )
+        return simplify(parsed.subs(self.substitution))
+
+    def type(self, value: Any) -> ValueType:
+        if isinstance(value, torch.Tensor):
+            if value.dtype not in DTYPE_NAMES:
+                raise CaptureError(f"the element type {value.dtype} is not supported")
+            return TensorType(value.dtype, tuple(self.size(s) for s in value.shape))
+        if isinstance(value, (tuple, list)):
+            return tuple(self.type(v) for v in value if isinstance(v, torch.Tensor))  # type: ignore[misc]
+        if isinstance(value, (int, torch.SymInt)):
+            return ScalarType(self.size(value))
+        return None
+
+    def declare(self, path: str, value: torch.Tensor) -> None:
+        """Names the symbols that first occur in this input: `b` in front, then `s`, then by number.
+
+        Inputs whose examples agree in the same dimension share its symbol (labels and tokens have one batch and one
+        sequence length, which tracing alone does not find out); calls are checked against that.
+        """
+        for dim, size in enumerate(value.shape):
+            if isinstance(size, int):
+                continue
+            key = size.node.expr
+            if not key.is_Symbol or symbol(str(key)) in self.substitution:
+                continue
+            known = next((s for s in self.symbols if s.dim == dim and s.example == int(size.node.hint)), None)
+            if known is not None:
+                self.substitution[symbol(str(key))] = symbol(known.name)
+                continue
+            base = ("b", "s")[dim] if dim < 2 else f"d{dim}"
+            taken = {s.name for s in self.symbols}
+            name = next(n for n in (base, *(f"{base}{i}" for i in range(2, 99))) if n not in taken)
+            self.substitution[symbol(str(key))] = symbol(name)
+            self.symbols.append(Symbol(name, path, dim, int(size.node.hint)))
+
+    def note(self, node: fx.Node) -> Note:
+        fqn = _module_of(node).removeprefix(self.traced.prefix)
+        fqn = "" if self.traced.prefix and fqn == self.traced.prefix.rstrip(".") else fqn
+        return Note(
+            type=self.type(node.meta.get("val")),
+            fqn=fqn,
+            source=_source_of(node),
+            random=self.random_identity(node, fqn),
+            recompute=node.meta.get("custom", {}).get(RECOMPUTE_KEY, 0),
+        )
+
+    def random_identity(self, node: fx.Node, fqn: str) -> int:
+        """A number from the node's module and its position there: the same under every plan."""
+        name = str(node.target).removeprefix("aten.")
+        is_random = name in RANDOM
+        if name == "native_dropout.default":
+            is_random = float(node.args[1]) > 0 and node.args[2] is not False  # type: ignore[arg-type]
+        if name == "scaled_dot_product_attention.default":
+            p = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
+            is_random = float(p) > 0  # type: ignore[arg-type]
+        if not is_random:
+            return 0
+        self.random[fqn] += 1
+        digest = hashlib.sha256(f"{fqn}#{self.random[fqn]}".encode()).digest()
+        return int.from_bytes(digest[:4], "little") or 1
+
+
+def _module_of(node: fx.Node) -> str:
+    stack = node.meta.get("nn_module_stack") or {}
+    paths = [str(entry[0]) for key, entry in stack.items() if not str(entry[0]).startswith("_empty_nn")]
+    found = paths[-1] if paths else ""
+    return re.sub(r"\[['\"]?(\w+)['\"]?\]", r".\1", found).removeprefix("L['self']").lstrip(".")
+
+
+def _source_of(node: fx.Node) -> str:
+    frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    own = [(f, line) for f, line in frames if "/torch/" not in f and not f.startswith("<")]
+    if not own:
+        return ""
+    name, line = own[-1]
+    return f"{name.rsplit('/', 1)[-1]}:{line}"
+
+
+def _tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    found.update(model.named_buffers(remove_duplicate=False))
+    return found
+
+
+def _path(keys: Any) -> str:
+    return ".".join(str(getattr(k, "key", getattr(k, "idx", getattr(k, "name", k)))) for k in keys)
+
+
+def convert(traced: Trace, model: nn.Module, plan: Plan, loss: str | None) -> tuple[Program, CallSpec]:
+    """The program of a trace, and how calls map to it.
+
+    Args:
+        loss: name of the output to differentiate; None for `loss`, else the only scalar that there is.
+    """
+    state = _Converter(traced, model)
+    graph, mapping = fx.Graph(), {}
+    in_spec = traced.exported.call_spec.in_spec
+    paths = [_path(keys) for keys, _ in pytree.tree_flatten_with_path(_numbered(in_spec))[0]]
+    parameters, inputs, constants, in_leaves = _placeholders(state, graph, mapping, paths)
+    for node in traced.exported.graph.nodes:
+        if node.op == "call_function":
+            mapping[node] = _copy(state, graph, node, mapping)
+        elif node.op == "get_attr":
+            raise CaptureError(f"the trace refers to {node.target}", where=f"%{node.name}", remedy="report this model")
+    outputs, out_leaves = _outputs(state, graph, mapping)
+    program = Program(
+        fx.GraphModule(nn.Module(), graph),
+        tuple(parameters),
+        tuple(inputs),
+        tuple(outputs),
+        tuple(state.symbols),
+        plan,
+        constants=constants,
+    )
+    program = program.with_(loss=_loss_name(program, loss))
+    spec = CallSpec(in_spec, tuple(in_leaves), traced.exported.call_spec.out_spec, tuple(out_leaves))
+    return program, spec
+
+
+def _numbered(spec: pytree.TreeSpec) -> Any:
+    return pytree.tree_unflatten(list(range(spec.num_leaves)), spec)
+
+
+def _clean(paths: list[str]) -> list[str]:
+    """`1.input_ids` → `input_ids` (keyword calls), `0.0.x` → `x` (one batch), `0.1` → `1` (positional)."""
+    short = [p.split(".", 1)[-1] for p in paths]
+    if short and all(p.startswith("0.") for p in short):
+        short = [p.split(".", 1)[1] for p in short]
+    return short if len(set(short)) == len(short) else paths
+
+
+def _placeholders(
+    state: _Converter, graph: fx.Graph, mapping: dict[fx.Node, fx.Node], paths: list[str]
+) -> tuple[list[Parameter], list[Input], dict[str, torch.Tensor], list[tuple[str, Any]]]:
+    exported = state.traced.exported
+    tensors = _tensors_of(state.model)
+    first: dict[int, str] = {}
+    aliases: dict[str, list[str]] = {}
+    for fqn, tensor in tensors.items():
+        aliases.setdefault(first.setdefault(id(tensor), fqn), []).append(fqn)
+    owned: dict[str, fx.Node] = {}
+    parameters, inputs, constants, leaves = [], [], {}, []
+    shown = iter(_clean(paths))
+    holders = [n for n in exported.graph.nodes if n.op == "placeholder"]
+    by_identity = {id(t): fqn for fqn, t in reversed(list(tensors.items()))}
+    pending: list[tuple[fx.Node, str]] = []
+    for node, spec in zip(holders, state.signature.input_specs, strict=True):
+        if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
+            actual = exported.state_dict.get(spec.target, exported.constants.get(spec.target))
+            fqn = by_identity.get(id(actual)) or str(spec.target).removeprefix(state.traced.prefix)
+            fqn = first.get(id(tensors[fqn]), fqn) if fqn in tensors else fqn
+            if fqn not in owned:
+                owned[fqn] = _placeholder(state, graph, node, fqn)
+                kind = "parameter" if spec.kind is InputKind.PARAMETER else "buffer"
+                trainable = kind == "parameter" and bool(tensors[fqn].requires_grad)
+                parameters.append(_parameter(owned[fqn], fqn, kind, trainable, tuple(aliases.get(fqn, [fqn])[1:])))
+            mapping[node] = owned[fqn]
+        elif spec.kind is InputKind.CONSTANT_TENSOR:
+            mapping[node] = _placeholder(state, graph, node, str(spec.target))
+            parameters.append(_parameter(mapping[node], str(spec.target), "constant", False, ()))
+            constants[str(spec.target)] = exported.constants[spec.target].detach().clone()
+        elif spec.kind is InputKind.USER_INPUT:
+            path = next(shown)
+            if isinstance(spec.arg, ConstantArgument):
+                leaves.append(("constant", spec.arg.value))
+                continue
+            state.declare(path, node.meta["val"])
+            pending.append((node, path))
+            leaves.append(("input", path))
+        else:
+            raise CaptureError(f"an input of kind {spec.kind.name} is not supported", where=f"%{node.name}")
+    for node, path in pending:
+        mapping[node] = _placeholder(state, graph, node, "")
+        kind = state.type(node.meta["val"])
+        assert isinstance(kind, TensorType)
+        inputs.append(Input(path, mapping[node].name, kind))
+    return parameters, inputs, constants, leaves
+
+
+def _placeholder(state: _Converter, graph: fx.Graph, node: fx.Node, fqn: str) -> fx.Node:
+    name = re.sub(r"\W", "_", fqn) if fqn else node.name
+    new = graph.create_node("placeholder", name, name=name)
+    return set_note(new, Note(type=state.type(node.meta["val"]), fqn=fqn.rpartition(".")[0]))
+
+
+def _parameter(node: fx.Node, fqn: str, kind: str, trainable: bool, tied: tuple[str, ...]) -> Parameter:
+    from fxpar.program import tensor_type
+
+    return Parameter(fqn, node.name, kind, tensor_type(node), trainable, tied)
+
+
+def _copy(state: _Converter, graph: fx.Graph, node: fx.Node, mapping: Mapping[fx.Node, fx.Node]) -> fx.Node:
+    def swap(value: fx.Node) -> fx.Node:
+        if value not in mapping:
+            raise CaptureError(f"the value %{value.name} is a constant of the call", where=f"%{node.name}")
+        return mapping[value]
+
+    args, kwargs = map_arg(node.args, swap), map_arg(node.kwargs, swap)
+    target: Callable[..., Any] = node.target  # type: ignore[assignment]
+    recorded = state.traced.recorder.functions.get(str(target))
+    if recorded is not None:
+        path, constants, positions = recorded
+        full = list(constants)
+        for position, value in zip(positions, args, strict=True):
+            full[position] = value
+        target, args, kwargs = function, tuple(full), {"path": path}
+    new = graph.create_node("call_function", target, args, kwargs, name=node.name)
+    return set_note(new, state.note(node))
+
+
+def _outputs(
+    state: _Converter, graph: fx.Graph, mapping: Mapping[fx.Node, fx.Node]
+) -> tuple[list[str], list[tuple[str, Any]]]:
+    exported = state.traced.exported
+    values = next(n for n in reversed(exported.graph.nodes) if n.op == "output").args[0]
+    out_spec = exported.call_spec.out_spec
+    paths = [_path(keys) or "output" for keys, _ in pytree.tree_flatten_with_path(_numbered(out_spec))[0]]
+    names_, leaves, nodes = [], [], []
+    for path, spec, value in zip(paths, state.signature.output_specs, values, strict=True):
+        if spec.kind is not OutputKind.USER_OUTPUT:
+            raise CaptureError(f"an output of kind {spec.kind.name} is not supported", where=path)
+        if isinstance(value, fx.Node) and isinstance(value.meta.get("val"), torch.Tensor):
+            names_.append(path)
+            nodes.append(mapping[value])
+            leaves.append(("output", path))
+        elif isinstance(value, fx.Node):
+            raise CaptureError("an output is a size that varies", where=path, remedy="return tensors or constants")
+        else:
+            leaves.append(("constant", value))
+    graph.output(tuple(nodes))
+    return names_, leaves
+
+
+def _loss_name(program: Program, wanted: str | None) -> str:
+    scalars = [
+        name
+        for name, node in program.output_nodes().items()
+        if isinstance(kind := node.meta["custom"]["fxpar"].type, TensorType) and kind.is_float and not kind.shape
+    ]
+    if wanted is not None:
+        if wanted not in scalars:
+            raise CaptureError(
+                f"is no scalar output (those are: {', '.join(scalars) or 'none'})", where=f"loss={wanted!r}"
+            )
+        return wanted
+    if "loss" in scalars:
+        return "loss"
+    if len(scalars) > 1:
+        raise CaptureError(
+            f"the model returns several scalars ({', '.join(scalars)})",
+            where="loss",
+            remedy="name one: parallelize(…, loss='…')",
+        )
+    return scalars[0] if scalars else ""

@@ -1,0 +1,55 @@
+"""The errors fxpar raises: each names a place, gives a reason and a remedy.
+
+Enters: what is wrong. Leaves: one exception whose text a user can act on.
+The command line turns `InputError` into exit status 2 and `CheckFailed` into 1, without a traceback.
+"""
+
+from __future__ import annotations
+
+
+class FxparError(Exception):
+    """Base of every error of fxpar.
+
+    Args:
+        reason: what is wrong, as one sentence without a final stop.
+        where: the node, parameter, option or file it is about.
+        remedy: what to do about it.
+    """
+
+    def __init__(self, reason: str, *, where: str = "", remedy: str = "") -> None:
+        self.reason, self.where, self.remedy = reason, where, remedy
+        place = f"{where}: " if where else ""
+        advice = f"; {remedy}" if remedy else ""
+        super().__init__(f"{place}{reason}{advice}")
+
+
+class InputError(FxparError):
+    """The caller's input cannot be used: a plan, a model, a file or an option."""
+
+
+class PlanError(InputError):
+    """A plan contradicts itself, the model or the world it runs in."""
+
+
+class CaptureError(InputError):
+    """A model cannot be captured into one graph that computes the same values and gradients."""
+
+
+class LayoutError(FxparError):
+    """A value has a layout that an operation does not accept."""
+
+
+class TextError(InputError):
+    """A program's text cannot be parsed."""
+
+
+class CheckpointError(InputError):
+    """A state dict lacks a key, has one too many or a tensor of another shape."""
+
+
+class PassError(FxparError):
+    """A pass broke its contract."""
+
+
+class CheckFailed(FxparError):
+    """A static or numerical check of a program failed."""

@@ -1,0 +1,34 @@
+"""Which values carry a gradient.
+
+Enters: a program. Leaves: for each node whether a gradient flows through it from a trainable parameter. Values that
+carry none (ids, masks, rotary tables, frozen parameters) are invariant and replicated at once (DESIGN section 3).
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import fx
+
+from fxpar.program import Program, operands, output_types
+
+_aten = torch.ops.aten
+_STOPS = frozenset({_aten.detach.default, _aten.argmax.default, _aten.argmin.default, _aten.sign.default})
+
+
+def carried(program: Program) -> dict[fx.Node, tuple[bool, ...]]:
+    """For each node one flag an output tensor; empty for scalars and effects."""
+    trainable = {p.node for p in program.parameters if p.trainable}
+    found: dict[fx.Node, tuple[bool, ...]] = {}
+    for node in program.graph.nodes:
+        kinds = () if node.op == "output" else output_types(node)
+        if node.op == "placeholder":
+            found[node] = tuple(node.name in trainable for _ in kinds)
+        elif node.target is operator.getitem and isinstance(node.args[0], fx.Node):
+            flags = found[node.args[0]]
+            found[node] = (flags[int(node.args[1])],) if flags else ()  # type: ignore[arg-type]
+        else:
+            flows = node.target not in _STOPS and any(any(found[o]) for o in operands(node))
+            found[node] = tuple(flows and kind.is_float for kind in kinds)
+    return found

@@ -1,0 +1,270 @@
+"""The layout type system: what each rank of a mesh axis holds of a value (and of its gradient).
+
+Enters: global shapes. Leaves: `Placement` (one axis) and `Layout` (all axes), their text, and the arithmetic of
+shards through views, slices and concatenations.
+
+For each mesh axis a value is one of
+
+====  =======================================================  ==========================
+kind  value on the ranks of the axis                           gradient on those ranks
+====  =======================================================  ==========================
+I     invariant: the same                                      the same
+R     replicated: the same                                     partial, to be summed
+S     shard: each rank holds a block of one factor of one dim  the same block
+P     partial: each rank holds a summand                       the same (replicated)
+V     varying: differs, and is no shard of anything            none
+====  =======================================================  ==========================
+
+A sharded dimension is a sequence of *pieces*. A piece `outer × size` is `outer` repetitions of a run of `size`
+elements; where it is sharded, every run is cut into n equal blocks and rank r holds the r-th block of each run.
+So `1 × h` is the plain shard, `3 × h` is a fused [q|k|v] of equal parts, `b × s` is a sequence shard of a flattened
+b·s, and `h | kv | kv` are segments of unequal size. A run is contiguous, hence "heads × head size" needs no third
+number: that n divides the number of heads is checked by the view that makes the heads a dimension.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from fxpar.errors import TextError
+from fxpar.symbols import Size, divide, parse_size, product, simplify
+
+
+@dataclass(frozen=True)
+class Piece:
+    """`outer` runs of `size` elements of one dimension; every run is cut over the axis if `sharded`."""
+
+    outer: Size
+    size: Size
+    sharded: bool = True
+
+    @property
+    def length(self) -> Size:
+        """Elements of the dimension that the piece covers (global)."""
+        return simplify(self.outer * self.size)
+
+    def __str__(self) -> str:
+        mark = "" if self.sharded else "!"
+        return f"{mark}{self.size}" if self.outer == 1 else f"{mark}{self.outer} x {self.size}"
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The layout of a value on one mesh axis; `dim` and `pieces` only where `kind` is "S"."""
+
+    kind: str
+    dim: int = -1
+    pieces: tuple[Piece, ...] = ()
+
+    @property
+    def is_shard(self) -> bool:
+        return self.kind == "S"
+
+    @property
+    def piece(self) -> Piece | None:
+        """The only piece of a shard without segments, else None."""
+        return self.pieces[0] if len(self.pieces) == 1 else None
+
+    def at(self, dim: int) -> Placement:
+        """The same cut on another dimension."""
+        return Placement("S", dim, self.pieces)
+
+    def __str__(self) -> str:
+        if not self.is_shard:
+            return self.kind
+        only = self.piece
+        if only is not None and only.outer == 1:
+            return f"S({self.dim})"
+        return f"S({self.dim}: {' | '.join(str(p) for p in self.pieces)})"
+
+
+I = Placement("I")  # noqa: E741 - the field's letter
+R = Placement("R")
+P = Placement("P")
+V = Placement("V")
+
+
+def shard(dim: int, size: Size) -> Placement:
+    """The plain shard of a dimension of `size` elements: one contiguous block a rank."""
+    return Placement("S", dim, (Piece(1, size),))
+
+
+def pieces_of(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
+    """Canonical form: empty pieces dropped, neighbours that repeat the same run merged."""
+    merged: list[Piece] = []
+    for piece in pieces:
+        if piece.length == 0:
+            continue
+        if not piece.sharded:
+            piece = Piece(1, piece.length, False)
+        last = merged[-1] if merged else None
+        if last and not last.sharded and not piece.sharded:
+            merged[-1] = Piece(1, simplify(last.size + piece.size), False)
+        elif last and last.sharded and piece.sharded and last.size == piece.size:
+            merged[-1] = Piece(simplify(last.outer + piece.outer), piece.size)
+        else:
+            merged.append(piece)
+    return tuple(merged)
+
+
+def fits(placement: Placement, shape: Sequence[Size], n: int) -> bool:
+    """Whether the shard covers its dimension of `shape` exactly and n divides every sharded run."""
+    if not placement.is_shard:
+        return True
+    if not 0 <= placement.dim < len(shape) or not any(p.sharded for p in placement.pieces):
+        return False
+    total = simplify(sum(p.length for p in placement.pieces))
+    return total == shape[placement.dim] and all(
+        not p.sharded or divide(p.size, n) is not None for p in placement.pieces
+    )
+
+
+def local_size(placement: Placement, size: Size, n: int) -> Size:
+    """Elements a rank holds of the sharded dimension, whose global size is `size`.
+
+    The fraction is applied to `size` rather than to the pieces, so that a dimension cut by several axes can be
+    reduced one axis after the other; segments of unequal treatment are cut by one axis only.
+    """
+    if all(p.sharded for p in placement.pieces):
+        quotient = divide(size, n)
+        if quotient is None:
+            raise ValueError(f"{size} is not divisible by {n}")
+        return quotient
+    total: Size = 0
+    for piece in placement.pieces:
+        share = divide(piece.length, n) if piece.sharded else piece.length
+        if share is None:
+            raise ValueError(f"{piece} is not divisible by {n}")
+        total = total + share
+    return simplify(total)
+
+
+def through_view(
+    placement: Placement, source: Sequence[Size], target: Sequence[Size], n: int
+) -> Placement | None:
+    """The shard after a view from shape `source` to shape `target`; None where the view tears it.
+
+    Row-major flattening turns the cut run into `outer × size` of the whole tensor; the dimension of `target` in
+    which that run starts must hold it entirely. Sizes may be symbolic: what does not hold for all values is None.
+    """
+    before = product(source[: placement.dim])
+    piece = placement.piece
+    if piece is None:  # segments survive only where their dimension does
+        for dim, size in enumerate(target):
+            if size == source[placement.dim] and product(target[:dim]) == before:
+                return placement.at(dim)
+        return None
+    outer = simplify(before * piece.outer)
+    run = simplify(piece.size * product(source[placement.dim + 1 :]))
+    for dim, size in enumerate(target):
+        rest = divide(outer, size)
+        if rest is not None:
+            outer = rest
+            continue
+        share = divide(size, outer)
+        if share is None or divide(share, n) is None or divide(run, share) is None:
+            return None
+        return Placement("S", dim, (Piece(outer, share),))
+    return None
+
+
+def slice_pieces(pieces: Sequence[Piece], start: Size, stop: Size) -> tuple[Piece, ...] | None:
+    """The pieces between two global positions; None where a position lies inside a sharded run."""
+    result: list[Piece] = []
+    offset: Size = 0
+    for piece in pieces:
+        end = simplify(offset + piece.length)
+        if not all(isinstance(v, int) for v in (offset, end, start, stop)):
+            if (start, stop) == (offset, end):
+                result.append(piece)
+                offset = end
+                continue
+            return None
+        low, high = max(start, offset), min(stop, end)  # type: ignore[type-var]
+        if low < high:  # type: ignore[operator]
+            if piece.sharded:
+                first, last = divide(low - offset, piece.size), divide(high - offset, piece.size)
+                if first is None or last is None:
+                    return None
+                result.append(Piece(simplify(last - first), piece.size))
+            else:
+                result.append(Piece(1, high - low, False))
+        offset = end
+    return pieces_of(result)
+
+
+def local_position(pieces: Sequence[Piece], position: int, n: int) -> int:
+    """Where a global position between two runs lies in a rank's part."""
+    local = offset = 0
+    for piece in pieces:
+        length, size = int(piece.length), int(piece.size)
+        inside = max(0, min(position - offset, length))
+        local += inside // n if piece.sharded else inside
+        if piece.sharded and inside % size:
+            raise ValueError(f"position {position} lies inside the sharded run {piece}")
+        offset += length
+    return local
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Placements by axis name. An axis that is not named has the default (I, or R without gradient)."""
+
+    placements: tuple[tuple[str, Placement], ...] = ()
+
+    @staticmethod
+    def of(placements: Mapping[str, Placement]) -> Layout:
+        return Layout(tuple(placements.items()))
+
+    def on(self, axis: str) -> Placement:
+        """The placement on an axis.
+
+        Raises:
+            KeyError: the axis is not in the layout.
+        """
+        return dict(self.placements)[axis]
+
+    def with_(self, axis: str, placement: Placement) -> Layout:
+        """A copy with another placement on one axis."""
+        return Layout.of({**dict(self.placements), axis: placement})
+
+    def __iter__(self) -> Iterator[tuple[str, Placement]]:
+        return iter(self.placements)
+
+    def __str__(self) -> str:
+        return " ".join(f"{axis}:{placement}" for axis, placement in self.placements)
+
+
+def local_shape(shape: Sequence[Size], layout: Layout, sizes: Mapping[str, int]) -> tuple[Size, ...]:
+    """Shape of a rank's part: every axis of `layout` applied to the global `shape`."""
+    result = list(shape)
+    for axis, placement in layout:
+        if placement.is_shard:
+            result[placement.dim] = local_size(placement, result[placement.dim], sizes[axis])
+    return tuple(result)
+
+
+_SHARD = re.compile(r"S\((\d+)(?::\s*(.*))?\)$")
+
+
+def parse_placement(text: str, shape: Sequence[Size] | None) -> Placement:
+    """Inverse of `str(placement)`; `shape` is the global shape, which a plain shard leaves unsaid."""
+    text = text.strip()
+    if text in ("I", "R", "P", "V"):
+        return Placement(text)
+    match = _SHARD.match(text)
+    if match is None or shape is None or int(match[1]) >= len(shape):
+        raise TextError(f"'{text}' is no layout of {shape}", remedy="write I, R, P, V or S(dim)")
+    dim = int(match[1])
+    if match[2] is None:
+        return shard(dim, shape[dim])
+    return Placement("S", dim, tuple(_parse_piece(part) for part in match[2].split("|")))
+
+
+def _parse_piece(text: str) -> Piece:
+    text = text.strip()
+    sharded = not text.startswith("!")
+    outer, mark, size = text.removeprefix("!").rpartition(" x ")
+    return Piece(parse_size(outer) if mark else 1, parse_size(size), sharded)

@@ -1,0 +1,195 @@
+"""The pass manager: contracts, history, dumps and fail-closed checks.
+
+Enters: a program and the passes to run on it. Leaves: the program after them, with one history record a pass.
+
+A pass is a function `Program → Program` wrapped by `register_pass`, which declares what it requires, provides and
+keeps. The manager gives it a copy, then checks that the contract was kept, that the graph is sound and every verifier
+whose property currently holds. It stops at the first failure: a program that a verifier rejects is never returned.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import fx
+
+from fxpar.errors import FxparError, PassError
+from fxpar.program import PassRecord, Program, has_note, note
+from fxpar.text import print_program
+
+PassFunction = Callable[[Program], Program]
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A pass with its contract.
+
+    Attributes:
+        name: the name in histories, dumps and on the command line.
+        run: the function.
+        requires: properties that must hold before.
+        provides: properties that hold afterwards.
+        invalidates: properties that no longer hold afterwards.
+        preserves: what stays equal, `values` (loss, outputs and gradients) or `nothing`.
+    """
+
+    name: str
+    run: PassFunction
+    requires: frozenset[str]
+    provides: frozenset[str]
+    invalidates: frozenset[str]
+    preserves: str
+
+    @property
+    def summary(self) -> str:
+        """First line of the pass's docstring."""
+        return (self.run.__doc__ or "").strip().split("\n")[0]
+
+    def __call__(self, program: Program) -> Program:
+        """Runs the function as it is, on the program itself and without checks."""
+        return self.run(program)
+
+
+def register_pass(
+    name: str,
+    *,
+    requires: Iterable[str] = (),
+    provides: Iterable[str] = (),
+    invalidates: Iterable[str] = (),
+    preserves: str = "values",
+) -> Callable[[PassFunction], Pass]:
+    """Decorator that makes a function `Program → Program` a pass.
+
+    Raises:
+        PassError: `preserves` is neither `values` nor `nothing`, or the function has no docstring.
+    """
+
+    def wrap(function: PassFunction) -> Pass:
+        if preserves not in ("values", "nothing"):
+            raise PassError(f"preserves={preserves!r} is unknown", where=name, remedy="write 'values' or 'nothing'")
+        if not function.__doc__:
+            raise PassError("the function has no docstring", where=name, remedy="say what the pass does")
+        return Pass(name, function, frozenset(requires), frozenset(provides), frozenset(invalidates), preserves)
+
+    return wrap
+
+
+@dataclass(frozen=True)
+class Verifier:
+    """A static check: `check` raises `CheckFailed` or `LayoutError`; it applies while all of `properties` hold."""
+
+    name: str
+    properties: frozenset[str]
+    check: Callable[[Program], None]
+
+
+@dataclass(frozen=True)
+class PassManager:
+    """Runs passes in order.
+
+    Attributes:
+        passes: what to run.
+        verifiers: what to check after each pass (and before the first).
+        dump: folder for the text of the program before the first and after each pass; None for no dump.
+        on_pass: called with each pass's record, for progress reports.
+    """
+
+    passes: Sequence[Pass]
+    verifiers: Sequence[Verifier] = ()
+    dump: Path | None = None
+    on_pass: Callable[[PassRecord], None] | None = None
+
+    def __post_init__(self) -> None:
+        for item in self.passes:
+            if not isinstance(item, Pass):
+                raise PassError(
+                    "this is no registered pass", where=repr(item), remedy="decorate it with @fxpar.register_pass"
+                )
+
+    def run(self, program: Program, *, until: str | None = None) -> Program:
+        """The program after all passes, or after the pass named `until`.
+
+        Raises:
+            PassError: a pass broke its contract, or `until` names no pass.
+            LayoutError, CheckFailed: a verifier rejected the program after a pass; the text names it.
+        """
+        names = [item.name for item in self.passes]
+        if until is not None and until not in names:
+            raise PassError("there is no such pass", where=until, remedy=f"choose from {', '.join(names)}")
+        self._verify(program, "capture")
+        self._write(program, 0, "capture")
+        for index, item in enumerate(self.passes, 1):
+            program = self._apply(item, program)
+            self._write(program, index, item.name)
+            self._verify(program, item.name)
+            if item.name == until:
+                break
+        return program
+
+    def _apply(self, item: Pass, program: Program) -> Program:
+        missing = item.requires - program.properties
+        if missing:
+            raise PassError(
+                f"requires {', '.join(sorted(missing))}, which does not hold",
+                where=item.name,
+                remedy="run the pass that provides it before",
+            )
+        before = _snapshot(program.graph)
+        start = time.perf_counter()
+        result = item.run(program.copy())
+        seconds = time.perf_counter() - start
+        if not isinstance(result, Program):
+            raise PassError(f"returned a {type(result).__name__} and no Program", where=item.name)
+        _check_notes(item, result)
+        after = _snapshot(result.graph)
+        record = PassRecord(
+            item.name,
+            seconds,
+            added=tuple(sorted(after.keys() - before.keys())),
+            erased=tuple(sorted(before.keys() - after.keys())),
+            changed=tuple(sorted(k for k in before.keys() & after.keys() if before[k] != after[k])),
+        )
+        result.graph_module.recompile()
+        if self.on_pass is not None:
+            self.on_pass(record)
+        properties = (program.properties - item.invalidates) | item.provides
+        return result.with_(properties=properties, history=(*program.history, record))
+
+    def _verify(self, program: Program, after: str) -> None:
+        try:
+            program.graph.lint()
+        except (RuntimeError, ValueError) as error:
+            raise PassError(f"left an unsound graph: {error}", where=after) from None
+        for verifier in self.verifiers:
+            if verifier.properties <= program.properties:
+                try:
+                    verifier.check(program)
+                except FxparError as error:
+                    error.add_note(f"found by the check '{verifier.name}' after '{after}'")
+                    raise
+
+    def _write(self, program: Program, index: int, name: str) -> None:
+        if self.dump is not None:
+            self.dump.mkdir(parents=True, exist_ok=True)
+            (self.dump / f"{index:02d}-{name}.txt").write_text(print_program(program))
+
+
+def _snapshot(graph: fx.Graph) -> dict[str, tuple[str, str, str]]:
+    """What a pass may change of each node: operator, arguments and everything in the note but the bookkeeping."""
+    return {
+        node.name: (str(node.target), f"{node.args}{node.kwargs}", repr(note(node)) if has_note(node) else "")
+        for node in graph.nodes
+    }
+
+
+def _check_notes(item: Pass, program: Program) -> None:
+    for node in program.graph.nodes:
+        if node.op != "output" and not has_note(node):
+            raise PassError(
+                f"left node %{node.name} without a note", where=item.name, remedy="call set_note on nodes you create"
+            )
+        if node.op in ("call_module", "call_method"):
+            raise PassError(f"left the {node.op} node %{node.name}", where=item.name, remedy="call operators only")

@@ -1,0 +1,1 @@
+"""Implementations of fxpar's graph operators on a rank's tensors, bound to process groups."""

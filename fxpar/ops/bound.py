@@ -1,0 +1,99 @@
+"""The coercions as plain functions of tensors, numbers and a group's name: what a lowered graph calls.
+
+Arguments: the rank's tensor; where there is a cut, its dimension and pieces; the group's name and size; the rank's index.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from fxpar import operators
+from fxpar.ops import collectives as c
+
+Pieces = Sequence[tuple[int, int | None]]
+
+
+def copy_to(x: Tensor, group: str, size: int) -> Tensor:
+    """I → R."""
+    return c.CopyTo.apply(x, c.Group(group, size))  # type: ignore[no-any-return, no-untyped-call]
+
+
+def reduce_from(x: Tensor, group: str, size: int) -> Tensor:
+    """P → I."""
+    return c.ReduceFrom.apply(x, c.Group(group, size))  # type: ignore[no-any-return, no-untyped-call]
+
+
+def all_reduce(x: Tensor, group: str, size: int) -> Tensor:
+    """P → R."""
+    return c.AllReduce.apply(x, c.Group(group, size))  # type: ignore[no-any-return, no-untyped-call]
+
+
+def all_gather(x: Tensor, dim: int, pieces: Pieces, group: str, size: int) -> Tensor:
+    """S → R."""
+    return c.AllGather.apply(x, (dim, pieces), c.Group(group, size))  # type: ignore[no-any-return, no-untyped-call]
+
+
+def reduce_scatter(x: Tensor, dim: int, pieces: Pieces, group: str, size: int) -> Tensor:
+    """P → S."""
+    return c.ReduceScatter.apply(x, (dim, pieces), c.Group(group, size))  # type: ignore[no-any-return, no-untyped-call]
+
+
+def split(x: Tensor, dim: int, pieces: Pieces, group: str, size: int, index: Tensor) -> Tensor:
+    """I → S."""
+    return c.Split.apply(x, (dim, pieces), c.Group(group, size), index)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def gather(x: Tensor, dim: int, pieces: Pieces, group: str, size: int, index: Tensor) -> Tensor:
+    """S → I."""
+    return c.Gather.apply(x, (dim, pieces), c.Group(group, size), index)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def take(x: Tensor, dim: int, pieces: Pieces, group: str, size: int, index: Tensor) -> Tensor:
+    """R → S."""
+    return c.Take.apply(x, (dim, pieces), c.Group(group, size), index)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def settle(x: Tensor, index: Tensor) -> Tensor:
+    """R → I."""
+    return c.Settle.apply(x, index)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def keep_first(x: Tensor, index: Tensor) -> Tensor:
+    """I → P."""
+    return c.KeepFirst.apply(x, index)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def mask_first(x: Tensor, index: Tensor) -> Tensor:
+    """R → P. Both ways the same, so that PyTorch's own derivative is right."""
+    return c.first_only(x, index)
+
+
+def all_to_all(
+    x: Tensor, source_dim: int, source: Pieces, target_dim: int, target: Pieces, group: str, size: int
+) -> Tensor:
+    """S(i) → S(j)."""
+    return c.AllToAll.apply(x, (source_dim, source), (target_dim, target), c.Group(group, size))  # type: ignore[no-any-return, no-untyped-call]
+
+
+WITH_GROUP: Mapping[Callable[..., Any], Callable[..., Tensor]] = {
+    operators.copy_to: copy_to,
+    operators.reduce_from: reduce_from,
+    operators.all_reduce: all_reduce,
+}
+WITH_INDEX: Mapping[Callable[..., Any], Callable[..., Tensor]] = {
+    operators.settle: settle,
+    operators.keep_first: keep_first,
+    operators.mask_first: mask_first,
+}
+WITH_CUT: Mapping[Callable[..., Any], Callable[..., Tensor]] = {
+    operators.all_gather: all_gather,
+    operators.reduce_scatter: reduce_scatter,
+}
+WITH_CUT_AND_INDEX: Mapping[Callable[..., Any], Callable[..., Tensor]] = {
+    operators.split: split,
+    operators.gather: gather,
+    operators.take: take,
+}

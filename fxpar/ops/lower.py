@@ -1,0 +1,185 @@
+"""From a program to a module that runs: graph operators become implementations bound to process groups.
+
+Enters: a program (a whole one, or a localised one) and the process groups of its axes. Leaves: a `GraphModule` whose
+inputs are the program's placeholders followed by one rank index for each axis, and whose outputs are the program's.
+The module is the same on every rank: ranks differ by the index tensors they pass.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import fx, nn
+
+from fxpar import operators as ops
+from fxpar.layout import Placement
+from fxpar.ops import bound, random
+from fxpar.ops.collectives import Group
+from fxpar.program import Program, note, operands, output_layouts
+from fxpar.rules.composite import resolve_function
+from fxpar.symbols import Size
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A runnable module.
+
+    Attributes:
+        module: called with `inputs` in order, then the indices.
+        inputs: names of the program's placeholders.
+        indices: axes whose rank index (i64 scalar) follows.
+    """
+
+    module: fx.GraphModule
+    inputs: tuple[str, ...]
+    indices: tuple[str, ...]
+
+
+def lower(program: Program, groups: Mapping[str, Group], device: torch.device | str = "cpu") -> Lowered:
+    """Lowers a program.
+
+    Args:
+        program: a program with property `local`, or one without mesh axes.
+        groups: process group of each axis of the program.
+        device: where factory operators put their tensors.
+
+    Raises:
+        KeyError: an axis has no group.
+    """
+    return _Lowering(program.copy(), groups, torch.device(device)).run()
+
+
+class _Lowering:
+    def __init__(self, program: Program, groups: Mapping[str, Group], device: torch.device) -> None:
+        self.program, self.groups, self.device = program, groups, device
+        self.graph = program.graph
+        self.inputs = tuple(node.name for node in self.graph.nodes if node.op == "placeholder")
+        self.first = next(node for node in self.graph.nodes if node.op != "placeholder")
+        self.indices: dict[str, fx.Node] = {}
+        self.sizes: dict[str, fx.Node] = {}
+
+    def run(self) -> Lowered:
+        for axis in self.groups:
+            with self.graph.inserting_before(self.first):
+                self.indices[axis] = self.graph.placeholder(f"{axis}_rank")
+        handlers: dict[Any, Callable[[fx.Node], None]] = {
+            ops.axis_index: self._index,
+            ops.dropout: self._dropout,
+            ops.attention: self._attention,
+            ops.function: self._function,
+        }
+        for node in list(self.graph.nodes):
+            if node.op != "call_function":
+                continue
+            if node.target in ops.COERCION_OF:
+                self._coercion(node)
+            elif node.target in handlers:
+                handlers[node.target](node)
+            elif isinstance(node.target, torch._ops.OpOverload):
+                self._place(node)
+        module = fx.GraphModule(nn.Module(), self.graph)
+        return Lowered(module, self.inputs, tuple(self.indices))
+
+    def _set(self, node: fx.Node, target: Callable[..., Any], *args: Any) -> None:
+        node.target, node.args, node.kwargs = target, args, {}
+
+    def _index(self, node: fx.Node) -> None:
+        node.replace_all_uses_with(self.indices[str(node.kwargs["axis"])])
+        self.graph.erase_node(node)
+
+    def _place(self, node: fx.Node) -> None:
+        """Operators that make tensors from nothing are told the device; the text names none."""
+        schema = node.target._schema.arguments  # type: ignore[union-attr]
+        if any(a.name == "device" for a in schema) and not operands(node):
+            node.kwargs = {**node.kwargs, "device": self.device}
+
+    def _function(self, node: fx.Node) -> None:
+        path = str(node.kwargs["path"])
+        apply = resolve_function(path).apply
+
+        def call(*args: Any) -> Any:
+            return apply(*args)
+
+        # FX writes calls by name: each function needs one of its own.
+        call.__name__ = call.__qualname__ = path.replace(".", "_")
+        self._set(node, call, *node.args)
+
+    def _coercion(self, node: fx.Node) -> None:
+        target: Any = node.target
+        axis = str(node.kwargs["axis"])
+        index, x = self.indices[axis], node.args[0]
+        group = (self.groups[axis].name, self.groups[axis].size)
+        source = output_layouts(operands(node)[0])[0].on(axis)
+        result = output_layouts(node)[0].on(axis)
+        if target in bound.WITH_GROUP:
+            self._set(node, bound.WITH_GROUP[target], x, *group)
+        elif target in bound.WITH_INDEX:
+            self._set(node, bound.WITH_INDEX[target], x, index)
+        elif target is ops.all_to_all:
+            self._set(node, bound.all_to_all, x, *self._cut(source), *self._cut(result), *group)
+        elif target in bound.WITH_CUT:
+            self._set(node, bound.WITH_CUT[target], x, *self._cut(source if source.is_shard else result), *group)
+        else:
+            cut = self._cut(source if source.is_shard else result)
+            self._set(node, bound.WITH_CUT_AND_INDEX[target], x, *cut, *group, index)
+
+    def _cut(self, placement: Placement) -> tuple[int, list[tuple[Any, Any]]]:
+        pieces = []
+        for piece in placement.pieces:
+            assert piece.sharded, "segments that are not cut have no coercion"
+            run = self._size(piece.size) if len(placement.pieces) > 1 else None
+            pieces.append((self._size(piece.outer), run))
+        return placement.dim, pieces
+
+    def _size(self, size: Size) -> Any:
+        """A symbolic size as a node."""
+        if isinstance(size, int):
+            return size
+        if isinstance(size, sympy.Integer):
+            return int(size)
+        if isinstance(size, sympy.Symbol):
+            return self._symbol(str(size))
+        terms = [self._size(part) for part in size.args]
+        combine = {sympy.Add: operator.add, sympy.Mul: operator.mul}[size.func]
+        result = terms[0]
+        for term in terms[1:]:
+            with self.graph.inserting_before(self.first):
+                result = self.graph.call_function(combine, (result, term))
+        return result
+
+    def _symbol(self, name: str) -> fx.Node:
+        if name not in self.sizes:
+            known = next(s for s in self.program.symbols if s.name == name)
+            path = next(i for i in self.program.inputs if i.path == known.path)
+            with self.graph.inserting_before(self.first):
+                source = self.program.node(path.node)
+                self.sizes[name] = self.graph.call_function(torch.ops.aten.sym_size.int, (source, known.dim))
+        return self.sizes[name]
+
+    def _cuts(self, node: fx.Node, ranks: Any) -> list[Any]:
+        """The cuts of a random node's values as (dim, outer, n, rank index)."""
+        layout = output_layouts(operands(node)[0])[0]
+        found = []
+        for axis, placement in layout:
+            if placement.is_shard:
+                piece = placement.piece
+                assert piece is not None
+                found.append((placement.dim, self._size(piece.outer), self.program.axes[axis], self.indices[axis]))
+        assert len(found) == len(ranks)
+        return found
+
+    def _dropout(self, node: fx.Node) -> None:
+        x, rng, p, *ranks = node.args
+        cuts = self._cuts(node, ranks[0] if ranks else [])
+        self._set(node, random.dropout, x, rng, p, note(node).random, cuts)
+
+    def _attention(self, node: fx.Node) -> None:
+        query, key, value, mask, rng, p, causal, scale, gqa, *ranks = node.args
+        cuts = self._cuts(node, ranks[0] if ranks else [])
+        self._set(node, random.attention, query, key, value, mask, rng, p, note(node).random, causal, scale, gqa, cuts)
+

@@ -1,0 +1,134 @@
+"""The plan: what the user asks of the compiler.
+
+Enters: options, flags or a YAML file. Leaves: a frozen, self-checked `Plan`. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fxpar.errors import PlanError
+
+SPLITS = ("column", "row", "head", "replicate")
+PRECISIONS = ("as_is", "fp32", "bf16", "fp16")
+
+# Axes of DESIGN's mesh whose passes do not exist yet; asking for them is refused by name.
+_LATER_AXES = ("cp", "dp", "pp", "ep")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How to parallelise a model.
+
+    Attributes:
+        tp: ranks that split each layer (tensor parallelism).
+        dp, cp, pp, ep: data, context, pipeline and expert parallel ranks; only 1 is accepted as yet.
+        split: what to do with modules or parameters, by glob on their full name. `column` splits the output features
+            of a matrix, `row` the input features, `head` is `column` where every shard must consist of whole
+            attention heads, `replicate` keeps the parameter whole. A glob names a module (all its parameters) or a
+            single parameter. The first matching line that names the parameter itself wins over lines for modules.
+        seed: seed of dropout and other random nodes.
+        precision: element type the model is cast to before it is captured; `as_is` leaves it alone.
+    """
+
+    tp: int = 1
+    dp: int = 1
+    cp: int = 1
+    pp: int = 1
+    ep: int = 1
+    split: Mapping[str, str] = field(default_factory=dict)
+    seed: int = 0
+    precision: str = "as_is"
+
+    def __post_init__(self) -> None:
+        problems = list(self._problems())
+        if problems:
+            raise PlanError("; ".join(problems), where="plan")
+        object.__setattr__(self, "split", dict(self.split))
+
+    def _problems(self) -> Any:
+        for axis in ("tp", *_LATER_AXES):
+            size = getattr(self, axis)
+            if type(size) is not int or size < 1:
+                yield f"{axis}={size!r} is no positive integer: give the number of ranks"
+            elif axis in _LATER_AXES and size > 1:
+                yield f"{axis}={size} is not supported yet: leave {axis}=1"
+        if not isinstance(self.split, Mapping):
+            yield f"split={self.split!r} is no mapping from name globs to {', '.join(SPLITS)}"
+        else:
+            for glob, how in self.split.items():
+                if not isinstance(glob, str) or not glob:
+                    yield f"split has the key {glob!r}: write a glob on module or parameter names"
+                if how not in SPLITS:
+                    yield f"split[{glob!r}]={how!r} is unknown: choose one of {', '.join(SPLITS)}"
+        if type(self.seed) is not int or not 0 <= self.seed < 2**63:
+            yield f"seed={self.seed!r} is no integer in [0, 2^63)"
+        if self.precision not in PRECISIONS:
+            yield f"precision={self.precision!r} is unknown: choose one of {', '.join(PRECISIONS)}"
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Sizes of the axes that are larger than one."""
+        return {axis: size for axis in ("tp",) if (size := getattr(self, axis)) > 1}
+
+    @property
+    def world_size(self) -> int:
+        """Ranks the plan needs."""
+        return self.tp * self.dp * self.cp * self.pp
+
+    def replace(self, **changes: Any) -> Plan:
+        """A checked copy with other options."""
+        return dataclasses.replace(self, **changes)
+
+    def to_yaml(self) -> str:
+        """Only what differs from the defaults, so that files stay short."""
+        default = Plan()
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        changed = {k: v for k, v in values.items() if v != getattr(default, k)}
+        return str(yaml.safe_dump(changed, sort_keys=False)) if changed else "{}\n"
+
+    @classmethod
+    def from_yaml(cls, text: str, *, where: str = "plan") -> Plan:
+        """Inverse of `to_yaml`.
+
+        Raises:
+            PlanError: no mapping, an unknown option, or a value the plan refuses.
+        """
+        try:
+            values = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise PlanError(f"not YAML: {str(error).splitlines()[0]}", where=where) from None
+        if values is None:
+            values = {}
+        if not isinstance(values, dict):
+            raise PlanError("the file holds no mapping", where=where, remedy="write lines such as 'tp: 2'")
+        known = [f.name for f in dataclasses.fields(cls)]
+        unknown = [str(k) for k in values if k not in known]
+        if unknown:
+            raise PlanError(
+                f"unknown option {', '.join(unknown)}", where=where, remedy=f"choose from {', '.join(known)}"
+            )
+        return cls(**values)
+
+    def save(self, path: str | Path) -> None:
+        """Writes the plan as YAML."""
+        Path(path).write_text(self.to_yaml())
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Reads a plan from a YAML file.
+
+        Raises:
+            PlanError: the file cannot be read or is no plan.
+        """
+        try:
+            text = Path(path).read_text()
+        except OSError as error:
+            raise PlanError(str(error.strerror), where=str(path), remedy="name a readable YAML file") from None
+        return cls.from_yaml(text, where=str(path))

@@ -1,0 +1,338 @@
+"""The program: an FX graph over global shapes with one frozen note on every node.
+
+Enters: nothing of a device or a rank. Leaves: `Program`, the one value that passes take and return, `Note`, the one
+record fxpar keeps on a node, and the helpers to read, set and traverse them.
+
+Notes live under `node.meta["custom"]`, the only metadata key that a retrace keeps. A retrace lets nodes share that
+dictionary, therefore notes are replaced and never mutated.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Union
+
+import torch
+from torch import fx
+
+from fxpar.layout import Layout
+from fxpar.plan import Plan
+from fxpar.symbols import Size, shape_text
+
+DTYPES: Mapping[str, torch.dtype] = {
+    "f64": torch.float64,
+    "f32": torch.float32,
+    "f16": torch.float16,
+    "bf16": torch.bfloat16,
+    "i64": torch.int64,
+    "i32": torch.int32,
+    "i16": torch.int16,
+    "i8": torch.int8,
+    "u8": torch.uint8,
+    "bool": torch.bool,
+    "c64": torch.complex64,
+    "c128": torch.complex128,
+}
+DTYPE_NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
+
+_KEY = "fxpar"
+
+
+@dataclass(frozen=True)
+class TensorType:
+    """Element type and global shape of a tensor value."""
+
+    dtype: torch.dtype
+    shape: tuple[Size, ...]
+
+    @property
+    def is_float(self) -> bool:
+        return self.dtype.is_floating_point or self.dtype.is_complex
+
+    def __str__(self) -> str:
+        return f"{DTYPE_NAMES[self.dtype]}{shape_text(self.shape)}"
+
+
+@dataclass(frozen=True)
+class ScalarType:
+    """An integer known at trace time up to symbols, for example the batch size."""
+
+    value: Size
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+
+ValueType = Union[TensorType, ScalarType, tuple["TensorType", ...], None]
+
+
+@dataclass(frozen=True)
+class Note:
+    """What fxpar knows of a node.
+
+    Attributes:
+        type: element type and global shape; a tuple for nodes with several outputs; None for effects.
+        layout: what the ranks hold (one for each output), once a pass provides layouts.
+        needs: the layouts in which the node wants its tensor operands, from `annotate` to `insert_collectives`.
+        role: column, row, head, replicate … of a node or parameter that a plan or a pass has given one.
+        origin: why the layout is what it is (plan line, rule or cost).
+        fqn: the module the node comes from.
+        source: the author's source line, `file.py:41`.
+        random: identity of a random node, the same under every plan; 0 for the others.
+        recompute: number of the checkpointed region the author put the node into; 0 for none.
+    """
+
+    type: ValueType = None
+    layout: Layout | tuple[Layout, ...] | None = None
+    needs: tuple[Layout, ...] = ()
+    role: str = ""
+    origin: str = ""
+    fqn: str = ""
+    source: str = ""
+    random: int = 0
+    recompute: int = 0
+
+
+def note(node: fx.Node) -> Note:
+    """The node's note.
+
+    Raises:
+        KeyError: the node has none (a pass created it without `set_note`).
+    """
+    found = node.meta.get("custom", {}).get(_KEY)
+    if not isinstance(found, Note):
+        raise KeyError(f"node %{node.name} has no fxpar note")
+    return found
+
+
+def has_note(node: fx.Node) -> bool:
+    """Whether a note was set."""
+    return isinstance(node.meta.get("custom", {}).get(_KEY), Note)
+
+
+def set_note(node: fx.Node, value: Note) -> fx.Node:
+    """Replaces the node's note and returns the node."""
+    node.meta["custom"] = {**node.meta.get("custom", {}), _KEY: value}
+    return node
+
+
+def update(node: fx.Node, **changes: Any) -> fx.Node:
+    """Replaces fields of the node's note and returns the node."""
+    return set_note(node, dataclasses.replace(note(node), **changes))
+
+
+def tensor_type(node: fx.Node) -> TensorType:
+    """The type of a node with one tensor as output.
+
+    Raises:
+        TypeError: the node has another kind of output.
+    """
+    kind = note(node).type
+    if not isinstance(kind, TensorType):
+        raise TypeError(f"node %{node.name} is no single tensor but {kind}")
+    return kind
+
+
+def output_types(node: fx.Node) -> tuple[TensorType, ...]:
+    """Types of all tensor outputs of a node; empty for scalars and effects."""
+    kind = note(node).type
+    if isinstance(kind, TensorType):
+        return (kind,)
+    return kind if isinstance(kind, tuple) else ()
+
+
+def output_layouts(node: fx.Node) -> tuple[Layout, ...]:
+    """Layouts of all tensor outputs, in the order of `output_types`; empty where none is set."""
+    layout = note(node).layout
+    if layout is None:
+        return ()
+    return layout if isinstance(layout, tuple) else (layout,)
+
+
+def is_tensor(node: fx.Node) -> bool:
+    """Whether the node's output is one tensor."""
+    return has_note(node) and isinstance(note(node).type, TensorType)
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A tensor the program owns.
+
+    Attributes:
+        fqn: the author's name for it; the first one where it is tied.
+        node: name of its placeholder.
+        kind: parameter, buffer or constant (a tensor the author made in `forward`).
+        type: element type and global shape.
+        trainable: whether a gradient is asked for.
+        tied: further names of the same tensor.
+    """
+
+    fqn: str
+    node: str
+    kind: str
+    type: TensorType
+    trainable: bool
+    tied: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Input:
+    """A tensor the caller passes: its path in the call (`input_ids`, `batch.0`), placeholder and type."""
+
+    path: str
+    node: str
+    type: TensorType
+
+
+@dataclass(frozen=True)
+class Symbol:
+    """A symbolic size: dimension `dim` of input `path`, with the example's value."""
+
+    name: str
+    path: str
+    dim: int
+    example: int
+
+
+@dataclass(frozen=True)
+class PassRecord:
+    """What a pass did: wall time and the names of nodes it added and erased, and of those it changed in place."""
+
+    name: str
+    seconds: float
+    added: tuple[str, ...]
+    erased: tuple[str, ...]
+    changed: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Program:
+    """One model, or one rank's part of it, as a functional graph.
+
+    Attributes:
+        graph_module: placeholders are parameters, buffers, constants and inputs; there are no attributes.
+        parameters: what the program owns, in placeholder order.
+        inputs: what the caller passes, in placeholder order.
+        outputs: names of the returned tensors, in the order of the output node.
+        symbols: the symbolic sizes.
+        plan: what was asked for.
+        properties: what currently holds, as declared by the passes (`layouts`, `collectives`, `local`, …).
+        history: the passes that ran.
+        constants: values of the parameters of kind constant, by name.
+        loss: name of the output to differentiate; empty where there is none.
+    """
+
+    graph_module: fx.GraphModule
+    parameters: tuple[Parameter, ...]
+    inputs: tuple[Input, ...]
+    outputs: tuple[str, ...]
+    symbols: tuple[Symbol, ...]
+    plan: Plan
+    properties: frozenset[str] = frozenset()
+    history: tuple[PassRecord, ...] = ()
+    constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    loss: str = ""
+
+    @property
+    def graph(self) -> fx.Graph:
+        return self.graph_module.graph
+
+    @property
+    def layouts(self) -> dict[str, Layout | tuple[Layout, ...] | None]:
+        """Layout by node name."""
+        return {node.name: note(node).layout for node in self.graph.nodes if node.op != "output"}
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Sizes of the mesh axes that are larger than one, by name."""
+        return self.plan.axes
+
+    def copy(self) -> Program:
+        """A program with a graph of its own. Notes are frozen and shared."""
+        graph = fx.Graph()
+        mapping: dict[fx.Node, fx.Node] = {}
+        result = graph.graph_copy(self.graph, mapping)
+        graph.output(result)
+        for old, new in mapping.items():
+            if new.name != old.name:
+                new.name = old.name
+        return dataclasses.replace(self, graph_module=fx.GraphModule(torch.nn.Module(), graph))
+
+    def with_(self, **changes: Any) -> Program:
+        """A copy of the record (not of the graph) with other fields."""
+        return dataclasses.replace(self, **changes)
+
+    def node(self, name: str) -> fx.Node:
+        """The node of that name.
+
+        Raises:
+            KeyError: there is none.
+        """
+        for node in self.graph.nodes:
+            if node.name == name:
+                return node
+        raise KeyError(f"no node %{name}")
+
+    def parameter(self, node: fx.Node) -> Parameter | None:
+        """The parameter whose placeholder the node is, if any."""
+        return next((p for p in self.parameters if p.node == node.name), None)
+
+    def output_nodes(self) -> dict[str, fx.Node]:
+        """The returned nodes by output name."""
+        values = output_node(self.graph).args[0]
+        return dict(zip(self.outputs, values, strict=True))  # type: ignore[arg-type]
+
+
+def output_node(graph: fx.Graph) -> fx.Node:
+    """The graph's only output node."""
+    return next(node for node in reversed(graph.nodes) if node.op == "output")
+
+
+def walk(graph_module: fx.GraphModule) -> Iterator[tuple[fx.GraphModule, fx.Node]]:
+    """Every node of the graph and of every sub-graph (higher-order operators), with the module that owns it."""
+    for node in graph_module.graph.nodes:
+        yield graph_module, node
+        if node.op == "get_attr":
+            child = getattr(graph_module, str(node.target), None)
+            if isinstance(child, fx.GraphModule):
+                yield from walk(child)
+
+
+def operands(node: fx.Node) -> list[fx.Node]:
+    """The tensor operands in argument order, lists flattened; a node used twice occurs twice."""
+    found: list[fx.Node] = []
+
+    def visit(value: Any) -> None:
+        if isinstance(value, fx.Node):
+            if has_note(value) and isinstance(note(value).type, (TensorType, tuple)):
+                found.append(value)
+        elif isinstance(value, (list, tuple)):
+            for item in value:
+                visit(item)
+        elif isinstance(value, dict):
+            for item in value.values():
+                visit(item)
+
+    visit(node.args)
+    visit(node.kwargs)
+    return found
+
+
+def with_operands(node: fx.Node, replacements: Sequence[fx.Node]) -> None:
+    """Replaces the tensor operands of a node one by one, in the order of `operands`."""
+    remaining = iter(replacements)
+
+    def visit(value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            if has_note(value) and isinstance(note(value).type, (TensorType, tuple)):
+                return next(remaining)
+            return value
+        if isinstance(value, (list, tuple)):
+            return type(value)(visit(item) for item in value)
+        if isinstance(value, dict):
+            return {key: visit(item) for key, item in value.items()}
+        return value
+
+    node.args, node.kwargs = visit(node.args), visit(node.kwargs)

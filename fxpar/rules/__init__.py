@@ -1,0 +1,33 @@
+"""For each operation, its legal layouts: data, checked by brute force (`fxpar.verify.oracle`)."""
+
+from fxpar.rules.engine import (
+    Call,
+    Labelling,
+    Refusal,
+    Rule,
+    Signature,
+    bind_arguments,
+    call_of,
+    infer,
+    partial_signatures,
+    seed_signature,
+)
+from fxpar.rules.table import key_of, register_rule, rule_of, rules, unregister_rule
+
+__all__ = [
+    "Call",
+    "Labelling",
+    "Refusal",
+    "Rule",
+    "Signature",
+    "bind_arguments",
+    "call_of",
+    "infer",
+    "key_of",
+    "partial_signatures",
+    "register_rule",
+    "rule_of",
+    "rules",
+    "seed_signature",
+    "unregister_rule",
+]

@@ -1,0 +1,109 @@
+"""Rules of fxpar's own operators that take random bits, and of the user's autograd functions."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fxpar.errors import InputError
+from fxpar.layout import Placement
+from fxpar.rules.engine import Call, Labelling, Refusal, Rule
+from fxpar.rules.matmul import attention_labels
+from fxpar.rules.pointwise import broadcast, pointwise_labels
+
+
+def dropout_labels(call: Call) -> Labelling | Refusal:
+    """The values are element-wise; the generator's state and the indices are not sharded."""
+    out = call.outputs[0].shape
+    ins = [broadcast(call.operands[0].shape, out)]
+    ins += [(None,) * len(kind.shape) for kind in call.operands[1:]]
+    return Labelling(tuple(ins), (tuple(f"d{i}" for i in range(len(out))),))
+
+
+def own_bits(call: Call, placements: Sequence[Placement]) -> Refusal | None:
+    """An axis index is passed exactly where the values are a shard (SPEC 2.4)."""
+    varying = [i for i, name in enumerate(call.names) if name == "indices" and placements[i].kind == "V"]
+    is_shard = placements[0].is_shard
+    if placements[0].kind == "P":
+        return Refusal("random bits for a partial (P) value: reduce it first")
+    if is_shard and not varying:
+        return Refusal("the ranks hold different elements but would draw the same bits: pass fxpar.axis_index")
+    if is_shard and len(placements[0].pieces) > 1:
+        return Refusal("random bits for a dimension of several segments: split the segments first")
+    if varying and not is_shard:
+        return Refusal("the ranks hold the same elements but would draw different bits: drop the axis index")
+    return None
+
+
+def _pure_elements(path: str, dtypes: tuple[torch.dtype, ...]) -> str:
+    """Empty where forward and backward of the function at `path` are element-wise; else what is not."""
+    from fxpar.rules.pointwise import pointwise_rules
+
+    known = pointwise_rules()
+    module, _, name = path.rpartition(".")
+    apply = getattr(importlib.import_module(module), name).apply
+
+    def both(*args: torch.Tensor) -> Any:
+        out = apply(*args)
+        return torch.autograd.grad(out, [a for a in args if a.requires_grad], torch.ones_like(out))
+
+    args = [torch.ones(2, 3, dtype=d, requires_grad=d.is_floating_point) for d in dtypes]
+    graph = make_fx(both)(*args).graph
+    for node in graph.nodes:
+        if node.op == "call_function" and str(node.target) not in known:
+            return str(node.target)
+    return ""
+
+
+@lru_cache(maxsize=256)
+def _analysed(path: str, dtypes: tuple[torch.dtype, ...]) -> str:
+    return _pure_elements(path, dtypes)
+
+
+def resolve_function(path: str) -> Any:
+    """The class a `fxpar.function` node calls.
+
+    Raises:
+        InputError: there is no such autograd function.
+    """
+    module, _, name = path.rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError):
+        found = None
+    if not (isinstance(found, type) and issubclass(found, torch.autograd.Function)):
+        raise InputError(
+            "there is no such autograd function", where=path, remedy="define it at the top level of a module"
+        )
+    return found
+
+
+def _function_labels(call: Call) -> Labelling | Refusal:
+    """Element-wise where tracing its forward and backward shows nothing else."""
+    if any(kind.shape != call.outputs[0].shape for kind in call.operands):
+        return Refusal("a function of differently shaped operands has no rule for shards")
+    path = str(call.get("path"))
+    other = _analysed(path, tuple(kind.dtype for kind in call.operands))
+    if other:
+        return Refusal(f"{path} contains {other}, so it is not element-wise")
+    return pointwise_labels(call)
+
+
+def _function_check(call: Call, placements: Sequence[Placement]) -> Refusal | None:
+    if any(p.kind == "P" for p in placements):
+        return Refusal("the author's function is not known to be linear: reduce the partial (P) value first")
+    return None
+
+
+def composite_rules() -> dict[str, Rule]:
+    """Rules by text name."""
+    return {
+        "fxpar.dropout": Rule(dropout_labels, check=own_bits, varying=("indices",)),
+        "fxpar.attention": Rule(attention_labels, check=own_bits, varying=("indices",)),
+        "fxpar.function": Rule(_function_labels, check=_function_check),
+    }

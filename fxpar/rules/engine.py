@@ -1,0 +1,287 @@
+"""Rules: what an operation does to layouts on one mesh axis.
+
+Enters: an operation with global shapes, and the placement of each operand on one axis. Leaves: the placement of each
+output, or a refusal with its reason.
+
+A rule is data. Most are *labels*, one for each dimension (`... k, o k -> ... o`): a shard of a label makes every
+operand that has the label a shard, leaves the others replicated, and yields a shard, or a partial value where the
+label is summed. `_` marks dimensions that cannot be sharded. `partial` lists the operands in which the operation is
+linear, jointly (`add`: both at once) or each by itself (`mul`: one of them); `bias?` belongs to its group where it is
+passed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar.layout import I, P, Piece, Placement, R, fits
+from fxpar.program import ScalarType, TensorType, has_note, note, output_types
+from fxpar.symbols import Size, divide
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why an operation does not accept a layout.
+
+    `structural`: the cut does not fit the shapes (a view tears it, n does not divide it), as opposed to an operation
+    that needs the whole dimension (softmax, norm).
+    """
+
+    reason: str
+    structural: bool = False
+
+
+@dataclass(frozen=True)
+class Signature:
+    """Placements of all operands and outputs of an operation on one axis."""
+
+    operands: tuple[Placement, ...]
+    outputs: tuple[Placement, ...]
+
+
+@dataclass(frozen=True)
+class Call:
+    """An operation as the rules see it, over global shapes.
+
+    Attributes:
+        target: the operator.
+        arguments: by schema name; tensors are left out, scalars are ints or symbolic sizes.
+        operands: types of the tensor operands, lists flattened.
+        names: the schema name of each operand; the items of a list share one.
+        outputs: types of the tensor outputs.
+        n: ranks of the axis.
+    """
+
+    target: Any
+    arguments: Mapping[str, Any]
+    operands: tuple[TensorType, ...]
+    names: tuple[str, ...]
+    outputs: tuple[TensorType, ...]
+    n: int
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """A non-tensor argument."""
+        return self.arguments.get(name, default)
+
+    def position(self, name: str) -> int | None:
+        """Index of the operand of that schema name, None where it was not passed."""
+        return self.names.index(name) if name in self.names else None
+
+
+Labels = tuple[str | None, ...]
+
+
+@dataclass(frozen=True)
+class Labelling:
+    """A label for each dimension of each operand and output (None: cannot be sharded); `summed` yield partials."""
+
+    operands: tuple[Labels, ...]
+    outputs: tuple[Labels, ...]
+    summed: frozenset[str] = frozenset()
+
+
+Seed = Callable[[Call, int, Placement], Signature | Refusal]
+Check = Callable[[Call, Sequence[Placement]], tuple[Placement, ...] | Refusal | None]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The legal signatures of an operation.
+
+    Attributes:
+        labels: the labelling of a call, or the reason why it has none.
+        partial: groups of operand names that may be partial together, the others being replicated.
+        seed: for operations that labels cannot describe (views): the signature that one operand's shard asks for.
+        check: for operations with further conditions: outputs for given operands; None leaves it to the rest.
+        varying: names of operands that may be V (axis indices).
+    """
+
+    labels: Callable[[Call], Labelling | Refusal] | None = None
+    partial: tuple[tuple[str, ...], ...] = ()
+    seed: Seed | None = None
+    check: Check | None = None
+    varying: tuple[str, ...] = ()
+
+
+def _scalar(value: Any) -> Any:
+    if isinstance(value, fx.Node):
+        kind = note(value).type if has_note(value) else None
+        return kind.value if isinstance(kind, ScalarType) else value
+    if isinstance(value, (list, tuple)):
+        return [_scalar(item) for item in value]
+    return value
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, fx.Node) and has_note(value) and isinstance(note(value).type, (TensorType, tuple))
+
+
+def bind_arguments(node: fx.Node) -> dict[str, Any]:
+    """Arguments by name: by schema for operators of torch, by signature for fxpar's, by position elsewhere.
+
+    Given arguments stand in the order of `operands(node)`, defaults behind them.
+    """
+    defaults: dict[str, Any] = {}
+    if isinstance(node.target, torch._ops.OpOverload):
+        schema = node.target._schema.arguments
+        names: Sequence[str] = [a.name for a in schema]
+        defaults = {a.name: a.default_value for a in schema if a.has_default_value()}
+    else:
+        code = getattr(node.target, "__code__", None)
+        if code is None or code.co_flags & 0x04:  # a builtin, or *args
+            return {**{str(i): a for i, a in enumerate(node.args)}, **node.kwargs}
+        names = code.co_varnames[: code.co_argcount]
+        values = getattr(node.target, "__defaults__", None) or ()
+        defaults = dict(zip(names[len(names) - len(values) :], values, strict=True))
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    return {**given, **{k: v for k, v in defaults.items() if k not in given}}
+
+
+def call_of(node: fx.Node, n: int) -> Call:
+    """The call a node makes, on an axis of n ranks."""
+    kinds: list[TensorType] = []
+    names: list[str] = []
+    plain: dict[str, Any] = {}
+    for name, value in bind_arguments(node).items():
+        items = value if isinstance(value, (list, tuple)) else [value]
+        tensors = [item for item in items if _is_tensor(item)]
+        for item in tensors:
+            for kind in output_types(item):
+                kinds.append(kind)
+                names.append(name)
+        if not tensors:
+            plain[name] = _scalar(value)
+        elif isinstance(value, (list, tuple)):
+            plain[name] = [None if not _is_tensor(item) else item for item in value]
+    return Call(node.target, plain, tuple(kinds), tuple(names), output_types(node), n)
+
+
+def transfer(placement: Placement, source: Size, dim: int, size: Size, n: int) -> Placement | Refusal:
+    """The cut of a dimension of `source` elements on another dimension with the same label.
+
+    Equal sizes take the same pieces. Where they differ (query and key heads of grouped attention) the runs are as many
+    and shorter in proportion, and n must divide both.
+    """
+    if size == source:
+        return placement.at(dim)
+    piece = placement.piece
+    run = divide(size, piece.outer) if piece is not None else None
+    if piece is None or run is None or divide(run, n) is None:
+        return Refusal(f"a dimension of {size} cannot follow the cut {placement} over {n} ranks", structural=True)
+    return Placement("S", dim, (Piece(piece.outer, run),))
+
+
+def seed_signature(rule: Rule, call: Call, index: int, placement: Placement) -> Signature | Refusal:
+    """The signature that makes operand `index` a shard as given."""
+    if not fits(placement, call.operands[index].shape, call.n):
+        return Refusal(f"{placement} of {call.operands[index]} is not divisible by {call.n}", structural=True)
+    if rule.seed is not None:
+        return rule.seed(call, index, placement)
+    if rule.labels is None:
+        return Refusal("the operation needs whole operands")
+    labelling = rule.labels(call)
+    if isinstance(labelling, Refusal):
+        return labelling
+    label = labelling.operands[index][placement.dim]
+    if label is None:
+        return Refusal(f"the operation needs the whole of dimension {placement.dim}")
+    if label in labelling.summed and not all(piece.sharded for piece in placement.pieces):
+        return Refusal(f"the segments of {placement} that every rank holds would be summed by every rank")
+    source = call.operands[index].shape[placement.dim]
+
+    def spread(kinds: Sequence[TensorType], labels: Sequence[Labels], absent: Placement) -> list[Placement | Refusal]:
+        return [
+            transfer(placement, source, found.index(label), kind.shape[found.index(label)], call.n)
+            if label in found
+            else absent
+            for kind, found in zip(kinds, labels, strict=True)
+        ]
+
+    ins = spread(call.operands, labelling.operands, R)
+    outs = spread(call.outputs, labelling.outputs, P if label in labelling.summed else R)
+    for item in (*ins, *outs):
+        if isinstance(item, Refusal):
+            return item
+    if label not in labelling.summed and any(label not in found for found in labelling.outputs):
+        return Refusal(f"an output lacks the sharded dimension {placement.dim}")
+    return Signature(tuple(ins), tuple(outs))  # type: ignore[arg-type]
+
+
+def infer(
+    rule: Rule | None, call: Call, placements: Sequence[Placement], carries: Sequence[bool]
+) -> tuple[Placement, ...] | Refusal:
+    """Placements of the outputs for given operands on one axis.
+
+    Args:
+        rule: the operation's rule; None where there is none, which leaves I and R.
+        call: the operation.
+        placements: one for each operand.
+        carries: whether each operand carries a gradient. Those that do not are I and R at once.
+    """
+    for placement, kind in zip(placements, call.operands, strict=True):
+        if not fits(placement, kind.shape, call.n):
+            return Refusal(f"{placement} of {kind} is not divisible by {call.n}", structural=True)
+    placements = [R if p == I and not c else p for p, c in zip(placements, carries, strict=True)]
+    if rule is not None and rule.check is not None:
+        checked = rule.check(call, placements)
+        if checked is not None:
+            return checked
+    kinds = [p.kind for p in placements]
+    if rule is not None and rule.varying:
+        kinds = ["R" if k == "V" and name in rule.varying else k for k, name in zip(kinds, call.names, strict=True)]
+    if "V" in kinds:
+        return Refusal("the operation does not accept varying values (V)")
+    invariant = [k for k, c in zip(kinds, carries, strict=True) if k == "I" and c]
+    replicated = [k for k, c in zip(kinds, carries, strict=True) if k == "R" and c]
+    if not {"S", "P"} & set(kinds):
+        if invariant and replicated:
+            return Refusal("invariant (I) and replicated (R) operands meet: coerce I → R (copy_to)")
+        return (I if invariant else R,) * len(call.outputs)
+    if invariant:
+        return Refusal(f"invariant (I) operands meet {', '.join(sorted({'S', 'P'} & set(kinds)))}: coerce them first")
+    if rule is None:
+        return Refusal("no rule says how the operation treats shards or partial values: gather or reduce before it")
+    if "P" in kinds:
+        return _infer_partial(rule, call, kinds)
+    index = kinds.index("S")
+    wanted = seed_signature(rule, call, index, placements[index])
+    if isinstance(wanted, Refusal):
+        return wanted
+    for i, (kind, want) in enumerate(zip(kinds, wanted.operands, strict=True)):
+        given = placements[i] if kind == "S" else R
+        if given != want:
+            return Refusal(f"operand {call.names[i]} is {given} where {want} fits {placements[index]} of {call.names[index]}")
+    return wanted.outputs
+
+
+def _infer_partial(rule: Rule, call: Call, kinds: Sequence[str]) -> tuple[Placement, ...] | Refusal:
+    if "S" in kinds:
+        return Refusal("partial (P) operands meet shards (S)")
+    partial = {i for i, kind in enumerate(kinds) if kind == "P"}
+    if partial in (_members(call, group) for group in rule.partial):
+        return (P,) * len(call.outputs)
+    return Refusal("the operation is not linear in its partial (P) operands: reduce them first")
+
+
+def _members(call: Call, group: Sequence[str]) -> set[int]:
+    """Operands of a group of `Rule.partial`; none where one that it needs was not passed as a tensor."""
+    if any(not name.endswith("?") and name not in call.names for name in group):
+        return set()
+    wanted = {name.removesuffix("?") for name in group}
+    return {i for i, name in enumerate(call.names) if name in wanted}
+
+
+def partial_signatures(rule: Rule, call: Call) -> list[Signature]:
+    """All signatures with partial operands, the others being replicated."""
+    found = []
+    for members in (_members(call, group) for group in rule.partial):
+        ins = tuple(P if i in members else R for i in range(len(call.operands)))
+        outs = infer(rule, call, ins, [True] * len(ins)) if members else Refusal("")
+        if not isinstance(outs, Refusal):
+            found.append(Signature(ins, outs))
+    return found

@@ -1,0 +1,123 @@
+"""Rules of element-wise operations: operands are aligned from the right, every dimension can be sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from fxpar.layout import P, Placement, R
+from fxpar.rules.engine import Call, Labelling, Labels, Refusal, Rule
+from fxpar.symbols import Size
+
+
+def broadcast(shape: tuple[Size, ...], out: tuple[Size, ...], labels: Labels | None = None) -> Labels:
+    """Labels of an operand that is broadcast to `out`: none where it has size 1 and the output has not."""
+    names = labels if labels is not None else tuple(f"d{i}" for i in range(len(out)))
+    offset = len(out) - len(shape)
+    return tuple(
+        names[offset + i] if size != 1 or out[offset + i] == 1 else None for i, size in enumerate(shape)
+    )
+
+
+def pointwise_labels(call: Call) -> Labelling | Refusal:
+    """`d0 d1 …, … -> d0 d1 …`."""
+    out = call.outputs[0].shape
+    names = tuple(f"d{i}" for i in range(len(out)))
+    if any(len(kind.shape) > len(out) for kind in call.operands):
+        return Refusal("an operand has more dimensions than the result")
+    return Labelling(tuple(broadcast(k.shape, out) for k in call.operands), tuple(names for _ in call.outputs))
+
+
+def _cast_keeps_sums(call: Call, placements: object) -> None | Refusal:
+    """A cast to integers is not linear."""
+    if P in placements and not call.outputs[0].is_float:  # type: ignore[operator]
+        return Refusal("a cast of a partial (P) value to integers is not linear: reduce it first")
+    return None
+
+
+def _zero_only(name: str) -> Callable[[Call, Sequence[Placement]], Refusal | None]:
+    """Filling is linear only with zeros: any other number would be summed over the ranks."""
+
+    def check(call: Call, placements: Sequence[Placement]) -> Refusal | None:
+        if P in placements and call.get(name) != 0:
+            return Refusal("a number that fills in for a partial (P) value would be added by every rank: reduce it first")
+        return None
+
+    return check
+
+
+def _same_values(call: Call, placements: Sequence[Placement]) -> tuple[Placement, ...] | None:
+    """The values of the result do not depend on those of the operand: of a sum it is no sum."""
+    return (R,) * len(call.outputs) if P in placements else None
+
+
+def _prelu_labels(call: Call) -> Labelling | Refusal:
+    """`n c …, c -> n c …`; a single weight is broadcast."""
+    found = pointwise_labels(call)
+    if isinstance(found, Refusal):
+        return found
+    values, weight = found.operands[0], call.operands[1].shape
+    return Labelling((values, (None if weight[0] == 1 or len(values) < 2 else values[1],)), found.outputs)
+
+
+_UNARY = """
+abs acos acosh asin asinh atan atanh bitwise_not ceil celu cos cosh elu erf erfc erfinv exp exp2 expm1 floor frac
+gelu hardshrink hardsigmoid hardswish hardtanh isfinite isinf isnan leaky_relu log log10 log1p log2 log_sigmoid
+logical_not logit mish reciprocal relu relu6 round rsqrt selu sgn sigmoid sign silu sin sinh softplus
+softshrink sqrt square tan tanh threshold trunc
+""".split()
+
+_BINARY = """
+add.Scalar atan2 bitwise_and.Scalar bitwise_and.Tensor bitwise_or.Scalar bitwise_or.Tensor bitwise_xor.Tensor
+__and__.Scalar __and__.Tensor __or__.Scalar __or__.Tensor __xor__.Tensor clamp clamp.Tensor clamp_max clamp_min
+div.Scalar_mode div.Tensor_mode eq.Scalar eq.Tensor floor_divide floor_divide.Scalar fmod.Scalar fmod.Tensor
+ge.Scalar ge.Tensor gt.Scalar gt.Tensor le.Scalar le.Tensor logical_and logical_or logical_xor lt.Scalar lt.Tensor
+masked_fill.Scalar masked_fill.Tensor maximum minimum ne.Scalar ne.Tensor nan_to_num pow.Scalar pow.Tensor_Scalar
+pow.Tensor_Tensor remainder.Scalar remainder.Tensor rsub.Scalar sub.Scalar xlogy.Tensor lerp.Scalar lerp.Tensor
+addcmul addcdiv where.ScalarSelf where.ScalarOther where.Scalar
+dropout native_dropout bernoulli.p
+""".split()
+
+_LINEAR: Mapping[str, tuple[tuple[str, ...], ...]] = {
+    "neg": (("self",),),
+    "clone": (("self",),),
+    "alias": (("self",),),
+    "contiguous": (("self",),),
+    "detach": (("self",),),
+    "lift_fresh_copy": (("self",),),
+    "real": (("self",),),
+    "mul.Tensor": (("self",), ("other",)),
+    "mul.Scalar": (("self",),),
+    "div.Tensor": (("self",),),
+    "div.Scalar": (("self",),),
+    "add.Tensor": (("self", "other"),),
+    "sub.Tensor": (("self", "other"),),
+    "rsub.Tensor": (("self", "other"),),
+    "where.self": (("self", "other"),),
+    "lerp.Scalar": (("self", "end"),),
+    "lerp.Tensor": (("self", "end"),),
+    "addcmul": (("self", "tensor1"), ("self", "tensor2")),
+    "addcdiv": (("self", "tensor1"),),
+    "xlogy.Tensor": (("self",),),
+}
+
+_FILLING: Mapping[str, tuple[str, str]] = {
+    "masked_fill.Scalar": ("self", "value"),
+    "where.ScalarOther": ("self", "other"),
+    "where.ScalarSelf": ("other", "self"),
+}
+
+
+def pointwise_rules() -> dict[str, Rule]:
+    """Rules by `aten` overload name."""
+    rules = {f"aten.{name}.default" if "." not in name else f"aten.{name}": Rule(pointwise_labels) for name in (*_UNARY, *_BINARY)}
+    for name, partial in _LINEAR.items():
+        full = name if "." in name else f"{name}.default"
+        rules[f"aten.{full}"] = Rule(pointwise_labels, partial=partial)
+    for name, (values, number) in _FILLING.items():
+        rules[f"aten.{name}"] = Rule(pointwise_labels, ((values,),), check=_zero_only(number))
+    for name in ("zeros_like", "ones_like", "full_like"):
+        rules[f"aten.{name}.default"] = Rule(pointwise_labels, check=_same_values)
+    rules["aten.prelu.default"] = Rule(_prelu_labels)
+    for name in ("_to_copy.default", "to.dtype", "to.device"):
+        rules[f"aten.{name}"] = Rule(pointwise_labels, partial=(("self",),), check=_cast_keeps_sums)
+    return rules

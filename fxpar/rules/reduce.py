@@ -1,0 +1,102 @@
+"""Rules of reductions, norms and losses: a reduced dimension is summed (partial result) or cannot be sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from fxpar.layout import P, Placement
+from fxpar.rules.engine import Call, Labelling, Labels, Refusal, Rule
+
+
+def _reduced(call: Call) -> list[int]:
+    rank = len(call.operands[0].shape)
+    dims = call.get("dim")
+    if dims is None or dims == []:
+        return list(range(rank))
+    return [d % rank if rank else 0 for d in (dims if isinstance(dims, (list, tuple)) else [dims])]
+
+
+def _reduction(summed: bool) -> Callable[[Call], Labelling | Refusal]:
+    def labels(call: Call) -> Labelling | Refusal:
+        rank = len(call.operands[0].shape)
+        gone = _reduced(call)
+        own = [f"d{i}" for i in range(rank)]
+        keep = call.get("keepdim", False)
+        out: list[str | None] = [None if i in gone else own[i] for i in range(rank) if keep or i not in gone]
+        lost = frozenset(own[i] for i in gone)
+        shown: list[str | None] = [l if summed or l not in lost else None for l in own]
+        return Labelling((tuple(shown),), tuple(tuple(out) for _ in call.outputs), lost if summed else frozenset())
+
+    return labels
+
+
+def _topk(call: Call) -> Labelling | Refusal:
+    """The dimension that is searched stays, shorter, and cannot be sharded."""
+    own: list[str | None] = [f"d{i}" for i in range(len(call.operands[0].shape))]
+    if own:
+        own[int(call.get("dim", -1)) % len(own)] = None
+    return Labelling((tuple(own),), tuple(tuple(own) for _ in call.outputs))
+
+
+def _norm(normalized: Callable[[Call], int]) -> Callable[[Call], Labelling | Refusal]:
+    """Leading dimensions can be sharded; the normalised ones and their weights are needed whole."""
+
+    def labels(call: Call) -> Labelling | Refusal:
+        rank = len(call.operands[0].shape)
+        lead: Labels = tuple(f"d{i}" if i < rank - normalized(call) else None for i in range(rank))
+        rest = tuple((None,) * len(kind.shape) for kind in call.operands[1:])
+        outs = tuple(lead[: len(kind.shape)] for kind in call.outputs)
+        return Labelling((lead, *rest), outs)
+
+    return labels
+
+
+def _loss(call: Call) -> Labelling | Refusal:
+    """`n _, n -> n` (reduction none) or a sum over n; a mean divides by a count that no rank knows alone."""
+    if len(call.operands[0].shape) < 2 or call.operands[1].is_float:
+        return Refusal("a loss without a batch dimension, or with probabilities as target, needs whole operands")
+    how = call.get("reduction", 1)
+    logits = ("n", None, *(f"d{i}" for i in range(len(call.operands[0].shape) - 2)))
+    target = ("n", *logits[2:])
+    if how == 1:
+        logits, target = (None,) * len(logits), (None,) * len(target)
+    weights = tuple((None,) * len(kind.shape) for kind in call.operands[2:])
+    outs = tuple(target if kind.shape else () for kind in call.outputs)
+    return Labelling((logits, target, *weights), outs, frozenset(l for l in target if l and how == 2))
+
+
+def _pointwise_loss(call: Call) -> Labelling | Refusal:
+    labels = tuple(f"d{i}" for i in range(len(call.operands[0].shape)))
+    how = call.get("reduction", 1)
+    if how == 1 or any(kind.shape != call.operands[0].shape for kind in call.operands):
+        return Refusal("a mean divides by the size of the whole: it needs whole operands")
+    return Labelling((labels,) * len(call.operands), (labels if how == 0 else (),), frozenset(labels if how == 2 else ()))
+
+
+def _no_partial_target(call: Call, placements: Sequence[Placement]) -> Refusal | None:
+    return Refusal("a loss is not linear in partial (P) values: reduce them first") if P in placements else None
+
+
+def reduction_rules() -> dict[str, Rule]:
+    """Rules by `aten` overload name."""
+    summed, whole = Rule(_reduction(True), (("self",),)), Rule(_reduction(False))
+    names = {
+        "sum.default": summed,
+        "sum.dim_IntList": summed,
+        "mean.default": Rule(_reduction(False), (("self",),)),
+        "mean.dim": Rule(_reduction(False), (("self",),)),
+        "topk.default": Rule(_topk),
+        "layer_norm.default": Rule(_norm(lambda call: len(call.get("normalized_shape"))), (("weight", "bias?"),)),
+        "rms_norm.default": Rule(_norm(lambda call: len(call.get("normalized_shape"))), (("weight",),)),
+        "native_layer_norm.default": Rule(_norm(lambda call: len(call.get("normalized_shape")))),
+        "group_norm.default": Rule(_norm(lambda call: len(call.operands[0].shape) - 1), (("weight", "bias?"),)),
+        "cross_entropy_loss.default": Rule(_loss, check=_no_partial_target),
+        "nll_loss.default": Rule(_loss, (("self",),)),
+        "nll_loss_nd.default": Rule(_loss, (("self",),)),
+        "mse_loss.default": Rule(_pointwise_loss, check=_no_partial_target),
+        "l1_loss.default": Rule(_pointwise_loss, check=_no_partial_target),
+        "binary_cross_entropy_with_logits.default": Rule(_pointwise_loss, check=_no_partial_target),
+    }
+    for name in "amax amin any.dim any.dims any.default all.dim all.default argmax argmin max.dim min.dim max.default min.default var.correction std.correction var_mean.correction logsumexp prod.dim_int prod.default".split():
+        names[name if "." in name else f"{name}.default"] = whole
+    return {f"aten.{name}": rule for name, rule in names.items()}

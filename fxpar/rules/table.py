@@ -1,0 +1,81 @@
+"""The table of rules, by operator.
+
+Enters: `register_rule` calls of fxpar and of users. Leaves: `rule_of`. The table is the one piece of state of this
+package that grows after import: a user's operator must be known to every pass, verifier and command.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from fxpar.errors import InputError
+from fxpar.operators import OPERATORS
+from fxpar.rules.composite import composite_rules
+from fxpar.rules.engine import Rule
+from fxpar.rules.matmul import formula, matmul_rules
+from fxpar.rules.pointwise import pointwise_labels, pointwise_rules
+from fxpar.rules.reduce import reduction_rules
+from fxpar.rules.views import view_rules
+
+_RULES: dict[str, Rule] = {
+    **pointwise_rules(),
+    **matmul_rules(),
+    **view_rules(),
+    **reduction_rules(),
+    **composite_rules(),
+}
+
+
+def key_of(target: Any) -> str:
+    """Name of an operator in the table: `aten.linear.default`, `fxpar.dropout`."""
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target)
+    name = getattr(target, "__name__", str(target))
+    return f"fxpar.{name}" if OPERATORS.get(name) is target else name
+
+
+def rule_of(target: Any) -> Rule | None:
+    """The operator's rule, None where it has none."""
+    return _RULES.get(key_of(target))
+
+
+def rules() -> Mapping[str, Rule]:
+    """All rules by operator name (a copy)."""
+    return dict(_RULES)
+
+
+def register_rule(
+    target: torch._ops.OpOverload, labels: str | None = None, *, partial: tuple[tuple[str, ...], ...] = ()
+) -> None:
+    """Tells fxpar how an operator of yours treats layouts.
+
+    Args:
+        target: the overload, for example `torch.ops.mylib.gated.default`.
+        labels: one part for each tensor argument and output, for example `"... h, h -> ... h"`: equal letters are
+            cut together, `_` cannot be cut, a letter that no output has is summed. None: element-wise.
+        partial: groups of argument names in which the operator is linear (see `Rule`).
+
+    Raises:
+        InputError: the operator has a rule already, or the labels do not match its schema.
+    """
+    key = key_of(target)
+    if key in _RULES:
+        raise InputError("the operator has a rule already", where=key)
+    if labels is None:
+        _RULES[key] = Rule(pointwise_labels, partial)
+        return
+    names = [a.name for a in target._schema.arguments if "Tensor" in str(a.type)]
+    left, arrow, _ = labels.partition("->")
+    if not arrow or len(left.split(",")) != len(names):
+        raise InputError(
+            f"'{labels}' does not name {len(names)} tensor arguments ({', '.join(names)}) and '->'", where=key
+        )
+    _RULES[key] = Rule(formula(labels, *names), partial)
+
+
+def unregister_rule(target: torch._ops.OpOverload) -> None:
+    """Removes a rule that `register_rule` added."""
+    _RULES.pop(key_of(target), None)

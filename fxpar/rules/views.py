@@ -1,0 +1,276 @@
+"""Rules of operations that move elements: views, permutations, slices, splits, concatenation, indexing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fxpar.layout import Piece, Placement, R, pieces_of, slice_pieces, through_view
+from fxpar.rules.engine import Call, Labelling, Labels, Refusal, Rule, Signature, transfer
+from fxpar.rules.pointwise import broadcast
+from fxpar.symbols import Size, simplify
+
+_SELF = (("self",),)
+_END = 2**62
+
+
+def _numbered(rank: int) -> list[str | None]:
+    return [f"d{i}" for i in range(rank)]
+
+
+def _wrap(dim: int, rank: int) -> int:
+    return dim + rank if dim < 0 else dim
+
+
+def _view(call: Call, index: int, placement: Placement) -> Signature | Refusal:
+    after = through_view(placement, call.operands[0].shape, call.outputs[0].shape, call.n)
+    if after is None:
+        shapes = f"{call.operands[0]} to {call.outputs[0]}"
+        return Refusal(f"the view from {shapes} tears {placement} over {call.n} ranks", structural=True)
+    return Signature((placement,), (after,))
+
+
+def _permute(call: Call) -> Labelling | Refusal:
+    rank = len(call.operands[0].shape)
+    labels = _numbered(rank)
+    name = call.target._schema.name
+    if name == "aten::t":
+        order = [1, 0] if rank == 2 else list(range(rank))
+    elif name == "aten::transpose":
+        order = list(range(rank))
+        a, b = _wrap(call.get("dim0"), rank), _wrap(call.get("dim1"), rank)
+        order[a], order[b] = order[b], order[a]
+    else:
+        order = [_wrap(d, rank) for d in call.get("dims")]
+    return Labelling((tuple(labels),), (tuple(labels[i] for i in order),))
+
+
+def _without_dim(call: Call) -> Labelling | Refusal:
+    """`dim` is removed from the result (select)."""
+    labels = _numbered(len(call.operands[0].shape))
+    dim = _wrap(call.get("dim", 0), len(labels))
+    rest = [l for i, l in enumerate(labels) if i != dim]
+    labels[dim] = None
+    return Labelling((tuple(labels),), tuple(tuple(rest) for _ in call.outputs))
+
+
+def _keeping_dim(call: Call) -> Labelling | Refusal:
+    """`dim` (or `dims`) stays and cannot be sharded (cumsum, flip, roll, softmax)."""
+    labels = _numbered(len(call.operands[0].shape))
+    dims = call.get("dims", call.get("dim", 0))
+    for dim in dims if isinstance(dims, (list, tuple)) else [dims]:
+        labels[_wrap(dim, len(labels))] = None
+    return Labelling((tuple(labels),), tuple(tuple(labels) for _ in call.outputs))
+
+
+def _expand(call: Call) -> Labelling | Refusal:
+    out = call.outputs[0].shape
+    return Labelling((broadcast(call.operands[0].shape, out),), (tuple(_numbered(len(out))),))
+
+
+def _repeat(call: Call) -> Labelling | Refusal:
+    """A dimension that is repeated once keeps its cut."""
+    out, shape = call.outputs[0].shape, call.operands[0].shape
+    labels = _numbered(len(out))
+    offset = len(out) - len(shape)
+    own = [labels[offset + i] if size == out[offset + i] else None for i, size in enumerate(shape)]
+    return Labelling((tuple(own),), (tuple(labels),))
+
+
+def _bounds(call: Call, size: Size) -> tuple[Size, Size]:
+    start, end = call.get("start") or 0, call.get("end")
+
+    def clamp(value: Size) -> Size:
+        if isinstance(value, int) and isinstance(size, int):
+            return max(0, min(size, value + size if value < 0 else value))
+        if isinstance(value, int) and value < 0:
+            return simplify(size + value)
+        return size if isinstance(value, int) and value >= _END else value
+
+    return clamp(start), size if end is None else clamp(end)
+
+
+def _slice(call: Call, index: int, placement: Placement) -> Signature | Refusal:
+    shape = call.operands[0].shape
+    dim = _wrap(call.get("dim", 0), len(shape))
+    if placement.dim != dim:
+        return Signature((placement,), (placement,))
+    start, end = _bounds(call, shape[dim])
+    if (start, end) == (0, shape[dim]) and call.get("step", 1) == 1:
+        return Signature((placement,), (placement,))
+    return _parts(call, placement, [(start, end)], call.get("step", 1) == 1)
+
+
+def _split(call: Call, index: int, placement: Placement) -> Signature | Refusal:
+    rank = len(call.operands[0].shape)
+    dim = _wrap(call.get("dim", 0), rank)
+    if placement.dim != dim:
+        return Signature((placement,), (placement,) * len(call.outputs))
+    cuts: list[tuple[Size, Size]] = []
+    offset: Size = 0
+    for kind in call.outputs:
+        end = simplify(offset + kind.shape[dim])
+        cuts.append((offset, end))
+        offset = end
+    return _parts(call, placement, cuts, True)
+
+
+def _parts(call: Call, placement: Placement, cuts: list[tuple[Size, Size]], whole: bool) -> Signature | Refusal:
+    outs = []
+    for start, end in cuts:
+        pieces = slice_pieces(placement.pieces, start, end) if whole else None
+        if pieces is None:
+            return Refusal(f"the cut at {start}:{end} tears {placement} over {call.n} ranks", structural=True)
+        outs.append(Placement("S", placement.dim, pieces) if any(p.sharded for p in pieces) else R)
+    return Signature((placement,), tuple(outs))
+
+
+def _cat_dim(call: Call) -> int:
+    return _wrap(call.get("dim", 0), len(call.outputs[0].shape))
+
+
+def _cat(call: Call, index: int, placement: Placement) -> Signature | Refusal:
+    """Along another dimension the cut passes; along the same one every part must be cut, the pieces join."""
+    dim = _cat_dim(call)
+    source = call.operands[index].shape[placement.dim]
+    ins: list[Placement] = []
+    for kind in call.operands:
+        moved = transfer(placement, source, placement.dim, kind.shape[placement.dim], call.n)
+        if isinstance(moved, Refusal):
+            return moved
+        ins.append(moved)
+    if placement.dim != dim:
+        return Signature(tuple(ins), (placement,))
+    return Signature(tuple(ins), (Placement("S", dim, pieces_of([p for i in ins for p in i.pieces])),))
+
+
+def _cat_segments(call: Call, placements: Sequence[Placement]) -> tuple[Placement, ...] | Refusal | None:
+    """Segments that are cut in different ways, or not at all, join to one dimension with a layout for each."""
+    dim = _cat_dim(call)
+    if not any(p.is_shard and p.dim == dim for p in placements):
+        return None
+    pieces: list[Piece] = []
+    for placement, kind in zip(placements, call.operands, strict=True):
+        if placement.is_shard and placement.dim == dim:
+            pieces.extend(placement.pieces)
+        elif placement == R:
+            pieces.append(Piece(1, kind.shape[dim], False))
+        else:
+            return Refusal(f"a part with {placement} is concatenated to parts that are cut along dimension {dim}")
+    return (Placement("S", dim, pieces_of(pieces)),)
+
+
+def _stack(call: Call) -> Labelling | Refusal:
+    labels = _numbered(len(call.operands[0].shape))
+    out = list(labels)
+    out.insert(_wrap(call.get("dim", 0), len(labels) + 1), None)
+    return Labelling(tuple(tuple(labels) for _ in call.operands), (tuple(out),))
+
+
+def _index(call: Call) -> Labelling | Refusal:
+    """`x[i, j, :]`: indices are broadcast and replace the dimensions they stand at, which must be neighbours."""
+    entries = call.get("indices") or []
+    entries = entries or [call.position("indices")] * call.names.count("indices")
+    places = [i for i, entry in enumerate(entries) if entry is not None]
+    if not places or places != list(range(places[0], places[-1] + 1)):
+        return Refusal("indices that stand apart have no rule for shards")
+    indices = call.operands[1:]
+    if any(kind.dtype.is_floating_point or str(kind.dtype) == "torch.bool" for kind in indices):
+        return Refusal("a boolean index has a result of unknown size")
+    shape, out = call.operands[0].shape, call.outputs[0].shape
+    width = len(out) - (len(shape) - len(places))
+    first, count = places[0], len(places)
+    own: Labels = tuple(
+        None if first <= i < first + count else (f"d{i}" if i < first else f"d{i - count + width}")
+        for i in range(len(shape))
+    )
+    spread = tuple(f"d{first + i}" for i in range(width))
+    taken = out[first : first + width]
+    return Labelling((own, *(broadcast(k.shape, taken, spread) for k in indices)), (tuple(_numbered(len(out))),))
+
+
+def _gather(call: Call) -> Labelling | Refusal:
+    """The index may be cut along `dim`; along the others only where it covers them."""
+    shape, index = call.operands[0].shape, call.operands[1].shape
+    dim = _wrap(call.get("dim", 0), len(shape)) if shape else 0
+    labels = _numbered(len(index))
+    own = [None if i == dim or shape[i] != index[i] else labels[i] for i in range(len(shape))]
+    other = [labels[i] if i == dim or own[i] else None for i in range(len(index))]
+    return Labelling((tuple(own), tuple(other)), (tuple(other),))
+
+
+def _embedding(call: Call) -> Labelling | Refusal:
+    """`_ h, i… -> i… h`; cutting the vocabulary needs masks and belongs to a composite operator."""
+    lead = _numbered(len(call.operands[1].shape))
+    return Labelling(((None, "h"), tuple(lead)), ((*lead, "h"),))
+
+
+def _index_select(call: Call) -> Labelling | Refusal:
+    labels = _numbered(len(call.operands[0].shape))
+    dim = _wrap(call.get("dim", 0), len(labels))
+    own = [None if i == dim else l for i, l in enumerate(labels)]
+    return Labelling((tuple(own), (labels[dim],)), (tuple(labels),))
+
+
+def _pad(call: Call) -> Labelling | Refusal:
+    labels = _numbered(len(call.operands[0].shape))
+    for i in range(len(call.get("pad")) // 2):
+        labels[len(labels) - 1 - i] = None
+    return Labelling((tuple(labels),), (tuple(labels),))
+
+
+def _triangle(call: Call) -> Labelling | Refusal:
+    labels = _numbered(len(call.operands[0].shape))
+    labels[-2:] = [None, None]
+    return Labelling((tuple(labels),), (tuple(labels),))
+
+
+def _first_only(call: Call) -> Labelling | Refusal:
+    """A tensor made in the shape of none of its operands: they serve for element type and device alone."""
+    return Labelling(tuple((None,) * len(k.shape) for k in call.operands), ((None,) * len(call.outputs[0].shape),))
+
+
+def view_rules() -> dict[str, Rule]:
+    """Rules by `aten` overload name."""
+    view, permute = Rule(partial=_SELF, seed=_view), Rule(_permute, _SELF)
+    split = Rule(partial=_SELF, seed=_split)
+    keeping = Rule(_keeping_dim)
+    linear_keeping = Rule(_keeping_dim, _SELF)
+    return {
+        **dict.fromkeys(
+            [
+                f"aten.{name}"
+                for name in (
+                    "view.default reshape.default _unsafe_view.default flatten.using_ints unflatten.int "
+                    "unsqueeze.default squeeze.default squeeze.dim squeeze.dims"
+                ).split()
+            ],
+            view,
+        ),
+        **dict.fromkeys(["aten.permute.default", "aten.transpose.int", "aten.t.default"], permute),
+        "aten.expand.default": Rule(_expand, _SELF),
+        "aten.repeat.default": Rule(_repeat, _SELF),
+        "aten.select.int": Rule(_without_dim, _SELF),
+        "aten.unbind.int": Rule(_without_dim, _SELF),
+        "aten.slice.Tensor": Rule(partial=_SELF, seed=_slice),
+        **dict.fromkeys(
+            ["aten.split.Tensor", "aten.split_with_sizes.default", "aten.split.sizes", "aten.chunk.default"], split
+        ),
+        "aten.cat.default": Rule(partial=(("tensors",),), seed=_cat, check=_cat_segments),
+        "aten.stack.default": Rule(_stack, (("tensors",),)),
+        "aten.flip.default": linear_keeping,
+        "aten.roll.default": linear_keeping,
+        "aten.cumsum.default": linear_keeping,
+        **dict.fromkeys(["aten.softmax.int", "aten._softmax.default", "aten.log_softmax.int", "aten._log_softmax.default", "aten.sort.default"], keeping),
+        "aten.index.Tensor": Rule(_index, _SELF),
+        "aten.gather.default": Rule(_gather, _SELF),
+        "aten.index_select.default": Rule(_index_select, _SELF),
+        "aten.embedding.default": Rule(_embedding, (("weight",),)),
+        "aten.pad.default": Rule(_pad),
+        "aten.constant_pad_nd.default": Rule(_pad),
+        "aten.tril.default": Rule(_triangle, _SELF),
+        "aten.triu.default": Rule(_triangle, _SELF),
+        **dict.fromkeys(
+            ["aten.new_ones.default", "aten.new_zeros.default", "aten.new_full.default", "aten.new_empty.default"],
+            Rule(_first_only),
+        ),
+    }

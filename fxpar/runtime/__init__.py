@@ -1,0 +1,1 @@
+"""Programs on real processes: lowering, the parallel module, state and gradients."""

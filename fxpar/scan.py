@@ -1,0 +1,275 @@
+"""The parts of a line of a program's text: values, types, layouts and operators.
+
+Enters: pieces of text. Leaves: what they stand for, or a `TextError` without a place, to which `fxpar.parse` adds the
+line. Names are looked up in fixed tables and among the operators that torch has registered: nothing is imported,
+evaluated or called.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import fx
+
+from fxpar.errors import TextError
+from fxpar.layout import Layout, Placement, parse_placement
+from fxpar.operators import OPERATORS
+from fxpar.program import DTYPES, ScalarType, TensorType, ValueType
+from fxpar.symbols import Size, parse_size, shape_text
+from fxpar.text import FUNCTIONS, value_text
+
+IDENTIFIER = r"[A-Za-z_][A-Za-z0-9_]*"
+STRING = r'"(?:[^"\\]|\\.)*"'
+
+_STRING = re.compile(STRING)
+_NAME = re.compile(rf"%({IDENTIFIER})")
+_SEPARATOR = re.compile(r",\s*")
+_QUALIFIED = re.compile(rf"(dtype|device|memory_format|layout)\.({IDENTIFIER})")
+_NUMBER = re.compile(r"-?(?:inf|[0-9]+(\.[0-9]*)?(e[+-]?[0-9]+)?)(?![A-Za-z0-9_.])|nan")
+_SINGLETON = re.compile(r"(?:None|True|False)(?![A-Za-z0-9_])")
+_TENSOR = re.compile(r"([a-z0-9]+)\[(.*)\]")
+_AXIS = re.compile(rf"({IDENTIFIER}):(.*)")
+
+_LONG_NUMBER = re.compile(r"[0-9]{19}|[^\x00-\x7f]")  # of more than 64 bits, or of other digits than 0 to 9
+_DEEPEST_LIST = 32  # the generated code of a graph module is read by Python's parser, which has a limit of its own
+
+_SINGLETONS: Mapping[str, bool | None] = {"None": None, "True": True, "False": False}
+_TORCH_VALUES: Mapping[str, Any] = {
+    **{f"dtype.{name}": value for name, value in DTYPES.items()},
+    **{f"device.{name}": torch.device(name) for name in ("cpu", "cuda", "meta", "mps", "xpu", "hpu")},
+    **{value_text(v): v for v in vars(torch).values() if isinstance(v, (torch.memory_format, torch.layout))},
+}
+
+
+def fail(reason: str, remedy: str) -> NoReturn:
+    """Raises a `TextError` without a place."""
+    raise TextError(reason, remedy=remedy)
+
+
+class Scanner:
+    """A line and a position in it."""
+
+    def __init__(self, text: str) -> None:
+        self.text, self.at = text, 0
+
+    def match(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
+        """Matches here and steps over the match; None leaves the position."""
+        found = pattern.match(self.text, self.at)
+        if found is not None:
+            self.at = found.end()
+        return found
+
+    def take(self, sign: str) -> bool:
+        """Steps over the sign if it stands here."""
+        if not self.text.startswith(sign, self.at):
+            return False
+        self.at += len(sign)
+        return True
+
+    def expect(self, sign: str) -> None:
+        """Steps over the sign, which must stand here."""
+        if not self.take(sign):
+            ahead = self.text[self.at : self.at + 20]
+            fail(f"expected '{sign}' {f'before {ahead!r}' if ahead else 'at the end'}", "check brackets and commas")
+
+    def string(self) -> str:
+        """Steps over a text in double quotes."""
+        found = self.match(_STRING)
+        if found is None:
+            fail(f"expected a text in quotes before '{self.text[self.at : self.at + 20]}'", 'write it as "…"')
+        return unquote(found[0])
+
+    def items(self, closing: str) -> Iterator[None]:
+        """Yields at the start of every item of a list, and steps over commas and the closing bracket."""
+        if self.take(closing):
+            return
+        yield
+        while self.match(_SEPARATOR):
+            yield
+        self.expect(closing)
+
+
+def unquote(text: str) -> str:
+    """A name: JSON where it stands in quotes."""
+    if not text.startswith('"'):
+        return text
+    try:
+        return str(json.loads(text))
+    except ValueError:
+        fail(f"{text} is no text", "escape quotes, backslashes and control characters as JSON does")
+
+
+def split(text: str, separator: str) -> list[str]:
+    """The parts between separators that stand in no bracket, stripped; separators of spaces may be repeated."""
+    parts, depth = [""], 0
+    for sign in text:
+        depth += (sign in "([") - (sign in ")]")
+        if depth < 0:
+            break
+        if sign == separator and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += sign
+    if depth != 0:
+        fail(f"unbalanced brackets in '{text}'", "close every bracket that was opened")
+    if not text.strip():
+        return []
+    return [part.strip() for part in parts if part or separator != " "]
+
+
+def parse_value(scanner: Scanner, nodes: Mapping[str, fx.Node], depth: int = 0) -> Any:
+    """The argument at the scanner's position; steps over it."""
+    if scanner.take("["):
+        if depth == _DEEPEST_LIST:
+            fail("lists are nested too deeply", f"nest at most {_DEEPEST_LIST}")
+        return [parse_value(scanner, nodes, depth + 1) for _ in scanner.items("]")]
+    if found := scanner.match(_NAME):
+        if found[1] not in nodes:
+            fail(f"%{found[1]} is not defined", "define it on a line above")
+        return nodes[found[1]]
+    if found := scanner.match(_SINGLETON):
+        return _SINGLETONS[found[0]]
+    if found := scanner.match(_NUMBER):
+        return _number(found[0])
+    if found := scanner.match(_QUALIFIED):
+        if found[0] not in _TORCH_VALUES:
+            known = [name for name in _TORCH_VALUES if name.startswith(f"{found[1]}.")]
+            fail(f"{found[0]} is unknown", f"choose one of {', '.join(known)}")
+        return _TORCH_VALUES[found[0]]
+    if scanner.text.startswith('"', scanner.at):
+        return scanner.string()
+    ahead = scanner.text[scanner.at : scanner.at + 20]
+    fail(
+        f"expected a value {f'before {ahead!r}' if ahead else 'at the end'}", 'write %name, a number, "text" or [1, 2]'
+    )
+
+
+def _number(text: str) -> int | float:
+    if not text.removeprefix("-").isdigit():
+        return float(text)
+    try:
+        return int(text)
+    except ValueError:  # Python's limit on digits
+        fail(f"the number {text[:10]}… has {len(text)} digits", "write a number that a tensor can hold")
+
+
+def parse_layout(text: str, shape: Sequence[Size], axes: Sequence[str]) -> Layout:
+    """Inverse of `fxpar.text.layout_text`.
+
+    Args:
+        text: `dp:I tp:S(1)`, or `-` for the empty layout.
+        shape: the global shape of the value.
+        axes: the mesh axes of the plan.
+
+    Raises:
+        TextError: the text is no layout of that shape, or names an axis twice or one that is not in `axes`.
+    """
+    placements: dict[str, Placement] = {}
+    for part in [] if text == "-" else split(text, " "):
+        found = _AXIS.fullmatch(part)
+        if found is None:
+            fail(f"'{part}' is no layout", "write axis:I, axis:R, axis:P, axis:V or axis:S(dim)")
+        check_axis(found[1], axes)
+        if found[1] in placements:
+            fail(f"the axis {found[1]} has two layouts", "keep one")
+        placements[found[1]] = placement(found[2], shape)
+    if not placements and text != "-":
+        fail("a layout is missing", "write axis:I and so on, or - for none")
+    return Layout.of(placements)
+
+
+def placement(text: str, shape: Sequence[Size]) -> Placement:
+    """Inverse of `fxpar.text.placement_text`."""
+    if _LONG_NUMBER.search(text):
+        fail(f"'{text[:20]}…' is no layout of {shape_text(shape)}", "write I, R, P, V or S(dim)")
+    return parse_placement(text, shape)
+
+
+def check_axis(axis: str, axes: Sequence[str]) -> None:
+    """Refuses a mesh axis that the plan does not have."""
+    if axis not in axes:
+        fail(f"the plan has no mesh axis {axis}", f"name one of {', '.join(axes) or 'none: the plan is of one rank'}")
+
+
+def _parse_tensor(text: str) -> TensorType:
+    found = _TENSOR.fullmatch(text)
+    if found is None:
+        fail(f"'{text}' is no tensor type", "write dtype[sizes], for example f32[b, 64]")
+    if found[1] not in DTYPES:
+        fail(f"the element type {found[1]} is unknown", f"choose one of {', '.join(DTYPES)}")
+    shape = tuple(parse_size(size) for size in split(found[2], ","))
+    if any(isinstance(size, int) and size < 0 for size in shape):
+        fail(f"'{text}' has a negative size", "write sizes from 0 on")
+    return TensorType(DTYPES[found[1]], shape)
+
+
+def _parse_output(text: str, axes: Sequence[str]) -> tuple[TensorType | ScalarType, Layout | None]:
+    """One output: `f32[b, s, 64] tp:S(2)` or `b*s`."""
+    tokens = split(text, " ")
+    start = next((i for i, token in enumerate(tokens) if _AXIS.fullmatch(token)), len(tokens))
+    if tokens and tokens[-1] == "-":
+        start = len(tokens) - 1
+    head, rest = " ".join(tokens[:start]), " ".join(tokens[start:])
+    kind: TensorType | ScalarType
+    kind = _parse_tensor(head) if "[" in head or "]" in head else ScalarType(parse_size(head))
+    shape = kind.shape if isinstance(kind, TensorType) else ()
+    return kind, parse_layout(rest, shape, axes) if rest else None
+
+
+def parse_type(text: str, axes: Sequence[str]) -> tuple[ValueType, Layout | tuple[Layout, ...] | None]:
+    """Type and layout of a node, several of them in parentheses."""
+    if not text.startswith("("):
+        return _parse_output(text, axes)
+    if not text.endswith(")"):
+        fail(f"unbalanced brackets in '{text}'", "close every bracket that was opened")
+    pairs = [_parse_output(part, axes) for part in split(text[1:-1], ";")]
+    kinds = tuple(kind for kind, _ in pairs if isinstance(kind, TensorType))
+    layouts = tuple(layout for _, layout in pairs if layout is not None)
+    if len(kinds) != len(pairs):
+        fail("a number stands among several outputs", "write tensor types only, separated by ';'")
+    if len(layouts) not in (0, len(kinds)):
+        fail(f"{len(kinds)} outputs have {len(layouts)} layouts", "write a layout for each output or for none")
+    return kinds, layouts or None
+
+
+def resolve(name: str) -> Any:
+    """The operator of that name, from the tables or among those that torch has registered."""
+    parts = name.split(".")
+    if len(parts) == 3:
+        try:
+            found = getattr(getattr(getattr(torch.ops, parts[0]), parts[1]), parts[2])
+        except (AttributeError, RuntimeError):
+            found = None
+        if isinstance(found, torch._ops.OpOverload):
+            return found
+    elif len(parts) == 2 and parts[0] == "fxpar" and parts[1] in OPERATORS:
+        return OPERATORS[parts[1]]
+    elif name in FUNCTIONS:
+        return FUNCTIONS[name]
+    fail(f"the operator {name} is unknown", "name a registered one with its overload (aten.add.Tensor) or fxpar's")
+
+
+def check_call(name: str, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Refuses arguments that the operator does not take, or lacks."""
+    if isinstance(target, torch._ops.OpOverload):
+        schema = target._schema.arguments
+        positional = [a.name for a in schema if not a.kwarg_only]
+        given = [*positional[: len(args)], *kwargs]
+        required = {a.name for a in schema if not a.has_default_value()}
+        fits = len(args) <= len(positional) and len(set(given)) == len(given)
+        fits = fits and required <= set(given) <= {a.name for a in schema}
+    elif name in FUNCTIONS:
+        fits = not kwargs
+    else:
+        try:
+            inspect.signature(target).bind(*args, **kwargs)
+            fits = True
+        except TypeError:
+            fits = False
+    if not fits:
+        fail(f"{name} does not take these arguments", "compare them with the operator's signature")

@@ -1,0 +1,71 @@
+"""A rank's block of a whole tensor, and the whole from all blocks, by placement.
+
+Enters: tensors and placements with concrete sizes. Leaves: slices and their inverse. Used to cut parameters, to compare
+the ranks of a simulation with the single device, and to put a full state dict together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from fxpar.layout import Layout, Piece, Placement
+from fxpar.symbols import evaluate
+
+
+def block(whole: Tensor, placement: Placement, n: int, rank: int, sizes: Mapping[str, int] | None = None) -> Tensor:
+    """What rank `rank` of n holds of `whole`; the tensor itself where the placement is no shard.
+
+    Args:
+        sizes: values of the symbols that occur in the placement.
+    """
+    if not placement.is_shard:
+        return whole
+    parts, start = [], 0
+    for piece in placement.pieces:
+        outer, run = _concrete(piece, sizes)
+        part = whole.narrow(placement.dim, start, outer * run)
+        start += outer * run
+        if piece.sharded:
+            part = part.unflatten(placement.dim, (outer, n, run // n)).select(placement.dim + 1, rank)
+            part = part.flatten(placement.dim, placement.dim + 1)
+        parts.append(part)
+    return parts[0] if len(parts) == 1 else torch.cat(parts, placement.dim)
+
+
+def whole(blocks: Sequence[Tensor], placement: Placement, sizes: Mapping[str, int] | None = None) -> Tensor:
+    """The inverse of `block`, from the blocks of all ranks in order."""
+    if not placement.is_shard:
+        return blocks[0]
+    n, dim = len(blocks), placement.dim
+    parts, start = [], 0
+    for piece in placement.pieces:
+        outer, run = _concrete(piece, sizes)
+        length = outer * run // (n if piece.sharded else 1)
+        own = [b.narrow(dim, start, length) for b in blocks]
+        start += length
+        if piece.sharded:
+            stacked = torch.stack([b.unflatten(dim, (outer, run // n)) for b in own], dim + 1)
+            parts.append(stacked.flatten(dim, dim + 2))
+        else:
+            parts.append(own[0])
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def local_block(
+    whole_: Tensor,
+    layout: Layout,
+    axes: Mapping[str, int],
+    coordinates: Mapping[str, int],
+    sizes: Mapping[str, int] | None = None,
+) -> Tensor:
+    """`block` on every axis of a layout."""
+    for axis, placement in layout:
+        whole_ = block(whole_, placement, axes[axis], coordinates[axis], sizes)
+    return whole_
+
+
+def _concrete(piece: Piece, sizes: Mapping[str, int] | None) -> tuple[int, int]:
+    return evaluate(piece.outer, sizes or {}), evaluate(piece.size, sizes or {})

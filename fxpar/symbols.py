@@ -1,0 +1,143 @@
+"""Sizes of dimensions: integers, or polynomials in symbols such as `b` and `s`.
+
+Enters: ints and sympy expressions. Leaves: exact arithmetic on them, their text and its parser.
+No size is ever compared by value where a symbol is involved: `divide` answers only what holds for every value.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache, lru_cache
+from typing import TypeAlias
+
+import sympy
+
+from fxpar.errors import TextError
+
+Size: TypeAlias = int | sympy.Expr
+
+
+@cache
+def symbol(name: str) -> sympy.Symbol:
+    """The positive integer symbol of that name."""
+    return sympy.Symbol(name, integer=True, positive=True)
+
+
+def simplify(size: Size) -> Size:
+    """Expanded form; a plain int where no symbol is left."""
+    if isinstance(size, int):
+        return size
+    expanded = sympy.expand(size)
+    return int(expanded) if expanded.is_Integer else expanded
+
+
+def product(sizes: Iterable[Size]) -> Size:
+    """Product of sizes, 1 for none."""
+    result: Size = 1
+    for size in sizes:
+        result = result * size
+    return simplify(result)
+
+
+@lru_cache(maxsize=65536)
+def divide(size: Size, by: Size) -> Size | None:
+    """`size / by` where that is an integer for every value of the symbols, else None."""
+    if isinstance(size, int) and isinstance(by, int):
+        return size // by if by != 0 and size % by == 0 else None
+    quotient = sympy.cancel(sympy.sympify(size) / by)
+    numerator, denominator = sympy.fraction(quotient)
+    if denominator != 1:
+        return None
+    if not quotient.is_integer:
+        return None
+    return simplify(numerator)
+
+
+def evaluate(size: Size, values: Mapping[str, int]) -> int:
+    """The size for given values of the symbols."""
+    if isinstance(size, int):
+        return size
+    result = size.subs({symbol(name): value for name, value in values.items()})
+    if not result.is_Integer:
+        missing = sorted(str(s) for s in result.free_symbols)
+        raise ValueError(f"size {size} is no integer: symbols without a value: {missing}")
+    return int(result)
+
+
+def names(sizes: Iterable[Size]) -> set[str]:
+    """Names of the symbols that occur."""
+    return {str(s) for size in sizes if not isinstance(size, int) for s in size.free_symbols}
+
+
+_BINARY: Mapping[type[ast.operator], Callable[[Size, Size], Size]] = {
+    ast.Add: lambda a, b: a + b,
+    ast.Sub: lambda a, b: a - b,
+    ast.Mult: lambda a, b: a * b,
+    ast.Pow: lambda a, b: a**b,
+    ast.FloorDiv: lambda a, b: sympy.floor(sympy.sympify(a) / b),
+    ast.Mod: lambda a, b: sympy.Mod(a, b),
+    ast.Div: lambda a, b: sympy.sympify(a) / b,
+}
+_CALLS: Mapping[str, Callable[..., Size]] = {
+    "Max": sympy.Max,
+    "Min": sympy.Min,
+    "floor": sympy.floor,
+    "Mod": sympy.Mod,
+    "ceiling": sympy.ceiling,
+}
+
+# Bounds on what is read, far above any real size: a text must not be able to exhaust stack, time or memory.
+_LONGEST_TEXT, _LARGEST_EXPONENT = 400, 8
+# `1if`: Python's own reader would warn on stderr.
+_MISJOINED = re.compile(r"\b\d+[A-Za-z_]")
+
+
+@lru_cache(maxsize=65536)
+def parse_size(text: str) -> Size:
+    """Inverse of `str` for a size. Only arithmetic is read: nothing in the text is executed.
+
+    Raises:
+        TextError: the text is no arithmetic in integers and symbols, or its value is no integer.
+    """
+    text = text.strip()
+    if len(text) > _LONGEST_TEXT:
+        raise _no_size(f"{text[:20]}…")
+    if not text.isascii() or _MISJOINED.search(text):
+        raise _no_size(text)
+    try:
+        size = simplify(_read(ast.parse(text, mode="eval").body, text))
+    except (SyntaxError, ValueError, TypeError, ArithmeticError):
+        raise _no_size(text) from None
+    if not isinstance(size, int) and (size.is_integer is False or not size.is_finite):
+        raise _no_size(text)
+    return size
+
+
+def _no_size(text: str) -> TextError:
+    return TextError(f"'{text}' is no size", remedy="write an integer or arithmetic in symbols")
+
+
+def _read(node: ast.expr, text: str) -> Size:
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return node.value
+    if isinstance(node, ast.Name):
+        return symbol(node.id)
+    if isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
+        left, right = _read(node.left, text), _read(node.right, text)
+        if isinstance(node.op, ast.Pow) and not (
+            isinstance(node.left, (ast.Name, ast.Call)) and right in range(_LARGEST_EXPONENT + 1)
+        ):
+            raise _no_size(text)
+        return _BINARY[type(node.op)](left, right)
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -1 * _read(node.operand, text)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _CALLS and not node.keywords:
+        return _CALLS[node.func.id](*[_read(a, text) for a in node.args])
+    raise _no_size(text)
+
+
+def shape_text(shape: Sequence[Size]) -> str:
+    """`[b, s, 64]`."""
+    return "[" + ", ".join(str(size) for size in shape) + "]"

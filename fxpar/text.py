@@ -1,0 +1,237 @@
+"""The text form of a program: one line a node, the same for every rank, parseable back.
+
+Enters: a program. Leaves: its text; `fxpar.parse` is the way back. See `docs` in CONTRIBUTING for the grammar; in
+short::
+
+    fxpar 1
+    plan {"tp": 2}
+    properties canonical layouts
+    symbol b = input_ids.0 like 3
+    loss loss
+    %w = parameter["mlp.down.weight"] : f32[64, 96] tp:S(1)
+    %down = aten.linear.default(%h, %w) : f32[b, s, 64] tp:P  # mlp.down model.py:41
+    %out = fxpar.reduce_from[tp](%down) : f32[b, s, 64] tp:P→I  # mlp.down model.py:41
+    return loss=%out
+
+A name with a space or another sign that the grammar uses stands in quotes. A plan without axes leaves values with an
+empty layout, written `-`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import operator
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar.errors import TextError
+from fxpar.layout import Layout, Placement, shard
+from fxpar.operators import COERCION_OF, OPERATORS
+from fxpar.program import (
+    DTYPE_NAMES,
+    Program,
+    note,
+    operands,
+    output_layouts,
+    output_node,
+    output_types,
+)
+from fxpar.symbols import Size
+
+VERSION = "fxpar 1"
+
+_ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "neg", "pos", "abs", "lshift", "rshift")
+_LOGIC = ("eq", "ne", "lt", "le", "gt", "ge", "and_", "or_", "xor", "not_", "invert")
+
+# Every callable besides torch.ops and fxpar's own that a text may name: functions of numbers without effects.
+FUNCTIONS: Mapping[str, Callable[..., Any]] = {
+    **{f"operator.{name}": getattr(operator, name) for name in (*_ARITHMETIC, *_LOGIC, "getitem")},
+    **{f"torch.{name}": f for name, f in vars(torch).items() if name.startswith("sym_") and callable(f)},
+    **{f"math.{name}": f for name, f in vars(math).items() if not name.startswith("_") and callable(f)},
+}
+
+_PLAIN_WORD = re.compile(r"[^\s\",=]+")
+
+
+def target_name(node: fx.Node) -> str:
+    """The operator of a call as the text names it: `aten.view.default`, `fxpar.copy_to[tp]`, `operator.getitem`."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return str(target)
+    if _is_fxpar(target):
+        name, axis = getattr(target, "__name__", ""), node.kwargs.get("axis")
+        return f"fxpar.{name}[{axis}]" if axis is not None else f"fxpar.{name}"
+    for name, function in FUNCTIONS.items():
+        if function is target:
+            return name
+    raise TextError(
+        f"the target {target!r} has no text form",
+        where=f"%{node.name}",
+        remedy="call operators of torch.ops or fxpar, or functions of numbers",
+    )
+
+
+def _is_fxpar(target: Any) -> bool:
+    return OPERATORS.get(getattr(target, "__name__", "")) is target
+
+
+def word(text: str) -> str:
+    """A name as the text writes it: as it is, or in quotes where the grammar could misread it."""
+    return text if _PLAIN_WORD.fullmatch(text) and text != "-" else json.dumps(text)
+
+
+def value_text(value: Any) -> str:
+    """An argument: a node, a literal, or lists of them (a tuple is written as a list).
+
+    Raises:
+        TextError: the value is of another kind.
+    """
+    if isinstance(value, fx.Node):
+        return f"%{value.name}"
+    if isinstance(value, torch.dtype) and value in DTYPE_NAMES:
+        return f"dtype.{DTYPE_NAMES[value]}"
+    if isinstance(value, torch.device):
+        return f"device.{value.type}"
+    if isinstance(value, (torch.memory_format, torch.layout)):
+        return str(value).replace("torch.", "memory_format." if isinstance(value, torch.memory_format) else "layout.")
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(value_text(v) for v in value) + "]"
+    if isinstance(value, float):
+        return "nan" if math.isnan(value) else repr(value)
+    if value is None or isinstance(value, (bool, int)):
+        return str(value)
+    if isinstance(value, str):
+        return json.dumps(value)
+    kind = type(value).__name__
+    raise TextError(f"the literal {value!r} of type {kind} has no text form", remedy="pass a number or text")
+
+
+def placement_text(placement: Placement, shape: Sequence[Size]) -> str:
+    """As `str(placement)`, but a shard whose only run is not the dimension of `shape` says so: `S(1: 64)`."""
+    if not placement.is_shard or not placement.pieces:
+        return str(placement)
+    if 0 <= placement.dim < len(shape) and placement == shard(placement.dim, shape[placement.dim]):
+        return f"S({placement.dim})"
+    return f"S({placement.dim}: {' | '.join(str(p) for p in placement.pieces)})"
+
+
+def layout_text(layout: Layout, shape: Sequence[Size]) -> str:
+    """`dp:I tp:S(1)`, or `-` for the empty layout."""
+    return " ".join(f"{axis}:{placement_text(placement, shape)}" for axis, placement in layout) or "-"
+
+
+def need_shapes(node: fx.Node) -> list[tuple[Size, ...]]:
+    """The shapes that a node's `needs` are about: those of its tensor operands, several outputs one by one."""
+    return [kind.shape for operand in operands(node) for kind in output_types(operand)]
+
+
+def node_text(node: fx.Node, program: Program) -> str:
+    """The node's line."""
+    kept = note(node)
+    line = f"%{node.name} = {_head(node, program)}"
+    if kept.type is not None:
+        line += f" : {_type_text(node)}"
+    attributes = _attributes(node)
+    if attributes:
+        line += " {" + ", ".join(attributes) + "}"
+    if kept.fqn or kept.source:
+        line += f"  # {word(kept.fqn) if kept.fqn else '-'}" + (f" {word(kept.source)}" if kept.source else "")
+    return line
+
+
+def _head(node: fx.Node, program: Program) -> str:
+    if node.op == "placeholder":
+        owned = program.parameter(node)
+        if owned is None:
+            path = next(i.path for i in program.inputs if i.node == node.name)
+            return f"input[{json.dumps(path)}]"
+        details = [] if owned.trainable or owned.kind != "parameter" else ["frozen"]
+        details += [f"tied={json.dumps(name)}" for name in owned.tied]
+        if owned.kind == "constant":
+            details.append(_tensor_text(program.constants[owned.fqn]))
+        return f"{owned.kind}[{json.dumps(owned.fqn)}]" + (f"({', '.join(details)})" if details else "")
+    arguments = [value_text(a) for a in node.args]
+    shown_with_target = "axis" if _is_fxpar(node.target) else ""
+    arguments += [f"{k}={value_text(v)}" for k, v in node.kwargs.items() if k != shown_with_target]
+    return f"{target_name(node)}({', '.join(arguments)})"
+
+
+def _tensor_text(value: torch.Tensor) -> str:
+    flat = value.detach().cpu().reshape(-1).tolist()
+    if value.is_complex():
+        raise TextError("a complex constant has no text form", remedy="build it from two real tensors")
+    return value_text(flat)
+
+
+def _type_text(node: fx.Node) -> str:
+    kind = note(node).type
+    layouts = output_layouts(node)
+    if not isinstance(kind, tuple):
+        return f"{kind} {_layout_text(node, layouts[0])}" if layouts else str(kind)
+    if layouts and len(layouts) != len(kind):
+        raise TextError(
+            f"{len(kind)} outputs have {len(layouts)} layouts", where=f"%{node.name}", remedy="set one for each output"
+        )
+    parts = [f"{t} {layout_text(layouts[i], t.shape)}" if layouts else str(t) for i, t in enumerate(kind)]
+    return "(" + "; ".join(parts) + ")"
+
+
+def _layout_text(node: fx.Node, layout: Layout) -> str:
+    """As `layout_text`; for a coercion the source stands before an arrow: `tp:P→I`."""
+    kinds = output_types(node)
+    shape = kinds[0].shape if kinds else ()
+    row = COERCION_OF.get(node.target) if node.op == "call_function" else None  # type: ignore[arg-type]
+    if row is None:
+        return layout_text(layout, shape)
+    axis = str(node.kwargs["axis"])
+    operand = operands(node)[0]
+    before = {k: v for found in output_layouts(operand)[:1] for k, v in found}
+    shown = []
+    for name, placement in layout:
+        arrow = name == axis and name in before
+        source = f"{placement_text(before[name], output_types(operand)[0].shape)}→" if arrow else ""
+        shown.append(f"{name}:{source}{placement_text(placement, shape)}")
+    return " ".join(shown) or "-"
+
+
+def _attributes(node: fx.Node) -> list[str]:
+    kept = note(node)
+    found = []
+    if kept.needs:
+        shapes = need_shapes(node)
+        if len(shapes) != len(kept.needs):
+            raise TextError(
+                f"{len(shapes)} operands have {len(kept.needs)} needs",
+                where=f"%{node.name}",
+                remedy="set one for each operand",
+            )
+        found.append("needs=" + " ; ".join(layout_text(n, s) for n, s in zip(kept.needs, shapes, strict=True)))
+    found += [f"{key}={json.dumps(getattr(kept, key))}" for key in ("role", "origin") if getattr(kept, key)]
+    found += [f"{key}={getattr(kept, key)}" for key in ("random", "recompute") if getattr(kept, key)]
+    return found
+
+
+def print_program(program: Program) -> str:
+    """The program's text, ending in a newline.
+
+    Raises:
+        TextError: a node has a target or literal without a text form (for example a sub-graph).
+    """
+    plan = {k: v for k, v in vars(program.plan).items() if v != getattr(type(program.plan)(), k)}
+    lines = [VERSION, f"plan {json.dumps(plan)}"]
+    lines.append(" ".join(["properties", *sorted(program.properties)]))
+    lines += [f"symbol {s.name} = {word(s.path)}.{s.dim} like {s.example}" for s in program.symbols]
+    if program.loss:
+        lines.append(f"loss {word(program.loss)}")
+    for node in program.graph.nodes:
+        if node.op != "output":
+            lines.append(node_text(node, program))
+    values = output_node(program.graph).args[0]
+    pairs = zip(program.outputs, values, strict=True)  # type: ignore[arg-type]
+    lines.append("return " + ", ".join(f"{word(name)}={value_text(value)}" for name, value in pairs))
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,57 @@
+"""A program in double precision.
+
+Enters: a program. Leaves: the same program with every floating type, cast and literal type float64: losses, norms and
+rotary tables are float32 even in a model that was cast to double, and would hide errors below 1e-7.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx.node import map_aggregate
+
+from fxpar.program import Note, Parameter, Program, TensorType, note, set_note
+
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def _double(kind: Any) -> Any:
+    if isinstance(kind, TensorType) and kind.dtype in _FLOATS:
+        return TensorType(torch.float64, kind.shape)
+    if isinstance(kind, tuple):
+        return tuple(_double(k) for k in kind)
+    return kind
+
+
+def promote(program: Program) -> Program:
+    """The program in float64; integer and boolean values keep their types."""
+    result = program.copy()
+    factories = {"arange", "full", "zeros", "ones", "new_zeros", "new_ones", "new_full", "rand", "randn", "linspace"}
+    for node in result.graph.nodes:
+        if node.op == "output":
+            continue
+        kept: Note = note(node)
+        set_note(node, Note(**{**vars(kept), "type": _double(kept.type)}))
+        node.args = map_aggregate(node.args, _wide)
+        node.kwargs = map_aggregate(node.kwargs, _wide)
+        if isinstance(node.target, torch._ops.OpOverload):
+            name = node.target._schema.name.removeprefix("aten::")
+            floating = isinstance(kept.type, TensorType) and kept.type.dtype in _FLOATS
+            if name in factories and floating and "dtype" in {a.name for a in node.target._schema.arguments}:
+                node.kwargs = {**node.kwargs, "dtype": torch.float64}
+    result.graph_module.recompile()
+    return result.with_(
+        parameters=tuple(Parameter(**{**vars(p), "type": _double(p.type)}) for p in result.parameters),
+        inputs=tuple(type(i)(i.path, i.node, _double(i.type)) for i in result.inputs),
+        constants={name: wide(value) for name, value in result.constants.items()},
+    )
+
+
+def _wide(value: Any) -> Any:
+    return torch.float64 if isinstance(value, torch.dtype) and value in _FLOATS else value
+
+
+def wide(value: torch.Tensor) -> torch.Tensor:
+    """A floating tensor in float64, others as they are."""
+    return value.double() if value.dtype in _FLOATS else value

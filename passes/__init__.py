@@ -1,0 +1,18 @@
+"""The compiler's passes, one file each, and the order in which they run.
+
+The sources stand in the top-level folder `passes` and are imported as `fxpar.passes`.
+"""
+
+if __name__ != "fxpar.passes":
+    raise ImportError(f"import this package as fxpar.passes, not as {__name__}")
+
+from fxpar.manager import Pass
+from fxpar.passes.annotate import annotate
+from fxpar.passes.assign_rng import assign_rng
+from fxpar.passes.canonicalize import canonicalize
+from fxpar.passes.insert_collectives import insert_collectives
+from fxpar.passes.localize import localize
+
+DEFAULT_PASSES: tuple[Pass, ...] = (canonicalize, annotate, insert_collectives, assign_rng, localize)
+
+__all__ = ["DEFAULT_PASSES", "annotate", "assign_rng", "canonicalize", "insert_collectives", "localize"]

@@ -1,0 +1,147 @@
+"""canonicalize: one spelling for what the later passes look at."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar.errors import PassError
+from fxpar.manager import register_pass
+from fxpar.program import (
+    Note,
+    Program,
+    TensorType,
+    is_tensor,
+    note,
+    output_types,
+    set_note,
+    tensor_type,
+    update,
+    walk,
+)
+
+aten = torch.ops.aten
+
+_DROPPED = frozenset(
+    {
+        aten._assert_tensor_metadata.default,
+        aten._assert_async.msg,
+        aten._assert_async.default,
+        aten._assert_scalar.default,
+        aten.sym_constrain_range_for_size.default,
+        aten.sym_constrain_range.default,
+    }
+)
+_SAME = frozenset({aten.alias.default, aten.lift_fresh_copy.default, aten.lift.default})
+_VIEWS = {aten._unsafe_view.default: aten.view.default}
+_WHERE_IT_RUNS = ("device", "pin_memory", "layout", "non_blocking")
+
+
+@register_pass("canonicalize", provides={"canonical"}, invalidates={"layouts"})
+def canonicalize(program: Program) -> Program:
+    """Gives the graph one spelling for each thing.
+
+    Before::
+
+        %y = aten.linear.default(%x, %w, %bias) : f32[b, s, 96]
+        %d = aten.native_dropout.default(%y, 0.1, True) : (f32[b, s, 96]; bool[b, s, 96])
+        %o = operator.getitem(%d, 0) : f32[b, s, 96]
+
+    After::
+
+        %y = aten.linear.default(%x, %w) : f32[b, s, 96]
+        %y_bias = aten.add.Tensor(%y, %bias) : f32[b, s, 96]
+        %o = aten.dropout.default(%y_bias, 0.1, True) : f32[b, s, 96]
+
+    Asserts, operations that return their operand, devices and dead code go; sizes `-1` become numbers where they are
+    numbers; biases are separate additions, so that a row-split product can be reduced before its bias is added.
+    Values, gradients and the order of random nodes stay. Refuses sub-graphs: what is in them has no layout.
+    """
+    for module, node in walk(program.graph_module):
+        if module is not program.graph_module or node.op == "get_attr":
+            raise PassError("the graph has a sub-graph", where=f"%{node.name}", remedy="inline it before")
+    for node in list(program.graph.nodes):
+        if node.op == "call_function":
+            _rewrite(program.graph, node)
+    _remove_dead(program.graph)
+    return program
+
+
+def _rewrite(graph: fx.Graph, node: fx.Node) -> None:
+    target: Any = node.target
+    if target in _DROPPED:
+        graph.erase_node(node)
+        return
+    node.kwargs = {k: v for k, v in node.kwargs.items() if k not in _WHERE_IT_RUNS}
+    if target in _VIEWS:
+        node.target = _VIEWS[target]
+    if target in _SAME or _is_identity(node):
+        node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+        graph.erase_node(node)
+    elif target is aten.native_dropout.default:
+        _single_dropout(graph, node)
+    elif target is aten.linear.default and len(node.args) > 2 and node.args[2] is not None:
+        _separate_bias(graph, node, node.args[2], (node.args[0], node.args[1]), aten.linear.default)
+    elif target is aten.addmm.default and not node.kwargs:
+        _separate_bias(graph, node, node.args[0], node.args[1:3], aten.mm.default)
+    elif node.target in (aten.view.default, aten.expand.default, aten.reshape.default):
+        sizes = [_literal(given, size) for given, size in zip(node.args[1], tensor_type(node).shape, strict=True)]  # type: ignore[arg-type]
+        node.args = (node.args[0], sizes)
+
+
+def _literal(given: Any, size: Any) -> Any:
+    return size if isinstance(size, int) else given
+
+
+def _is_identity(node: fx.Node) -> bool:
+    """Slices of everything, casts to the own type, dropout of nothing."""
+    if not is_tensor(node) or not node.args or not isinstance(node.args[0], fx.Node) or not is_tensor(node.args[0]):
+        return False
+    if tensor_type(node) != tensor_type(node.args[0]):
+        return False
+    if node.target is aten.slice.Tensor:
+        start = node.args[2] if len(node.args) > 2 else None
+        step = node.args[4] if len(node.args) > 4 else 1
+        return start in (None, 0) and step == 1
+    if node.target is aten._to_copy.default:
+        return True
+    if node.target in (aten.add.Tensor, aten.sub.Tensor):
+        return node.args[1] == 0 and not isinstance(node.args[1], (fx.Node, float, bool))
+    return node.target is aten.dropout.default and (node.args[1] == 0 or node.args[2] is False)
+
+
+def _single_dropout(graph: fx.Graph, node: fx.Node) -> None:
+    for user in list(node.users):
+        if user.target is not operator.getitem or user.args[1] != 0:
+            raise PassError("the mask of a dropout is used", where=f"%{node.name}", remedy="use torch.nn.functional.dropout")
+    with graph.inserting_before(node):
+        new = graph.create_node("call_function", aten.dropout.default, (node.args[0], node.args[1], True), name="dropout")
+    first = output_types(node)[0]
+    kept = note(node)
+    set_note(new, Note(type=first, fqn=kept.fqn, source=kept.source, random=kept.random, recompute=kept.recompute))
+    for user in list(node.users):
+        user.replace_all_uses_with(new)
+        graph.erase_node(user)
+    graph.erase_node(node)
+
+
+def _separate_bias(graph: fx.Graph, node: fx.Node, bias: Any, args: Any, target: Any) -> None:
+    product_type = tensor_type(node)
+    with graph.inserting_before(node):
+        product = graph.call_function(target, tuple(args))
+        set_note(product, note(node))
+    node.target, node.args, node.kwargs = aten.add.Tensor, (product, bias), {}
+    name = node.name
+    node.name = graph._graph_namespace.create_name(f"{name}_bias", None)
+    product.name = name
+    assert isinstance(product_type, TensorType)
+    update(node, role="bias")
+
+
+def _remove_dead(graph: fx.Graph) -> None:
+    for node in reversed(list(graph.nodes)):
+        if node.op == "call_function" and not node.users:
+            graph.erase_node(node)

@@ -1,0 +1,130 @@
+"""localize: global sizes become one rank's sizes."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar.errors import PassError
+from fxpar.layout import Layout, local_position, local_shape
+from fxpar.manager import register_pass
+from fxpar.program import (
+    Note,
+    Program,
+    ScalarType,
+    note,
+    operands,
+    output_layouts,
+    output_types,
+    set_note,
+)
+from fxpar.rules import bind_arguments
+from fxpar.symbols import simplify
+
+aten = torch.ops.aten
+
+_SIZED = frozenset({aten.view.default, aten.reshape.default, aten.expand.default})
+_SPLITS = frozenset({aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default, aten.split.sizes})
+
+
+@register_pass("localize", requires={"collectives", "rng"}, provides={"local"})
+def localize(program: Program) -> Program:
+    """Rewrites the literals that speak of sharded dimensions.
+
+    Before (tp 2)::
+
+        %v = aten.view.default(%q, [%b, %s, 8, 12]) : f32[b, s, 8, 12] tp:S(2)
+
+    After::
+
+        %v = aten.view.default(%q, [%b, %s, 4, 12]) : f32[b, s, 8, 12] tp:S(2)
+
+    Types in notes stay global; a rank's shape is the type's with its layout applied. Parameters and inputs become
+    their shards by layout alone. Every rank gets the same text, because n divides what it cuts. Values stay equal.
+    Refuses a size that is read off a sharded dimension.
+    """
+    for node in list(program.graph.nodes):
+        if node.op != "call_function":
+            continue
+        if node.target is aten.sym_size.int:
+            _check_size(node)
+        elif node.target in _SIZED:
+            _sizes(program, node)
+        elif node.target in _SPLITS:
+            _split(program, node)
+        elif node.target is aten.slice.Tensor:
+            _slice(program, node)
+    return program
+
+
+def _check_size(node: fx.Node) -> None:
+    source, dim = operands(node)[0], node.args[1]
+    for axis, placement in output_layouts(source)[0]:
+        if placement.is_shard and placement.dim == dim:
+            raise PassError(f"reads a size that is cut over {axis}", where=f"%{node.name}")
+
+
+def _local(program: Program, node: fx.Node, output: int = 0) -> tuple[Any, ...]:
+    return local_shape(output_types(node)[output].shape, output_layouts(node)[output], program.axes)
+
+
+def _cut(layout: Layout, program: Program, dim: int) -> int:
+    """Ranks over which a dimension is cut."""
+    ranks = 1
+    for axis, placement in layout:
+        if placement.is_shard and placement.dim == dim:
+            ranks *= program.axes[axis]
+    return ranks
+
+
+def _sizes(program: Program, node: fx.Node) -> None:
+    layout, sizes = output_layouts(node)[0], []
+    local = _local(program, node)
+    given: Sequence[Any] = node.args[1]  # type: ignore[assignment]
+    for dim, size in enumerate(given):
+        ranks = _cut(layout, program, dim)
+        if ranks == 1 or (isinstance(size, int) and size == -1):
+            sizes.append(size)
+        elif isinstance(size, fx.Node):
+            sizes.append(_divided(program.graph, node, size, ranks))
+        else:
+            sizes.append(local[dim])
+    node.args = (node.args[0], sizes, *node.args[2:])
+
+
+def _divided(graph: fx.Graph, before: fx.Node, size: fx.Node, ranks: int) -> fx.Node:
+    kind = note(size).type
+    assert isinstance(kind, ScalarType)
+    with graph.inserting_before(before):
+        new = graph.create_node("call_function", operator.floordiv, (size, ranks), name=f"{size.name}_local")
+    return set_note(new, Note(type=ScalarType(simplify(kind.value / ranks)), fqn=note(before).fqn))
+
+
+def _split(program: Program, node: fx.Node) -> None:
+    source = operands(node)[0]
+    rank = len(output_types(source)[0].shape)
+    dim = int(bind_arguments(node).get("dim", 0)) % rank
+    if _cut(output_layouts(source)[0], program, dim) > 1:
+        sizes = [_local(program, node, i)[dim] for i in range(len(output_types(node)))]
+        node.target, node.args, node.kwargs = aten.split_with_sizes.default, (source, sizes, dim), {}
+
+
+def _slice(program: Program, node: fx.Node) -> None:
+    source, given = operands(node)[0], bind_arguments(node)
+    kind = output_types(source)[0]
+    dim = int(given.get("dim", 0)) % len(kind.shape)
+    size = kind.shape[dim]
+    for axis, placement in output_layouts(source)[0]:
+        if placement.is_shard and placement.dim == dim and output_types(node)[0].shape[dim] != size:
+            start, end = given.get("start") or 0, given.get("end")
+            bounds = [_bound(start, int(size)), int(size) if end is None else _bound(end, int(size))]
+            local = [local_position(placement.pieces, bound, program.axes[axis]) for bound in bounds]
+            node.args, node.kwargs = (source, dim, *local), {}
+
+
+def _bound(position: Any, size: int) -> int:
+    return max(0, min(size, position + size if position < 0 else position))

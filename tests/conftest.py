@@ -1,0 +1,18 @@
+import os
+
+# torch reads it when it is first imported; the workers of pytest-xdist share the cores.
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if item.get_closest_marker("gpu") is not None:
+            item.add_marker(skip)

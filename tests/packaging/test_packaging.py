@@ -1,0 +1,93 @@
+"""The wheel and the sdist hold the whole package: `fxpar.passes`, a link in the checkout, is real files in both."""
+
+import shutil
+import stat
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Run with the folder of the unpacked wheel and the checkout; an editable install has put the checkout on sys.path.
+IMPORT_ALL = """
+import importlib, pkgutil, sys
+from pathlib import Path
+
+wheel, checkout = Path(sys.argv[1]), Path(sys.argv[2])
+sys.path[:] = [str(wheel)] + [entry for entry in sys.path if Path(entry).resolve() != checkout]
+import fxpar
+
+names = [module.name for module in pkgutil.walk_packages(fxpar.__path__, "fxpar.") if module.name != "fxpar.__main__"]
+for name in names:
+    file = importlib.import_module(name).__file__
+    assert file is not None and Path(file).is_relative_to(wheel), (name, file)
+print(*names)
+"""
+
+
+@pytest.fixture(scope="module")
+def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of an sdist and of the wheel built from it.
+
+    They are built from a copy, because setuptools writes into the tree it builds and packs what an earlier build left.
+    """
+    folder = tmp_path_factory.mktemp("packaging")
+    source = folder / "source"
+    leave_out = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__")
+    shutil.copytree(ROOT, source, symlinks=True, ignore=leave_out)
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder / "dist"), str(source)]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder / "dist"
+
+
+def pass_files() -> dict[str, bytes]:
+    """Text of every file of the passes, by its path in the package."""
+    files = {f"fxpar/passes/{path.name}": path.read_bytes() for path in (ROOT / "passes").glob("*.py")}
+    assert "fxpar/passes/__init__.py" in files
+    return files
+
+
+def test_passes_are_a_relative_link_in_the_checkout() -> None:
+    link = ROOT / "fxpar" / "passes"
+    assert link.is_symlink()
+    assert link.readlink() == Path("../passes")
+
+
+def test_wheel_holds_the_passes_as_files(dist: Path) -> None:
+    (wheel,) = dist.glob("*.whl")
+    metadata = wheel.name.removesuffix("-py3-none-any.whl") + ".dist-info"
+    with zipfile.ZipFile(wheel) as archive:
+        entries = {entry.filename: entry for entry in archive.infolist()}
+        assert "fxpar/py.typed" in entries
+        assert {name.split("/")[0] for name in entries} == {"fxpar", metadata}
+        for name, content in pass_files().items():
+            assert not stat.S_ISLNK(entries[name].external_attr >> 16), name
+            assert archive.read(name) == content, name
+
+
+def test_sdist_holds_the_passes_as_files(dist: Path) -> None:
+    (sdist,) = dist.glob("*.tar.gz")
+    top = sdist.name.removesuffix(".tar.gz")
+    with tarfile.open(sdist) as archive:
+        for name, content in pass_files().items():
+            member = archive.getmember(f"{top}/{name}")
+            assert member.isfile(), name
+            packed = archive.extractfile(member)
+            assert packed is not None
+            assert packed.read() == content, name
+
+
+def test_wheel_imports_without_the_checkout(dist: Path, tmp_path: Path) -> None:
+    (wheel,) = dist.glob("*.whl")
+    unpacked = tmp_path / "unpacked"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(unpacked)
+    command = [sys.executable, "-I", "-c", IMPORT_ALL, str(unpacked), str(ROOT)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "fxpar.passes" in done.stdout.split()
