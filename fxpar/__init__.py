@@ -9,13 +9,26 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from fxpar.api import parallelize as parallelize
+    from fxpar.errors import FxparError as FxparError
+    from fxpar.manager import PassManager as PassManager
+    from fxpar.manager import register_pass as register_pass
     from fxpar.plan import Plan as Plan
+    from fxpar.program import Program as Program
+    from fxpar.rules import register_rule as register_rule
+    from fxpar.runtime.module import ParallelModule as ParallelModule
 
 __version__ = "0.1.0"
 
 _WHERE = {
-    "Plan": "fxpar.plan",
     "FxparError": "fxpar.errors",
+    "ParallelModule": "fxpar.runtime.module",
+    "PassManager": "fxpar.manager",
+    "Plan": "fxpar.plan",
+    "Program": "fxpar.program",
+    "parallelize": "fxpar.api",
+    "register_pass": "fxpar.manager",
+    "register_rule": "fxpar.rules",
 }
 
 

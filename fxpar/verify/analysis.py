@@ -1,0 +1,119 @@
+"""What a program communicates and how much of its arithmetic is split.
+
+Enters: a program with coercions in place. Leaves: a list of collectives with bytes in closed form, and the share of
+matrix FLOPs that an axis divides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar import operators
+from fxpar.gradients import carried
+from fxpar.layout import Layout
+from fxpar.operators import COERCION_OF
+from fxpar.program import Program, note, operands, output_layouts, output_types
+from fxpar.symbols import Size, evaluate, product, simplify
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective of a training step.
+
+    Attributes:
+        op: all_reduce, all_gather, reduce_scatter or all_to_all.
+        axis: mesh axis.
+        phase: forward or backward (activations), or parameter (a parameter's gradient or value).
+        node: the coercion it belongs to.
+        bytes: size of the whole value (what an all-gather yields, a reduction takes in) at the given sizes.
+        bytes_formula: the same in closed form, symbols as in the program.
+    """
+
+    op: str
+    axis: str
+    phase: str
+    node: str
+    bytes: int
+    bytes_formula: str
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain mapping."""
+        return asdict(self)
+
+
+def collectives(program: Program, sizes: Mapping[str, int] | None = None) -> list[Collective]:
+    """All collectives in program order, each coercion's backward behind its forward.
+
+    Args:
+        sizes: values of the symbols; the example's by default.
+    """
+    values = {s.name: s.example for s in program.symbols} | dict(sizes or {})
+    flags = carried(program)
+    owned = {p.node for p in program.parameters}
+    found = []
+    for node in program.graph.nodes:
+        row = COERCION_OF.get(node.target) if node.op == "call_function" else None
+        if row is None:
+            continue
+        kind = output_types(node)[0]
+        size = simplify(product(kind.shape) * kind.dtype.itemsize)
+        of_parameter = operands(node)[0].name in owned
+        for phase, op in (("forward", row.forward), ("backward", row.backward if flags[node][0] else "")):
+            if op:
+                where = "parameter" if of_parameter else phase
+                found.append(
+                    Collective(op, str(node.kwargs["axis"]), where, node.name, evaluate(size, values), str(size))
+                )
+    return found
+
+
+def matmul_flops(program: Program) -> Iterator[tuple[fx.Node, Size]]:
+    """Forward FLOPs (2 a multiply-add) of every matrix product and attention, over global shapes."""
+    for node in program.graph.nodes:
+        if node.op != "call_function":
+            continue
+        kinds = [output_types(o)[0] for o in operands(node)]
+        target = node.target
+        if target in (aten.linear.default, aten.mm.default, aten.bmm.default, aten.matmul.default):
+            yield node, simplify(2 * product(output_types(node)[0].shape) * kinds[0].shape[-1])
+        elif target in (aten.addmm.default, aten.baddbmm.default):
+            yield node, simplify(2 * product(output_types(node)[0].shape) * kinds[1].shape[-1])
+        elif target in (aten.scaled_dot_product_attention.default, operators.attention):
+            rows, columns = product(kinds[0].shape[:-1]), kinds[1].shape[-2]
+            yield node, simplify(2 * rows * columns * (kinds[0].shape[-1] + kinds[2].shape[-1]))
+        elif target in (aten.conv1d.default, aten.conv2d.default, aten.conv3d.default):
+            yield node, simplify(2 * product(output_types(node)[0].shape) * product(kinds[1].shape[1:]))
+
+
+def split_flops(program: Program, axis: str = "tp", sizes: Mapping[str, int] | None = None) -> float:
+    """Share of the matrix FLOPs that the ranks of an axis divide among them; 1 for an axis of one rank."""
+    if axis not in program.axes:
+        return 1.0
+    values = {s.name: s.example for s in program.symbols} | dict(sizes or {})
+    total = split = 0
+    for node, flops in matmul_flops(program):
+        amount = evaluate(flops, values)
+        total += amount
+        layouts: list[Layout] = [layout for o in operands(node) for layout in output_layouts(o)]
+        if any(layout.on(axis).is_shard for layout in layouts):
+            split += amount
+    return split / total if total else 0.0
+
+
+def unsplit(program: Program, axis: str = "tp") -> list[tuple[str, str]]:
+    """Parameters with two or more dimensions that the axis does not divide, with the reason."""
+    found = []
+    for parameter in program.parameters:
+        node = program.node(parameter.node)
+        layouts = output_layouts(node)
+        if parameter.kind == "parameter" and len(parameter.type.shape) > 1 and layouts:
+            if axis in program.axes and not layouts[0].on(axis).is_shard:
+                found.append((parameter.fqn, note(node).origin or "no line of the plan's split names it"))
+    return found

@@ -1,0 +1,132 @@
+"""One call that proves a model's split: `verify(model, batch, plan)`.
+
+Enters: a model, a batch and a plan. Leaves: a `Verification`, also where a check failed, so that tests and the command
+line can say what did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import nn
+
+from fxpar.capture import Captured, capture
+from fxpar.errors import CheckFailed, InputError
+from fxpar.manager import Pass, PassManager
+from fxpar.passes import DEFAULT_PASSES
+from fxpar.plan import Plan
+from fxpar.program import PassRecord, Program
+from fxpar.verify.analysis import split_flops
+from fxpar.verify.bisect import Culprit, bisect
+from fxpar.verify.static import STATIC
+from fxpar.verify.values import ValueReport, call_inputs, check_capture, program_state, verify_values
+
+LEVELS = ("static", "values")
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What was proved.
+
+    Attributes:
+        ok: everything asked for holds.
+        level: static or values.
+        program: the localised program.
+        split_flops: share of the matrix FLOPs that tp divides.
+        values: deviations from the single device; None at level static.
+    """
+
+    ok: bool
+    level: str
+    program: Program
+    split_flops: float
+    values: ValueReport | None
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain mapping for machines."""
+        found: dict[str, Any] = {"ok": self.ok, "level": self.level, "split_flops": self.split_flops}
+        if self.values is not None:
+            found |= {k: v for k, v in asdict(self.values).items() if k != "ok"}
+        return found
+
+
+def compile_program(
+    captured: Captured,
+    passes: Sequence[Pass] = DEFAULT_PASSES,
+    on_pass: Callable[[PassRecord], None] | None = None,
+) -> Program:
+    """The captured program after all passes, statically checked after each.
+
+    Raises:
+        FxparError: a pass or a check refused it.
+    """
+    return PassManager(passes, STATIC, on_pass=on_pass).run(captured.program)
+
+
+def verify(
+    model: nn.Module,
+    batch: Any,
+    plan: Plan,
+    *,
+    level: str = "values",
+    loss: Callable[..., Any] | str | None = None,
+    passes: Sequence[Pass] = DEFAULT_PASSES,
+) -> Verification:
+    """Compiles the model for all ranks and proves the result.
+
+    Args:
+        model: in the mode to verify (training, with dropout on, says most). Needs weights at level values.
+        batch: as for `parallelize`.
+        level: `static`, or `values`: the captured graph is the eager module, and all simulated ranks give the single
+            device's loss, outputs and parameter gradients within 1e-10 in float64.
+
+    Raises:
+        FxparError: capture, a pass or a static check refused the model.
+    """
+    if level not in LEVELS:
+        raise InputError("is unknown", where=f"level={level!r}", remedy=f"choose one of {', '.join(LEVELS)}")
+    captured = capture(model, batch, plan, loss)
+    program = compile_program(captured, passes)
+    share = split_flops(program)
+    if level == "static":
+        return Verification(True, level, program, share, None)
+    _need_memory(model)
+    check_capture(captured, model, batch)
+    state, inputs = program_state(captured.program, model), call_inputs(captured, model, batch)
+    report = verify_values(captured.program, program, state, inputs)
+    return Verification(report.ok, level, program, share, report)
+
+
+def bisect_model(
+    model: nn.Module,
+    batch: Any,
+    plan: Plan,
+    passes: Sequence[Pass] = DEFAULT_PASSES,
+    loss: Callable[..., Any] | str | None = None,
+) -> Culprit | None:
+    """The first pass after which the model computes something else; None where all are right."""
+    _need_memory(model)
+    captured = capture(model, batch, plan, loss)
+    state, inputs = program_state(captured.program, model), call_inputs(captured, model, batch)
+    return bisect(captured.program, passes, state, inputs)
+
+
+def expect(verification: Verification) -> Verification:
+    """The verification itself where it is ok.
+
+    Raises:
+        CheckFailed: it is not; names the worst tensor and its deviation.
+    """
+    if not verification.ok and verification.values is not None:
+        v = verification.values
+        error = max(v.loss_error, v.output_error, v.max_grad_error)
+        raise CheckFailed(f"deviates by {error:.3g} of the largest reference value", where=v.worst)
+    return verification
+
+
+def _need_memory(model: nn.Module) -> None:
+    meta = next((name for name, p in model.named_parameters() if p.is_meta), None)
+    if meta is not None:
+        raise InputError("has no values: the model is on the meta device", where=meta, remedy="use level static")
