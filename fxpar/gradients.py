@@ -27,7 +27,7 @@ def carried(program: Program) -> dict[fx.Node, tuple[bool, ...]]:
             found[node] = tuple(node.name in trainable for _ in kinds)
         elif node.target is operator.getitem and isinstance(node.args[0], fx.Node):
             flags = found[node.args[0]]
-            found[node] = (flags[int(node.args[1])],) if flags else ()  # type: ignore[arg-type]
+            found[node] = (flags[int(node.args[1])],) if flags else ()
         else:
             flows = node.target not in _STOPS and any(any(found[o]) for o in operands(node))
             found[node] = tuple(flows and kind.is_float for kind in kinds)

@@ -60,6 +60,7 @@ class Placement:
 
     @property
     def is_shard(self) -> bool:
+        """Whether the ranks hold blocks."""
         return self.kind == "S"
 
     @property
@@ -141,9 +142,7 @@ def local_size(placement: Placement, size: Size, n: int) -> Size:
     return simplify(total)
 
 
-def through_view(
-    placement: Placement, source: Sequence[Size], target: Sequence[Size], n: int
-) -> Placement | None:
+def through_view(placement: Placement, source: Sequence[Size], target: Sequence[Size], n: int) -> Placement | None:
     """The shard after a view from shape `source` to shape `target`; None where the view tears it.
 
     Row-major flattening turns the cut run into `outer × size` of the whole tensor; the dimension of `target` in
@@ -151,11 +150,8 @@ def through_view(
     """
     before = product(source[: placement.dim])
     piece = placement.piece
-    if piece is None:  # segments survive only where their dimension does
-        for dim, size in enumerate(target):
-            if size == source[placement.dim] and product(target[:dim]) == before:
-                return placement.at(dim)
-        return None
+    if piece is None:
+        return _segments_through_view(placement, before, source[placement.dim], target, n)
     outer = simplify(before * piece.outer)
     run = simplify(piece.size * product(source[placement.dim + 1 :]))
     for dim, size in enumerate(target):
@@ -170,6 +166,66 @@ def through_view(
     return None
 
 
+def _segments_through_view(
+    placement: Placement, before: Size, size: Size, target: Sequence[Size], n: int
+) -> Placement | None:
+    """Segments survive in the dimension of `target` that starts where theirs does, in larger or smaller units."""
+    for dim, other in enumerate(target):
+        if other == 1 or product(target[:dim]) != before:
+            continue
+        wider, narrower = divide(other, size), divide(size, other)
+        found: list[Piece] = []
+        for piece in placement.pieces:
+            run = None if narrower is None else divide(piece.size, narrower)
+            if wider is not None:
+                run = simplify(piece.size * wider)
+            if run is None or (piece.sharded and divide(run, n) is None):
+                return None
+            found.append(Piece(piece.outer, run, piece.sharded))
+        return Placement("S", dim, pieces_of(found))
+    return None
+
+
+def _stride_frame(
+    pieces: Sequence[Piece], start: int, stop: int, step: int, n: int
+) -> tuple[int, int, tuple[Piece, ...]] | None:
+    """First and last bound, and pieces, of an interval of whole steps in which the slice picks one of each step."""
+    length = -(-(stop - start) // step) * step
+    for phase in range(step):
+        first = start - phase
+        if first < 0 or first + length > sum(int(p.length) for p in pieces):
+            continue
+        found = slice_pieces(pieces, first, first + length)
+        if found is not None and all(divide(p.size, step * n if p.sharded else step) is not None for p in found):
+            return first, first + length, found
+    return None
+
+
+def strided_pieces(pieces: Sequence[Piece], start: Size, stop: Size, step: int, n: int) -> tuple[Piece, ...] | None:
+    """The pieces of every `step`-th element between two global positions.
+
+    None where the ranks would not pick the same positions of their blocks, or the sizes are not known.
+    """
+    if not all(isinstance(v, int) for v in (start, stop, *(p.length for p in pieces))) or start >= stop:
+        return None
+    frame = _stride_frame(pieces, int(start), int(stop), step, n)
+    return None if frame is None else pieces_of([Piece(p.outer, int(p.size) // step, p.sharded) for p in frame[2]])
+
+
+def local_bounds(pieces: Sequence[Piece], start: int, stop: int, step: int, n: int) -> tuple[int, int]:
+    """Bounds of a slice of a rank's part, the same on all ranks, for global bounds that `slice_pieces` accepts.
+
+    Raises:
+        ValueError: a bound lies inside a sharded run, or a stride does not fit the blocks.
+    """
+    if step == 1:
+        return local_position(pieces, start, n), local_position(pieces, stop, n)
+    frame = _stride_frame(pieces, start, stop, step, n)
+    if frame is None:
+        raise ValueError(f"the slice {start}:{stop}:{step} does not pick the same of every rank's part")
+    return local_position(pieces, frame[0], n) + start - frame[0], local_position(pieces, frame[1], n)
+
+
 def slice_pieces(pieces: Sequence[Piece], start: Size, stop: Size) -> tuple[Piece, ...] | None:
     """The pieces between two global positions; None where a position lies inside a sharded run."""
     result: list[Piece] = []
@@ -182,8 +238,8 @@ def slice_pieces(pieces: Sequence[Piece], start: Size, stop: Size) -> tuple[Piec
                 offset = end
                 continue
             return None
-        low, high = max(start, offset), min(stop, end)  # type: ignore[type-var]
-        if low < high:  # type: ignore[operator]
+        low, high = max(start, offset), min(stop, end)
+        if low < high:
             if piece.sharded:
                 first, last = divide(low - offset, piece.size), divide(high - offset, piece.size)
                 if first is None or last is None:
@@ -216,6 +272,7 @@ class Layout:
 
     @staticmethod
     def of(placements: Mapping[str, Placement]) -> Layout:
+        """The layout with these placements, in this order."""
         return Layout(tuple(placements.items()))
 
     def on(self, axis: str) -> Placement:

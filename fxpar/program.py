@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Union
+from typing import Any, TypeAlias
 
 import torch
 from torch import fx
@@ -49,6 +49,7 @@ class TensorType:
 
     @property
     def is_float(self) -> bool:
+        """Whether a gradient can flow through values of this type."""
         return self.dtype.is_floating_point or self.dtype.is_complex
 
     def __str__(self) -> str:
@@ -65,7 +66,7 @@ class ScalarType:
         return str(self.value)
 
 
-ValueType = Union[TensorType, ScalarType, tuple["TensorType", ...], None]
+ValueType: TypeAlias = TensorType | ScalarType | tuple[TensorType, ...] | None
 
 
 @dataclass(frozen=True)
@@ -237,6 +238,7 @@ class Program:
 
     @property
     def graph(self) -> fx.Graph:
+        """The graph of `graph_module`."""
         return self.graph_module.graph
 
     @property
@@ -270,9 +272,10 @@ class Program:
         Raises:
             KeyError: there is none.
         """
-        for node in self.graph.nodes:
-            if node.name == name:
-                return node
+        found: fx.Node
+        for found in self.graph.nodes:
+            if found.name == name:
+                return found
         raise KeyError(f"no node %{name}")
 
     def parameter(self, node: fx.Node) -> Parameter | None:
@@ -287,7 +290,8 @@ class Program:
 
 def output_node(graph: fx.Graph) -> fx.Node:
     """The graph's only output node."""
-    return next(node for node in reversed(graph.nodes) if node.op == "output")
+    found: fx.Node = next(node for node in reversed(graph.nodes) if node.op == "output")
+    return found
 
 
 def walk(graph_module: fx.GraphModule) -> Iterator[tuple[fx.GraphModule, fx.Node]]:

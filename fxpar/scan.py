@@ -263,13 +263,13 @@ def check_call(name: str, target: Any, args: Sequence[Any], kwargs: Mapping[str,
         required = {a.name for a in schema if not a.has_default_value()}
         fits = len(args) <= len(positional) and len(set(given)) == len(given)
         fits = fits and required <= set(given) <= {a.name for a in schema}
-    elif name in FUNCTIONS:
-        fits = not kwargs
     else:
         try:
             inspect.signature(target).bind(*args, **kwargs)
-            fits = True
+            fits = not (kwargs and name in FUNCTIONS)  # builtins name their arguments, but take none by name
         except TypeError:
             fits = False
+        except ValueError:  # a builtin without a signature
+            fits = not kwargs
     if not fits:
         fail(f"{name} does not take these arguments", "compare them with the operator's signature")

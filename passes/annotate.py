@@ -12,7 +12,7 @@ from fxpar.gradients import carried
 from fxpar.layout import I, Layout, Placement, R
 from fxpar.manager import register_pass
 from fxpar.operators import COERCIONS
-from fxpar.program import Program, TensorType, operands, output_types, update
+from fxpar.program import Program, TensorType, note, operands, output_types, update
 from fxpar.rules import Refusal, call_of, infer, rule_of, seed_signature
 from fxpar.rules.inference import resting
 from fxpar.rules.overrides import Pin, resolve_overrides
@@ -77,7 +77,9 @@ def annotate(program: Program) -> Program:
     return program
 
 
-def _placeholder(node: fx.Node, flags: Mapping[fx.Node, Sequence[bool]], pins: Mapping[fx.Node, Pin]) -> tuple[Placement, ...]:
+def _placeholder(
+    node: fx.Node, flags: Mapping[fx.Node, Sequence[bool]], pins: Mapping[fx.Node, Pin]
+) -> tuple[Placement, ...]:
     placement = pins[node].placement if node in pins else I
     return tuple(resting(placement, flag) for flag in flags[node])
 
@@ -169,6 +171,6 @@ def _write(
         if node.op == "call_function" and node.target is not operator.getitem and axes:
             count = len(operands(node))
             wanted = tuple(Layout.of({axis: needs[node][axis][i] for axis in axes}) for i in range(count))
-        update(node, layout=layouts if len(layouts) > 1 else layouts[0], needs=wanted)
-        if why.get(node) and not node.meta["custom"]["fxpar"].origin:
+        update(node, layout=layouts if isinstance(note(node).type, tuple) else layouts[0], needs=wanted)
+        if why.get(node) and not note(node).origin:
             update(node, origin=why[node])

@@ -67,7 +67,8 @@ class _State:
         self._indices: dict[str, fx.Node] = {}
 
     def _behind_placeholders(self) -> fx.Node:
-        return next(node for node in self.program.graph.nodes if node.op != "placeholder")
+        found: fx.Node = next(node for node in self.program.graph.nodes if node.op != "placeholder")
+        return found
 
     def _layout(self, axis: str = "") -> Layout:
         return Layout.of({name: V if name == axis else R for name in self.program.axes})
@@ -85,7 +86,9 @@ class _State:
     def index(self, axis: str) -> fx.Node:
         if axis not in self._indices:
             with self.program.graph.inserting_before(self._behind_placeholders()):
-                node = self.program.graph.create_node("call_function", axis_index, kwargs={"axis": axis}, name=f"{axis}_index")
+                node = self.program.graph.create_node(
+                    "call_function", axis_index, kwargs={"axis": axis}, name=f"{axis}_index"
+                )
             self._indices[axis] = set_note(node, Note(type=TensorType(torch.int64, ()), layout=self._layout(axis)))
         return self._indices[axis]
 

@@ -105,20 +105,21 @@ def _is_identity(node: fx.Node) -> bool:
     if node.target is aten.slice.Tensor:
         start = node.args[2] if len(node.args) > 2 else None
         step = node.args[4] if len(node.args) > 4 else 1
-        return start in (None, 0) and step == 1
+        return bool(start in (None, 0) and step == 1)
     if node.target is aten._to_copy.default:
         return True
     if node.target in (aten.add.Tensor, aten.sub.Tensor):
-        return node.args[1] == 0 and not isinstance(node.args[1], (fx.Node, float, bool))
-    return node.target is aten.dropout.default and (node.args[1] == 0 or node.args[2] is False)
+        return type(node.args[1]) is int and node.args[1] == 0
+    return bool(node.target is aten.dropout.default and (node.args[1] == 0 or node.args[2] is False))
 
 
 def _single_dropout(graph: fx.Graph, node: fx.Node) -> None:
     for user in list(node.users):
         if user.target is not operator.getitem or user.args[1] != 0:
-            raise PassError("the mask of a dropout is used", where=f"%{node.name}", remedy="use torch.nn.functional.dropout")
+            raise PassError("the mask of a dropout is used", where=f"%{node.name}", remedy="use functional.dropout")
     with graph.inserting_before(node):
-        new = graph.create_node("call_function", aten.dropout.default, (node.args[0], node.args[1], True), name="dropout")
+        args = (node.args[0], node.args[1], True)
+        new = graph.create_node("call_function", aten.dropout.default, args, name="dropout")
     first = output_types(node)[0]
     kept = note(node)
     set_note(new, Note(type=first, fqn=kept.fqn, source=kept.source, random=kept.random, recompute=kept.recompute))

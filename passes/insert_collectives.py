@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from torch import fx
 
+from fxpar.errors import PassError
 from fxpar.gradients import carried
 from fxpar.layout import I, Layout, Placement
 from fxpar.manager import register_pass
 from fxpar.operators import COERCIONS
 from fxpar.program import Note, Program, note, operands, output_layouts, output_node, set_note, update, with_operands
-from fxpar.errors import PassError
 
 
 @register_pass("insert_collectives", requires={"layouts"}, provides={"collectives"})
@@ -67,9 +67,7 @@ def _converted(
     return node
 
 
-def _insert(
-    program: Program, node: fx.Node, axis: str, source: Placement, target: Placement, user: fx.Node
-) -> fx.Node:
+def _insert(program: Program, node: fx.Node, axis: str, source: Placement, target: Placement, user: fx.Node) -> fx.Node:
     row = COERCIONS.get((source.kind, target.kind))
     if row is None:
         raise PassError(f"nothing converts {source} to {target}", where=f"%{node.name} for %{user.name}")

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from fxpar.errors import PassError
-from fxpar.layout import Layout, local_position, local_shape
+from fxpar.layout import Layout, local_bounds, local_shape
 from fxpar.manager import register_pass
 from fxpar.program import (
     Note,
@@ -23,7 +23,7 @@ from fxpar.program import (
     set_note,
 )
 from fxpar.rules import bind_arguments
-from fxpar.symbols import simplify
+from fxpar.symbols import divide
 
 aten = torch.ops.aten
 
@@ -98,10 +98,12 @@ def _sizes(program: Program, node: fx.Node) -> None:
 
 def _divided(graph: fx.Graph, before: fx.Node, size: fx.Node, ranks: int) -> fx.Node:
     kind = note(size).type
-    assert isinstance(kind, ScalarType)
+    share = divide(kind.value, ranks) if isinstance(kind, ScalarType) else None
+    if share is None:
+        raise PassError(f"a size of {kind} is not divisible by {ranks}", where=f"%{before.name}")
     with graph.inserting_before(before):
         new = graph.create_node("call_function", operator.floordiv, (size, ranks), name=f"{size.name}_local")
-    return set_note(new, Note(type=ScalarType(simplify(kind.value / ranks)), fqn=note(before).fqn))
+    return set_note(new, Note(type=ScalarType(share), fqn=note(before).fqn))
 
 
 def _split(program: Program, node: fx.Node) -> None:
@@ -120,11 +122,11 @@ def _slice(program: Program, node: fx.Node) -> None:
     size = kind.shape[dim]
     for axis, placement in output_layouts(source)[0]:
         if placement.is_shard and placement.dim == dim and output_types(node)[0].shape[dim] != size:
-            start, end = given.get("start") or 0, given.get("end")
-            bounds = [_bound(start, int(size)), int(size) if end is None else _bound(end, int(size))]
-            local = [local_position(placement.pieces, bound, program.axes[axis]) for bound in bounds]
-            node.args, node.kwargs = (source, dim, *local), {}
+            start, end, step = given.get("start") or 0, given.get("end"), given.get("step", 1)
+            bounds = (_bound(start, int(size)), int(size) if end is None else _bound(end, int(size)))
+            local = local_bounds(placement.pieces, *bounds, step, program.axes[axis])
+            node.args, node.kwargs = (source, dim, *local, *([step] if step != 1 else [])), {}
 
 
-def _bound(position: Any, size: int) -> int:
+def _bound(position: int, size: int) -> int:
     return max(0, min(size, position + size if position < 0 else position))

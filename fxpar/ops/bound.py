@@ -1,6 +1,7 @@
 """The coercions as plain functions of tensors, numbers and a group's name: what a lowered graph calls.
 
-Arguments: the rank's tensor; where there is a cut, its dimension and pieces; the group's name and size; the rank's index.
+Arguments: the rank's tensor; where there is a cut, its dimension and pieces; the group's name and size; the rank's
+index.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ class CopyTo(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         """The sum of the ranks' gradients."""
         return sum_over(grad, ctx.group), None
 
@@ -126,7 +126,7 @@ class ReduceFrom(torch.autograd.Function):
         return sum_over(x, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         """The same gradient."""
         return grad, None
 
@@ -141,7 +141,7 @@ class AllReduce(torch.autograd.Function):
         return sum_over(x, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         """The sum of the ranks' gradients."""
         return sum_over(grad, ctx.group), None
 
@@ -156,7 +156,7 @@ class AllGather(torch.autograd.Function):
         return gather_whole(x, cut, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         """The rank's shard of the summed gradient."""
         return scatter_sum(grad, ctx.cut, ctx.group), None, None
 
@@ -171,7 +171,7 @@ class ReduceScatter(torch.autograd.Function):
         return scatter_sum(x, cut, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         """The whole gradient."""
         return gather_whole(grad, ctx.cut, ctx.group), None, None
 
@@ -186,7 +186,7 @@ class Split(torch.autograd.Function):
         return take_own(x, cut, group, index)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         """The whole gradient."""
         return gather_whole(grad, ctx.cut, ctx.group), None, None, None
 
@@ -202,7 +202,7 @@ class Gather(torch.autograd.Function):
         return gather_whole(x, cut, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         """The rank's shard of the gradient."""
         return take_own(grad, ctx.cut, ctx.group, *ctx.saved_tensors), None, None, None
 
@@ -218,7 +218,7 @@ class Take(torch.autograd.Function):
         return take_own(x, cut, group, index)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         """The rank's summand of the whole gradient."""
         return pad_others(grad, ctx.cut, ctx.group, *ctx.saved_tensors), None, None, None
 
@@ -233,7 +233,7 @@ class Settle(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         """The gradient as one summand."""
         return first_only(grad, *ctx.saved_tensors), None
 
@@ -247,7 +247,7 @@ class KeepFirst(torch.autograd.Function):
         return first_only(x, index)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         """The same gradient."""
         return grad, None
 
@@ -262,6 +262,6 @@ class AllToAll(torch.autograd.Function):
         return exchange(x, source, target, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         """The gradient's first shard."""
         return exchange(grad, ctx.target, ctx.source, ctx.group), None, None, None

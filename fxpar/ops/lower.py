@@ -182,4 +182,3 @@ class _Lowering:
         query, key, value, mask, rng, p, causal, scale, gqa, *ranks = node.args
         cuts = self._cuts(node, ranks[0] if ranks else [])
         self._set(node, random.attention, query, key, value, mask, rng, p, note(node).random, causal, scale, gqa, cuts)
-

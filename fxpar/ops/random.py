@@ -71,7 +71,12 @@ def random_words(shape: Sequence[int], rng: Tensor, origin: int, cuts: Sequence[
     index = global_index(shape, cuts, rng.device)
     seed, step, microbatch = rng[0], rng[1], rng[2]
     # Elements past 2^32 share the word of the microbatch, whose number is far below 2^16.
-    counter = (index & _MASK, torch.full_like(index, origin), step & _MASK, (microbatch + ((index >> 32) << 16)) & _MASK)
+    counter = (
+        index & _MASK,
+        torch.full_like(index, origin),
+        step & _MASK,
+        (microbatch + ((index >> 32) << 16)) & _MASK,
+    )
     return philox(counter, (seed & _MASK, (seed >> 32) & _MASK))[0]
 
 

@@ -223,10 +223,10 @@ def infer(
         placements: one for each operand.
         carries: whether each operand carries a gradient. Those that do not are I and R at once.
     """
-    for placement, kind in zip(placements, call.operands, strict=True):
-        if not fits(placement, kind.shape, call.n):
-            return Refusal(f"{placement} of {kind} is not divisible by {call.n}", structural=True)
-    placements = [R if p == I and not c else p for p, c in zip(placements, carries, strict=True)]
+    for placement, operand in zip(placements, call.operands, strict=True):
+        if not fits(placement, operand.shape, call.n):
+            return Refusal(f"{placement} of {operand} is not divisible by {call.n}", structural=True)
+    placements = tuple(R if p == I and not c else p for p, c in zip(placements, carries, strict=True))
     if rule is not None and rule.check is not None:
         checked = rule.check(call, placements)
         if checked is not None:
@@ -255,7 +255,9 @@ def infer(
     for i, (kind, want) in enumerate(zip(kinds, wanted.operands, strict=True)):
         given = placements[i] if kind == "S" else R
         if given != want:
-            return Refusal(f"operand {call.names[i]} is {given} where {want} fits {placements[index]} of {call.names[index]}")
+            return Refusal(
+                f"operand {call.names[i]} is {given} where {want} fits {placements[index]} of {call.names[index]}"
+            )
     return wanted.outputs
 
 
@@ -269,11 +271,12 @@ def _infer_partial(rule: Rule, call: Call, kinds: Sequence[str]) -> tuple[Placem
 
 
 def _members(call: Call, group: Sequence[str]) -> set[int]:
-    """Operands of a group of `Rule.partial`; none where one that it needs was not passed as a tensor."""
+    """Operands of a group of `Rule.partial`; none where one that it needs was not passed or cannot be a sum."""
     if any(not name.endswith("?") and name not in call.names for name in group):
         return set()
     wanted = {name.removesuffix("?") for name in group}
-    return {i for i, name in enumerate(call.names) if name in wanted}
+    found = {i for i, name in enumerate(call.names) if name in wanted}
+    return set() if any(call.operands[i].dtype == torch.bool for i in found) else found
 
 
 def partial_signatures(rule: Rule, call: Call) -> list[Signature]:

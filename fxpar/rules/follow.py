@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from torch import fx
 
@@ -125,4 +126,4 @@ def _segments(node: fx.Node, dim: int) -> Iterator[list[int]]:
             pending.append(user)
     if cuts:
         edges = [0, *sorted(cuts), int(size)]
-        yield [b - a for a, b in zip(edges, edges[1:], strict=False)]
+        yield [b - a for a, b in pairwise(edges)]

@@ -29,7 +29,10 @@ def formula(text: str, *names: str) -> Callable[[Call], Labelling | Refusal]:
     def labels(call: Call) -> Labelling | Refusal:
         ins = tuple(_read(parts[name], len(kind.shape)) for name, kind in zip(call.names, call.operands, strict=True))
         outs = tuple(_read(part, len(kind.shape)) for part, kind in zip(right.split(","), call.outputs, strict=True))
-        if any(len(found) != len(kind.shape) for found, kind in zip((*ins, *outs), (*call.operands, *call.outputs), strict=True)):
+        if any(
+            len(found) != len(kind.shape)
+            for found, kind in zip((*ins, *outs), (*call.operands, *call.outputs), strict=True)
+        ):
             return Refusal(f"ranks do not match {text}")
         kept = {label for found in outs for label in found}
         summed = frozenset(label for found in ins for label in found if label and label not in kept)
@@ -45,7 +48,7 @@ def _without(name: str, rule: Callable[[Call], Labelling | Refusal]) -> Callable
         found = rule(call)
         if isinstance(found, Refusal) or name not in call.names:
             return found
-        ins = tuple(tuple(None if l in found.summed else l for l in part) for part in found.operands)
+        ins = tuple(tuple(None if label in found.summed else label for label in part) for part in found.operands)
         return Labelling(ins, found.outputs)
 
     return labels
@@ -61,7 +64,7 @@ def _added(text: str, first: str, second: str) -> Callable[[Call], Labelling | R
         if isinstance(found, Refusal):
             return found
         own = broadcast(call.operands[0].shape, call.outputs[0].shape, found.outputs[0])
-        ins = tuple(tuple(None if l in found.summed else l for l in part) for part in found.operands)
+        ins = tuple(tuple(None if label in found.summed else label for label in part) for part in found.operands)
         return Labelling((own, *ins), found.outputs)
 
     return labels
@@ -127,9 +130,7 @@ def matmul_rules() -> dict[str, Rule]:
         "aten.mv.default": Rule(formula("m k, k -> m", "self", "vec"), (("self",), ("vec",))),
         "aten.dot.default": Rule(formula("k, k -> ", "self", "tensor"), (("self",), ("tensor",))),
         "aten.matmul.default": Rule(matmul_labels, (("self",), ("other",))),
-        "aten.addmm.default": Rule(
-            _added("m k, k n -> m n", "mat1", "mat2"), (("self", "mat1"), ("self", "mat2"))
-        ),
+        "aten.addmm.default": Rule(_added("m k, k n -> m n", "mat1", "mat2"), (("self", "mat1"), ("self", "mat2"))),
         "aten.baddbmm.default": Rule(
             _added("b m k, b k n -> b m n", "batch1", "batch2"), (("self", "batch1"), ("self", "batch2"))
         ),

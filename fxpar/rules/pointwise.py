@@ -13,9 +13,7 @@ def broadcast(shape: tuple[Size, ...], out: tuple[Size, ...], labels: Labels | N
     """Labels of an operand that is broadcast to `out`: none where it has size 1 and the output has not."""
     names = labels if labels is not None else tuple(f"d{i}" for i in range(len(out)))
     offset = len(out) - len(shape)
-    return tuple(
-        names[offset + i] if size != 1 or out[offset + i] == 1 else None for i, size in enumerate(shape)
-    )
+    return tuple(names[offset + i] if size != 1 or out[offset + i] == 1 else None for i, size in enumerate(shape))
 
 
 def pointwise_labels(call: Call) -> Labelling | Refusal:
@@ -27,7 +25,7 @@ def pointwise_labels(call: Call) -> Labelling | Refusal:
     return Labelling(tuple(broadcast(k.shape, out) for k in call.operands), tuple(names for _ in call.outputs))
 
 
-def _cast_keeps_sums(call: Call, placements: object) -> None | Refusal:
+def _cast_keeps_sums(call: Call, placements: object) -> Refusal | None:
     """A cast to integers is not linear."""
     if P in placements and not call.outputs[0].is_float:  # type: ignore[operator]
         return Refusal("a cast of a partial (P) value to integers is not linear: reduce it first")
@@ -39,7 +37,7 @@ def _zero_only(name: str) -> Callable[[Call, Sequence[Placement]], Refusal | Non
 
     def check(call: Call, placements: Sequence[Placement]) -> Refusal | None:
         if P in placements and call.get(name) != 0:
-            return Refusal("a number that fills in for a partial (P) value would be added by every rank: reduce it first")
+            return Refusal("a number that fills in a partial (P) value would be added by every rank: reduce it first")
         return None
 
     return check
@@ -60,21 +58,20 @@ def _prelu_labels(call: Call) -> Labelling | Refusal:
 
 
 _UNARY = """
-abs acos acosh asin asinh atan atanh bitwise_not ceil celu cos cosh elu erf erfc erfinv exp exp2 expm1 floor frac
-gelu hardshrink hardsigmoid hardswish hardtanh isfinite isinf isnan leaky_relu log log10 log1p log2 log_sigmoid
-logical_not logit mish reciprocal relu relu6 round rsqrt selu sgn sigmoid sign silu sin sinh softplus
-softshrink sqrt square tan tanh threshold trunc
+abs acos acosh asin asinh atan atanh bitwise_not ceil celu cos cosh elu erf erfc erfinv exp exp2 expm1 floor
+frac gelu hardshrink hardsigmoid hardswish hardtanh isfinite isinf isnan leaky_relu log log10 log1p log2
+log_sigmoid logical_not logit mish reciprocal relu relu6 round rsqrt selu sgn sigmoid sign silu sin sinh
+softplus softshrink sqrt square tan tanh threshold trunc
 """.split()
 
 _BINARY = """
 add.Scalar atan2 bitwise_and.Scalar bitwise_and.Tensor bitwise_or.Scalar bitwise_or.Tensor bitwise_xor.Tensor
-__and__.Scalar __and__.Tensor __or__.Scalar __or__.Tensor __xor__.Tensor clamp clamp.Tensor clamp_max clamp_min
-div.Scalar_mode div.Tensor_mode eq.Scalar eq.Tensor floor_divide floor_divide.Scalar fmod.Scalar fmod.Tensor
-ge.Scalar ge.Tensor gt.Scalar gt.Tensor le.Scalar le.Tensor logical_and logical_or logical_xor lt.Scalar lt.Tensor
-masked_fill.Scalar masked_fill.Tensor maximum minimum ne.Scalar ne.Tensor nan_to_num pow.Scalar pow.Tensor_Scalar
-pow.Tensor_Tensor remainder.Scalar remainder.Tensor rsub.Scalar sub.Scalar xlogy.Tensor lerp.Scalar lerp.Tensor
-addcmul addcdiv where.ScalarSelf where.ScalarOther where.Scalar
-dropout native_dropout bernoulli.p
+__and__.Scalar __and__.Tensor __or__.Scalar __or__.Tensor __xor__.Tensor clamp clamp.Tensor clamp_max
+clamp_min div.Scalar_mode div.Tensor_mode eq.Scalar eq.Tensor floor_divide floor_divide.Scalar fmod.Scalar
+fmod.Tensor ge.Scalar ge.Tensor gt.Scalar gt.Tensor le.Scalar le.Tensor logical_and logical_or logical_xor
+lt.Scalar lt.Tensor maximum minimum ne.Scalar ne.Tensor nan_to_num pow.Scalar pow.Tensor_Scalar
+pow.Tensor_Tensor remainder.Scalar remainder.Tensor rsub.Scalar sub.Scalar where.Scalar dropout native_dropout
+bernoulli.p
 """.split()
 
 _LINEAR: Mapping[str, tuple[tuple[str, ...], ...]] = {
@@ -93,6 +90,7 @@ _LINEAR: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "sub.Tensor": (("self", "other"),),
     "rsub.Tensor": (("self", "other"),),
     "where.self": (("self", "other"),),
+    "masked_fill.Tensor": (("self", "value"),),
     "lerp.Scalar": (("self", "end"),),
     "lerp.Tensor": (("self", "end"),),
     "addcmul": (("self", "tensor1"), ("self", "tensor2")),
@@ -109,7 +107,8 @@ _FILLING: Mapping[str, tuple[str, str]] = {
 
 def pointwise_rules() -> dict[str, Rule]:
     """Rules by `aten` overload name."""
-    rules = {f"aten.{name}.default" if "." not in name else f"aten.{name}": Rule(pointwise_labels) for name in (*_UNARY, *_BINARY)}
+    full_names = [name if "." in name else f"{name}.default" for name in (*_UNARY, *_BINARY)]
+    rules = {f"aten.{name}": Rule(pointwise_labels) for name in full_names}
     for name, partial in _LINEAR.items():
         full = name if "." in name else f"{name}.default"
         rules[f"aten.{full}"] = Rule(pointwise_labels, partial=partial)

@@ -24,7 +24,7 @@ def _reduction(summed: bool) -> Callable[[Call], Labelling | Refusal]:
         keep = call.get("keepdim", False)
         out: list[str | None] = [None if i in gone else own[i] for i in range(rank) if keep or i not in gone]
         lost = frozenset(own[i] for i in gone)
-        shown: list[str | None] = [l if summed or l not in lost else None for l in own]
+        shown: list[str | None] = [label if summed or label not in lost else None for label in own]
         return Labelling((tuple(shown),), tuple(tuple(out) for _ in call.outputs), lost if summed else frozenset())
 
     return labels
@@ -62,7 +62,7 @@ def _loss(call: Call) -> Labelling | Refusal:
         logits, target = (None,) * len(logits), (None,) * len(target)
     weights = tuple((None,) * len(kind.shape) for kind in call.operands[2:])
     outs = tuple(target if kind.shape else () for kind in call.outputs)
-    return Labelling((logits, target, *weights), outs, frozenset(l for l in target if l and how == 2))
+    return Labelling((logits, target, *weights), outs, frozenset(label for label in target if label and how == 2))
 
 
 def _pointwise_loss(call: Call) -> Labelling | Refusal:
@@ -70,7 +70,8 @@ def _pointwise_loss(call: Call) -> Labelling | Refusal:
     how = call.get("reduction", 1)
     if how == 1 or any(kind.shape != call.operands[0].shape for kind in call.operands):
         return Refusal("a mean divides by the size of the whole: it needs whole operands")
-    return Labelling((labels,) * len(call.operands), (labels if how == 0 else (),), frozenset(labels if how == 2 else ()))
+    out, summed = (labels, ()) if how == 0 else ((), labels)
+    return Labelling((labels,) * len(call.operands), (out,), frozenset(summed))
 
 
 def _no_partial_target(call: Call, placements: Sequence[Placement]) -> Refusal | None:
@@ -97,6 +98,26 @@ def reduction_rules() -> dict[str, Rule]:
         "l1_loss.default": Rule(_pointwise_loss, check=_no_partial_target),
         "binary_cross_entropy_with_logits.default": Rule(_pointwise_loss, check=_no_partial_target),
     }
-    for name in "amax amin any.dim any.dims any.default all.dim all.default argmax argmin max.dim min.dim max.default min.default var.correction std.correction var_mean.correction logsumexp prod.dim_int prod.default".split():
+    for name in [
+        "amax",
+        "amin",
+        "any.dim",
+        "any.dims",
+        "any.default",
+        "all.dim",
+        "all.default",
+        "argmax",
+        "argmin",
+        "max.dim",
+        "min.dim",
+        "max.default",
+        "min.default",
+        "var.correction",
+        "std.correction",
+        "var_mean.correction",
+        "logsumexp",
+        "prod.dim_int",
+        "prod.default",
+    ]:
         names[name if "." in name else f"{name}.default"] = whole
     return {f"aten.{name}": rule for name, rule in names.items()}

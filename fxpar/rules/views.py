@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fxpar.layout import Piece, Placement, R, pieces_of, slice_pieces, through_view
+from fxpar.layout import P, Piece, Placement, R, local_size, pieces_of, slice_pieces, strided_pieces, through_view
 from fxpar.rules.engine import Call, Labelling, Labels, Refusal, Rule, Signature, transfer
 from fxpar.rules.pointwise import broadcast
-from fxpar.symbols import Size, simplify
+from fxpar.symbols import Size, divide, simplify
 
 _SELF = (("self",),)
 _END = 2**62
@@ -29,6 +29,18 @@ def _view(call: Call, index: int, placement: Placement) -> Signature | Refusal:
     return Signature((placement,), (after,))
 
 
+def _squeeze(call: Call, index: int, placement: Placement) -> Signature | Refusal:
+    """As a view, but a rank removes each named dimension of which one element is left to it."""
+    rank = len(call.operands[0].shape)
+    dims = call.get("dim", list(range(rank)))
+    named = [_wrap(d, rank) for d in (dims if isinstance(dims, (list, tuple)) else [dims])]
+    if placement.dim in named:
+        part = local_size(placement, call.operands[0].shape[placement.dim], call.n)
+        if not isinstance(part, int) or part == 1:
+            return Refusal(f"a rank's part of {placement} may be one element, which it would squeeze", structural=True)
+    return _view(call, index, placement)
+
+
 def _permute(call: Call) -> Labelling | Refusal:
     rank = len(call.operands[0].shape)
     labels = _numbered(rank)
@@ -48,15 +60,17 @@ def _without_dim(call: Call) -> Labelling | Refusal:
     """`dim` is removed from the result (select)."""
     labels = _numbered(len(call.operands[0].shape))
     dim = _wrap(call.get("dim", 0), len(labels))
-    rest = [l for i, l in enumerate(labels) if i != dim]
+    rest = [label for i, label in enumerate(labels) if i != dim]
     labels[dim] = None
     return Labelling((tuple(labels),), tuple(tuple(rest) for _ in call.outputs))
 
 
 def _keeping_dim(call: Call) -> Labelling | Refusal:
-    """`dim` (or `dims`) stays and cannot be sharded (cumsum, flip, roll, softmax)."""
+    """`dim` (or `dims`) stays and cannot be sharded (cumsum, flip, roll, softmax); roll without dims needs all."""
     labels = _numbered(len(call.operands[0].shape))
     dims = call.get("dims", call.get("dim", 0))
+    if dims == []:
+        dims = list(range(len(labels)))
     for dim in dims if isinstance(dims, (list, tuple)) else [dims]:
         labels[_wrap(dim, len(labels))] = None
     return Labelling((tuple(labels),), tuple(tuple(labels) for _ in call.outputs))
@@ -67,13 +81,18 @@ def _expand(call: Call) -> Labelling | Refusal:
     return Labelling((broadcast(call.operands[0].shape, out),), (tuple(_numbered(len(out))),))
 
 
-def _repeat(call: Call) -> Labelling | Refusal:
-    """A dimension that is repeated once keeps its cut."""
+def _repeat(call: Call, index: int, placement: Placement) -> Signature | Refusal:
+    """A dimension that is repeated k times has its pieces k times."""
     out, shape = call.outputs[0].shape, call.operands[0].shape
-    labels = _numbered(len(out))
-    offset = len(out) - len(shape)
-    own = [labels[offset + i] if size == out[offset + i] else None for i, size in enumerate(shape)]
-    return Labelling((tuple(own),), (tuple(labels),))
+    dim = len(out) - len(shape) + placement.dim
+    times, piece = divide(out[dim], shape[placement.dim]), placement.piece
+    if times == 1:
+        return Signature((placement,), (placement.at(dim),))
+    if times is not None and piece is not None:
+        return Signature((placement,), (Placement("S", dim, (Piece(simplify(times * piece.outer), piece.size),)),))
+    if isinstance(times, int) and times > 0:
+        return Signature((placement,), (Placement("S", dim, pieces_of(placement.pieces * times)),))
+    return Refusal(f"{placement} is repeated an unknown number of times", structural=True)
 
 
 def _bounds(call: Call, size: Size) -> tuple[Size, Size]:
@@ -95,9 +114,16 @@ def _slice(call: Call, index: int, placement: Placement) -> Signature | Refusal:
     if placement.dim != dim:
         return Signature((placement,), (placement,))
     start, end = _bounds(call, shape[dim])
-    if (start, end) == (0, shape[dim]) and call.get("step", 1) == 1:
+    step = call.get("step", 1)
+    if (start, end) == (0, shape[dim]) and step == 1:
         return Signature((placement,), (placement,))
-    return _parts(call, placement, [(start, end)], call.get("step", 1) == 1)
+    if step == 1:
+        return _parts(call, placement, [(start, end)])
+    pieces = strided_pieces(placement.pieces, start, end, step, call.n)
+    if pieces is None:
+        reason = f"the slice {start}:{end}:{step} tears {placement} over {call.n} ranks"
+        return Refusal(reason, structural=True)
+    return Signature((placement,), (_part(dim, pieces),))
 
 
 def _split(call: Call, index: int, placement: Placement) -> Signature | Refusal:
@@ -111,16 +137,20 @@ def _split(call: Call, index: int, placement: Placement) -> Signature | Refusal:
         end = simplify(offset + kind.shape[dim])
         cuts.append((offset, end))
         offset = end
-    return _parts(call, placement, cuts, True)
+    return _parts(call, placement, cuts)
 
 
-def _parts(call: Call, placement: Placement, cuts: list[tuple[Size, Size]], whole: bool) -> Signature | Refusal:
+def _part(dim: int, pieces: tuple[Piece, ...]) -> Placement:
+    return Placement("S", dim, pieces) if any(p.sharded for p in pieces) else R
+
+
+def _parts(call: Call, placement: Placement, cuts: list[tuple[Size, Size]]) -> Signature | Refusal:
     outs = []
     for start, end in cuts:
-        pieces = slice_pieces(placement.pieces, start, end) if whole else None
+        pieces = slice_pieces(placement.pieces, start, end)
         if pieces is None:
             return Refusal(f"the cut at {start}:{end} tears {placement} over {call.n} ranks", structural=True)
-        outs.append(Placement("S", placement.dim, pieces) if any(p.sharded for p in pieces) else R)
+        outs.append(_part(placement.dim, pieces))
     return Signature((placement,), tuple(outs))
 
 
@@ -201,21 +231,33 @@ def _gather(call: Call) -> Labelling | Refusal:
 def _embedding(call: Call) -> Labelling | Refusal:
     """`_ h, i… -> i… h`; cutting the vocabulary needs masks and belongs to a composite operator."""
     lead = _numbered(len(call.operands[1].shape))
+    if call.get("scale_grad_by_freq"):  # the gradient is divided by counts over all indices
+        return Labelling(((None, "h"), (None,) * len(lead)), ((*(None for _ in lead), "h"),))
     return Labelling(((None, "h"), tuple(lead)), ((*lead, "h"),))
 
 
 def _index_select(call: Call) -> Labelling | Refusal:
     labels = _numbered(len(call.operands[0].shape))
     dim = _wrap(call.get("dim", 0), len(labels))
-    own = [None if i == dim else l for i, l in enumerate(labels)]
+    own = [None if i == dim else label for i, label in enumerate(labels)]
     return Labelling((tuple(own), (labels[dim],)), (tuple(labels),))
 
 
 def _pad(call: Call) -> Labelling | Refusal:
+    """A dimension that is padded needs its ends."""
     labels = _numbered(len(call.operands[0].shape))
-    for i in range(len(call.get("pad")) // 2):
-        labels[len(labels) - 1 - i] = None
+    pad = call.get("pad")
+    for i in range(len(pad) // 2):
+        if tuple(pad[2 * i : 2 * i + 2]) != (0, 0):
+            labels[len(labels) - 1 - i] = None
     return Labelling((tuple(labels),), (tuple(labels),))
+
+
+def _pad_with_zeros(call: Call, placements: Sequence[Placement]) -> Refusal | None:
+    """Padding is linear unless it is with a number."""
+    if P in placements and call.get("mode", "constant") == "constant" and call.get("value") not in (None, 0):
+        return Refusal("padding of a partial (P) value would be added by every rank: reduce it first")
+    return None
 
 
 def _triangle(call: Call) -> Labelling | Refusal:
@@ -224,31 +266,41 @@ def _triangle(call: Call) -> Labelling | Refusal:
     return Labelling((tuple(labels),), (tuple(labels),))
 
 
-def _first_only(call: Call) -> Labelling | Refusal:
+def _made(call: Call, index: int, placement: Placement) -> Signature | Refusal:
     """A tensor made in the shape of none of its operands: they serve for element type and device alone."""
-    return Labelling(tuple((None,) * len(k.shape) for k in call.operands), ((None,) * len(call.outputs[0].shape),))
+    return Signature((placement,), (R,))
+
+
+def _made_anyway(call: Call, placements: Sequence[Placement]) -> tuple[Placement, ...]:
+    return (R,)
 
 
 def view_rules() -> dict[str, Rule]:
     """Rules by `aten` overload name."""
     view, permute = Rule(partial=_SELF, seed=_view), Rule(_permute, _SELF)
-    split = Rule(partial=_SELF, seed=_split)
+    squeeze, split = Rule(partial=_SELF, seed=_squeeze), Rule(partial=_SELF, seed=_split)
+    pad = Rule(_pad, _SELF, check=_pad_with_zeros)
     keeping = Rule(_keeping_dim)
     linear_keeping = Rule(_keeping_dim, _SELF)
     return {
         **dict.fromkeys(
             [
                 f"aten.{name}"
-                for name in (
-                    "view.default reshape.default _unsafe_view.default flatten.using_ints unflatten.int "
-                    "unsqueeze.default squeeze.default squeeze.dim squeeze.dims"
-                ).split()
+                for name in [
+                    "view.default",
+                    "reshape.default",
+                    "_unsafe_view.default",
+                    "flatten.using_ints",
+                    "unflatten.int",
+                    "unsqueeze.default",
+                ]
             ],
             view,
         ),
+        **dict.fromkeys(["aten.squeeze.default", "aten.squeeze.dim", "aten.squeeze.dims"], squeeze),
         **dict.fromkeys(["aten.permute.default", "aten.transpose.int", "aten.t.default"], permute),
         "aten.expand.default": Rule(_expand, _SELF),
-        "aten.repeat.default": Rule(_repeat, _SELF),
+        **dict.fromkeys(["aten.repeat.default", "aten.tile.default"], Rule(partial=_SELF, seed=_repeat)),
         "aten.select.int": Rule(_without_dim, _SELF),
         "aten.unbind.int": Rule(_without_dim, _SELF),
         "aten.slice.Tensor": Rule(partial=_SELF, seed=_slice),
@@ -260,17 +312,25 @@ def view_rules() -> dict[str, Rule]:
         "aten.flip.default": linear_keeping,
         "aten.roll.default": linear_keeping,
         "aten.cumsum.default": linear_keeping,
-        **dict.fromkeys(["aten.softmax.int", "aten._softmax.default", "aten.log_softmax.int", "aten._log_softmax.default", "aten.sort.default"], keeping),
+        **dict.fromkeys(
+            [
+                "aten.softmax.int",
+                "aten._softmax.default",
+                "aten.log_softmax.int",
+                "aten._log_softmax.default",
+                "aten.sort.default",
+            ],
+            keeping,
+        ),
         "aten.index.Tensor": Rule(_index, _SELF),
         "aten.gather.default": Rule(_gather, _SELF),
         "aten.index_select.default": Rule(_index_select, _SELF),
         "aten.embedding.default": Rule(_embedding, (("weight",),)),
-        "aten.pad.default": Rule(_pad),
-        "aten.constant_pad_nd.default": Rule(_pad),
+        **dict.fromkeys(["aten.pad.default", "aten.constant_pad_nd.default"], pad),
         "aten.tril.default": Rule(_triangle, _SELF),
         "aten.triu.default": Rule(_triangle, _SELF),
         **dict.fromkeys(
             ["aten.new_ones.default", "aten.new_zeros.default", "aten.new_full.default", "aten.new_empty.default"],
-            Rule(_first_only),
+            Rule(seed=_made, check=_made_anyway),
         ),
     }
