@@ -13,6 +13,7 @@ from fxpar.manager import register_pass
 from fxpar.program import (
     Note,
     Program,
+    ScalarType,
     TensorType,
     is_tensor,
     note,
@@ -66,6 +67,7 @@ def canonicalize(program: Program) -> Program:
     for node in list(program.graph.nodes):
         if node.op == "call_function":
             _rewrite(program.graph, node)
+    _name_sizes(program)
     _remove_dead(program.graph)
     return program
 
@@ -140,6 +142,21 @@ def _separate_bias(graph: fx.Graph, node: fx.Node, bias: Any, args: Any, target:
     product.name = name
     assert isinstance(product_type, TensorType)
     update(node, role="bias")
+
+
+def _name_sizes(program: Program) -> None:
+    """One node for each symbol, named like it."""
+    known: dict[str, fx.Node] = {}
+    for node in list(program.graph.nodes):
+        kind = note(node).type if node.op == "call_function" else None
+        if node.target is not aten.sym_size.int or not isinstance(kind, ScalarType):
+            continue
+        name = str(kind.value)
+        if name in known:
+            node.replace_all_uses_with(known[name])
+        elif name in {symbol.name for symbol in program.symbols}:
+            node.name = program.graph._graph_namespace.create_name(name, None)
+            known[name] = node
 
 
 def _remove_dead(graph: fx.Graph) -> None:
