@@ -1,0 +1,300 @@
+"""The rule oracle: is what the rules allow right, and do they allow what is right?
+
+Enters: an operator and sample calls. Leaves: an `OracleReport` for each operator, and their table.
+
+For every sample and number of ranks all placements of the operands are tried: I, R, P, and shards of every dimension,
+plain, in several runs and by segments. The rule answers first; then the ranks are computed one by one
+(`fxpar.verify.oracle_ranks`) and their results and gradients are compared with those of the whole call. An answer that
+is wrong is a *false accept*. A refusal of operands for which some placement of each output is right, for these values
+and for shuffled ones, is a *miss*. Operands that do not divide must be refused. This is the method of PyTorch's
+`strategy_validation`, with gradients.
+
+Not counted, because every rule has them: operands that are all R or all I. Not counted as misses: shards of the first
+or second half of a dimension without a sample's word that there are segments, and I beside R, S or P, which the type
+system excludes.
+
+A rule of your own is checked in one line::
+
+    print(check_operation(torch.ops.mylib.gated.default, [sample(torch.randn(6, 12), torch.randn(12))]))
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar.errors import InputError
+from fxpar.layout import I, P, Piece, Placement, R, pieces_of, shard
+from fxpar.program import Note, TensorType, set_note
+from fxpar.rules import Call, Refusal, Rule, call_of, infer, key_of, partial_signatures, rule_of, seed_signature
+from fxpar.verify.oracle_ranks import Sample, Trial, divides, sample, shuffled, tensors_of, with_tensors
+
+__all__ = ["Finding", "OracleReport", "Sample", "check_operation", "make_call", "report_table", "sample"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A signature that the rule and the ranks judge differently.
+
+    Attributes:
+        signature: operands and, where the rule accepted them, outputs.
+        n: number of ranks.
+        shapes: global shapes of the operands.
+        reason: what is wrong with the answer, or why the rule refused.
+    """
+
+    signature: str
+    n: int
+    shapes: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.signature}  on {self.n} ranks, {self.shapes}: {self.reason}"
+
+
+@dataclass
+class OracleReport:
+    """What the oracle found about one operator.
+
+    Attributes:
+        operation: the operator's name.
+        accepted: the legal signatures the rule accepts, with the number of times each occurred.
+        false_accepts: signatures the rule accepts although the ranks compute something else.
+        missed: legal signatures the rule refuses.
+        refused: operands that the rule and the ranks refuse alike.
+    """
+
+    operation: str
+    accepted: dict[str, int] = field(default_factory=dict)
+    false_accepts: list[Finding] = field(default_factory=list)
+    missed: list[Finding] = field(default_factory=list)
+    refused: int = 0
+
+    @property
+    def legal(self) -> int:
+        """Legal signatures tried: accepted and missed."""
+        return sum(self.accepted.values()) + len(self.missed)
+
+    @property
+    def has_shard(self) -> bool:
+        """Whether a signature with a sharded operand is accepted."""
+        return any("S(" in text.partition(" → ")[0] for text in self.accepted)
+
+    def __str__(self) -> str:
+        lines = [f"{self.operation}: {self.legal} legal, {len(self.missed)} missed, {len(self.false_accepts)} wrong"]
+        lines += [f"    {text}" for text in plain_signatures(self)]
+        lines += [f"    missed  {finding}" for finding in _first_of_each(self.missed)]
+        lines += [f"    WRONG   {finding}" for finding in _first_of_each(self.false_accepts)]
+        return "\n".join(lines)
+
+
+def plain_signatures(report: OracleReport) -> list[str]:
+    """The accepted signatures without those of factored dimensions, where there are any without."""
+    plain = [text for text in report.accepted if " x " not in text and "|" not in text]
+    return plain or list(report.accepted)
+
+
+def _first_of_each(findings: Iterable[Finding]) -> list[Finding]:
+    found: dict[str, Finding] = {}
+    for finding in findings:
+        found.setdefault(finding.signature, finding)
+    return list(found.values())
+
+
+def make_call(trial: Trial) -> Call:
+    """The call of a sample as the rules see it."""
+    graph = fx.Graph()
+
+    def kind(t: torch.Tensor) -> TensorType:
+        return TensorType(t.dtype, tuple(t.shape))
+
+    nodes = [set_note(graph.placeholder(f"x{i}"), Note(kind(t))) for i, t in enumerate(trial.operands)]
+    args, kwargs = with_tensors((trial.sample.args, dict(trial.sample.kwargs)), nodes)
+    node = graph.call_function(trial.target, args, kwargs)
+    kinds = tuple(kind(t) for t in trial.outputs)
+    is_single = len(trial.target._schema.returns) == 1 and str(trial.target._schema.returns[0].type) == "Tensor"
+    return call_of(set_note(node, Note(kinds[0] if is_single else kinds)), trial.n)
+
+
+def shards(size: int, dim: int, n: int, outers: Iterable[int], segments: Iterable[Sequence[int]]) -> list[Placement]:
+    """Shards of a dimension: the plain one even where n does not divide it, and the factored ones that fit."""
+    found = {shard(dim, size): None} if size > 1 else {}
+    for outer in outers:
+        if size % outer == 0 and size // outer % n == 0:
+            found[Placement("S", dim, (Piece(outer, size // outer),))] = None
+    for lengths in segments:
+        if sum(lengths) != size:
+            continue
+        for cut in itertools.product((True, False), repeat=len(lengths)):
+            pieces = pieces_of([Piece(1, length, c) for length, c in zip(lengths, cut, strict=True)])
+            if any(cut) and all(not p.sharded or int(p.size) % n == 0 for p in pieces):
+                found[Placement("S", dim, pieces)] = None
+    return list(found)
+
+
+def candidates(
+    t: torch.Tensor, n: int, outers: Sequence[int], segments: Sequence[Sequence[int]], halves: bool = False
+) -> list[Placement]:
+    """Placements to try for a tensor; `halves` adds a shard of the first half of each dimension."""
+    found = [R] if t.dtype == torch.bool else [R, P]
+    for dim, size in enumerate(t.shape):
+        more = [*segments, (size // 2, size - size // 2)] if halves and size % (2 * n) == 0 else segments
+        found += shards(size, dim, n, outers, more)
+    return found
+
+
+def _tried(trial: Trial) -> Iterator[tuple[tuple[Placement, ...], bool]]:
+    """Placements of all operands, and whether refusing them can be a miss. Only few operands get many shards."""
+    outers = {1: tuple(range(2, 13)), 2: (2, 3)}.get(len(trial.operands), (2,))
+    cuts, halves = trial.sample.segments, len(trial.operands) <= 2
+    counted = [set(candidates(t, trial.n, outers, cuts)) for t in trial.operands]
+    for placements in itertools.product(*(candidates(t, trial.n, outers, cuts, halves) for t in trial.operands)):
+        yield placements, all(p in known for p, known in zip(placements, counted, strict=True))
+
+
+def _mixtures(placements: tuple[Placement, ...], carries: Sequence[bool]) -> Iterator[tuple[Placement, ...]]:
+    """The same with one or all replicated operands invariant: no operation takes both kinds."""
+    places = [i for i, p in enumerate(placements) if p == R and carries[i]]
+    for chosen in [*([i] for i in places), places] if len(places) > 1 else [places] * bool(places):
+        yield tuple(I if i in chosen else p for i, p in enumerate(placements))
+
+
+def _text(call: Call, ins: Sequence[Placement], outs: Sequence[Placement]) -> str:
+    left = ", ".join(f"{name} {p}" for name, p in zip(call.names, ins, strict=True))
+    return f"{left} → {', '.join(dict.fromkeys(map(str, outs)))}" if outs else left
+
+
+class _Judge:
+    """Compares one rule with the ranks of one trial and writes into a report."""
+
+    def __init__(self, rule: Rule | None, trial: Trial, other: Trial, report: OracleReport) -> None:
+        self.rule, self.trial, self.other, self.report, self.call = rule, trial, other, report, make_call(trial)
+        few = len(trial.operands) <= 2
+        outers, cuts = tuple(range(2, 37)) if few else (2,), trial.sample.segments
+        self.outs = [candidates(o, trial.n, outers, cuts, few) for o in trial.outputs]
+
+    def finding(self, ins: Sequence[Placement], outs: Sequence[Placement], reason: str) -> Finding:
+        shapes = " ".join(str(list(t.shape)) for t in self.trial.operands)
+        return Finding(_text(self.call, ins, outs), self.trial.n, shapes, reason)
+
+    def wrong(self, ins: Sequence[Placement], outs: Sequence[Placement], fault: str) -> None:
+        """Notes a false accept once, whether it was proposed or inferred."""
+        found = self.finding(ins, outs, fault)
+        if found not in self.report.false_accepts:
+            self.report.false_accepts.append(found)
+
+    def seeds(self) -> None:
+        """Checks the signatures that the rule proposes: `infer` must accept them, and they must be right."""
+        if self.rule is None:
+            return
+        found = partial_signatures(self.rule, self.call)
+        for index, t in enumerate(self.trial.operands):
+            for placement in candidates(t, self.trial.n, (2, 3), self.trial.sample.segments, True):
+                if placement.is_shard:
+                    signature = seed_signature(self.rule, self.call, index, placement)
+                    found += [] if isinstance(signature, Refusal) else [signature]
+        for ins, outs in dict.fromkeys((s.operands, s.outputs) for s in found):
+            answer = infer(self.rule, self.call, ins, self.trial.carries)
+            if answer != outs:
+                self.wrong(ins, outs, f"proposed, but inferred is {answer}")
+            else:
+                self.accept(ins, outs, count=False)
+
+    def judge(self, ins: tuple[Placement, ...], counted: bool) -> None:
+        """Checks the rule's answer for operands so placed, and every mixture of them with invariant ones."""
+        carries = self.trial.carries
+        for mixed in _mixtures(ins, carries):
+            answer = infer(self.rule, self.call, mixed, carries)
+            if not isinstance(answer, Refusal):
+                self.accept(mixed, answer, count=False)
+        answer = infer(self.rule, self.call, ins, carries)
+        if not isinstance(answer, Refusal):
+            self.accept(ins, answer, count=any(p != R for p in ins))
+        elif counted and self.is_legal(ins):
+            self.report.missed.append(self.finding(ins, (), answer.reason))
+        else:
+            self.report.refused += 1
+
+    def accept(self, ins: Sequence[Placement], outs: tuple[Placement, ...], count: bool = True) -> None:
+        """An answer must divide, run, and be right in values and gradients."""
+        fault = ""
+        if len(outs) != len(self.trial.outputs):
+            fault = f"{len(outs)} placements for {len(self.trial.outputs)} outputs"
+        for p, t in zip(ins, self.trial.operands, strict=True):
+            if not divides(p, t.shape, self.trial.n):
+                fault = f"{p} does not divide {list(t.shape)}"
+        for index, out in enumerate(outs):
+            fault = fault or self.trial.fault(ins, index, out)
+        if fault:
+            self.wrong(ins, outs, fault)
+        elif count:
+            text = _text(self.call, ins, outs)
+            self.report.accepted[text] = self.report.accepted.get(text, 0) + 1
+
+    def is_legal(self, ins: Sequence[Placement]) -> bool:
+        """Whether every output has a placement that is right."""
+        if not all(divides(p, t.shape, self.trial.n) for p, t in zip(ins, self.trial.operands, strict=True)):
+            return False
+        return all(
+            any(not self.trial.fault(ins, index, out) and not self.other.fault(ins, index, out) for out in outs)
+            for index, outs in enumerate(self.outs)
+        )
+
+
+def check_operation(
+    target: torch._ops.OpOverload,
+    samples: Sequence[Sample],
+    shards: Sequence[int] = (2, 3),
+    *,
+    rule: Rule | None = None,
+    seed: int = 0,
+) -> OracleReport:
+    """Checks the rule of an operator by brute force.
+
+    Args:
+        target: the overload.
+        samples: calls with concrete arguments; float64 operands of a few elements.
+        shards: numbers of ranks.
+        rule: the rule to check instead of the registered one.
+        seed: of the summands and gradients.
+
+    Raises:
+        InputError: a sample has no tensor operand, or its result is not a number.
+    """
+    checked = rule if rule is not None else rule_of(target)
+    report = OracleReport(key_of(target))
+    for call in samples:
+        for n in shards:
+            generator = torch.Generator().manual_seed(seed)
+            trial = Trial(target, call, n, generator)
+            if not trial.operands or any(bool(o.isnan().any()) for o in tensors_of(trial.outputs)):
+                raise InputError("a sample needs a tensor operand and a result without NaN", where=report.operation)
+            judge = _Judge(checked, trial, Trial(target, shuffled(call, generator), n, generator), report)
+            judge.seeds()
+            for placements, counted in _tried(trial):
+                judge.judge(placements, counted)
+    return report
+
+
+def report_table(reports: Sequence[OracleReport], notes: Mapping[str, str] = MappingProxyType({})) -> str:
+    """The list of all operators: their legal, missed and wrong signatures, `notes` by name, and the totals."""
+    rows: list[tuple[Any, ...]] = [("operation", "legal", "missed", "wrong", "signatures")]
+    for report in reports:
+        shown = plain_signatures(report)
+        text = "; ".join(shown[:4]) + (f"; … {len(report.accepted) - 4} more" if len(report.accepted) > 4 else "")
+        rows.append((report.operation, report.legal, len(report.missed), len(report.false_accepts), text))
+    lines = [f"{a!s:50} {b!s:>6} {c!s:>6} {d!s:>6}  {e}".rstrip() for a, b, c, d, e in rows]
+    for report in reports:
+        lines += [f"missed  {report.operation}: {f}" for f in _first_of_each(report.missed)]
+        lines += [f"WRONG   {report.operation}: {f}" for f in _first_of_each(report.false_accepts)]
+    lines += [f"{name}: {reason}" for name, reason in notes.items()]
+    legal, missed = sum(r.legal for r in reports), sum(len(r.missed) for r in reports)
+    wrong = sum(len(r.false_accepts) for r in reports)
+    lines.append(f"{len(reports)} operations, {legal} legal signatures, {missed} missed, {wrong} wrong")
+    return "\n".join(lines)

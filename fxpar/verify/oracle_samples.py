@@ -1,0 +1,284 @@
+"""Sample calls of the operations that compute: element-wise ones, products, attention, reductions, losses.
+
+Enters: a `Draw` of random sizes and values. Leaves: samples by overload name (`add.Tensor`; `relu` is `relu.default`).
+
+Tensors are as small as the cuts allow. Values keep away from the edges of an operation's domain, because a NaN or an
+infinity on both sides would look like agreement.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+
+import torch
+
+from fxpar.verify.oracle_ranks import Sample, sample
+
+Samples = list[Sample]
+
+
+class Draw:
+    """Random sizes and tensors.
+
+    Args:
+        seed: of all that is drawn.
+        even: sizes are multiples of 6, so that 2 and 3 divide them; else any from 2 to 10, pairwise distinct.
+    """
+
+    def __init__(self, seed: int, even: bool) -> None:
+        self.even = even
+        self._random = random.Random(seed)
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def sizes(self, count: int) -> list[int]:
+        """Sizes of `count` dimensions: distinct where there are enough."""
+        if not self.even:
+            return self._random.sample(range(2, 11), count)
+        return self._random.sample((6, 6, 6, 12, 12) if count > 2 else (6, 12, 18), count)
+
+    def x(self, *shape: int) -> torch.Tensor:
+        """Values between 0.2 and 0.8."""
+        return 0.2 + 0.6 * torch.rand(shape, generator=self._generator, dtype=torch.float64)
+
+    def normal(self, *shape: int) -> torch.Tensor:
+        """Values of both signs."""
+        return torch.randn(shape, generator=self._generator, dtype=torch.float64)
+
+    def i(self, high: int, *shape: int) -> torch.Tensor:
+        """Integers below `high`."""
+        return torch.randint(0, high, shape, generator=self._generator)
+
+    def mask(self, *shape: int) -> torch.Tensor:
+        """Booleans, of both kinds where there are several."""
+        found = torch.rand(shape, generator=self._generator) < 0.5
+        found.view(-1)[-1] = False
+        found.view(-1)[0] = True
+        return found
+
+
+Build = Callable[[Draw], Mapping[str, Samples]]
+
+
+def words(text: str) -> tuple[str, ...]:
+    """The words of a text."""
+    return tuple(text.split())
+
+
+_UNARY = words("""
+abs acos asin asinh atan atanh ceil celu cos cosh elu erf erfc erfinv exp exp2 expm1 floor frac gelu hardshrink
+hardsigmoid hardswish hardtanh isfinite isinf isnan leaky_relu log log10 log1p log2 log_sigmoid logit mish neg
+reciprocal relu relu6 round rsqrt selu sgn sigmoid sign silu sin sinh softplus softshrink sqrt square tan tanh
+trunc clone detach alias contiguous lift_fresh_copy real zeros_like ones_like
+""")
+_COMPARE = words("eq ne le lt ge gt")
+
+
+def unary(d: Draw) -> dict[str, Samples]:
+    """Operations on one tensor, element by element."""
+    a, b, c = d.sizes(3)
+    x = d.x(a, b, c)
+    found = {name: [sample(x)] for name in _UNARY}
+    found |= {f"{name}.Scalar": [sample(d.i(3, a, b), 1)] for name in _COMPARE}
+    return found | {
+        "acosh": [sample(1.2 + x)],
+        "gelu": [sample(d.normal(a, b)), sample(d.normal(a, b), approximate="tanh")],
+        "logical_not": [sample(d.mask(a, b))],
+        "bitwise_not": [sample(d.mask(a, b)), sample(d.i(9, a, b))],
+        "threshold": [sample(x, 0.5, 0.1)],
+        "full_like": [sample(x, 3.0)],
+        "pow.Tensor_Scalar": [sample(x, 2), sample(x, 0.5)],
+        "pow.Scalar": [sample(2.0, x)],
+        "mul.Scalar": [sample(x, 2.5)],
+        "div.Scalar": [sample(x, 2.5)],
+        "add.Scalar": [sample(x, 2.5)],
+        "sub.Scalar": [sample(x, 2.5)],
+        "rsub.Scalar": [sample(x, 2.5)],
+        "remainder.Scalar": [sample(d.normal(a, b), 0.3)],
+        "fmod.Scalar": [sample(d.normal(a, b), 0.3)],
+        "floor_divide.Scalar": [sample(d.i(50, a, b), 7)],
+        "div.Scalar_mode": [sample(d.normal(a, b), 0.3, rounding_mode="floor")],
+        "bitwise_and.Scalar": [sample(d.i(9, a, b), 3)],
+        "bitwise_or.Scalar": [sample(d.i(9, a, b), 3)],
+        "__and__.Scalar": [sample(d.i(9, a, b), 3)],
+        "__or__.Scalar": [sample(d.i(9, a, b), 3)],
+        "clamp": [sample(d.normal(a, b), -0.5, 0.5)],
+        "clamp_max": [sample(d.normal(a, b), 0.5)],
+        "clamp_min": [sample(d.normal(a, b), -0.5)],
+        "nan_to_num": [sample(x)],
+        "native_dropout": [sample(x, 0.5, False)],
+        "dropout": [sample(x, 0.5, False)],
+        "where.Scalar": [sample(d.mask(a, b), 1.0, 2.0)],
+        "_to_copy": [
+            sample(x, dtype=torch.float32),
+            sample(d.i(9, a), dtype=torch.float64),
+            sample(9 * x, dtype=torch.int64),
+        ],
+        "to.dtype": [sample(x, torch.float32)],
+    }
+
+
+def binary(d: Draw) -> dict[str, Samples]:
+    """Operations on several tensors, element by element, with broadcasting."""
+    a, b, c = d.sizes(3)
+    x, y = d.x(a, b, c), d.x(a, b, c)
+    pairs = [sample(x, y), sample(d.x(a, b), d.x(b)), sample(d.x(a, 1), d.x(1, b)), sample(d.x(b), d.x(a, 1))]
+    row, column = d.i(50, 1, b), d.i(50, a, 1)
+    bits = [sample(d.mask(a, b), d.mask(b))]
+    found = {f"{name}.Tensor": [*pairs, sample(x, 2.0)] for name in ("add", "sub", "mul", "div")}
+    found |= {f"{name}.Tensor": [sample(column, row), sample(d.i(50, a, b), row)] for name in _COMPARE[2:]}
+    found |= {
+        f"{name}.Tensor": [sample(d.i(3, a, 1), d.i(3, 1, b)), sample(d.i(3, a, b), d.i(3, b))] for name in _COMPARE[:2]
+    }
+    found |= dict.fromkeys(("logical_and", "logical_or", "logical_xor"), bits)
+    found |= {
+        f"{name}.Tensor": bits for name in ("__and__", "__or__", "__xor__", "bitwise_and", "bitwise_or", "bitwise_xor")
+    }
+    found |= dict.fromkeys(("maximum", "minimum", "atan2", "pow.Tensor_Tensor", "xlogy.Tensor"), pairs[1:])
+    found |= {f"{name}.Tensor": pairs[1:2] for name in ("fmod", "remainder", "rsub")}
+    return found | {
+        "add.Tensor": [*pairs, sample(x, 2.0), sample(x, y, alpha=2), sample(d.i(9, a), d.x(a))],
+        "mul.Tensor": [*pairs, sample(x, 2.0), sample(d.x(a, b), d.mask(b)), sample(d.i(9, a), d.x(a))],
+        "floor_divide": [sample(d.i(50, a, b), 1 + d.i(7, b))],
+        "div.Tensor_mode": [sample(x, y, rounding_mode="trunc")],
+        "clamp.Tensor": [sample(d.normal(a, b), d.x(b) - 1, d.x(b))],
+        "prelu": [sample(d.normal(a, b, c), d.x(b)), sample(d.normal(a, b), d.x(1))],
+        "lerp.Scalar": [sample(d.x(a, b), d.x(b), 0.3)],
+        "lerp.Tensor": [sample(d.x(a, b), d.x(b), d.x(a, b))],
+        "addcmul": [sample(d.x(a, b), d.x(b), d.x(a, b))],
+        "addcdiv": [sample(d.x(a, b), d.x(b), d.x(a, b))],
+        "where.self": [sample(d.mask(a, b), d.x(a, b), d.x(b)), sample(d.mask(b), d.x(a, b), d.x(a, 1))],
+        "where.ScalarOther": [sample(d.mask(a, b), d.x(a, b), other) for other in (1.5, 0.0)],
+        "where.ScalarSelf": [sample(d.mask(a, b), value, d.x(a, b)) for value in (1.5, 0.0)],
+        "masked_fill.Scalar": [sample(d.x(a, b), d.mask(b), value) for value in (-3.0, 0.0)],
+        "masked_fill.Tensor": [sample(d.x(a, b), d.mask(b), torch.tensor(-3.0, dtype=torch.float64))],
+    }
+
+
+def products(d: Draw) -> dict[str, Samples]:
+    """Matrix products and convolutions."""
+    b, m, k, n = (6, 6, 12, 6) if d.even else d.sizes(4)
+    image, kernel = d.x(b, m, 5, 4), d.x(n, m, 3, 2)
+    return {
+        "linear": [
+            sample(d.x(b, m, k), d.x(n, k)),
+            sample(d.x(m, k), d.x(n, k), d.x(n)),
+            sample(d.x(b, m, k), d.x(n, k), d.x(n)),
+        ],
+        "addmm": [sample(d.x(n), d.x(m, k), d.x(k, n)), sample(d.x(m, n), d.x(m, k), d.x(k, n))],
+        "mm": [sample(d.x(m, k), d.x(k, n))],
+        "bmm": [sample(d.x(b, m, k), d.x(b, k, n))],
+        "baddbmm": [
+            sample(d.x(b, m, n), d.x(b, m, k), d.x(b, k, n)),
+            sample(d.x(b, 1, n), d.x(b, m, k), d.x(b, k, n), beta=0.5, alpha=2.0),
+        ],
+        "mv": [sample(d.x(m, k), d.x(k))],
+        "dot": [sample(d.x(k), d.x(k))],
+        "matmul": [
+            sample(d.x(b, m, k), d.x(b, k, n)),
+            sample(d.x(b, m, k), d.x(k, n)),
+            sample(d.x(m, k), d.x(b, k, n)),
+            sample(d.x(m, k), d.x(k)),
+            sample(d.x(k), d.x(b, k, n)),
+            sample(d.x(2, 1, m, k), d.x(n, k, 2)),
+        ],
+        "conv1d": [
+            sample(d.x(b, m, 5), d.x(n, m, 3), d.x(n), [1], [1]),
+            sample(d.x(b, m, 5), d.x(m, 1, 3), None, [1], [2], [1], m),
+        ],
+        "conv2d": [sample(image, kernel), sample(image, kernel, d.x(n), [2, 2], [1, 1])],
+        "conv3d": [sample(d.x(b, m, 3, 3, 4), d.x(n, m, 2, 2, 2))],
+    }
+
+
+def attention(d: Draw) -> dict[str, Samples]:
+    """Scaled dot-product attention: plain, causal, grouped, multi-query, with masks; queries unlike keys in number."""
+    b, h, s, t = (6, 12, 6, 6) if d.even else d.sizes(4)
+    e, v = 2, 6 if d.even else d.sizes(1)[0]
+    q, k, value = d.normal(b, h, s, e), d.normal(b, h, t, e), d.normal(b, h, t, v)
+    kv = h // 2 if h % 2 == 0 else h
+    mask = torch.arange(s * t).view(s, t) != 1  # one false: no order of its elements masks a whole row
+    few, many = (d.normal(b, kv, t, e), d.normal(b, kv, t, v)), (d.normal(b, 1, t, e), d.normal(b, 1, t, v))
+    return {
+        "scaled_dot_product_attention": [
+            sample(q, k, value),
+            sample(q, d.normal(b, h, s, e), d.normal(b, h, s, v), is_causal=True),
+            sample(q, *few, enable_gqa=True),
+            sample(q, *many, enable_gqa=True),
+            sample(q[0], k[0], value[0], mask, scale=0.3),
+            sample(q[0], k[0], value[0], d.normal(1, 1, t)),
+        ]
+    }
+
+
+def masked_attention(d: Draw) -> dict[str, Samples]:
+    """Attention on four dimensions with a mask that is broadcast over the heads."""
+    b, h, s = (6, 6, 6) if d.even else d.sizes(3)
+    q, k, v = (d.normal(b, h, s, 2) for _ in range(3))
+    return {
+        "scaled_dot_product_attention": [sample(q, k, v, d.normal(b, 1, s, s)), sample(q, k, v, d.normal(1, h, 1, s))]
+    }
+
+
+def reductions(d: Draw) -> dict[str, Samples]:
+    """Reductions, softmax and norms."""
+    a, b, c = d.sizes(3)
+    x, y, weight = d.normal(a, b, c), d.normal(a, b), (d.x(c), d.x(c))
+    found = {
+        f"{name}.{overload}": [sample(x, [-1], True), sample(x, [0, 1]), sample(y, [0])]
+        for name, overload in (("mean", "dim"), ("sum", "dim_IntList"))
+    }
+    found |= {name: [sample(x, -1), sample(y, 0)] for name in ("softmax.int", "log_softmax.int", "cumsum")}
+    found |= {name: [sample(x, -1, False)] for name in ("_softmax", "_log_softmax")}
+    found |= {name: [sample(x, [-1], True), sample(y, [0])] for name in ("amax", "amin", "logsumexp")}
+    found |= {
+        f"{name}.correction": [sample(x, [-1], keepdim=True), sample(y, [0])] for name in ("var", "std", "var_mean")
+    }
+    found |= {
+        name: [sample(x, -1, True), sample(y, 0)] for name in ("argmax", "argmin", "max.dim", "min.dim", "prod.dim_int")
+    }
+    first = torch.zeros(a, b, dtype=torch.bool)
+    first[0, 0] = True
+    found |= {
+        f"{name}.{over}": [sample(m, *dim)]
+        for name, m in (("any", first), ("all", ~first))
+        for over, dim in (("dim", (1, True)), ("default", ()))
+    }
+    found |= {f"{name}.default": [sample(y)] for name in ("mean", "max", "min", "prod")}
+    return found | {
+        "any.dims": [sample(first, [0, 1])],
+        "sum.default": [sample(y), sample(d.mask(a, b))],
+        "sum.dim_IntList": [*found["sum.dim_IntList"], sample(d.mask(a, b), [1])],
+        "sort": [sample(x), sample(y, 0, True)],
+        "topk": [sample(x, 2), sample(y, 2, 0)],
+        "layer_norm": [sample(x, [c], *weight), sample(x, [c]), sample(x, [c], weight[0]), sample(y, [a, b])],
+        "native_layer_norm": [sample(x, [c], *weight, 1e-5)],
+        "rms_norm": [sample(x, [c], weight[0]), sample(x, [c])],
+        "group_norm": [sample(d.normal(a, 6, c), 3, d.x(6), d.x(6))],
+    }
+
+
+def losses(d: Draw) -> dict[str, Samples]:
+    """Losses: all reductions, ignored targets, smoothing, class weights, further dimensions."""
+    n, c, s = d.sizes(3)
+    logits, target = d.normal(n, c), d.i(c, n)
+    ignored = torch.where(d.mask(n), target, -100)
+    ignored[0] = 0
+    two = (d.normal(n, s), d.x(n, s))
+    found = {
+        f"{name}": [sample(*two, how) for how in (0, 1, 2)]
+        for name in ("mse_loss", "l1_loss", "binary_cross_entropy_with_logits")
+    }
+    found["binary_cross_entropy_with_logits"] = [sample(*two, None, None, how) for how in (0, 1, 2)]
+    return found | {
+        "cross_entropy_loss": [
+            *(sample(logits, ignored, None, how) for how in (0, 1, 2)),
+            sample(logits, target),
+            sample(logits, target, d.x(c), 2, 1, 0.1, fixed=(2,)),
+            sample(d.normal(n, c, s), d.i(c, n, s), None, 2),
+            sample(logits, torch.softmax(d.normal(n, c), -1)),
+            sample(d.normal(c), d.i(c)),
+        ],
+        "nll_loss": [sample(logits, ignored, None, how) for how in (0, 1, 2)],
+        "nll_loss_nd": [sample(logits, ignored, None, how) for how in (0, 2)],
+    }
