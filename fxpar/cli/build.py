@@ -1,0 +1,210 @@
+"""Commands that make programs: trace, passes, run.
+
+Enters: a model or a program's text. Leaves: texts, and what the passes did.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from fxpar.cli.options import Passes, Request, command
+from fxpar.cli.output import Report, Ui, print_table, print_text, table
+
+if TYPE_CHECKING:
+    from fxpar.manager import Pass
+    from fxpar.program import Program
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the commands of this file."""
+    command(app, "trace")(trace)
+    command(app, "passes")(passes)
+    command(app, "run")(run)
+
+
+def trace(
+    ui: Ui,
+    request: Request,
+    out: Annotated[str | None, typer.Option(metavar="FILE", help="write the text here and print a summary")] = None,
+) -> Report:
+    """Captures a model and prints the program's text, one line a node."""
+    from fxpar.cli.files import open_start, write_text
+    from fxpar.text import print_program
+
+    start = open_start(ui, request)
+    text = print_program(start.program)
+    if out is not None:
+        write_text(Path(out), text)
+    document = _summary(start.program, start.captured.how if start.captured else "text")
+
+    def show(stdout: Console) -> None:
+        if out is None:
+            print_text(stdout, text)
+        else:
+            _show_summary(stdout, start.name, document)
+
+    return Report(document, show)
+
+
+def _summary(program: Program, how: str) -> dict[str, Any]:
+    """What was captured: counts, names, and operators that no rule can split."""
+    from collections import Counter
+
+    from fxpar.program import note
+    from fxpar.text import target_name
+
+    calls = [node for node in program.graph.nodes if node.op == "call_function"]
+    return {
+        "how": how,
+        "nodes": len(program.graph.nodes),
+        "parameters": sum(p.kind == "parameter" for p in program.parameters),
+        "inputs": [i.path for i in program.inputs],
+        "outputs": list(program.outputs),
+        "symbols": {s.name: {"input": s.path, "dim": s.dim, "example": s.example} for s in program.symbols},
+        "loss": program.loss,
+        "operators": dict(sorted(Counter(target_name(node).partition("[")[0] for node in calls).items())),
+        "without_rule": _without_rule(program),
+        "recompute_regions": len({note(node).recompute for node in calls} - {0}),
+    }
+
+
+def _without_rule(program: Program) -> list[str]:
+    """Operators on tensors, once spelled canonically, that have no rule: they stay whole on every rank."""
+    import operator
+
+    from fxpar.operators import OPERATORS
+    from fxpar.passes.canonicalize import canonicalize
+    from fxpar.program import operands, output_types
+    from fxpar.rules import key_of, rule_of
+
+    canonical = program if "canonical" in program.properties else canonicalize(program.copy())
+    found = set()
+    for node in canonical.graph.nodes:
+        known = node.target is operator.getitem or node.target in OPERATORS.values()
+        if node.op != "call_function" or known or rule_of(node.target) is not None:
+            continue
+        if operands(node) and output_types(node):
+            found.add(key_of(node.target))
+    return sorted(found)
+
+
+def _show_summary(stdout: Console, name: str, document: dict[str, Any]) -> None:
+    facts = table("fact", "value")
+    for key in ("how", "nodes", "parameters", "recompute_regions"):
+        facts.add_row(key.replace("_", " "), str(document[key]))
+    for key in ("inputs", "outputs", "without_rule"):
+        facts.add_row(key.replace("_", " "), ", ".join(document[key]) or "none")
+    sizes = [f"{s} = {v['input']}.{v['dim']} (here {v['example']})" for s, v in document["symbols"].items()]
+    facts.add_row("symbols", ", ".join(sizes) or "none")
+    facts.add_row("loss", document["loss"] or "none")
+    print_table(stdout, name, facts)
+    counts = table("operator", "count", right=("count",))
+    for operator, count in sorted(document["operators"].items(), key=lambda item: (-item[1], item[0])):
+        counts.add_row(operator, str(count))
+    print_table(stdout, "\noperators", counts)
+
+
+def passes(ui: Ui, passes: Passes = None) -> Report:
+    """Lists the passes in the order in which they run, with their contracts."""
+    from fxpar.cli.models import load_passes
+
+    document = [_contract(item) for item in load_passes(passes)]
+
+    def show(stdout: Console) -> None:
+        listing = table("name", "contract", "summary", whole=("name",))
+        for entry in document:
+            lines = [f"{key} {', '.join(entry[key])}" for key in ("requires", "provides", "invalidates") if entry[key]]
+            listing.add_row(entry["name"], "\n".join([*lines, f"preserves {entry['preserves']}"]), entry["summary"])
+            listing.add_section()
+        print_table(stdout, "passes", listing)
+
+    return Report(document, show)
+
+
+def _contract(item: Pass) -> dict[str, Any]:
+    return {
+        "name": item.name,
+        "requires": sorted(item.requires),
+        "provides": sorted(item.provides),
+        "invalidates": sorted(item.invalidates),
+        "preserves": item.preserves,
+        "summary": item.summary,
+    }
+
+
+def run(
+    ui: Ui,
+    request: Request,
+    until: Annotated[str | None, typer.Option(metavar="PASS", help="stop after this pass")] = None,
+    dump: Annotated[
+        str | None,
+        typer.Option(metavar="DIR", help="write NN-pass.txt after each pass, and what checks by value need"),
+    ] = None,
+    print_after: Annotated[
+        list[str] | None, typer.Option(metavar="PASS", help="print the text after this pass; repeatable")
+    ] = None,
+    print_final: Annotated[bool, typer.Option("--print", help="print the text after the last pass")] = False,
+    passes: Passes = None,
+) -> Report:
+    """Runs the passes on a model, or the ones that are left on a text, with a static check after each."""
+    from fxpar.cli.files import open_start, run_passes
+    from fxpar.cli.models import load_passes
+    from fxpar.text import print_program
+
+    chosen = load_passes(passes)
+    start = open_start(ui, request)
+    folder = Path(dump) if dump is not None else None
+    program, texts = run_passes(ui, start, chosen, until, folder, print_after or ())
+    share = warn_unsplit(ui, program)
+    document: dict[str, Any] = {
+        "passes": [vars(record) for record in program.history],
+        "nodes": len(program.graph.nodes),
+        "properties": sorted(program.properties),
+        "split_flops": share,
+        "dump": dump,
+        "texts": texts,
+    }
+    final = print_program(program) if print_final else ""
+    if print_final:
+        document["text"] = final
+
+    def show(stdout: Console) -> None:
+        for name, text in texts.items():
+            stdout.print(f"# after {name}")
+            print_text(stdout, text)
+        _show_passes(stdout, start.name, program, share, dump)
+        print_text(stdout, final)
+
+    return Report(document, show)
+
+
+def _show_passes(stdout: Console, name: str, program: Program, share: float | None, dump: str | None) -> None:
+    columns = ("time", "added", "erased", "changed")
+    listing = table("pass", *columns, right=columns)
+    for record in program.history:
+        counts = [str(len(names)) for names in (record.added, record.erased, record.changed)]
+        listing.add_row(record.name, f"{1000 * record.seconds:.0f} ms", *counts)
+    print_table(stdout, name, listing)
+    split = "" if share is None else f"; {share:.1%} of the matrix FLOPs are split over {program.plan.tp} ranks"
+    stdout.print(f"{len(program.graph.nodes)} nodes; {', '.join(sorted(program.properties)) or 'no properties'}{split}")
+    if dump is not None:
+        stdout.print(f"texts in {dump}")
+
+
+def warn_unsplit(ui: Ui, program: Program) -> float | None:
+    """Share of the matrix FLOPs that tp divides, None before there are layouts or axes; warns where it is zero."""
+    from fxpar.verify.analysis import split_flops
+
+    if "layouts" not in program.properties or "tp" not in program.axes:
+        return None
+    share = split_flops(program)
+    if share == 0:
+        ui.warn(
+            f"no line of split named anything, so each of the {program.plan.tp} ranks computes everything; "
+            "give --split 'GLOB=HOW' (layouts are not chosen automatically yet)"
+        )
+    return share

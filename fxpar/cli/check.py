@@ -1,0 +1,244 @@
+"""Commands that prove programs right: verify, bisect.
+
+Enters: a model, a program's text or a dump folder. Leaves: what holds, or the first fault and exit status 1.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from fxpar.cli.build import warn_unsplit
+from fxpar.cli.options import Passes, Request, command
+from fxpar.cli.output import FAILED, FINE, Report, Ui, error_document, error_text, print_table, table
+from fxpar.errors import CheckFailed, FxparError, InputError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from fxpar.manager import Pass
+    from fxpar.program import Program
+    from fxpar.verify.check import Verification
+    from fxpar.verify.values import ValueReport
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the commands of this file."""
+    command(app, "verify")(verify)
+    command(app, "bisect")(bisect)
+
+
+def verify(
+    ui: Ui,
+    request: Request,
+    level: Annotated[
+        str | None, typer.Option(metavar="LEVEL", help="static or values (default: values; static for a text)")
+    ] = None,
+    passes: Passes = None,
+) -> Report:
+    """Proves a program: layouts and shapes (static), or also that all ranks compute what one device does (values)."""
+    from fxpar.cli.files import is_text
+    from fxpar.cli.models import load_passes
+    from fxpar.verify.check import LEVELS, expect
+
+    if level is not None and level not in LEVELS:
+        raise InputError("is unknown", where=f"--level {level}", remedy=f"choose one of {', '.join(LEVELS)}")
+    chosen = load_passes(passes)
+    if is_text(request.model):
+        found = _verify_text(ui, request, level or "static", chosen)
+    else:
+        found = _verify_model(ui, request, level or "values", chosen)
+    warn_unsplit(ui, found.program)
+    document, error = found.to_json(), None
+    try:
+        expect(found)
+    except CheckFailed as failure:
+        error = failure
+        document["error"] = error_document(failure)
+    status = FINE if error is None else FAILED
+    return Report(document, lambda stdout: _show_verification(stdout, request.model, found), status, error)
+
+
+def _verify_model(ui: Ui, request: Request, level: str, passes: Sequence[Pass]) -> Verification:
+    from fxpar.cli.files import need_memory, open_model
+    from fxpar.verify.check import verify
+
+    loaded = open_model(ui, request)
+    if level == "values":
+        need_memory(loaded)
+        _need_local(passes)
+    with ui.working(f"verifying {loaded.name} ({level})"):
+        return verify(loaded.model, loaded.batch, request.plan, level=level, loss=loaded.loss, passes=passes)
+
+
+def _need_local(passes: Sequence[Pass]) -> None:
+    if not any("local" in item.provides for item in passes):
+        names = ", ".join(item.name for item in passes)
+        raise InputError(
+            "none of these passes makes the program local, so no rank can run it",
+            where=f"--passes: {names}",
+            remedy="end them with fxpar.passes.localize, or use --level static",
+        )
+
+
+def _verify_text(ui: Ui, request: Request, level: str, passes: Sequence[Pass]) -> Verification:
+    """Checks a text; by value after the passes that are left."""
+    from fxpar.cli.files import CAPTURE, VALUES, open_start, read_text, run_passes
+    from fxpar.verify.analysis import split_flops
+    from fxpar.verify.check import Verification
+    from fxpar.verify.static import verify_static
+    from fxpar.verify.values import verify_values
+
+    start = open_start(ui, request)
+    program = start.program
+    with ui.working(f"verifying {start.name} ({level})"):
+        verify_static(program)
+        if level == "static":
+            return Verification(True, level, program, split_flops(program), None)
+        values = start.values()
+    assert start.path is not None
+    folder = start.path.parent
+    captured = read_text(folder / CAPTURE)
+    if "local" not in program.properties:
+        _need_local(passes)
+        program, _ = run_passes(ui, start, passes)
+    for item, name in ((captured, folder / CAPTURE), (program, start.path)):
+        values.check(item, f"{name} and {folder / VALUES}")
+    with ui.working(f"verifying {start.name} ({level})"):
+        report = verify_values(captured, program, values.state, values.inputs)
+    return Verification(report.ok, level, program, split_flops(program), report)
+
+
+def _show_verification(stdout: Console, name: str, found: Verification) -> None:
+    from fxpar.verify.values import TOLERANCE
+
+    rows = table("check", "result")
+    rows.add_row("static", "structure, shapes and types hold")
+    if found.values is not None:
+        v = found.values
+        rows.add_row("loss", _error(v.loss_error))
+        rows.add_row("outputs", _error(v.output_error))
+        rows.add_row(f"{v.gradients} gradients", _error(v.max_grad_error))
+        rows.add_row("largest error", f"{v.worst} (tolerance {TOLERANCE:g} of the largest reference value)")
+    ranks = found.program.plan.tp
+    rows.add_row("matrix FLOPs split", f"{found.split_flops:.1%} over {ranks} ranks" if ranks > 1 else "one rank")
+    rows.add_row("verdict", f"{'ok' if found.ok else 'FAILED'} at level {found.level}")
+    print_table(stdout, name, rows)
+
+
+def _error(value: float) -> str:
+    return "exact" if value == 0 else f"off by {value:.2g}"
+
+
+def bisect(ui: Ui, request: Request, passes: Passes = None) -> Report:
+    """Finds the first pass after which a program is wrong: of a model, or among the texts of a dump folder."""
+    from fxpar.cli.models import load_passes
+
+    chosen = load_passes(passes)
+    folder = Path(request.model)
+    if folder.is_dir():
+        culprit, reason = _bisect_folder(ui, request, folder, chosen)
+    else:
+        culprit, reason = _bisect_model(ui, request, chosen)
+    document: dict[str, Any] = {"culprit": culprit, "reason": reason}
+
+    def show(stdout: Console) -> None:
+        stdout.print(f"{culprit}: {reason}" if culprit else f"no culprit: {reason}", soft_wrap=True)
+
+    return Report(document, show, FAILED if culprit else FINE)
+
+
+def _bisect_model(ui: Ui, request: Request, passes: Sequence[Pass]) -> tuple[str | None, str]:
+    from fxpar.cli.files import is_text, need_memory, open_model
+    from fxpar.verify.check import bisect_model
+
+    if is_text(request.model):
+        raise InputError(
+            "one text has no passes to choose from",
+            where=request.model,
+            remedy="name its folder, or use 'fxpar verify' on it",
+        )
+    loaded = open_model(ui, request)
+    need_memory(loaded)
+    _need_local(passes)
+    with ui.working(f"bisecting {loaded.name}"):
+        found = bisect_model(loaded.model, loaded.batch, request.plan, passes, loaded.loss)
+    if found is None:
+        return None, f"values are right after each of {len(passes)} passes"
+    if found.error is not None:
+        return found.name, error_text(found.error) + _untested(found.untested)
+    assert found.report is not None
+    return found.name, _deviation(found.report) + _untested(found.untested)
+
+
+def _deviation(report: ValueReport) -> str:
+    error = max(report.loss_error, report.output_error, report.max_grad_error)
+    return f"{report.worst} deviates by {error:.3g} of the largest reference value"
+
+
+def _untested(names: Sequence[str]) -> str:
+    return f" (what {', '.join(names)} gave could not be run, and may be at fault instead)" if names else ""
+
+
+def _bisect_folder(ui: Ui, request: Request, folder: Path, passes: Sequence[Pass]) -> tuple[str | None, str]:
+    """The first text that a static check rejects or that, once completed, computes something else."""
+    from fxpar.cli.files import VALUES, dumped, read_text, refuse_flags
+    from fxpar.verify.static import verify_static
+
+    refuse_flags(request)
+    texts = dumped(folder)
+    has_values = (folder / VALUES).is_file()
+    judge = _judge(folder, [p.name for p in passes if p.preserves == "nothing"]) if has_values else None
+    untested: tuple[str, ...] = ()
+    with ui.working(f"bisecting {folder}") as update:
+        for _, name, path in texts:
+            update(path.name)
+            program = read_text(path)
+            try:
+                verify_static(program)
+            except FxparError as error:
+                return name, f"{path.name}: {error_text(error)}{_untested(untested)}"
+            if judge is None:
+                continue
+            verdict = judge(name, path, program)
+            if verdict is None:
+                untested = (*untested, name)
+            elif verdict:
+                return name, f"{path.name}: {verdict}{_untested(untested)}"
+            else:
+                untested = ()
+    how = "static checks and values are right" if has_values else f"static checks hold (no {VALUES} there)"
+    return None, f"{how} for all {len(texts)} texts{_untested(untested)}"
+
+
+def _judge(folder: Path, free: Sequence[str]) -> Callable[[str, Path, Program], str | None]:
+    """A function that says how a text's values deviate: "" for not at all, None where it cannot be run.
+
+    Args:
+        free: passes that declare to preserve nothing; texts from them on are compared with nothing.
+    """
+    from fxpar.cli.files import CAPTURE, load_values, read_text
+    from fxpar.verify.bisect import complete
+    from fxpar.verify.values import reference_run, verify_values
+
+    values, captured = load_values(folder), read_text(folder / CAPTURE)
+    values.check(captured, str(folder))
+    reference = reference_run(captured, values.state, values.inputs)
+    past_free = False
+
+    def verdict(name: str, path: Path, program: Program) -> str | None:
+        nonlocal past_free
+        past_free = past_free or name in free
+        if past_free:
+            return ""
+        finished = complete(program)
+        if finished is None or "local" not in finished.properties:
+            return None
+        values.check(finished, str(path))
+        report = verify_values(captured, finished, values.state, values.inputs, reference=reference)
+        return "" if report.ok else _deviation(report)
+
+    return verdict

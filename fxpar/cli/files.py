@@ -1,0 +1,344 @@
+"""Programs as files: texts, dump folders and the values next to them.
+
+Enters: file names, models to capture. Leaves: programs to start from, and what is needed to check them by value.
+
+A dump folder holds `00-capture.txt`, one `NN-pass.txt` a pass and, where the model has memory, `values.safetensors`
+with its parameters, buffers and constants (`state/NAME`) and the example's tensors (`input/PATH`).
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from fxpar.capture import Captured, capture
+from fxpar.cli.models import LoadedModel, cast, load_model
+from fxpar.cli.options import EXAMPLE_FLAGS, MODE_FLAG, PLAN_FLAGS, Request
+from fxpar.cli.output import Ui
+from fxpar.errors import InputError
+from fxpar.manager import Pass, PassManager, Verifier
+from fxpar.parse import parse_program
+from fxpar.passes.assign_rng import RNG_PATH
+from fxpar.program import DTYPE_NAMES, PassRecord, Program
+from fxpar.symbols import evaluate
+from fxpar.text import print_program
+from fxpar.verify.static import STATIC
+from fxpar.verify.values import call_inputs, program_state
+
+CAPTURE, VALUES = "00-capture.txt", "values.safetensors"
+_FIRST_LINE = "fxpar 1"
+_DUMPED = re.compile(r"(\d\d)-(.+)\.txt")
+
+
+@dataclass(frozen=True)
+class Values:
+    """Tensors by name: what the program owns (`state`) and the example's (`inputs`, by path)."""
+
+    state: Mapping[str, Tensor]
+    inputs: Mapping[str, Tensor]
+
+    def check(self, program: Program, where: str) -> None:
+        """Refuses a program that owns or takes something else.
+
+        Raises:
+            InputError: a tensor is missing or has another type or shape.
+        """
+        sizes = {}
+        for s in program.symbols:
+            if s.path not in self.inputs or s.dim >= self.inputs[s.path].dim():
+                raise InputError(f"has no size '{s.path}.{s.dim}' for the symbol {s.name}", where=where)
+            sizes[s.name] = int(self.inputs[s.path].shape[s.dim])
+        wanted = [(f"state/{p.fqn}", self.state.get(p.fqn), p.type) for p in program.parameters]
+        wanted += [(f"input/{i.path}", self.inputs.get(i.path), i.type) for i in program.inputs if i.path != RNG_PATH]
+        for name, tensor, kind in wanted:
+            if tensor is None:
+                raise InputError(f"has no tensor '{name}'", where=where, remedy="dump the model again")
+            try:
+                shape = [evaluate(size, sizes) for size in kind.shape]
+            except ValueError as error:
+                raise InputError(f"'{name}' has no definite shape: {error}", where=where) from None
+            if list(tensor.shape) != shape or tensor.dtype != kind.dtype:
+                found = f"{DTYPE_NAMES.get(tensor.dtype, tensor.dtype)}{list(tensor.shape)}"
+                raise InputError(f"'{name}' is {found}, the program wants {kind}", where=where)
+
+
+@dataclass(frozen=True)
+class Start:
+    """A program to work on.
+
+    Attributes:
+        program: captured, or read from a text.
+        name: the words it was named by.
+        captured: how it was captured; None for a text.
+        loaded: the model; None for a text.
+        path: the text; None for a model.
+    """
+
+    program: Program
+    name: str
+    captured: Captured | None = None
+    loaded: LoadedModel | None = None
+    path: Path | None = None
+
+    def values(self) -> Values:
+        """What checks by value need.
+
+        Raises:
+            InputError: the model has no memory, or no values stand next to the text.
+        """
+        if self.path is not None:
+            return load_values(self.path.parent)
+        assert self.captured is not None
+        assert self.loaded is not None
+        need_memory(self.loaded)
+        model, batch = self.loaded.model, self.loaded.batch
+        return Values(program_state(self.program, model), call_inputs(self.captured, model, batch))
+
+
+def need_memory(loaded: LoadedModel) -> None:
+    """Refuses models without values.
+
+    Raises:
+        InputError: the model is on the meta device.
+    """
+    if not loaded.has_memory:
+        raise InputError(
+            "the model has no values: it was built without memory",
+            where=loaded.name,
+            remedy="use --level static, or a smaller model",
+        )
+
+
+def is_text(spec: str) -> bool:
+    """Whether the word names an existing file that starts as a program's text does."""
+    try:
+        with open(spec, encoding="utf-8") as stream:
+            return stream.readline().startswith(_FIRST_LINE)
+    except (OSError, UnicodeDecodeError, ValueError):
+        return False
+
+
+def open_start(ui: Ui, request: Request) -> Start:
+    """Reads the text or loads and captures the model that the request names.
+
+    Raises:
+        InputError: it cannot be loaded or captured, or options were given that say nothing of it.
+    """
+    if is_text(request.model):
+        refuse_flags(request)
+        path = Path(request.model)
+        return Start(read_text(path), request.model, path=path)
+    loaded = open_model(ui, request)
+    with ui.working(f"capturing {request.model}"):
+        captured = capture(loaded.model, loaded.batch, request.plan, loaded.loss)
+    return Start(captured.program, request.model, captured, loaded)
+
+
+def refuse_flags(request: Request) -> None:
+    """Refuses options that a text has settled already."""
+    request.refuse(PLAN_FLAGS, "the plan stands in the text", "edit its plan line, or dump the model again")
+    request.refuse((*EXAMPLE_FLAGS, MODE_FLAG), "the text is of a captured model", "dump the model again")
+
+
+def open_model(ui: Ui, request: Request) -> LoadedModel:
+    """Loads the model that the request names, in the plan's precision.
+
+    Raises:
+        InputError: it cannot be loaded.
+    """
+    if Path(request.model).is_file() and ":" not in request.model:
+        raise InputError(
+            f"is no program's text: it does not start with '{_FIRST_LINE}'",
+            where=request.model,
+            remedy="name a file that 'fxpar run --dump' or 'fxpar trace --out' wrote, or file.py:function",
+        )
+    with ui.working(f"loading {request.model}"):
+        loaded = load_model(request.model, request.batch, request.seq, request.plan.seed, request.train)
+        return cast(loaded, request.plan)
+
+
+def read_text(path: Path) -> Program:
+    """The program of a text file.
+
+    Raises:
+        InputError: the file cannot be read or is no program.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise InputError(str(error.strerror), where=str(path), remedy="name a program's text file") from None
+    except UnicodeDecodeError:
+        raise InputError("is no text in UTF-8", where=str(path), remedy="name a program's text file") from None
+    return parse_program(text, where=str(path))
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a file, with the folders above it.
+
+    Raises:
+        InputError: that is not possible.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InputError(str(error.strerror), where=str(path), remedy="name a place that can be written") from None
+
+
+def load_values(folder: Path) -> Values:
+    """The values of a dump folder.
+
+    Raises:
+        InputError: there are none, or the file is damaged.
+    """
+    for name in (CAPTURE, VALUES):
+        if not (folder / name).is_file():
+            raise InputError(
+                f"a check by value needs {CAPTURE} and {VALUES} in one folder with the text, and {name} is missing",
+                where=str(folder),
+                remedy="dump a model that has memory with 'fxpar run MODEL --dump DIR', or use --level static",
+            )
+    try:
+        tensors = load_file(folder / VALUES)
+    except (SafetensorError, OSError) as error:
+        raise InputError(f"cannot be read: {error}", where=str(folder / VALUES), remedy="dump it again") from None
+    groups: dict[str, dict[str, Tensor]] = {"state": {}, "input": {}}
+    for name, tensor in tensors.items():
+        group, _, rest = name.partition("/")
+        if group not in groups:
+            raise InputError(f"holds '{name}'", where=str(folder / VALUES), remedy="dump it again")
+        groups[group][rest] = tensor
+    return Values(groups["state"], groups["input"])
+
+
+def save_values(folder: Path, values: Values) -> None:
+    """Writes the values of a dump folder.
+
+    Raises:
+        InputError: that is not possible.
+    """
+    tensors = {f"state/{name}": t for name, t in values.state.items()}
+    tensors |= {f"input/{name}": t for name, t in values.inputs.items()}
+    own = {name: torch.empty_like(t, memory_format=torch.contiguous_format).copy_(t) for name, t in tensors.items()}
+    try:
+        save_file(own, folder / VALUES)
+    except (SafetensorError, OSError) as error:
+        raise InputError(f"cannot be written: {error}", where=str(folder / VALUES)) from None
+
+
+def dumped(folder: Path) -> list[tuple[int, str, Path]]:
+    """Number, pass and file of every text in a dump folder, in order.
+
+    Raises:
+        InputError: there is none.
+    """
+    found = []
+    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+        match = _DUMPED.fullmatch(path.name)
+        if match is not None:
+            found.append((int(match[1]), match[2], path))
+    if not found:
+        raise InputError("holds no NN-pass.txt", where=str(folder), remedy="name a folder of 'fxpar run --dump'")
+    return found
+
+
+def remaining(passes: Sequence[Pass], properties: frozenset[str]) -> int:
+    """How many of the passes a program with these properties has behind it."""
+    behind = [i for i, item in enumerate(passes, 1) if item.provides and item.provides <= properties]
+    return max(behind, default=0)
+
+
+@dataclass
+class Tape:
+    """Keeps the text after each pass, in memory and in a folder.
+
+    It runs as the first verifier, so that a program which the verifiers reject is kept too.
+
+    Attributes:
+        position: number of the pass that is noted next; 0 for the captured program.
+        folder: where to write all texts; None for nowhere.
+        wanted: passes whose texts are kept in memory.
+        texts: by pass.
+    """
+
+    position: int
+    folder: Path | None = None
+    wanted: Sequence[str] = ()
+    texts: dict[str, str] = field(default_factory=dict)
+
+    def note(self, program: Program) -> None:
+        """Keeps the program's text under the name of its last pass."""
+        name = program.history[-1].name if program.history else "capture"
+        if name in self.wanted:
+            self.texts[name] = print_program(program)
+        if self.folder is not None and (self.position == 0 or program.history):
+            write_text(self.folder / f"{self.position:02d}-{name}.txt", print_program(program))
+        self.position += 1
+
+
+def run_passes(
+    ui: Ui,
+    start: Start,
+    passes: Sequence[Pass],
+    until: str | None = None,
+    folder: Path | None = None,
+    wanted: Sequence[str] = (),
+) -> tuple[Program, dict[str, str]]:
+    """The program after the passes it has not behind it yet, and the texts after the passes named in `wanted`.
+
+    Raises:
+        InputError: there is no pass `until`, or it ran before.
+        FxparError: a pass or a static check refused the program.
+    """
+    position = remaining(passes, start.program.properties)
+    todo = list(passes[position:])
+    for option, names in (("--until", [until] if until else []), ("--print-after", wanted)):
+        _check_names(passes, todo, option, names)
+    tape = Tape(position, folder, wanted)
+    if folder is not None:
+        _prepare(folder, start)
+    program = start.program
+    names = [item.name for item in todo]
+    with ui.working(start.name) as update:
+
+        def progress(record: PassRecord) -> None:
+            done = names.index(record.name) + 1
+            update(f"{record.name} done in {record.seconds:.2f} s ({done} of {len(names)} passes)")
+
+        verifiers = (Verifier("text", frozenset(), tape.note), *STATIC)
+        program = PassManager(todo, verifiers, on_pass=progress).run(program, until=until)
+    return program, tape.texts
+
+
+def _check_names(passes: Sequence[Pass], todo: Sequence[Pass], option: str, names: Sequence[str]) -> None:
+    ahead = [item.name for item in todo]
+    for name in names:
+        if name not in ahead:
+            behind = name in [item.name for item in passes]
+            reason = "the program has this pass behind it" if behind else "there is no such pass"
+            remedy = f"choose from {', '.join(ahead)}" if ahead else "all passes have run on this program"
+            raise InputError(reason, where=f"{option} {name}", remedy=remedy)
+
+
+def _prepare(folder: Path, start: Start) -> None:
+    """Puts next to the texts what makes them checkable by value."""
+    if start.loaded is not None:
+        write_text(folder / CAPTURE, print_program(start.program))
+        for _, _, path in dumped(folder)[1:]:
+            path.unlink()  # of an earlier dump
+        (folder / VALUES).unlink(missing_ok=True)
+        if start.loaded.has_memory:
+            save_values(folder, start.values())
+    elif start.path is not None and start.path.parent.resolve() != folder.resolve():
+        write_text(folder / start.path.name, print_program(start.program))
+        for name in (CAPTURE, VALUES):
+            if (start.path.parent / name).is_file():
+                shutil.copyfile(start.path.parent / name, folder / name)

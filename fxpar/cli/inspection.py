@@ -1,0 +1,208 @@
+"""Commands that look into programs: diff, comm.
+
+Enters: texts or a model. Leaves: what differs node by node, or every collective with its bytes.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from fxpar.cli.build import warn_unsplit
+from fxpar.cli.options import Request, command
+from fxpar.cli.output import FAILED, FINE, Report, Ui, amount, print_table, table
+from fxpar.errors import InputError
+
+if TYPE_CHECKING:
+    from fxpar.program import Program
+    from fxpar.verify.analysis import Collective
+
+_LAYER = re.compile(r"(?:.*?\.)?\d+(?=\.|$)")
+_ELSEWHERE = "elsewhere"
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the commands of this file."""
+    command(app, "diff")(diff)
+    command(app, "comm")(comm)
+
+
+def diff(
+    ui: Ui,
+    sides: Annotated[
+        list[str], typer.Argument(metavar="A B", help="two texts, or a dump folder and two of its passes")
+    ],
+) -> Report:
+    """Compares two programs node by node; exit status 1 where they differ."""
+    from fxpar.cli.files import read_text
+
+    paths = _sides(sides)
+    before, after = (read_text(path) for path in paths)
+    document = _difference(before, after)
+
+    def show(stdout: Console) -> None:
+        _show_difference(stdout, document)
+
+    return Report(document, show, FINE if document["same"] else FAILED)
+
+
+def _sides(sides: Sequence[str]) -> tuple[Path, Path]:
+    from fxpar.cli.files import dumped
+
+    if len(sides) == 2:
+        return Path(sides[0]), Path(sides[1])
+    if len(sides) != 3:
+        raise InputError(f"takes two texts and finds {len(sides)}", where="diff", remedy="see 'fxpar diff --help'")
+    texts = {name: path for _, name, path in dumped(Path(sides[0]))}
+    for name in sides[1:]:
+        if name not in texts:
+            raise InputError(
+                f"holds no text after pass '{name}'", where=sides[0], remedy=f"choose from {', '.join(texts)}"
+            )
+    return texts[sides[1]], texts[sides[2]]
+
+
+def _difference(before: Program, after: Program) -> dict[str, Any]:
+    """Nodes of one program only, those whose lines differ, those that stand elsewhere, and other lines."""
+    from fxpar.text import node_text, print_program
+
+    old, new = (
+        {node.name: node_text(node, p) for node in p.graph.nodes if node.op != "output"} for p in (before, after)
+    )
+    headers = [[line for line in print_program(p).splitlines() if not line.startswith("%")] for p in (before, after)]
+    common = [[name for name in side if name in old and name in new] for side in (old, new)]
+    matcher = difflib.SequenceMatcher(None, common[0], common[1], autojunk=False)
+    in_place = {name for a, _, size in matcher.get_matching_blocks() for name in common[0][a : a + size]}
+    found: dict[str, Any] = {
+        "erased": [{"node": name, "line": line} for name, line in old.items() if name not in new],
+        "added": [{"node": name, "line": line} for name, line in new.items() if name not in old],
+        "changed": [
+            {"node": name, "before": old[name], "after": new[name]} for name in common[1] if old[name] != new[name]
+        ],
+        "moved": [name for name in common[1] if name not in in_place],
+        "header": {
+            "erased": [line for line in headers[0] if line not in headers[1]],
+            "added": [line for line in headers[1] if line not in headers[0]],
+        },
+    }
+    differs = any(found[key] for key in ("erased", "added", "changed", "moved")) or headers[0] != headers[1]
+    return {"same": not differs, **found}
+
+
+def _show_difference(stdout: Console, document: dict[str, Any]) -> None:
+    if document["same"]:
+        stdout.print("the programs are the same")
+        return
+
+    def line(sign: str, text: str) -> None:
+        style = {"-": "red", "+": "green"}[sign]
+        stdout.print(Text(f"{sign} {text}", style=style), soft_wrap=True)
+
+    for sign, key in (("-", "erased"), ("+", "added")):
+        for text in document["header"][key]:
+            line(sign, text)
+    for sign, key in (("-", "erased"), ("+", "added")):
+        for entry in document[key]:
+            line(sign, entry["line"])
+    for entry in document["changed"]:
+        line("-", entry["before"])
+        line("+", entry["after"])
+    for name in document["moved"]:
+        stdout.print(Text(f"~ %{name} stands elsewhere", style="yellow"), soft_wrap=True)
+    counts = ", ".join(f"{len(document[key])} {key}" for key in ("added", "erased", "changed", "moved"))
+    stdout.print(f"nodes: {counts}")
+
+
+def comm(
+    ui: Ui,
+    request: Request,
+    size: Annotated[
+        list[str] | None,
+        typer.Option(metavar="SYMBOL=N", help="value of a symbol, for example b=8; the example's otherwise"),
+    ] = None,
+) -> Report:
+    """Lists every collective of a training step, with its bytes."""
+    from fxpar.cli.files import open_start, run_passes
+    from fxpar.passes import DEFAULT_PASSES
+    from fxpar.verify.analysis import collectives
+
+    start = open_start(ui, request)
+    program = start.program
+    sizes = _sizes(program, size or [])
+    if "collectives" not in program.properties:
+        program, _ = run_passes(ui, start, DEFAULT_PASSES, until="insert_collectives")
+    warn_unsplit(ui, program)
+    found = collectives(program, sizes)
+    values = {s.name: s.example for s in program.symbols} | sizes
+    return Report([c.to_json() for c in found], lambda stdout: _show_comm(stdout, start.name, program, found, values))
+
+
+def _sizes(program: Program, given: Sequence[str]) -> dict[str, int]:
+    known, found = [s.name for s in program.symbols], {}
+    for text in given:
+        name, _, number = text.partition("=")
+        if name not in known:
+            raise InputError(
+                "is no symbol of the program",
+                where=f"--size {text}",
+                remedy=f"choose from {', '.join(known) or 'none'}",
+            )
+        if not number.isascii() or not number.isdigit() or int(number) < 1:
+            raise InputError("is no positive integer", where=f"--size {text}", remedy=f"write, for example, {name}=8")
+        found[name] = int(number)
+    return found
+
+
+def layer_of(fqn: str) -> str:
+    """The layer a module belongs to: its name up to the first number, `model.layers.0`."""
+    found = _LAYER.match(fqn)
+    return found[0] if found else _ELSEWHERE
+
+
+def _show_comm(
+    stdout: Console, name: str, program: Program, found: Sequence[Collective], values: dict[str, int]
+) -> None:
+    from fxpar.program import note
+
+    at = ", ".join(f"{symbol} = {value}" for symbol, value in values.items()) or "fixed sizes"
+    if not found:
+        stdout.print(f"{name}: no collectives ({program.plan.tp} rank{'s' * (program.plan.tp > 1)} of tp)")
+        return
+    modules = {node.name: note(node).fqn for node in program.graph.nodes if node.op != "output"}
+    layers: dict[str, list[Collective]] = {}
+    for c in found:
+        layers.setdefault(layer_of(modules[c.node]), []).append(c)
+    phases = sorted({c.phase for c in found}, key=["forward", "backward", "parameter"].index)
+    axes = dict.fromkeys(c.axis for c in found)
+    title = f"{name}: collectives over {', '.join(axes)} at {at}"
+    rows = table("module", "node", "op", "phase", "bytes", "formula", right=("bytes",), whole=("op", "phase"))
+    totals = table("layer", *phases, "all", right=(*phases, "all"))
+    for layer, mine in layers.items():
+        rows.add_row(Text(layer, style="bold"))
+        for c in mine:
+            module = modules[c.node].removeprefix(f"{layer}.")
+            rows.add_row(
+                f"  {module}",
+                c.node,
+                f"{c.op}[{c.axis}]" if len(axes) > 1 else c.op,
+                c.phase,
+                amount(c.bytes),
+                c.bytes_formula,
+            )
+        rows.add_section()
+        totals.add_row(layer, *[_total([c for c in mine if c.phase == p]) for p in phases], _total(mine))
+    print_table(stdout, title, rows)
+    totals.add_section()
+    totals.add_row("all", *[_total([c for c in found if c.phase == p]) for p in phases], _total(found))
+    print_table(stdout, "\ntotals", totals)
+
+
+def _total(found: Sequence[Collective]) -> str:
+    return f"{len(found)}: {amount(sum(c.bytes for c in found))}" if found else "-"

@@ -1,0 +1,207 @@
+"""Models named on the command line.
+
+Enters: `hf:TYPE[,key=value…]`, `module:function` or `file.py:function`. Leaves: a `LoadedModel` in the mode asked for,
+or an `InputError` that says what cannot be used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import importlib
+import importlib.util
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fxpar.errors import InputError, PassError
+from fxpar.manager import Pass
+from fxpar.passes import DEFAULT_PASSES
+from fxpar.plan import Plan
+from fxpar.program import Program
+
+_FORMS = "hf:TYPE[,key=value…], module:function, file.py:function or the file of a program's text"
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+# What faulty code of a user raises while it is imported or called.
+_USER_FAULTS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    NameError,
+    OSError,
+    RuntimeError,
+    SyntaxError,
+    TypeError,
+    ValueError,
+)
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model in the mode to capture.
+
+    Attributes:
+        model: the module.
+        batch: an example, as `fxpar.parallelize` takes it.
+        loss: as `fxpar.parallelize` takes it.
+        name: the words it was loaded by.
+    """
+
+    model: nn.Module
+    batch: Any
+    loss: Callable[[Any, Any], Tensor] | str | None
+    name: str
+
+    @property
+    def has_memory(self) -> bool:
+        """Whether the model holds values: large ones are built on the meta device."""
+        return not any(t.is_meta for t in (*self.model.parameters(), *self.model.buffers()))
+
+
+def load_model(spec: str, batch: int | None, seq: int | None, seed: int, train: bool) -> LoadedModel:
+    """Loads a model by name.
+
+    Args:
+        spec: `hf:TYPE[,key=value…]`, `module:function` or `file.py:function`.
+        batch: samples of the example of an `hf:` model; None for 3.
+        seq: tokens a sample; None for 16.
+        seed: of random weights and the example.
+        train: training mode, else evaluation.
+
+    Raises:
+        InputError: the name has another form, or what it names cannot be loaded.
+    """
+    if spec.startswith("hf:"):
+        from fxpar.cli.hf import build
+
+        built = build(spec.removeprefix("hf:"), batch, seq, seed)
+        return LoadedModel(built.model.train(train), built.batch, built.loss, spec)
+    if batch is not None or seq is not None:
+        raise InputError(
+            "--batch and --seq size the example of hf: models only",
+            where=spec,
+            remedy="change the function that makes the batch",
+        )
+    function = load_attribute(spec)
+    if not callable(function):
+        raise InputError(f"is a {type(function).__name__} and no function", where=spec, remedy="name a function")
+    with torch.random.fork_rng(devices=[]), user_code(spec):
+        torch.manual_seed(seed)
+        result = function()
+    if not isinstance(result, tuple) or len(result) not in (2, 3) or not isinstance(result[0], nn.Module):
+        raise InputError(
+            "the function returns no (model, batch) or (model, batch, loss)",
+            where=spec,
+            remedy="return an nn.Module and an example batch",
+        )
+    loss = result[2] if len(result) == 3 else None
+    if loss is not None and not isinstance(loss, str) and not callable(loss):
+        raise InputError(
+            f"the loss is a {type(loss).__name__}", where=spec, remedy="return a callable (outputs, batch) or a name"
+        )
+    return LoadedModel(result[0].train(train), result[1], loss, spec)
+
+
+def cast(loaded: LoadedModel, plan: Plan) -> LoadedModel:
+    """The model with its floating parameters in the plan's precision, as `fxpar.parallelize` casts them."""
+    if plan.precision != "as_is":
+        for parameter in loaded.model.parameters():
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(_DTYPES[plan.precision])
+    return loaded
+
+
+def load_attribute(spec: str) -> Any:
+    """What `module:name` or `file.py:name` names.
+
+    Raises:
+        InputError: the module or file cannot be imported, or has no such name.
+    """
+    place, colon, name = spec.rpartition(":")
+    if not colon or not place or not name:
+        raise InputError("names no model and no existing file", where=spec, remedy=f"write {_FORMS}")
+    with user_code(place):
+        module = _load_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+    if not hasattr(module, name):
+        raise InputError(f"{place} has no {name}", where=spec, remedy="name a function of the module")
+    return getattr(module, name)
+
+
+def _load_file(path: Path) -> ModuleType:
+    """Runs a file as a module of its own name, or of a name of its own where that one is taken."""
+    if not path.is_file():
+        raise InputError("there is no such file", where=str(path), remedy="check the path")
+    name = path.stem
+    if name in sys.modules or importlib.util.find_spec(name) is not None:
+        name = f"{name}_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise InputError("is no Python file", where=str(path), remedy="name a file that ends in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # autograd functions are found again by their module's name
+    folder = str(path.resolve().parent)
+    sys.path.insert(0, folder)
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(folder)
+    return module
+
+
+@contextlib.contextmanager
+def user_code(where: str) -> Iterator[None]:
+    """Turns what a user's code raises into an `InputError` with its line."""
+    try:
+        yield
+    except _USER_FAULTS as error:
+        raise InputError(_fault(error), where=where, remedy="correct the code") from None
+
+
+def _fault(error: BaseException) -> str:
+    """The error with the deepest line that is neither a library's nor fxpar's."""
+    here = str(Path(__file__).resolve().parents[1])
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(("<", here))]
+    own = [f for f in frames if not {"site-packages", "importlib"} & set(Path(f.filename).parts)]
+    place = f" at {Path(own[-1].filename).name}:{own[-1].lineno}" if own else ""
+    first = (str(error).strip() or "no reason given").splitlines()[0]
+    return f"{type(error).__name__}{place}: {first}"
+
+
+def load_passes(spec: str | None) -> tuple[Pass, ...]:
+    """The default passes, or those of `module:ATTR` with the faults of their code turned into `PassError`.
+
+    Raises:
+        InputError: there is no such list.
+        PassError: an entry is no registered pass.
+    """
+    if spec is None:
+        return DEFAULT_PASSES
+    found = load_attribute(spec)
+    if not isinstance(found, (list, tuple)) or not found:
+        raise InputError("is no list of passes", where=spec, remedy="name a list of functions under @register_pass")
+    for item in found:
+        if not isinstance(item, Pass):
+            raise PassError(f"{item!r} is no pass", where=spec, remedy="decorate it with @fxpar.register_pass")
+    return tuple(p if p in DEFAULT_PASSES else dataclasses.replace(p, run=_guarded(p)) for p in found)
+
+
+def _guarded(item: Pass) -> Callable[[Program], Program]:
+    def run(program: Program) -> Program:
+        try:
+            return item.run(program)
+        except _USER_FAULTS as error:
+            raise PassError(_fault(error), where=item.name, remedy="correct the pass") from None
+
+    run.__doc__ = item.run.__doc__
+    return run

@@ -1,0 +1,183 @@
+"""Options that commands share.
+
+Enters: the functions that are commands, and what a user typed. Leaves: typer commands whose bodies get a `Ui` and,
+where they ask for one, a `Request`: the model, the plan and the sizes of the example. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import sys
+import typing
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+
+from fxpar.cli.output import Report, Ui, console, error_document, error_text, print_error, print_json, status_of
+from fxpar.errors import FxparError, InputError
+from fxpar.plan import Plan
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the words MODEL and the options next to it ask for.
+
+    Attributes:
+        model: `hf:TYPE[,key=value…]`, `module:function`, `file.py:function` or the file of a program's text.
+        plan: from `--plan`, changed by flags.
+        flags: the options about plan, mode and sizes that were given; a text has its own plan, mode and sizes.
+        batch: size of the example, None for the default.
+        seq: sequence length of the example, None for the default.
+        train: whether to capture training mode.
+    """
+
+    model: str
+    plan: Plan
+    flags: tuple[str, ...] = ()
+    batch: int | None = None
+    seq: int | None = None
+    train: bool = True
+
+    def refuse(self, names: Sequence[str], reason: str, remedy: str) -> None:
+        """Refuses options that say nothing of this model.
+
+        Raises:
+            InputError: one of `names` was given.
+        """
+        given = [name for name in self.flags if name in names]
+        if given:
+            raise InputError(f"{', '.join(given)}: {reason}", where=self.model, remedy=remedy)
+
+
+PLAN_FLAGS = ("--plan", "--tp", "--split", "--seed", "--precision")
+EXAMPLE_FLAGS = ("--batch", "--seq")
+MODE_FLAG = "--train/--eval"
+
+
+def _request(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="hf:TYPE[,key=value…] (a small random transformers model), module:function or file.py:function "
+            "returning (model, batch) or (model, batch, loss), or the file of a program's text",
+        ),
+    ],
+    plan: Annotated[str | None, typer.Option(metavar="FILE", help="plan as YAML; flags win over it")] = None,
+    tp: Annotated[int | None, typer.Option(metavar="N", help="ranks that split each layer")] = None,
+    split: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="GLOB=HOW",
+            help="split the modules or parameters that GLOB names by column, row, head or replicate; repeatable",
+        ),
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(metavar="N", help="seed of dropout, random weights and the example")
+    ] = None,
+    precision: Annotated[str | None, typer.Option(metavar="TYPE", help="as_is, fp32, bf16 or fp16")] = None,
+    train: Annotated[bool | None, typer.Option("--train/--eval", help="mode to capture (default: train)")] = None,
+    batch: Annotated[int | None, typer.Option(metavar="N", help="samples of an hf: example (default: 3)")] = None,
+    seq: Annotated[
+        int | None, typer.Option(metavar="N", help="tokens a sample of an hf: example (default: 16)")
+    ] = None,
+) -> Request:
+    """The request of a command line.
+
+    Raises:
+        InputError: the plan file or a flag cannot be used.
+    """
+    given = {"--plan": plan, "--tp": tp, "--split": split, "--seed": seed, "--precision": precision}
+    given |= {MODE_FLAG: train, "--batch": batch, "--seq": seq}
+    chosen = Plan() if plan is None else Plan.load(plan)
+    changes: dict[str, Any] = {"tp": tp, "seed": seed, "precision": precision}
+    changes = {name: value for name, value in changes.items() if value is not None}
+    if split:
+        changes["split"] = {**chosen.split, **_split_lines(split)}
+    flags = tuple(name for name, value in given.items() if value not in (None, []))
+    return Request(model, chosen.replace(**changes), flags, batch, seq, train is not False)
+
+
+def _split_lines(lines: Sequence[str]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for line in lines:
+        glob, equals, how = line.rpartition("=")
+        if not equals or not glob:
+            raise InputError("is no line of a split", where=f"--split {line}", remedy="write 'GLOB=HOW'")
+        if found.setdefault(glob, how) != how:
+            raise InputError(f"contradicts --split {glob}={found[glob]}", where=f"--split {line}", remedy="keep one")
+    return found
+
+
+Json = Annotated[bool, typer.Option("--json", help="print one JSON document")]
+Passes = Annotated[
+    str | None,
+    typer.Option(metavar="MODULE:ATTR", help="run this list of passes (or FILE.py:ATTR) instead of the default ones"),
+]
+
+
+def command(app: typer.Typer, name: str) -> Callable[[Callable[..., Report]], Callable[..., Report]]:
+    """Decorator that makes a function a command.
+
+    The function takes a `Ui` and, if its second parameter is a `Request`, the options of `_request`; further
+    parameters are options of its own. The command has `--json` too, prints the report and turns errors of fxpar into
+    one paragraph and an exit status.
+    """
+
+    def register(body: Callable[..., Report]) -> Callable[..., Report]:
+        hints = typing.get_type_hints(body, include_extras=True)
+        own = list(inspect.signature(body).parameters.values())[1:]
+        wants_request = bool(own) and hints[own[0].name] is Request
+        shared = _parameters(_request) if wants_request else []
+        own = [p.replace(annotation=hints[p.name]) for p in own[wants_request:]]
+        flag = inspect.Parameter("json", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Json)
+        parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in [*shared, *own]]
+
+        @functools.wraps(body)
+        def run(*, json: bool, **given: Any) -> None:
+            def work(ui: Ui) -> Report:
+                if not wants_request:
+                    return body(ui, **given)
+                request = _request(**{p.name: given.pop(p.name) for p in shared})
+                return body(ui, request, **given)
+
+            _run(work, Ui(json))
+
+        signature = inspect.Signature([*parameters, flag])
+        vars(run)["__signature__"] = signature
+        run.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()}
+        app.command(name)(run)
+        return body
+
+    return register
+
+
+def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    hints = typing.get_type_hints(function, include_extras=True)
+    return [p.replace(annotation=hints[p.name]) for p in inspect.signature(function).parameters.values()]
+
+
+def _run(work: Callable[[Ui], Report], ui: Ui) -> None:
+    """Does the work, prints what came out and exits with its status."""
+    stdout = sys.stdout
+    try:
+        # What a user's model prints must not stand in the JSON document.
+        with contextlib.redirect_stdout(sys.stderr) if ui.json else contextlib.nullcontext():
+            report = work(ui)
+    except FxparError as error:
+        if ui.json:
+            print_json({"ok": False, "error": error_document(error)}, stdout)
+        print_error(error_text(error))
+        raise typer.Exit(status_of(error)) from None
+    if ui.json:
+        print_json(report.document, stdout)
+    else:
+        report.show(console(stdout))
+    if report.error is not None:
+        print_error(error_text(report.error))
+    if report.status:
+        raise typer.Exit(report.status)

@@ -1,0 +1,141 @@
+"""What a command prints: reports on stdout; progress, warnings and errors on stderr.
+
+Enters: reports and errors of commands. Leaves: one JSON document or tables for people. No text of a user's file or
+model is read as markup. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from fxpar.errors import CheckFailed, FxparError, LayoutError
+
+FINE, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a command found.
+
+    Attributes:
+        document: what `--json` prints; numbers, texts, lists and mappings only.
+        show: prints the same for people.
+        status: exit status.
+        error: the failed check behind a status of 1, printed on stderr.
+    """
+
+    document: Any
+    show: Callable[[Console], None]
+    status: int = FINE
+    error: FxparError | None = None
+
+
+def console(stream: TextIO) -> Console:
+    """A console that prints text as it is."""
+    return Console(file=stream, markup=False, emoji=False, highlight=False)
+
+
+@dataclass(frozen=True)
+class Ui:
+    """Where a command speaks to people while it works: stderr."""
+
+    json: bool
+
+    @contextlib.contextmanager
+    def working(self, what: str) -> Iterator[Callable[[str], None]]:
+        """Shows progress while the body runs; yields a function that changes the text. Silent where nobody looks."""
+        err = console(sys.stderr)
+        if self.json or not err.is_terminal:
+            yield lambda text: None
+            return
+        with err.status(Text(what)) as status:
+            yield lambda text: status.update(Text(f"{what}: {text}"))
+
+    def warn(self, text: str) -> None:
+        """A warning that leaves the exit status alone."""
+        _say(Text(f"warning: {text}", style="yellow"))
+
+
+def status_of(error: FxparError) -> int:
+    """1 where a check rejected the program, 2 where the input is at fault."""
+    return FAILED if isinstance(error, (CheckFailed, LayoutError)) else BAD_INPUT
+
+
+def error_document(error: FxparError) -> dict[str, Any]:
+    """The error for machines."""
+    kind = type(error).__name__
+    found: dict[str, Any] = {"kind": kind, "where": error.where, "reason": error.reason, "remedy": error.remedy}
+    if notes := getattr(error, "__notes__", []):
+        found["notes"] = list(notes)
+    return found
+
+
+def _say(text: Text) -> None:
+    err = console(sys.stderr)
+    err.print(text, soft_wrap=not err.is_terminal)
+
+
+def print_error(text: str) -> None:
+    """One red paragraph on stderr, on one line where no terminal wraps it."""
+    _say(Text(f"error: {text}", style="red"))
+
+
+def error_text(error: FxparError) -> str:
+    """Where, reason, remedy and how it was found."""
+    return "; ".join([str(error), *getattr(error, "__notes__", [])])
+
+
+def print_json(document: Any, stream: TextIO) -> None:
+    """One JSON document; numbers that JSON lacks (infinite, undefined) become null."""
+    stream.write(json.dumps(_plain(document), indent=2, allow_nan=False, ensure_ascii=False) + "\n")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value
+
+
+def table(*columns: str, right: tuple[str, ...] = (), whole: tuple[str, ...] = ()) -> Table:
+    """An empty table. Columns in `right` are numbers; these and those in `whole` are broken last. Nothing is cut."""
+    result = Table(header_style="bold", box=box.SIMPLE_HEAD)
+    result.show_edge, result.padding = False, (0, 1, 0, 0)
+    for name in columns:
+        whole_line = name in right or name in whole
+        result.add_column(name, justify="right" if name in right else "left", overflow="fold", no_wrap=whole_line)
+    return result
+
+
+def print_table(out: Console, title: str, rows: Table) -> None:
+    """A table under its title, which may be wider."""
+    out.print(Text(title, style="bold"), soft_wrap=True)
+    out.print(rows)
+
+
+def print_text(out: Console, text: str) -> None:
+    """A program's text, one line a node however long."""
+    out.file.write(text)
+
+
+def amount(size: float) -> str:
+    """Bytes for people: `512 B`, `9.0 KiB`, `1.5 MiB`."""
+    units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]
+    power = 0
+    while size >= 1024 and power < len(units) - 1:
+        size, power = size / 1024, power + 1
+    return f"{size:.0f} {units[power]}" if power == 0 else f"{size:.1f} {units[power]}"

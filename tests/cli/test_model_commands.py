@@ -1,0 +1,187 @@
+"""Every command on a model."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fxpar.passes import DEFAULT_PASSES
+from tests.cli.tool import SPLIT, TINY, Result, fxpar
+
+NAMES = [item.name for item in DEFAULT_PASSES]
+
+
+@pytest.fixture(scope="module")
+def verified() -> Result:
+    return fxpar("verify", TINY, *SPLIT, "--json")
+
+
+@pytest.fixture(scope="module")
+def communicated() -> Any:
+    return fxpar("comm", TINY, *SPLIT, "--json").document
+
+
+def test_trace_prints_a_program_that_can_be_read_back(tmp_path: Path) -> None:
+    result = fxpar("trace", TINY)
+    assert result.status == 0
+    assert result.out.startswith("fxpar 1\n")
+    assert result.err == ""
+    (tmp_path / "a.txt").write_text(result.out)
+    assert fxpar("trace", str(tmp_path / "a.txt")).out == result.out
+
+
+def test_trace_json_says_what_was_captured() -> None:
+    found = fxpar("trace", TINY, "--json").document
+    assert set(found) == {
+        *("how", "nodes", "parameters", "inputs", "outputs", "symbols", "loss"),
+        *("operators", "without_rule", "recompute_regions"),
+    }
+    assert found["how"] == "export"
+    assert found["inputs"] == ["input_ids", "labels"]
+    assert found["outputs"] == ["loss", "logits"]
+    assert found["loss"] == "loss"
+    assert found["parameters"] == 16
+    assert found["symbols"]["s"] == {"input": "input_ids", "dim": 1, "example": 16}
+    assert found["operators"]["aten.addmm.default"] == 4
+    assert found["recompute_regions"] == 0
+    calls = sum(found["operators"].values())
+    assert calls + found["parameters"] + len(found["inputs"]) + 1 == found["nodes"]
+
+
+def test_trace_out_writes_the_text_and_prints_a_summary(small: str, tmp_path: Path) -> None:
+    result = fxpar("trace", f"{small}:build", "--out", str(tmp_path / "new" / "a.txt"))
+    assert (tmp_path / "new" / "a.txt").read_text().startswith("fxpar 1\n")
+    assert "x, target" in result.out
+    assert "aten.linear.default" in result.out
+
+
+def test_trace_follows_mode_sizes_and_plan() -> None:
+    text = fxpar("trace", TINY, "--eval", "--batch", "5", "--seq", "7", "--tp", "4", "--seed", "9").out
+    assert "aten.native_dropout" not in text
+    assert "symbol b = input_ids.0 like 5" in text
+    assert "symbol s = input_ids.1 like 7" in text
+    assert 'plan {"tp": 4, "seed": 9}' in text
+
+
+def test_passes_lists_contracts() -> None:
+    found = fxpar("passes", "--json").document
+    assert [entry["name"] for entry in found] == NAMES
+    assert set(found[0]) == {"name", "requires", "provides", "invalidates", "preserves", "summary"}
+    assert found[1]["requires"] == ["canonical"]
+    assert found[1]["provides"] == ["layouts"]
+    assert all(entry["summary"] and entry["preserves"] == "values" for entry in found)
+    assert "requires canonical" in fxpar("passes").out
+
+
+def test_run_reports_each_pass() -> None:
+    found = fxpar("run", TINY, *SPLIT, "--json", "--print").document
+    assert [record["name"] for record in found["passes"]] == NAMES
+    inserted = found["passes"][NAMES.index("insert_collectives")]
+    assert inserted["added"]
+    assert not inserted["erased"]
+    assert inserted["seconds"] >= 0
+    assert "local" in found["properties"]
+    assert 0.5 < found["split_flops"] < 1
+    assert found["text"].startswith("fxpar 1\n")
+
+
+def test_run_stops_and_prints_where_it_is_told(small: str) -> None:
+    result = fxpar("run", f"{small}:build", "--until", "annotate", "--print-after", "canonicalize")
+    assert result.status == 0
+    assert "# after canonicalize\nfxpar 1\n" in result.out
+    assert "annotate" in result.out
+    assert "insert_collectives" not in result.out
+
+
+def test_run_dumps_all_texts_and_the_values(dump: Path) -> None:
+    names = sorted(path.name for path in dump.iterdir())
+    texts = [f"{i:02d}-{name}.txt" for i, name in enumerate(["capture", *NAMES])]
+    assert names == [*texts, "values.safetensors"]
+
+
+def test_a_second_dump_replaces_the_first(small: str, tmp_path: Path) -> None:
+    folder = tmp_path / "d"
+    for until in ("annotate", "canonicalize"):
+        assert fxpar("run", f"{small}:build", "--until", until, "--dump", str(folder)).status == 0
+    assert sorted(p.name for p in folder.glob("*.txt")) == ["00-capture.txt", "01-canonicalize.txt"]
+
+
+def test_verify_json_has_the_errors(verified: Result) -> None:
+    assert verified.status == 0
+    found = verified.document
+    assert found["ok"] is True
+    assert found["level"] == "values"
+    assert found["max_grad_error"] < 1e-12
+    assert found["loss_error"] < 1e-12
+    assert 0.5 < found["split_flops"] < 1
+    assert found["gradients"] == 16
+
+
+def test_verify_prints_a_table(small: str) -> None:
+    result = fxpar("verify", f"{small}:build", "--tp", "4", "--split", "fc=column", "--split", "proj=row")
+    assert result.status == 0
+    assert "ok at level values" in result.out
+    assert "4 gradients" in result.out
+    assert "100.0% over 4 ranks" in result.out
+
+
+def test_verify_in_evaluation_on_one_rank() -> None:
+    found = fxpar("verify", TINY, "--json", "--eval").document
+    assert found["ok"] is True
+    assert found["max_grad_error"] == 0
+
+
+def test_bisect_of_right_passes_finds_no_culprit() -> None:
+    result = fxpar("bisect", TINY, *SPLIT, "--json")
+    assert result.status == 0
+    assert set(result.document) == {"culprit", "reason"}
+    assert result.document["culprit"] is None
+
+
+def test_comm_lists_megatrons_collectives(communicated: Any) -> None:
+    assert all(set(c) == {"op", "axis", "phase", "node", "bytes", "bytes_formula"} for c in communicated)
+    assert sorted(c["phase"] for c in communicated) == ["backward", "backward", "forward", "forward"]
+    assert {c["op"] for c in communicated} == {"all_reduce"}
+    assert {c["bytes"] for c in communicated} == {3 * 16 * 96 * 4}
+    assert {c["bytes_formula"] for c in communicated} == {"384*b*s"}
+
+
+def test_comm_takes_sizes_of_symbols(dump: Path) -> None:
+    found = fxpar("comm", str(dump / "05-localize.txt"), "--size", "b=8", "--size", "s=1024", "--json").document
+    assert {c["bytes"] for c in found} == {8 * 1024 * 96 * 4}
+
+
+def test_comm_prints_totals_by_layer(dump: Path) -> None:
+    result = fxpar("comm", str(dump / "05-localize.txt"))
+    assert "transformer.h.0  2: 36.0 KiB  2: 36.0 KiB  4: 72.0 KiB" in result.out
+    assert "384*b*s" in result.out
+
+
+def test_comm_of_one_rank_is_empty(small: str) -> None:
+    result = fxpar("comm", f"{small}:build", "--json")
+    assert result.document == []
+    assert result.err == ""
+
+
+@pytest.mark.parametrize("command", ["run", "verify", "comm"])
+def test_a_plan_that_splits_nothing_is_warned_of(small: str, command: str) -> None:
+    level = ["--level", "static"] if command == "verify" else []
+    result = fxpar(command, f"{small}:build", "--tp", "2", *level, "--json")
+    assert result.status == 0
+    assert result.err.startswith("warning: no line of split named anything")
+    assert len(result.err.splitlines()) == 1
+    assert result.document is not None
+
+
+def test_flags_win_over_the_plan_file(small: str, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.yaml"
+    plan.write_text("tp: 2\nseed: 4\nsplit: {fc: column, proj: row}\n")
+    words = ("trace", f"{small}:build", "--plan", str(plan))
+    assert 'plan {"tp": 2, "split": {"fc": "column", "proj": "row"}, "seed": 4}' in fxpar(*words).out
+    text = fxpar(*words, "--tp", "4", "--split", "fc=replicate").out
+    assert 'plan {"tp": 4, "split": {"fc": "replicate", "proj": "row"}, "seed": 4}' in text
+
+
+def test_precision_casts_the_model(small: str) -> None:
+    found = fxpar("trace", f"{small}:half_precision", "--precision", "bf16").out
+    assert '%fc_weight = parameter["fc.weight"] : bf16[20, 12]' in found

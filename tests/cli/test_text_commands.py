@@ -1,0 +1,204 @@
+"""Every command on texts, also on edited ones."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.cli.tool import fxpar
+
+
+@pytest.fixture
+def copy(dump: Path, tmp_path: Path) -> Path:
+    """A dump folder to edit."""
+    return Path(shutil.copytree(dump, tmp_path / "copy"))
+
+
+def edit(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+
+
+def without_reduction(path: Path) -> str:
+    """Lets the user of the first reduction read the partial sum instead; returns the user's name."""
+    lines = path.read_text().splitlines()
+    at = next(i for i, line in enumerate(lines) if "fxpar.reduce_from[tp]" in line)
+    reduced, partial = lines[at].split(" ")[0], lines[at].split("(")[1].split(")")[0]
+    user = next(i for i in range(at + 1, len(lines)) if f"{reduced}," in lines[i] or f"{reduced})" in lines[i])
+    lines[user] = lines[user].replace(reduced, partial)
+    path.write_text("\n".join(lines) + "\n")
+    return lines[user].split(" ")[0]
+
+
+def scaled(path: Path) -> None:
+    """Makes the GELU compute something else that has the same shapes and layouts."""
+    edit(path, ", 0.5) : f32", ", 0.25) : f32")
+
+
+def test_trace_of_a_text_is_the_text(dump: Path) -> None:
+    path = dump / "03-insert_collectives.txt"
+    assert fxpar("trace", str(path)).out == path.read_text()
+    assert fxpar("trace", str(path), "--json").document["how"] == "text"
+
+
+def test_verify_accepts_what_was_dumped(dump: Path) -> None:
+    for path in sorted(dump.glob("*.txt")):
+        result = fxpar("verify", str(path), "--json")
+        assert result.status == 0, result.err
+        assert result.document["level"] == "static"
+        assert result.document["ok"] is True
+
+
+@pytest.mark.parametrize("name", ["05-localize.txt", "02-annotate.txt"])
+def test_a_dumped_text_is_verified_by_value(dump: Path, name: str) -> None:
+    result = fxpar("verify", str(dump / name), "--level", "values", "--json")
+    assert result.status == 0, result.err
+    assert result.document["ok"] is True
+    assert result.document["max_grad_error"] < 1e-12
+    assert result.document["gradients"] == 16
+
+
+def test_a_text_without_its_reduction_is_rejected_by_name(copy: Path) -> None:
+    user = without_reduction(copy / "05-localize.txt")
+    result = fxpar("verify", str(copy / "05-localize.txt"))
+    assert result.status == 1
+    assert result.out == ""
+    assert user in result.err
+    assert len(result.err.splitlines()) == 1
+
+
+def test_a_rejected_text_with_json_is_a_document(copy: Path) -> None:
+    user = without_reduction(copy / "05-localize.txt")
+    result = fxpar("verify", str(copy / "05-localize.txt"), "--json")
+    assert result.status == 1
+    assert result.document["ok"] is False
+    error = result.document["error"]
+    assert {"kind", "where", "reason", "remedy"} <= set(error)
+    assert user in error["where"]
+    assert error["reason"]
+
+
+def test_a_text_with_other_values_passes_statically_and_fails_by_value(copy: Path) -> None:
+    path = copy / "05-localize.txt"
+    scaled(path)
+    assert fxpar("verify", str(path)).status == 0
+    result = fxpar("verify", str(path), "--level", "values", "--json")
+    assert result.status == 1
+    assert result.document["ok"] is False
+    assert result.document["max_grad_error"] > 1e-6
+    assert result.document["error"]["kind"] == "CheckFailed"
+    assert "deviates by" in result.err
+    table = fxpar("verify", str(path), "--level", "values")
+    assert table.status == 1
+    assert "FAILED at level values" in table.out
+
+
+def test_run_goes_on_where_a_text_stops(dump: Path, tmp_path: Path) -> None:
+    result = fxpar("run", str(dump / "02-annotate.txt"), "--dump", str(tmp_path / "d"), "--json")
+    assert result.status == 0, result.err
+    assert [record["name"] for record in result.document["passes"]] == ["insert_collectives", "assign_rng", "localize"]
+    names = sorted(path.name for path in (tmp_path / "d").glob("*.txt"))
+    assert names == [
+        "00-capture.txt",
+        *("02-annotate.txt", "03-insert_collectives.txt", "04-assign_rng.txt", "05-localize.txt"),
+    ]
+    assert (tmp_path / "d" / "05-localize.txt").read_text() == (dump / "05-localize.txt").read_text()
+    assert fxpar("verify", str(tmp_path / "d" / "05-localize.txt"), "--level", "values").status == 0
+
+
+def test_run_of_a_finished_text_has_nothing_to_do(dump: Path) -> None:
+    path = dump / "05-localize.txt"
+    assert fxpar("run", str(path), "--print", "--json").document["text"] == path.read_text()
+    assert fxpar("run", str(path), "--json").document["passes"] == []
+
+
+def test_a_rejected_program_is_dumped_too(copy: Path, tmp_path: Path) -> None:
+    edit(copy / "02-annotate.txt", ", 0.5) : f32[b, s, 160]", ", 0.5) : f32[b, s, 96]")
+    result = fxpar("run", str(copy / "02-annotate.txt"), "--dump", str(tmp_path / "d"))
+    assert result.status == 1
+    assert "found by the check 'shapes'" in result.err
+    assert (tmp_path / "d" / "02-annotate.txt").is_file()
+
+
+def test_comm_of_a_text_runs_the_passes_that_are_left(dump: Path) -> None:
+    captured, finished = (
+        fxpar("comm", str(dump / name), "--json").document for name in ("00-capture.txt", "05-localize.txt")
+    )
+    assert len(finished) == 4
+    assert captured == finished
+
+
+def test_diff_of_a_text_with_itself_is_empty(dump: Path) -> None:
+    path = str(dump / "05-localize.txt")
+    result = fxpar("diff", path, path)
+    assert (result.status, result.out) == (0, "the programs are the same\n")
+    assert fxpar("diff", path, path, "--json").document["same"] is True
+
+
+def test_diff_between_two_passes_of_a_dump(dump: Path) -> None:
+    result = fxpar("diff", str(dump), "annotate", "insert_collectives", "--json")
+    assert result.status == 1
+    found = result.document
+    assert set(found) == {"same", "added", "erased", "changed", "moved", "header"}
+    assert {entry["node"] for entry in found["added"]} >= {"addmm_1_reduce_from"}
+    assert not found["erased"]
+    assert all(entry["before"] != entry["after"] for entry in found["changed"])
+    assert found["header"]["added"] == ["properties canonical collectives layouts"]
+
+
+def test_diff_shows_both_lines_of_a_changed_node(copy: Path, dump: Path) -> None:
+    scaled(copy / "05-localize.txt")
+    result = fxpar("diff", str(dump / "05-localize.txt"), str(copy / "05-localize.txt"))
+    assert result.status == 1
+    assert [line[0] for line in result.out.splitlines()] == ["-", "+", "n"]
+    assert ", 0.25)" in result.out.splitlines()[1]
+    assert result.out.splitlines()[2] == "nodes: 0 added, 0 erased, 1 changed, 0 moved"
+
+
+def test_diff_sees_that_two_lines_changed_places(copy: Path, dump: Path) -> None:
+    path = copy / "05-localize.txt"
+    lines = path.read_text().splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith("%labels"))
+    lines[at - 1], lines[at] = lines[at], lines[at - 1]
+    path.write_text("\n".join(lines) + "\n")
+    result = fxpar("diff", str(dump / "05-localize.txt"), str(path), "--json")
+    assert result.status == 1
+    assert len(result.document["moved"]) == 1
+    assert not result.document["changed"]
+
+
+def test_bisect_of_an_untouched_folder_finds_nothing(dump: Path) -> None:
+    result = fxpar("bisect", str(dump), "--json")
+    assert result.status == 0
+    assert result.document["culprit"] is None
+    assert "values are right" in result.document["reason"]
+
+
+def test_bisect_names_the_first_text_that_is_rejected(copy: Path) -> None:
+    user = without_reduction(copy / "03-insert_collectives.txt")
+    without_reduction(copy / "05-localize.txt")
+    result = fxpar("bisect", str(copy), "--json")
+    assert result.status == 1
+    assert result.document["culprit"] == "insert_collectives"
+    assert user in result.document["reason"]
+
+
+def test_bisect_names_the_first_text_with_other_values(copy: Path) -> None:
+    for name in ("02-annotate.txt", "05-localize.txt"):
+        scaled(copy / name)
+    result = fxpar("bisect", str(copy))
+    assert result.status == 1
+    assert result.out.startswith("annotate: 02-annotate.txt: ")
+    assert "deviates by" in result.out
+
+
+def test_a_dump_without_memory_is_checked_statically(tmp_path: Path) -> None:
+    folder = tmp_path / "d"
+    big = "hf:gpt2,n_layer=1,n_embd=4096,n_inner=16384"
+    assert fxpar("run", big, "--tp", "2", "--split", "*.c_fc=column", "--dump", str(folder)).status == 0
+    assert not (folder / "values.safetensors").exists()
+    assert "no values.safetensors" in fxpar("bisect", str(folder), "--json").document["reason"]
+    refused = fxpar("verify", str(folder / "05-localize.txt"), "--level", "values")
+    assert refused.status == 2
+    assert "values.safetensors is missing" in refused.err
