@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from fxpar.errors import InputError
 from fxpar.manager import Pass
@@ -14,8 +14,6 @@ from fxpar.passes import DEFAULT_PASSES
 from fxpar.plan import Plan
 from fxpar.runtime.module import ParallelModule
 from fxpar.runtime.world import join
-
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def parallelize(
@@ -29,7 +27,8 @@ def parallelize(
 
     Args:
         model: any `nn.Module` on the CPU or a device, in the mode (training, evaluation) to compile first. It must hold
-            the same weights on every rank; this rank keeps its shards of them, bit for bit.
+            the same weights on every rank; this rank keeps copies of its shards, bit for bit, and the model is left as
+            it is (delete it to free its memory).
         plan: how to split; its world size must be the number of processes.
         example: a batch as `train_step` will see it (a mapping, a tuple or a tensor), at least two samples; only its
             structure, types and which sizes are equal matter.
@@ -41,18 +40,29 @@ def parallelize(
         InputError: the model, plan, example or world cannot be used; the text names what and the remedy.
         LayoutError, CheckFailed: a static check rejected the program, which is a bug of a pass.
     """
-    if isinstance(model, ParallelModule):
-        raise InputError("the model is parallelised already", where="parallelize", remedy="call it once")
-    if not isinstance(model, nn.Module):
-        raise InputError(f"a {type(model).__name__} is no nn.Module", where="parallelize")
-    meta = next((n for n, p in model.named_parameters() if p.is_meta), None)
-    if meta is not None:
-        raise InputError(
-            "has no memory: models on the meta device can be captured and verified, not yet run",
-            where=meta,
-            remedy="initialise the model on the CPU",
-        )
-    if plan.precision != "as_is":
-        for parameter in model.parameters():
-            parameter.data = parameter.data.to(_DTYPES[plan.precision])
+    _check(model, plan, loss)
     return ParallelModule(model, plan, join(plan), example, loss, passes)
+
+
+def _check(model: Any, plan: Any, loss: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise InputError(
+            f"a {type(model).__name__} is no nn.Module", where="parallelize", remedy="pass the model itself"
+        )
+    if not isinstance(plan, Plan):
+        raise InputError(f"a {type(plan).__name__} is no Plan", where="plan", remedy="pass fxpar.Plan(tp=…)")
+    if loss is not None and not callable(loss) and (not isinstance(loss, str) or not loss):
+        raise InputError(f"{loss!r} is no loss", where="loss", remedy="pass an output's name or a callable")
+    if any(isinstance(module, ParallelModule) for module in model.modules()):
+        raise InputError(
+            "the model is parallelised already", where="parallelize", remedy="pass the author's model, once"
+        )
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta:
+            raise InputError(
+                "has no memory: models on the meta device can be captured and verified, not yet run",
+                where=name,
+                remedy="initialise the model on the CPU",
+            )
+        if isinstance(tensor, DTensor):
+            raise InputError("is a DTensor, split already", where=name, remedy="pass the unsplit model")

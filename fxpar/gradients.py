@@ -14,7 +14,23 @@ from torch import fx
 from fxpar.program import Program, operands, output_types
 
 _aten = torch.ops.aten
-_STOPS = frozenset({_aten.detach.default, _aten.argmax.default, _aten.argmin.default, _aten.sign.default})
+# Operations whose result does not depend on the values of their operand, or in steps.
+_STOPS = frozenset(
+    {
+        _aten.detach.default,
+        _aten.argmax.default,
+        _aten.argmin.default,
+        _aten.sign.default,
+        _aten.new_empty.default,
+        _aten.new_full.default,
+        _aten.new_ones.default,
+        _aten.new_zeros.default,
+        _aten.empty_like.default,
+        _aten.full_like.default,
+        _aten.ones_like.default,
+        _aten.zeros_like.default,
+    }
+)
 
 
 def carried(program: Program) -> dict[fx.Node, tuple[bool, ...]]:

@@ -139,7 +139,11 @@ class PassManager:
             )
         before = _snapshot(program.graph)
         start = time.perf_counter()
-        result = item.run(program.copy())
+        try:
+            result = item.run(program.copy())
+        except FxparError as error:
+            error.add_note(f"raised by the pass '{item.name}'")
+            raise
         seconds = time.perf_counter() - start
         if not isinstance(result, Program):
             raise PassError(f"returned a {type(result).__name__} and no Program", where=item.name)
@@ -174,7 +178,7 @@ class PassManager:
     def _write(self, program: Program, index: int, name: str) -> None:
         if self.dump is not None:
             self.dump.mkdir(parents=True, exist_ok=True)
-            (self.dump / f"{index:02d}-{name}.txt").write_text(print_program(program))
+            (self.dump / f"{index:02d}-{name}.txt").write_text(print_program(program), encoding="utf-8")
 
 
 def _snapshot(graph: fx.Graph) -> dict[str, tuple[str, str, str]]:

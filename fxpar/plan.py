@@ -22,6 +22,18 @@ PRECISIONS = ("as_is", "fp32", "bf16", "fp16")
 _LATER_AXES = ("cp", "dp", "pp", "ep")
 
 
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that stands twice: plain YAML lets the last line win."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """A mapping whose keys differ."""
+        keys = [key.value for key, _ in node.value]
+        twice = next((key for key in keys if keys.count(key) > 1), None)
+        if twice is not None:
+            raise yaml.YAMLError(f"the key {twice!r} stands twice")
+        return super().construct_mapping(node, deep)
+
+
 @dataclass(frozen=True)
 class Plan:
     """How to parallelise a model.
@@ -32,7 +44,8 @@ class Plan:
         split: what to do with modules or parameters, by glob on their full name. `column` splits the output features
             of a matrix, `row` the input features, `head` is `column` where every shard must consist of whole
             attention heads, `replicate` keeps the parameter whole. A glob names a module (all its parameters) or a
-            single parameter. The first matching line that names the parameter itself wins over lines for modules.
+            single parameter. A line that names the parameter itself wins over lines for its module; two lines of one
+            kind must agree. Their order says nothing: lines are kept sorted.
         seed: seed of dropout and other random nodes.
         precision: element type the model is cast to before it is captured; `as_is` leaves it alone.
     """
@@ -50,7 +63,7 @@ class Plan:
         problems = list(self._problems())
         if problems:
             raise PlanError("; ".join(problems), where="plan")
-        object.__setattr__(self, "split", dict(self.split))
+        object.__setattr__(self, "split", dict(sorted(self.split.items())))
 
     def _problems(self) -> Any:
         for axis in ("tp", *_LATER_AXES):
@@ -101,7 +114,7 @@ class Plan:
             PlanError: no mapping, an unknown option, or a value the plan refuses.
         """
         try:
-            values = yaml.safe_load(text)
+            values = yaml.load(text, _Loader)
         except yaml.YAMLError as error:
             raise PlanError(f"not YAML: {str(error).splitlines()[0]}", where=where) from None
         if values is None:
@@ -118,7 +131,7 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Writes the plan as YAML."""
-        Path(path).write_text(self.to_yaml())
+        Path(path).write_text(self.to_yaml(), encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
@@ -128,7 +141,8 @@ class Plan:
             PlanError: the file cannot be read or is no plan.
         """
         try:
-            text = Path(path).read_text()
-        except OSError as error:
-            raise PlanError(str(error.strerror), where=str(path), remedy="name a readable YAML file") from None
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "the file is no UTF-8 text"
+            raise PlanError(reason, where=str(path), remedy="name a readable YAML file") from None
         return cls.from_yaml(text, where=str(path))

@@ -260,7 +260,8 @@ class Program:
         for old, new in mapping.items():
             if new.name != old.name:
                 new.name = old.name
-        return dataclasses.replace(self, graph_module=fx.GraphModule(torch.nn.Module(), graph))
+        module = fx.GraphModule(torch.nn.Module(), graph)
+        return dataclasses.replace(self, graph_module=module, constants=dict(self.constants))
 
     def with_(self, **changes: Any) -> Program:
         """A copy of the record (not of the graph) with other fields."""

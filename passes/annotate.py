@@ -3,35 +3,27 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import inf
 
 from torch import fx
 
+from fxpar.errors import PlanError
 from fxpar.gradients import carried
 from fxpar.layout import I, Layout, Placement, R
 from fxpar.manager import register_pass
 from fxpar.operators import COERCIONS
-from fxpar.program import Program, TensorType, note, operands, output_types, update
-from fxpar.rules import Refusal, call_of, infer, rule_of, seed_signature
-from fxpar.rules.inference import resting
-from fxpar.rules.overrides import Pin, resolve_overrides
+from fxpar.program import Program, operands, output_types, tensor_type, update
+from fxpar.rules import Refusal, Signature, call_of, infer, rule_of, seed_signature
+from fxpar.rules.inference import describe, resting
+from fxpar.rules.overrides import Pin, match_lines, resolve_overrides
 from fxpar.symbols import evaluate, names
 
 # Relative cost of a collective in units of the value's bytes (ring algorithms, (n - 1)/n left out).
 _VOLUME = {"": 0.0, "all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0}
 # Symbols are compared at one size: tiny examples must not decide how a model is split.
 _REFERENCE_SIZE = 1024
-
-
-@dataclass(frozen=True)
-class _Choice:
-    """What an operation wants of its operands, what it gives, and the bytes that conversions move."""
-
-    needs: tuple[Placement, ...]
-    outputs: tuple[Placement, ...]
-    cost: float
-    why: str
 
 
 @register_pass("annotate", requires={"canonical"}, provides={"layouts"})
@@ -48,129 +40,191 @@ def annotate(program: Program) -> Program:
         %w = parameter["c_fc.weight"] : f32[96, 384] tp:S(1)
         %y = aten.mm.default(%x, %w) : f32[b*s, 384] tp:S(1) {needs=tp:R ; tp:S(1)}
 
-    Terms: a *pin* is the placement an override gives a parameter; *needs* are the layouts in which an operation wants
-    its operands. Values stay equal: the pass changes notes only. It refuses plan lines that match nothing, contradict
-    each other or ask for a cut that the model's shapes cannot carry.
+    Terms: a *pin* is the placement an override gives a parameter; a *weight* is a value made from parameters alone;
+    *needs* are the layouts in which an operation wants its operands. Values stay equal: the pass changes notes only. It
+    refuses plan lines that match nothing, contradict each other or ask for a cut that the model cannot carry.
 
     Algorithm: overrides become pins (a fused dimension is cut in the way that nothing downstream tears). Then, in
     graph order, each operation takes the signature whose conversions move the fewest bytes, forward and backward;
-    pinned parameters are never converted, and partial sums are reduced as soon as they are made.
+    the shards of weights are never converted, and partial sums are reduced as soon as they are made. Last, in reverse
+    order, a whole value that all users want cut alike is computed cut, where that moves fewer bytes.
     """
     flags = carried(program)
-    chosen: dict[fx.Node, dict[str, tuple[Placement, ...]]] = {node: {} for node in program.graph.nodes}
-    needs: dict[fx.Node, dict[str, tuple[Placement, ...]]] = {node: {} for node in program.graph.nodes}
-    why: dict[fx.Node, str] = {}
+    lines = match_lines(program)
+    solved = {}
     for axis, n in program.axes.items():
-        pins = resolve_overrides(program, n) if axis == "tp" else {}
-        for node in program.graph.nodes:
-            if node.op == "placeholder":
-                chosen[node][axis] = _placeholder(node, flags, pins)
-            elif node.op == "call_function" and output_types(node):
-                choice = _choose(node, axis, n, chosen, flags, pins)
-                chosen[node][axis], needs[node][axis] = choice.outputs, choice.needs
-                why[node] = choice.why
+        pins = resolve_overrides(program, lines, n) if axis == "tp" else {}
+        owned = {program.node(p.node) for p in program.parameters}
+        solved[axis] = _Axis(n, flags, pins, owned)
+        solved[axis].run(program.graph)
         for node, pin in pins.items():
             update(node, role=pin.role, origin=pin.origin)
             if pin.product is not None and pin.role:
                 update(pin.product, role=pin.role)
-    _write(program, chosen, needs, why)
+    _write(program, solved)
     return program
 
 
-def _placeholder(
-    node: fx.Node, flags: Mapping[fx.Node, Sequence[bool]], pins: Mapping[fx.Node, Pin]
-) -> tuple[Placement, ...]:
-    placement = pins[node].placement if node in pins else I
-    return tuple(resting(placement, flag) for flag in flags[node])
+@dataclass(frozen=True)
+class _Choice:
+    """What an operation wants of its operands and what it gives."""
+
+    needs: tuple[Placement, ...]
+    outputs: tuple[Placement, ...]
+    why: str = ""
 
 
-def _choose(
-    node: fx.Node,
-    axis: str,
-    n: int,
-    chosen: Mapping[fx.Node, Mapping[str, tuple[Placement, ...]]],
-    flags: Mapping[fx.Node, tuple[bool, ...]],
-    pins: Mapping[fx.Node, Pin],
-) -> _Choice:
-    inputs = operands(node)
-    if node.target is operator.getitem:
-        return _Choice(chosen[inputs[0]][axis], (chosen[inputs[0]][axis][int(node.args[1])],), 0.0, "")  # type: ignore[arg-type]
-    # A partial value is reduced where it is made: its users see it invariant.
-    given = tuple(I if (p := chosen[o][axis][0]).kind == "P" else p for o in inputs)
-    carries = tuple(flags[o][0] for o in inputs)
-    kinds = tuple(output_types(o)[0] for o in inputs)
-    pinned = tuple(o in pins and pins[o].placement.is_shard for o in inputs)
-    options = [_whole(node, n, given, carries), *_sharded(node, n, given)]
-    priced = []
-    for order, option in enumerate(options):
-        if isinstance(option, _Choice):
-            cost = sum(
-                _conversion(a, b, kind, carry, fixed)
-                for a, b, kind, carry, fixed in zip(given, option.needs, kinds, carries, pinned, strict=True)
-            )
-            priced.append((cost, -order, option))
-    cost, _, best = min(priced, key=lambda item: item[:2])
-    outputs = tuple(resting(p, flag) for p, flag in zip(best.outputs, flags[node], strict=True))
-    return _Choice(best.needs, outputs, cost, best.why)
+@dataclass
+class _Axis:
+    """Choices on one axis of n ranks; `flags` say which outputs carry a gradient."""
+
+    n: int
+    flags: Mapping[fx.Node, tuple[bool, ...]]
+    pins: Mapping[fx.Node, Pin]
+    weights: set[fx.Node]
+    chosen: dict[fx.Node, _Choice] = field(default_factory=dict)
+    prices: dict[tuple[fx.Node, Placement], float] = field(default_factory=dict)
+
+    def run(self, graph: fx.Graph) -> None:
+        """Chooses for all nodes.
+
+        Raises:
+            PlanError: an operation needs the whole of a parameter that the plan cuts.
+        """
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                placement = self.pins[node].placement if node in self.pins else I
+                self.chosen[node] = _Choice((), tuple(resting(placement, flag) for flag in self.flags[node]))
+            elif node.op == "call_function" and output_types(node):
+                self.chosen[node] = self._choose(node)
+                if operands(node) and all(o in self.weights for o in operands(node)):
+                    self.weights.add(node)
+        for node in reversed(graph.nodes):
+            if node.op == "call_function" and self._is_whole(node):
+                self._cut_earlier(node)
+
+    def _given(self, node: fx.Node) -> Placement:
+        """A partial value is reduced where it is made: its users see it invariant."""
+        placement = self.chosen[node].outputs[0]
+        return I if placement.kind == "P" else placement
+
+    def _choose(self, node: fx.Node) -> _Choice:
+        inputs = operands(node)
+        if node.target is operator.getitem:
+            outputs = self.chosen[inputs[0]].outputs
+            return _Choice(outputs, (outputs[int(node.args[1])],))  # type: ignore[arg-type]
+        options = [self._whole(node), *self._sharded(node)]
+        priced = [(sum(map(self._price, inputs, o.needs)), order, o) for order, o in enumerate(options)]
+        cost, _, best = min(priced, key=lambda item: item[:2])
+        if cost == inf:
+            self._refuse(node)
+        outputs = tuple(resting(p, flag) for p, flag in zip(best.outputs, self.flags[node], strict=True))
+        return _Choice(best.needs, outputs, best.why)
+
+    def _whole(self, node: fx.Node) -> _Choice:
+        """All operands whole: replicated where one of them is inside a split region, else invariant."""
+        inputs = operands(node)
+        carries = [self.flags[o][0] for o in inputs]
+        inside = any(self._given(o) == R and c for o, c in zip(inputs, carries, strict=True))
+        wanted = tuple((R if inside else I) if c else R for c in carries)
+        result = infer(rule_of(node.target), call_of(node, self.n), wanted, carries)
+        return _Choice(wanted, (R,) * len(output_types(node)) if isinstance(result, Refusal) else result)
+
+    def _sharded(self, node: fx.Node) -> Iterator[_Choice]:
+        """For each operand that is a shard the signature that keeps it one."""
+        rule, call = rule_of(node.target), call_of(node, self.n)
+        for index, operand in enumerate(operands(node)):
+            if rule is not None and self._given(operand).is_shard:
+                signature = seed_signature(rule, call, index, self._given(operand))
+                if not isinstance(signature, Refusal):
+                    yield _Choice(signature.operands, signature.outputs, f"follows operand {call.names[index]}")
+
+    def _conversion(self, node: fx.Node, target: Placement) -> float:
+        """Bytes that a conversion moves, forward and backward, at reference sizes; shards of weights have none."""
+        source, carries = self._given(node), self.flags[node][0]
+        if source == target or (not carries and {source.kind, target.kind} <= {"I", "R"}):
+            return 0.0
+        row = COERCIONS.get((source.kind, target.kind))
+        if row is None or (source.is_shard and node in self.weights):
+            return inf
+        kind = tensor_type(node)
+        size = 1
+        values = dict.fromkeys(names(kind.shape), _REFERENCE_SIZE)
+        for extent in kind.shape:
+            size *= evaluate(extent, values)
+        volume = _VOLUME[row.forward] + (_VOLUME[row.backward] if carries else 0.0)
+        return volume * size * kind.dtype.itemsize
+
+    def _price(self, node: fx.Node, target: Placement) -> float:
+        """Bytes that it takes to have a value as `target`: by a conversion, or computed so from cheaper ones."""
+        key = (node, target)
+        if key not in self.prices:
+            price = self._conversion(node, target)
+            if 0.0 < price < inf and target.is_shard and self._is_whole(node):
+                signature = self._signature_to(node, target)
+                if signature is not None:
+                    price = min(price, sum(map(self._price, operands(node), signature.operands)))
+            self.prices[key] = price
+        return self.prices[key]
+
+    def _is_whole(self, node: fx.Node) -> bool:
+        return node.op == "call_function" and node in self.chosen and self.chosen[node].outputs in ((I,), (R,))
+
+    def _signature_to(self, node: fx.Node, target: Placement) -> Signature | None:
+        """The signature of an operation that gives `target`, None where it has none."""
+        rule, call = rule_of(node.target), call_of(node, self.n)
+        if rule is None:
+            return None
+        for index, kind in enumerate(call.operands):
+            for dim, size in enumerate(kind.shape):
+                if size == call.outputs[0].shape[target.dim]:
+                    found = seed_signature(rule, call, index, target.at(dim))
+                    if not isinstance(found, Refusal) and found.outputs == (target,):
+                        return found
+        return None
+
+    def _cut_earlier(self, node: fx.Node) -> None:
+        wanted = {p for user in node.users for o, p in zip(operands(user), self._needs(user), strict=True) if o is node}
+        if len(wanted) != 1 or not all(p.is_shard for p in wanted):
+            return
+        target = wanted.pop()
+        signature = self._signature_to(node, target)
+        if signature is not None:
+            price = sum(map(self._price, operands(node), signature.operands))
+            if price < self._conversion(node, target):
+                self.chosen[node] = _Choice(signature.operands, (target,), "all users want this cut")
+
+    def _needs(self, user: fx.Node) -> tuple[Placement, ...]:
+        """Of a return: every value as it is."""
+        if user in self.chosen and user.target is not operator.getitem:
+            return self.chosen[user].needs
+        return tuple(self.chosen[o].outputs[0] for o in operands(user))
+
+    def _refuse(self, node: fx.Node) -> None:
+        """Names the plan line that cuts what the operation needs whole."""
+        pending = [o for o in operands(node) if o in self.weights and self._given(o).is_shard]
+        while pending[0] not in self.pins:
+            pending = [*operands(pending[0]), *pending[1:]]
+        pin = self.pins[pending[0]]
+        raise PlanError(
+            f"{describe(node)} cannot work with a part of %{pending[0].name}, which the plan cuts",
+            where=pin.origin,
+            remedy="replicate that parameter",
+        )
 
 
-def _whole(node: fx.Node, n: int, given: Sequence[Placement], carries: Sequence[bool]) -> _Choice:
-    """All operands whole: replicated where one of them is inside a split region, else invariant."""
-    inside = any(p == R and c for p, c in zip(given, carries, strict=True))
-    wanted = tuple((R if inside else I) if c else R for c in carries)
-    result = infer(rule_of(node.target), call_of(node, n), wanted, carries)
-    outputs = (R,) * len(output_types(node)) if isinstance(result, Refusal) else result
-    return _Choice(wanted, outputs, 0.0, "")
-
-
-def _sharded(node: fx.Node, n: int, given: Sequence[Placement]) -> list[_Choice]:
-    """For each operand that is a shard the signature that keeps it one."""
-    rule = rule_of(node.target)
-    if rule is None:
-        return []
-    found, call = [], call_of(node, n)
-    for index, placement in enumerate(given):
-        if placement.is_shard:
-            signature = seed_signature(rule, call, index, placement)
-            if not isinstance(signature, Refusal):
-                why = f"follows operand {call.names[index]}"
-                found.append(_Choice(signature.operands, signature.outputs, 0.0, why))
-    return found
-
-
-def _conversion(source: Placement, target: Placement, kind: TensorType, carries: bool, pinned: bool) -> float:
-    """Bytes moved, forward and backward, at reference sizes; pinned shards are never converted."""
-    if source == target or (not carries and {source.kind, target.kind} <= {"I", "R"}):
-        return 0.0
-    if pinned:
-        return float("inf")
-    row = COERCIONS.get((source.kind, target.kind))
-    if row is None:
-        return float("inf")
-    size = 1
-    values = dict.fromkeys(names(kind.shape), _REFERENCE_SIZE)
-    for extent in kind.shape:
-        size *= evaluate(extent, values)
-    volume = _VOLUME[row.forward] + (_VOLUME[row.backward] if carries else 0.0)
-    return volume * size * kind.dtype.itemsize
-
-
-def _write(
-    program: Program,
-    chosen: Mapping[fx.Node, Mapping[str, tuple[Placement, ...]]],
-    needs: Mapping[fx.Node, Mapping[str, tuple[Placement, ...]]],
-    why: Mapping[fx.Node, str],
-) -> None:
-    axes = list(program.axes)
+def _write(program: Program, solved: Mapping[str, _Axis]) -> None:
     for node in program.graph.nodes:
         kinds = () if node.op == "output" else output_types(node)
         if not kinds:
             continue
-        layouts = tuple(Layout.of({axis: chosen[node][axis][i] for axis in axes}) for i in range(len(kinds)))
-        wanted: tuple[Layout, ...] = ()
-        if node.op == "call_function" and node.target is not operator.getitem and axes:
+        chosen = {axis: found.chosen[node] for axis, found in solved.items()}
+        layouts = [Layout.of({axis: c.outputs[i] for axis, c in chosen.items()}) for i in range(len(kinds))]
+        wanted: Sequence[Layout] = ()
+        if node.op == "call_function" and node.target is not operator.getitem and chosen:
             count = len(operands(node))
-            wanted = tuple(Layout.of({axis: needs[node][axis][i] for axis in axes}) for i in range(count))
-        update(node, layout=layouts if isinstance(note(node).type, tuple) else layouts[0], needs=wanted)
-        if why.get(node) and not note(node).origin:
-            update(node, origin=why[node])
+            wanted = [Layout.of({axis: c.needs[i] for axis, c in chosen.items()}) for i in range(count)]
+        update(node, layout=tuple(layouts) if len(layouts) > 1 else layouts[0], needs=tuple(wanted))
+        why = [c.why for c in chosen.values() if c.why]
+        if why and not node.meta["custom"]["fxpar"].origin:
+            update(node, origin=why[-1])

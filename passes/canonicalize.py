@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +12,6 @@ from torch import fx
 from fxpar.errors import PassError
 from fxpar.manager import register_pass
 from fxpar.program import (
-    Note,
     Program,
     ScalarType,
     TensorType,
@@ -80,6 +80,9 @@ def _rewrite(graph: fx.Graph, node: fx.Node) -> None:
     node.kwargs = {k: v for k, v in node.kwargs.items() if k not in _WHERE_IT_RUNS}
     if target in _VIEWS:
         node.target = _VIEWS[target]
+    if target is aten.type_as.default:
+        node.target, node.args = aten._to_copy.default, node.args[:1]
+        node.kwargs = {"dtype": tensor_type(node).dtype}
     if target in _SAME or _is_identity(node):
         node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
         graph.erase_node(node)
@@ -116,15 +119,16 @@ def _is_identity(node: fx.Node) -> bool:
 
 
 def _single_dropout(graph: fx.Graph, node: fx.Node) -> None:
+    """The values alone; of a dropout that drops nothing the operand."""
     for user in list(node.users):
         if user.target is not operator.getitem or user.args[1] != 0:
             raise PassError("the mask of a dropout is used", where=f"%{node.name}", remedy="use functional.dropout")
-    with graph.inserting_before(node):
-        args = (node.args[0], node.args[1], True)
-        new = graph.create_node("call_function", aten.dropout.default, args, name="dropout")
-    first = output_types(node)[0]
-    kept = note(node)
-    set_note(new, Note(type=first, fqn=kept.fqn, source=kept.source, random=kept.random, recompute=kept.recompute))
+    new: Any = node.args[0]
+    if node.args[1] != 0 and node.args[2] is not False:
+        with graph.inserting_before(node):
+            args = (node.args[0], node.args[1], True)
+            new = graph.create_node("call_function", aten.dropout.default, args, name="dropout")
+        set_note(new, replace(note(node), type=output_types(node)[0]))
     for user in list(node.users):
         user.replace_all_uses_with(new)
         graph.erase_node(user)

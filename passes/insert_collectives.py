@@ -6,10 +6,11 @@ from torch import fx
 
 from fxpar.errors import PassError
 from fxpar.gradients import carried
-from fxpar.layout import I, Layout, Placement
+from fxpar.layout import I, Layout, Placement, R
 from fxpar.manager import register_pass
 from fxpar.operators import COERCIONS
 from fxpar.program import Note, Program, note, operands, output_layouts, output_node, set_note, update, with_operands
+from fxpar.rules.inference import resting
 
 
 @register_pass("insert_collectives", requires={"layouts"}, provides={"collectives"})
@@ -30,7 +31,7 @@ def insert_collectives(program: Program) -> Program:
     The coercions are the rows of SPEC section 2.1. One node serves all users that want the same layout of a value.
     Partial sums are reduced right after they are made, everything else is converted right before its first use.
     Values and gradients stay equal; afterwards every operation's operands have the layouts it needs. The loss ends
-    invariant on every axis; other outputs are returned as they are. Refuses conversions that the table lacks.
+    invariant on every axis; other outputs do too, or stay shards. Refuses conversions that the table lacks.
     """
     flags = carried(program)
     made: dict[tuple[fx.Node, str, Placement], fx.Node] = {}
@@ -60,10 +61,13 @@ def _converted(
         source, target = output_layouts(node)[0].on(axis), wanted.on(axis)
         if source == target or (not carries and {source.kind, target.kind} <= {"I", "R"}):
             continue
-        key = (node, axis, target)
-        if key not in made:
-            made[key] = _insert(program, node, axis, source, target, user)
-        node = made[key]
+        # An exchange is between two dimensions: another cut of the same one is taken from the whole.
+        same = source.is_shard and target.is_shard and source.dim == target.dim
+        for step in (R, target) if same else (target,):
+            key = (node, axis, step)
+            if key not in made:
+                made[key] = _insert(program, node, axis, output_layouts(node)[0].on(axis), step, user)
+            node = made[key]
     return node
 
 
@@ -78,7 +82,7 @@ def _insert(program: Program, node: fx.Node, axis: str, source: Placement, targe
             "call_function", row.operator, (node,), {"axis": axis}, name=f"{node.name}_{row.operator.__name__}"
         )
     kept = note(node)
-    place = kept if source.kind == "P" else note(user)
+    place = kept if source.kind == "P" or user.op == "output" else note(user)
     layout = output_layouts(node)[0].with_(axis, target)
     return set_note(
         new,
@@ -96,13 +100,16 @@ def _insert(program: Program, node: fx.Node, axis: str, source: Placement, targe
 def _finish_outputs(
     program: Program, made: dict[tuple[fx.Node, str, Placement], fx.Node], flags: dict[fx.Node, tuple[bool, ...]]
 ) -> None:
-    """The loss becomes invariant; a partial output is reduced, since no caller could add the ranks' summands."""
+    """The loss becomes invariant, other outputs too or stay shards.
+
+    No caller could add the ranks' summands of a partial value, nor give each rank its share of a gradient.
+    """
     final = output_node(program.graph)
     values = []
     for name, node in program.output_nodes().items():
         layout = output_layouts(node)[0]
         for axis in program.axes:
-            if name == program.loss or layout.on(axis).kind == "P":
-                layout = layout.with_(axis, I)
+            if name == program.loss or not layout.on(axis).is_shard:
+                layout = layout.with_(axis, resting(I, any(flags[node])))
         values.append(_converted(program, made, node, layout, any(flags[node]), final))
     final.args = (tuple(values),)

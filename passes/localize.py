@@ -120,8 +120,11 @@ def _slice(program: Program, node: fx.Node) -> None:
     kind = output_types(source)[0]
     dim = int(given.get("dim", 0)) % len(kind.shape)
     size = kind.shape[dim]
-    for axis, placement in output_layouts(source)[0]:
-        if placement.is_shard and placement.dim == dim and output_types(node)[0].shape[dim] != size:
+    cut = [(a, p) for a, p in output_layouts(source)[0] if p.is_shard and p.dim == dim]
+    if len(cut) > 1:
+        raise PassError("slices a dimension that several axes cut", where=f"%{node.name}", remedy="split it before")
+    for axis, placement in cut:
+        if output_types(node)[0].shape[dim] != size:
             start, end, step = given.get("start") or 0, given.get("end"), given.get("step", 1)
             bounds = (_bound(start, int(size)), int(size) if end is None else _bound(end, int(size)))
             local = local_bounds(placement.pieces, *bounds, step, program.axes[axis])

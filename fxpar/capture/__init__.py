@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from fxpar.capture.convert import CallSpec, convert
+from fxpar.capture.convert import CallSpec, SizeError, convert
 from fxpar.capture.trace import arguments, trace
 from fxpar.plan import Plan
 from fxpar.program import Program
@@ -47,13 +47,20 @@ def capture(
         batch: an example: a mapping (keyword arguments), a tuple (positional) or a tensor; at least two samples.
         plan: stored in the program; default `Plan()`.
         loss: a callable `(outputs, batch) → scalar`, the name of a scalar output, or None: the output `loss`, else
-            the only scalar.
+            the only scalar. An empty name asks for none.
 
     Raises:
         CaptureError: the model cannot be captured with the same values and gradients; says where and what to do.
     """
     function = loss if callable(loss) else None
-    traced = trace(model, batch, function)
     name = loss if isinstance(loss, str) else None
-    program, spec = convert(traced, model, plan or Plan(), name)
+    for symbolic in (None, 2, 1, 0):
+        traced = trace(model, batch, function, symbolic)
+        try:
+            program, spec = convert(traced, model, plan or Plan(), name)
+        except SizeError:
+            if symbolic == 0:
+                raise
+            continue
+        break
     return Captured(program, spec, traced.how, function)

@@ -16,12 +16,15 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn
-from torch.fx.node import map_arg
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.fx.node import map_arg
 
-from fxpar.capture.guards import RECOMPUTE_KEY
+from fxpar.capture.conditions import conditions
+from fxpar.capture.places import module_of, source_of
+from fxpar.capture.recording import RECOMPUTE_KEY, refuse_foreign
 from fxpar.capture.trace import Trace
-from fxpar.errors import CaptureError
+from fxpar.errors import CaptureError, TextError
 from fxpar.operators import function
 from fxpar.plan import Plan
 from fxpar.program import (
@@ -35,6 +38,7 @@ from fxpar.program import (
     TensorType,
     ValueType,
     set_note,
+    tensor_type,
 )
 from fxpar.symbols import Size, names, parse_size, simplify, symbol
 
@@ -43,6 +47,10 @@ RANDOM = frozenset(
     randint.low rand_like.default randn_like.default normal_functional.default uniform.default multinomial.default
     randperm.default alpha_dropout.default feature_dropout.default rrelu.default""".split()
 )
+
+
+class SizeError(CaptureError):
+    """A size that a program cannot write; with fewer symbols it could be a number."""
 
 
 @dataclass(frozen=True)
@@ -54,12 +62,14 @@ class CallSpec:
         in_leaves: for each leaf an input path, or the constant it had (which later calls must repeat).
         out_spec: nest of the model's output.
         out_leaves: for each leaf an output name, or a constant.
+        conditions: relations between symbols under which the trace is the model; a call that breaks one needs another.
     """
 
     in_spec: pytree.TreeSpec
     in_leaves: tuple[tuple[str, Any], ...]
     out_spec: pytree.TreeSpec
     out_leaves: tuple[tuple[str, Any], ...]
+    conditions: tuple[Any, ...] = ()
 
 
 class _Converter:
@@ -72,20 +82,35 @@ class _Converter:
         self.substitution: dict[Any, Any] = {}
         self.symbols: list[Symbol] = []
         self.random: Counter[str] = Counter()
+        # Sizes of the inputs by dimension; numbers where the trace fixed them.
+        users = [s.arg.name for s in self.signature.input_specs if s.kind is InputKind.USER_INPUT]
+        values = [n.meta.get("val") for n in traced.exported.graph.nodes if n.name in users]
+        shapes = [value.shape for value in values if isinstance(value, torch.Tensor)]
+        self.pinned = {(dim, str(size)) for shape in shapes for dim, size in enumerate(shape)}
 
     def size(self, value: Any) -> Size:
         if isinstance(value, int):
             return value
-        parsed = parse_size(str(value.node.expr))
+        try:
+            parsed = parse_size(str(value.node.expr))
+        except TextError:
+            raise SizeError(
+                f"the size {value.node.expr} is no polynomial in the inputs' sizes",
+                remedy="reshape with explicit sizes",
+            ) from None
         if isinstance(parsed, int):
             return parsed
         unknown = names([parsed]) - {str(s) for s in self.substitution}
         if unknown:
             raise CaptureError(
                 f"the size {parsed} depends on values of tensors ({', '.join(sorted(unknown))})",
-                remedy="use shapes that follow from the inputs' shapes",
+                remedy="use shapes that follow from the inputs' shapes (torch.where, masked_fill)",
             )
-        return simplify(parsed.subs(self.substitution))
+        size = simplify(parsed.subs(self.substitution))
+        images = {s.name for s in self.symbols if s.dim > 1}
+        if not isinstance(size, int) and not size.is_polynomial() and names([size]) & images:
+            raise SizeError(f"the size {size} of an image is no polynomial", remedy="give images of one size")
+        return size
 
     def type(self, value: Any) -> ValueType:
         if isinstance(value, torch.Tensor):
@@ -98,17 +123,30 @@ class _Converter:
             return ScalarType(self.size(value))
         return None
 
+    def placed_type(self, node: fx.Node, place: str = "") -> ValueType:
+        """The type of a node's value; errors name the place, or the author's line."""
+        try:
+            return self.type(node.meta.get("val"))
+        except CaptureError as error:
+            raise type(error)(
+                error.reason, where=place or source_of(node) or f"%{node.name}", remedy=error.remedy
+            ) from None
+
     def declare(self, path: str, value: torch.Tensor) -> None:
         """Names the symbols that first occur in this input: `b` in front, then `s`, then by number.
 
         Inputs whose examples agree in the same dimension share its symbol (labels and tokens have one batch and one
-        sequence length, which tracing alone does not find out); calls are checked against that.
+        sequence length, which tracing alone does not find out); calls are checked against that. Where the model takes
+        one size only (tokens as long as its mask), those that agree with it are that number.
         """
         for dim, size in enumerate(value.shape):
             if isinstance(size, int):
                 continue
             key = size.node.expr
             if not key.is_Symbol or symbol(str(key)) in self.substitution:
+                continue
+            if (dim, str(size.node.hint)) in self.pinned:
+                self.substitution[symbol(str(key))] = int(size.node.hint)
                 continue
             known = next((s for s in self.symbols if s.dim == dim and s.example == int(size.node.hint)), None)
             if known is not None:
@@ -121,12 +159,19 @@ class _Converter:
             self.symbols.append(Symbol(name, path, dim, int(size.node.hint)))
 
     def note(self, node: fx.Node) -> Note:
-        fqn = _module_of(node).removeprefix(self.traced.prefix)
+        value = node.meta.get("val")
+        if isinstance(value, (torch.SymFloat, torch.SymBool)) and free_unbacked_symbols(value):
+            raise CaptureError(
+                "reads the value of a tensor on the host, which no graph of all ranks can hold",
+                where=source_of(node) or f"%{node.name}",
+                remedy="keep it a tensor (no item(), tolist() or float())",
+            )
+        fqn = module_of(node).removeprefix(self.traced.prefix)
         fqn = "" if self.traced.prefix and fqn == self.traced.prefix.rstrip(".") else fqn
         return Note(
-            type=self.type(node.meta.get("val")),
+            type=self.placed_type(node),
             fqn=fqn,
-            source=_source_of(node),
+            source=source_of(node),
             random=self.random_identity(node, fqn),
             recompute=node.meta.get("custom", {}).get(RECOMPUTE_KEY, 0),
         )
@@ -147,22 +192,6 @@ class _Converter:
         return int.from_bytes(digest[:4], "little") or 1
 
 
-def _module_of(node: fx.Node) -> str:
-    stack = node.meta.get("nn_module_stack") or {}
-    paths = [str(entry[0]) for key, entry in stack.items() if not str(entry[0]).startswith("_empty_nn")]
-    found = paths[-1] if paths else ""
-    return re.sub(r"\[['\"]?(\w+)['\"]?\]", r".\1", found).removeprefix("L['self']").lstrip(".")
-
-
-def _source_of(node: fx.Node) -> str:
-    frames = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-    own = [(f, line) for f, line in frames if "/torch/" not in f and not f.startswith("<")]
-    if not own:
-        return ""
-    name, line = own[-1]
-    return f"{name.rsplit('/', 1)[-1]}:{line}"
-
-
 def _tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
     found.update(model.named_buffers(remove_duplicate=False))
@@ -177,10 +206,11 @@ def convert(traced: Trace, model: nn.Module, plan: Plan, loss: str | None) -> tu
     """The program of a trace, and how calls map to it.
 
     Args:
-        loss: name of the output to differentiate; None for `loss`, else the only scalar that there is.
+        loss: name of the output to differentiate; None for `loss`, else the only scalar that there is; empty for none.
     """
     state = _Converter(traced, model)
-    graph, mapping = fx.Graph(), {}
+    graph = fx.Graph()
+    mapping: dict[fx.Node, fx.Node] = {}
     in_spec = traced.exported.call_spec.in_spec
     paths = [_path(keys) for keys, _ in pytree.tree_flatten_with_path(_numbered(in_spec))[0]]
     parameters, inputs, constants, in_leaves = _placeholders(state, graph, mapping, paths)
@@ -200,7 +230,8 @@ def convert(traced: Trace, model: nn.Module, plan: Plan, loss: str | None) -> tu
         constants=constants,
     )
     program = program.with_(loss=_loss_name(program, loss))
-    spec = CallSpec(in_spec, tuple(in_leaves), traced.exported.call_spec.out_spec, tuple(out_leaves))
+    taken = conditions(traced, state.substitution)
+    spec = CallSpec(in_spec, tuple(in_leaves), traced.exported.call_spec.out_spec, tuple(out_leaves), taken)
     return program, spec
 
 
@@ -234,8 +265,11 @@ def _placeholders(
     for node, spec in zip(holders, state.signature.input_specs, strict=True):
         if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
             actual = exported.state_dict.get(spec.target, exported.constants.get(spec.target))
+            actual = state.traced.originals.get(id(actual), actual)
             fqn = by_identity.get(id(actual)) or str(spec.target).removeprefix(state.traced.prefix)
-            fqn = first.get(id(tensors[fqn]), fqn) if fqn in tensors else fqn
+            if fqn not in tensors:
+                refuse_foreign(fqn)
+            fqn = first.get(id(tensors[fqn]), fqn)
             if fqn not in owned:
                 owned[fqn] = _placeholder(state, graph, node, fqn)
                 kind = "parameter" if spec.kind is InputKind.PARAMETER else "buffer"
@@ -243,9 +277,10 @@ def _placeholders(
                 parameters.append(_parameter(owned[fqn], fqn, kind, trainable, tuple(aliases.get(fqn, [fqn])[1:])))
             mapping[node] = owned[fqn]
         elif spec.kind is InputKind.CONSTANT_TENSOR:
-            mapping[node] = _placeholder(state, graph, node, str(spec.target))
-            parameters.append(_parameter(mapping[node], str(spec.target), "constant", False, ()))
-            constants[str(spec.target)] = exported.constants[spec.target].detach().clone()
+            fqn = str(spec.target).removeprefix(state.traced.prefix)
+            mapping[node] = _placeholder(state, graph, node, fqn)
+            parameters.append(_parameter(mapping[node], fqn, "constant", False, ()))
+            constants[fqn] = _constant(fqn, exported.constants[spec.target])
         elif spec.kind is InputKind.USER_INPUT:
             path = next(shown)
             if isinstance(spec.arg, ConstantArgument):
@@ -257,22 +292,30 @@ def _placeholders(
         else:
             raise CaptureError(f"an input of kind {spec.kind.name} is not supported", where=f"%{node.name}")
     for node, path in pending:
-        mapping[node] = _placeholder(state, graph, node, "")
-        kind = state.type(node.meta["val"])
-        assert isinstance(kind, TensorType)
-        inputs.append(Input(path, mapping[node].name, kind))
+        mapping[node] = _placeholder(state, graph, node, "", path)
+        inputs.append(Input(path, mapping[node].name, tensor_type(mapping[node])))
     return parameters, inputs, constants, leaves
 
 
-def _placeholder(state: _Converter, graph: fx.Graph, node: fx.Node, fqn: str) -> fx.Node:
+def _constant(name: str, value: torch.Tensor) -> torch.Tensor:
+    """The value of a tensor that belongs to the trace and not to the model."""
+    if value.is_meta:
+        raise CaptureError(
+            f"the model uses a tensor {list(value.shape)} of the meta device, which has no values",
+            where=name,
+            remedy="register it as a buffer, or make it in forward",
+        )
+    return value.detach().clone()
+
+
+def _placeholder(state: _Converter, graph: fx.Graph, node: fx.Node, fqn: str, place: str = "") -> fx.Node:
     name = re.sub(r"\W", "_", fqn) if fqn else node.name
+    name = f"p_{name}" if name[0].isdigit() else name
     new = graph.create_node("placeholder", name, name=name)
-    return set_note(new, Note(type=state.type(node.meta["val"]), fqn=fqn.rpartition(".")[0]))
+    return set_note(new, Note(type=state.placed_type(node, place or fqn), fqn=fqn.rpartition(".")[0]))
 
 
 def _parameter(node: fx.Node, fqn: str, kind: str, trainable: bool, tied: tuple[str, ...]) -> Parameter:
-    from fxpar.program import tensor_type
-
     return Parameter(fqn, node.name, kind, tensor_type(node), trainable, tied)
 
 
@@ -284,6 +327,7 @@ def _copy(state: _Converter, graph: fx.Graph, node: fx.Node, mapping: Mapping[fx
 
     args, kwargs = map_arg(node.args, swap), map_arg(node.kwargs, swap)
     target: Callable[..., Any] = node.target  # type: ignore[assignment]
+    name = node.name
     recorded = state.traced.recorder.functions.get(str(target))
     if recorded is not None:
         path, constants, positions = recorded
@@ -291,7 +335,8 @@ def _copy(state: _Converter, graph: fx.Graph, node: fx.Node, mapping: Mapping[fx
         for position, value in zip(positions, args, strict=True):
             full[position] = value
         target, args, kwargs = function, tuple(full), {"path": path}
-    new = graph.create_node("call_function", target, args, kwargs, name=node.name)
+        name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", path.rpartition(".")[2]).lower()
+    new = graph.create_node("call_function", target, args, kwargs, name=name)
     return set_note(new, state.note(node))
 
 
@@ -324,6 +369,8 @@ def _loss_name(program: Program, wanted: str | None) -> str:
         for name, node in program.output_nodes().items()
         if isinstance(kind := node.meta["custom"]["fxpar"].type, TensorType) and kind.is_float and not kind.shape
     ]
+    if wanted == "":
+        return ""
     if wanted is not None:
         if wanted not in scalars:
             raise CaptureError(

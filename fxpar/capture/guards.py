@@ -1,48 +1,51 @@
-"""Guards against what tracing loses in silence (DESIGN section 9).
+"""Guards on what goes into a trace: models and examples that tracing would misread in silence (DESIGN section 9).
 
-Enters: a model and its example inputs. Leaves: inputs that share no tensor, a trace in which the user's autograd
-functions are single nodes and checkpointed regions are marked, and errors for what cannot be kept.
+Enters: a model and its example inputs. Leaves: inputs that share no tensor, or errors that name what cannot be kept.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
+import inspect
+import random
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any
-from unittest import mock
 
+import numpy as np
 import torch
 import torch.utils._pytree as pytree
-import torch.utils.checkpoint
-from torch import nn
-from torch.fx.traceback import annotate
+from torch import Tensor, nn
 
 from fxpar.errors import CaptureError
 
-NAMESPACE = "fxpar_capture"
-RECOMPUTE_KEY = "fxpar_recompute"
-_serial = itertools.count()
+_CONSTANTS = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
 
 def separate(values: Any) -> Any:
     """The same nest with every tensor cloned: two arguments that are one tensor would become one placeholder."""
-    return pytree.tree_map_only(torch.Tensor, lambda t: t.detach().clone(), values)
+    return pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), values)
 
 
 def check_model(model: nn.Module) -> None:
     """Refuses models whose training step is more than their forward and its gradient.
 
     Raises:
-        CaptureError: backward hooks, or a wrapper that communicates by itself.
+        CaptureError: hooks on gradients, a wrapper that communicates or compiles by itself, TorchScript.
     """
+    if isinstance(model, torch._dynamo.OptimizedModule):
+        raise CaptureError(
+            "is compiled already", where=type(model).__name__, remedy="pass the model inside it (model._orig_mod)"
+        )
     for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise CaptureError(
+                "is TorchScript", where=name or "model", remedy="pass the Python module it was made from"
+            )
         if module._backward_hooks or module._backward_pre_hooks:
             raise CaptureError(
                 "has backward hooks, which a trace of the forward does not see",
                 where=name or type(model).__name__,
-                remedy="remove them; use tensor hooks on the gradients after backward",
+                remedy="remove them; change the gradients after backward",
             )
         if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
             raise CaptureError(
@@ -50,140 +53,114 @@ def check_model(model: nn.Module) -> None:
                 where=name or "model",
                 remedy="pass the model inside it (model.module)",
             )
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise CaptureError(
+                "has hooks on its gradient, which a trace of the forward does not see",
+                where=name,
+                remedy="remove them; change the gradients after backward",
+            )
+
+
+def check_loss(loss: Any) -> None:
+    """Refuses losses that would learn: their parameters belong to no model.
+
+    Raises:
+        CaptureError: names the parameter.
+    """
+    parameters = loss.named_parameters() if isinstance(loss, nn.Module) else ()
+    for name, parameter in parameters:
+        if parameter.requires_grad:
+            raise CaptureError(
+                "the loss has a parameter of its own",
+                where=f"loss.{name}",
+                remedy="make it a part of the model, or freeze it",
+            )
 
 
 def check_example(values: Any) -> None:
     """Refuses example inputs that a trace would misread.
 
     Raises:
-        CaptureError: no tensor at all, a tensor that requires a gradient, or an empty dimension.
+        CaptureError: no tensor at all, a tensor that requires a gradient, is empty or not dense, or an object that is
+            neither a tensor nor a plain constant.
     """
-    tensors = [(pytree.keystr(path), t) for path, t in pytree.tree_flatten_with_path(values)[0] if _is_tensor(t)]
-    if not tensors:
+    leaves = [(f"example{pytree.keystr(path)}", value) for path, value in pytree.tree_flatten_with_path(values)[0]]
+    for where, value in leaves:
+        if isinstance(value, Tensor):
+            _check_tensor(where, value)
+        elif not isinstance(value, _CONSTANTS):
+            raise CaptureError(
+                f"a {type(value).__name__} can be neither traced nor kept as a constant",
+                where=where,
+                remedy="pass tensors, numbers, strings or containers (torch.export.register_dataclass makes one)",
+            )
+    if not any(isinstance(value, Tensor) for _, value in leaves):
         raise CaptureError("the example holds no tensor", where="example", remedy="pass a batch as training sees it")
-    for path, tensor in tensors:
-        if tensor.requires_grad:
-            raise CaptureError(
-                "requires a gradient; only parameters do",
-                where=f"example{path}",
-                remedy="detach it, or make it a parameter of a module",
-            )
-        if 0 in tensor.shape:
-            raise CaptureError(
-                f"has the empty shape {list(tensor.shape)}", where=f"example{path}", remedy="use at least two samples"
-            )
 
 
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
-
-
-@dataclass
-class Recorder:
-    """What was seen while tracing.
-
-    Attributes:
-        functions: for each recorded call of a user's autograd function, by the name of the operator that stands in for
-            it: the path of the class and its arguments, tensors replaced by `None` markers at `tensor_positions`.
-        regions: how many checkpointed regions were entered.
-    """
-
-    functions: dict[str, tuple[str, tuple[Any, ...], tuple[int, ...]]] = field(default_factory=dict)
-    regions: int = 0
-
-
-def _path_of(function: type) -> str:
-    if "<locals>" in function.__qualname__ or "." in function.__qualname__:
+def _check_tensor(where: str, tensor: Tensor) -> None:
+    if tensor.requires_grad:
         raise CaptureError(
-            "an autograd function defined inside another scope cannot be named",
-            where=f"{function.__module__}.{function.__qualname__}",
-            remedy="define the class at the top level of a module",
+            "requires a gradient; only parameters do",
+            where=where,
+            remedy="detach it, or make it a parameter of a module",
         )
-    return f"{function.__module__}.{function.__qualname__}"
+    if tensor.layout is not torch.strided:
+        raise CaptureError(f"has the layout {tensor.layout}", where=where, remedy="pass a dense tensor")
+    if 0 in tensor.shape:
+        raise CaptureError(f"has the empty shape {list(tensor.shape)}", where=where, remedy="use at least two samples")
 
 
-@contextlib.contextmanager
-def recording() -> Iterator[Recorder]:
-    """While active, `autograd.Function.apply` and activation checkpointing leave marks in the trace.
+def bound_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments by parameter name of `forward`; `*args` as a tuple, `**kwargs` as a mapping.
 
-    A trace runs a function's forward and differentiates what it saw, so that a hand-written backward would be lost.
-    Each call is therefore kept as one operator with the function's own name. Checkpointed regions would be inlined
-    and forgotten: their nodes are annotated with the region's number.
+    Raises:
+        CaptureError: forward does not take them.
     """
-    recorder = Recorder()
-    library = torch.library.Library(NAMESPACE, "FRAGMENT")
-    original = torch.autograd.Function.__dict__["apply"].__func__
-
-    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if cls is torch.utils.checkpoint.CheckpointFunction:  # (run_function, preserve_rng_state, *args)
-            with _region(recorder):
-                return args[0](*args[2:])
-        if cls.__module__.startswith("torch.") or not torch.compiler.is_exporting():
-            return original(cls, *args, **kwargs)
-        return _apply_as_operator(cls, original, library, recorder, args, kwargs)
-
-    generator = torch.utils.checkpoint._checkpoint_without_reentrant_generator
-
-    def marked(*args: Any, **kwargs: Any) -> Iterator[Any]:
-        with _region(recorder):
-            yield from generator(*args, **kwargs)
-
-    with (
-        mock.patch.object(torch.autograd.Function, "apply", classmethod(apply)),
-        mock.patch.object(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", marked),
-    ):
-        yield recorder
-    library._destroy()
+    try:
+        return dict(inspect.signature(module.forward).bind(*args, **kwargs).arguments)
+    except TypeError as error:
+        raise CaptureError(
+            f"does not fit the model's forward: {error}", where="example", remedy="pass what forward takes"
+        ) from None
 
 
 @contextlib.contextmanager
-def _region(recorder: Recorder) -> Iterator[None]:
-    recorder.regions += 1
-    with annotate({RECOMPUTE_KEY: recorder.regions}):
+def untouched(model: nn.Module) -> Iterator[None]:
+    """Puts back the attributes that a traced forward assigns: a trace must leave neither counts nor fake tensors."""
+    kept = [(module, dict(vars(module))) for module in model.modules()]
+    try:
         yield
+    finally:
+        for module, attributes in kept:
+            vars(module).clear()
+            vars(module).update(attributes)
 
 
-def _apply_as_operator(
-    cls: Any,
-    original: Any,
-    library: torch.library.Library,
-    recorder: Recorder,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-) -> Any:
-    path = _path_of(cls)
-    if kwargs:
-        raise CaptureError("keyword arguments of an autograd function are lost", where=path, remedy="pass by position")
-    positions = tuple(i for i, a in enumerate(args) if _is_tensor(a))
-    constants = tuple(None if i in positions else a for i, a in enumerate(args))
-    for value in constants:
-        if not isinstance(value, (int, float, bool, str, type(None), torch.dtype)):
-            raise CaptureError(
-                f"an argument of type {type(value).__name__} cannot be recorded",
-                where=path,
-                remedy="pass tensors, numbers or strings to the function",
-            )
+@contextlib.contextmanager
+def no_host_random(model: nn.Module) -> Iterator[None]:
+    """Refuses a forward that draws from Python's or numpy's generator: a trace would repeat that draw for ever.
 
-    def run(*tensors: torch.Tensor) -> Any:
-        full = list(constants)
-        for position, tensor in zip(positions, tensors, strict=True):
-            full[position] = tensor
-        return original(cls, *full)
+    Raises:
+        CaptureError: at the end; both generators are then as they were.
+    """
+    python, array = random.getstate(), np.random.get_state(legacy=False)
+    try:
+        yield
+        unchanged = {"random": random.getstate() == python, "numpy": _same_state(array)}
+    finally:
+        random.setstate(python)
+        np.random.set_state(array)
+    drawn = [name for name, same in unchanged.items() if not same]
+    if drawn:
+        raise CaptureError(
+            f"the forward draws random numbers on the host ({' and '.join(drawn)}), which a trace would make constants",
+            where=type(model).__name__,
+            remedy="switch that augmentation or layer dropping off, or draw in the data loader and pass the result",
+        )
 
-    with torch.no_grad():
-        outputs = run(*[args[i].detach() for i in positions])
-    several = isinstance(outputs, tuple)
-    if not all(_is_tensor(o) for o in (outputs if several else (outputs,))):
-        raise CaptureError("returns something else than tensors", where=path, remedy="return tensors only")
-    name = f"f{next(_serial)}"
-    returns = f"({', '.join(['Tensor'] * len(outputs))})" if several else "Tensor"
-    library.define(f"{name}({', '.join(f'Tensor t{i}' for i in range(len(positions)))}) -> {returns}")
-    library.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"{NAMESPACE}::{name}", run, lib=library)
 
-    def refuse(ctx: Any, *grads: Any) -> Any:
-        raise CaptureError("the gradient was asked for while tracing", where=path)
-
-    torch.library.register_autograd(f"{NAMESPACE}::{name}", refuse, lib=library)
-    recorder.functions[f"{NAMESPACE}.{name}.default"] = (path, constants, positions)
-    return getattr(getattr(torch.ops, NAMESPACE), name)(*[args[i] for i in positions])
+def _same_state(before: Any) -> bool:
+    now: Any = np.random.get_state(legacy=False)
+    return bool(now["state"]["pos"] == before["state"]["pos"] and (now["state"]["key"] == before["state"]["key"]).all())

@@ -1,42 +1,64 @@
 """From a module to an exported graph: non-strict `torch.export`, Dynamo where that fails.
 
-Enters: a module, example arguments. Leaves: `Trace`, an `ExportedProgram` in functional form with what the guards saw.
+Enters: a module, example arguments. Leaves: `Trace`, an `ExportedProgram` in functional form with what was recorded.
 """
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import io
+import logging
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch import fx, nn
+from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
 from torch.export import Dim, ExportedProgram
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from fxpar.capture.guards import Recorder, check_example, check_model, recording, separate
+from fxpar.capture.dynamo import Assumption, dynamo_graph, symbolic_dims
+from fxpar.capture.guards import (
+    bound_arguments,
+    check_example,
+    check_loss,
+    check_model,
+    no_host_random,
+    separate,
+    untouched,
+)
+from fxpar.capture.memory import with_memory
+from fxpar.capture.places import place_of
+from fxpar.capture.recording import Recorder, Watch, recording
+from fxpar.capture.regions import refuse_mutation, replace_copies, settle
 from fxpar.errors import CaptureError
 
+# Arguments, keyword arguments, and how many leading dimensions are symbolic.
+_Call = tuple[tuple[Any, ...], dict[str, Any], int | None]
 _FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, KeyError, AssertionError, TorchDynamoException)
 
 
 class WithLoss(nn.Module):
     """A model and a loss `(outputs, batch) → scalar` traced together; returns both."""
 
-    def __init__(self, model: nn.Module, loss: Callable[[Any, Any], torch.Tensor]) -> None:
+    def __init__(self, model: nn.Module, loss: Callable[[Any, Any], Tensor]) -> None:
         super().__init__()
         self.model = model
-        self.loss = loss
+        self._loss = (loss,)  # in a tuple: a loss that is a module is no part of the model
 
     def forward(self, batch: Any) -> Any:
         """Outputs and loss for one batch."""
         args, kwargs = arguments(self.model, batch, True)
         outputs = self.model(*args, **kwargs)
-        return {"loss": self.loss(outputs, batch), "outputs": outputs}
+        loss = self._loss[0](outputs, batch)
+        if not isinstance(loss, Tensor) or loss.dim() > 0 or not loss.is_floating_point():
+            kind = f"{loss.dtype}{list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise CaptureError(f"returns {kind}, no floating scalar", where="loss", remedy="reduce it to one number")
+        return {"loss": loss, "outputs": outputs}
 
 
 def arguments(model: nn.Module, batch: Any, has_loss: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -59,79 +81,130 @@ def arguments(model: nn.Module, batch: Any, has_loss: bool) -> tuple[tuple[Any, 
 
 @dataclass(frozen=True)
 class Trace:
-    """An exported program, how it was obtained (`export` or `dynamo`), and what was recorded on the way."""
+    """An exported program in functional form and how it came about.
+
+    Attributes:
+        exported: the graph with its signature.
+        how: `export`, or `dynamo`.
+        recorder: what was recorded on the way.
+        prefix: what module paths begin with besides the author's names.
+        originals: where the model has no memory, its tensor for the id of each tensor of `exported`.
+        assumptions: branches on sizes that Dynamo took before the export.
+    """
 
     exported: ExportedProgram
     how: str
     recorder: Recorder
     prefix: str
+    originals: Mapping[int, Tensor] = field(default_factory=dict)
+    assumptions: tuple[Assumption, ...] = ()
 
 
-def trace(model: nn.Module, batch: Any, loss: Callable[..., Any] | None) -> Trace:
+def trace(model: nn.Module, batch: Any, loss: Callable[..., Any] | None, symbolic: int | None = None) -> Trace:
     """Traces the model on a batch, and with `loss` also `loss(outputs, batch)`.
 
     Every dimension of two or more elements is offered as symbolic; the model may pin it.
+
+    Args:
+        symbolic: how many leading dimensions are offered; None for all.
 
     Raises:
         CaptureError: the model cannot be traced into one graph; the text says where and what to do.
     """
     check_model(model)
+    check_loss(loss)
     check_example(batch)
-    batch = separate(batch)
-    module, prefix = model, ""
     args, kwargs = arguments(model, batch, loss is not None)
-    if loss is not None:
-        module, prefix, args, kwargs = WithLoss(model, loss), "model.", (batch,), {}
-    with recording() as recorder, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        exported, how = _export(module, args, kwargs)
-        _inline_modes(exported.graph_module)
-        functional = exported.run_decompositions({})
-    _refuse_mutation(functional)
-    return Trace(functional, how, recorder, prefix)
+    bound_arguments(model, args, kwargs)
+    safe = separate(batch)
+    with _quiet(), untouched(model), no_host_random(model), with_memory(model, safe) as (batch, originals):
+        module, prefix = model, ""
+        args, kwargs = arguments(model, batch, loss is not None)
+        if loss is not None:
+            module, prefix, args, kwargs = WithLoss(model, loss), "model.", (batch,), {}
+        return _trace(module, prefix, (args, kwargs, symbolic), originals)
 
 
-def _symbolic(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return {i: Dim.AUTO for i, size in enumerate(value.shape) if size > 1}
-    return None
-
-
-def _export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[ExportedProgram, str]:
-    shapes = pytree.tree_map(_symbolic, (args, kwargs))
-    flat = (*shapes[0], *shapes[1].values())
-
-    def export(target: nn.Module) -> ExportedProgram:
-        return torch.export.export(target, args, kwargs, dynamic_shapes=_named_shapes(args, kwargs, flat), strict=False)
-
+def _trace(module: nn.Module, prefix: str, call: _Call, originals: Mapping[int, Tensor]) -> Trace:
+    args, kwargs, symbolic = call
+    first: BaseException | None = None
+    for offered in _offers(args, kwargs, symbolic):
+        try:
+            exported, recorder = _functional(module, (args, kwargs, offered), prefix)
+            return Trace(exported, "export", recorder, prefix, originals)
+        except _FAILURES as error:
+            _explain_now(error, module if originals else None)
+            first = first or error
+    assert first is not None
     try:
-        return export(module), "export"
-    except CaptureError:
-        raise
-    except _FAILURES as error:
-        first = error
-    _explain_now(first)
-    try:
-        from torch._dynamo.functional_export import dynamo_graph_capture_for_export
-
-        captured = dynamo_graph_capture_for_export(module)(*args, **kwargs)
-        return export(captured), "dynamo"
+        graph_module, assumptions = dynamo_graph(module, *call)
+        exported, recorder = _functional(graph_module, call, prefix)
+        return Trace(exported, "dynamo", recorder, prefix, originals, assumptions)
     except _FAILURES as error:
         raise _explained(first, error) from first
 
 
-def _named_shapes(args: tuple[Any, ...], kwargs: dict[str, Any], flat: tuple[Any, ...]) -> Any:
-    """`dynamic_shapes` wants a mapping for keyword calls and a tuple for positional ones."""
-    return tuple(flat) if args or not kwargs else dict(zip(kwargs, flat, strict=True))
+def _offers(args: tuple[Any, ...], kwargs: dict[str, Any], symbolic: int | None) -> tuple[int | None, ...]:
+    """How many leading dimensions to try: models for images of one size often fail where theirs is symbolic."""
+    deep = any(isinstance(v, Tensor) and symbolic_dims(v, None)[2:] for v in pytree.tree_leaves((args, kwargs)))
+    return (symbolic, 2) if symbolic is None and deep else (symbolic,)
 
 
-def _explain_now(error: BaseException) -> None:
+def _functional(module: nn.Module, call: _Call, prefix: str) -> tuple[ExportedProgram, Recorder]:
+    """Exports a module in functional form."""
+    args, kwargs, symbolic = call
+    shapes = pytree.tree_map(lambda value: _offered(value, symbolic), bound_arguments(module, args, kwargs))
+    with recording() as recorder:
+        try:
+            with Watch(), contextlib.redirect_stderr(io.StringIO()):  # it prints the graph of a failed trace
+                exported = torch.export.export(module, args, kwargs, dynamic_shapes=shapes, strict=False)
+        except CaptureError as error:
+            if error.where:
+                raise
+            raise CaptureError(error.reason, where=place_of(error), remedy=error.remedy) from error
+        settle(exported, prefix)
+        functional = exported.run_decompositions({})
+        refuse_mutation(functional, prefix)
+        replace_copies(functional)
+    return functional, recorder
+
+
+def _offered(value: Any, symbolic: int | None) -> Any:
+    if isinstance(value, Tensor):
+        return dict.fromkeys(symbolic_dims(value, symbolic), Dim.AUTO)
+    return None
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Tracing logs graphs and warnings about what becomes one error here."""
+    loggers = [logging.getLogger(f"torch.{name}") for name in ("fx.experimental.symbolic_shapes", "_dynamo", "export")]
+    kept = [logger.disabled for logger in loggers]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for logger in loggers:
+            logger.disabled = True
+        try:
+            yield
+        finally:
+            for logger, was in zip(loggers, kept, strict=True):
+                logger.disabled = was
+
+
+def _explain_now(error: BaseException, without_memory: nn.Module | None) -> None:
     """Raises at once where no other way of tracing can help."""
     text = str(error)
+    stray = _meta_attribute(without_memory) if without_memory is not None and "device meta" in text else ""
+    if stray:
+        raise CaptureError(
+            "a tensor of the meta device that is neither parameter nor buffer has no values",
+            where=stray,
+            remedy="register it as a buffer, or make it in forward",
+        ) from error
     if isinstance(error, GuardOnDataDependentSymNode) or "data-dependent" in text.lower():
         raise CaptureError(
             f"the model branches on values of tensors: {_first_line(text)}",
-            where=_place(error),
+            where=place_of(error),
             remedy="decide with sizes or configuration, or use torch.where",
         ) from error
     if "Cache" in text and "output" in text:
@@ -140,12 +213,27 @@ def _explain_now(error: BaseException) -> None:
             where="model.config.use_cache",
             remedy="set model.config.use_cache = False (caches are for generation)",
         ) from error
+    if "not a known type" in text and "output" in text:
+        raise CaptureError(
+            f"the model returns an object that is no known container: {_first_line(text).split('. ')[0]}",
+            where="outputs",
+            remedy="return tensors, tuples or dicts; torch.export.register_dataclass makes a dataclass known",
+        ) from error
+
+
+def _meta_attribute(model: nn.Module) -> str:
+    """The first tensor attribute that is on the meta device; parameters and buffers are fakes by then."""
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor) and value.is_meta:
+                return f"{path}.{name}".lstrip(".")
+    return ""
 
 
 def _explained(first: BaseException, second: BaseException) -> CaptureError:
     return CaptureError(
         f"the model cannot be traced: {_first_line(str(first))}; and with Dynamo: {_first_line(str(second))}",
-        where=_place(first),
+        where=place_of(first),
         remedy="make the forward depend on inputs and configuration alone",
     )
 
@@ -153,76 +241,3 @@ def _explained(first: BaseException, second: BaseException) -> CaptureError:
 def _first_line(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[0][:300] if lines else "no reason given"
-
-
-def _place(error: BaseException) -> str:
-    """The deepest frame of the traceback that is the author's and not torch's."""
-    found, entry = "", error.__traceback__
-    while entry is not None:
-        name = entry.tb_frame.f_code.co_filename
-        if "/torch/" not in name and "/fxpar/" not in name and not name.startswith("<"):
-            found = f"{name.rsplit('/', 1)[-1]}:{entry.tb_lineno}"
-        entry = entry.tb_next
-    return found
-
-
-def _inline_modes(graph_module: fx.GraphModule) -> None:
-    """Inlines `no_grad` regions, whose outputs are detached, before decomposition forgets that they were any."""
-    for node in list(graph_module.graph.nodes):
-        if node.op != "call_function" or not isinstance(node.target, torch._ops.HigherOrderOperator):
-            continue
-        name = node.target.name()
-        if name == "wrap_with_set_grad_enabled":
-            _inline(graph_module, node, node.args[1], node.args[2:], detach=not node.args[0])
-        elif name == "wrap_with_autocast" and node.args[2] is False:
-            _inline(graph_module, node, node.args[4], node.args[5:], detach=False)
-        else:
-            raise CaptureError(
-                f"the higher-order operator {name} is not supported",
-                where=f"%{node.name}",
-                remedy="leave control flow, autocast and compiled regions out of the model",
-            )
-    graph_module.graph.lint()
-    graph_module.recompile()
-
-
-def _inline(graph_module: fx.GraphModule, node: fx.Node, body: fx.Node, args: Any, detach: bool) -> None:
-    inner = getattr(graph_module, str(body.target))
-    _inline_modes(inner)
-    graph = graph_module.graph
-    with graph.inserting_before(node):
-        holders = [n for n in inner.graph.nodes if n.op == "placeholder"]
-        mapping = dict(zip(holders, args, strict=True))
-        outputs = graph.graph_copy(inner.graph, mapping)
-        outputs = list(outputs) if isinstance(outputs, (tuple, list)) else [outputs]
-        if detach:
-            outputs = [_detached(graph, value) for value in outputs]
-    for user in list(node.users):
-        if user.target.__name__ != "getitem":  # type: ignore[union-attr]
-            raise CaptureError("a region's outputs are used as a whole", where=f"%{node.name}")
-        user.replace_all_uses_with(outputs[user.args[1]])  # type: ignore[index]
-        graph.erase_node(user)
-    graph.erase_node(node)
-    if not body.users:
-        graph.erase_node(body)
-
-
-def _detached(graph: fx.Graph, value: Any) -> Any:
-    kind = value.meta.get("val") if isinstance(value, fx.Node) else None
-    if not isinstance(kind, torch.Tensor) or not kind.dtype.is_floating_point:
-        return value
-    node = graph.call_function(torch.ops.aten.detach.default, (value,))
-    node.meta = dict(value.meta)
-    return node
-
-
-def _refuse_mutation(exported: ExportedProgram) -> None:
-    signature = exported.graph_signature
-    for name, target in signature.buffers_to_mutate.items():
-        raise CaptureError(
-            f"the forward changes the buffer {target} (value {name})",
-            where=target,
-            remedy="use layers without running statistics (LayerNorm for BatchNorm), or put them in eval mode",
-        )
-    for target in signature.user_inputs_to_mutate.values():
-        raise CaptureError("the forward changes its input in place", where=target, remedy="work on a copy")

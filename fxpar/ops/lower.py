@@ -93,7 +93,12 @@ class _Lowering:
         self.graph.erase_node(node)
 
     def _place(self, node: fx.Node) -> None:
-        """Operators that make tensors from nothing are told the device; the text names none."""
+        """Operators that make tensors from nothing are told the device; the text names none.
+
+        Views become reshapes: the strides of the trace are those of one kernel on one device.
+        """
+        if node.target is torch.ops.aten.view.default:
+            node.target = torch.ops.aten.reshape.default
         schema = node.target._schema.arguments  # type: ignore[union-attr]
         if any(a.name == "device" for a in schema) and not operands(node):
             node.kwargs = {**node.kwargs, "device": self.device}

@@ -7,17 +7,20 @@ which dimension it means and how a fused dimension must be cut.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+import torch
 from torch import fx
 
 from fxpar.layout import Piece, Placement, pieces_of, shard
 from fxpar.program import operands, output_types, tensor_type
-from fxpar.rules.engine import Labelling, Refusal, call_of, seed_signature
+from fxpar.rules.engine import Labelling, Refusal, bind_arguments, call_of, seed_signature
 from fxpar.rules.table import rule_of
-from fxpar.symbols import divide
+from fxpar.symbols import divide, product
+
+_aten = torch.ops.aten
 
 
 @dataclass
@@ -28,13 +31,19 @@ class Trail:
         role: what the first matrix product made of it: `column` (its output is a shard), `row` (partial), or "".
         product: that product.
         refused: operations that did not accept the shard, with their reasons.
-        factored: whether a view made a dimension of its own of the cut factor (heads).
+        factored: whether a view made a dimension of its own of the cut factor, in front of another (heads).
+        inner: whether a view left the cut in the last of the dimensions that it made (inside of heads).
+        seen: the placements of the values that the shard reached.
+        weights: those of them that are made from the parameter alone (its transpose).
     """
 
     role: str = ""
     product: fx.Node | None = None
     refused: list[tuple[fx.Node, Refusal]] = field(default_factory=list)
     factored: bool = False
+    inner: bool = False
+    seen: dict[fx.Node, tuple[Placement, ...]] = field(default_factory=dict)
+    weights: set[fx.Node] = field(default_factory=set)
 
     @property
     def torn(self) -> list[tuple[fx.Node, Refusal]]:
@@ -42,11 +51,20 @@ class Trail:
         return [(node, refusal) for node, refusal in self.refused if refusal.structural]
 
 
-def follow(node: fx.Node, placement: Placement, n: int) -> Trail:
-    """Follows a shard over n ranks until it is summed or refused. With n = 1 every division comes out even."""
+Arrived = Mapping[fx.Node, tuple[Placement, ...]]
+
+
+def follow(node: fx.Node, placement: Placement, n: int, arrived: Arrived | None = None) -> Trail:
+    """Follows a shard over n ranks until it is summed or refused. With n = 1 every division comes out even.
+
+    Args:
+        arrived: placements that other parameters' shards gave to values. An operation at which they meet this one must
+            accept both.
+    """
     trail = Trail()
     order = {other: i for i, other in enumerate(node.graph.nodes)}
-    seen: dict[fx.Node, tuple[Placement, ...]] = {node: (placement,)}
+    trail.seen[node] = (placement,)
+    trail.weights.add(node)
     pending = [node]
     visited: set[tuple[fx.Node, fx.Node]] = set()
     while pending:
@@ -56,14 +74,15 @@ def follow(node: fx.Node, placement: Placement, n: int) -> Trail:
             if user.op == "output" or (current, user) in visited:
                 continue
             visited.add((current, user))
-            outputs = _step(trail, current, user, seen[current], n)
-            if outputs and any(p.is_shard for p in outputs) and user not in seen:
-                seen[user] = outputs
+            outputs = _step(trail, current, user, arrived or {}, n)
+            if outputs and any(p.is_shard for p in outputs) and user not in trail.seen:
+                trail.seen[user] = outputs
                 pending.append(user)
     return trail
 
 
-def _step(trail: Trail, current: fx.Node, user: fx.Node, found: tuple[Placement, ...], n: int) -> tuple[Placement, ...]:
+def _step(trail: Trail, current: fx.Node, user: fx.Node, arrived: Arrived, n: int) -> tuple[Placement, ...]:
+    found = trail.seen[current]
     if user.target is operator.getitem:
         return (found[int(user.args[1])],)  # type: ignore[arg-type]
     if not found[0].is_shard:
@@ -77,53 +96,69 @@ def _step(trail: Trail, current: fx.Node, user: fx.Node, found: tuple[Placement,
     if isinstance(signature, Refusal):
         trail.refused.append((user, signature))
         return ()
+    for other, wanted in zip(operands(user), signature.operands, strict=True):
+        given = trail.seen.get(other) or arrived.get(other)
+        if given and given[0].is_shard and given[0] != wanted:
+            trail.refused.append((user, Refusal(f"%{other.name} arrives as {given[0]} where {wanted} fits")))
     labelling = rule.labels(call) if rule.labels else None
-    if isinstance(labelling, Labelling) and labelling.summed and not trail.role and _is_product(user):
+    if all(other in trail.weights for other in operands(user)):
+        trail.weights.add(user)
+    elif isinstance(labelling, Labelling) and labelling.summed and not trail.role and current in trail.weights:
         trail.role = "row" if signature.outputs[0].kind == "P" else "column"
         trail.product = user
-    after = signature.outputs[0]
-    if after.is_shard and len(output_types(user)[0].shape) > len(output_types(current)[0].shape):
-        cut = output_types(user)[0].shape[after.dim]
-        trail.factored |= cut != tensor_type(current).shape[found[0].dim] if len(output_types(current)) == 1 else False
+    _note_view(trail, user, found[0], signature.outputs[0])
     return signature.outputs
 
 
-def _is_product(node: fx.Node) -> bool:
-    return len(operands(node)) > 1
+def _note_view(trail: Trail, user: fx.Node, source: Placement, result: Placement) -> None:
+    """Remembers where a view that makes several dimensions of one leaves the cut."""
+    before, after = output_types(operands(user)[0])[0].shape, output_types(user)[0].shape
+    if result.is_shard and product(before) == product(after):
+        parts = divide(before[source.dim], after[result.dim])
+        if parts not in (None, 1):
+            trail.factored |= result.dim + 1 < len(after)
+            trail.inner |= result.dim + 1 == len(after)
 
 
 def candidates(node: fx.Node, dim: int) -> Iterator[Placement]:
-    """Ways to cut a dimension, simplest first: plain, k equal parts, then the segments of a split downstream."""
+    """Ways to cut a dimension, simplest first: plain, k equal parts, then at the splits and slices downstream."""
     size = tensor_type(node).shape[dim]
     yield shard(dim, size)
     for k in range(2, 17):
         share = divide(size, k)
         if share is not None:
             yield Placement("S", dim, (Piece(k, share),))
-    for sizes in _segments(node, dim):
-        if sum(sizes) == size:
-            yield Placement("S", dim, pieces_of([Piece(1, part) for part in sizes]))
+    edges = sorted(set(_edges(node, dim)))
+    if edges and isinstance(size, int):
+        yield Placement("S", dim, pieces_of([Piece(1, b - a) for a, b in pairwise([0, *edges, size])]))
 
 
-def _segments(node: fx.Node, dim: int) -> Iterator[list[int]]:
-    """Part sizes of the splits and slices that the dimension reaches."""
+def _edges(node: fx.Node, dim: int) -> Iterator[int]:
+    """Positions at which splits and slices downstream cut the dimension."""
     size = tensor_type(node).shape[dim]
-    cuts: set[int] = set()
-    reached, pending = {node}, [node]
-    while pending:
-        for user in pending.pop().users:
-            if user.op == "output" or user in reached or len(reached) > 64:
-                continue
-            kinds = output_types(user)
-            if len(kinds) > 1:
-                for d in range(len(kinds[0].shape)):
-                    parts = [kind.shape[d] for kind in kinds]
-                    if all(isinstance(p, int) for p in parts) and sum(parts) == size:
-                        yield [int(p) for p in parts]
-            elif str(user.target) == "aten.slice.Tensor" and size not in kinds[0].shape:
-                cuts |= {c for c in user.args[2:4] if isinstance(c, int) and 0 < c < int(size)}
-            reached.add(user)
-            pending.append(user)
-    if cuts:
-        edges = [0, *sorted(cuts), int(size)]
-        yield [b - a for a, b in pairwise(edges)]
+    for value, placements in follow(node, shard(dim, size), 1).seen.items():
+        piece = placements[0].piece
+        if len(placements) > 1 or piece is None or piece.outer != 1 or not isinstance(size, int):
+            continue
+        unit = divide(size, piece.size)
+        for user in value.users:
+            if isinstance(unit, int) and user.op == "call_function":
+                yield from (
+                    position * unit for position in _cuts(user, placements[0].dim) if 0 < position * unit < size
+                )
+
+
+def _cuts(user: fx.Node, dim: int) -> Iterator[int]:
+    """Positions at which one operation cuts a dimension."""
+    kinds = output_types(user)
+    if user.target is _aten.slice.Tensor or str(user.target).startswith(("aten.split", "aten.chunk")):
+        source = output_types(operands(user)[0])[0].shape
+        given = bind_arguments(user)
+        if int(given.get("dim", 0)) % len(source) != dim or given.get("step", 1) != 1:
+            return
+        start = given.get("start") or 0
+        position = start + source[dim] if isinstance(start, int) and start < 0 else start
+        for kind in kinds:
+            end = position + kind.shape[dim]
+            yield from (edge for edge in (position, end) if isinstance(edge, int))
+            position = end

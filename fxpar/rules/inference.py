@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import NoReturn
 
 from torch import fx
@@ -16,7 +17,9 @@ from fxpar.errors import LayoutError
 from fxpar.layout import I, Layout, Placement, R, V, fits
 from fxpar.operators import COERCION_OF, COERCIONS, axis_index
 from fxpar.program import note, operands, output_layouts, output_types
-from fxpar.rules.engine import Refusal, call_of, infer
+from fxpar.rules.engine import Call, Refusal, call_of, infer
+from fxpar.rules.local import whole_call
+from fxpar.rules.suggest import suggest
 from fxpar.rules.table import rule_of
 
 
@@ -36,50 +39,85 @@ def resting(placement: Placement, carries: bool) -> Placement:
     return R if placement == I and not carries else placement
 
 
-def coerced(node: fx.Node, source: Placement, target: Placement, axis: str, n: int, carries: bool) -> Placement:
+def coerced(node: fx.Node, source: Placement, target: Placement, axis: str, n: int) -> Placement:
     """Checks a coercion node; its target placement is the one it was made for.
+
+    A value without gradient is R: nothing converts it from or to I.
 
     Raises:
         LayoutError: the operator does not convert between these placements, or a shard does not fit.
     """
     row = COERCION_OF[node.target]  # type: ignore[index]
-    if row.source in "IR" and source.kind in "IR" and not carries:
-        source = Placement(row.source)
+    wanted = COERCIONS.get((source.kind, target.kind))
+    remedy = f"use fxpar.{wanted.operator.__name__}[{axis}]" if wanted else ""
+    if source.kind == target.kind != "S":
+        remedy = "remove it"
+    shown = ", ".join(f"%{o.name} is {source}" for o in operands(node))
     if source.kind != row.source:
-        wanted = COERCIONS.get((source.kind, row.target))
-        remedy = f"use fxpar.{wanted.operator.__name__}" if wanted else f"{row.target} cannot be had from {source.kind}"
-        _fail(node, axis, f"takes {row.source} and finds {source}", remedy)
-    if row.target != target.kind and not (row.target in "IR" and target == R and not carries):
-        _fail(node, axis, f"gives {row.target}, the note says {target}")
-    if target.is_shard and not fits(target, output_types(node)[0].shape, n):
-        _fail(node, axis, f"{target} does not fit {output_types(node)[0]} over {n} ranks")
+        remedy = remedy or f"{row.target} cannot be had from {source.kind}"
+        _fail(node, axis, f"takes {row.source} and finds {source} ({shown}, the note says {target})", remedy)
+    if row.target != target.kind:
+        _fail(node, axis, f"gives {row.target}, the note says {target} ({shown})", remedy)
+    for placement in (source, target):
+        if not fits(placement, output_types(node)[0].shape, n):
+            _fail(node, axis, f"{placement} does not fit {output_types(node)[0]} over {n} ranks")
+        if not all(piece.sharded for piece in placement.pieces):
+            _fail(node, axis, f"{placement} has a segment that every rank holds", "convert the segments one by one")
     if row.source == row.target == "S" and source == target:
         _fail(node, axis, f"converts {source} to itself", "remove it")
     return target
 
 
-def infer_node(
+def _judged(
     node: fx.Node,
-    layouts: Sequence[Layout],
+    found: Sequence[Placement],
     carries: Sequence[bool],
     outputs: Sequence[bool],
-    axes: Mapping[str, int],
-) -> tuple[Layout, ...]:
+    n: int,
+    local: bool,
+) -> tuple[Placement, ...] | Refusal:
+    """Placements of the outputs of an operation with a rule, or the reason why it has none."""
+    call: Call | Refusal = call_of(node, n)
+    if local:
+        call = whole_call(call_of(node, n), found)
+    inferred = call if isinstance(call, Refusal) else infer(rule_of(node.target), call, found, carries)
+    if isinstance(inferred, Refusal):
+        return inferred
+    return tuple(resting(placement, flag) for placement, flag in zip(inferred, outputs, strict=True))
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a node's operands are, one entry for each tensor among them (several for an operand with several outputs).
+
+    Attributes:
+        layouts: of each operand.
+        carries: whether a gradient flows through it.
+        outputs: whether a gradient flows through each output of the node.
+        axes: sizes of the mesh axes.
+        local: whether literals speak of a rank's part.
+    """
+
+    layouts: Sequence[Layout]
+    carries: Sequence[bool]
+    outputs: Sequence[bool]
+    axes: Mapping[str, int]
+    local: bool = False
+
+    def found(self, axis: str) -> list[Placement]:
+        """Placements of the operands on an axis."""
+        return [layout.on(axis) for layout in self.layouts]
+
+
+def infer_node(node: fx.Node, given: Context) -> tuple[Layout, ...]:
     """Layouts of the outputs of a call.
 
-    Args:
-        node: the call.
-        layouts: one for each tensor operand (`operands(node)`; all outputs of an operand with several).
-        carries: whether each of those carries a gradient.
-        outputs: whether each output carries one.
-        axes: sizes of the mesh axes.
-
     Raises:
-        LayoutError: the operation does not accept the layouts on some axis.
+        LayoutError: the operation does not accept the layouts on some axis; says which coercion would make it legal.
     """
     result = [Layout() for _ in output_types(node)]
-    for axis, n in axes.items():
-        placements = [layout.on(axis) for layout in layouts]
+    for axis, n in given.axes.items():
+        placements = given.found(axis)
         if node.target is operator.getitem:
             found: Sequence[Placement] = (placements[int(node.args[1])],)  # type: ignore[arg-type]
         elif node.target is axis_index:
@@ -87,14 +125,41 @@ def infer_node(
         elif node.target in COERCION_OF:
             found = placements
             if node.kwargs["axis"] == axis:
-                target = output_layouts(node)[0].on(axis)
-                found = (coerced(node, placements[0], target, axis, n, carries[0]),)
+                found = (coerced(node, placements[0], output_layouts(node)[0].on(axis), axis, n),)
         else:
-            inferred = infer(rule_of(node.target), call_of(node, n), placements, carries)
+            inferred = _judged(node, placements, given.carries, given.outputs, n, given.local)
             if isinstance(inferred, Refusal):
-                shown = ", ".join(f"%{o.name} is {p}" for o, p in zip(operands(node), placements, strict=False))
-                _fail(node, axis, f"{inferred.reason} ({shown})")
+                remedy = remedy_of(node, given, axis)
+                _fail(node, axis, f"{inferred.reason} ({shown(node, placements)})", remedy)
             found = inferred
         for i, placement in enumerate(found):
-            result[i] = result[i].with_(axis, resting(placement, outputs[i]))
+            result[i] = result[i].with_(axis, resting(placement, given.outputs[i]))
     return tuple(result)
+
+
+def shown(node: fx.Node, placements: Sequence[Placement]) -> str:
+    """`%x is P, %bias is I`: the operands of a node as they were found."""
+    names = [o.name for o in operands(node) for _ in output_types(o)]
+    return ", ".join(f"%{name} is {placement}" for name, placement in zip(names, placements, strict=True))
+
+
+def remedy_of(node: fx.Node, given: Context, axis: str, *, exactly: bool = False) -> str:
+    """`insert fxpar.reduce_from[tp](%x)`: the one coercion that makes the node legal, or gives what its note says.
+
+    Empty where there is none, or where the node is a coercion itself.
+    """
+    if node.op != "call_function" or node.target in COERCION_OF or node.target is operator.getitem:
+        return ""
+    n, found = given.axes[axis], given.found(axis)
+    wanted = [layout.on(axis) for layout in output_layouts(node)]
+
+    def judge(placements: Sequence[Placement]) -> Sequence[Placement] | Refusal:
+        return _judged(node, placements, given.carries, given.outputs, n, given.local)
+
+    best = suggest(judge, rule_of(node.target), call_of(node, n), found, wanted, exactly=exactly)
+    if best is None:
+        return ""
+    index, row, target = best
+    names = [o.name for o in operands(node) for _ in output_types(o)]
+    call = f"fxpar.{row.operator.__name__}[{axis}](%{names[index]})"
+    return f"insert {call} : {axis}:{found[index]}→{target}"

@@ -15,7 +15,7 @@ from torch import fx
 from fxpar.errors import PlanError
 from fxpar.layout import I, Placement, shard
 from fxpar.program import Parameter, Program, operands, tensor_type
-from fxpar.rules.follow import Trail, candidates, follow
+from fxpar.rules.follow import Arrived, Trail, candidates, follow
 from fxpar.rules.inference import describe
 
 
@@ -29,52 +29,80 @@ class Pin:
     product: fx.Node | None = None
 
 
-def resolve_overrides(program: Program, n: int) -> dict[fx.Node, Pin]:
-    """The pins of all overridden parameters, by placeholder.
+Lines = Mapping[Parameter, tuple[str, str]]
+
+
+def resolve_overrides(program: Program, lines: Lines, n: int) -> dict[fx.Node, Pin]:
+    """The pins of all overridden parameters, by placeholder, on an axis of n ranks.
 
     Raises:
-        PlanError: a glob matches nothing, two lines contradict each other, or a line cannot be carried out.
+        PlanError: a line cannot be carried out.
     """
-    asked = _matches(program)
     nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
     pins: dict[fx.Node, Pin] = {}
-    for parameter, (glob, how) in asked.items():
+    arrived: dict[fx.Node, tuple[Placement, ...]] = {}
+    # Rows last: their cut must be that of the values which column splits send them.
+    for parameter, (glob, how) in sorted(lines.items(), key=lambda item: item[1][1] == "row"):
+        node = nodes[parameter.node]
         if how == "replicate":
-            pins[nodes[parameter.node]] = Pin(I, "", f"plan: {glob} = {how}")
+            pins[node] = Pin(I, "", f"plan: {glob} = {how}")
         elif len(parameter.type.shape) > 1:
-            pins[nodes[parameter.node]] = _pin_matrix(nodes[parameter.node], parameter, glob, how, n)
-    for parameter, (glob, how) in asked.items():
+            pins[node], seen = _pin_matrix(node, parameter, (glob, how), n, arrived)
+            arrived = {**seen, **arrived}
+    for parameter, (glob, how) in lines.items():
         if how != "replicate" and len(parameter.type.shape) < 2:
             pins[nodes[parameter.node]] = _pin_vector(nodes[parameter.node], parameter, glob, how, pins)
     return pins
 
 
-def _matches(program: Program) -> dict[Parameter, tuple[str, str]]:
-    found: dict[Parameter, tuple[str, str]] = {}
-    split: Mapping[str, str] = program.plan.split
+def match_lines(program: Program) -> Lines:
+    """Glob and split for each parameter: of the line that names it itself, else of the one that names its module.
+
+    Raises:
+        PlanError: a glob matches nothing, two lines contradict each other, or other lines leave nothing to one.
+    """
     owned = [p for p in program.parameters if p.kind == "parameter"]
-    for glob, how in split.items():
-        exact = [p for p in owned if any(fnmatchcase(name, glob) for name in (p.fqn, *p.tied))]
-        modules = [p for p in owned if any(fnmatchcase(n.rpartition(".")[0], glob) for n in (p.fqn, *p.tied))]
-        if not exact and not modules:
-            names = ", ".join(sorted({p.fqn.rpartition(".")[0] for p in owned})[:6])
+    lines: dict[Parameter, tuple[list[str], list[str]]] = {p: ([], []) for p in owned}
+    split: Mapping[str, str] = program.plan.split
+    for glob in split:
+        for parameter in owned:
+            names = (parameter.fqn, *parameter.tied)
+            if any(fnmatchcase(name, glob) for name in names):
+                lines[parameter][0].append(glob)
+            elif any(fnmatchcase(name.rpartition(".")[0], glob) for name in names):
+                lines[parameter][1].append(glob)
+        if not any(glob in exact or glob in modules for exact, modules in lines.values()):
+            shown = ", ".join(sorted({p.fqn.rpartition(".")[0] for p in owned})[:6])
             raise PlanError(
-                "matches no module and no parameter", where=f"split[{glob!r}]", remedy=f"names look like {names}, …"
+                "matches no module and no parameter", where=f"split[{glob!r}]", remedy=f"names look like {shown}, …"
             )
-        for parameter in {*exact, *modules}:
-            known = found.get(parameter)
-            if known is not None and known[1] != how:
+    found, consumed = {}, set()
+    for parameter, (exact, modules) in lines.items():
+        consumed |= set(exact or modules)
+        first, *others = sorted(exact or modules) or [""]
+        for other in others:
+            if split[other] != split[first]:
                 raise PlanError(
-                    f"says {how}, but split[{known[0]!r}] says {known[1]}, of {parameter.fqn}",
-                    where=f"split[{glob!r}]",
+                    f"says {split[other]}, but split[{first!r}] says {split[first]}, of {parameter.fqn}",
+                    where=f"split[{other!r}]",
                     remedy="narrow one of the globs",
                 )
-            found[parameter] = (glob, how)
-    return dict(sorted(found.items(), key=lambda item: owned.index(item[0])))
+        if first:
+            found[parameter] = (first, split[first])
+    for glob in sorted(split.keys() - consumed):
+        raise PlanError(
+            "says nothing: other lines name all its parameters themselves",
+            where=f"split[{glob!r}]",
+            remedy="remove it, or narrow the other lines",
+        )
+    return found
 
 
-def _pin_matrix(node: fx.Node, parameter: Parameter, glob: str, how: str, n: int) -> Pin:
-    """The dimension that has the role, cut so that nothing downstream tears it."""
+def _pin_matrix(
+    node: fx.Node, parameter: Parameter, line: tuple[str, str], n: int, arrived: Arrived
+) -> tuple[Pin, Arrived]:
+    """The dimension that has the role, cut so that nothing downstream tears it; and where the shard goes."""
+    glob, how = line
     where, role = f"split[{glob!r}]", "column" if how == "head" else how
     shape = tensor_type(node).shape
     dims = [d for d in range(len(shape)) if follow(node, shard(d, shape[d]), 1).role == role]
@@ -86,25 +114,28 @@ def _pin_matrix(node: fx.Node, parameter: Parameter, glob: str, how: str, n: int
         )
     best: tuple[int, int, Placement, Trail] | None = None
     for order, placement in enumerate(candidates(node, dims[0])):
-        trail = follow(node, placement, n)
-        rank = (len(trail.refused) + 1000 * len(trail.torn), order)
+        trail = follow(node, placement, n, arrived)
+        unfit = len(trail.torn) + (how == "head" and not trail.factored) + (trail.inner and bool(trail.refused))
+        rank = (len(trail.refused) + 1000 * unfit, order)
         if best is None or rank < best[:2]:
             best = (*rank, placement, trail)
+        if rank[0] == 0:
+            break
     assert best is not None
-    _, _, placement, trail = best
-    if trail.torn:
-        first = follow(node, shard(dims[0], shape[dims[0]]), n).torn or trail.torn
-        torn, refusal = first[0]
-        raise PlanError(
-            f"{parameter.fqn} cannot be split by {how} over {n} ranks: at {describe(torn)} {refusal.reason}",
-            where=where,
-            remedy=f"choose a tp that divides it (heads, features), or split[{glob!r}] = 'replicate'",
-        )
-    if how == "head" and not trail.factored:
+    cost, _, placement, trail = best
+    if cost >= 1000:
+        torn = follow(node, shard(dims[0], shape[dims[0]]), n).torn or trail.torn
+        if torn:
+            user, refusal = torn[0]
+            raise PlanError(
+                f"{parameter.fqn} cannot be split by {how} over {n} ranks: at {describe(user)} {refusal.reason}",
+                where=where,
+                remedy=f"choose a tp that divides it (heads, features), or split[{glob!r}] = 'replicate'",
+            )
         raise PlanError(
             f"no view makes heads of the output of {parameter.fqn}", where=where, remedy="use 'column' instead"
         )
-    return Pin(placement, how, f"plan: {glob} = {how}", trail.product)
+    return Pin(placement, how, f"plan: {glob} = {how}", trail.product), trail.seen
 
 
 def _pin_vector(node: fx.Node, parameter: Parameter, glob: str, how: str, pins: Mapping[fx.Node, Pin]) -> Pin:

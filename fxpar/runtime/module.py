@@ -5,47 +5,86 @@ Enters: a model, its plan and the processes. Leaves: `ParallelModule`.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from fxpar.capture import Captured, arguments, capture
 from fxpar.errors import InputError
-from fxpar.layout import Layout
+from fxpar.layout import Layout, Placement, shard
 from fxpar.manager import Pass, PassManager
+from fxpar.ops import bound
 from fxpar.ops.lower import Lowered, lower
 from fxpar.passes.assign_rng import RNG_PATH
 from fxpar.plan import Plan
-from fxpar.program import Program, output_layouts
+from fxpar.program import Program, TensorType, note, output_layouts
+from fxpar.runtime import batch as calls
 from fxpar.runtime.recompute import apply_recompute
-from fxpar.runtime.state import clip_grad_norm_, full_state_dict, load_full_state_dict
+from fxpar.runtime.skeleton import attach, skeleton_of
+from fxpar.runtime.state import clip_grad_norm_, fingerprints, full_state_dict, load_full_state_dict
 from fxpar.runtime.world import World
 from fxpar.shards import local_block
+from fxpar.symbols import evaluate
+from fxpar.text import print_program
 from fxpar.verify.static import STATIC
+
+_DTYPES = {"as_is": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """A program for one mode and one structure of the batch, ready to run."""
+    """A program for one mode and one structure of the batch, ready to run.
+
+    Attributes:
+        constants: the program's constants on the device.
+        admitted: sizes at which the trace is known to be the model.
+    """
 
     captured: Captured
     program: Program
     lowered: Lowered
     run: nn.Module
+    constants: Mapping[str, Tensor]
+    admitted: set[tuple[int, ...]] = field(default_factory=set)
+
+    def broken(self, sizes: Mapping[str, int]) -> str:
+        """The relation between sizes under which the model is another program; empty where there is none."""
+        key = tuple(sizes.values())
+        if key not in self.admitted:
+            relation = calls.admits(self.captured.spec, sizes)
+            if relation:
+                return relation
+            self.admitted.add(key)
+        return ""
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A batch bound to its program: inputs by path on the device, and the values of the symbols."""
+
+    compiled: Compiled
+    inputs: Mapping[str, Tensor]
+    sizes: Mapping[str, int]
 
 
 class ParallelModule(nn.Module):
     """One rank's part of a model. Made by `fxpar.parallelize`.
 
-    Parameters are this rank's shards under the author's names. Programs are compiled on first use for each mode
-    (training, evaluation), with or without loss, and each structure of the batch.
+    Parameters are this rank's shards under the author's names. Programs are compiled on first use for each mode of the
+    modules (training, evaluation), each structure of the batch, and sizes for which the model takes other branches.
+
+    Attributes:
+        plan: how the model is split.
+        world: the processes.
+        layouts: layout of each parameter, buffer and constant by its first name.
+        saved_names: the keys of the unsplit model's state dict, in order.
+        step: calls so far that drew random bits; set it when a run is resumed, so that its masks go on.
     """
 
     def __init__(
@@ -59,78 +98,121 @@ class ParallelModule(nn.Module):
     ) -> None:
         super().__init__()
         self.plan, self.world = plan, world
+        self.step = 0
+        self.saved_names = list(model.state_dict().keys())
+        self.layouts: dict[str, Layout] = {}
         self._loss, self._passes = loss, tuple(passes)
-        self._saved_names = list(model.state_dict().keys())
-        self._programs: dict[Any, Compiled] = {}
-        self._step = 0
-        captured = capture(model, example, plan, loss)
-        program = PassManager(self._passes, STATIC).run(captured.program)
-        self.layouts: dict[str, Layout] = _parameter_layouts(program)
-        self._shapes = {p.fqn: p.type for p in program.parameters}
-        self._tied = {p.fqn: p.tied for p in program.parameters}
-        self._adopt(model)
-        self._skeleton = [_skeleton_of(model)]  # in a list: its modules are not ours
-        self.train(model.training)
-        self._programs[self._key(example, True)] = self._ready(captured, program)
+        self._programs: dict[Any, list[Compiled]] = {}
+        self._shapes = {n: tuple(t.shape) for n, t in _tensors(model, everything=True).items()}
+        skeleton = skeleton_of(model, _DTYPES[plan.precision])
+        self._twins = ((skeleton, self), *attach(self, skeleton))  # in a tuple: the skeletons are not children
+        example = calls.canonical(example)
+        first = self._compile(example, callable(loss), loss)
+        text = hashlib.sha256(print_program(first.program).encode()).hexdigest()
+        world.agree({"the program": text}, "build the model, plan and example alike on every rank")
+        world.agree(fingerprints(model), "build the model alike on every rank: seed it, or load one checkpoint")
+        self.layouts = _parameter_layouts(first.program)
+        self._aliases = {other: p.fqn for p in first.program.parameters for other in p.tied}
+        self._adopt(model, _DTYPES[plan.precision])
+        self._programs[self._key(example, callable(loss))] = [first]
+
+    @property
+    def _skeleton(self) -> nn.Module:
+        return self._twins[0][0]
 
     # ------------------------------------------------------------------ weights
 
-    def _adopt(self, model: nn.Module) -> None:
+    def _adopt(self, model: nn.Module, dtype: torch.dtype | None) -> None:
         """Takes this rank's shards of the model's parameters, and its buffers whole."""
         owned: dict[int, nn.Parameter] = {}
         for name, value in model.named_parameters(remove_duplicate=False):
             if id(value) not in owned:
-                part = local_block(value.detach(), self._layout(name), self.plan.axes, self.world.coordinates)
-                fresh = part.to(self.world.device, copy=True).contiguous()
+                part = local_block(value.detach(), self.layout_of(name), self.plan.axes, self.world.coordinates)
+                kind = dtype if dtype is not None and value.is_floating_point() else value.dtype
+                fresh = part.to(self.world.device, kind, copy=True).contiguous()
                 owned[id(value)] = nn.Parameter(fresh, requires_grad=value.requires_grad)
-            _attach(self, name, lambda m, leaf, v=value: m.register_parameter(leaf, owned[id(v)]))
-        kept = set(self._saved_names)
-        for name, value in model.named_buffers(remove_duplicate=False):
-            fresh = value.detach().to(self.world.device, copy=True)
-            _attach(self, name, lambda m, leaf, b=fresh, n=name: m.register_buffer(leaf, b, persistent=n in kept))
+            path, _, leaf = name.rpartition(".")
+            self.get_submodule(path).register_parameter(leaf, owned[id(value)])
+        kept = set(self.saved_names)
+        copies: dict[int, Tensor] = {}
+        for name, buffer in model.named_buffers(remove_duplicate=False):
+            fresh = copies.setdefault(id(buffer), buffer.detach().to(self.world.device, copy=True))
+            path, _, leaf = name.rpartition(".")
+            self.get_submodule(path).register_buffer(leaf, fresh, persistent=name in kept)
 
-    def _layout(self, name: str) -> Layout:
-        if name in self.layouts:
-            return self.layouts[name]
-        for first, others in self._tied.items():
-            if name in others:
-                return self.layouts[first]
-        return Layout()
+    def layout_of(self, name: str) -> Layout:
+        """Layout of a parameter or buffer under any of its names; empty for those that no program uses."""
+        return self.layouts.get(self._aliases.get(name, name), Layout())
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """Whole shape of a parameter or buffer of the unsplit model."""
+        return self._shapes[name]
 
     # ------------------------------------------------------------------ programs
-
-    def _key(self, batch: Any, with_loss: bool) -> Any:
-        leaves, spec = pytree.tree_flatten(batch)
-        constants = tuple(x if not isinstance(x, Tensor) else (x.dtype, x.dim()) for x in leaves)
-        return self.training, with_loss or not callable(self._loss), str(spec), constants
-
-    def _compiled(self, batch: Any, with_loss: bool) -> Compiled:
-        key = self._key(batch, with_loss)
-        if key not in self._programs:
-            skeleton = self._skeleton[0].train(self.training)
-            example = pytree.tree_map_only(Tensor, lambda t: _at_least_two(t).to("meta"), batch)
-            loss = self._loss if with_loss else (self._loss if isinstance(self._loss, str) else None)
-            captured = capture(skeleton, example, self.plan, loss if self._has_loss(loss, batch) else None)
-            program = PassManager(self._passes, STATIC).run(captured.program)
-            layouts = _parameter_layouts(program)
-            odd = [n for n, layout in layouts.items() if n in self.layouts and self.layouts[n] != layout]
-            if odd:
-                raise InputError("this call would need another split", where=odd[0], remedy="call it as the example")
-            self._programs[key] = self._ready(captured, program)
-        return self._programs[key]
-
-    def _has_loss(self, loss: Any, batch: Any) -> bool:
-        """Evaluation may leave the labels out, and with them the named loss."""
-        return callable(loss) or (isinstance(loss, str) and self.training)
-
-    def _ready(self, captured: Captured, program: Program) -> Compiled:
-        lowered = lower(program, self.world.groups, self.world.device)
-        return Compiled(captured, program, lowered, apply_recompute(lowered.module))
 
     @property
     def program(self) -> Program:
         """The program of the example's mode and structure."""
-        return next(iter(self._programs.values())).program
+        return next(iter(self._programs.values()))[0].program
+
+    def _key(self, batch: Any, with_loss: bool) -> Any:
+        return tuple(own.training for _, own in self._twins), with_loss, calls.structure(batch)
+
+    def _bound(self, batch: Any, with_loss: bool) -> _Call:
+        """The program for a call; it is compiled where none fits."""
+        calls.check(self._skeleton, batch, with_loss)
+        known = self._programs.setdefault(self._key(batch, with_loss), [])
+        for compiled in known:
+            call, broken = self._fit(compiled, batch)
+            if not broken:
+                return call
+        compiled = self._compile(batch, with_loss)
+        call, broken = self._fit(compiled, batch)
+        if broken:
+            raise InputError(
+                f"has sizes of one, for which the model takes another branch ({broken} does not hold)",
+                where="batch",
+                remedy="pass at least two samples of two elements",
+            )
+        known.append(compiled)
+        return call
+
+    def _fit(self, compiled: Compiled, batch: Any) -> tuple[_Call, str]:
+        spec = compiled.captured.spec
+        model = self._skeleton
+        nest = ((batch,), {}) if compiled.captured.loss is not None else arguments(model, batch, False)
+        inputs = calls.bind(spec, nest, self.world.device)
+        sizes = calls.sizes_of(compiled.program, inputs)
+        broken = "a fixed size" if sizes is None else compiled.broken(sizes)
+        return _Call(compiled, inputs, sizes or {}), broken
+
+    def _compile(self, batch: Any, with_loss: bool, loss: Any = "") -> Compiled:
+        """Captures and splits the model for a batch; with an empty loss, the loss is what is there of it."""
+        calls.check(self._skeleton, batch, with_loss)
+        for ghost, own in self._twins:
+            ghost.training = own.training
+        known = [compiled[0].program for compiled in self._programs.values() if compiled]
+        captured = capture(self._skeleton, calls.example(batch, known), self.plan, self._loss if with_loss else loss)
+        if not with_loss:
+            calls.check_use(self._skeleton, captured.program)
+            captured = replace(captured, program=captured.program.with_(loss=self._loss_name(captured.program)))
+        program = PassManager(self._passes, STATIC).run(captured.program)
+        layouts = _parameter_layouts(program)
+        odd = [n for n, layout in layouts.items() if layout != self.layouts.get(n, layout)]
+        if odd:
+            raise InputError("this call would need another split", where=odd[0], remedy="call it as the example")
+        lowered = lower(program, self.world.groups, self.world.device)
+        constants = {name: value.to(self.world.device) for name, value in program.constants.items()}
+        return Compiled(captured, program, lowered, apply_recompute(lowered.module), constants)
+
+    def _loss_name(self, program: Program) -> str:
+        """The output to differentiate; a plain call may be without (no labels)."""
+        kinds = {name: note(node).type for name, node in program.output_nodes().items()}
+        scalars = [n for n, kind in kinds.items() if isinstance(kind, TensorType) and kind.is_float and not kind.shape]
+        wanted = self._loss if isinstance(self._loss, str) else "loss"
+        if wanted in scalars:
+            return wanted
+        return scalars[0] if len(scalars) == 1 and self._loss is None else ""
 
     # ------------------------------------------------------------------ calls
 
@@ -138,79 +220,90 @@ class ParallelModule(nn.Module):
         """The model's own output for a call as the author defined it; sharded tensors come as DTensor.
 
         Raises:
-            InputError: another structure, shape or constant than the model can take.
+            InputError: an argument that the model's forward does not take, or a value that no program can.
         """
-        if args and kwargs:
-            raise InputError("mixes positional and keyword arguments", where="call", remedy="use one of them")
-        batch: Any = kwargs if kwargs else args
-        return self._call(self._compiled(batch, False), batch)
+        call = self._bound(calls.called_with(self._skeleton, args, kwargs), False)
+        outputs = self._outputs(call)
+        spec, nodes = call.compiled.captured.spec, call.compiled.program.output_nodes()
+        leaves = [
+            self._returned(str(what), outputs[str(what)], output_layouts(nodes[str(what)])[0], call)
+            if kind == "output"
+            else what
+            for kind, what in spec.out_leaves
+        ]
+        return pytree.tree_unflatten(leaves, spec.out_spec)
 
     def train_step(self, batch: Any) -> Tensor:
         """Forward and backward of one batch; gradients are added to `.grad`. Returns the loss, detached.
 
         Raises:
-            InputError: the model has no loss, or the module is in evaluation mode.
+            InputError: the module is in evaluation mode, gradients are off, the model has no loss, or the batch does
+                not fit the model.
         """
         if not self.training:
             raise InputError("the module is in evaluation mode", where="train_step", remedy="call train() before")
-        batch = dict(batch) if isinstance(batch, Mapping) else batch
-        compiled = self._compiled(batch, True)
-        if not compiled.program.loss:
+        if not torch.is_grad_enabled():
+            raise InputError("gradients are off", where="train_step", remedy="leave torch.no_grad()")
+        call = self._bound(calls.canonical(batch), callable(self._loss))
+        name = call.compiled.program.loss
+        if not name:
+            what = f"{self._loss!r}" if isinstance(self._loss, str) else "or more than one scalar"
             raise InputError(
-                "the model returns no loss", where="train_step", remedy="pass labels, or parallelize(…, loss=…)"
+                f"the model returns no loss ({what})",
+                where="train_step",
+                remedy="pass labels, or name the loss: parallelize(…, loss=…)",
             )
-        outputs = self._outputs(compiled, batch)
-        loss = outputs[compiled.program.loss]
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss = self._outputs(call)[name]
+        if not loss.requires_grad:
+            raise InputError("no parameter that the loss reaches requires a gradient", where="train_step")
+        loss.backward()
         return loss.detach()
 
-    def _call(self, compiled: Compiled, batch: Any) -> Any:
-        outputs = self._outputs(compiled, batch)
-        nodes = compiled.program.output_nodes()
-        leaves = [
-            self._returned(outputs[str(what)], output_layouts(nodes[str(what)])[0]) if kind == "output" else what
-            for kind, what in compiled.captured.spec.out_leaves
-        ]
-        return pytree.tree_unflatten(leaves, compiled.captured.spec.out_spec)
-
-    def _returned(self, value: Tensor, layout: Layout) -> Any:
-        cut = {axis: placement for axis, placement in layout if placement.is_shard}
-        if not cut:
-            return value
-        mesh = DeviceMesh.from_group(self.world.process_group("tp"), self.world.device.type)
-        placements = [Shard(cut[a].dim) if a in cut else Replicate() for a in self.plan.axes]
-        return DTensor.from_local(value, mesh, placements, run_check=False)
-
-    def _outputs(self, compiled: Compiled, batch: Any) -> dict[str, Tensor]:
-        program = compiled.program
-        inputs = self._inputs(compiled, batch)
-        tensors = {**dict(self.named_buffers()), **dict(self.named_parameters())}
+    def _outputs(self, call: _Call) -> dict[str, Tensor]:
+        compiled, program = call.compiled, call.compiled.program
+        if torch.is_autocast_enabled(self.world.device.type):
+            raise InputError(
+                "would change the element types of the program", where="autocast", remedy="use Plan(precision=…)"
+            )
+        tensors = _tensors(self)
         values: dict[str, Tensor] = {}
         for parameter in program.parameters:
-            constant = parameter.kind == "constant"
-            source = program.constants[parameter.fqn].to(self.world.device) if constant else tensors[parameter.fqn]
-            values[parameter.node] = source
+            value = (compiled.constants if parameter.kind == "constant" else tensors)[parameter.fqn]
+            if value.requires_grad and not parameter.trainable:
+                raise InputError(
+                    "was frozen when the model was split, so the ranks' gradients of it would not be added",
+                    where=parameter.fqn,
+                    remedy="parallelize the model with it trainable, and freeze it afterwards",
+                )
+            values[parameter.node] = value
         for entry in program.inputs:
-            values[entry.node] = self._random_state() if entry.path == RNG_PATH else inputs[entry.path]
-        ranks = [torch.tensor(self.world.coordinates[a], device=self.world.device) for a in compiled.lowered.indices]
-        results = compiled.run(*[values[name] for name in compiled.lowered.inputs], *ranks)
+            values[entry.node] = self._random_state() if entry.path == RNG_PATH else call.inputs[entry.path]
+        results = compiled.run(*[values[name] for name in compiled.lowered.inputs], *self._indices(compiled))
         return dict(zip(program.outputs, results, strict=True))
+
+    def _indices(self, compiled: Compiled) -> list[Tensor]:
+        coordinates, device = self.world.coordinates, self.world.device
+        return [torch.tensor(coordinates[axis], device=device) for axis in compiled.lowered.indices]
 
     def _random_state(self) -> Tensor:
         """Seed, step and microbatch; each call in training mode is a step of its own."""
-        self._step += 1
-        return torch.tensor([self.plan.seed, self._step - 1, 0], dtype=torch.int64, device=self.world.device)
+        self.step += 1
+        return torch.tensor([self.plan.seed, self.step - 1, 0], dtype=torch.int64, device=self.world.device)
 
-    def _inputs(self, compiled: Compiled, batch: Any) -> dict[str, Tensor]:
-        with_loss = compiled.captured.loss is not None
-        call: Any = ((batch,), {}) if with_loss else arguments(_Signature(self._skeleton[0]), batch, False)  # type: ignore[arg-type]
-        leaves, _ = pytree.tree_flatten(call)
-        given: dict[str, Tensor] = {}
-        for (kind, what), value in zip(compiled.captured.spec.in_leaves, leaves, strict=True):
-            if kind == "input":
-                given[str(what)] = value.to(self.world.device)
-        _check_shapes(compiled.program, given)
-        return given
+    def _returned(self, name: str, value: Tensor, layout: Layout, call: _Call) -> Any:
+        """A sharded output as DTensor where its shard is an even block of the dimension, else gathered."""
+        placement = layout.on("tp") if "tp" in self.plan.axes else Placement("I")
+        if not placement.is_shard:
+            return value
+        kind = note(call.compiled.program.output_nodes()[name]).type
+        assert isinstance(kind, TensorType)
+        if placement == shard(placement.dim, kind.shape[placement.dim]):
+            return DTensor.from_local(value, self.world.mesh, [Shard(placement.dim)], run_check=False)
+        if not all(piece.sharded for piece in placement.pieces):
+            raise InputError(f"the ranks hold {placement} of it", where=f"output {name}", remedy="do not return it")
+        pieces = [(evaluate(p.outer, call.sizes), evaluate(p.size, call.sizes)) for p in placement.pieces]
+        group, index = self.world.groups["tp"], torch.tensor(self.world.coordinates["tp"], device=value.device)
+        return bound.gather(value, placement.dim, pieces, group.name, group.size, index)
 
     # ------------------------------------------------------------------ state
 
@@ -237,7 +330,7 @@ class ParallelModule(nn.Module):
 
     def generate(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refused: generation needs caches."""
-        raise InputError("is not supported", where="generate()", remedy="gather full_state_dict() into the plain model")
+        raise InputError("is not supported", where="generate()", remedy="load full_state_dict() into the plain model")
 
     def state_dict(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refused: a dict of one rank's shards under the author's names would be taken for the whole."""
@@ -247,71 +340,27 @@ class ParallelModule(nn.Module):
         """Refused, see `state_dict`."""
         raise InputError("would take one rank's shards", where="load_state_dict()", remedy="use load_full_state_dict()")
 
+    def _apply(self, fn: Any, recurse: bool = True) -> NoReturn:
+        raise InputError(
+            "cannot be moved or cast: its programs are compiled for one device and element type",
+            where="ParallelModule",
+            remedy="set Plan(precision=…); the device is the process group's",
+        )
+
     def __deepcopy__(self, memo: Any) -> NoReturn:
         raise InputError("cannot be copied", where="ParallelModule", remedy="call parallelize on a copy of the model")
 
-
-class _Signature:
-    """Stands for a model where only the signature of its forward is asked for."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.forward = model.forward
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise InputError("cannot be copied or pickled", where="ParallelModule", remedy="save full_state_dict()")
 
 
-def _at_least_two(value: Tensor) -> Tensor:
-    """Tracing freezes sizes of one: an example of one sample is traced with two."""
-    return torch.cat([value, value]) if value.dim() and value.shape[0] == 1 else value
+def _tensors(module: nn.Module, everything: bool = False) -> dict[str, Tensor]:
+    """Parameters and buffers by name; with `everything` under all their names."""
+    return {
+        **dict(module.named_buffers(remove_duplicate=not everything)),
+        **dict(module.named_parameters(remove_duplicate=not everything)),
+    }
 
 
 def _parameter_layouts(program: Program) -> dict[str, Layout]:
     return {p.fqn: output_layouts(program.node(p.node))[0] for p in program.parameters}
-
-
-def _attach(root: nn.Module, name: str, register: Callable[[nn.Module, str], None]) -> None:
-    """Registers under a dotted name, making the modules on the way."""
-    *path, leaf = name.split(".")
-    for part in path:
-        if part not in root._modules:
-            root.add_module(part, nn.Module())
-        root = root._modules[part]  # type: ignore[assignment]
-    register(root, leaf)
-
-
-def _skeleton_of(model: nn.Module) -> nn.Module:
-    """A copy of the model whose tensors have shapes and no memory."""
-    memo: dict[int, Any] = {}
-    for parameter in model.parameters():
-        memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
-    for buffer in model.buffers():
-        memo[id(buffer)] = buffer.detach().to("meta")
-    return copy.deepcopy(model, memo)
-
-
-def _check_shapes(program: Program, inputs: Mapping[str, Tensor]) -> None:
-    """Symbols have one value each, other sizes are the traced ones."""
-    values: dict[str, tuple[int, str]] = {}
-    for entry in _user_inputs(program):
-        tensor = inputs[entry.path]
-        wanted = entry.type.shape
-        if tensor.dtype != entry.type.dtype or tensor.dim() != len(wanted):
-            raise InputError(
-                f"is {tensor.dtype} with {tensor.dim()} dimensions, the program takes {entry.type}", where=entry.path
-            )
-        for dim, size in enumerate(wanted):
-            found = tensor.shape[dim]
-            if isinstance(size, int):
-                if found != size:
-                    raise InputError(f"has size {found} in dimension {dim}, the model was traced with {size}", where=entry.path)
-                continue
-            known = values.setdefault(str(size), (found, f"{entry.path} dimension {dim}"))
-            if size.is_Symbol and known[0] != found:
-                raise InputError(
-                    f"has size {found} in dimension {dim} and {known[1]} has {known[0]}; the example had equal sizes",
-                    where=entry.path,
-                    remedy="pass equal sizes, or an example in which they differ",
-                )
-
-
-def _user_inputs(program: Program) -> Iterator[Any]:
-    return (entry for entry in program.inputs if entry.path != RNG_PATH)
-

@@ -1,7 +1,7 @@
 """Recomputation of the regions that the author checkpointed.
 
-Enters: a lowered graph whose nodes carry region numbers. Leaves: a module in which each region keeps its inputs only and
-runs again in the backward. The counter generator gives the same masks again; nothing has to be saved for that.
+Enters: a lowered graph whose nodes carry region numbers. Leaves: a module in which each region keeps its inputs only
+and runs again in the backward. The counter generator gives the same masks again; nothing has to be saved for that.
 """
 
 from __future__ import annotations

@@ -1,17 +1,18 @@
 """Whole state dicts and gradient norms of a parallel module.
 
-Enters: a `ParallelModule`. Leaves: tensors under the author's names in their original shapes, and the norm in which each
-logical parameter counts once.
+Enters: a `ParallelModule`. Leaves: tensors under the author's names in their original shapes, and the norm in which
+each logical parameter counts once.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from fxpar.errors import CheckpointError
 from fxpar.layout import Layout
@@ -20,12 +21,14 @@ from fxpar.shards import local_block, whole
 if TYPE_CHECKING:
     from fxpar.runtime.module import ParallelModule
 
+_SAMPLES = 1024
+
 
 def gather_parameter(module: ParallelModule, value: Tensor, layout: Layout) -> Tensor:
     """The whole tensor from the ranks' shards, on every rank."""
     for axis, placement in layout:
         if placement.is_shard:
-            group = module.world.process_group(axis)
+            group = module.world.process_groups[axis]
             blocks = [torch.empty_like(value) for _ in range(module.plan.axes[axis])]
             dist.all_gather(blocks, value.contiguous(), group=group)
             value = whole(blocks, placement)
@@ -33,43 +36,75 @@ def gather_parameter(module: ParallelModule, value: Tensor, layout: Layout) -> T
 
 
 def full_state_dict(module: ParallelModule) -> dict[str, Tensor]:
-    """What `state_dict()` of the unsplit model would hold, on the CPU, the same on every rank. A collective call."""
+    """What `state_dict()` of the unsplit model would hold, on the CPU, the same on every rank. A collective call.
+
+    Tensors share no memory with the module's; tied names share one tensor.
+
+    Raises:
+        CheckpointError: the unsplit model's state dict holds something else than parameters and buffers.
+    """
     tensors = _all_tensors(module)
     found: dict[str, Tensor] = {}
     done: dict[int, Tensor] = {}
-    for name in module._saved_names:
+    for name in module.saved_names:
+        if name not in tensors:
+            raise CheckpointError(
+                "is in the model's state dict and is no parameter or buffer",
+                where=name,
+                remedy="keep extra state and renaming hooks out of the model",
+            )
         value = tensors[name]
         if id(value) not in done:
-            done[id(value)] = gather_parameter(module, value.detach(), module._layout(name)).cpu()
+            gathered = gather_parameter(module, value.detach(), module.layout_of(name)).cpu()
+            done[id(value)] = gathered.clone() if gathered.data_ptr() == value.data_ptr() else gathered
         found[name] = done[id(value)]
     return found
 
 
-def load_full_state_dict(module: ParallelModule, state: Mapping[str, Tensor]) -> None:
+def load_full_state_dict(module: ParallelModule, state: Mapping[str, Any]) -> None:
     """Loads what `full_state_dict` or the unsplit model's `state_dict` gives; each rank keeps its shards.
 
-    Tied names may be left out if one of them is there.
+    Values are cast to the module's element types. Tied names may be left out if one of them is there.
 
     Raises:
-        CheckpointError: a name is missing or unknown, or a tensor has another shape; nothing is loaded then.
+        CheckpointError: a name is missing or unknown, a tensor has another shape, or tied names have different
+            values; nothing is loaded then.
     """
     tensors = _all_tensors(module)
-    unknown = sorted(state.keys() - set(module._saved_names))
-    present = {id(tensors[name]) for name in state if name in tensors}
-    missing = [name for name in module._saved_names if name not in state and id(tensors[name]) not in present]
-    if missing or unknown:
-        parts = [f"lacks {', '.join(missing[:5])}"] if missing else []
-        parts += [f"has the unknown {', '.join(unknown[:5])}"] if unknown else []
-        raise CheckpointError(" and ".join(parts), where="state dict", remedy="load the model it was saved from")
+    _check_names(module, state, tensors)
+    first: dict[int, str] = {}
     for name, value in state.items():
-        kind = module._shapes.get(name)
-        shape = tuple(kind.shape) if kind is not None else tuple(tensors[name].shape)
-        if name in module._shapes and tuple(value.shape) != shape:
-            raise CheckpointError(f"has shape {list(value.shape)} and must have {list(shape)}", where=name)
+        shape = module.shape_of(name)
+        if not isinstance(value, Tensor) or tuple(value.shape) != shape:
+            found = f"shape {list(value.shape)}" if isinstance(value, Tensor) else f"the type {type(value).__name__}"
+            raise CheckpointError(
+                f"has {found} and must be a tensor of shape {list(shape)}",
+                where=name,
+                remedy="load the state dict of a model of the same configuration",
+            )
+        known = first.setdefault(id(tensors[name]), name)
+        if state[known] is not value and not torch.equal(state[known], value):
+            raise CheckpointError(
+                f"is tied to {known} and has other values", where=name, remedy="leave one of the two names out"
+            )
     with torch.no_grad():
-        for name, value in state.items():
-            part = local_block(value, module._layout(name), module.plan.axes, module.world.coordinates)
+        for name in first.values():
+            part = local_block(state[name], module.layout_of(name), module.plan.axes, module.world.coordinates)
             tensors[name].copy_(part)
+
+
+def _check_names(module: ParallelModule, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    unknown = sorted(state.keys() - set(module.saved_names))
+    present = {id(tensors[name]) for name in state if name in tensors}
+    missing = [name for name in module.saved_names if name not in state and id(tensors[name]) not in present]
+    if missing or unknown:
+        parts = [f"lacks {_some(missing)}"] if missing else []
+        parts += [f"has the unknown {_some(unknown)}"] if unknown else []
+        raise CheckpointError(" and ".join(parts), where="state dict", remedy="load the model it was saved from")
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def _all_tensors(module: ParallelModule) -> dict[str, Tensor]:
@@ -90,14 +125,25 @@ def clip_grad_norm_(module: ParallelModule, max_norm: float) -> Tensor:
     for axis in ("", *module.plan.axes):
         part = torch.zeros_like(total)
         for name, grad in gradients:
-            cut = [a for a, placement in module._layout(name) if placement.is_shard]
+            cut = [a for a, placement in module.layout_of(name) if placement.is_shard]
             if (cut[0] if cut else "") == axis:
                 part += grad.detach().to(total.dtype).square().sum()
         if axis:
-            dist.all_reduce(part, group=module.world.process_group(axis))
+            dist.all_reduce(part, group=module.world.process_groups[axis])
         total += part
     norm = total.sqrt()
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for _, grad in gradients:
         grad.mul_(scale.to(grad.dtype))
     return norm
+
+
+def fingerprints(model: nn.Module) -> dict[str, str]:
+    """A digest of each parameter's and buffer's type and of up to 1024 of its elements, evenly spread."""
+    found = {}
+    for name, value in (*model.named_parameters(), *model.named_buffers()):
+        flat = value.detach().reshape(-1)
+        some = flat[:: max(1, flat.numel() // _SAMPLES)].contiguous().cpu()
+        data = some.view(torch.uint8).numpy().tobytes() if some.numel() else b""
+        found[name] = hashlib.sha256(f"{value.dtype}{tuple(value.shape)}".encode() + data).hexdigest()
+    return found

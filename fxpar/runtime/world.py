@@ -5,14 +5,17 @@ Enters: a plan, the environment that torchrun sets. Leaves: a `World`.
 
 from __future__ import annotations
 
+import atexit
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
-from fxpar.errors import PlanError
+from fxpar.errors import InputError, PlanError
 from fxpar.ops.collectives import Group
 from fxpar.plan import Plan
 
@@ -25,7 +28,7 @@ class World:
         rank: of all processes.
         size: number of processes.
         device: of parameters and inputs.
-        groups: process group by axis; axes of one rank have none.
+        groups: name and size of the process group by axis; axes of one rank have none.
         coordinates: the rank's index on each of these axes.
     """
 
@@ -35,9 +38,30 @@ class World:
     groups: Mapping[str, Group]
     coordinates: Mapping[str, int]
 
-    def process_group(self, axis: str) -> dist.ProcessGroup:
-        """The axis's process group."""
-        return dist.distributed_c10d._resolve_process_group(self.groups[axis].name)  # type: ignore[no-any-return]
+    @property
+    def process_groups(self) -> Mapping[str, dist.ProcessGroup]:
+        """The groups themselves. Not kept: a group whose threads outlive the process's exit handlers aborts it."""
+        return {axis: dist.group.WORLD for axis in self.groups if dist.group.WORLD is not None}
+
+    @cached_property
+    def mesh(self) -> DeviceMesh:
+        """The device mesh of axis tp, for sharded outputs."""
+        return DeviceMesh.from_group(self.process_groups["tp"], self.device.type, mesh_dim_names=("tp",))
+
+    def agree(self, mine: Mapping[str, str], remedy: str) -> None:
+        """Compares texts by name over all ranks. A collective call.
+
+        Raises:
+            InputError: a rank has another text; names the first that differs and the two ranks.
+        """
+        if self.size == 1:
+            return
+        everyone: list[Mapping[str, str]] = [{}] * self.size
+        dist.all_gather_object(everyone, dict(mine))
+        for rank, other in enumerate(everyone):
+            for name in dict.fromkeys((*everyone[0], *other)):
+                if everyone[0].get(name) != other.get(name):
+                    raise InputError(f"differs between rank 0 and rank {rank}", where=name, remedy=remedy)
 
 
 def join(plan: Plan) -> World:
@@ -46,13 +70,11 @@ def join(plan: Plan) -> World:
     A plan of ones in a process that no launcher started needs none.
 
     Raises:
-        PlanError: the number of processes is not the plan's.
+        PlanError: the number of processes is not the plan's, or there are more ranks than GPUs on a machine that has
+            some.
     """
-    launched = "WORLD_SIZE" in os.environ and "RANK" in os.environ
-    if not dist.is_initialized() and launched:
-        if torch.cuda.is_available():
-            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    if not dist.is_initialized() and "WORLD_SIZE" in os.environ and "RANK" in os.environ:
+        _initialise()
     size = dist.get_world_size() if dist.is_initialized() else 1
     if size != plan.world_size:
         raise PlanError(
@@ -65,7 +87,30 @@ def join(plan: Plan) -> World:
         device = torch.device("cpu")
     else:
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    groups = {}
-    if plan.tp > 1:
-        groups["tp"] = Group(dist.group.WORLD.group_name, plan.tp)  # type: ignore[union-attr]
-    return World(rank, size, device, groups, {axis: rank for axis in groups})
+    found: dict[str, dist.ProcessGroup] = {}
+    if plan.tp > 1 and dist.group.WORLD is not None:
+        found["tp"] = dist.group.WORLD
+    groups = {axis: Group(group.group_name, group.size()) for axis, group in found.items()}
+    return World(rank, size, device, groups, dict.fromkeys(groups, rank))
+
+
+def _initialise() -> None:
+    """One GPU a local rank with NCCL where there are GPUs, else gloo. The group is left when the process ends."""
+    if torch.cuda.is_available():
+        local, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+        if count == 1:  # a launcher that shows each rank its own GPU
+            local = 0
+        if local >= count:
+            raise PlanError(
+                f"local rank {local} has no GPU of its own: there are {count}",
+                where="LOCAL_RANK",
+                remedy="start one process for each GPU, or hide the GPUs (CUDA_VISIBLE_DEVICES=) to run on CPUs",
+            )
+        torch.cuda.set_device(local)
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    atexit.register(_leave)
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -30,7 +30,7 @@ class Collective:
     Attributes:
         op: all_reduce, all_gather, reduce_scatter or all_to_all.
         axis: mesh axis.
-        phase: forward or backward (activations), or parameter (a parameter's gradient or value).
+        phase: forward or backward (activations), or parameter (value or gradient of what parameters alone make).
         node: the coercion it belongs to.
         bytes: size of the whole value (what an all-gather yields, a reduction takes in) at the given sizes.
         bytes_formula: the same in closed form, symbols as in the program.
@@ -56,15 +56,17 @@ def collectives(program: Program, sizes: Mapping[str, int] | None = None) -> lis
     """
     values = {s.name: s.example for s in program.symbols} | dict(sizes or {})
     flags = carried(program)
-    owned = {p.node for p in program.parameters}
+    weights = {program.node(p.node) for p in program.parameters}
     found = []
     for node in program.graph.nodes:
+        if node.op == "call_function" and operands(node) and weights.issuperset(operands(node)):
+            weights.add(node)
         row = COERCION_OF.get(node.target) if node.op == "call_function" else None
         if row is None:
             continue
         kind = output_types(node)[0]
         size = simplify(product(kind.shape) * kind.dtype.itemsize)
-        of_parameter = operands(node)[0].name in owned
+        of_parameter = node in weights
         for phase, op in (("forward", row.forward), ("backward", row.backward if flags[node][0] else "")):
             if op:
                 where = "parameter" if of_parameter else phase
@@ -113,7 +115,7 @@ def unsplit(program: Program, axis: str = "tp") -> list[tuple[str, str]]:
     for parameter in program.parameters:
         node = program.node(parameter.node)
         layouts = output_layouts(node)
-        if parameter.kind == "parameter" and len(parameter.type.shape) > 1 and layouts:
-            if axis in program.axes and not layouts[0].on(axis).is_shard:
-                found.append((parameter.fqn, note(node).origin or "no line of the plan's split names it"))
+        is_matrix = parameter.kind == "parameter" and len(parameter.type.shape) > 1
+        if is_matrix and layouts and axis in program.axes and not layouts[0].on(axis).is_shard:
+            found.append((parameter.fqn, note(node).origin or "no line of the plan's split names it"))
     return found

@@ -2,58 +2,113 @@
 
 Enters: a program, global or localised. Leaves: nothing, or `CheckFailed` that names the node and both shapes.
 
-The program runs on meta tensors at one choice of sizes that is not the example's, so that a size baked into a literal
-shows. In a localised program each rank's shape must be the global one with the layout applied.
+The program runs on meta tensors at the example's sizes, which must work, and at others, so that a size baked into a
+literal shows. In a localised program each rank's shape must be the global one with the layout applied.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
-from fxpar.errors import CheckFailed
+from fxpar import operators
+from fxpar.errors import CheckFailed, InputError
 from fxpar.layout import Layout, local_shape
-from fxpar.operators import COERCION_OF, OPERATORS
+from fxpar.operators import COERCION_OF
 from fxpar.program import Program, ScalarType, TensorType, note, operands, output_layouts, output_types
+from fxpar.rules.composite import resolve_function
 from fxpar.rules.inference import describe
 from fxpar.symbols import evaluate
+
+aten = torch.ops.aten
+
+# What an operation on shapes raises where they do not fit; some of torch's shape functions use assertions.
+_FAILURES = (RuntimeError, ValueError, IndexError, TypeError, KeyError, AssertionError, ArithmeticError, InputError)
 
 
 def check_shapes(program: Program) -> None:
     """Runs the program on shapes and compares with the notes.
 
+    A model may be limited in its sizes (positions up to 64) or bind two of them together, hence of the other sizes
+    only some must work: for each symbol there must be one that does.
+
     Raises:
         CheckFailed: an operation cannot run, or gives another element type or shape than its note.
     """
-    sizes = {s.name: 2 * s.example for s in program.symbols}
+    example = {s.name: s.example for s in program.symbols}
+    _run(program, example)
+    pending, first = set(example), None
+    for sizes in _others(program):
+        changed = {name for name in pending if sizes[name] != example[name]}
+        if not changed:
+            continue
+        try:
+            _run(program, sizes)
+            pending -= changed
+        except CheckFailed as error:
+            first = first or error
+    if pending and first is not None:
+        raise first
+
+
+def _others(program: Program) -> Iterator[dict[str, int]]:
+    """All symbols doubled, one smaller, halved, one larger; then the same for each symbol alone."""
+    example = {s.name: s.example for s in program.symbols}
+    other = {name: (2 * size, max(size - 1, 2), max(size // 2, 2), size + 1) for name, size in example.items()}
+    for choice in range(4):
+        yield {name: sizes[choice] for name, sizes in other.items()}
+    for name, sizes in other.items():
+        for size in sizes:
+            yield {**example, name: size}
+
+
+def _run(program: Program, sizes: Mapping[str, int]) -> None:
     values: dict[fx.Node, Any] = {}
     for node in program.graph.nodes:
         if node.op == "output" or note(node).type is None:  # the return and asserts
             continue
         wanted = _expected(program, node, sizes)
-        if node.op == "placeholder" or _is_ours(node):
+        if node.op == "placeholder":
             values[node] = wanted[0]
-            if node.target in COERCION_OF:
-                _same_type(node)
             continue
-        args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
-        target: Any = node.target
-        if _makes_tensors(node) or "device" in kwargs:
-            kwargs = {**kwargs, "device": "meta"}
         try:
-            values[node] = target(*args, **kwargs)
-        except (RuntimeError, ValueError, IndexError, TypeError) as error:
-            reason = str(error).splitlines()[0]
+            args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
+            values[node] = _call(node, args, kwargs, wanted)
+        except _FAILURES as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise CheckFailed(f"cannot run on a rank's shapes: {reason}", where=describe(node)) from None
         _compare(node, values[node], wanted, sizes)
 
 
-def _is_ours(node: fx.Node) -> bool:
-    return OPERATORS.get(getattr(node.target, "__name__", "")) is node.target
+def _call(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: Sequence[Tensor]) -> Any:
+    """The operation on meta tensors; for fxpar's own operators what stands for them on one rank."""
+    target: Any = node.target
+    if target in COERCION_OF:
+        before, after = output_types(operands(node)[0])[0], output_types(node)[0]
+        if before != after:
+            raise ValueError(f"a coercion of {before} cannot give {after}")
+        return wanted[0]  # which the layouts before and after decide
+    if target is operators.axis_index:
+        return torch.empty((), dtype=torch.int64, device="meta")
+    if target is operators.dropout:
+        return args[0]
+    if target is operators.attention:
+        names = ("query", "key", "value", "mask", "rng", "p", "is_causal", "scale", "enable_gqa")
+        given = {"mask": None, **dict(zip(names, args, strict=False)), **kwargs}
+        options = {k: given[k] for k in ("is_causal", "scale", "enable_gqa") if k in given}
+        tensors = (given[k] for k in ("query", "key", "value", "mask"))
+        return aten.scaled_dot_product_attention.default(*tensors, 0.0, **options)
+    if target is operators.function:
+        return resolve_function(str(kwargs["path"])).apply(*args)
+    if _makes_tensors(node) or "device" in kwargs:
+        kwargs = {**kwargs, "device": "meta"}
+    if target is aten.view.default:  # as it is lowered: strides are those of a kernel
+        target = aten.reshape.default
+    return target(*args, **kwargs)
 
 
 def _makes_tensors(node: fx.Node) -> bool:
@@ -70,16 +125,10 @@ def _expected(program: Program, node: fx.Node, sizes: Mapping[str, int]) -> list
         layout = layouts[i] if layouts else Layout()
         try:
             shape = [evaluate(size, sizes) for size in local_shape(kind.shape, layout, program.axes)]
-        except ValueError as error:
+            found.append(torch.empty(shape, dtype=kind.dtype, device="meta"))
+        except (ValueError, IndexError, RuntimeError, OverflowError) as error:
             raise CheckFailed(f"{layout} does not fit {kind}: {error}", where=describe(node)) from None
-        found.append(torch.empty(shape, dtype=kind.dtype, device="meta"))
     return found
-
-
-def _same_type(node: fx.Node) -> None:
-    before, after = output_types(operands(node)[0])[0], output_types(node)[0]
-    if before != after:
-        raise CheckFailed(f"a coercion of {before} cannot give {after}", where=describe(node))
 
 
 def _compare(node: fx.Node, value: Any, wanted: list[Tensor], sizes: Mapping[str, int]) -> None:
@@ -90,9 +139,11 @@ def _compare(node: fx.Node, value: Any, wanted: list[Tensor], sizes: Mapping[str
             raise CheckFailed(f"is {value} where the note's {kind.value} is {expected}", where=describe(node))
         return
     found = list(value) if isinstance(value, (tuple, list)) else [value]
-    if len(found) != len(wanted) or isinstance(kind, TensorType) and isinstance(value, (tuple, list)):
+    if len(found) != len(wanted) or (isinstance(kind, TensorType) and isinstance(value, (tuple, list))):
         raise CheckFailed(f"gives {len(found)} tensors where the note has {len(wanted)}", where=describe(node))
     for mine, other in zip(found, wanted, strict=True):
+        if not isinstance(mine, Tensor):
+            raise CheckFailed(f"gives {mine} where the note has a tensor", where=describe(node))
         if mine.dtype != other.dtype or mine.shape != other.shape:
             raise CheckFailed(
                 f"gives {list(mine.shape)} of {mine.dtype} where the note and its layout give "

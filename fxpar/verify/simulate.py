@@ -7,7 +7,8 @@ execute the very operators of the runtime, collectives included; only the proces
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from fxpar.errors import CheckFailed
 from fxpar.layout import Layout
 from fxpar.ops.collectives import Group
-from fxpar.ops.lower import lower
+from fxpar.ops.lower import Lowered, lower
 from fxpar.program import Program, output_layouts
 from fxpar.shards import local_block
 
@@ -38,21 +39,27 @@ class Run:
 
 
 @contextlib.contextmanager
-def simulated_world(size: int) -> Iterator[dict[str, Group]]:
-    """A process group of `size` ranks that exist in this process only; yields the group of axis tp.
+def simulated_world(axes: Mapping[str, int]) -> Iterator[dict[str, Group]]:
+    """Process groups of ranks that exist in this process only; yields the group of each axis.
+
+    Args:
+        axes: sizes of the mesh axes; at most one as yet.
 
     Raises:
-        CheckFailed: the process already belongs to a process group.
+        CheckFailed: the process already belongs to a process group, or there are several axes.
     """
+    if len(axes) > 1:
+        raise CheckFailed(f"ranks of {len(axes)} axes cannot be simulated yet", where="simulation")
     if dist.is_initialized():
         raise CheckFailed(
             "the process belongs to a process group already",
             where="simulation",
             remedy="verify values in a process that was not started by torchrun",
         )
-    dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
+    world = math.prod(axes.values())
+    dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
     try:
-        yield {"tp": Group(dist.group.WORLD.group_name, size)}  # type: ignore[union-attr]
+        yield {axis: Group(dist.group.WORLD.group_name, size) for axis, size in axes.items()}  # type: ignore[union-attr]
     finally:
         dist.destroy_process_group()
 
@@ -77,10 +84,10 @@ def run_single(program: Program, state: Mapping[str, Tensor], inputs: Mapping[st
         leaves[parameter.fqn].requires_grad_(parameter.trainable)
     lowered = lower(program, {})
     values = [leaves[p.fqn] for p in program.parameters] + [inputs[i.path] for i in program.inputs]
-    order = {name: value for name, value in zip(_names(program), values, strict=True)}
+    order = dict(zip(_names(program), values, strict=True))
     with torch.enable_grad():
         outputs = dict(zip(program.outputs, lowered.module(*[order[name] for name in lowered.inputs]), strict=True))
-        if program.loss:
+        if program.loss and outputs[program.loss].requires_grad:
             outputs[program.loss].backward()
     gradients = {n: t.grad for n, t in leaves.items() if t.grad is not None}
     return Run({n: t.detach() for n, t in outputs.items()}, gradients)
@@ -91,26 +98,29 @@ def _names(program: Program) -> list[str]:
 
 
 def run_ranks(
-    program: Program, state: Mapping[str, Tensor], inputs: Mapping[str, Tensor], sizes: Mapping[str, int]
+    program: Program,
+    state: Mapping[str, Tensor],
+    inputs: Mapping[str, Tensor],
+    sizes: Mapping[str, int],
+    lowering: Callable[[Program, Mapping[str, Group]], Lowered] = lower,
 ) -> list[Run]:
     """Runs a localised program on all ranks at once; arguments whole, as for `run_single`.
 
     Args:
         sizes: values of the symbols.
+        lowering: makes the module that the ranks run.
     """
     axes = program.axes
-    world = 1
-    for n in axes.values():
-        world *= n
-    layouts = {name: layout for name, layout in _placeholder_layouts(program).items()}
+    world = math.prod(axes.values())
+    layouts = _placeholder_layouts(program)
     places = [coordinates(axes, rank) for rank in range(world)]
 
     def local(name: str, value: Tensor) -> LocalTensor:
         blocks = {r: local_block(value, layouts[name], axes, places[r], sizes).clone() for r in range(world)}
         return LocalTensor(blocks)
 
-    with simulated_world(world) as groups, LocalTensorMode(world):
-        lowered = lower(program, groups)
+    with simulated_world(axes) as groups, LocalTensorMode(world):
+        lowered = lowering(program, groups)
         by_name: dict[str, Tensor] = {}
         leaves: dict[str, Tensor] = {}
         for parameter in program.parameters:
@@ -123,7 +133,7 @@ def run_ranks(
         with torch.enable_grad():
             results = lowered.module(*[by_name[name] for name in lowered.inputs], *ranks)
             outputs = dict(zip(program.outputs, results, strict=True))
-            if program.loss:
+            if program.loss and outputs[program.loss].requires_grad:
                 outputs[program.loss].backward()
         gradients = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
     return [

@@ -1,54 +1,177 @@
-"""Structure: the program is one functional graph whose tables agree with it.
+"""Structure: the program is one functional graph whose tables, notes and random identities agree with it.
 
 Enters: a program. Leaves: nothing, or `CheckFailed` that names the node.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import torch
+from torch import fx
+
+from fxpar.capture.convert import RANDOM
 from fxpar.errors import CheckFailed
-from fxpar.operators import OPERATORS
-from fxpar.program import Program, TensorType, has_note, note, output_node
+from fxpar.layout import Layout, pieces_of
+from fxpar.operators import COERCION_OF, OPERATORS, attention, axis_index, dropout
+from fxpar.passes.assign_rng import RNG_PATH
+from fxpar.program import (
+    Program,
+    ScalarType,
+    TensorType,
+    ValueType,
+    has_note,
+    note,
+    operands,
+    output_layouts,
+    output_node,
+    output_types,
+)
+from fxpar.rules import bind_arguments
+from fxpar.rules.inference import describe
+from fxpar.symbols import names
+
+aten = torch.ops.aten
 
 
 def check_structure(program: Program) -> None:
-    """Placeholders first and in the tables, notes everywhere, known axes, one identity a random node, a scalar loss.
+    """Placeholders first and in the tables, complete notes, known axes, random identities, returned values.
 
     Raises:
         CheckFailed: names the first fault.
     """
-    body, seen = False, {}
-    holders = [*(p.node for p in program.parameters), *(i.node for i in program.inputs)]
     for node in program.graph.nodes:
-        where = f"%{node.name}"
-        if node.op == "output":
-            continue
-        if not has_note(node):
-            raise CheckFailed("the node has no note", where=where)
-        if node.op == "placeholder":
-            if body:
-                raise CheckFailed("a placeholder stands behind an operation", where=where)
-            if holders.count(node.name) != 1:
-                raise CheckFailed(f"the placeholder is in {holders.count(node.name)} tables", where=where)
-            continue
-        body = True
-        axis = node.kwargs.get("axis")
-        if axis is not None and OPERATORS.get(getattr(node.target, "__name__", "")) and axis not in program.axes:
-            known = ", ".join(program.axes) or "none"
-            raise CheckFailed(f"the axis {axis} is not in the mesh ({known})", where=where)
-        identity = note(node).random
-        if identity and seen.setdefault(identity, node.name) != node.name:
-            raise CheckFailed(f"draws the same random bits as %{seen[identity]}", where=where)
-    names = {node.name for node in program.graph.nodes}
-    for name in holders:
-        if name not in names:
-            raise CheckFailed("a table names a placeholder that is missing", where=f"%{name}")
+        if node.op != "output" and not has_note(node):
+            raise CheckFailed("the node has no note", where=f"%{node.name}", remedy="call set_note on nodes you create")
+    _check_placeholders(program)
+    for node in program.graph.nodes:
+        if node.op != "output":
+            _check_note(program, node)
+            _check_axis(program, node)
+    _check_random(program)
     _check_outputs(program)
+
+
+def _check_placeholders(program: Program) -> None:
+    holders = [*(p.node for p in program.parameters), *(i.node for i in program.inputs)]
+    missing = set(holders) - {node.name for node in program.graph.nodes if node.op == "placeholder"}
+    if missing:
+        raise CheckFailed("a table names a placeholder that is missing", where=f"%{min(missing)}")
+    body = False
+    for node in program.graph.nodes:
+        body |= node.op != "placeholder"
+        if node.op != "placeholder":
+            continue
+        if body:
+            raise CheckFailed("a placeholder stands behind an operation", where=describe(node))
+        if holders.count(node.name) != 1:
+            raise CheckFailed(f"the placeholder is in {holders.count(node.name)} tables", where=describe(node))
+        if not isinstance(note(node).type, TensorType):
+            raise CheckFailed(f"the placeholder is {note(node).type} and no tensor", where=describe(node))
+
+
+def _check_note(program: Program, node: fx.Node) -> None:
+    """What is used has a type, in declared symbols, and with layouts one canonical layout for each output."""
+    kind = note(node).type
+    if kind is None and node.users:
+        user = next(iter(node.users))
+        raise CheckFailed(f"has no type, but %{user.name} uses it", where=describe(node), remedy="note its type")
+    unknown = names(_sizes(kind)) - {symbol.name for symbol in program.symbols}
+    if unknown:
+        raise CheckFailed(f"{kind} names the symbol {min(unknown)}, which no input has", where=describe(node))
+    layouts, count = output_layouts(node), len(output_types(node))
+    if len(layouts) != count and (layouts or "layouts" in program.properties):
+        raise CheckFailed(f"has {len(layouts)} layouts for {count} tensors", where=describe(node))
+    for layout in layouts:
+        _check_layout(program, node, layout)
+    if node.op == "call_function" and node.target in COERCION_OF:
+        given = [kind for operand in operands(node) for kind in output_types(operand)]
+        if len(given) != 1 or count != 1:
+            raise CheckFailed(f"a coercion converts one tensor and not {len(given)}", where=describe(node))
+
+
+def _sizes(kind: ValueType) -> Iterator[object]:
+    if isinstance(kind, ScalarType):
+        yield kind.value
+    elif isinstance(kind, tuple):
+        for item in kind:
+            yield from item.shape
+    elif isinstance(kind, TensorType):
+        yield from kind.shape
+
+
+def _check_layout(program: Program, node: fx.Node, layout: Layout) -> None:
+    if {axis for axis, _ in layout} != set(program.axes):
+        known = " ".join(program.axes) or "none"
+        raise CheckFailed(f"the layout '{layout}' does not name the axes ({known})", where=describe(node))
+    for axis, placement in layout:
+        sizes = [size for piece in placement.pieces for size in (piece.outer, piece.size)]
+        if any(isinstance(size, int) and size < 0 for size in sizes) or pieces_of(placement.pieces) != placement.pieces:
+            raise CheckFailed(f"on axis {axis}: {placement} is not in its shortest form", where=describe(node))
+
+
+def _check_axis(program: Program, node: fx.Node) -> None:
+    axis = node.kwargs.get("axis")
+    if axis is not None and OPERATORS.get(getattr(node.target, "__name__", "")) and axis not in program.axes:
+        known = ", ".join(program.axes) or "none"
+        raise CheckFailed(f"the axis {axis} is not in the mesh ({known})", where=describe(node))
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether a node of the captured or canonical graph draws random bits."""
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    if node.target is aten.scaled_dot_product_attention.default:
+        return bool(bind_arguments(node).get("dropout_p"))
+    if node.target in (aten.dropout.default, aten.native_dropout.default):
+        given = bind_arguments(node)
+        return bool(given.get("p")) and given.get("train") is not False
+    return str(node.target).removeprefix("aten.") in RANDOM
+
+
+def _check_random(program: Program) -> None:
+    """Every random node has an identity of its own, and with property `rng` draws from the counter generator."""
+    seen: dict[int, fx.Node] = {}
+    states = [entry.node for entry in program.inputs if entry.path == RNG_PATH]
+    for node in program.graph.nodes:
+        counted = node.op == "call_function" and node.target in (dropout, attention)
+        identity = 0 if node.op == "output" else note(node).random
+        if is_random(node) and "rng" in program.properties:
+            raise CheckFailed("draws bits that depend on the rank's generator", where=describe(node))
+        if (counted or is_random(node)) and not 0 < identity < 2**32:
+            raise CheckFailed(
+                f"draws random bits and has the identity {identity}",
+                where=describe(node),
+                remedy="give it one of its own in [1, 2^32): random=…",
+            )
+        if identity and seen.setdefault(identity, node) is not node:
+            raise CheckFailed(
+                f"draws the same random bits as {describe(seen[identity])}: both have the identity {identity}",
+                where=describe(node),
+                remedy="give each random node an identity of its own",
+            )
+        if counted:
+            _check_counter(node, states)
+
+
+def _check_counter(node: fx.Node, states: list[str]) -> None:
+    given = bind_arguments(node)
+    if getattr(given["rng"], "name", "") not in states:
+        raise CheckFailed(f"takes its state from {given['rng']}", where=describe(node), remedy=f"pass {RNG_PATH}")
+    indices = given.get("indices") or ()
+    axes = [getattr(item, "kwargs", {}).get("axis") for item in indices]
+    if any(getattr(item, "target", None) is not axis_index for item in indices) or len(set(axes)) != len(axes):
+        shown = ", ".join(f"%{item}" for item in indices)
+        raise CheckFailed(f"takes the indices {shown}", where=describe(node), remedy="pass one index for each axis")
 
 
 def _check_outputs(program: Program) -> None:
     values = output_node(program.graph).args[0]
     if not isinstance(values, (tuple, list)) or len(values) != len(program.outputs):
         raise CheckFailed(f"returns other values than {', '.join(program.outputs)}", where="return")
+    for name, value in zip(program.outputs, values, strict=True):
+        if not isinstance(value, fx.Node) or not isinstance(note(value).type, TensorType):
+            raise CheckFailed(f"returns {value}, which is no tensor", where=f"output {name}")
     if program.loss:
         if program.loss not in program.outputs:
             raise CheckFailed("the loss is not returned", where=program.loss)

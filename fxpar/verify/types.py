@@ -6,16 +6,14 @@ module and line, the layouts found, and the one coercion that would make it lega
 
 from __future__ import annotations
 
-import torch
 from torch import fx
 
 from fxpar.errors import CheckFailed, LayoutError
 from fxpar.gradients import carried
-from fxpar.layout import I, Layout, R, fits
-from fxpar.program import Program, note, operands, output_layouts, output_types, tensor_type
-from fxpar.rules.inference import describe, infer_node
-
-_RANDOM = frozenset({torch.ops.aten.dropout.default, torch.ops.aten.native_dropout.default})
+from fxpar.layout import I, Layout, Placement, R, fits
+from fxpar.operators import COERCIONS
+from fxpar.program import Program, operands, output_layouts, output_types, tensor_type
+from fxpar.rules.inference import Context, describe, infer_node, remedy_of, resting, shown
 
 
 def check_types(program: Program) -> None:
@@ -35,48 +33,82 @@ def check_types(program: Program) -> None:
             found[node] = (_placeholder(program, node, flags[node][0]),)
         elif node.op == "call_function" and output_types(node):
             inputs = operands(node)
-            layouts = [layout for o in inputs for layout in found[o]]
-            carries = [flag for o in inputs for flag in flags[o]]
-            found[node] = infer_node(node, layouts, carries, flags[node], axes)
-            _compare(node, found[node])
-            if "rng" in program.properties and node.target in _RANDOM and note(node).random:
-                raise CheckFailed("draws bits that depend on the rank's generator", where=describe(node))
-    _check_outputs(program, found)
+            given = Context(
+                [layout for o in inputs for layout in found[o]],
+                [flag for o in inputs for flag in flags[o]],
+                flags[node],
+                axes,
+                "local" in program.properties,
+            )
+            found[node] = infer_node(node, given)
+            _compare(node, found[node], given)
+    _check_outputs(program, found, flags)
 
 
 def _placeholder(program: Program, node: fx.Node, carries: bool) -> Layout:
-    layouts = output_layouts(node)
-    if not layouts:
-        raise CheckFailed("has no layout", where=describe(node))
-    kind = tensor_type(node)
+    """Parameters are I or shards of which each rank has its own part; what carries no gradient is R or a shard."""
+    layout, kind, whole = output_layouts(node)[0], tensor_type(node), resting(I, carries)
     for axis, n in program.axes.items():
-        placement = layouts[0].on(axis)
-        if placement.kind in ("P", "V") or (placement == R and carries) or (placement == I and not carries):
-            raise LayoutError(f"a parameter or input cannot be {placement} on axis {axis}", where=describe(node))
+        placement = layout.on(axis)
+        if not placement.is_shard and placement != whole:
+            raise LayoutError(
+                f"on axis {axis}: a {'parameter' if carries else 'value without gradient'} cannot be {placement}",
+                where=describe(node),
+                remedy=_start(node, axis, whole, placement),
+            )
         if placement.is_shard and program.parameter(node) is None:
-            raise LayoutError(f"an input cannot be {placement} on axis {axis}: every rank gets it whole", where=describe(node))
+            raise LayoutError(
+                f"on axis {axis}: an input cannot be {placement}: every rank gets it whole",
+                where=describe(node),
+                remedy=_start(node, axis, R, placement),
+            )
         if not fits(placement, kind.shape, n):
-            raise LayoutError(f"{placement} does not fit {kind} over {n} ranks of {axis}", where=describe(node))
-    return layouts[0]
+            raise LayoutError(f"on axis {axis}: {placement} does not fit {kind} over {n} ranks", where=describe(node))
+        if carries and not all(piece.sharded for piece in placement.pieces):
+            raise LayoutError(
+                f"on axis {axis}: {placement} has a segment that every rank holds, whose gradient nothing would sum",
+                where=describe(node),
+                remedy=f"make the segment a parameter of its own and insert fxpar.copy_to[{axis}] behind it",
+            )
+    return layout
 
 
-def _compare(node: fx.Node, found: tuple[Layout, ...]) -> None:
-    noted = output_layouts(node)
-    if len(noted) != len(found):
-        raise CheckFailed("the note lacks layouts", where=describe(node))
-    for wanted, layout in zip(noted, found, strict=True):
-        if dict(wanted) != dict(layout):
-            raise CheckFailed(f"the note says {wanted}, its operands give {layout}", where=describe(node))
+def _start(node: fx.Node, axis: str, whole: Placement, wanted: Placement) -> str:
+    row = COERCIONS.get((whole.kind, wanted.kind))
+    behind = f" and insert fxpar.{row.operator.__name__}[{axis}](%{node.name})" if row else ""
+    return f"write {axis}:{whole}{behind}"
 
 
-def _check_outputs(program: Program, found: dict[fx.Node, tuple[Layout, ...]]) -> None:
+def _compare(node: fx.Node, found: tuple[Layout, ...], given: Context) -> None:
+    for noted, layout in zip(output_layouts(node), found, strict=True):
+        for axis in given.axes:
+            wanted, mine = noted.on(axis), layout.on(axis)
+            if wanted == mine:
+                continue
+            remedy = remedy_of(node, given, axis, exactly=True)
+            row = COERCIONS.get((mine.kind, wanted.kind))
+            if not remedy and row is not None and wanted.kind != "P":
+                remedy = f"insert fxpar.{row.operator.__name__}[{axis}](%{node.name}) : {axis}:{mine}→{wanted}"
+            operands_ = shown(node, given.found(axis))
+            raise CheckFailed(
+                f"on axis {axis}: the note says {wanted}, its operands give {mine} ({operands_})",
+                where=describe(node),
+                remedy=remedy,
+            )
+
+
+def _check_outputs(
+    program: Program, found: dict[fx.Node, tuple[Layout, ...]], flags: dict[fx.Node, tuple[bool, ...]]
+) -> None:
+    """Callers differentiate outputs as if there were one rank: they are invariant (R without gradient) or shards."""
     for name, node in program.output_nodes().items():
         for axis, placement in found[node][0]:
-            if name == program.loss and placement != I:
-                raise CheckFailed(
-                    f"is {placement} on axis {axis} and must be I: each rank would differentiate something else",
-                    where=f"loss {name}",
-                    remedy="coerce it with fxpar.reduce_from (P) or fxpar.settle (R)",
-                )
-            if placement.kind in ("P", "V"):
-                raise CheckFailed(f"is {placement} on axis {axis}: reduce it first", where=f"output {name}")
+            whole = resting(I, flags[node][0])
+            if placement == whole or (placement.is_shard and name != program.loss):
+                continue
+            row = COERCIONS.get((placement.kind, whole.kind))
+            raise CheckFailed(
+                f"on axis {axis}: is {placement} and must be {whole}: each rank would differentiate something else",
+                where=f"{'loss' if name == program.loss else 'output'} {name} = {describe(node)}",
+                remedy=f"insert fxpar.{row.operator.__name__}[{axis}](%{node.name})" if row else "",
+            )

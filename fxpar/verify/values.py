@@ -4,12 +4,12 @@ Enters: a captured model and its split program. Leaves: a `ValueReport`, or `Che
 
 The reference is the captured graph itself, in float64, in the captured mode with dropout on, on one device. Loss,
 outputs and every parameter gradient must agree within 1e-10 of the largest reference gradient (of the largest value
-for outputs). That the captured graph is the model is checked apart, in the model's own types and bit for bit.
+for outputs). That the captured graph is the model is checked apart, in the model's own types.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from fxpar.capture import Captured, arguments
 from fxpar.errors import CheckFailed
-from fxpar.layout import Layout
 from fxpar.manager import PassManager
 from fxpar.passes.annotate import annotate
 from fxpar.passes.assign_rng import RNG_PATH, assign_rng
@@ -31,6 +30,7 @@ from fxpar.verify.promote import promote, wide
 from fxpar.verify.simulate import Run, coordinates, run_ranks, run_single
 
 TOLERANCE = 1e-10
+_UNITS = 16  # of the last place, of the largest value
 
 
 @dataclass(frozen=True)
@@ -90,44 +90,99 @@ def rng_state(seed: int = 0, step: int = 0, microbatch: int = 0) -> Tensor:
     return torch.tensor([seed, step, microbatch], dtype=torch.int64)
 
 
-def compare(reference: Run, program: Program, ranks: list[Run], sizes: Mapping[str, int]) -> ValueReport:
-    """Compares every rank's results with its block of the reference's."""
+def reference_run(
+    captured: Program, state: Mapping[str, Tensor], inputs: Mapping[str, Tensor], *, step: int = 0
+) -> Run:
+    """What one device computes, in float64; arguments as for `verify_values`.
+
+    Raises:
+        CheckFailed: the loss is not finite, so that nothing could be compared with it.
+    """
+    program = reference_program(captured)
+    run = run_single(program, _weights(program, state), _given(program, inputs, step))
+    if program.loss and not bool(run.outputs[program.loss].isfinite().all()):
+        raise CheckFailed(
+            f"is {float(run.outputs[program.loss])} on one device",
+            where=f"loss {program.loss}",
+            remedy="use other inputs",
+        )
+    return run
+
+
+def _weights(program: Program, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A pass may have added constants."""
+    return {name: wide(value) for name, value in {**program.constants, **state}.items()}
+
+
+def _given(program: Program, inputs: Mapping[str, Tensor], step: int) -> dict[str, Tensor]:
+    given = {name: wide(value) for name, value in inputs.items()}
+    given[RNG_PATH] = rng_state(program.plan.seed, step)
+    return given
+
+
+def _scale(whole: Tensor) -> float:
+    """The largest finite value, by which deviations are measured."""
+    finite = whole[whole.isfinite()].abs() if whole.is_floating_point() else whole.new_ones(1)
+    return float(finite.max()) if finite.numel() else 0.0
+
+
+def _deviation(mine: Tensor, own: Tensor, scale: float) -> float:
+    """Largest difference over `scale`; infinite for other shapes, integers, infinities or NaNs."""
+    if mine.shape != own.shape or mine.dtype != own.dtype:
+        return float("inf")
+    same = (mine == own) | ((mine != mine) & (own != own))
+    if bool(same.all()):
+        return 0.0
+    if not mine.is_floating_point():
+        return float("inf")
+    gap = float((mine - own).abs()[~same].max()) / max(scale, 1e-30)
+    return gap if gap == gap else float("inf")
+
+
+def compare(reference: Run, program: Program, ranks: Sequence[Run], sizes: Mapping[str, int]) -> ValueReport:
+    """Compares every rank's results with its block of the reference's.
+
+    Args:
+        reference: of one device.
+        program: the localised program, whose layouts say what a rank's block is.
+        ranks: what each rank computed.
+        sizes: values of the symbols.
+    """
     layouts = {p.fqn: output_layouts(program.node(p.node))[0] for p in program.parameters}
     outputs = {name: output_layouts(node)[0] for name, node in program.output_nodes().items()}
-    largest = max((float(g.abs().max()) for g in reference.gradients.values() if g.numel()), default=1.0) or 1.0
-    loss_error = output_error = grad_error = 0.0
+    largest = max((_scale(g) for g in reference.gradients.values()), default=1.0) or 1.0
+    errors = {"loss": 0.0, "output": 0.0, "gradient": 0.0}
     worst, peak = "", -1.0
-
-    def deviation(mine: Tensor, whole: Tensor, layout: Layout, rank: int, scale: float) -> float:
-        own = local_block(whole, layout, program.axes, coordinates(program.axes, rank), sizes)
-        if mine.shape != own.shape:
-            return float("inf")
-        if not mine.is_floating_point():
-            return 0.0 if bool((mine == own).all()) else float("inf")
-        gap = float((mine - own).abs().max()) / scale if mine.numel() else 0.0
-        return gap if gap == gap else float("inf")
-
     for rank, run in enumerate(ranks):
-        for name, layout in outputs.items():
-            whole = reference.outputs[name]
-            scale = max(float(whole.abs().max()) if whole.numel() and whole.is_floating_point() else 1.0, 1e-30)
-            error = deviation(run.outputs[name], whole, layout, rank, scale)
-            loss_error = max(loss_error, error) if name == program.loss else loss_error
-            output_error = max(output_error, error)
-            worst, peak = (f"output {name}", error) if error > peak else (worst, peak)
-        if run.gradients.keys() != reference.gradients.keys():
-            odd = sorted(run.gradients.keys() ^ reference.gradients.keys())
-            return ValueReport(loss_error, output_error, float("inf"), f"gradients of {', '.join(odd)}", 0, False)
-        for name, gradient in reference.gradients.items():
-            error = deviation(run.gradients[name], gradient, layouts[name], rank, largest)
-            grad_error = max(grad_error, error)
-            worst, peak = (f"gradient of {name}", error) if error > peak else (worst, peak)
-    ok = max(loss_error, output_error, grad_error) <= TOLERANCE
-    return ValueReport(loss_error, output_error, grad_error, worst, len(reference.gradients), ok)
+        place = coordinates(program.axes, rank)
+        odd = sorted(run.gradients.keys() ^ reference.gradients.keys())
+        if odd:
+            return ValueReport(
+                errors["loss"], errors["output"], float("inf"), f"gradients of {', '.join(odd)}", 0, False
+            )
+        kinds = [("output", name, layout, reference.outputs, run.outputs) for name, layout in outputs.items()]
+        kinds += [("gradient", name, layouts[name], reference.gradients, run.gradients) for name in reference.gradients]
+        for what, name, layout, whole, mine in kinds:
+            own = local_block(whole[name], layout, program.axes, place, sizes)
+            scale = _scale(whole[name]) if what == "output" else largest
+            error = _deviation(mine[name], own, scale)
+            errors[what] = max(errors[what], error)
+            if what == "output" and name == program.loss:
+                errors["loss"] = max(errors["loss"], error)
+            if error > peak:
+                worst, peak = f"gradient of {name}" if what == "gradient" else f"output {name}", error
+    ok = max(errors.values()) <= TOLERANCE
+    return ValueReport(errors["loss"], errors["output"], errors["gradient"], worst, len(reference.gradients), ok)
 
 
 def verify_values(
-    captured: Program, program: Program, state: Mapping[str, Tensor], inputs: Mapping[str, Tensor], *, step: int = 0
+    captured: Program,
+    program: Program,
+    state: Mapping[str, Tensor],
+    inputs: Mapping[str, Tensor],
+    *,
+    step: int = 0,
+    reference: Run | None = None,
 ) -> ValueReport:
     """Compares a localised program on all simulated ranks with the captured one on one device.
 
@@ -137,21 +192,21 @@ def verify_values(
         state: parameters, buffers and constants by name, whole.
         inputs: by path, whole.
         step: number of the step, which selects the dropout masks.
+        reference: the single device's results where they are known (`reference_run` of the same arguments).
     """
-    reference = reference_program(captured)
+    if reference is None:
+        reference = reference_run(captured, state, inputs, step=step)
     sizes = symbol_values(program, inputs)
-    given = {name: wide(value) for name, value in inputs.items()}
-    given[RNG_PATH] = rng_state(program.plan.seed, step)
-    weights = {name: wide(value) for name, value in state.items()}
-    single = run_single(reference, weights, given)
-    return compare(single, program, run_ranks(promote(program), weights, given, sizes), sizes)
+    ranks = run_ranks(promote(program), _weights(program, state), _given(program, inputs, step), sizes)
+    return compare(reference, program, ranks, sizes)
 
 
 def check_capture(captured: Captured, model: nn.Module, batch: Any) -> None:
-    """Checks that the captured graph computes what the eager module does, bit for bit in its own types.
+    """Checks that the captured graph computes what the eager module does, in its own types.
 
-    Loss, outputs and all parameter gradients, with PyTorch's own random bits from one seed on both sides. The
-    canonical graph must give the same too.
+    With PyTorch's own random bits from one seed on both sides, loss and outputs must be equal bit for bit. Gradients
+    are summed in another order where a value has several users, and the canonical graph adds biases apart: they may
+    differ by rounding, some units of the type's precision of the largest value.
 
     Raises:
         CheckFailed: something differs; names the tensor.
@@ -179,14 +234,23 @@ def check_capture(captured: Captured, model: nn.Module, batch: Any) -> None:
     for label, program in (("captured", captured.program), ("canonical", canonical)):
         torch.manual_seed(17)
         run = run_single(program, program_state(program, model), inputs)
-        _expect(label, "output", eager, run.outputs)
-        _expect(label, "gradient of", gradients, run.gradients)
+        _expect(label, "output", eager, run.outputs, 0.0 if label == "captured" else _rounding(program))
+        _expect(label, "gradient of", gradients, run.gradients, _rounding(program))
 
 
-def _expect(label: str, what: str, wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
-    for name in wanted.keys() | found.keys():
+def _rounding(program: Program) -> float:
+    """What rounding may change, over the largest value: by the coarsest type of the parameters."""
+    kinds = [p.type.dtype for p in program.parameters if p.type.dtype.is_floating_point]
+    return _UNITS * max((torch.finfo(kind).eps for kind in kinds), default=torch.finfo(torch.float32).eps)
+
+
+def _expect(label: str, what: str, wanted: Mapping[str, Tensor], found: Mapping[str, Tensor], allowed: float) -> None:
+    largest = max((_scale(value) for value in wanted.values()), default=0.0)
+    for name in sorted(wanted.keys() | found.keys()):
         if name not in wanted or name not in found:
-            raise CheckFailed(f"the {label} graph and the module disagree on whether there is a", where=f"{what} {name}")
+            owner = "the module" if name in wanted else f"the {label} graph"
+            raise CheckFailed(f"only {owner} has it", where=f"{what} {name}")
         a, b = wanted[name], found[name]
-        if a.shape != b.shape or not torch.allclose(a, b, rtol=1e-5, atol=1e-6, equal_nan=True):
-            raise CheckFailed(f"the {label} graph gives another value than the module", where=f"{what} {name}")
+        error = _deviation(b, a, _scale(a) if what == "output" else largest)
+        if error > allowed:
+            raise CheckFailed(f"the {label} graph deviates from the module by {error:.3g}", where=f"{what} {name}")

@@ -1,0 +1,137 @@
+"""Dynamo, for models that `torch.export` alone cannot trace.
+
+Enters: a module and example arguments. Leaves: a graph module over the module's own parameter objects, which exports
+like any other, and the branches on sizes that Dynamo took, which the export does not see any more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, fx, nn
+from torch._dynamo import trace_rules
+from torch._dynamo.functional_export import dynamo_graph_capture_for_export
+
+from fxpar.capture.guards import bound_arguments
+from fxpar.capture.recording import RECOMPUTE_KEY
+
+
+@dataclass(frozen=True)
+class Assumption:
+    """A relation between sizes of the call's tensors.
+
+    Attributes:
+        relation: of Dynamo's symbols.
+        sizes: for each symbol the number of the leaf of `(args, kwargs)` and its dimension.
+    """
+
+    relation: Any
+    sizes: Mapping[Any, tuple[int, int]]
+
+
+def symbolic_dims(value: Tensor, symbolic: int | None) -> list[int]:
+    """The dimensions that are offered as symbolic: of the leading ones those of two and more elements."""
+    return [i for i, size in enumerate(value.shape[:symbolic]) if size > 1]
+
+
+def dynamo_graph(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], symbolic: int | None
+) -> tuple[fx.GraphModule, tuple[Assumption, ...]]:
+    """Traces a module with Dynamo; sizes of two and more stay symbolic where the module lets them.
+
+    Args:
+        symbolic: how many leading dimensions are offered; None for all.
+
+    Raises:
+        TorchDynamoException: Dynamo cannot trace it in one graph.
+    """
+    for value in pytree.tree_leaves((args, kwargs)):
+        if isinstance(value, Tensor):
+            for dim in symbolic_dims(value, symbolic):
+                torch._dynamo.maybe_mark_dynamic(value, dim)
+    with _functions_in_graph():
+        graph_module = dynamo_graph_capture_for_export(module)(*args, **kwargs)
+    inline_checkpoints(graph_module)
+    return graph_module, _assumptions(graph_module, module, args, kwargs)
+
+
+@contextlib.contextmanager
+def _functions_in_graph() -> Iterator[None]:
+    """Lets Dynamo keep each call of a user's autograd function, which the export then records."""
+    added = []
+    pending: list[type] = [torch.autograd.Function]
+    while pending:
+        cls = pending.pop()
+        pending.extend(cls.__subclasses__())
+        if not cls.__module__.startswith("torch.") and not trace_rules.is_callable_allowed(cls):
+            torch.compiler.allow_in_graph(cls)
+            added.append(id(cls))
+    try:
+        yield
+    finally:
+        for key in added:
+            trace_rules._allowed_callable_ids.remove(key)
+
+
+def inline_checkpoints(graph_module: fx.GraphModule, first: int = 1) -> int:
+    """Inlines the checkpointed regions of a graph, their nodes annotated with the region's number.
+
+    Returns:
+        The next free number.
+    """
+    graph = graph_module.graph
+    for node in list(graph.nodes):
+        if node.op != "call_function" or str(node.target) != "tag_activation_checkpoint":
+            continue
+        number, first = first, first + 1
+        body: Any = node.args[0]
+        inner = getattr(graph_module, str(body.target))
+        first = inline_checkpoints(inner, first)
+        holders = (n for n in inner.graph.nodes if n.op == "placeholder")
+        mapping: dict[fx.Node, Any] = dict(zip(holders, node.args[1:], strict=True))
+        with graph.inserting_before(node):
+            outputs: Any = graph.graph_copy(inner.graph, mapping)
+        for old, new in mapping.items():
+            if old.op not in ("placeholder", "output"):
+                new.meta["custom"] = {RECOMPUTE_KEY: number, **new.meta.get("custom", {})}
+        for user in list(node.users):
+            user.replace_all_uses_with(outputs[user.args[1]])
+            graph.erase_node(user)
+        graph.erase_node(node)
+        if not body.users:
+            graph.erase_node(body)
+    graph_module.recompile()
+    return first
+
+
+def _assumptions(
+    graph_module: fx.GraphModule, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Assumption, ...]:
+    environment = getattr(graph_module.meta.get("fake_mode"), "shape_env", None)
+    if environment is None:
+        return ()
+    leaves = pytree.tree_leaves((args, kwargs))
+    numbers = {id(value): i for i, value in enumerate(leaves) if isinstance(value, Tensor)}
+    values = {"L": bound_arguments(module, args, kwargs)}
+    places: dict[Any, tuple[int, int]] = {}
+    for symbol, sources in environment.var_to_sources.items():
+        for source in sources:
+            base = getattr(source, "base", None)
+            if base is None or not hasattr(source, "idx"):
+                continue
+            # The source is an expression over the arguments by name, as in Dynamo's own guards.
+            tensor = eval(base.name() if callable(base.name) else base.name, values)
+            if id(tensor) in numbers:
+                places.setdefault(symbol, (numbers[id(tensor)], int(source.idx)))
+    found = []
+    for guard in environment.guards:
+        relation = guard.expr.xreplace(environment.replacements)
+        symbols = relation.free_symbols
+        if symbols and symbols <= places.keys():
+            found.append(Assumption(relation, {s: places[s] for s in symbols}))
+    return tuple(found)

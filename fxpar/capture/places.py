@@ -1,0 +1,58 @@
+"""Places in the author's code: source lines of nodes and errors, module paths of nodes.
+
+Enters: nodes of a trace, exceptions. Leaves: `file.py:41` and `layers.0.mlp`. Frames of torch and of fxpar are not the
+author's, nor are those of the standard library.
+"""
+
+from __future__ import annotations
+
+import re
+import sysconfig
+from pathlib import Path
+
+import torch
+from torch import fx
+
+_FOREIGN = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[1]}/")
+_STANDARD_LIBRARY = f"{sysconfig.get_path('stdlib')}/"
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+_INDEX = re.compile(r"\[['\"]?([^\]'\"]+)['\"]?\]")
+
+
+def _is_own(file: str) -> bool:
+    # Frames that torch makes up have a relative path.
+    standard = file.startswith(_STANDARD_LIBRARY) and "-packages/" not in file
+    return file.startswith("/") and not standard and not file.startswith(_FOREIGN)
+
+
+def source_of(node: fx.Node) -> str:
+    """The innermost line of the author's own code that made the node; empty where none did."""
+    frames = [(file, line) for file, line in _FRAME.findall(node.meta.get("stack_trace") or "") if _is_own(file)]
+    if not frames:
+        return ""
+    file, line = frames[-1]
+    return f"{Path(file).name}:{line}"
+
+
+def place_of(error: BaseException) -> str:
+    """The deepest line of the author's own code in an error's traceback; empty where there is none."""
+    found, entry = "", error.__traceback__
+    while entry is not None:
+        file = entry.tb_frame.f_code.co_filename
+        if _is_own(file):
+            found = f"{Path(file).name}:{entry.tb_lineno}"
+        entry = entry.tb_next
+    return found
+
+
+def module_of(node: fx.Node) -> str:
+    """The path of the module whose forward made the node; empty for the root.
+
+    Dynamo writes paths as expressions (`L['self'].layers[0]`), export as names (`layers.0`).
+    """
+    stack = node.meta.get("nn_module_stack") or {}
+    paths = [str(entry[0]) for entry in stack.values() if not str(entry[0]).startswith("_empty_nn")]
+    if not paths:
+        return ""
+    path = re.sub(r"^L\['\w+'\]", "", paths[-1])
+    return _INDEX.sub(r".\1", path.replace("._modules", "")).lstrip(".")

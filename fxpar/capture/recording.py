@@ -1,0 +1,234 @@
+"""What tracing forgets, recorded while it happens: hand-written gradients and checkpointed regions.
+
+Enters: nothing; `recording` is active around a trace. Leaves: a trace in which each call of the user's autograd
+functions is one operator and each node of a checkpointed region carries the region's number, and the `Recorder`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+from unittest import mock
+
+import torch
+import torch.utils._pytree as pytree
+import torch.utils.checkpoint
+from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
+from torch.fx.traceback import annotate, preserve_node_meta
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fxpar.errors import CaptureError, InputError
+from fxpar.rules.composite import resolve_function
+
+NAMESPACE = "fxpar_capture"
+RECOMPUTE_KEY = "fxpar_recompute"
+_serial = itertools.count()
+
+
+@dataclass
+class Recorder:
+    """What was seen while tracing.
+
+    Attributes:
+        functions: for each recorded call of a user's autograd function, by the name of the operator that stands in for
+            it: the path of the class and its arguments, tensors replaced by `None` markers at `tensor_positions`.
+        regions: how many checkpointed regions were entered.
+    """
+
+    functions: dict[str, tuple[str, tuple[Any, ...], tuple[int, ...]]] = field(default_factory=dict)
+    regions: int = 0
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[Recorder]:
+    """While active, `autograd.Function.apply` and activation checkpointing leave marks in the trace.
+
+    A trace runs a function's forward and differentiates what it saw, so that a hand-written backward would be lost.
+    Each call is therefore kept as one operator with the function's own name. Checkpointed regions would be inlined
+    and forgotten: their nodes are annotated with the region's number.
+    """
+    recorder = Recorder()
+    library = torch.library.Library(NAMESPACE, "FRAGMENT")
+    original = torch.autograd.Function.__dict__["apply"].__func__
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if cls is torch.utils.checkpoint.CheckpointFunction:  # (run_function, preserve_rng_state, *args)
+            return _reentrant(recorder, args[0], args[2:])
+        if cls.__module__.startswith("torch._") or not torch.compiler.is_exporting():
+            return original(cls, *args, **kwargs)
+        return _apply_as_operator(cls, original, library, recorder, args, kwargs)
+
+    def marked(*args: Any, **kwargs: Any) -> Iterator[None]:
+        # The original saves tensors by hooks that a trace cannot hold (nested regions would lose their gradient).
+        with region(recorder):
+            yield
+
+    try:
+        with (
+            mock.patch.object(torch.autograd.Function, "apply", classmethod(apply)),
+            mock.patch.object(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", marked),
+            preserve_node_meta(),
+        ):
+            yield recorder
+    finally:
+        library._destroy()
+
+
+@contextlib.contextmanager
+def region(recorder: Recorder) -> Iterator[None]:
+    """Numbers the nodes that are traced inside."""
+    recorder.regions += 1
+    with annotate({RECOMPUTE_KEY: recorder.regions}):
+        yield
+
+
+def _reentrant(recorder: Recorder, run: Any, args: tuple[Any, ...]) -> Any:
+    """A reentrant region gives a gradient only where one of its arguments asks for one."""
+    wanted = any(isinstance(a, Tensor) and a.requires_grad for a in args)
+    with region(recorder), contextlib.nullcontext() if wanted else torch.no_grad():
+        return run(*args)
+
+
+class Watch(TorchFunctionMode):
+    """While active, refuses what the author's code asks of tensors and a trace of the forward would drop in silence.
+
+    Hooks on gradients, gradients taken inside the forward, and parameters that the model does not own: a trace takes
+    them for constants. `x.data` is traced as `x.detach()`.
+    """
+
+    _REFUSED: Mapping[Any, str] = {
+        Tensor.register_hook: "a hook on a tensor's gradient",
+        Tensor.register_post_accumulate_grad_hook: "a hook on a tensor's gradient",
+        Tensor.backward: "a backward inside the forward",
+        torch.autograd.grad: "a gradient inside the forward",
+    }
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func == Tensor.data.__get__:  # type: ignore[attr-defined]
+            return args[0].detach()
+        if func in self._REFUSED:
+            _refuse_gradient(self._REFUSED[func])
+        values = pytree.tree_leaves((args, kwargs))
+        if any(_is_foreign(v) for v in values) and any(isinstance(v, Tensor) and is_fake(v) for v in values):
+            refuse_foreign()
+        return func(*args, **(kwargs or {}))
+
+
+def _is_foreign(value: Any) -> bool:
+    """Whether it is a tensor to differentiate that the trace was not given: the model's own are fakes by then."""
+    return isinstance(value, Tensor) and value.requires_grad and not is_fake(value)
+
+
+def refuse_foreign(name: str = "") -> NoReturn:
+    """Refuses a parameter that the trace would take for a constant.
+
+    Raises:
+        CaptureError: always; without a name `trace` adds the author's line.
+    """
+    raise CaptureError(
+        "the model uses a parameter that it does not own, so that nothing would train it",
+        where=name,
+        remedy="register it: nn.ModuleList and nn.ParameterList instead of a list; no layers in the loss",
+    )
+
+
+def _refuse_gradient(what: str) -> NoReturn:
+    raise CaptureError(
+        f"{what} is lost when the forward is traced",
+        remedy="write a torch.autograd.Function, or change the gradients after backward",
+    )
+
+
+class _Random(TorchDispatchMode):
+    """Notes operators that draw random bits."""
+
+    drawn = ""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.drawn = str(func)
+        return func(*args, **(kwargs or {}))
+
+
+def _path_of(function: type) -> str:
+    path = f"{function.__module__}.{function.__qualname__}"
+    try:
+        found = None if "." in function.__qualname__ else resolve_function(path)
+    except InputError:
+        found = None
+    if found is not function:
+        raise CaptureError(
+            "an autograd function defined inside another scope cannot be named",
+            where=path,
+            remedy="define the class at the top level of a module",
+        )
+    return path
+
+
+def _apply_as_operator(
+    cls: Any,
+    original: Any,
+    library: torch.library.Library,
+    recorder: Recorder,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    path = _path_of(cls)
+    if kwargs:
+        raise CaptureError("keyword arguments of an autograd function are lost", where=path, remedy="pass by position")
+    positions = tuple(i for i, a in enumerate(args) if isinstance(a, Tensor))
+    constants = tuple(None if i in positions else a for i, a in enumerate(args))
+    for value in constants:
+        if not isinstance(value, (int, float, bool, str, type(None), torch.dtype)):
+            raise CaptureError(
+                f"an argument of type {type(value).__name__} cannot be recorded",
+                where=path,
+                remedy="pass tensors, numbers or strings; read sizes from the tensors inside the function",
+            )
+
+    def run(*tensors: Tensor) -> Any:
+        full = list(constants)
+        for position, tensor in zip(positions, tensors, strict=True):
+            full[position] = tensor
+        return original(cls, *full)
+
+    outputs = _try(run, path, [args[i].detach() for i in positions])
+    name = f"f{next(_serial)}"
+    returns = f"({', '.join(['Tensor'] * len(outputs))})" if isinstance(outputs, tuple) else "Tensor"
+    library.define(f"{name}({', '.join(f'Tensor t{i}' for i in range(len(positions)))}) -> {returns}")
+    library.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::{name}", run, lib=library)
+
+    def refuse(ctx: Any, *grads: Any) -> Any:
+        raise CaptureError("the gradient was asked for while tracing", where=path)
+
+    torch.library.register_autograd(f"{NAMESPACE}::{name}", refuse, lib=library)
+    recorder.functions[f"{NAMESPACE}.{name}.default"] = (path, constants, positions)
+    return getattr(getattr(torch.ops, NAMESPACE), name)(*[args[i] for i in positions])
+
+
+def _try(run: Any, path: str, tensors: list[Tensor]) -> Any:
+    """One run that shows what the function returns and does besides."""
+    versions = [t._version for t in tensors]
+    with torch.no_grad(), _Random() as random:  # type: ignore[no-untyped-call]
+        outputs = run(*tensors)
+    if any(t._version != version for t, version in zip(tensors, versions, strict=True)):
+        raise CaptureError("the function changes its argument in place", where=path, remedy="work on a copy")
+    if random.drawn:
+        raise CaptureError(
+            f"the function draws random numbers ({random.drawn}), which no plan could repeat",
+            where=path,
+            remedy="draw them outside and pass them in",
+        )
+    if not pytree.tree_all(lambda o: isinstance(o, Tensor), outputs) or not isinstance(outputs, (tuple, Tensor)):
+        raise CaptureError("the function returns something else than tensors", where=path, remedy="return tensors only")
+    return outputs

@@ -1,0 +1,225 @@
+"""Regions and mutation in an exported graph: what must be settled before the graph is made functional.
+
+Enters: graphs with higher-order operators (`no_grad`, autocast, checkpoints) and in-place operators. Leaves: flat
+graphs with the same gradients; errors where functional form would lose a gradient or a changed buffer.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, NoReturn
+
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, OutputKind
+
+from fxpar.capture.places import source_of
+from fxpar.errors import CaptureError
+
+aten = torch.ops.aten
+_OWNED = {InputKind.PARAMETER: "parameter", InputKind.BUFFER: "buffer"}
+_CHANGED = {
+    OutputKind.BUFFER_MUTATION: "buffer",
+    OutputKind.PARAMETER_MUTATION: "parameter",
+    OutputKind.USER_INPUT_MUTATION: "input",
+}
+_REMEDIES = {
+    "buffer": "use layers without running statistics (LayerNorm for BatchNorm), or put them in eval mode",
+    "parameter": "change it outside of the forward",
+    "input": "work on a copy",
+}
+
+
+def inline_modes(graph_module: fx.GraphModule, parameters: frozenset[str]) -> None:
+    """Inlines `no_grad` regions, whose outputs are detached, before functional form forgets that they were any.
+
+    Args:
+        parameters: names of the placeholders of parameters.
+
+    Raises:
+        CaptureError: control flow, autocast, or an in-place change that only autograd does not see.
+    """
+    for node in list(graph_module.graph.nodes):
+        if node.op != "call_function" or not isinstance(node.target, torch._ops.HigherOrderOperator):
+            continue
+        name = node.target.name()
+        if name == "wrap_with_set_grad_enabled":
+            _inline(graph_module, node, node.args[1], node.args[2:], parameters, detach=not node.args[0])
+        elif name == "wrap_with_autocast" and node.args[2] is False:
+            _inline(graph_module, node, node.args[4], node.args[5:], parameters, detach=False)
+        elif name == "wrap_with_autocast":
+            raise CaptureError(
+                "autocast chooses types behind the graph's back",
+                where=_first_source(graph_module, node.args[4]),
+                remedy="cast where the model needs it; Plan(precision=…) sets the model's type",
+            )
+        else:
+            raise CaptureError(
+                f"the higher-order operator {name} is not supported",
+                where=source_of(node) or f"%{node.name}",
+                remedy="leave control flow and compiled regions out of the model",
+            )
+    graph_module.graph.lint()
+    graph_module.recompile()
+
+
+def _first_source(graph_module: fx.GraphModule, body: Any) -> str:
+    inner = getattr(graph_module, str(body.target))
+    return next((source_of(n) for n in inner.graph.nodes if source_of(n)), f"%{body.name}")
+
+
+def _inline(
+    graph_module: fx.GraphModule,
+    node: fx.Node,
+    body: fx.Node,
+    args: Any,
+    parameters: frozenset[str],
+    detach: bool,
+) -> None:
+    inner = getattr(graph_module, str(body.target))
+    inline_modes(inner, frozenset())
+    graph = graph_module.graph
+    holders = [n for n in inner.graph.nodes if n.op == "placeholder"]
+    mapping = dict(zip(holders, args, strict=True))
+    if detach:
+        for changed, where in _changes(inner.graph):
+            outer = mapping.get(changed)
+            # A parameter itself is refused by name, later.
+            if outer is not None and outer.name not in parameters and _has_gradient(outer, parameters):
+                _refuse_hidden(where)
+    with graph.inserting_before(node):
+        outputs = graph.graph_copy(inner.graph, mapping)
+        outputs = list(outputs) if isinstance(outputs, (tuple, list)) else [outputs]
+        if detach:
+            outputs = [value if value in args else _detached(graph, value) for value in outputs]
+    for user in list(node.users):
+        if user.target is not operator.getitem:
+            raise CaptureError("a region's outputs are used as a whole", where=f"%{node.name}")
+        replacement: Any = outputs[user.args[1]]  # type: ignore[index]
+        user.replace_all_uses_with(replacement)
+        graph.erase_node(user)
+    graph.erase_node(node)
+    if not body.users:
+        graph.erase_node(body)
+
+
+def _detached(graph: fx.Graph, value: Any) -> Any:
+    kind = value.meta.get("val") if isinstance(value, fx.Node) else None
+    if not isinstance(kind, torch.Tensor) or not (kind.dtype.is_floating_point or kind.dtype.is_complex):
+        return value
+    node = graph.call_function(aten.detach.default, (value,))
+    node.meta = dict(value.meta)
+    return node
+
+
+def _base(node: fx.Node) -> tuple[fx.Node, bool]:
+    """The value of which the node is a view, and whether a `detach` lies between."""
+    detached = False
+    while node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
+        arguments = node.target._schema.arguments
+        first = arguments[0].alias_info if arguments else None
+        if first is None or not isinstance(node.args[0], fx.Node):
+            break
+        detached = detached or node.target is aten.detach.default
+        node = node.args[0]
+    return node, detached
+
+
+def _mutated(node: fx.Node) -> list[fx.Node]:
+    """The operands that a node changes in place."""
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return []
+    schema = node.target._schema
+    pairs = zip(schema.arguments, node.args, strict=False)
+    return [v for a, v in pairs if isinstance(v, fx.Node) and a.alias_info is not None and a.alias_info.is_write]
+
+
+def _changes(graph: fx.Graph) -> list[tuple[fx.Node, str]]:
+    """Every value that is changed in place, itself or through a view, and where."""
+    return [(_base(value)[0], source_of(node)) for node in graph.nodes for value in _mutated(node)]
+
+
+def _has_gradient(value: Any, parameters: frozenset[str]) -> bool:
+    """Whether a parameter reaches the value on a way without `detach`."""
+    seen: set[fx.Node] = set()
+    pending = [value] if isinstance(value, fx.Node) else []
+    while pending:
+        node = pending.pop()
+        if node in seen or node.target is aten.detach.default:
+            continue
+        seen.add(node)
+        if node.op == "placeholder" and node.name in parameters:
+            return True
+        pending.extend(node.all_input_nodes)
+    return False
+
+
+def _refuse_hidden(where: str) -> NoReturn:
+    raise CaptureError(
+        "changes a value in place where autograd does not see it, so that its gradient belongs to the old value",
+        where=where,
+        remedy="compute a new value, or change it outside of no_grad and detach",
+    )
+
+
+def settle(exported: ExportedProgram, prefix: str) -> None:
+    """Inlines the regions of an exported graph and refuses changes in place that functional form would get wrong.
+
+    Args:
+        prefix: what names begin with besides the author's.
+
+    Raises:
+        CaptureError: names the line, or the parameter or buffer that changes.
+    """
+    specs = {s.arg.name: s for s in exported.graph_signature.input_specs}
+    parameters = frozenset(name for name, s in specs.items() if s.kind is InputKind.PARAMETER)
+    inline_modes(exported.graph_module, parameters)
+    for node in exported.graph.nodes:
+        for value in _mutated(node):
+            base, detached = _base(value)
+            if detached and _has_gradient(base, parameters):
+                _refuse_hidden(source_of(node))
+            if base.op == "placeholder" and specs[base.name].kind in _OWNED:
+                name = str(specs[base.name].target).removeprefix(prefix)
+                _refuse_change(_OWNED[specs[base.name].kind], name, source_of(node))
+
+
+def _refuse_change(kind: str, name: str, source: str) -> NoReturn:
+    line = f" ({source})" if source else ""
+    raise CaptureError(f"the forward changes this {kind}{line}", where=name, remedy=_REMEDIES[kind])
+
+
+def refuse_mutation(exported: ExportedProgram, prefix: str) -> None:
+    """Refuses a functional program that returns new values of what it was given; arguments as for `settle`.
+
+    Raises:
+        CaptureError: names the parameter, buffer or input.
+    """
+    for spec in exported.graph_signature.output_specs:
+        if spec.kind in _CHANGED:
+            _refuse_change(_CHANGED[spec.kind], str(spec.target).removeprefix(prefix), "")
+
+
+def replace_copies(exported: ExportedProgram) -> None:
+    """Writes `copy(target, source)` as its source in the target's type and shape: the former has no derivative."""
+    graph = exported.graph
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.target is not aten.copy.default:
+            continue
+        target, source = node.args[0], node.args[1]
+        with graph.inserting_before(node):
+            if target.meta["val"].dtype != source.meta["val"].dtype:
+                source = _like(graph, node, aten._to_copy.default, source, dtype=target.meta["val"].dtype)
+            if tuple(target.meta["val"].shape) != tuple(source.meta["val"].shape):
+                source = _like(graph, node, aten.expand_as.default, source, target)
+        node.replace_all_uses_with(source)
+        graph.erase_node(node)
+
+
+def _like(graph: fx.Graph, node: fx.Node, target: Any, source: fx.Node, *args: Any, **kwargs: Any) -> fx.Node:
+    new = graph.call_function(target, (source, *args), kwargs)
+    new.meta = dict(node.meta)
+    if target is aten._to_copy.default:
+        new.meta["val"] = source.meta["val"].to(kwargs["dtype"])
+    return new

@@ -1,0 +1,72 @@
+"""The one coercion that would make an operation legal.
+
+Enters: a judgement (which outputs, if any, an operation gives for placements of its operands) and the placements found.
+Leaves: the first coercion of one operand in the order of operands and of SPEC section 2.1's table, preferably one
+that gives the outputs the program notes. The search tries every row of the table, so it needs no case for any operator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from fxpar.layout import Placement, fits, shard
+from fxpar.operators import COERCIONS, Coercion
+from fxpar.rules.engine import Call, Refusal, Rule, seed_signature
+
+Judgement = Callable[[Sequence[Placement]], Sequence[Placement] | Refusal]
+
+
+def suggest(
+    judge: Judgement,
+    rule: Rule | None,
+    call: Call,
+    found: Sequence[Placement],
+    wanted: Sequence[Placement],
+    *,
+    exactly: bool = False,
+) -> tuple[int, Coercion, Placement] | None:
+    """Index of the operand, row of the table and target placement; None where no single coercion helps.
+
+    Args:
+        judge: outputs for placements of the operands, written as in notes.
+        rule: the operation's rule, which knows the shards that fit those of other operands.
+        call: the operation.
+        found: the operands' placements.
+        wanted: what the note says of the outputs.
+        exactly: whether the outputs must be the wanted ones.
+    """
+    first = None
+    for index, placement in enumerate(found):
+        for row in COERCIONS.values():
+            if row.source != placement.kind:
+                continue
+            for target in _targets(row, rule, call, found, index):
+                outputs = judge([*found[:index], target, *found[index + 1 :]])
+                if isinstance(outputs, Refusal):
+                    continue
+                if tuple(outputs) == tuple(wanted):
+                    return index, row, target
+                if first is None and not exactly:
+                    first = (index, row, target)
+    return first
+
+
+def _targets(
+    row: Coercion, rule: Rule | None, call: Call, found: Sequence[Placement], index: int
+) -> Iterator[Placement]:
+    """What a row can make of an operand: the kind itself, or shards that fit the others, then every plain shard."""
+    if row.target != "S":
+        yield Placement(row.target)
+        return
+    seen = {found[index]}
+    for other, placement in enumerate(found):
+        if rule is not None and placement.is_shard and other != index:
+            signature = seed_signature(rule, call, other, placement)
+            target = None if isinstance(signature, Refusal) else signature.operands[index]
+            if target is not None and target.is_shard and target not in seen:
+                seen.add(target)
+                yield target
+    for dim, size in enumerate(call.operands[index].shape):
+        target = shard(dim, size)
+        if target not in seen and fits(target, call.operands[index].shape, call.n):
+            yield target

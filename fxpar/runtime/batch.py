@@ -1,0 +1,231 @@
+"""Calls: from what a user passes to a program's inputs.
+
+Enters: positional and keyword arguments, or a batch. Leaves: a batch in one canonical form, the sizes of its symbols,
+and an example of it to trace; or an error that names the entry.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+from fxpar.capture import CallSpec
+from fxpar.errors import InputError
+from fxpar.passes.assign_rng import RNG_PATH
+from fxpar.program import Input, Program
+from fxpar.symbols import evaluate
+
+_CONSTANTS = (bool, int, float, str, type(None), torch.dtype, torch.device)
+
+
+def called_with(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The batch of a plain call: arguments by keyword, or all by position.
+
+    Raises:
+        InputError: positional and keyword arguments that the model's forward does not take together.
+    """
+    if not kwargs:
+        return args
+    if not args:
+        return canonical(kwargs)
+    try:
+        bound = inspect.signature(model.forward).bind(*args, **kwargs)
+    except TypeError as error:
+        raise InputError(f"cannot be made: {error}", where="call", remedy="call it as the model's forward") from None
+    variadic = [
+        p for p in bound.signature.parameters.values() if p.kind is p.VAR_POSITIONAL and p.name in bound.arguments
+    ]
+    if variadic:
+        raise InputError("mixes *args and keyword arguments", where="call", remedy="use one of them")
+    named = dict(bound.arguments)
+    for parameter in bound.signature.parameters.values():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            named.update(named.pop(parameter.name, {}))
+    return canonical(named)
+
+
+def canonical(batch: Any) -> Any:
+    """Mappings of any kind as a dict in the order of names, so that the order of entries means nothing."""
+    if isinstance(batch, Mapping):
+        return {str(key): batch[key] for key in sorted(batch, key=str)}
+    return tuple(batch) if type(batch) is list else batch
+
+
+def check(model: nn.Module, batch: Any, has_loss: bool) -> None:
+    """Refuses a batch that the model's forward does not take, or that holds what no program can.
+
+    Args:
+        has_loss: entries that forward does not take are for the loss callable.
+
+    Raises:
+        InputError: names the entry.
+    """
+    signature = inspect.signature(model.forward)
+    if isinstance(batch, Mapping):
+        _check_names(signature, batch, has_loss)
+    elif not has_loss:
+        values = batch if isinstance(batch, tuple) else (batch,)
+        try:
+            signature.bind(*values)
+        except TypeError as error:
+            raise InputError(
+                f"does not fit forward: {error}", where="batch", remedy="pass what forward takes"
+            ) from None
+    for path, value in leaves(batch):
+        if isinstance(value, Tensor):
+            _check_tensor(path, value)
+        elif not isinstance(value, _CONSTANTS):
+            raise InputError(
+                f"a {type(value).__name__} cannot be part of a program",
+                where=f"batch entry {path}",
+                remedy="pass tensors, numbers, strings or None",
+            )
+
+
+def _check_names(signature: inspect.Signature, batch: Mapping[str, Any], has_loss: bool) -> None:
+    parameters = signature.parameters.values()
+    named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    takes_all = has_loss or any(p.kind is p.VAR_KEYWORD for p in parameters)
+    unknown = sorted(batch.keys() - named)
+    missing = sorted(p.name for p in parameters if p.name in named and p.default is p.empty and p.name not in batch)
+    if unknown and not takes_all:
+        raise InputError(
+            "the model's forward has no such argument",
+            where=f"batch entry {', '.join(unknown)}",
+            remedy=f"choose from {', '.join(p.name for p in parameters if p.name in named)}",
+        )
+    if missing:
+        raise InputError("lacks what forward needs", where="batch", remedy=f"add {', '.join(missing)}")
+
+
+def _check_tensor(path: str, value: Tensor) -> None:
+    where = f"batch entry {path}"
+    if value.requires_grad:
+        raise InputError("requires a gradient; only parameters do", where=where, remedy="detach it")
+    if value.is_meta:
+        raise InputError("is on the meta device and has no values", where=where, remedy="pass a tensor with values")
+    if 0 in value.shape:
+        raise InputError(f"has the empty shape {list(value.shape)}", where=where, remedy="pass at least one sample")
+
+
+def leaves(batch: Any) -> list[tuple[str, Any]]:
+    """Paths and values: `input_ids`, `batch.0`; the only tensor of a batch is `0`."""
+    found = []
+    for keys, value in pytree.tree_flatten_with_path(batch)[0]:
+        path = ".".join(str(getattr(k, "key", getattr(k, "idx", getattr(k, "name", k)))) for k in keys)
+        found.append((path or "0", value))
+    return found
+
+
+def structure(batch: Any) -> tuple[Any, ...]:
+    """What two calls of one program have in common: nest, constants, element types and numbers of dimensions."""
+    values, spec = pytree.tree_flatten(batch)
+    kinds = [(v.dtype, v.dim()) if isinstance(v, Tensor) else (type(v), v) for v in values]
+    return str(spec), *kinds
+
+
+def example(batch: Any, known: Sequence[Program]) -> Any:
+    """A batch of the same shapes without values, to trace. Sizes of one, which a trace would freeze, become those of
+    the first example where the first program has symbols for them.
+    """
+    grown = _grown_sizes(batch, known[0]) if known else {}
+    flat, spec = pytree.tree_flatten(batch)
+    made = []
+    for (path, _), value in zip(leaves(batch), flat, strict=True):
+        if isinstance(value, Tensor):
+            value = torch.empty(grown.get(path, value.shape), dtype=value.dtype, device="meta")
+        made.append(value)
+    return pytree.tree_unflatten(made, spec)
+
+
+def _grown_sizes(batch: Any, program: Program) -> dict[str, tuple[int, ...]]:
+    tensors = {path: value for path, value in leaves(batch) if isinstance(value, Tensor)}
+    examples = {str(s.name): s.example for s in program.symbols}
+    symbolic = {i.path: i.type.shape for i in program.inputs if i.path in tensors and i.path != RNG_PATH}
+    # The leading dimension of an entry that the first program does not know is the batch where the known ones' is.
+    leading = {
+        tensors[path].shape[0]: evaluate(shape[0], examples) for path, shape in symbolic.items() if len(shape) > 0
+    }
+    found = {}
+    for path, value in tensors.items():
+        shape = symbolic.get(path, ())
+        if len(shape) == value.dim():
+            sizes = [evaluate(w, examples) if n == 1 else n for n, w in zip(value.shape, shape, strict=True)]
+        else:
+            sizes = list(value.shape)
+            sizes[:1] = [leading.get(1, 1)] if sizes[:1] == [1] else sizes[:1]
+        found[path] = tuple(sizes)
+    return found
+
+
+def bind(spec: CallSpec, call: Any, device: torch.device) -> dict[str, Tensor]:
+    """A program's inputs by path for a call `(args, kwargs)` of its structure, on the device."""
+    flat, _ = pytree.tree_flatten(call)
+    pairs = zip(spec.in_leaves, flat, strict=True)
+    return {str(what): value.to(device) for (kind, what), value in pairs if kind == "input"}
+
+
+def sizes_of(program: Program, inputs: Mapping[str, Tensor]) -> dict[str, int] | None:
+    """The symbols' values; None where the program was traced for other fixed sizes.
+
+    Raises:
+        InputError: sizes differ that were equal in the example.
+    """
+    values: dict[str, int] = {}
+    first: dict[str, str] = {}
+    entries = user_inputs(program)
+    for entry in entries:
+        for dim, wanted in enumerate(entry.type.shape):
+            if not isinstance(wanted, int) and wanted.is_Symbol:
+                found = inputs[entry.path].shape[dim]
+                name = str(wanted)
+                place = first.setdefault(name, f"{entry.path} dimension {dim}")
+                if values.setdefault(name, found) != found:
+                    _unequal(entry.path, dim, found, place, values[name])
+    for entry in entries:
+        if tuple(evaluate(size, values) for size in entry.type.shape) != tuple(inputs[entry.path].shape):
+            return None
+    return values
+
+
+def _unequal(path: str, dim: int, found: int, place: str, known: int) -> NoReturn:
+    raise InputError(
+        f"has size {found} in dimension {dim}, but {place} has {known}; the example had equal sizes",
+        where=f"batch entry {path}",
+        remedy="pass equal sizes, or parallelize with an example in which they differ",
+    )
+
+
+def admits(spec: CallSpec, values: Mapping[str, int]) -> str:
+    """Empty where the trace is the model at these sizes, else the relation that they break."""
+    for relation in spec.conditions:
+        if not bool(relation.subs({s: values[str(s)] for s in relation.free_symbols})):
+            return str(relation)
+    return ""
+
+
+def check_use(model: nn.Module, program: Program) -> None:
+    """Refuses tensors that forward takes as `**kwargs` and the captured graph ignores.
+
+    Raises:
+        InputError: names the entry.
+    """
+    parameters = inspect.signature(model.forward).parameters.values()
+    named = {p.name for p in parameters if p.kind is not p.VAR_KEYWORD}
+    for entry in user_inputs(program):
+        if entry.path.split(".")[0] not in named and not entry.path[0].isdigit() and not program.node(entry.node).users:
+            raise InputError(
+                "the model takes it as **kwargs and does nothing with it",
+                where=f"batch entry {entry.path}",
+                remedy=f"leave it out, or use one of {', '.join(sorted(named))}",
+            )
+
+
+def user_inputs(program: Program) -> list[Input]:
+    """The inputs that a call passes: all but the random generator's state."""
+    return [entry for entry in program.inputs if entry.path != RNG_PATH]
