@@ -13,10 +13,13 @@ class FxparError(Exception):
     Args:
         reason: what is wrong, as one sentence without a final stop.
         where: the node, parameter, option or file it is about.
-        remedy: what to do about it.
+        remedy: what to do about it; the class's `advice` by default.
     """
 
+    advice = ""
+
     def __init__(self, reason: str, *, where: str = "", remedy: str = "") -> None:
+        remedy = remedy or self.advice
         self.reason, self.where, self.remedy = reason, where, remedy
         place = f"{where}: " if where else ""
         advice = f"; {remedy}" if remedy else ""
@@ -38,6 +41,8 @@ class CaptureError(InputError):
 class LayoutError(FxparError):
     """A value has a layout that an operation does not accept."""
 
+    advice = "correct the pass or the text that gave it this layout"
+
 
 class TextError(InputError):
     """A program's text cannot be parsed."""
@@ -50,6 +55,10 @@ class CheckpointError(InputError):
 class PassError(FxparError):
     """A pass broke its contract."""
 
+    advice = "correct the pass"
+
 
 class CheckFailed(FxparError):
     """A static or numerical check of a program failed."""
+
+    advice = "correct the pass or the text that made it so; `fxpar bisect` names the pass"

@@ -62,7 +62,7 @@ class Plan:
     def __post_init__(self) -> None:
         problems = list(self._problems())
         if problems:
-            raise PlanError("; ".join(problems), where="plan")
+            raise PlanError("; ".join(problems), where="plan", remedy="help(fxpar.Plan) lists the options")
         object.__setattr__(self, "split", dict(sorted(self.split.items())))
 
     def _problems(self) -> Any:
@@ -81,7 +81,7 @@ class Plan:
                 if how not in SPLITS:
                     yield f"split[{glob!r}]={how!r} is unknown: choose one of {', '.join(SPLITS)}"
         if type(self.seed) is not int or not 0 <= self.seed < 2**63:
-            yield f"seed={self.seed!r} is no integer in [0, 2^63)"
+            yield f"seed={self.seed!r} is no integer in [0, 2^63): choose another seed"
         if self.precision not in PRECISIONS:
             yield f"precision={self.precision!r} is unknown: choose one of {', '.join(PRECISIONS)}"
 
@@ -116,7 +116,8 @@ class Plan:
         try:
             values = yaml.load(text, _Loader)
         except yaml.YAMLError as error:
-            raise PlanError(f"not YAML: {str(error).splitlines()[0]}", where=where) from None
+            reason = str(error).splitlines()[0]
+            raise PlanError(f"not YAML: {reason}", where=where, remedy="write lines such as 'tp: 2'") from None
         if values is None:
             values = {}
         if not isinstance(values, dict):

@@ -1,7 +1,7 @@
 """Trains a small GPT-2 on the source of Python's standard library: split over processes, and on one process.
 
     python samples/quickstart.py                       # starts two processes by itself
-    python samples/quickstart.py --tp 4 --steps 100
+    python samples/quickstart.py --tp 4 --steps 10
     torchrun --nproc-per-node 2 samples/quickstart.py  # in processes that are there already
 
 The model is the one of the transformers library, unchanged, with dropout. Both runs must have the same losses: the
@@ -127,7 +127,7 @@ def report(one: dict[str, Any], split: dict[str, Any], tp: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=30, help="training steps (30)")
+    parser.add_argument("--steps", type=int, default=30, help="training steps (30); rounding makes very long runs part")
     parser.add_argument("--tp", type=int, default=2, help="processes that share each layer (2; under torchrun its own)")
     options = parser.parse_args()
     if options.steps < 1:

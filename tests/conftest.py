@@ -6,6 +6,10 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import pytest
 import torch
 
+from tests.models.table import pytest_terminal_summary
+
+__all__ = ["pytest_collection_modifyitems", "pytest_terminal_summary"]
+
 torch.set_num_threads(1)
 
 

@@ -1,4 +1,4 @@
-"""Small models that tests share: unmodified architectures with pairwise distinct sizes, and how a user would split them.
+"""Small models that tests share: unmodified architectures of pairwise distinct sizes, and how a user would split them.
 
 Each `Case` builds a model in training mode with dropout on and all biases and norm weights away from their initial
 zeros and ones, so that a bias that is added twice shows.
@@ -61,7 +61,7 @@ def tokens() -> dict[str, Tensor]:
 
 
 def padded(side: str) -> dict[str, Tensor]:
-    """Tokens with a padding mask on the left or right, and explicit positions."""
+    """Tokens with a padding mask on the left or right; what is padded has no label."""
     batch = tokens()
     mask = torch.ones(BATCH, SEQUENCE, dtype=torch.long)
     for row, count in enumerate((0, 3, 5)):
@@ -148,7 +148,8 @@ def bloom() -> nn.Module:
 
 def vit() -> nn.Module:
     """Images: a convolution, a class token, 17 positions."""
-    config = transformers.ViTConfig(
+    kind: Any = transformers.ViTConfig
+    config = kind(
         num_hidden_layers=2,
         hidden_size=96,
         num_attention_heads=8,
@@ -189,12 +190,15 @@ class _Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         b, s, h = x.size()
-        q, k, v = (t.view(b, s, self.heads, h // self.heads).transpose(1, 2) for t in self.qkv(self.ln_1(x)).split(h, 2))
+        q, k, v = (
+            t.view(b, s, self.heads, h // self.heads).transpose(1, 2) for t in self.qkv(self.ln_1(x)).split(h, 2)
+        )
         scores = (q @ k.transpose(-2, -1)) / math.sqrt(h // self.heads)
         causal = torch.ones(s, s, dtype=torch.bool, device=x.device).tril()
         weights = self.drop(scores.masked_fill(~causal, float("-inf")).softmax(-1))
         x = x + self.drop(self.out((weights @ v).transpose(1, 2).reshape(b, s, h)))
-        return x + self.drop(self.proj(functional.gelu(self.fc(self.ln_2(x)))))
+        result: Tensor = x + self.drop(self.proj(functional.gelu(self.fc(self.ln_2(x)))))
+        return result
 
 
 class NanoGPT(nn.Module):

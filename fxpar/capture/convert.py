@@ -115,7 +115,7 @@ class _Converter:
     def type(self, value: Any) -> ValueType:
         if isinstance(value, torch.Tensor):
             if value.dtype not in DTYPE_NAMES:
-                raise CaptureError(f"the element type {value.dtype} is not supported")
+                raise CaptureError(f"the element type {value.dtype} is not supported", remedy="cast it")
             return TensorType(value.dtype, tuple(self.size(s) for s in value.shape))
         if isinstance(value, (tuple, list)):
             return tuple(self.type(v) for v in value if isinstance(v, torch.Tensor))  # type: ignore[misc]
@@ -212,6 +212,9 @@ def convert(traced: Trace, model: nn.Module, plan: Plan, loss: str | None) -> tu
     graph = fx.Graph()
     mapping: dict[fx.Node, fx.Node] = {}
     in_spec = traced.exported.call_spec.in_spec
+    if traced.keywords:
+        (keywords,), _ = _numbered(in_spec)
+        in_spec = pytree.tree_structure(((), keywords))
     paths = [_path(keys) for keys, _ in pytree.tree_flatten_with_path(_numbered(in_spec))[0]]
     parameters, inputs, constants, in_leaves = _placeholders(state, graph, mapping, paths)
     for node in traced.exported.graph.nodes:
@@ -290,7 +293,9 @@ def _placeholders(
             pending.append((node, path))
             leaves.append(("input", path))
         else:
-            raise CaptureError(f"an input of kind {spec.kind.name} is not supported", where=f"%{node.name}")
+            raise CaptureError(
+                f"an input of kind {spec.kind.name} is not supported", where=f"%{node.name}", remedy="report this model"
+            )
     for node, path in pending:
         mapping[node] = _placeholder(state, graph, node, "", path)
         inputs.append(Input(path, mapping[node].name, tensor_type(mapping[node])))
@@ -322,7 +327,9 @@ def _parameter(node: fx.Node, fqn: str, kind: str, trainable: bool, tied: tuple[
 def _copy(state: _Converter, graph: fx.Graph, node: fx.Node, mapping: Mapping[fx.Node, fx.Node]) -> fx.Node:
     def swap(value: fx.Node) -> fx.Node:
         if value not in mapping:
-            raise CaptureError(f"the value %{value.name} is a constant of the call", where=f"%{node.name}")
+            raise CaptureError(
+                f"the value %{value.name} is a constant of the call", where=f"%{node.name}", remedy="report this model"
+            )
         return mapping[value]
 
     args, kwargs = map_arg(node.args, swap), map_arg(node.kwargs, swap)
@@ -350,7 +357,9 @@ def _outputs(
     names_, leaves, nodes = [], [], []
     for path, spec, value in zip(paths, state.signature.output_specs, values, strict=True):
         if spec.kind is not OutputKind.USER_OUTPUT:
-            raise CaptureError(f"an output of kind {spec.kind.name} is not supported", where=path)
+            raise CaptureError(
+                f"an output of kind {spec.kind.name} is not supported", where=path, remedy="return tensors"
+            )
         if isinstance(value, fx.Node) and isinstance(value.meta.get("val"), torch.Tensor):
             names_.append(path)
             nodes.append(mapping[value])
@@ -374,7 +383,9 @@ def _loss_name(program: Program, wanted: str | None) -> str:
     if wanted is not None:
         if wanted not in scalars:
             raise CaptureError(
-                f"is no scalar output (those are: {', '.join(scalars) or 'none'})", where=f"loss={wanted!r}"
+                f"is no scalar output (those are: {', '.join(scalars) or 'none'})",
+                where=f"loss={wanted!r}",
+                remedy="name one of them, or pass the labels that the loss needs",
             )
         return wanted
     if "loss" in scalars:

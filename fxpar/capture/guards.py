@@ -129,13 +129,16 @@ def bound_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[st
 @contextlib.contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
     """Puts back the attributes that a traced forward assigns: a trace must leave neither counts nor fake tensors."""
-    kept = [(module, dict(vars(module))) for module in model.modules()]
+    stores: list[dict[str, Any]] = []
+    for module in model.modules():
+        stores += [vars(module), module._modules, module._parameters, module._buffers]
+    kept = [dict(store) for store in stores]
     try:
         yield
     finally:
-        for module, attributes in kept:
-            vars(module).clear()
-            vars(module).update(attributes)
+        for store, entries in zip(stores, kept, strict=True):
+            store.clear()
+            store.update(entries)
 
 
 @contextlib.contextmanager

@@ -209,7 +209,9 @@ def _apply_as_operator(
     torch.library.register_fake(f"{NAMESPACE}::{name}", run, lib=library)
 
     def refuse(ctx: Any, *grads: Any) -> Any:
-        raise CaptureError("the gradient was asked for while tracing", where=path)
+        raise CaptureError(
+            "the gradient was asked for while tracing", where=path, remedy="compute gradients after the forward"
+        )
 
     torch.library.register_autograd(f"{NAMESPACE}::{name}", refuse, lib=library)
     recorder.functions[f"{NAMESPACE}.{name}.default"] = (path, constants, positions)

@@ -95,7 +95,9 @@ def _inline(
             outputs = [value if value in args else _detached(graph, value) for value in outputs]
     for user in list(node.users):
         if user.target is not operator.getitem:
-            raise CaptureError("a region's outputs are used as a whole", where=f"%{node.name}")
+            raise CaptureError(
+                "a region's outputs are used as a whole", where=f"%{node.name}", remedy="report this model"
+            )
         replacement: Any = outputs[user.args[1]]  # type: ignore[index]
         user.replace_all_uses_with(replacement)
         graph.erase_node(user)

@@ -11,7 +11,7 @@ import io
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -61,6 +61,18 @@ class WithLoss(nn.Module):
         return {"loss": loss, "outputs": outputs}
 
 
+class WithKeywords(nn.Module):
+    """A model called with one mapping: torch.export loses track of what forward takes as `**kwargs`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, keywords: dict[str, Any]) -> Any:
+        """The model's outputs."""
+        return self.model(**keywords)
+
+
 def arguments(model: nn.Module, batch: Any, has_loss: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """How a batch is passed to a model: a mapping by keyword, a tuple by position, a tensor alone.
 
@@ -90,6 +102,7 @@ class Trace:
         prefix: what module paths begin with besides the author's names.
         originals: where the model has no memory, its tensor for the id of each tensor of `exported`.
         assumptions: branches on sizes that Dynamo took before the export.
+        keywords: the model was called with keyword arguments and traced with one mapping of them.
     """
 
     exported: ExportedProgram
@@ -98,6 +111,7 @@ class Trace:
     prefix: str
     originals: Mapping[int, Tensor] = field(default_factory=dict)
     assumptions: tuple[Assumption, ...] = ()
+    keywords: bool = False
 
 
 def trace(model: nn.Module, batch: Any, loss: Callable[..., Any] | None, symbolic: int | None = None) -> Trace:
@@ -122,32 +136,26 @@ def trace(model: nn.Module, batch: Any, loss: Callable[..., Any] | None, symboli
         args, kwargs = arguments(model, batch, loss is not None)
         if loss is not None:
             module, prefix, args, kwargs = WithLoss(model, loss), "model.", (batch,), {}
-        return _trace(module, prefix, (args, kwargs, symbolic), originals)
+        parameters = inspect.signature(module.forward).parameters
+        keywords = any(name not in parameters for name in kwargs)
+        if keywords:
+            module, prefix, args, kwargs = WithKeywords(model), "model.", (kwargs,), {}
+        return replace(_trace(module, prefix, (args, kwargs, symbolic), originals), keywords=keywords)
 
 
 def _trace(module: nn.Module, prefix: str, call: _Call, originals: Mapping[int, Tensor]) -> Trace:
-    args, kwargs, symbolic = call
-    first: BaseException | None = None
-    for offered in _offers(args, kwargs, symbolic):
-        try:
-            exported, recorder = _functional(module, (args, kwargs, offered), prefix)
-            return Trace(exported, "export", recorder, prefix, originals)
-        except _FAILURES as error:
-            _explain_now(error, module if originals else None)
-            first = first or error
-    assert first is not None
+    try:
+        exported, recorder = _functional(module, call, prefix)
+        return Trace(exported, "export", recorder, prefix, originals)
+    except _FAILURES as error:
+        first = error
+    _explain_now(first, module if originals else None)
     try:
         graph_module, assumptions = dynamo_graph(module, *call)
         exported, recorder = _functional(graph_module, call, prefix)
         return Trace(exported, "dynamo", recorder, prefix, originals, assumptions)
     except _FAILURES as error:
         raise _explained(first, error) from first
-
-
-def _offers(args: tuple[Any, ...], kwargs: dict[str, Any], symbolic: int | None) -> tuple[int | None, ...]:
-    """How many leading dimensions to try: models for images of one size often fail where theirs is symbolic."""
-    deep = any(isinstance(v, Tensor) and symbolic_dims(v, None)[2:] for v in pytree.tree_leaves((args, kwargs)))
-    return (symbolic, 2) if symbolic is None and deep else (symbolic,)
 
 
 def _functional(module: nn.Module, call: _Call, prefix: str) -> tuple[ExportedProgram, Recorder]:

@@ -54,7 +54,11 @@ class Values:
         sizes = {}
         for s in program.symbols:
             if s.path not in self.inputs or s.dim >= self.inputs[s.path].dim():
-                raise InputError(f"has no size '{s.path}.{s.dim}' for the symbol {s.name}", where=where)
+                raise InputError(
+                    f"has no size '{s.path}.{s.dim}' for the symbol {s.name}",
+                    where=where,
+                    remedy="dump the model again",
+                )
             sizes[s.name] = int(self.inputs[s.path].shape[s.dim])
         wanted = [(f"state/{p.fqn}", self.state.get(p.fqn), p.type) for p in program.parameters]
         wanted += [(f"input/{i.path}", self.inputs.get(i.path), i.type) for i in program.inputs if i.path != RNG_PATH]
@@ -64,10 +68,12 @@ class Values:
             try:
                 shape = [evaluate(size, sizes) for size in kind.shape]
             except ValueError as error:
-                raise InputError(f"'{name}' has no definite shape: {error}", where=where) from None
+                raise InputError(f"'{name}' has no definite shape: {error}", where=where, remedy="dump again") from None
             if list(tensor.shape) != shape or tensor.dtype != kind.dtype:
                 found = f"{DTYPE_NAMES.get(tensor.dtype, tensor.dtype)}{list(tensor.shape)}"
-                raise InputError(f"'{name}' is {found}, the program wants {kind}", where=where)
+                raise InputError(
+                    f"'{name}' is {found}, the program wants {kind}", where=where, remedy="dump the model again"
+                )
 
 
 @dataclass(frozen=True)
@@ -231,7 +237,9 @@ def save_values(folder: Path, values: Values) -> None:
     try:
         save_file(own, folder / VALUES)
     except (SafetensorError, OSError) as error:
-        raise InputError(f"cannot be written: {error}", where=str(folder / VALUES)) from None
+        raise InputError(
+            f"cannot be written: {error}", where=str(folder / VALUES), remedy="choose another folder"
+        ) from None
 
 
 def dumped(folder: Path) -> list[tuple[int, str, Path]]:

@@ -73,10 +73,13 @@ def mask_first(x: Tensor, index: Tensor) -> Tensor:
 
 
 def all_to_all(
-    x: Tensor, source_dim: int, source: Pieces, target_dim: int, target: Pieces, group: str, size: int
+    x: Tensor, source_dim: int, source: Pieces, target_dim: int, target: Pieces, group: str, size: int, index: Tensor
 ) -> Tensor:
     """S(i) → S(j)."""
-    return c.AllToAll.apply(x, (source_dim, source), (target_dim, target), c.Group(group, size))  # type: ignore[no-any-return, no-untyped-call]
+    cuts = (source_dim, source), (target_dim, target)
+    if source_dim == target_dim:
+        return c.Recut.apply(x, *cuts, c.Group(group, size), index)  # type: ignore[no-any-return, no-untyped-call]
+    return c.AllToAll.apply(x, *cuts, c.Group(group, size))  # type: ignore[no-any-return, no-untyped-call]
 
 
 WITH_GROUP: Mapping[Callable[..., Any], Callable[..., Tensor]] = {

@@ -95,7 +95,7 @@ def first_only(x: Tensor, index: Tensor) -> Tensor:
 
 
 def exchange(x: Tensor, source: Cut, target: Cut, group: Group) -> Tensor:
-    """All-to-all from one cut to another."""
+    """All-to-all from a cut of one dimension to a cut of another."""
     stacked = _spread(x, target, group.size).contiguous()
     counts = [1] * group.size
     got = _c10d.wait_tensor(_c10d.all_to_all_single(stacked, counts, counts, group.name))
@@ -250,6 +250,26 @@ class KeepFirst(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         """The same gradient."""
         return grad, None
+
+
+class Recut(torch.autograd.Function):
+    """S(i) → S(i) by another factor: all-gather and slice, both ways.
+
+    What two ranks exchange differs from pair to pair, so that an all-to-all would need other sizes on every rank.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, source: Cut, target: Cut, group: Group, index: Tensor) -> Tensor:
+        """The other shard."""
+        ctx.source, ctx.target, ctx.group = source, target, group
+        ctx.save_for_backward(index)
+        return take_own(gather_whole(x, source, group), target, group, index)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
+        """The gradient's first shard."""
+        whole = gather_whole(grad, ctx.target, ctx.group)
+        return take_own(whole, ctx.source, ctx.group, *ctx.saved_tensors), None, None, None, None
 
 
 class AllToAll(torch.autograd.Function):

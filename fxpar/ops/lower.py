@@ -126,7 +126,7 @@ class _Lowering:
         elif target in bound.WITH_INDEX:
             self._set(node, bound.WITH_INDEX[target], x, index)
         elif target is ops.all_to_all:
-            self._set(node, bound.all_to_all, x, *self._cut(source), *self._cut(result), *group)
+            self._set(node, bound.all_to_all, x, *self._cut(source), *self._cut(result), *group, index)
         elif target in bound.WITH_CUT:
             self._set(node, bound.WITH_CUT[target], x, *self._cut(source if source.is_shard else result), *group)
         else:

@@ -14,7 +14,7 @@ from fxpar.errors import InputError
 from fxpar.layout import Placement
 from fxpar.rules.engine import Call, Labelling, Refusal, Rule
 from fxpar.rules.matmul import attention_labels
-from fxpar.rules.pointwise import broadcast, pointwise_labels
+from fxpar.rules.pointwise import broadcast, pointwise_labels, pointwise_rules
 
 
 def dropout_labels(call: Call) -> Labelling | Refusal:
@@ -40,29 +40,40 @@ def own_bits(call: Call, placements: Sequence[Placement]) -> Refusal | None:
     return None
 
 
-def _pure_elements(path: str, dtypes: tuple[torch.dtype, ...]) -> str:
-    """Empty where forward and backward of the function at `path` are element-wise; else what is not."""
-    from fxpar.rules.pointwise import pointwise_rules
-
-    known = pointwise_rules()
-    module, _, name = path.rpartition(".")
-    apply = getattr(importlib.import_module(module), name).apply
-
-    def both(*args: torch.Tensor) -> Any:
-        out = apply(*args)
-        return torch.autograd.grad(out, [a for a in args if a.requires_grad], torch.ones_like(out))
-
-    args = [torch.ones(2, 3, dtype=d, requires_grad=d.is_floating_point) for d in dtypes]
-    graph = make_fx(both)(*args).graph
-    for node in graph.nodes:
-        if node.op == "call_function" and str(node.target) not in known:
-            return str(node.target)
-    return ""
+# What the author's function may raise on operands that are not the traced ones.
+_FAILURES = (RuntimeError, TypeError, ValueError, IndexError, AttributeError, AssertionError)
+_RANDOM = ("aten.dropout.default", "aten.native_dropout.default", "aten.bernoulli.p")
 
 
 @lru_cache(maxsize=256)
-def _analysed(path: str, dtypes: tuple[torch.dtype, ...]) -> str:
-    return _pure_elements(path, dtypes)
+def _impurity(path: str, arguments: tuple[Any, ...], rank: int) -> str:
+    """Empty where forward and backward of the function at `path` are element-wise; else what is not.
+
+    Args:
+        arguments: in order, element types for tensors and constants as they are.
+        rank: number of dimensions of the tensors.
+    """
+    known = pointwise_rules().keys() - set(_RANDOM)
+    apply = resolve_function(path).apply
+    shape = tuple(range(2, 2 + rank))
+
+    def both(*tensors: torch.Tensor) -> Any:
+        remaining = iter(tensors)
+        out = apply(*(next(remaining) if isinstance(a, torch.dtype) else a for a in arguments))
+        return torch.autograd.grad(out, [t for t in tensors if t.requires_grad], torch.ones_like(out))
+
+    kinds = [a for a in arguments if isinstance(a, torch.dtype)]
+    operands = [torch.ones(shape, dtype=d, requires_grad=d.is_floating_point) for d in kinds]
+    try:
+        traced = make_fx(both)(*operands)
+    except _FAILURES as error:
+        return f"what cannot be traced ({type(error).__name__}: {error})"
+    for node in traced.graph.nodes:
+        if node.op == "call_function" and str(node.target) not in known:
+            return str(node.target)
+        if node.op == "get_attr" and getattr(traced, str(node.target)).numel() > 1:
+            return "a tensor of its own"
+    return ""
 
 
 def resolve_function(path: str) -> Any:
@@ -85,12 +96,19 @@ def resolve_function(path: str) -> Any:
 
 def _function_labels(call: Call) -> Labelling | Refusal:
     """Element-wise where tracing its forward and backward shows nothing else."""
-    if any(kind.shape != call.outputs[0].shape for kind in call.operands):
-        return Refusal("a function of differently shaped operands has no rule for shards")
+    in_lists = set(call.names) & set(call.arguments)
+    if in_lists or any(kind.shape != call.outputs[0].shape for kind in call.operands):
+        return Refusal("a function of differently shaped operands, or of lists, has no rule for shards")
     path = str(call.get("path"))
-    other = _analysed(path, tuple(kind.dtype for kind in call.operands))
+    given = {k: v for k, v in call.arguments.items() if k != "path"}
+    given.update(zip(call.names, (kind.dtype for kind in call.operands), strict=True))
+    arguments = tuple(given[name] for name in sorted(given, key=int))
+    try:
+        other = _impurity(path, arguments, len(call.outputs[0].shape))
+    except TypeError:  # a constant that cannot be hashed
+        other = "a list as a constant"
     if other:
-        return Refusal(f"{path} contains {other}, so it is not element-wise")
+        return Refusal(f"{path} contains {other}, so it is not known to be element-wise")
     return pointwise_labels(call)
 
 

@@ -22,6 +22,8 @@ from fxpar.rules.local import whole_call
 from fxpar.rules.suggest import suggest
 from fxpar.rules.table import rule_of
 
+_ILL_TYPED = (IndexError, KeyError, TypeError, ValueError)
+
 
 def describe(node: fx.Node) -> str:
     """`%name (fqn, file.py:41)`."""
@@ -76,11 +78,15 @@ def _judged(
     n: int,
     local: bool,
 ) -> tuple[Placement, ...] | Refusal:
-    """Placements of the outputs of an operation with a rule, or the reason why it has none."""
-    call: Call | Refusal = call_of(node, n)
-    if local:
-        call = whole_call(call_of(node, n), found)
-    inferred = call if isinstance(call, Refusal) else infer(rule_of(node.target), call, found, carries)
+    """Placements of the outputs of an operation, or the reason why it has none.
+
+    Rules take it for granted that arguments and types fit the operator; where they do not, there is none either.
+    """
+    try:
+        call: Call | Refusal = whole_call(call_of(node, n), found) if local else call_of(node, n)
+        inferred = call if isinstance(call, Refusal) else infer(rule_of(node.target), call, found, carries)
+    except _ILL_TYPED as error:
+        return Refusal(f"the arguments and types do not fit the operator ({type(error).__name__}: {error})")
     if isinstance(inferred, Refusal):
         return inferred
     return tuple(resting(placement, flag) for placement, flag in zip(inferred, outputs, strict=True))
@@ -129,7 +135,9 @@ def infer_node(node: fx.Node, given: Context) -> tuple[Layout, ...]:
         else:
             inferred = _judged(node, placements, given.carries, given.outputs, n, given.local)
             if isinstance(inferred, Refusal):
-                remedy = remedy_of(node, given, axis)
+                rule = rule_of(node.target)
+                indexed = rule is not None and rule.varying and placements[0].kind != "P"
+                remedy = "" if indexed else remedy_of(node, given, axis)  # else the reason says what the indices lack
                 _fail(node, axis, f"{inferred.reason} ({shown(node, placements)})", remedy)
             found = inferred
         for i, placement in enumerate(found):
@@ -156,7 +164,10 @@ def remedy_of(node: fx.Node, given: Context, axis: str, *, exactly: bool = False
     def judge(placements: Sequence[Placement]) -> Sequence[Placement] | Refusal:
         return _judged(node, placements, given.carries, given.outputs, n, given.local)
 
-    best = suggest(judge, rule_of(node.target), call_of(node, n), found, wanted, exactly=exactly)
+    try:
+        best = suggest(judge, rule_of(node.target), call_of(node, n), found, wanted, exactly=exactly)
+    except _ILL_TYPED:
+        return ""
     if best is None:
         return ""
     index, row, target = best

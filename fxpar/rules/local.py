@@ -18,7 +18,7 @@ from fxpar.rules.engine import Call, Refusal
 
 def whole_call(call: Call, placements: Sequence[Placement]) -> Call | Refusal:
     """The call with global bounds where it slices the dimension that one axis cuts; else the call itself."""
-    if call.target is not torch.ops.aten.slice.Tensor or not placements[0].is_shard:
+    if call.target is not torch.ops.aten.slice.Tensor or not placements or not placements[0].is_shard:
         return call
     shape, placement = call.operands[0].shape, placements[0]
     dim, size = placement.dim, shape[placement.dim]

@@ -63,7 +63,7 @@ def register_rule(
     """
     key = key_of(target)
     if key in _RULES:
-        raise InputError("the operator has a rule already", where=key)
+        raise InputError("the operator has a rule already", where=key, remedy="unregister_rule takes back one of yours")
     if labels is None:
         _RULES[key] = Rule(pointwise_labels, partial)
         return
@@ -71,7 +71,9 @@ def register_rule(
     left, arrow, _ = labels.partition("->")
     if not arrow or len(left.split(",")) != len(names):
         raise InputError(
-            f"'{labels}' does not name {len(names)} tensor arguments ({', '.join(names)}) and '->'", where=key
+            f"'{labels}' does not name {len(names)} tensor arguments ({', '.join(names)}) and '->'",
+            where=key,
+            remedy="write one part for each argument and result, such as '... h, h -> ... h'",
         )
     _RULES[key] = Rule(formula(labels, *names), partial)
 

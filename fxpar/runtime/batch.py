@@ -7,7 +7,7 @@ and an example of it to trace; or an error that names the entry.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -129,38 +129,9 @@ def structure(batch: Any) -> tuple[Any, ...]:
     return str(spec), *kinds
 
 
-def example(batch: Any, known: Sequence[Program]) -> Any:
-    """A batch of the same shapes without values, to trace. Sizes of one, which a trace would freeze, become those of
-    the first example where the first program has symbols for them.
-    """
-    grown = _grown_sizes(batch, known[0]) if known else {}
-    flat, spec = pytree.tree_flatten(batch)
-    made = []
-    for (path, _), value in zip(leaves(batch), flat, strict=True):
-        if isinstance(value, Tensor):
-            value = torch.empty(grown.get(path, value.shape), dtype=value.dtype, device="meta")
-        made.append(value)
-    return pytree.tree_unflatten(made, spec)
-
-
-def _grown_sizes(batch: Any, program: Program) -> dict[str, tuple[int, ...]]:
-    tensors = {path: value for path, value in leaves(batch) if isinstance(value, Tensor)}
-    examples = {str(s.name): s.example for s in program.symbols}
-    symbolic = {i.path: i.type.shape for i in program.inputs if i.path in tensors and i.path != RNG_PATH}
-    # The leading dimension of an entry that the first program does not know is the batch where the known ones' is.
-    leading = {
-        tensors[path].shape[0]: evaluate(shape[0], examples) for path, shape in symbolic.items() if len(shape) > 0
-    }
-    found = {}
-    for path, value in tensors.items():
-        shape = symbolic.get(path, ())
-        if len(shape) == value.dim():
-            sizes = [evaluate(w, examples) if n == 1 else n for n, w in zip(value.shape, shape, strict=True)]
-        else:
-            sizes = list(value.shape)
-            sizes[:1] = [leading.get(1, 1)] if sizes[:1] == [1] else sizes[:1]
-        found[path] = tuple(sizes)
-    return found
+def example(batch: Any) -> Any:
+    """A batch of the same shapes on the meta device, to trace."""
+    return pytree.tree_map_only(Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"), batch)
 
 
 def bind(spec: CallSpec, call: Any, device: torch.device) -> dict[str, Tensor]:
@@ -201,12 +172,14 @@ def _unequal(path: str, dim: int, found: int, place: str, known: int) -> NoRetur
     )
 
 
-def admits(spec: CallSpec, values: Mapping[str, int]) -> str:
-    """Empty where the trace is the model at these sizes, else the relation that they break."""
-    for relation in spec.conditions:
-        if not bool(relation.subs({s: values[str(s)] for s in relation.free_symbols})):
-            return str(relation)
-    return ""
+def admits(spec: CallSpec, values: Mapping[str, int]) -> bool:
+    """Whether the trace is the model at these sizes.
+
+    A trace takes it for granted that symbols are not 1, and records none of the branches that are decided by that.
+    """
+    if 1 in values.values():
+        return False
+    return all(bool(r.subs({s: values[str(s)] for s in r.free_symbols})) for r in spec.conditions)
 
 
 def check_use(model: nn.Module, program: Program) -> None:

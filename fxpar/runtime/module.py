@@ -53,15 +53,12 @@ class Compiled:
     constants: Mapping[str, Tensor]
     admitted: set[tuple[int, ...]] = field(default_factory=set)
 
-    def broken(self, sizes: Mapping[str, int]) -> str:
-        """The relation between sizes under which the model is another program; empty where there is none."""
+    def admits(self, sizes: Mapping[str, int]) -> bool:
+        """Whether the program is the model at these sizes."""
         key = tuple(sizes.values())
-        if key not in self.admitted:
-            relation = calls.admits(self.captured.spec, sizes)
-            if relation:
-                return relation
+        if key not in self.admitted and calls.admits(self.captured.spec, sizes):
             self.admitted.add(key)
-        return ""
+        return key in self.admitted
 
 
 @dataclass(frozen=True)
@@ -77,7 +74,8 @@ class ParallelModule(nn.Module):
     """One rank's part of a model. Made by `fxpar.parallelize`.
 
     Parameters are this rank's shards under the author's names. Programs are compiled on first use for each mode of the
-    modules (training, evaluation), each structure of the batch, and sizes for which the model takes other branches.
+    modules (training, evaluation), each structure of the batch, and sizes for which the model takes other branches;
+    sizes of one, for example a batch of one sample, have programs of their own.
 
     Attributes:
         plan: how the model is split.
@@ -163,36 +161,29 @@ class ParallelModule(nn.Module):
         calls.check(self._skeleton, batch, with_loss)
         known = self._programs.setdefault(self._key(batch, with_loss), [])
         for compiled in known:
-            call, broken = self._fit(compiled, batch)
-            if not broken:
+            call = self._fit(compiled, batch)
+            if call is not None:
                 return call
-        compiled = self._compile(batch, with_loss)
-        call, broken = self._fit(compiled, batch)
-        if broken:
-            raise InputError(
-                f"has sizes of one, for which the model takes another branch ({broken} does not hold)",
-                where="batch",
-                remedy="pass at least two samples of two elements",
-            )
-        known.append(compiled)
+        known.append(self._compile(batch, with_loss))
+        call = self._fit(known[-1], batch)
+        assert call is not None, "a program does not fit the batch it was compiled for"
         return call
 
-    def _fit(self, compiled: Compiled, batch: Any) -> tuple[_Call, str]:
+    def _fit(self, compiled: Compiled, batch: Any) -> _Call | None:
+        """The call by a program; None where the program is for other sizes."""
         spec = compiled.captured.spec
         model = self._skeleton
         nest = ((batch,), {}) if compiled.captured.loss is not None else arguments(model, batch, False)
         inputs = calls.bind(spec, nest, self.world.device)
         sizes = calls.sizes_of(compiled.program, inputs)
-        broken = "a fixed size" if sizes is None else compiled.broken(sizes)
-        return _Call(compiled, inputs, sizes or {}), broken
+        return None if sizes is None or not compiled.admits(sizes) else _Call(compiled, inputs, sizes)
 
     def _compile(self, batch: Any, with_loss: bool, loss: Any = "") -> Compiled:
         """Captures and splits the model for a batch; with an empty loss, the loss is what is there of it."""
         calls.check(self._skeleton, batch, with_loss)
         for ghost, own in self._twins:
             ghost.training = own.training
-        known = [compiled[0].program for compiled in self._programs.values() if compiled]
-        captured = capture(self._skeleton, calls.example(batch, known), self.plan, self._loss if with_loss else loss)
+        captured = capture(self._skeleton, calls.example(batch), self.plan, self._loss if with_loss else loss)
         if not with_loss:
             calls.check_use(self._skeleton, captured.program)
             captured = replace(captured, program=captured.program.with_(loss=self._loss_name(captured.program)))
@@ -255,7 +246,9 @@ class ParallelModule(nn.Module):
             )
         loss = self._outputs(call)[name]
         if not loss.requires_grad:
-            raise InputError("no parameter that the loss reaches requires a gradient", where="train_step")
+            raise InputError(
+                "no parameter that the loss reaches requires a gradient", where="train_step", remedy="unfreeze some"
+            )
         loss.backward()
         return loss.detach()
 

@@ -67,13 +67,23 @@ def collectives(program: Program, sizes: Mapping[str, int] | None = None) -> lis
         kind = output_types(node)[0]
         size = simplify(product(kind.shape) * kind.dtype.itemsize)
         of_parameter = node in weights
-        for phase, op in (("forward", row.forward), ("backward", row.backward if flags[node][0] else "")):
+        forward, backward = _operations(node)
+        for phase, op in (("forward", forward), ("backward", backward if flags[node][0] else "")):
             if op:
                 where = "parameter" if of_parameter else phase
                 found.append(
                     Collective(op, str(node.kwargs["axis"]), where, node.name, evaluate(size, values), str(size))
                 )
     return found
+
+
+def _operations(node: fx.Node) -> tuple[str, str]:
+    """The collectives of a coercion, forward and backward; one dimension is cut anew by way of the whole."""
+    row, axis = COERCION_OF[node.target], str(node.kwargs["axis"])  # type: ignore[index]
+    before, after = (output_layouts(n)[0].on(axis) for n in (operands(node)[0], node))
+    if before.is_shard and after.is_shard and before.dim == after.dim:
+        return "all_gather", "all_gather"
+    return row.forward, row.backward
 
 
 def matmul_flops(program: Program) -> Iterator[tuple[fx.Node, Size]]:

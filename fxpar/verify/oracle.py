@@ -274,7 +274,11 @@ def check_operation(
             generator = torch.Generator().manual_seed(seed)
             trial = Trial(target, call, n, generator)
             if not trial.operands or any(bool(o.isnan().any()) for o in tensors_of(trial.outputs)):
-                raise InputError("a sample needs a tensor operand and a result without NaN", where=report.operation)
+                raise InputError(
+                    "a sample needs a tensor operand and a result without NaN",
+                    where=report.operation,
+                    remedy="pass sample(torch.randn(…), …)",
+                )
             judge = _Judge(checked, trial, Trial(target, shuffled(call, generator), n, generator), report)
             judge.seeds()
             for placements, counted in _tried(trial):

@@ -135,7 +135,7 @@ def _compare(node: fx.Node, value: Any, wanted: list[Tensor], sizes: Mapping[str
     kind = note(node).type
     if isinstance(kind, ScalarType):
         expected = evaluate(kind.value, sizes)
-        if value != expected:
+        if not isinstance(value, (int, float)) or value != expected:
             raise CheckFailed(f"is {value} where the note's {kind.value} is {expected}", where=describe(node))
         return
     found = list(value) if isinstance(value, (tuple, list)) else [value]

@@ -14,8 +14,8 @@ from fxpar.verify.types import check_types
 
 STATIC: tuple[Verifier, ...] = (
     Verifier("structure", frozenset(), check_structure),
+    Verifier("types", frozenset({"collectives"}), check_types),  # says which coercion a wrong shape lacks
     Verifier("shapes", frozenset(), check_shapes),
-    Verifier("types", frozenset({"collectives"}), check_types),
 )
 
 

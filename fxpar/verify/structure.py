@@ -5,6 +5,7 @@ Enters: a program. Leaves: nothing, or `CheckFailed` that names the node.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 
 import torch
@@ -76,6 +77,11 @@ def _check_note(program: Program, node: fx.Node) -> None:
     if kind is None and node.users:
         user = next(iter(node.users))
         raise CheckFailed(f"has no type, but %{user.name} uses it", where=describe(node), remedy="note its type")
+    if node.target is operator.getitem:
+        source, index = node.args[0], node.args[1]
+        parts = output_types(source) if isinstance(source, fx.Node) else ()
+        if not isinstance(index, int) or not 0 <= index < len(parts):
+            raise CheckFailed(f"takes item {index} of {len(parts)} tensors", where=describe(node))
     unknown = names(_sizes(kind)) - {symbol.name for symbol in program.symbols}
     if unknown:
         raise CheckFailed(f"{kind} names the symbol {min(unknown)}, which no input has", where=describe(node))

@@ -85,16 +85,20 @@ def _compare(node: fx.Node, found: tuple[Layout, ...], given: Context) -> None:
             wanted, mine = noted.on(axis), layout.on(axis)
             if wanted == mine:
                 continue
-            remedy = remedy_of(node, given, axis, exactly=True)
-            row = COERCIONS.get((mine.kind, wanted.kind))
-            if not remedy and row is not None and wanted.kind != "P":
-                remedy = f"insert fxpar.{row.operator.__name__}[{axis}](%{node.name}) : {axis}:{mine}→{wanted}"
-            operands_ = shown(node, given.found(axis))
             raise CheckFailed(
-                f"on axis {axis}: the note says {wanted}, its operands give {mine} ({operands_})",
+                f"on axis {axis}: the note says {wanted}, its operands give {mine} ({shown(node, given.found(axis))})",
                 where=describe(node),
-                remedy=remedy,
+                remedy=_conversion(node, given, axis, mine, wanted),
             )
+
+
+def _conversion(node: fx.Node, given: Context, axis: str, mine: Placement, wanted: Placement) -> str:
+    """The coercion of an operand, or of a sum that is made here, that gives what the note says."""
+    row = COERCIONS.get((mine.kind, wanted.kind))
+    behind = f"insert fxpar.{row.operator.__name__}[{axis}](%{node.name}) : {axis}:{mine}→{wanted}" if row else ""
+    made_here = mine.kind == "P" and not any(placement.kind == "P" for placement in given.found(axis))
+    before = "" if made_here else remedy_of(node, given, axis, exactly=True)
+    return before or ("" if wanted.kind == "P" else behind)
 
 
 def _check_outputs(

@@ -1,0 +1,146 @@
+"""Control flow on values, caches and the like are refused with the author's line and a remedy."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from fxpar.capture import capture
+from fxpar.errors import CaptureError, InputError
+from tests.capture.models import Net, example, faithful, net, seeded
+from tests.zoo import CASES
+
+
+class Branch(Net):
+    def forward(self, x: Tensor) -> Any:
+        if x.sum() > 0:
+            return self.up(x).sum()
+        return self.down(self.up(x)).sum()
+
+
+class Check(Net):
+    def forward(self, x: Tensor) -> Any:
+        return self.up(x).sum() if torch.all(x > 100) else self.down(self.up(x)).sum()
+
+
+class Nonzero(Net):
+    def forward(self, x: Tensor) -> Any:
+        rows = (x[:, 0, 0] > 0).nonzero()
+        return self.down(self.up(x[rows[:, 0]])).sum()
+
+
+class MaskedRows(Net):
+    def forward(self, x: Tensor) -> Any:
+        return self.down(self.up(x)[x[..., 0] > 0]).sum()
+
+
+class Item(Net):
+    def forward(self, x: Tensor) -> Any:
+        return self.down(self.up(x)).sum() * x.sum().item()
+
+
+class IntegerItem(Net):
+    def forward(self, x: Tensor) -> Any:
+        return self.down(self.up(x)).sum() * x.argmax().item()
+
+
+class ToList(Net):
+    def forward(self, x: Tensor) -> Any:
+        return self.down(self.up(x)).sum() * x[0, 0].tolist()[1]
+
+
+class Numpy(Net):
+    def forward(self, x: Tensor) -> Any:
+        return self.down(self.up(x)).sum() * float(x.numpy().sum())
+
+
+class FloatOf(Net):
+    def forward(self, x: Tensor) -> Any:
+        return self.down(self.up(x)).sum() * sum(float(v) for v in x[0, 0])
+
+
+@pytest.mark.parametrize(
+    "kind", [Branch, Check, Nonzero, MaskedRows, Item, IntegerItem, ToList, Numpy, FloatOf], ids=lambda k: k.__name__
+)
+def test_what_depends_on_values_is_refused_at_its_line(kind: type[Net], capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(
+        CaptureError, match=r"^test_refusals\.py:\d+: .*(values of tensors|value of a tensor)"
+    ) as caught:
+        capture(seeded(kind), example())
+    assert caught.value.remedy
+    assert "def forward" not in "".join(capfd.readouterr())  # torch prints the graph of a failed trace
+
+
+def test_masks_that_keep_the_shape_are_no_obstacle() -> None:
+    def forward(m: Net, x: Tensor) -> Any:
+        h = m.up(x)
+        h[x[..., 0] > 0] = 0.0
+        return m.down(torch.where(x[..., :1] < 0, h, h * 2)).sum()
+
+    faithful(net(forward), example())
+
+
+class PythonDraw(Net):
+    def forward(self, x: Tensor) -> Any:
+        return self.down(self.up(x)).sum() * random.random()
+
+
+class NumpyDraw(Net):
+    def forward(self, x: Tensor) -> Any:
+        return self.down(self.up(x)[:, np.random.permutation(5)]).sum() * 1.5
+
+
+@pytest.mark.parametrize(("kind", "name"), [(PythonDraw, "random"), (NumpyDraw, "numpy")])
+def test_random_numbers_of_the_host_are_refused(kind: type[Net], name: str) -> None:
+    python, array = random.getstate(), np.random.get_state(legacy=False)
+    with pytest.raises(
+        CaptureError, match=rf"{kind.__name__}: the forward draws random numbers on the host \({name}\)"
+    ):
+        capture(seeded(kind), example())
+    assert random.getstate() == python
+    assert str(np.random.get_state(legacy=False)) == str(array)
+
+
+def test_a_cache_in_the_outputs_is_refused_by_name() -> None:
+    model = CASES["gpt2"].model()
+    model.config.use_cache = True  # type: ignore[union-attr]
+    with pytest.raises(CaptureError, match=r"model\.config\.use_cache: the model returns a cache.*use_cache = False"):
+        capture(model, CASES["gpt2"].example())
+
+
+def test_a_cache_as_an_argument_is_refused() -> None:
+    batch = {**CASES["gpt2"].example(), "past_key_values": transformers.DynamicCache()}
+    with pytest.raises(CaptureError, match="past_key_values"):
+        capture(CASES["gpt2"].model(), batch)
+
+
+class Conditional(Net):
+    def forward(self, x: Tensor) -> Any:
+        h = torch.cond(x.sum() > 0, lambda v: v.sin(), lambda v: v.cos(), (self.up(x),))
+        return self.down(h).sum()
+
+
+def test_control_flow_operators_are_refused() -> None:
+    with pytest.raises(CaptureError, match="higher-order operator cond is not supported"):
+        capture(seeded(Conditional), example())
+
+
+class Broken(Net):
+    def forward(self, x: Tensor) -> Any:
+        return self.down(x).sum()
+
+
+def test_where_nothing_works_both_reasons_are_given() -> None:
+    with pytest.raises(CaptureError, match=r"test_refusals\.py:\d+: the model cannot be traced: .*; and with Dynamo: "):
+        capture(seeded(Broken), example())
+
+
+def test_refusals_are_input_errors() -> None:
+    with pytest.raises(InputError):
+        capture(seeded(Branch), example())

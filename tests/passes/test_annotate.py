@@ -1,0 +1,457 @@
+"""annotate: overrides find the right cut, everything else follows, and what cannot be done is refused."""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.nn import functional
+
+from fxpar.capture import capture
+from fxpar.errors import PlanError
+from fxpar.manager import PassManager
+from fxpar.passes import annotate, canonicalize
+from fxpar.plan import Plan
+from fxpar.program import note
+from fxpar.text import print_program
+from fxpar.verify.analysis import collectives, split_flops
+from tests.passes.modules import (
+    MLP,
+    WIDTH,
+    FusedAttention,
+    GatedMLP,
+    GroupedAttention,
+    InterleavedAttention,
+    NormedHeads,
+    TransposedMLP,
+    UnequalAttention,
+    build,
+    flat,
+    heads,
+    layouts,
+    roles,
+    run,
+    shown,
+    squares,
+    values,
+)
+
+ATTENTION = {"qkv": "head", "out": "row"}
+
+MLP_ANNOTATED = """\
+%norm_weight = parameter["norm.weight"] : f32[96] tp:I
+%norm_bias = parameter["norm.bias"] : f32[96] tp:I
+%up_weight = parameter["up.weight"] : f32[160, 96] tp:S(0) {role="column", origin="plan: up = column"}
+%up_bias = parameter["up.bias"] : f32[160] tp:S(0) {role="column", origin="plan: up = column"}
+%down_weight = parameter["down.weight"] : f32[96, 160] tp:S(1) {role="row", origin="plan: down = row"}
+%down_bias = parameter["down.bias"] : f32[96] tp:I {role="row", origin="plan: down = row"}
+%x = input["x"] : f32[b, s, 96] tp:R
+%layer_norm = aten.layer_norm.default(%x, [96], %norm_weight, %norm_bias, 1e-05, False) : f32[b, s, 96] tp:I {needs=tp:R ; tp:I ; tp:I}
+%linear = aten.linear.default(%layer_norm, %up_weight) : f32[b, s, 160] tp:S(2) {needs=tp:R ; tp:S(0), role="column", origin="follows operand weight"}
+%linear_bias = aten.add.Tensor(%linear, %up_bias) : f32[b, s, 160] tp:S(2) {needs=tp:S(2) ; tp:S(0), role="bias", origin="follows operand self"}
+%gelu = aten.gelu.default(%linear_bias) : f32[b, s, 160] tp:S(2) {needs=tp:S(2), origin="follows operand self"}
+%linear_1 = aten.linear.default(%gelu, %down_weight) : f32[b, s, 96] tp:P {needs=tp:S(2) ; tp:S(1), role="row", origin="follows operand input"}
+%linear_1_bias = aten.add.Tensor(%linear_1, %down_bias) : f32[b, s, 96] tp:I {needs=tp:I ; tp:I, role="bias"}
+%dropout = aten.dropout.default(%linear_1_bias, 0.1, True) : f32[b, s, 96] tp:I {needs=tp:I, random=325815778}
+%square = aten.square.default(%dropout) : f32[b, s, 96] tp:I {needs=tp:I}
+%sum_1 = aten.sum.default(%square) : f32[] tp:I {needs=tp:I}
+return output=%sum_1
+"""  # noqa: E501
+
+NORMED_HEADS_ANNOTATED = """\
+%q_weight = parameter["q.weight"] : f32[96, 96] tp:S(0) {role="head", origin="plan: q = head"}
+%out_weight = parameter["out.weight"] : f32[96, 96] tp:S(1) {role="row", origin="plan: out = row"}
+%norm_weight = parameter["norm.weight"] : f32[12] tp:I
+%x = input["x"] : f32[b, s, 96] tp:R
+%b = aten.sym_size.int(%x, 0) : b
+%s = aten.sym_size.int(%x, 1) : s
+%linear = aten.linear.default(%x, %q_weight) : f32[b, s, 96] tp:S(2) {needs=tp:R ; tp:S(0), role="head", origin="follows operand weight"}
+%view = aten.view.default(%linear, [%b, %s, 8, 12]) : f32[b, s, 8, 12] tp:S(2) {needs=tp:S(2), origin="follows operand self"}
+%rms_norm = aten.rms_norm.default(%view, [12], %norm_weight) : f32[b, s, 8, 12] tp:S(2) {needs=tp:S(2) ; tp:R, origin="follows operand input"}
+%view_1 = aten.view.default(%rms_norm, [%b, %s, 96]) : f32[b, s, 96] tp:S(2) {needs=tp:S(2), origin="follows operand self"}
+%linear_1 = aten.linear.default(%view_1, %out_weight) : f32[b, s, 96] tp:P {needs=tp:S(2) ; tp:S(1), role="row", origin="follows operand input"}
+%square = aten.square.default(%linear_1) : f32[b, s, 96] tp:I {needs=tp:I}
+%sum_1 = aten.sum.default(%square) : f32[] tp:I {needs=tp:I}
+return output=%sum_1
+"""  # noqa: E501
+
+
+def test_golden_mlp() -> None:
+    result = run(build(MLP)[1], {"up": "column", "down": "row"}, until="annotate")
+    assert shown(result, origins=True) == MLP_ANNOTATED
+
+
+def test_golden_norm_on_heads() -> None:
+    """The norm's weight is invariant and needed replicated: its gradient will be summed."""
+    result = run(build(NormedHeads)[1], {"q": "head", "out": "row"}, until="annotate")
+    assert shown(result, origins=True) == NORMED_HEADS_ANNOTATED
+
+
+class Packed(nn.Module):
+    """`nn.MultiheadAttention`: one parameter [q | k | v] and no module of its own for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attend = nn.MultiheadAttention(WIDTH, 8, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return squares(self.attend(x, x, x, need_weights=False)[0])
+
+
+class Conv1D(nn.Module):
+    """GPT-2's matrices: the input dimension first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = transformers.pytorch_utils.Conv1D(3 * WIDTH, WIDTH)  # type: ignore[no-untyped-call]
+        self.out = transformers.pytorch_utils.Conv1D(WIDTH, WIDTH)  # type: ignore[no-untyped-call]
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (heads(part, 8) for part in self.qkv(x).split(WIDTH, -1))
+        return squares(self.out(flat(functional.scaled_dot_product_attention(q, k, v))))
+
+
+COLUMN, ROW, HEAD = "column", "row", "head"
+EQUAL, UNEQUAL = "tp:S(0: 3 x 96)", "tp:S(0: 96 | 2 x 48)"
+
+# Module, its arguments, plan, and the layouts of the parameters that it names.
+CUTS: list[tuple[str, Callable[..., nn.Module], tuple[Any, ...], dict[str, str], dict[str, str]]] = [
+    (
+        "linear by module",
+        MLP,
+        (),
+        {"up": COLUMN, "down": ROW},
+        {"up.weight": "tp:S(0)", "up.bias": "tp:S(0)", "down.weight": "tp:S(1)", "down.bias": "tp:I"},
+    ),
+    (
+        "linear by parameter",
+        MLP,
+        (),
+        {"up.weight": COLUMN, "down.weight": ROW},
+        {"up.weight": "tp:S(0)", "up.bias": "tp:I", "down.weight": "tp:S(1)", "down.bias": "tp:I"},
+    ),
+    (
+        "biases by parameter",
+        MLP,
+        (),
+        {"up.*": COLUMN, "down.*": ROW},
+        {"up.weight": "tp:S(0)", "up.bias": "tp:S(0)", "down.weight": "tp:S(1)", "down.bias": "tp:I"},
+    ),
+    (
+        "replicate",
+        MLP,
+        (),
+        {"*": "replicate"},
+        {"up.weight": "tp:I", "up.bias": "tp:I", "down.weight": "tp:I", "down.bias": "tp:I"},
+    ),
+    ("transposed", TransposedMLP, (), {"up": COLUMN, "down": ROW}, {"up": "tp:S(0)", "down": "tp:S(0)"}),
+    ("fused by head", FusedAttention, (), ATTENTION, {"qkv.weight": EQUAL, "qkv.bias": EQUAL, "out.weight": "tp:S(1)"}),
+    ("fused by column", FusedAttention, (), {"qkv": COLUMN}, {"qkv.weight": EQUAL, "qkv.bias": EQUAL}),
+    ("fused by parameter", FusedAttention, (), {"qkv.weight": HEAD}, {"qkv.weight": EQUAL, "qkv.bias": "tp:I"}),
+    ("fused by row", FusedAttention, (), {"qkv": ROW}, {"qkv.weight": "tp:S(1)", "qkv.bias": "tp:I"}),
+    ("interleaved", InterleavedAttention, (), ATTENTION, {"qkv.weight": "tp:S(0)", "qkv.bias": "tp:S(0)"}),
+    ("unequal by split", UnequalAttention, (False,), ATTENTION, {"qkv.weight": UNEQUAL}),
+    ("unequal by slices", UnequalAttention, (True,), ATTENTION, {"qkv.weight": UNEQUAL}),
+    ("gate and up by chunk", GatedMLP, (), {"gate_up": COLUMN, "down": ROW}, {"gate_up.weight": "tp:S(0: 2 x 160)"}),
+    ("grouped", GroupedAttention, (), {"[qkv]": HEAD, "out": ROW}, {"q.weight": "tp:S(0)", "k.weight": "tp:S(0)"}),
+    (
+        "in_proj_weight",
+        Packed,
+        (),
+        {"*.in_proj_*": HEAD, "*.out_proj": ROW},
+        {"attend.in_proj_weight": EQUAL, "attend.in_proj_bias": EQUAL, "attend.out_proj.weight": "tp:S(1)"},
+    ),
+    (
+        "Conv1D",
+        Conv1D,
+        (),
+        ATTENTION,
+        {"qkv.weight": "tp:S(1: 3 x 96)", "qkv.bias": EQUAL, "out.weight": "tp:S(0)", "out.bias": "tp:I"},
+    ),
+]
+NAMES = [name for name, *_ in CUTS]
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize(("kind", "args", "split", "wanted"), [cut[1:] for cut in CUTS], ids=NAMES)
+def test_overrides_find_the_cut(
+    kind: Callable[..., nn.Module], args: tuple[Any, ...], split: dict[str, str], wanted: dict[str, str], tp: int
+) -> None:
+    found = layouts(run(build(kind, *args)[1], split, tp, until="annotate"))
+    assert {name: found[name] for name in wanted} == wanted
+
+
+@pytest.mark.parametrize(("kind", "args", "split", "wanted"), [cut[1:] for cut in CUTS], ids=NAMES)
+def test_values_stay_whatever_the_cut(
+    kind: Callable[..., nn.Module], args: tuple[Any, ...], split: dict[str, str], wanted: dict[str, str]
+) -> None:
+    report = values(kind, *args, split=split, tp=4)
+    assert report.ok, report
+    assert report.gradients == len(list(build(kind, *args)[0].parameters()))
+
+
+def test_roles_and_origins_name_the_plan_line() -> None:
+    result = run(build(MLP)[1], {"u*": "column", "down": "row"}, until="annotate")
+    assert note(result.node("up_weight")).origin == "plan: u* = column"
+    assert note(result.node("down_bias")).origin == "plan: down = row"
+    assert roles(result) == {
+        "up_weight": "column",
+        "up_bias": "column",
+        "down_weight": "row",
+        "down_bias": "row",
+        "linear": "column",
+        "linear_bias": "bias",
+        "linear_1": "row",
+        "linear_1_bias": "bias",
+    }
+
+
+# ------------------------------------------------------------------ lines of a plan
+
+
+def test_a_line_for_the_parameter_wins_over_one_for_its_module() -> None:
+    found = layouts(run(build(MLP)[1], {"up": "column", "up.bias": "replicate"}, until="annotate"))
+    assert (found["up.weight"], found["up.bias"]) == ("tp:S(0)", "tp:I")
+
+
+def test_lines_that_agree_are_no_contradiction() -> None:
+    found = layouts(run(build(MLP)[1], {"up": "column", "u?": "column", "down": "row"}, until="annotate"))
+    assert found["up.weight"] == "tp:S(0)"
+
+
+def test_the_order_of_lines_does_not_matter() -> None:
+    lines = {"up": "column", "*p": "column", "down.*": "row", "*.bias": "replicate", "norm.weight": "replicate"}
+    lines.pop("*.bias")
+    captured = build(MLP)[1]
+    texts = {print_program(run(captured, dict(order))) for order in itertools.permutations(lines.items())}
+    assert len(texts) == 1
+
+
+def test_two_runs_give_the_same_text() -> None:
+    first, second = (print_program(run(build(FusedAttention)[1], ATTENTION)) for _ in range(2))
+    assert first == second
+
+
+@pytest.mark.parametrize(
+    ("split", "reason"),
+    [
+        ({"upp": "column"}, r"split\['upp'\]: matches no module and no parameter; names look like down, norm, up"),
+        ({"up": "column", "u?": "row"}, r"split\['up'\]: says column, but split\['u\?'\] says row, of up\.weight"),
+        ({"up": "column", "u*": "row"}, r"split\['up'\]: says nothing: other lines name all its parameters themselves"),
+        ({"up.weight": "column", "*.weight": "replicate"}, r"says column, but split\['\*\.weight'\] says replicate"),
+        ({"norm": "replicate", "norm.*": "replicate"}, r"split\['norm'\]: says nothing: other lines name all its"),
+        ({"norm": "column"}, r"norm\.weight is no bias of a split matrix, so column says nothing of it; narrow"),
+        ({"norm.weight": "row"}, r"split\['norm\.weight'\]: norm\.weight is no bias of a split matrix"),
+        ({"up.bias": "column"}, r"split\['up\.bias'\]: up\.bias is no bias of a split matrix"),
+        ({"up": "head"}, r"split\['up'\]: no view makes heads of the output of up\.weight; use 'column' instead"),
+    ],
+)
+def test_lines_that_cannot_be_meant_are_refused(split: dict[str, str], reason: str) -> None:
+    with pytest.raises(PlanError, match=reason):
+        run(build(MLP)[1], split, until="annotate")
+
+
+@pytest.mark.parametrize("split", [{"upp": "column"}, {"up": "column", "u?": "row"}])
+def test_lines_are_checked_on_one_rank_too(split: dict[str, str]) -> None:
+    with pytest.raises(PlanError, match="split"):
+        run(build(MLP)[1], split, tp=1, until="annotate")
+
+
+@pytest.mark.parametrize("how", ["head", "column"])
+@pytest.mark.parametrize("kind", [FusedAttention, GroupedAttention])
+def test_heads_that_the_ranks_do_not_divide_are_refused(kind: Callable[..., nn.Module], how: str) -> None:
+    """6 heads over 4 ranks: the matrix would divide, its heads do not."""
+    args = (6,) if kind is FusedAttention else (6, 3)
+    with pytest.raises(PlanError, match=r"cannot be split by .* over 4 ranks: at %.*; choose a tp that divides it"):
+        run(build(kind, *args)[1], {"q*": how}, tp=4, until="annotate")
+
+
+def test_key_heads_that_the_ranks_do_not_divide_are_refused() -> None:
+    with pytest.raises(PlanError, match=r"k\.weight cannot be split by head over 2 ranks.* tears S\(2\) over 2 ranks"):
+        run(build(GroupedAttention, 6, 3)[1], {"k": "head"}, until="annotate")
+
+
+class Vocabulary(nn.Module):
+    """An embedding and a head, tied or not."""
+
+    def __init__(self, size: int, tied: bool) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(size, WIDTH), nn.Linear(WIDTH, size, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        ids = x[..., 0].abs().long()
+        return functional.cross_entropy(self.head(self.embed(ids)).flatten(0, 1), ids.flatten())
+
+
+def test_an_odd_vocabulary_is_refused() -> None:
+    with pytest.raises(
+        PlanError, match=r"head\.weight .* over 2 ranks: at %linear .*f32\[259, 96\] is not divisible by 2"
+    ):
+        run(build(Vocabulary, 259, False)[1], {"head": "column"}, until="annotate")
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_an_even_vocabulary_gathers_the_logits(tp: int) -> None:
+    result = run(build(Vocabulary, 260, False)[1], {"head": "column"}, tp)
+    assert [(c.op, c.phase) for c in collectives(result)] == [("all_reduce", "backward"), ("all_gather", "forward")]
+    assert values(Vocabulary, 260, False, split={"head": "column"}, tp=tp).ok
+
+
+def test_a_tied_vocabulary_that_the_embedding_needs_whole_is_refused() -> None:
+    reason = (
+        r"plan: head = column: %embedding \(embed.*\) cannot work with a part of %embed_weight, which the plan cuts"
+    )
+    with pytest.raises(PlanError, match=reason):
+        run(build(Vocabulary, 260, True)[1], {"head": "column"}, until="annotate")
+
+
+@pytest.mark.parametrize("how", ["column", "row"])
+def test_an_embedding_alone_is_no_matrix_product(how: str) -> None:
+    with pytest.raises(PlanError, match=rf"embed\.weight is used in no matrix product that it could split by {how}"):
+        run(build(Vocabulary, 260, False)[1], {"embed": how}, until="annotate")
+
+
+def test_a_tied_matrix_can_be_split_by_row() -> None:
+    assert values(Vocabulary, 259, True, split={"head": "row"}).ok
+
+
+# ------------------------------------------------------------------ what follows
+
+
+def test_without_a_plan_everything_is_invariant_and_free() -> None:
+    result = run(build(FusedAttention)[1], {})
+    assert collectives(result) == []
+    assert split_flops(result) == 0.0
+    assert set(layouts(result).values()) == {"tp:I"}
+
+
+def test_on_one_rank_there_are_no_layouts() -> None:
+    result = run(build(MLP)[1], {"up": "column"}, tp=1)
+    assert set(layouts(result).values()) == {""}
+
+
+def kinds(result: Any) -> list[str]:
+    """Collectives as `phase op`, in the order of the program."""
+    return [f"{c.phase} {c.op}" for c in collectives(result)]
+
+
+@pytest.mark.parametrize(
+    ("split", "wanted"),
+    [
+        ({"up": "column", "down": "row"}, ["backward all_reduce", "forward all_reduce"]),
+        # The other matrix is whole: taking a rank's rows of it is cheaper than gathering the activations.
+        ({"up": "column"}, ["backward all_reduce", "parameter all_gather", "forward all_reduce"]),
+        # Alone on an input that is whole: each rank takes its part, whose gradient is gathered.
+        ({"down": "row"}, ["backward all_gather", "forward all_reduce"]),
+        # Nothing behind needs the whole: one number is reduced, the loss.
+        ({"down": "column"}, ["backward all_reduce", "forward all_reduce"]),
+        ({"up": "row"}, ["backward all_gather", "forward all_reduce"]),
+    ],
+)
+def test_partial_plans_work(split: dict[str, str], wanted: list[str]) -> None:
+    assert kinds(run(build(MLP)[1], split)) == wanted
+    assert values(MLP, split=split).ok
+
+
+@pytest.mark.parametrize(
+    "split", [{"q": HEAD}, {"k": HEAD}, {"v": HEAD}, {"q": HEAD, "k": HEAD}, {"out": ROW}, {"out": COLUMN}]
+)
+def test_parts_of_an_attention_alone_work(split: dict[str, str]) -> None:
+    assert values(GroupedAttention, split=split).ok
+
+
+def test_a_transposed_weight_is_never_gathered() -> None:
+    """Its shards are few bytes, and still stay where they are: no rank holds a whole weight that the plan cuts."""
+    result = run(build(TransposedMLP)[1], {"up": "column", "down": "row"})
+    assert kinds(result) == ["forward all_reduce"]
+    assert split_flops(result) == 1.0
+
+
+class Biased(nn.Module):
+    """T5's: a learned bias on the scores, the same for all sequences, broadcast before it is added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.bias = nn.Embedding(4, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        steps = torch.arange(x.shape[1])
+        bias = self.bias((steps[:, None] - steps[None]).clamp(0, 3)).permute(2, 0, 1)[None]
+        mask = bias + x[:, None, None, :, 0].detach()
+        q, k, v = (heads(part, 8) for part in self.qkv(x).split(WIDTH, -1))
+        return squares(self.out(flat(functional.scaled_dot_product_attention(q, k, v, attn_mask=mask))))
+
+
+def test_a_value_that_is_wanted_cut_is_computed_cut() -> None:
+    """The cut is made at the weight [4, 8], not at the scores [b, 8, s, s], whose gradient would be gathered."""
+    result = run(build(Biased)[1], ATTENTION)
+    assert kinds(result) == ["parameter all_gather", "forward all_reduce"]
+    assert (
+        note(result.node("add_82" if "add_82" in result.layouts else "unsqueeze_2")).origin == "all users want this cut"
+    )
+    assert values(Biased, split=ATTENTION).ok
+
+
+class Frozen(MLP):
+    """`up` does not train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up.requires_grad_(False)
+
+
+def test_frozen_parameters_are_split_and_cost_no_reduction() -> None:
+    class AllFrozen(MLP):
+        def __init__(self) -> None:
+            super().__init__()
+            self.requires_grad_(False)
+            self.down.requires_grad_(True)
+
+    split = {"up": "column", "down": "row"}
+    assert kinds(run(build(Frozen)[1], split)) == ["backward all_reduce", "forward all_reduce"]
+    assert kinds(run(build(AllFrozen)[1], split)) == ["forward all_reduce"]
+    assert values(Frozen, split=split).ok
+    assert values(AllFrozen, split=split).ok
+
+
+def test_annotate_changes_notes_only() -> None:
+    program = build(FusedAttention)[1].program.with_(plan=Plan(tp=2, split=ATTENTION))
+    before = PassManager([canonicalize]).run(program)
+    after = PassManager([annotate]).run(before)
+    record = after.history[-1]
+    assert (record.added, record.erased) == ((), ())
+    assert [(n.name, n.target, str(n.args)) for n in after.graph.nodes] == [
+        (n.name, n.target, str(n.args)) for n in before.graph.nodes
+    ]
+
+
+class Many(nn.Module):
+    """Sixteen equal parts: as fine as a fused dimension is looked at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.out = nn.Linear(WIDTH, 16 * 12, bias=False), nn.Linear(12, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return squares(self.out(sum(self.fc(x).chunk(16, -1))))
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_sixteen_parts_are_cut_one_by_one(tp: int) -> None:
+    result = run(build(Many)[1], {"fc": "column", "out": "row"}, tp)
+    assert layouts(result)["fc.weight"] == "tp:S(0: 16 x 12)"
+    assert kinds(result) == ["forward all_reduce"]
+    assert values(Many, split={"fc": "column", "out": "row"}, tp=tp).ok
+
+
+def test_a_capture_in_evaluation_mode_is_annotated_alike() -> None:
+    torch.manual_seed(1)
+    module = MLP().eval()
+    captured = capture(module, {"x": torch.randn(3, 16, WIDTH)}, Plan(tp=2))
+    assert layouts(run(captured, {"up": "column"})) == layouts(run(build(MLP)[1], {"up": "column"}))

@@ -1,0 +1,224 @@
+"""assign_rng: every random node draws the bits of its own global elements."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from fxpar.capture import capture
+from fxpar.errors import LayoutError, PassError
+from fxpar.operators import attention, axis_index, dropout
+from fxpar.parse import parse_program
+from fxpar.passes import assign_rng
+from fxpar.passes.assign_rng import RNG_PATH
+from fxpar.plan import Plan
+from fxpar.program import Program, note
+from fxpar.verify.simulate import run_single
+from fxpar.verify.static import verify_static
+from fxpar.verify.values import call_inputs, program_state, reference_program, rng_state
+from tests.passes.modules import (
+    MLP,
+    WIDTH,
+    InterleavedAttention,
+    batch_of,
+    build,
+    flat,
+    heads,
+    run,
+    shown,
+    squares,
+    values,
+)
+
+MLP_SPLIT = {"up": "column", "down": "row"}
+ATTENTION = {"qkv": "head", "out": "row"}
+
+MLP_WITH_GENERATOR = """\
+%norm_weight = parameter["norm.weight"] : f32[96] tp:I
+%norm_bias = parameter["norm.bias"] : f32[96] tp:I
+%up_weight = parameter["up.weight"] : f32[160, 96] tp:S(0) {role="column"}
+%up_bias = parameter["up.bias"] : f32[160] tp:S(0) {role="column"}
+%down_weight = parameter["down.weight"] : f32[96, 160] tp:S(1) {role="row"}
+%down_bias = parameter["down.bias"] : f32[96] tp:I {role="row"}
+%x = input["x"] : f32[b, s, 96] tp:R
+%rng = input["fxpar.rng"] : i64[3] tp:R
+%layer_norm = aten.layer_norm.default(%x, [96], %norm_weight, %norm_bias, 1e-05, False) : f32[b, s, 96] tp:I
+%layer_norm_copy_to = fxpar.copy_to[tp](%layer_norm) : f32[b, s, 96] tp:I→R
+%linear = aten.linear.default(%layer_norm_copy_to, %up_weight) : f32[b, s, 160] tp:S(2) {role="column"}
+%linear_bias = aten.add.Tensor(%linear, %up_bias) : f32[b, s, 160] tp:S(2) {role="bias"}
+%gelu = aten.gelu.default(%linear_bias) : f32[b, s, 160] tp:S(2)
+%linear_1 = aten.linear.default(%gelu, %down_weight) : f32[b, s, 96] tp:P {role="row"}
+%linear_1_reduce_from = fxpar.reduce_from[tp](%linear_1) : f32[b, s, 96] tp:P→I
+%linear_1_bias = aten.add.Tensor(%linear_1_reduce_from, %down_bias) : f32[b, s, 96] tp:I {role="bias"}
+%dropout = fxpar.dropout(%linear_1_bias, %rng, 0.1) : f32[b, s, 96] tp:I {random=325815778}
+%square = aten.square.default(%dropout) : f32[b, s, 96] tp:I
+%sum_1 = aten.sum.default(%square) : f32[] tp:I
+return output=%sum_1
+"""
+
+INTERLEAVED_WITH_GENERATOR = """\
+%qkv_weight = parameter["qkv.weight"] : f32[288, 96] tp:S(0) {role="head"}
+%qkv_bias = parameter["qkv.bias"] : f32[288] tp:S(0) {role="head"}
+%out_weight = parameter["out.weight"] : f32[96, 96] tp:S(1) {role="row"}
+%out_bias = parameter["out.bias"] : f32[96] tp:I {role="row"}
+%x = input["x"] : f32[b, s, 96] tp:R
+%slopes = input["slopes"] : f32[8, 1, 1] tp:R
+%rng = input["fxpar.rng"] : i64[3] tp:R
+%tp_index = fxpar.axis_index[tp]() : i64[] tp:V
+%b = aten.sym_size.int(%x, 0) : b
+%s = aten.sym_size.int(%x, 1) : s
+%linear = aten.linear.default(%x, %qkv_weight) : f32[b, s, 288] tp:S(2) {role="head"}
+%linear_bias = aten.add.Tensor(%linear, %qkv_bias) : f32[b, s, 288] tp:S(2) {role="bias"}
+%view = aten.view.default(%linear_bias, [%b, %s, 8, 3, 12]) : f32[b, s, 8, 3, 12] tp:S(2)
+%select = aten.select.int(%view, 3, 0) : f32[b, s, 8, 12] tp:S(2)
+%transpose = aten.transpose.int(%select, 1, 2) : f32[b, 8, s, 12] tp:S(1)
+%select_1 = aten.select.int(%view, 3, 1) : f32[b, s, 8, 12] tp:S(2)
+%transpose_1 = aten.transpose.int(%select_1, 1, 2) : f32[b, 8, s, 12] tp:S(1)
+%select_2 = aten.select.int(%view, 3, 2) : f32[b, s, 8, 12] tp:S(2)
+%transpose_2 = aten.transpose.int(%select_2, 1, 2) : f32[b, 8, s, 12] tp:S(1)
+%transpose_3 = aten.transpose.int(%transpose_1, -1, -2) : f32[b, 8, 12, s] tp:S(1)
+%matmul = aten.matmul.default(%transpose, %transpose_3) : f32[b, 8, s, s] tp:S(1)
+%slopes_take = fxpar.take[tp](%slopes) : f32[8, 1, 1] tp:R→S(0)
+%add_50 = aten.add.Tensor(%matmul, %slopes_take) : f32[b, 8, s, s] tp:S(1)
+%softmax = aten.softmax.int(%add_50, -1) : f32[b, 8, s, s] tp:S(1)
+%dropout = fxpar.dropout(%softmax, %rng, 0.1, [%tp_index]) : f32[b, 8, s, s] tp:S(1) {random=325815778}
+%matmul_1 = aten.matmul.default(%dropout, %transpose_2) : f32[b, 8, s, 12] tp:S(1)
+%transpose_4 = aten.transpose.int(%matmul_1, 1, 2) : f32[b, s, 8, 12] tp:S(2)
+%clone = aten.clone.default(%transpose_4, memory_format=memory_format.contiguous_format) : f32[b, s, 8, 12] tp:S(2)
+%_unsafe_view = aten.view.default(%clone, [%b, %s, 96]) : f32[b, s, 96] tp:S(2)
+%linear_1 = aten.linear.default(%_unsafe_view, %out_weight) : f32[b, s, 96] tp:P {role="row"}
+%linear_1_reduce_from = fxpar.reduce_from[tp](%linear_1) : f32[b, s, 96] tp:P→I
+%linear_1_bias = aten.add.Tensor(%linear_1_reduce_from, %out_bias) : f32[b, s, 96] tp:I {role="bias"}
+%square = aten.square.default(%linear_1_bias) : f32[b, s, 96] tp:I
+%sum_1 = aten.sum.default(%square) : f32[] tp:I
+return output=%sum_1
+"""
+
+
+def test_golden_mlp() -> None:
+    """The values are invariant: all ranks draw the same bits, without an index."""
+    assert shown(run(build(MLP)[1], MLP_SPLIT, until="assign_rng")) == MLP_WITH_GENERATOR
+
+
+def test_golden_interleaved_attention() -> None:
+    """The probabilities are cut by head: each rank passes its index and draws the bits of its own heads."""
+    assert shown(run(build(InterleavedAttention)[1], ATTENTION, until="assign_rng")) == INTERLEAVED_WITH_GENERATOR
+
+
+class Fused(nn.Module):
+    """Dropout inside the attention operator, and two more of other layouts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (heads(part, 8) for part in self.qkv(functional.dropout(x, 0.2)).split(WIDTH, -1))
+        attended = functional.dropout(flat(functional.scaled_dot_product_attention(q, k, v, dropout_p=0.3)), 0.1)
+        return squares(functional.dropout(self.out(attended), 0.1))
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize(
+    ("kind", "split"), [(MLP, MLP_SPLIT), (InterleavedAttention, ATTENTION), (Fused, ATTENTION), (Fused, {})]
+)
+def test_the_masks_are_those_of_one_device(kind: Callable[..., nn.Module], split: dict[str, str], tp: int) -> None:
+    """Loss and gradients would differ by far if a single mask bit did."""
+    assert values(kind, split=split, tp=tp).ok
+
+
+def test_the_layout_of_each_node_decides() -> None:
+    result = run(build(Fused)[1], ATTENTION)
+    found = [(n.target, indices(n.args)) for n in result.graph.nodes if n.target in (dropout, attention)]
+    assert found == [(dropout, 0), (attention, 1), (dropout, 1), (dropout, 0)]
+
+
+def indices(args: tuple[object, ...]) -> int:
+    """How many axis indices a random node is given."""
+    return len(args[-1]) if isinstance(args[-1], list) else 0
+
+
+def test_one_index_and_one_generator_serve_all() -> None:
+    result = run(build(Fused)[1], ATTENTION)
+    assert [n.target for n in result.graph.nodes].count(axis_index) == 1
+    assert [entry.path for entry in result.inputs] == ["x", RNG_PATH]
+
+
+def test_identities_are_kept_and_differ() -> None:
+    captured = build(Fused)[1]
+    before = [note(n).random for n in captured.program.graph.nodes if n.op != "output" and note(n).random]
+    result = run(captured, ATTENTION)
+    assert [note(n).random for n in result.graph.nodes if n.target in (dropout, attention)] == before
+    assert len(set(before)) == 4
+
+
+def test_a_program_without_random_nodes_gets_no_generator() -> None:
+    module = MLP().eval()
+    captured = capture(module, batch_of(module), Plan(tp=2))
+    assert [entry.path for entry in run(captured, MLP_SPLIT).inputs] == ["x"]
+
+
+def test_step_microbatch_and_seed_choose_the_masks() -> None:
+    module, captured = build(MLP)
+    program, state = reference_program(captured.program), program_state(captured.program, module)
+
+    def loss(*choice: int) -> float:
+        inputs = call_inputs(captured, module, batch_of(module)) | {RNG_PATH: rng_state(*choice)}
+        wide = {name: value.double() if value.is_floating_point() else value for name, value in inputs.items()}
+        return float(run_single(program, {n: v.double() for n, v in state.items()}, wide).outputs["output"])
+
+    first = loss(0, 0, 0)
+    assert loss(0, 0, 0) == first
+    assert len({first, loss(1, 0, 0), loss(0, 1, 0), loss(0, 0, 1)}) == 4
+
+
+# ------------------------------------------------------------------ refusals
+
+HEAD = """fxpar 1
+plan {"tp": 2}
+properties canonical collectives layouts
+symbol b = x.0 like 4
+%w = parameter["w"] : f32[4, 6] tp:S(1)
+%x = input["x"] : f32[b, 6] tp:R
+"""
+
+
+def by_hand(*lines: str) -> Program:
+    return parse_program(HEAD + "\n".join([*lines, ""]))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "aten.bernoulli.p(%x, 0.5) : f32[b, 6]",
+        "aten.rand_like.default(%x) : f32[b, 6]",
+        "aten.rrelu.default(%x, 0.1, 0.3, True) : f32[b, 6]",
+    ],
+)
+def test_other_random_operators_are_refused(line: str) -> None:
+    program = by_hand(f"%y = {line} tp:R {{random=5}}  # net.noise model.py:3", "return y=%y")
+    reason = r"%y \(net\.noise, model\.py:3\): .* draws random numbers that no rule can split; use dropout, or draw"
+    with pytest.raises(PassError, match=reason):
+        assign_rng(program)
+
+
+def test_random_bits_for_a_partial_value_are_refused() -> None:
+    program = by_hand(
+        "%x_take = fxpar.take[tp](%x) : f32[b, 6] tp:R→S(1)",
+        "%p = aten.linear.default(%x_take, %w) : f32[b, 4] tp:P",
+        "%d = aten.dropout.default(%p, 0.5, True) : f32[b, 4] tp:P {random=5}",
+        "%y = fxpar.reduce_from[tp](%d) : f32[b, 4] tp:P→I",
+        "return y=%y",
+    )
+    result = assign_rng(program)
+    with pytest.raises(LayoutError, match="random bits for a partial"):
+        verify_static(result.with_(properties=result.properties | {"rng"}))
+
+
+def test_a_seed_of_another_plan_leaves_the_text_as_it_is() -> None:
+    """The seed is an input of the program: its text says nothing of it but in the plan."""
+    captured = build(MLP)[1]
+    assert shown(run(captured, MLP_SPLIT, seed=7)) == shown(run(captured, MLP_SPLIT))
+    assert torch.equal(rng_state(7), torch.tensor([7, 0, 0]))

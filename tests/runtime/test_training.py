@@ -1,0 +1,86 @@
+"""Training on real processes gives what one process gives: losses, norms, weights and gradients, with dropout on."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.runtime import jobs
+from tests.runtime.world import World
+
+STEPS = 5
+
+
+def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float = 1e-6) -> None:
+    """The same names, and values that differ by no more than the tolerance of the largest value of all."""
+    assert found.keys() == wanted.keys()
+    largest = max(float(value.abs().max()) for value in wanted.values())
+    for name, value in wanted.items():
+        gap = float((found[name] - value).abs().max())
+        assert gap <= tolerance * largest, f"{name} differs by {gap / largest:.1e} of {largest:.1e}"
+
+
+def assert_trains_like_one_process(world: World, name: str) -> None:
+    wanted = jobs.train(name, STEPS)
+    assert wanted["losses"][-1] < wanted["losses"][0] - 0.1
+    for found in world.run(jobs.train, name, STEPS):
+        assert found["losses"] == pytest.approx(wanted["losses"], abs=1e-5)
+        assert found["norms"] == pytest.approx(wanted["norms"], rel=1e-5)
+        assert_same(found["state"], wanted["state"], 1e-5)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
+def test_two_ranks_train_like_one_process(world2: World, name: str) -> None:
+    assert_trains_like_one_process(world2, name)
+
+
+def test_four_ranks_train_like_one_process_with_a_callable_loss(world4: World) -> None:
+    assert_trains_like_one_process(world4, "encoder")
+
+
+# The tied head of nanogpt starts out so sure of its words that rounding shows in its small gradients.
+@pytest.mark.parametrize(("name", "tolerance"), [("gpt2", 2e-6), ("nanogpt", 3e-5)])
+def test_plain_call_and_accumulation_give_the_gradients_of_train_step(
+    world2: World, name: str, tolerance: float
+) -> None:
+    wanted = jobs.two_steps(name)
+    for found in world2.run(jobs.two_steps, name):
+        for loss in ("loss", "plain loss"):
+            assert float(found[loss]) == pytest.approx(float(wanted["loss"]), abs=1e-5)
+        for step in ("once", "twice"):
+            assert_same(found[step], wanted[step], tolerance)
+        assert_same(found["plain"], found["once"], 0.0)
+        assert any(not torch.equal(found["twice"][n], 2 * value) for n, value in found["once"].items())
+
+
+def test_checkpointed_layers_have_the_same_gradients(world2: World) -> None:
+    wanted = jobs.two_steps("gpt2")
+    for found in world2.run(jobs.checkpointed, "gpt2"):
+        assert found["regions"] == 2
+        assert float(found["loss"]) == pytest.approx(float(wanted["loss"]), abs=1e-5)
+        assert_same(found["gradients"], wanted["once"])
+
+
+def test_bf16_trains_and_leaves_the_original_alone(world2: World) -> None:
+    first, second = world2.run(jobs.half_precision)
+    assert first["losses"] == second["losses"]
+    assert first["types"] == {torch.bfloat16}
+    assert first["original"] == {torch.float32}
+    assert first["losses"][-1] < first["losses"][0]
+
+
+@pytest.mark.parametrize(("name", "tolerance"), [("gpt2", 2e-6), ("nanogpt", 3e-5), ("llama", 2e-6)])
+def test_clipping_is_that_of_torch_on_one_process(world2: World, name: str, tolerance: float) -> None:
+    limit = 0.5
+    wanted = jobs.clip(name, limit)
+    leaves = [torch.nn.Parameter(value) for value in wanted["before"].values()]
+    for leaf, value in zip(leaves, wanted["before"].values(), strict=True):
+        leaf.grad = value.clone()
+    norm = torch.nn.utils.clip_grad_norm_(leaves, limit)
+    clipped = {n: leaf.grad for n, leaf in zip(wanted["before"], leaves, strict=True) if leaf.grad is not None}
+    assert float(norm) > limit
+    assert math.isclose(float(wanted["norm"]), float(norm), rel_tol=1e-6)
+    for found in world2.run(jobs.clip, name, limit):
+        assert float(found["norm"]) == pytest.approx(float(norm), rel=tolerance)
+        assert_same(found["after"], clipped, tolerance)

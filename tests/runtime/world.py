@@ -1,0 +1,118 @@
+"""Real processes for tests: started once, each with its rank in a gloo group, and asked to run functions.
+
+Enters: functions of a module, with arguments. Leaves: what every rank returned. A rank's exception is raised in the
+test with the rank's traceback; ranks that do not answer in time are ended, so that nothing hangs.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
+
+# Ranks must fail before the test that waits for them does.
+GROUP_SECONDS, ANSWER_SECONDS = 60.0, 180.0
+
+
+class RankFailed(Exception):
+    """Exceptions of ranks, with their tracebacks."""
+
+
+class World:
+    """A pool of `size` processes in one group.
+
+    Args:
+        size: number of ranks.
+        preload: module that the ranks find loaded.
+    """
+
+    def __init__(self, size: int, preload: str) -> None:
+        self.size = size
+        self._preload = preload
+        self._ranks: list[tuple[Any, Connection]] = []
+        self._folder = tempfile.TemporaryDirectory()
+        self._starts = 0
+
+    def run(self, job: Callable[..., Result], *args: Any, seconds: float = ANSWER_SECONDS) -> list[Result]:
+        """Runs `job(*args)` on every rank and returns their results in the order of ranks.
+
+        Raises:
+            RankFailed: a rank raised, died or did not answer. The processes are replaced then.
+        """
+        if not self._ranks:
+            self._start()
+        message = pickle.dumps((job, args))
+        for _, connection in self._ranks:
+            connection.send_bytes(message)
+        deadline = time.monotonic() + seconds
+        answers = [self._answer(rank, deadline) for rank in range(self.size)]
+        failures = [f"rank {rank}: {text}" for rank, (ok, text) in enumerate(answers) if not ok]
+        if failures:
+            self.stop(kill=True)
+            raise RankFailed("\n".join(failures))
+        return [value for _, value in answers]
+
+    def _answer(self, rank: int, deadline: float) -> tuple[bool, Any]:
+        process, connection = self._ranks[rank]
+        try:
+            if not connection.poll(max(0.0, deadline - time.monotonic())):
+                return False, "no answer in time"
+            ok, value = pickle.loads(connection.recv_bytes())
+        except EOFError:
+            process.join(5)
+            return False, f"died with exit status {process.exitcode}"
+        return bool(ok), value
+
+    def _start(self) -> None:
+        # Forked from one process that has torch and transformers loaded: a rank is there in a moment.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([self._preload])
+        self._starts += 1
+        store = str(Path(self._folder.name) / f"store{self._starts}")
+        for rank in range(self.size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, self.size, store, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._ranks.append((process, ours))
+
+    def stop(self, kill: bool = False) -> None:
+        """Ends the processes."""
+        for process, connection in self._ranks:
+            connection.close()
+            if kill:
+                process.kill()
+        for process, _ in self._ranks:
+            process.join(10)
+            process.kill()
+            process.join()
+        self._ranks = []
+
+
+def _serve(rank: int, size: int, store: str, connection: Connection) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    limit = timedelta(seconds=GROUP_SECONDS)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=limit)
+    while True:
+        try:
+            job, args = pickle.loads(connection.recv_bytes())
+        except EOFError:  # the tests are over
+            dist.destroy_process_group()
+            return
+        try:
+            answer = pickle.dumps((True, job(*args)))
+        except BaseException:  # noqa: BLE001 - whatever it is, the test raises it
+            answer = pickle.dumps((False, traceback.format_exc()))
+        connection.send_bytes(answer)

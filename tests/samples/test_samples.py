@@ -1,0 +1,60 @@
+"""The samples do what they print, run as a user runs them."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(*command: str) -> str:
+    """Runs Python on a sample; returns what it prints."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
+    done = subprocess.run(
+        [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("launcher", [(), ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")])
+def test_quickstart_trains_the_same_on_two_processes(launcher: tuple[str, ...]) -> None:
+    text = run(*launcher, "samples/quickstart.py", "--steps", "3")
+    rows = re.findall(r"│ +(\d+) │ +(\d\.\d{6}) │ +(\d\.\d{6}) │", text)
+    assert [step for step, _, _ in rows] == ["0", "2"]
+    assert float(rows[1][1]) < float(rows[0][1]) - 0.1
+    assert all(abs(float(a) - float(b)) <= 1e-4 for _, a, b in rows)
+    assert "collectives a layer: 2 all_reduce forward, 2 all_reduce backward" in text
+    assert "parameters a rank: 447,488 of 842,496" in text
+    assert "losses equal within 0.0001" in text
+
+
+def test_quickstart_fails_where_the_runs_differ() -> None:
+    code = """
+        import sys, runpy
+        sample = runpy.run_path("samples/quickstart.py")
+        one = {"losses": [1.0, 2.0], "parameters": 4, "compile": 1.0, "train": 1.0, "collectives": ""}
+        split = {**one, "losses": [1.0, 2.5]}
+        print(sample["report"](one, split, 2))
+    """
+    assert run("-c", "\n".join(line.strip() for line in code.splitlines())).splitlines()[-1] == "0.5"
+
+
+def test_my_pass_fuses_both_layers_and_is_proved_right() -> None:
+    text = run("samples/my_pass.py")
+    assert "samples.gated.default: 17 legal, 0 missed, 0 wrong" in text
+    assert re.search(r"fuse_gated +2 nodes added, +4 erased", text)
+    assert "model.layers.1.mlp: tp:S(2)" in text
+    found = re.search(r"2 layers fused; gradients on 2 ranks deviate by (\S+) at most", text)
+    assert found is not None
+    assert float(found[1]) < 1e-10
+
+
+def test_the_command_line_takes_the_passes_of_the_sample() -> None:
+    split = ["--split", "*.[gu]*_proj=column", "--split", "*.down*=row"]
+    text = run("-m", "fxpar", "run", "hf:llama", "--tp", "2", *split, "--passes", "samples/my_pass.py:PASSES", "--json")
+    assert '"fuse_gated"' in text

@@ -1,0 +1,335 @@
+"""Whatever is wrong with an input, the answer is one error of fxpar that says where, why and what to do.
+
+A table of bad plans, split lines, models, batches, program texts, checkpoints, worlds, passes and rules. No other
+exception may come through, and none of the texts may be empty.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+import fxpar
+from fxpar.capture import capture
+from fxpar.errors import FxparError, InputError
+from fxpar.manager import PassManager, register_pass
+from fxpar.parse import parse_program
+from fxpar.passes import DEFAULT_PASSES, canonicalize, insert_collectives
+from fxpar.plan import Plan
+from fxpar.program import Program
+from fxpar.text import print_program
+from fxpar.verify.check import verify
+from fxpar.verify.static import STATIC, verify_static
+
+X = torch.randn(4, 6)
+SPLIT = {"up": "column", "down": "row"}
+
+
+class Mlp(nn.Module):
+    """Two layers and a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(6), nn.Linear(6, 10), nn.Linear(10, 6)
+
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Any:
+        y = self.down(self.up(self.norm(x)).relu())
+        return y if scale is None else y * scale
+
+
+class Heads(nn.Module):
+    """Projects to three heads of four."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.out = nn.Linear(6, 12), nn.Linear(12, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.query(x).view(x.shape[0], 3, 4).softmax(-1)
+        return self.out(heads.flatten(1))  # type: ignore[no-any-return]
+
+
+class Words(nn.Module):
+    """An embedding and a head of 15 words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(15, 6), nn.Linear(6, 15)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.embed(ids))  # type: ignore[no-any-return]
+
+
+class Branches(Mlp):
+    """Looks at a value."""
+
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Any:
+        return self.up(x) if x.sum() > 0 else self.up(-x)
+
+
+class Counts(Mlp):
+    """Changes a buffer in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6)  # type: ignore[assignment]
+
+
+class Noisy(Mlp):
+    """Draws noise in the middle of a split layer."""
+
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Any:
+        y = self.up(x)
+        return self.down(y + torch.randn_like(y))
+
+
+class Losses(Mlp):
+    """Returns two scalars."""
+
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Any:
+        y = self.up(x)
+        return {"first": y.mean(), "second": y.square().mean()}
+
+
+def cached() -> nn.Module:
+    """A language model that returns its cache."""
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=16, n_positions=8, use_cache=True)
+    )
+
+
+def hooked() -> nn.Module:
+    """A model with a backward hook."""
+    model = Mlp()
+    model.up.register_full_backward_hook(lambda *_: None)
+    return model
+
+
+@functools.cache
+def compiled(split: bool = True) -> Program:
+    """The program of the MLP on two ranks."""
+    captured = capture(Mlp(), (X,), Plan(tp=2, split=SPLIT))
+    return PassManager(DEFAULT_PASSES, STATIC).run(captured.program)
+
+
+def check(model: nn.Module, split: dict[str, str] | None = None, example: Any = (X,), **options: Any) -> Any:
+    """Compiles for two ranks and checks statically."""
+    return verify(model, example, Plan(tp=2, split=split or {}), level="static", **options)
+
+
+def text_with(old: str, new: str) -> Program:
+    """The program's text with one thing changed, parsed and checked."""
+    text = print_program(compiled())
+    assert old in text
+    program = parse_program(text.replace(old, new, 1), where="edited.txt")
+    verify_static(program)
+    return program
+
+
+@functools.cache
+def trained() -> Any:
+    """The MLP on one process."""
+    return fxpar.parallelize(Mlp(), Plan(), {"x": X})
+
+
+def state(**changes: Any) -> dict[str, Any]:
+    """The MLP's state dict with entries changed, or left out where they are None."""
+    found = {**Mlp().state_dict(), **{key.replace("_", "."): value for key, value in changes.items()}}
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def run_pass(function: Callable[[Program], Any], **contract: Any) -> Program:
+    """Runs one pass on a captured program."""
+    captured = capture(Mlp(), (X,))
+    return PassManager([register_pass("mine", **contract)(function)], STATIC).run(captured.program)
+
+
+def returns_nothing(program: Program) -> None:
+    """Returns no program."""
+
+
+def adds_a_node(program: Program) -> Program:
+    """Adds a node and no note."""
+    with program.graph.inserting_before(program.node("relu")):
+        program.graph.call_function(torch.ops.aten.relu.default, (program.node("relu").args[0],))
+    return program
+
+
+def calls_a_method(program: Program) -> Program:
+    """Adds a node that calls a method."""
+    relu = program.node("relu")
+    with program.graph.inserting_after(relu):
+        new = program.graph.call_method("abs", (relu,))
+    new.meta = dict(relu.meta)
+    return program
+
+
+def reverses(program: Program) -> Program:
+    """Moves a node in front of what it uses."""
+    nodes = [node for node in program.graph.nodes if node.op == "call_function"]
+    nodes[0].prepend(nodes[-1])
+    return program
+
+
+def lies_about_a_shape(program: Program) -> Program:
+    """Makes a result twice as wide and keeps its note."""
+    relu = program.node("relu")
+    relu.target, relu.args = torch.ops.aten.cat.default, ([relu.args[0], relu.args[0]], 1)
+    return program
+
+
+def no_docstring(program: Program) -> Program:
+    return program
+
+
+@dataclass(frozen=True)
+class Bad:
+    """A bad input, the type of its error and a part of the text."""
+
+    name: str
+    action: Callable[[], Any]
+    kind: str
+    text: str
+
+
+silu = torch.ops.aten.silu.default
+UNREDUCED = (
+    "fxpar.reduce_from[tp](%linear_1) : f32[b, 6] tp:P→I",
+    "aten.mul.Tensor(%linear_1, 1) : f32[b, 6] tp:P",
+)
+TABLE = [
+    # plans
+    Bad("tp of zero", lambda: Plan(tp=0), "PlanError", "tp=0 is no positive integer"),
+    Bad("axis of a later version", lambda: Plan(dp=2), "PlanError", "dp=2 is not supported yet"),
+    Bad("unknown role", lambda: Plan(split={"up": "diagonal"}), "PlanError", "'diagonal' is unknown"),
+    Bad("several faults at once", lambda: Plan(tp=-1, seed=-1), "PlanError", "seed=-1 is no integer"),
+    Bad("unknown precision", lambda: Plan(precision="fp12"), "PlanError", "precision='fp12' is unknown"),
+    Bad("unknown option in a file", lambda: Plan.from_yaml("tpp: 2"), "PlanError", "unknown option tpp"),
+    Bad("a file that is a list", lambda: Plan.from_yaml("- tp"), "PlanError", "holds no mapping"),
+    Bad("a file that is no YAML", lambda: Plan.from_yaml("tp: ["), "PlanError", "not YAML"),
+    Bad("a file that is not there", lambda: Plan.load("no/such/plan.yaml"), "PlanError", "No such file"),
+    # split lines
+    Bad("glob without a match", lambda: check(Mlp(), {"gate": "column"}), "PlanError", "matches no module"),
+    Bad(
+        "lines that disagree",
+        lambda: check(Mlp(), {"u?": "column", "?p": "row"}),
+        "PlanError",
+        "split['?p']",
+    ),
+    Bad("three heads on two ranks", lambda: check(Heads(), {"query": "head"}), "PlanError", "cannot be split by head"),
+    Bad("norm weight by column", lambda: check(Mlp(), {"norm": "column"}), "PlanError", "norm.weight"),
+    Bad("15 words on two ranks", lambda: check(Words(), {"head": "column"}, (X.long(),)), "PlanError", "head.weight"),
+    Bad("heads where there are none", lambda: check(Mlp(), {"up": "head"}), "PlanError", "no view makes heads"),
+    # models
+    Bad("branch on a value", lambda: check(Branches()), "CaptureError", "branches on values of tensors"),
+    Bad("buffer that changes", lambda: check(Counts()), "CaptureError", "norm.num_batches_tracked"),
+    Bad("cache", lambda: check(cached(), {}, {"input_ids": X.long()}), "CaptureError", "returns a cache"),
+    Bad("two losses", lambda: check(Losses()), "CaptureError", "several scalars (first, second)"),
+    Bad("loss that is not there", lambda: check(Losses(), loss="third"), "CaptureError", "loss='third'"),
+    Bad("backward hook", lambda: check(hooked()), "CaptureError", "backward hooks"),
+    Bad("data parallel", lambda: check(nn.DataParallel(Mlp())), "CaptureError", "communicates by itself"),
+    Bad("noise in a split layer", lambda: check(Noisy(), SPLIT), "PassError", "draws random numbers"),
+    Bad("no module", lambda: fxpar.parallelize(torch.relu, Plan(), (X,)), "InputError", "is no nn.Module"),  # type: ignore[arg-type]
+    Bad("no plan", lambda: fxpar.parallelize(Mlp(), {"tp": 2}, (X,)), "InputError", "is no Plan"),  # type: ignore[arg-type]
+    Bad("no loss", lambda: fxpar.parallelize(Mlp(), Plan(), (X,), loss=3), "InputError", "3 is no loss"),  # type: ignore[arg-type]
+    Bad("meta device", lambda: fxpar.parallelize(Mlp().to("meta"), Plan(), (X,)), "InputError", "has no memory"),
+    # batches
+    Bad("example without tensors", lambda: check(Mlp(), {}, {"x": None}), "CaptureError", "holds no tensor"),
+    Bad("empty example", lambda: check(Mlp(), {}, (X[:0],)), "CaptureError", "has the empty shape"),
+    Bad("example with a gradient", lambda: check(Mlp(), {}, (X.clone().requires_grad_(),)), "CaptureError", "gradient"),
+    Bad("missing entry", lambda: trained()(scale=X), "InputError", "add x"),
+    Bad("unknown entry", lambda: trained()(x=X, mask=X), "InputError", "mask"),
+    Bad("wrong size", lambda: trained()(x=torch.ones(2, 7)), "CaptureError", "cannot be traced"),
+    Bad("step without a loss", lambda: trained().train_step({"x": X}), "InputError", "returns no loss"),
+    Bad("array", lambda: trained()(x=X.numpy()), "InputError", "a ndarray cannot be part of a program"),
+    # program texts
+    Bad("unknown header", lambda: text_with("fxpar 1", "fxpar 0"), "TextError", "edited.txt:1"),
+    Bad("unknown operator", lambda: text_with("aten.relu", "aten.rely"), "TextError", "aten.rely"),
+    Bad("undefined node", lambda: text_with("relu.default(%", "relu.default(%no_"), "TextError", "%no_"),
+    Bad("unknown axis", lambda: text_with("reduce_from[tp]", "reduce_from[xp]"), "TextError", "xp"),
+    Bad("code for a size", lambda: text_with("f32[6]", "f32[__import__('os')]"), "TextError", "is no size"),
+    Bad("other width", lambda: text_with('weight"] : f32[10, 6]', 'weight"] : f32[12, 6]'), "CheckFailed", "%"),
+    Bad("collective left out", lambda: text_with(*UNREDUCED), "LayoutError", "tp"),
+    Bad("wrong cut", lambda: text_with("f32[10, 6] tp:S(0)", "f32[10, 6] tp:S(1)"), "LayoutError", "linear"),
+    # checkpoints
+    Bad(
+        "name left out", lambda: trained().load_full_state_dict(state(up_bias=None)), "CheckpointError", "lacks up.bias"
+    ),
+    Bad("name too many", lambda: trained().load_full_state_dict(state(gate=X)), "CheckpointError", "unknown gate"),
+    Bad("other shape", lambda: trained().load_full_state_dict(state(up_bias=X)), "CheckpointError", "shape [4, 6]"),
+    # worlds
+    Bad(
+        "two ranks in one process", lambda: fxpar.parallelize(Mlp(), Plan(tp=2), (X,)), "PlanError", "needs 2 processes"
+    ),
+    # passes
+    Bad("function that is no pass", lambda: PassManager([no_docstring]), "PassError", "no registered pass"),  # type: ignore[list-item]
+    Bad("pass without docstring", lambda: register_pass("mine")(no_docstring), "PassError", "has no docstring"),
+    Bad("unknown contract", lambda: run_pass(reverses, preserves="most"), "PassError", "preserves='most'"),
+    Bad(
+        "requirement that does not hold",
+        lambda: check(Mlp(), passes=[insert_collectives]),
+        "PassError",
+        "requires layouts",
+    ),
+    Bad(
+        "pass that is not there",
+        lambda: PassManager([canonicalize]).run(compiled(), until="x"),
+        "PassError",
+        "no such pass",
+    ),
+    Bad("pass that returns nothing", lambda: run_pass(returns_nothing), "PassError", "returned a NoneType"),
+    Bad("node without a note", lambda: run_pass(adds_a_node), "PassError", "without a note"),
+    Bad("node that calls a method", lambda: run_pass(calls_a_method), "PassError", "call_method node"),
+    Bad("node before its operands", lambda: run_pass(reverses), "PassError", "unsound graph"),
+    Bad("note that is wrong", lambda: run_pass(lies_about_a_shape), "CheckFailed", "relu"),
+    # rules
+    Bad("second rule", lambda: fxpar.register_rule(silu), "InputError", "has a rule already"),
+    Bad(
+        "labels that do not fit",
+        lambda: fxpar.register_rule(torch.ops.aten.cholesky.default, "a, b"),
+        "InputError",
+        "->",
+    ),
+]
+
+
+@pytest.mark.parametrize("bad", TABLE, ids=lambda bad: bad.name)
+def test_bad_input_gives_one_error_that_says_where_why_and_what_to_do(bad: Bad) -> None:
+    with pytest.raises(FxparError) as caught:
+        bad.action()
+    error = caught.value
+    assert type(error).__name__ == bad.kind
+    assert bad.text in str(error)
+    assert error.where
+    assert error.reason
+    assert error.remedy
+
+
+def remedies_missing(file: Path, classes: set[str]) -> list[str]:
+    """Places in a file where one of the errors is made without a remedy."""
+    calls = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)]
+    made = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id in classes]
+    return [f"{file.name}:{c.lineno}" for c in made if "remedy" not in {keyword.arg for keyword in c.keywords}]
+
+
+def subclasses(cls: type[FxparError]) -> set[str]:
+    """Names of the class and of all below it."""
+    return {cls.__name__}.union(*(subclasses(child) for child in cls.__subclasses__()))
+
+
+def test_every_error_that_a_user_can_cause_is_raised_with_a_remedy() -> None:
+    root = Path(fxpar.__file__).parent
+    files = {*root.rglob("*.py"), *(root / "passes").glob("*.py")}
+    assert len(files) > 50
+    classes = subclasses(InputError)
+    assert {"InputError", "PlanError", "CaptureError"} <= classes
+    assert [place for file in sorted(files) for place in remedies_missing(file, classes)] == []

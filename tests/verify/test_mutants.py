@@ -1,0 +1,127 @@
+"""Every mutant of a program that changes a value or a gradient is rejected by the static checks alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import pytest
+
+from fxpar.errors import CheckFailed, InputError, LayoutError
+from fxpar.parse import parse_program
+from fxpar.program import Program
+from fxpar.text import print_program
+from fxpar.verify.bisect import complete
+from fxpar.verify.static import verify_static
+from fxpar.verify.values import ValueReport
+from tests.verify.cases import Prepared, prepared, program, sequence_text
+from tests.verify.mutate import KINDS, Mutant, mutants
+
+MODELS = ("gpt2", "llama", "bert", "bloom", "vit", "encoder", "qwen3")
+SMALL = ("tail", "columns", "sequence")
+ALL = (*KINDS, "literal")
+
+# What a program that no check has seen may raise when it is run.
+UNRUNNABLE = (RuntimeError, ValueError, TypeError, KeyError, IndexError, AssertionError, InputError)
+
+
+@dataclass
+class Tally:
+    """What became of a program's mutants."""
+
+    made: Counter[str] = field(default_factory=Counter)
+    rejected: Counter[str] = field(default_factory=Counter)
+    harmless: list[Mutant] = field(default_factory=list)
+    escaped: list[str] = field(default_factory=list)
+
+    def table(self, name: str) -> str:
+        """Mutants by kind, and the proof of the harmless ones."""
+        rows = [f"{kind:>18} {self.made[kind]:4} made {self.rejected[kind]:4} rejected" for kind in sorted(self.made)]
+        proofs = [f"accepted, all values and gradients equal: {m.kind}, {m.edit}" for m in self.harmless]
+        return "\n".join([f"{name}: {self.made.total()} mutants, {self.rejected.total()} rejected", *rows, *proofs])
+
+
+def texts(name: str) -> list[tuple[str, str]]:
+    """A case's programs on 2 and 4 ranks, localised and before that, each with its text before `localize`."""
+    if name == "sequence":
+        return [(sequence_text(tp), sequence_text(tp)) for tp in (2, 4)]
+    found = []
+    for tp in (2, 4):
+        found.append((print_program(program(name, tp)), print_program(program(name, tp, "assign_rng"))))
+        found.append((print_program(program(name, tp, "insert_collectives")),) * 2)
+    return found
+
+
+def rejected(mutant: Mutant) -> Program | None:
+    """The mutant's program where the static checks accept it."""
+    try:
+        found = parse_program(mutant.text)
+        verify_static(found)
+    except (InputError, LayoutError, CheckFailed):
+        return None
+    return found
+
+
+def judge(tally: Tally, mutant: Mutant, case: Prepared) -> None:
+    """Counts a mutant; where the static checks accept it, its values decide."""
+    tally.made[mutant.kind] += 1
+    found = rejected(mutant)
+    if found is None:
+        tally.rejected[mutant.kind] += 1
+        return
+    runnable = complete(found)
+    report = case.compare(runnable) if runnable is not None else None
+    if report is not None and report.ok:
+        tally.harmless.append(mutant)
+    else:
+        tally.escaped.append(f"{mutant.kind}, {mutant.edit}: {report.worst if report else 'cannot be completed'}")
+
+
+@pytest.mark.parametrize("name", [*MODELS, *SMALL])
+def test_every_mutant_that_changes_something_is_rejected(name: str) -> None:
+    tally = Tally()
+    case = prepared("tail" if name == "sequence" else name)
+    # A second conversion of a value adds up to the same gradient: one such mutant a program shows it.
+    for place, (text, before) in enumerate(texts(name)):
+        kinds = ALL if place == 0 else [kind for kind in ALL if kind != "copy"]
+        for mutant in mutants(text, before, seed=place, count=(34, 24, 18, 14)[place], kinds=kinds, once=("copy",)):
+            judge(tally, mutant, case)
+    print(f"\n{tally.table(name)}")
+    assert not tally.escaped
+    assert len(tally.harmless) < 0.02 * tally.made.total()
+
+
+def test_the_mutants_are_of_every_kind() -> None:
+    made = {kind for name in ("gpt2", "tail", "sequence") for text in texts(name)[:1] for kind in kinds_of(*text)}
+    assert made == set(ALL)
+
+
+def kinds_of(text: str, before: str) -> set[str]:
+    """The kinds of which a program has mutants."""
+    return {mutant.kind for mutant in mutants(text, before, seed=0, count=2 * len(ALL))}
+
+
+def test_the_mutants_follow_the_seed() -> None:
+    text = sequence_text(2)
+    assert mutants(text, text, 5, 20) == mutants(text, text, 5, 20)
+    assert mutants(text, text, 5, 20) != mutants(text, text, 6, 20)
+
+
+def outcome(mutant: Mutant, case: Prepared) -> str:
+    """What running a rejected mutant shows: `changed`, `same`, or `cannot run`."""
+    try:
+        report: ValueReport = case.compare(parse_program(mutant.text))
+    except UNRUNNABLE:
+        return "cannot run"
+    return "same" if report.ok else "changed"
+
+
+def test_most_rejected_mutants_do_change_something() -> None:
+    counts: Counter[str] = Counter()
+    for name, source in (("tail", sequence_text(2)), ("tail", print_program(program("tail", 2)))):
+        for mutant in mutants(source, source, seed=11, count=40):
+            if rejected(mutant) is None:
+                counts[outcome(mutant, prepared(name))] += 1
+    print(f"\nrejected mutants, run all the same: {dict(counts)}")
+    assert counts["changed"] + counts["cannot run"] > counts.total() / 2
+    assert counts["changed"] > 10

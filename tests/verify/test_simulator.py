@@ -1,0 +1,170 @@
+"""The simulator computes what ranks would: it changes values, and every coercion is the row of its table."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
+
+from fxpar.errors import CheckFailed
+from fxpar.layout import Piece, Placement
+from fxpar.ops import bound
+from fxpar.ops.collectives import Group
+from fxpar.ops.lower import Lowered, lower
+from fxpar.program import Program
+from fxpar.shards import block, whole
+from fxpar.verify.promote import promote, wide
+from fxpar.verify.simulate import run_ranks, simulated_world
+from fxpar.verify.values import RNG_PATH, compare, rng_state, symbol_values
+from tests.verify.cases import prepared, program
+
+SHAPE = (12, 24)
+WHOLE = tuple(Placement(kind) for kind in "IRP")
+CUTS = (
+    Placement("S", 0, (Piece(1, 12),)),
+    Placement("S", 1, (Piece(1, 24),)),
+    Placement("S", 1, (Piece(2, 12),)),
+    Placement("S", 1, (Piece(1, 12), Piece(3, 4))),
+    Placement("S", 0, (Piece(1, 4), Piece(1, 8))),
+)
+
+
+def _identity(x: Tensor, *rest: object) -> Tensor:
+    return x
+
+
+def _without(replaced: Callable[..., Tensor]) -> Callable[[Program, Mapping[str, Group]], Lowered]:
+    """Lowers a program and lets one of its operators do nothing."""
+
+    def lowering(program_: Program, groups: Mapping[str, Group]) -> Lowered:
+        lowered = lower(program_, groups)
+        nodes = [node for node in lowered.module.graph.nodes if node.target is replaced]
+        assert nodes
+        for node in nodes:
+            node.target = _identity
+        lowered.module.recompile()
+        return lowered
+
+    return lowering
+
+
+@pytest.mark.parametrize(("operator", "loss_changes"), [(bound.reduce_from, True), (bound.copy_to, False)])
+def test_ranks_without_a_collective_compute_something_else(operator: Callable[..., Tensor], loss_changes: bool) -> None:
+    case, split = prepared("gpt2"), program("gpt2", 2)
+    sizes = symbol_values(split, case.inputs)
+    state = {name: wide(value) for name, value in case.state.items()}
+    inputs = {**{name: wide(value) for name, value in case.inputs.items()}, RNG_PATH: rng_state(split.plan.seed)}
+    right = compare(case.reference, split, run_ranks(promote(split), state, inputs, sizes), sizes)
+    wrong = compare(case.reference, split, run_ranks(promote(split), state, inputs, sizes, _without(operator)), sizes)
+    assert right.ok
+    assert not wrong.ok
+    assert wrong.max_grad_error > 1e-3
+    assert (wrong.loss_error > 1e-6) == loss_changes
+
+
+def test_a_process_that_belongs_to_a_group_is_refused() -> None:
+    with simulated_world({"tp": 2}), pytest.raises(CheckFailed, match="belongs to a process group already"):
+        run_ranks(program("tail", 2), {}, {}, {})
+
+
+def test_the_simulated_world_ends_with_the_run() -> None:
+    with simulated_world({"tp": 3}):
+        assert torch.distributed.get_world_size() == 3
+    assert not torch.distributed.is_initialized()
+
+
+def _cut(placement: Placement) -> tuple[int, list[tuple[int, int]]]:
+    return placement.dim, [(int(piece.outer), int(piece.size)) for piece in placement.pieces]
+
+
+def _call(source: Placement, target: Placement, group: tuple[str, int], index: Tensor) -> Callable[[Tensor], Tensor]:
+    """The implementation of a row of SPEC section 2.1's table."""
+    rows: dict[tuple[str, str], Callable[[Tensor], Tensor]] = {
+        ("I", "R"): lambda x: bound.copy_to(x, *group),
+        ("P", "I"): lambda x: bound.reduce_from(x, *group),
+        ("P", "R"): lambda x: bound.all_reduce(x, *group),
+        ("S", "R"): lambda x: bound.all_gather(x, *_cut(source), *group),
+        ("P", "S"): lambda x: bound.reduce_scatter(x, *_cut(target), *group),
+        ("I", "S"): lambda x: bound.split(x, *_cut(target), *group, index),
+        ("S", "I"): lambda x: bound.gather(x, *_cut(source), *group, index),
+        ("R", "S"): lambda x: bound.take(x, *_cut(target), *group, index),
+        ("R", "I"): lambda x: bound.settle(x, index),
+        ("I", "P"): lambda x: bound.keep_first(x, index),
+        ("R", "P"): lambda x: bound.mask_first(x, index),
+        ("S", "S"): lambda x: bound.all_to_all(x, *_cut(source), *_cut(target), *group, index),
+    }
+    return rows[source.kind, target.kind]
+
+
+def _rows() -> list[tuple[Placement, Placement]]:
+    rows = []
+    for source, target in itertools.product((*WHOLE, *CUTS), repeat=2):
+        kinds = source.kind + target.kind
+        if kinds in ("IR", "PI", "PR", "SR", "PS", "IS", "SI", "RS", "RI", "IP", "RP") or (
+            kinds == "SS" and source != target
+        ):
+            rows.append((source, target))
+    return rows
+
+
+def _values(placement: Placement, n: int) -> tuple[list[Tensor], Tensor]:
+    """What the ranks hold of a random value, and the value."""
+    if placement.kind == "P":
+        parts = list(torch.randn(n, *SHAPE, dtype=torch.float64))
+        return parts, torch.stack(parts).sum(0)
+    value = torch.randn(SHAPE, dtype=torch.float64)
+    return [block(value, placement, n, rank) for rank in range(n)], value
+
+
+def _gradients(placement: Placement, n: int) -> tuple[list[Tensor], Tensor]:
+    """What the ranks hold of the gradient of a value with this placement, and the whole gradient."""
+    dual = {"I": "R", "R": "P", "P": "R"}
+    return _values(placement if placement.is_shard else Placement(dual[placement.kind]), n)
+
+
+def _assembled(parts: Sequence[Tensor], placement: Placement, is_gradient: bool) -> Tensor:
+    """The value that the ranks' parts stand for; where it must be the same on all of them, it is."""
+    summed = placement.kind == ("R" if is_gradient else "P")
+    if summed:
+        return torch.stack(list(parts)).sum(0)
+    if not placement.is_shard:
+        assert all(torch.equal(part, parts[0]) for part in parts)
+    return whole(parts, placement)
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_every_coercion_keeps_the_value_and_its_gradient(n: int) -> None:
+    """The identity on the whole: forward the value, backward the gradient, as the placements say it is held."""
+    torch.manual_seed(n)
+    checked = set()
+    with simulated_world({"tp": n}) as groups, LocalTensorMode(n):
+        group = (groups["tp"].name, n)
+        index = LocalTensor({rank: torch.tensor(rank) for rank in range(n)})
+        for source, target in _rows():
+            if any(int(piece.size) % n for piece in (*source.pieces, *target.pieces)):
+                continue
+            given, value = _values(source, n)
+            upstream, gradient = _gradients(target, n)
+            x = LocalTensor({rank: part.clone() for rank, part in enumerate(given)}).requires_grad_()
+            y = _call(source, target, group, index)(x)
+            y.backward(LocalTensor({rank: part.clone() for rank, part in enumerate(upstream)}))
+            results = [y._local_tensors[rank].detach() for rank in range(n)]  # type: ignore[attr-defined]
+            grads = [x.grad._local_tensors[rank] for rank in range(n)]  # type: ignore[union-attr]
+            where = f"{source} to {target} on {n} ranks"
+            torch.testing.assert_close(_assembled(results, target, False), value, msg=where)
+            torch.testing.assert_close(_assembled(grads, source, True), gradient, msg=where)
+            checked.add(source.kind + target.kind)
+    assert len(checked) == 12
+
+
+def test_an_all_reduce_in_place_of_g_multiplies_gradients() -> None:
+    n = 3
+    with simulated_world({"tp": n}) as groups, LocalTensorMode(n):
+        x = LocalTensor({rank: torch.ones(2, dtype=torch.float64) for rank in range(n)}).requires_grad_()
+        bound.all_reduce(x, groups["tp"].name, n).sum().backward()
+        assert x.grad is not None
+        assert torch.equal(x.grad._local_tensors[0], torch.full((2,), 3.0, dtype=torch.float64))  # type: ignore[attr-defined]
