@@ -266,7 +266,7 @@ class Recut(torch.autograd.Function):
         return take_own(gather_whole(x, source, group), target, group, index)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         """The gradient's first shard."""
         whole = gather_whole(grad, ctx.target, ctx.group)
         return take_own(whole, ctx.source, ctx.group, *ctx.saved_tensors), None, None, None, None

@@ -61,7 +61,7 @@ def test_dropout_zeroes_at_its_rate_and_keeps_the_mean(p: float) -> None:
 
 def test_dropout_of_everything_is_zero_and_has_a_zero_gradient() -> None:
     x = torch.ones(5, requires_grad=True)
-    dropout(x, state(), 1.0, ORIGIN, []).sum().backward()  # type: ignore[no-untyped-call]
+    dropout(x, state(), 1.0, ORIGIN, []).sum().backward()
     assert x.grad is not None
     assert torch.equal(x.grad, torch.zeros(5))
 
@@ -156,10 +156,10 @@ def test_attention_drops_the_same_probabilities_on_every_cut_of_its_heads(heads:
     whole = attention(query, key, value, None, state(), 0.3, ORIGIN, True, None, False, [])
     for rank in range(2):
         layout = Layout.of({"tp": placement})
-        own = [local_block(x, layout, {"tp": 2}, {"tp": rank}) for x in (query, key, value, whole)]
+        q, k, v, wanted = (local_block(x, layout, {"tp": 2}, {"tp": rank}) for x in (query, key, value, whole))
         cuts = [cut_of(placement, 2, rank)]
-        found = attention(*own[:3], None, state(), 0.3, ORIGIN, True, None, False, cuts)
-        torch.testing.assert_close(found, own[3])
+        found = attention(q, k, v, None, state(), 0.3, ORIGIN, True, None, False, cuts)
+        torch.testing.assert_close(found, wanted)
 
 
 def test_attention_without_dropout_is_pytorchs() -> None:

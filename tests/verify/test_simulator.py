@@ -15,11 +15,12 @@ from fxpar.layout import Piece, Placement
 from fxpar.ops import bound
 from fxpar.ops.collectives import Group
 from fxpar.ops.lower import Lowered, lower
+from fxpar.passes.assign_rng import RNG_PATH
 from fxpar.program import Program
 from fxpar.shards import block, whole
 from fxpar.verify.promote import promote, wide
 from fxpar.verify.simulate import run_ranks, simulated_world
-from fxpar.verify.values import RNG_PATH, compare, rng_state, symbol_values
+from fxpar.verify.values import compare, rng_state, symbol_values
 from tests.verify.cases import prepared, program
 
 SHAPE = (12, 24)

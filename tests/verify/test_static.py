@@ -114,6 +114,9 @@ def test_a_missing_coercion_is_named(coercion: tuple[str, str], message: str) ->
     assert str(error.value) == message
 
 
+# What is advised where no coercion would do.
+NO_COERCION = "; correct the pass or the text that gave it this layout"
+
 TYPES: tuple[tuple[tuple[str, str], type[FxparError], str], ...] = (
     (
         ("return loss=%loss", "return loss=%sum"),
@@ -155,7 +158,7 @@ TYPES: tuple[tuple[tuple[str, str], type[FxparError], str], ...] = (
         (", [%tp_index])", ")"),
         LayoutError,
         "%drop (drop, cases.py:5): on axis tp: the ranks hold different elements but would draw the same bits: "
-        "pass fxpar.axis_index (%gelu is S(2), %rng is R)",
+        "pass fxpar.axis_index (%gelu is S(2), %rng is R)" + NO_COERCION,
     ),
     (
         ('"norm.weight"] : f32[24] tp:I', '"norm.weight"] : f32[24] tp:R'),
@@ -172,7 +175,7 @@ TYPES: tuple[tuple[tuple[str, str], type[FxparError], str], ...] = (
     (
         ('"up.bias"] : f32[40] tp:S(0)', '"up.bias"] : f32[40] tp:S(0: 8 x 5)'),
         LayoutError,
-        "%up_bias (up): on axis tp: S(0: 8 x 5) does not fit f32[40] over 2 ranks",
+        "%up_bias (up): on axis tp: S(0: 8 x 5) does not fit f32[40] over 2 ranks" + NO_COERCION,
     ),
     (
         ('"up.bias"] : f32[40] tp:S(0)', '"up.bias"] : f32[40] tp:S(0: 20 | !20)'),
@@ -184,7 +187,7 @@ TYPES: tuple[tuple[tuple[str, str], type[FxparError], str], ...] = (
         ("aten.linear.default(%drop, %down_weight)", "aten.linear.default(%gelu, %gelu)"),
         LayoutError,
         "%down (down, cases.py:6): on axis tp: ranks do not match ... k, o k, o -> ... o "
-        "(%gelu is S(2), %gelu is S(2))",
+        "(%gelu is S(2), %gelu is S(2))" + NO_COERCION,
     ),
 )
 
