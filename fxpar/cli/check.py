@@ -35,7 +35,7 @@ def verify(
     ui: Ui,
     request: Request,
     level: Annotated[
-        str | None, typer.Option(metavar="LEVEL", help="static or values (default: values; static for a text)")
+        str | None, typer.Option(metavar="static|values", help="what to prove (default: values; static for a text)")
     ] = None,
     passes: Passes = None,
 ) -> Report:

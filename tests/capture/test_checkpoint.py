@@ -122,7 +122,7 @@ def test_a_selective_region_is_a_region() -> None:
 def test_each_layer_of_a_hugging_face_model_is_a_region(reentrant: bool) -> None:
     case = CASES["gpt2"]
     model = case.model()
-    model.activation_checkpointing_enable({"use_reentrant": reentrant})  # type: ignore[operator]
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})  # type: ignore[operator]
     captured = capture(model, case.example())
     plain = capture(case.model(), case.example())
     nodes = [n for n in captured.program.graph.nodes if n.op == "call_function"]

@@ -73,8 +73,8 @@ def forgetful(program):
 
 GOOD = [*DEFAULT_PASSES[:1], nothing, *DEFAULT_PASSES[1:]]
 WRONG = [*DEFAULT_PASSES[:3], halve, *DEFAULT_PASSES[3:]]
-FAULTY = [DEFAULT_PASSES[0], faulty]
-FORGETFUL = [forgetful]
+FAULTY = [DEFAULT_PASSES[0], faulty, *DEFAULT_PASSES[1:]]
+FORGETFUL = [DEFAULT_PASSES[0], forgetful, *DEFAULT_PASSES[1:]]
 SHORT = DEFAULT_PASSES[:2]
 UNREGISTERED = [build]
 EMPTY = []

@@ -287,7 +287,7 @@ def refused_calls() -> dict[str, tuple[str, str, str, str]]:
         "no loss": lambda: model.train_step({"ids": ids}),
         "unknown": lambda: model.train_step({**batch, "mask": ids}),
         "missing": lambda: model.train_step({"targets": targets}),
-        "type": lambda: model.train_step({"ids": ids.float(), "targets": targets}),
+        "type": lambda: model.train_step({"ids": ids, "targets": targets.float()}),
         "unequal": lambda: model.train_step({"ids": ids, "targets": targets[:2]}),
         "dimensions": lambda: model.train_step({"ids": ids[0], "targets": targets[0]}),
         "empty": lambda: model.train_step({"ids": ids[:0], "targets": targets[:0]}),
