@@ -26,10 +26,9 @@ from fxpar.errors import InputError, PassError
 from fxpar.manager import Pass
 from fxpar.passes import DEFAULT_PASSES
 from fxpar.plan import Plan
-from fxpar.program import Program
+from fxpar.program import PRECISION_DTYPES, Program
 
 _FORMS = "hf:TYPE[,key=value…], module:function, file.py:function or the file of a program's text"
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 # What faulty code of a user raises while it is imported or called.
 _USER_FAULTS = (
@@ -115,10 +114,11 @@ def load_model(spec: str, batch: int | None, seq: int | None, seed: int, train: 
 
 def cast(loaded: LoadedModel, plan: Plan) -> LoadedModel:
     """The model with its floating parameters in the plan's precision, as `fxpar.parallelize` casts them."""
-    if plan.precision != "as_is":
+    dtype = PRECISION_DTYPES[plan.precision]
+    if dtype is not None:
         for parameter in loaded.model.parameters():
             if parameter.is_floating_point():
-                parameter.data = parameter.data.to(_DTYPES[plan.precision])
+                parameter.data = parameter.data.to(dtype)
     return loaded
 
 

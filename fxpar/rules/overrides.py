@@ -6,9 +6,10 @@ an error that names the plan line.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import NoReturn
 
 from torch import fx
 
@@ -112,30 +113,40 @@ def _pin_matrix(
             where=where,
             remedy="leave it out of the plan",
         )
-    best: tuple[int, int, Placement, Trail] | None = None
-    for order, placement in enumerate(candidates(node, dims[0])):
-        trail = follow(node, placement, n, arrived)
-        unfit = len(trail.torn) + (how == "head" and not trail.factored) + (trail.inner and bool(trail.refused))
-        rank = (len(trail.refused) + 1000 * unfit, order)
-        if best is None or rank < best[:2]:
-            best = (*rank, placement, trail)
-        if rank[0] == 0:
-            break
-    assert best is not None
-    cost, _, placement, trail = best
-    if cost >= 1000:
-        torn = follow(node, shard(dims[0], shape[dims[0]]), n).torn or trail.torn
-        if torn:
-            user, refusal = torn[0]
-            raise PlanError(
-                f"{parameter.fqn} cannot be split by {how} over {n} ranks: at {describe(user)} {refusal.reason}",
-                where=where,
-                remedy=f"choose a tp that divides it (heads, features), or split[{glob!r}] = 'replicate'",
-            )
+    tried = [(placement, follow(node, placement, n, arrived)) for placement in candidates(node, dims[0])]
+    costs = [_unfitness(trail, how) for _, trail in tried]
+    placement, trail = tried[costs.index(min(costs))]
+    if min(costs) >= _UNFIT:
+        _refuse_matrix([trail for _, trail in tried], parameter, line, n)
+    return Pin(placement, how, f"plan: {glob} = {how}", trail.product), trail.seen
+
+
+_UNFIT = 1000
+
+
+def _unfitness(trail: Trail, how: str) -> int:
+    """How many operations refuse a cut; `_UNFIT` for each reason for which it cannot be."""
+    unfit = len(trail.torn) + (how == "head" and not trail.factored) + (trail.inner and bool(trail.refused))
+    return len(trail.refused) + _UNFIT * unfit
+
+
+def _refuse_matrix(trails: Sequence[Trail], parameter: Parameter, line: tuple[str, str], n: int) -> NoReturn:
+    """Tells of the cut between heads that came farthest: what stopped it stops all the others too."""
+    glob, how = line
+    where = f"split[{glob!r}]"
+    torn = [trail.torn[0] for trail in trails if trail.torn and not trail.inner]
+    torn = torn or [trail.torn[0] for trail in trails if trail.torn]
+    if not torn or not (trails[0].torn or trails[0].factored):
         raise PlanError(
             f"no view makes heads of the output of {parameter.fqn}", where=where, remedy="use 'column' instead"
         )
-    return Pin(placement, how, f"plan: {glob} = {how}", trail.product), trail.seen
+    order = {other: i for i, other in enumerate(torn[0][0].graph.nodes)}
+    user, refusal = max(torn, key=lambda item: order[item[0]])
+    raise PlanError(
+        f"{parameter.fqn} cannot be split by {how} over {n} ranks: at {describe(user)} {refusal.reason}",
+        where=where,
+        remedy=f"choose a tp that divides it (heads, features), or split[{glob!r}] = 'replicate'",
+    )
 
 
 def _pin_vector(node: fx.Node, parameter: Parameter, glob: str, how: str, pins: Mapping[fx.Node, Pin]) -> Pin:

@@ -23,7 +23,7 @@ from fxpar.ops import bound
 from fxpar.ops.lower import Lowered, lower
 from fxpar.passes.assign_rng import RNG_PATH
 from fxpar.plan import Plan
-from fxpar.program import Program, TensorType, note, output_layouts
+from fxpar.program import PRECISION_DTYPES, Program, TensorType, note, output_layouts
 from fxpar.runtime import batch as calls
 from fxpar.runtime.recompute import apply_recompute
 from fxpar.runtime.skeleton import attach, skeleton_of
@@ -33,8 +33,6 @@ from fxpar.shards import local_block
 from fxpar.symbols import evaluate
 from fxpar.text import print_program
 from fxpar.verify.static import STATIC
-
-_DTYPES = {"as_is": None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -102,7 +100,7 @@ class ParallelModule(nn.Module):
         self._loss, self._passes = loss, tuple(passes)
         self._programs: dict[Any, list[Compiled]] = {}
         self._shapes = {n: tuple(t.shape) for n, t in _tensors(model, everything=True).items()}
-        skeleton = skeleton_of(model, _DTYPES[plan.precision])
+        skeleton = skeleton_of(model, PRECISION_DTYPES[plan.precision])
         self._twins = ((skeleton, self), *attach(self, skeleton))  # in a tuple: the skeletons are not children
         example = calls.canonical(example)
         first = self._compile(example, callable(loss), loss)
@@ -111,7 +109,7 @@ class ParallelModule(nn.Module):
         world.agree(fingerprints(model), "build the model alike on every rank: seed it, or load one checkpoint")
         self.layouts = _parameter_layouts(first.program)
         self._aliases = {other: p.fqn for p in first.program.parameters for other in p.tied}
-        self._adopt(model, _DTYPES[plan.precision])
+        self._adopt(model, PRECISION_DTYPES[plan.precision])
         self._programs[self._key(example, callable(loss))] = [first]
 
     @property

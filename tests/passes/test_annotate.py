@@ -1,6 +1,5 @@
 """annotate: overrides find the right cut, everything else follows, and what cannot be done is refused."""
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,12 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fxpar.capture import capture
-from fxpar.errors import PlanError
 from fxpar.manager import PassManager
 from fxpar.passes import annotate, canonicalize
 from fxpar.plan import Plan
 from fxpar.program import note
-from fxpar.text import print_program
 from fxpar.verify.analysis import collectives, split_flops
 from tests.passes.modules import (
     MLP,
@@ -207,117 +204,6 @@ def test_roles_and_origins_name_the_plan_line() -> None:
         "linear_1": "row",
         "linear_1_bias": "bias",
     }
-
-
-# ------------------------------------------------------------------ lines of a plan
-
-
-def test_a_line_for_the_parameter_wins_over_one_for_its_module() -> None:
-    found = layouts(run(build(MLP)[1], {"up": "column", "up.bias": "replicate"}, until="annotate"))
-    assert (found["up.weight"], found["up.bias"]) == ("tp:S(0)", "tp:I")
-
-
-def test_lines_that_agree_are_no_contradiction() -> None:
-    found = layouts(run(build(MLP)[1], {"up": "column", "u?": "column", "down": "row"}, until="annotate"))
-    assert found["up.weight"] == "tp:S(0)"
-
-
-def test_the_order_of_lines_does_not_matter() -> None:
-    lines = {"up": "column", "*p": "column", "down.*": "row", "*.bias": "replicate", "norm.weight": "replicate"}
-    lines.pop("*.bias")
-    captured = build(MLP)[1]
-    texts = {print_program(run(captured, dict(order))) for order in itertools.permutations(lines.items())}
-    assert len(texts) == 1
-
-
-def test_two_runs_give_the_same_text() -> None:
-    first, second = (print_program(run(build(FusedAttention)[1], ATTENTION)) for _ in range(2))
-    assert first == second
-
-
-@pytest.mark.parametrize(
-    ("split", "reason"),
-    [
-        ({"upp": "column"}, r"split\['upp'\]: matches no module and no parameter; names look like down, norm, up"),
-        ({"up": "column", "u?": "row"}, r"split\['up'\]: says column, but split\['u\?'\] says row, of up\.weight"),
-        ({"up": "column", "u*": "row"}, r"split\['up'\]: says nothing: other lines name all its parameters themselves"),
-        ({"up.weight": "column", "*.weight": "replicate"}, r"says column, but split\['\*\.weight'\] says replicate"),
-        ({"norm": "replicate", "norm.*": "replicate"}, r"split\['norm'\]: says nothing: other lines name all its"),
-        ({"norm": "column"}, r"norm\.weight is no bias of a split matrix, so column says nothing of it; narrow"),
-        ({"norm.weight": "row"}, r"split\['norm\.weight'\]: norm\.weight is no bias of a split matrix"),
-        ({"up.bias": "column"}, r"split\['up\.bias'\]: up\.bias is no bias of a split matrix"),
-        ({"up": "head"}, r"split\['up'\]: no view makes heads of the output of up\.weight; use 'column' instead"),
-    ],
-)
-def test_lines_that_cannot_be_meant_are_refused(split: dict[str, str], reason: str) -> None:
-    with pytest.raises(PlanError, match=reason):
-        run(build(MLP)[1], split, until="annotate")
-
-
-@pytest.mark.parametrize("split", [{"upp": "column"}, {"up": "column", "u?": "row"}])
-def test_lines_are_checked_on_one_rank_too(split: dict[str, str]) -> None:
-    with pytest.raises(PlanError, match="split"):
-        run(build(MLP)[1], split, tp=1, until="annotate")
-
-
-@pytest.mark.parametrize("how", ["head", "column"])
-@pytest.mark.parametrize("kind", [FusedAttention, GroupedAttention])
-def test_heads_that_the_ranks_do_not_divide_are_refused(kind: Callable[..., nn.Module], how: str) -> None:
-    """6 heads over 4 ranks: the matrix would divide, its heads do not."""
-    args = (6,) if kind is FusedAttention else (6, 3)
-    with pytest.raises(PlanError, match=r"cannot be split by .* over 4 ranks: at %.*; choose a tp that divides it"):
-        run(build(kind, *args)[1], {"q*": how}, tp=4, until="annotate")
-
-
-def test_key_heads_that_the_ranks_do_not_divide_are_refused() -> None:
-    with pytest.raises(PlanError, match=r"k\.weight cannot be split by head over 2 ranks.* tears S\(2\) over 2 ranks"):
-        run(build(GroupedAttention, 6, 3)[1], {"k": "head"}, until="annotate")
-
-
-class Vocabulary(nn.Module):
-    """An embedding and a head, tied or not."""
-
-    def __init__(self, size: int, tied: bool) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Embedding(size, WIDTH), nn.Linear(WIDTH, size, bias=False)
-        if tied:
-            self.head.weight = self.embed.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        ids = x[..., 0].abs().long()
-        return functional.cross_entropy(self.head(self.embed(ids)).flatten(0, 1), ids.flatten())
-
-
-def test_an_odd_vocabulary_is_refused() -> None:
-    with pytest.raises(
-        PlanError, match=r"head\.weight .* over 2 ranks: at %linear .*f32\[259, 96\] is not divisible by 2"
-    ):
-        run(build(Vocabulary, 259, False)[1], {"head": "column"}, until="annotate")
-
-
-@pytest.mark.parametrize("tp", [2, 4])
-def test_an_even_vocabulary_gathers_the_logits(tp: int) -> None:
-    result = run(build(Vocabulary, 260, False)[1], {"head": "column"}, tp)
-    assert [(c.op, c.phase) for c in collectives(result)] == [("all_reduce", "backward"), ("all_gather", "forward")]
-    assert values(Vocabulary, 260, False, split={"head": "column"}, tp=tp).ok
-
-
-def test_a_tied_vocabulary_that_the_embedding_needs_whole_is_refused() -> None:
-    reason = (
-        r"plan: head = column: %embedding \(embed.*\) cannot work with a part of %embed_weight, which the plan cuts"
-    )
-    with pytest.raises(PlanError, match=reason):
-        run(build(Vocabulary, 260, True)[1], {"head": "column"}, until="annotate")
-
-
-@pytest.mark.parametrize("how", ["column", "row"])
-def test_an_embedding_alone_is_no_matrix_product(how: str) -> None:
-    with pytest.raises(PlanError, match=rf"embed\.weight is used in no matrix product that it could split by {how}"):
-        run(build(Vocabulary, 260, False)[1], {"embed": how}, until="annotate")
-
-
-def test_a_tied_matrix_can_be_split_by_row() -> None:
-    assert values(Vocabulary, 259, True, split={"head": "row"}).ok
 
 
 # ------------------------------------------------------------------ what follows
