@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fxpar.capture import check_samples
 from fxpar.errors import InputError
 from fxpar.manager import Pass
 from fxpar.passes import DEFAULT_PASSES
@@ -41,6 +42,7 @@ def parallelize(
         LayoutError, CheckFailed: a static check rejected the program, which is a bug of a pass.
     """
     _check(model, plan, loss)
+    check_samples(example)
     return ParallelModule(model, plan, join(plan), example, loss, passes)
 
 

@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -45,7 +46,7 @@ class Plan:
             of a matrix, `row` the input features, `head` is `column` where every shard must consist of whole
             attention heads, `replicate` keeps the parameter whole. A glob names a module (all its parameters) or a
             single parameter. A line that names the parameter itself wins over lines for its module; two lines of one
-            kind must agree. Their order says nothing: lines are kept sorted.
+            kind must agree. The order of lines is irrelevant: they are stored sorted.
         seed: seed of dropout and other random nodes.
         precision: element type the model is cast to before it is captured; `as_is` leaves it alone.
     """
@@ -63,7 +64,14 @@ class Plan:
         problems = list(self._problems())
         if problems:
             raise PlanError("; ".join(problems), where="plan", remedy="help(fxpar.Plan) lists the options")
-        object.__setattr__(self, "split", dict(sorted(self.split.items())))
+        object.__setattr__(self, "split", MappingProxyType(dict(sorted(self.split.items()))))
+
+    def __hash__(self) -> int:
+        return hash(self.to_yaml())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A read-only mapping cannot be pickled or copied; a plan's YAML is all of it."""
+        return Plan.from_yaml, (self.to_yaml(),)
 
     def _problems(self) -> Any:
         for axis in ("tp", *_LATER_AXES):
@@ -99,11 +107,15 @@ class Plan:
         """A checked copy with other options."""
         return dataclasses.replace(self, **changes)
 
+    def to_dict(self) -> dict[str, Any]:
+        """What differs from the defaults, in plain values."""
+        default = Plan()
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)} | {"split": dict(self.split)}
+        return {name: value for name, value in values.items() if value != getattr(default, name)}
+
     def to_yaml(self) -> str:
         """Only what differs from the defaults, so that files stay short."""
-        default = Plan()
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        changed = {k: v for k, v in values.items() if v != getattr(default, k)}
+        changed = self.to_dict()
         return str(yaml.safe_dump(changed, sort_keys=False)) if changed else "{}\n"
 
     @classmethod

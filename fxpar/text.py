@@ -222,8 +222,7 @@ def print_program(program: Program) -> str:
     Raises:
         TextError: a node has a target or literal without a text form (for example a sub-graph).
     """
-    plan = {k: v for k, v in vars(program.plan).items() if v != getattr(type(program.plan)(), k)}
-    lines = [VERSION, f"plan {json.dumps(plan)}"]
+    lines = [VERSION, f"plan {json.dumps(program.plan.to_dict())}"]
     lines.append(" ".join(["properties", *sorted(program.properties)]))
     lines += [f"symbol {s.name} = {word(s.path)}.{s.dim} like {s.example}" for s in program.symbols]
     if program.loss:

@@ -115,7 +115,7 @@ def hooked() -> nn.Module:
 
 
 @functools.cache
-def compiled(split: bool = True) -> Program:
+def compiled() -> Program:
     """The program of the MLP on two ranks."""
     captured = capture(Mlp(), (X,), Plan(tp=2, split=SPLIT))
     return PassManager(DEFAULT_PASSES, STATIC).run(captured.program)

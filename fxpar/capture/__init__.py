@@ -13,11 +13,12 @@ from typing import Any
 from torch import nn
 
 from fxpar.capture.convert import CallSpec, SizeError, convert
+from fxpar.capture.guards import check_samples
 from fxpar.capture.trace import arguments, trace
 from fxpar.plan import Plan
 from fxpar.program import Program
 
-__all__ = ["CallSpec", "Captured", "arguments", "capture"]
+__all__ = ["CallSpec", "Captured", "arguments", "capture", "check_samples"]
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,8 @@ def capture(
 
     Args:
         model: the module as its author wrote it.
-        batch: an example: a mapping (keyword arguments), a tuple (positional) or a tensor; at least two samples.
+        batch: an example: a mapping (keyword arguments), a tuple (positional) or a tensor. Of one sample the program
+            is for one sample alone (see `check_samples`).
         plan: stored in the program; default `Plan()`.
         loss: a callable `(outputs, batch) → scalar`, the name of a scalar output, or None: the output `loss`, else
             the only scalar. An empty name asks for none.

@@ -99,6 +99,19 @@ def check_example(values: Any) -> None:
         raise CaptureError("the example holds no tensor", where="example", remedy="pass a batch as training sees it")
 
 
+def check_samples(example: Any) -> None:
+    """Refuses an example of one sample, whose sizes of 1 a trace makes constants.
+
+    A program may run on one sample: then it is traced for that alone. What a user gives as an example is meant for all.
+
+    Raises:
+        CaptureError: every tensor has one element in its first dimension.
+    """
+    tensors = [value for value in pytree.tree_leaves(example) if isinstance(value, Tensor) and value.dim()]
+    if tensors and all(value.shape[0] == 1 for value in tensors):
+        raise CaptureError("holds one sample", where="example", remedy="use at least two: sizes of 1 become constants")
+
+
 def _check_tensor(where: str, tensor: Tensor) -> None:
     if tensor.requires_grad:
         raise CaptureError(

@@ -119,9 +119,12 @@ def _show_verification(stdout: Console, name: str, found: Verification) -> None:
     rows.add_row("static", "structure, shapes and types hold")
     if found.values is not None:
         v = found.values
-        rows.add_row("loss", _error(v.loss_error))
+        rows.add_row("loss", _error(v.loss_error) if found.program.loss else "none: gradients are those of the outputs")
         rows.add_row("outputs", _error(v.output_error))
-        rows.add_row(f"{v.gradients} gradients", _error(v.max_grad_error))
+        if v.gradients:
+            rows.add_row(f"{v.gradients} gradients", _error(v.max_grad_error))
+        else:
+            rows.add_row("gradients", "none: no parameter is trainable")
         rows.add_row("largest error", f"{v.worst} (tolerance {TOLERANCE:g} of the largest reference value)")
     ranks = found.program.plan.tp
     rows.add_row("matrix FLOPs split", f"{found.split_flops:.1%} over {ranks} ranks" if ranks > 1 else "one rank")
@@ -166,12 +169,21 @@ def _bisect_model(ui: Ui, request: Request, passes: Sequence[Pass]) -> tuple[str
     _need_local(passes)
     with ui.working(f"bisecting {loaded.name}"):
         found = bisect_model(loaded.model, loaded.batch, request.plan, passes, loaded.loss)
-    if found is None:
-        return None, f"values are right after each of {len(passes)} passes"
-    if found.error is not None:
-        return found.name, error_text(found.error) + _untested(found.untested)
-    assert found.report is not None
-    return found.name, _deviation(found.report) + _untested(found.untested)
+    culprit = found.culprit
+    if culprit is None:
+        return None, f"values are right after {_listed(found.compared)}{_unjudged(found.untested)}"
+    if culprit.error is not None:
+        return culprit.name, error_text(culprit.error) + _untested(found.untested)
+    assert culprit.report is not None
+    return culprit.name, _deviation(culprit.report) + _untested(found.untested)
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names) or "no pass"
+
+
+def _unjudged(names: Sequence[str]) -> str:
+    return f"; {', '.join(names)}: static checks only" if names else ""
 
 
 def _deviation(report: ValueReport) -> str:
@@ -192,6 +204,7 @@ def _bisect_folder(ui: Ui, request: Request, folder: Path, passes: Sequence[Pass
     texts = dumped(folder)
     has_values = (folder / VALUES).is_file()
     judge = _judge(folder, [p.name for p in passes if p.preserves == "nothing"]) if has_values else None
+    compared: tuple[str, ...] = ()
     untested: tuple[str, ...] = ()
     with ui.working(f"bisecting {folder}") as update:
         for _, name, path in texts:
@@ -201,21 +214,20 @@ def _bisect_folder(ui: Ui, request: Request, folder: Path, passes: Sequence[Pass
                 verify_static(program)
             except FxparError as error:
                 return name, f"{path.name}: {error_text(error)}{_untested(untested)}"
-            if judge is None:
-                continue
-            verdict = judge(name, path, program)
+            verdict = judge(name, path, program) if judge is not None else None
             if verdict is None:
                 untested = (*untested, name)
             elif verdict:
                 return name, f"{path.name}: {verdict}{_untested(untested)}"
             else:
-                untested = ()
-    how = "static checks and values are right" if has_values else f"static checks hold (no {VALUES} there)"
-    return None, f"{how} for all {len(texts)} texts{_untested(untested)}"
+                compared, untested = (*compared, name), ()
+    if not has_values:
+        return None, f"static checks hold for all {len(texts)} texts (no {VALUES} there)"
+    return None, f"values are right after {_listed(compared)}{_unjudged(untested)}"
 
 
 def _judge(folder: Path, free: Sequence[str]) -> Callable[[str, Path, Program], str | None]:
-    """A function that says how a text's values deviate: "" for not at all, None where it cannot be run.
+    """A function that says how a text's values deviate: "" for not at all, None where they were not compared.
 
     Args:
         free: passes that declare to preserve nothing; texts from them on are compared with nothing.
@@ -233,7 +245,7 @@ def _judge(folder: Path, free: Sequence[str]) -> Callable[[str, Path, Program], 
         nonlocal past_free
         past_free = past_free or name in free
         if past_free:
-            return ""
+            return None
         finished = complete(program)
         if finished is None or "local" not in finished.properties:
             return None

@@ -19,8 +19,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from fxpar.capture import Captured, capture
-from fxpar.cli.models import LoadedModel, cast, load_model
+from fxpar.capture import Captured, capture, check_samples
+from fxpar.capture.precision import cast_parameters
+from fxpar.cli.models import LoadedModel, load_model
 from fxpar.cli.options import EXAMPLE_FLAGS, MODE_FLAG, PLAN_FLAGS, Request
 from fxpar.cli.output import Ui
 from fxpar.errors import InputError
@@ -168,7 +169,9 @@ def open_model(ui: Ui, request: Request) -> LoadedModel:
         )
     with ui.working(f"loading {request.model}"):
         loaded = load_model(request.model, request.batch, request.seq, request.plan.seed, request.train)
-        return cast(loaded, request.plan)
+        check_samples(loaded.batch)
+        cast_parameters(loaded.model, request.plan)
+        return loaded
 
 
 def read_text(path: Path) -> Program:

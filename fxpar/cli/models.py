@@ -25,8 +25,7 @@ from torch import Tensor, nn
 from fxpar.errors import InputError, PassError
 from fxpar.manager import Pass
 from fxpar.passes import DEFAULT_PASSES
-from fxpar.plan import Plan
-from fxpar.program import PRECISION_DTYPES, Program
+from fxpar.program import Program
 
 _FORMS = "hf:TYPE[,key=value…], module:function, file.py:function or the file of a program's text"
 
@@ -112,16 +111,6 @@ def load_model(spec: str, batch: int | None, seq: int | None, seed: int, train: 
     return LoadedModel(result[0].train(train), result[1], loss, spec)
 
 
-def cast(loaded: LoadedModel, plan: Plan) -> LoadedModel:
-    """The model with its floating parameters in the plan's precision, as `fxpar.parallelize` casts them."""
-    dtype = PRECISION_DTYPES[plan.precision]
-    if dtype is not None:
-        for parameter in loaded.model.parameters():
-            if parameter.is_floating_point():
-                parameter.data = parameter.data.to(dtype)
-    return loaded
-
-
 def load_attribute(spec: str) -> Any:
     """What `module:name` or `file.py:name` names.
 
@@ -139,23 +128,30 @@ def load_attribute(spec: str) -> Any:
 
 
 def _load_file(path: Path) -> ModuleType:
-    """Runs a file as a module of its own name, or of a name of its own where that one is taken."""
+    """Runs a file as a module of its own name, or of a name of its own where that one is taken; once a process."""
     if not path.is_file():
         raise InputError("there is no such file", where=str(path), remedy="check the path")
-    name = path.stem
-    if name in sys.modules or importlib.util.find_spec(name) is not None:
-        name = f"{name}_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]}"
-    spec = importlib.util.spec_from_file_location(name, path)
+    own = f"{path.stem}_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]}"
+    for name in (path.stem, own):
+        known = sys.modules.get(name)
+        if known is not None and getattr(known, "__file__", None) == str(path.resolve()):
+            return known
+    name = path.stem if path.stem not in sys.modules and importlib.util.find_spec(path.stem) is None else own
+    spec = importlib.util.spec_from_file_location(name, path.resolve())
     if spec is None or spec.loader is None:
         raise InputError("is no Python file", where=str(path), remedy="name a file that ends in .py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # autograd functions are found again by their module's name
     folder = str(path.resolve().parent)
     sys.path.insert(0, folder)
+    complete = False
     try:
         spec.loader.exec_module(module)
+        complete = True
     finally:
         sys.path.remove(folder)
+        if not complete:
+            del sys.modules[name]
     return module
 
 

@@ -1,7 +1,7 @@
 """Bisection: the first pass after which a program computes something else.
 
-Enters: a captured program, passes, weights and a batch. Leaves: the name of the first pass that changes values beyond
-tolerance, with the report, or None.
+Enters: a captured program, passes, weights and a batch. Leaves: the first pass that a static check rejects or that
+changes values beyond tolerance, and which passes were compared at all.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from fxpar.errors import FxparError
 from fxpar.manager import Pass, PassManager
 from fxpar.passes import DEFAULT_PASSES
 from fxpar.program import Program
+from fxpar.verify.simulate import Run
 from fxpar.verify.static import verify_static
 from fxpar.verify.values import ValueReport, reference_run, verify_values
 
@@ -27,53 +28,67 @@ class Culprit:
         name: the pass, or `capture` where a static check rejects what it is given.
         error: what a static check said of its result, or which contract it broke.
         report: how far values deviate after it.
-        untested: passes before it whose results could not be run, so that one of them may be at fault instead.
     """
 
     name: str
     error: FxparError | None
     report: ValueReport | None
+
+
+@dataclass(frozen=True)
+class Bisection:
+    """What was found, and what it rests on.
+
+    Attributes:
+        culprit: None where no pass was found at fault.
+        compared: passes after which values were compared, the culprit too.
+        untested: passes since then whose results were only checked statically: they cannot be run, or a pass before
+            them changed values of a split program. Before a culprit, one of them may be at fault instead.
+    """
+
+    culprit: Culprit | None
+    compared: tuple[str, ...] = ()
     untested: tuple[str, ...] = ()
 
 
 def bisect(
     captured: Program, passes: Sequence[Pass], state: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
-) -> Culprit | None:
+) -> Bisection:
     """Runs the passes one by one and finds the first that breaks the program.
 
     A pass is at fault if a static check rejects its result, or if that result, completed by the default passes that
     make it runnable, computes other values. Programs are completed because only a localised one runs on ranks; the
-    passes that follow have no part in it. A pass that declares to preserve nothing is not judged by values, and what
-    follows it is compared with its result, as long as that is a program of one device.
+    passes that follow have no part in it. A pass that declares to preserve nothing is not judged by values. What
+    follows it is compared with its result where that is a program of one device, and else checked statically alone.
     """
+    compared: tuple[str, ...] = ()
+    untested: tuple[str, ...] = ()
     try:
         verify_static(captured)
     except FxparError as error:
-        return Culprit("capture", error, None)
-    program, origin = captured, captured
-    untested: tuple[str, ...] = ()
-    reference = reference_run(captured, state, inputs)
+        return Bisection(Culprit("capture", error, None))
+    program = origin = captured
+    reference: Run | None = reference_run(captured, state, inputs)
     for item in passes:
         try:
             program = PassManager([item]).run(program)
             verify_static(program)
         except FxparError as error:
-            return Culprit(item.name, error, None, untested)
+            return Bisection(Culprit(item.name, error, None), compared, untested)
         if item.preserves == "nothing":
-            if "layouts" in program.properties:
-                return None
-            origin, untested = program, ()
-            reference = reference_run(origin, state, inputs)
+            split = "layouts" in program.properties
+            origin, reference = program, None if split else reference_run(program, state, inputs)
             continue
-        finished = complete(program)
+        finished = complete(program) if reference is not None else None
         if finished is None:
             untested = (*untested, item.name)
             continue
         report = verify_values(origin, finished, state, inputs, reference=reference)
+        compared = (*compared, item.name)
         if not report.ok:
-            return Culprit(item.name, None, report, untested)
+            return Bisection(Culprit(item.name, None, report), compared, untested)
         untested = ()
-    return None
+    return Bisection(None, compared, untested)
 
 
 def complete(program: Program) -> Program | None:

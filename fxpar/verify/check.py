@@ -12,14 +12,15 @@ from typing import Any
 
 from torch import nn
 
-from fxpar.capture import Captured, capture
+from fxpar.capture import Captured, capture, check_samples
+from fxpar.capture.precision import in_precision
 from fxpar.errors import CheckFailed, InputError
 from fxpar.manager import Pass, PassManager
 from fxpar.passes import DEFAULT_PASSES
 from fxpar.plan import Plan
 from fxpar.program import PassRecord, Program
 from fxpar.verify.analysis import split_flops
-from fxpar.verify.bisect import Culprit, bisect
+from fxpar.verify.bisect import Bisection, bisect
 from fxpar.verify.static import STATIC
 from fxpar.verify.values import ValueReport, call_inputs, check_capture, program_state, verify_values
 
@@ -77,7 +78,8 @@ def verify(
     """Compiles the model for all ranks and proves the result.
 
     Args:
-        model: in the mode to verify (training, with dropout on, says most). Needs weights at level values.
+        model: in the mode to verify (training, with dropout on, says most). Needs weights at level values. It has the
+            plan's precision meanwhile, and is left as it was.
         batch: as for `parallelize`.
         level: `static`, or `values`: the captured graph is the eager module, and all simulated ranks give the single
             device's loss, outputs and parameter gradients within 1e-10 in float64.
@@ -87,15 +89,17 @@ def verify(
     """
     if level not in LEVELS:
         raise InputError("is unknown", where=f"level={level!r}", remedy=f"choose one of {', '.join(LEVELS)}")
-    captured = capture(model, batch, plan, loss)
-    program = compile_program(captured, passes)
-    share = split_flops(program)
-    if level == "static":
-        return Verification(True, level, program, share, None)
-    _need_memory(model)
-    check_capture(captured, model, batch)
-    state, inputs = program_state(captured.program, model), call_inputs(captured, model, batch)
-    report = verify_values(captured.program, program, state, inputs)
+    check_samples(batch)
+    with in_precision(model, plan):
+        captured = capture(model, batch, plan, loss)
+        program = compile_program(captured, passes)
+        share = split_flops(program)
+        if level == "static":
+            return Verification(True, level, program, share, None)
+        _need_memory(model)
+        check_capture(captured, model, batch)
+        state, inputs = program_state(captured.program, model), call_inputs(captured, model, batch)
+        report = verify_values(captured.program, program, state, inputs)
     return Verification(report.ok, level, program, share, report)
 
 
@@ -105,12 +109,14 @@ def bisect_model(
     plan: Plan,
     passes: Sequence[Pass] = DEFAULT_PASSES,
     loss: Callable[..., Any] | str | None = None,
-) -> Culprit | None:
-    """The first pass after which the model computes something else; None where all are right."""
+) -> Bisection:
+    """Finds the first pass after which the model, in the plan's precision, computes something else."""
     _need_memory(model)
-    captured = capture(model, batch, plan, loss)
-    state, inputs = program_state(captured.program, model), call_inputs(captured, model, batch)
-    return bisect(captured.program, passes, state, inputs)
+    check_samples(batch)
+    with in_precision(model, plan):
+        captured = capture(model, batch, plan, loss)
+        state, inputs = program_state(captured.program, model), call_inputs(captured, model, batch)
+        return bisect(captured.program, passes, state, inputs)
 
 
 def expect(verification: Verification) -> Verification:

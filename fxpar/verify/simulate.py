@@ -21,8 +21,9 @@ from fxpar.errors import CheckFailed
 from fxpar.layout import Layout
 from fxpar.ops.collectives import Group
 from fxpar.ops.lower import Lowered, lower
-from fxpar.program import Program, output_layouts
+from fxpar.program import Program, output_layouts, output_types
 from fxpar.shards import local_block
+from fxpar.symbols import evaluate
 
 
 @dataclass(frozen=True)
@@ -72,13 +73,37 @@ def coordinates(axes: Mapping[str, int], rank: int) -> dict[str, int]:
     return found
 
 
+def symbol_values(program: Program, inputs: Mapping[str, Tensor]) -> dict[str, int]:
+    """Values of the program's symbols for given inputs."""
+    return {s.name: inputs[s.path].shape[s.dim] for s in program.symbols}
+
+
+def cotangents(program: Program, sizes: Mapping[str, int]) -> dict[str, Tensor]:
+    """What gradients are taken of: whole upstream gradients by output.
+
+    One for the loss. Of a program without loss every floating output is differentiated, with random numbers that are
+    the same for each program that has the same outputs: a gradient that is wrong in one place cannot cancel.
+    """
+    found = {}
+    for index, (name, node) in enumerate(program.output_nodes().items()):
+        kind = output_types(node)[0]
+        shape = [evaluate(size, sizes) for size in kind.shape]
+        if name == program.loss:
+            found[name] = torch.ones(shape, dtype=kind.dtype)
+        elif not program.loss and kind.is_float:
+            generator = torch.Generator().manual_seed(index)
+            found[name] = torch.randn(shape, dtype=torch.float64, generator=generator).to(kind.dtype)
+    return found
+
+
 def run_single(program: Program, state: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Run:
-    """Runs a program without mesh axes on this device.
+    """Runs a program without mesh axes on this device, forward and backward from its `cotangents`.
 
     Args:
         state: parameters, buffers and constants by name.
         inputs: by path.
     """
+    upstream = cotangents(program, symbol_values(program, inputs))
     leaves = {name: value.detach().clone() for name, value in state.items()}
     for parameter in program.parameters:
         leaves[parameter.fqn].requires_grad_(parameter.trainable)
@@ -87,10 +112,15 @@ def run_single(program: Program, state: Mapping[str, Tensor], inputs: Mapping[st
     order = dict(zip(_names(program), values, strict=True))
     with torch.enable_grad():
         outputs = dict(zip(program.outputs, lowered.module(*[order[name] for name in lowered.inputs]), strict=True))
-        if program.loss and outputs[program.loss].requires_grad:
-            outputs[program.loss].backward()
+        _differentiate(outputs, upstream)
     gradients = {n: t.grad for n, t in leaves.items() if t.grad is not None}
     return Run({n: t.detach() for n, t in outputs.items()}, gradients)
+
+
+def _differentiate(outputs: Mapping[str, Tensor], upstream: Mapping[str, Tensor]) -> None:
+    roots = [name for name in upstream if outputs[name].requires_grad]
+    if roots:
+        torch.autograd.backward([outputs[name] for name in roots], [upstream[name] for name in roots])
 
 
 def _names(program: Program) -> list[str]:
@@ -115,26 +145,29 @@ def run_ranks(
     layouts = _placeholder_layouts(program)
     places = [coordinates(axes, rank) for rank in range(world)]
 
-    def local(name: str, value: Tensor) -> LocalTensor:
-        blocks = {r: local_block(value, layouts[name], axes, places[r], sizes).clone() for r in range(world)}
-        return LocalTensor(blocks)
+    def local(layout: Layout, value: Tensor) -> LocalTensor:
+        return LocalTensor({r: local_block(value, layout, axes, places[r], sizes).clone() for r in range(world)})
 
-    with simulated_world(axes) as groups, LocalTensorMode(world):
+    ends = {name: output_layouts(node)[0] for name, node in program.output_nodes().items()}
+
+    with contextlib.ExitStack() as stack:
+        groups = stack.enter_context(simulated_world(axes))
+        whole = cotangents(program, sizes)  # what is made under the mode is one tensor a rank already
+        stack.enter_context(LocalTensorMode(world))
         lowered = lowering(program, groups)
         by_name: dict[str, Tensor] = {}
         leaves: dict[str, Tensor] = {}
         for parameter in program.parameters:
-            leaf = local(parameter.node, state[parameter.fqn].detach())
+            leaf = local(layouts[parameter.node], state[parameter.fqn].detach())
             leaves[parameter.fqn] = leaf.requires_grad_(parameter.trainable)
             by_name[parameter.node] = leaf
         for entry in program.inputs:
-            by_name[entry.node] = local(entry.node, inputs[entry.path])
+            by_name[entry.node] = local(layouts[entry.node], inputs[entry.path])
         ranks = [LocalTensor({r: torch.tensor(places[r][axis]) for r in range(world)}) for axis in lowered.indices]
         with torch.enable_grad():
             results = lowered.module(*[by_name[name] for name in lowered.inputs], *ranks)
             outputs = dict(zip(program.outputs, results, strict=True))
-            if program.loss and outputs[program.loss].requires_grad:
-                outputs[program.loss].backward()
+            _differentiate(outputs, {name: local(ends[name], value) for name, value in whole.items()})
         gradients = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
     return [
         Run({n: _rank(t, r) for n, t in outputs.items()}, {n: _rank(g, r) for n, g in gradients.items()})

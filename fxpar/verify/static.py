@@ -10,10 +10,11 @@ from fxpar.manager import Verifier
 from fxpar.program import Program
 from fxpar.verify.shapes import check_shapes
 from fxpar.verify.structure import check_structure
-from fxpar.verify.types import check_types
+from fxpar.verify.types import check_choice, check_types
 
 STATIC: tuple[Verifier, ...] = (
     Verifier("structure", frozenset(), check_structure),
+    Verifier("choice", frozenset({"layouts"}), check_choice),  # until coercions are in place
     Verifier("types", frozenset({"collectives"}), check_types),  # says which coercion a wrong shape lacks
     Verifier("shapes", frozenset(), check_shapes),
 )

@@ -1,7 +1,8 @@
 """Types: layouts recomputed from parameters and inputs alone, compared with the notes.
 
-Enters: a program with coercions in place. Leaves: nothing, or `LayoutError` / `CheckFailed` that names the node, its
-module and line, the layouts found, and the one coercion that would make it legal.
+Enters: a program with layouts chosen (`check_choice`) or coercions in place (`check_types`). Leaves: nothing, or
+`LayoutError` / `CheckFailed` that names the node, its module and line, the layouts found, and the one coercion that
+would make it legal.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from fxpar.errors import CheckFailed, LayoutError
 from fxpar.gradients import carried
 from fxpar.layout import I, Layout, Placement, R, fits
 from fxpar.operators import COERCIONS
-from fxpar.program import Program, operands, output_layouts, output_types, tensor_type
+from fxpar.program import Program, note, operands, output_layouts, output_types, tensor_type
 from fxpar.rules.inference import Context, describe, infer_node, remedy_of, resting, shown
 
 
@@ -43,6 +44,42 @@ def check_types(program: Program) -> None:
             found[node] = infer_node(node, given)
             _compare(node, found[node], given)
     _check_outputs(program, found, flags)
+
+
+def check_choice(program: Program) -> None:
+    """Before coercions: what each operation needs of its operands gives its layouts, and can be had by coercions.
+
+    Raises:
+        LayoutError: an operation does not accept what it needs, or nothing converts an operand to that.
+        CheckFailed: a note contradicts what follows.
+    """
+    if not program.axes or "collectives" in program.properties:
+        return
+    flags = carried(program)
+    for node in program.graph.nodes:
+        if node.op == "placeholder":
+            _placeholder(program, node, flags[node][0])
+        elif node.op == "call_function" and output_types(node):
+            inputs = operands(node)
+            given = [layout for o in inputs for layout in output_layouts(o)]
+            carries = [flag for o in inputs for flag in flags[o]]
+            needs = list(note(node).needs) or given
+            if len(needs) != len(given):
+                raise CheckFailed(f"has {len(needs)} needs for {len(given)} operands", where=describe(node))
+            names = [o.name for o in inputs for _ in flags[o]]
+            for name, source, target, flag in zip(names, given, needs, carries, strict=True):
+                _convertible(node, name, source, target, flag)
+            wanted = Context(needs, carries, flags[node], program.axes)
+            _compare(node, infer_node(node, wanted), wanted)
+
+
+def _convertible(node: fx.Node, name: str, source: Layout, target: Layout, carries: bool) -> None:
+    for axis, wanted in target:
+        found = source.on(axis)
+        kinds = (found.kind, wanted.kind)
+        is_free = found == wanted or (not carries and set(kinds) <= {"I", "R"})
+        if not is_free and kinds not in COERCIONS:
+            raise LayoutError(f"on axis {axis}: needs %{name} as {wanted}, which is {found}", where=describe(node))
 
 
 def _placeholder(program: Program, node: fx.Node, carries: bool) -> Layout:

@@ -4,7 +4,8 @@ Enters: a captured model and its split program. Leaves: a `ValueReport`, or `Che
 
 The reference is the captured graph itself, in float64, in the captured mode with dropout on, on one device. Loss,
 outputs and every parameter gradient must agree within 1e-10 of the largest reference gradient (of the largest value
-for outputs). That the captured graph is the model is checked apart, in the model's own types.
+for outputs). Without a loss, gradients are those of all outputs together, from random upstream gradients. That the
+captured graph is the model is checked apart, in the model's own types.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from fxpar.passes.insert_collectives import insert_collectives
 from fxpar.program import Program, output_layouts
 from fxpar.shards import local_block
 from fxpar.verify.promote import promote, wide
-from fxpar.verify.simulate import Run, coordinates, run_ranks, run_single
+from fxpar.verify.simulate import Run, coordinates, cotangents, run_ranks, run_single, symbol_values
 
 TOLERANCE = 1e-10
 _UNITS = 16  # of the last place, of the largest value
@@ -38,7 +39,7 @@ class ValueReport:
     """Largest deviations of any rank.
 
     Attributes:
-        loss_error: absolute, of the loss, over the reference loss.
+        loss_error: of the loss, over the reference loss; 0 where the program has none.
         output_error: of any output, over the largest reference value of that output.
         max_grad_error: of any parameter gradient, over the largest reference gradient of all.
         worst: the parameter or output that deviates most.
@@ -72,11 +73,6 @@ def call_inputs(captured: Captured, model: nn.Module, batch: Any) -> dict[str, T
         raise CheckFailed("the batch has another structure than the example", where="batch")
     pairs = zip(captured.spec.in_leaves, leaves, strict=True)
     return {str(what): value for (kind, what), value in pairs if kind == "input"}
-
-
-def symbol_values(program: Program, inputs: Mapping[str, Tensor]) -> dict[str, int]:
-    """Values of the program's symbols for given inputs."""
-    return {s.name: inputs[s.path].shape[s.dim] for s in program.symbols}
 
 
 def reference_program(captured: Program) -> Program:
@@ -223,14 +219,17 @@ def check_capture(captured: Captured, model: nn.Module, batch: Any) -> None:
         for (kind, what), leaf in zip(captured.spec.out_leaves, leaves, strict=True)
         if kind == "output"
     }
+    inputs = call_inputs(captured, model, batch)
+    upstream = cotangents(captured.program, symbol_values(captured.program, inputs))
+    roots = {str(w): leaf for (k, w), leaf in zip(captured.spec.out_leaves, leaves, strict=True) if k == "output"}
+    roots = {name: roots[name] for name in upstream if roots[name].requires_grad}
     gradients: dict[str, Tensor] = {}
-    if captured.program.loss:
+    if roots:
         names = [p.fqn for p in captured.program.parameters if p.trainable]
-        index = [str(w) for k, w in captured.spec.out_leaves].index(captured.program.loss)
-        found = torch.autograd.grad(leaves[index], [parameters[n] for n in names], allow_unused=True)
+        given = [upstream[name] for name in roots]
+        found = torch.autograd.grad([*roots.values()], [parameters[n] for n in names], given, allow_unused=True)
         gradients = {n: g for n, g in zip(names, found, strict=True) if g is not None}
     canonical = PassManager([canonicalize]).run(captured.program)
-    inputs = call_inputs(captured, model, batch)
     for label, program in (("captured", captured.program), ("canonical", canonical)):
         torch.manual_seed(17)
         run = run_single(program, program_state(program, model), inputs)

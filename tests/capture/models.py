@@ -17,7 +17,7 @@ from fxpar.capture import Captured, capture
 from fxpar.manager import PassManager
 from fxpar.passes.canonicalize import canonicalize
 from fxpar.program import Program
-from fxpar.verify.simulate import run_single
+from fxpar.verify.simulate import cotangents, run_single, symbol_values
 from fxpar.verify.values import call_inputs, program_state
 
 
@@ -73,8 +73,10 @@ def eager(captured: Captured, model: nn.Module, batch: Any) -> Result:
     leaves = pytree.tree_leaves(result, is_leaf=lambda v: v is None)
     pairs = zip(captured.spec.out_leaves, leaves, strict=True)
     outputs = {str(name): value for (kind, name), value in pairs if kind == "output"}
-    if captured.program.loss:
-        outputs[captured.program.loss].backward()
+    sizes = symbol_values(captured.program, call_inputs(captured, model, batch))
+    upstream = cotangents(captured.program, sizes)
+    roots = [name for name in upstream if outputs[name].requires_grad]
+    torch.autograd.backward([outputs[name] for name in roots], [upstream[name] for name in roots])
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)
     return Result({name: value.detach() for name, value in outputs.items()}, gradients)

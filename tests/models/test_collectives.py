@@ -17,8 +17,8 @@ from fxpar.program import Program
 from fxpar.verify.analysis import collectives
 from fxpar.verify.check import compile_program
 from fxpar.verify.promote import promote, wide
-from fxpar.verify.simulate import run_ranks
-from fxpar.verify.values import call_inputs, program_state, rng_state, symbol_values
+from fxpar.verify.simulate import run_ranks, symbol_values
+from fxpar.verify.values import call_inputs, program_state, rng_state
 from tests.models.variants import Variant, trace
 from tests.zoo import CASES
 

@@ -1,6 +1,8 @@
 """The plan: what it accepts, how it says no, and its way to a file and back."""
 
+import copy
 import dataclasses
+import pickle
 from pathlib import Path
 
 import pytest
@@ -158,3 +160,11 @@ def test_a_plan_is_frozen_and_keeps_its_own_split() -> None:
     assert plan.split == {"*.fc": "column"}
     with pytest.raises(dataclasses.FrozenInstanceError):
         plan.tp = 2  # type: ignore[misc]
+
+
+def test_a_plan_cannot_be_changed_behind_its_checks() -> None:
+    plan = Plan(tp=2, split={"*.fc": "column"})
+    with pytest.raises(TypeError):
+        plan.split["*.fc"] = "banana"  # type: ignore[index]
+    assert {plan: 1}[Plan(tp=2, split={"*.fc": "column"})] == 1
+    assert copy.deepcopy(plan) == pickle.loads(pickle.dumps(plan)) == plan

@@ -14,7 +14,7 @@ from fxpar.errors import CheckFailed, PassError
 from fxpar.manager import Pass
 from fxpar.passes import DEFAULT_PASSES
 from fxpar.program import Program, note, set_note
-from fxpar.verify.bisect import bisect, complete
+from fxpar.verify.bisect import Bisection, Culprit, bisect, complete
 from tests.verify.cases import prepared, program
 
 aten = torch.ops.aten
@@ -73,22 +73,30 @@ def refuse(found: Program) -> None:
     raise PassError("refuses", where="here")
 
 
-def find(*passes: Pass) -> fxpar.verify.bisect.Culprit | None:
-    """The first pass at fault on the small model."""
+def search(*passes: Pass) -> Bisection:
+    """What bisection finds on the small model."""
     case = prepared("tail")
     return bisect(case.captured.with_(plan=case.case.plan(2)), passes, case.state, case.inputs)
 
 
-def test_right_passes_have_no_culprit() -> None:
-    assert find(*DEFAULT_PASSES) is None
+def find(*passes: Pass) -> Culprit | None:
+    """The first pass at fault on the small model."""
+    return search(*passes).culprit
+
+
+def test_right_passes_have_no_culprit_and_are_all_compared() -> None:
+    found = search(*DEFAULT_PASSES)
+    assert found.culprit is None
+    assert (found.compared, found.untested) == (tuple(item.name for item in DEFAULT_PASSES), ())
 
 
 @pytest.mark.parametrize("behind", range(len(DEFAULT_PASSES) + 1))
 @pytest.mark.parametrize("change", [to_relu, scale_loss])
 def test_values_find_the_pass_wherever_it_stands(change: Callable[[Program], None], behind: int) -> None:
-    culprit = find(*with_pass(made("wrong", change), behind))
+    found = search(*with_pass(made("wrong", change), behind))
+    culprit = found.culprit
     assert culprit is not None
-    assert (culprit.name, culprit.error, culprit.untested) == ("wrong", None, ())
+    assert (culprit.name, culprit.error, found.untested) == ("wrong", None, ())
     assert culprit.report is not None
     assert not culprit.report.ok
     assert culprit.report.loss_error > 1e-6
@@ -123,7 +131,7 @@ def test_a_program_that_is_wrong_at_the_start_is_the_capture_s() -> None:
     gelu = calls(wrong, aten.gelu.default)[0]
     gelu.replace_all_uses_with(calls(wrong, aten.layer_norm.default)[0])
     wrong.graph.erase_node(gelu)
-    culprit = bisect(wrong, DEFAULT_PASSES, case.state, case.inputs)
+    culprit = bisect(wrong, DEFAULT_PASSES, case.state, case.inputs).culprit
     assert culprit is not None
     assert culprit.name == "capture"
     assert isinstance(culprit.error, CheckFailed)
@@ -134,6 +142,20 @@ def test_a_pass_that_declares_to_change_values_is_no_culprit_and_what_follows_is
     assert find(*with_pass(free, 1)) is None
     passes = with_pass(free, 1)
     culprit = find(*passes[:3], made("wrong", scale_loss), *passes[3:])
+    assert culprit is not None
+    assert culprit.name == "wrong"
+
+
+def test_behind_a_pass_that_changes_a_split_program_static_checks_go_on() -> None:
+    """Such a pass leaves nothing to compare with, which the result says; it is no proof that what follows is right."""
+    free = made("free", to_relu, preserves="nothing")
+    found = search(*with_pass(free, 3))
+    assert found.culprit is None
+    assert found.compared == ("canonicalize", "annotate", "insert_collectives")
+    assert found.untested == ("assign_rng", "localize")
+    wrong = made("wrong", drop_reduction)
+    passes = with_pass(free, 3)
+    culprit = find(*passes[:4], wrong, *passes[4:])
     assert culprit is not None
     assert culprit.name == "wrong"
 

@@ -19,8 +19,8 @@ from fxpar.passes.assign_rng import RNG_PATH
 from fxpar.program import Program
 from fxpar.shards import block, whole
 from fxpar.verify.promote import promote, wide
-from fxpar.verify.simulate import run_ranks, simulated_world
-from fxpar.verify.values import compare, rng_state, symbol_values
+from fxpar.verify.simulate import run_ranks, simulated_world, symbol_values
+from fxpar.verify.values import compare, rng_state
 from tests.verify.cases import prepared, program
 
 SHAPE = (12, 24)

@@ -222,6 +222,54 @@ def test_level_static_compares_no_values() -> None:
         verify(model, batch, SPLIT, level="all")
 
 
+def test_the_model_is_verified_in_the_plan_s_precision_and_left_as_it_was() -> None:
+    model, batch = small()
+    batch = {"x": batch["x"].bfloat16()}
+    kept = [parameter.data_ptr() for parameter in model.parameters()]
+    proof = expect(verify(model, batch, SPLIT.replace(precision="bf16")))
+    assert {p.type.dtype for p in proof.program.parameters} == {torch.bfloat16}
+    assert [parameter.data_ptr() for parameter in model.parameters()] == kept
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+
+class Headless(Small):
+    """The same without a loss."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        """[b, 6]."""
+        return {"y": super().forward(x)["y"], "rows": x.new_ones(3)}
+
+
+def test_gradients_of_a_model_without_loss_are_those_of_its_outputs() -> None:
+    torch.manual_seed(0)
+    model, batch = Headless(), {"x": torch.randn(5, 6)}
+    proof = expect(verify(model, batch, SPLIT))
+    assert proof.values is not None
+    assert proof.values.gradients == 4
+    passes = fxpar.passes.DEFAULT_PASSES
+    wrong = verify(model, batch, SPLIT, passes=(passes[0], halved_gradient, *passes[1:]))
+    assert not wrong.ok
+    assert wrong.values is not None
+    assert wrong.values.output_error < 1e-10 < wrong.values.max_grad_error
+
+
+@fxpar.register_pass("halved_gradient", requires={"canonical"})
+def halved_gradient(found: Program) -> Program:
+    """Halves a gradient and no value."""
+    gelu = target_of(found, aten.gelu.default)
+    with found.graph.inserting_after(gelu):
+        cut = found.graph.call_function(aten.detach.default, (gelu,))
+    with found.graph.inserting_after(cut):
+        mean = found.graph.call_function(aten.add.Tensor, (gelu, cut))
+    with found.graph.inserting_after(mean):
+        half = found.graph.call_function(aten.mul.Tensor, (mean, 0.5))
+    for node in (cut, mean, half):
+        node.meta = dict(gelu.meta)
+    for user in [user for user in gelu.users if user not in (cut, mean)]:
+        user.replace_input_with(gelu, half)
+    return found
+
+
 @fxpar.register_pass("to_relu", requires={"canonical"})
 def to_relu_pass(found: Program) -> Program:
     """Replaces an activation by another; its contract says that values stay equal."""
