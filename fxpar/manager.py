@@ -79,11 +79,23 @@ def register_pass(
 
 @dataclass(frozen=True)
 class Verifier:
-    """A static check: `check` raises `CheckFailed` or `LayoutError`; it applies while all of `properties` hold."""
+    """A static check.
+
+    Attributes:
+        name: as messages call it.
+        properties: it applies while all of these hold.
+        check: raises `CheckFailed`, `LayoutError` or `InputError`.
+        until: a property from which on it does not apply any more.
+    """
 
     name: str
     properties: frozenset[str]
     check: Callable[[Program], None]
+    until: str = ""
+
+    def applies(self, program: Program) -> bool:
+        """Whether the check is about such programs."""
+        return self.properties <= program.properties and self.until not in program.properties
 
 
 @dataclass(frozen=True)
@@ -168,7 +180,7 @@ class PassManager:
         except (RuntimeError, ValueError) as error:
             raise PassError(f"left an unsound graph: {error}", where=after) from None
         for verifier in self.verifiers:
-            if verifier.properties <= program.properties:
+            if verifier.applies(program):
                 try:
                     verifier.check(program)
                 except FxparError as error:

@@ -17,6 +17,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.nn import functional
 
 import fxpar
 from fxpar.capture import capture
@@ -98,6 +99,40 @@ class Losses(Mlp):
     def forward(self, x: Tensor, scale: Tensor | None = None) -> Any:
         y = self.up(x)
         return {"first": y.mean(), "second": y.square().mean()}
+
+
+class Sampled(Mlp):
+    """Adds what a function makes of its output, which draws random numbers."""
+
+    def __init__(self, noise: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.noise = noise
+
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Any:
+        """[b, 6]."""
+        y = super().forward(x)
+        return {"loss": (y + self.noise(y)).mean()}
+
+
+def normal(x: Tensor) -> Tensor:
+    """Noise around x."""
+    return torch.normal(x, 1.0)
+
+
+def exponential(x: Tensor) -> Tensor:
+    """Noise of the shape of x."""
+    return torch.empty_like(x).exponential_()
+
+
+class Broken(Mlp):
+    """Changes what its backward needs."""
+
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Any:
+        """[b, 6]."""
+        y = self.up(x).exp()
+        z = y * 2.0
+        y.add_(1.0)
+        return z.mean() + y.mean()
 
 
 def cached() -> nn.Module:
@@ -232,6 +267,11 @@ TABLE = [
     # models
     Bad("branch on a value", lambda: check(Branches()), "CaptureError", "branches on values of tensors"),
     Bad("buffer that changes", lambda: check(Counts()), "CaptureError", "norm.num_batches_tracked"),
+    Bad("one sample", lambda: check(Mlp(), {}, (X[:1],)), "CaptureError", "holds one sample"),
+    Bad("gumbel noise", lambda: check(Sampled(functional.gumbel_softmax), SPLIT), "PassError", "draws random numbers"),
+    Bad("normal noise", lambda: check(Sampled(normal), SPLIT), "PassError", "draws random numbers"),
+    Bad("exponential", lambda: check(Sampled(exponential), SPLIT), "PassError", "draws random numbers"),
+    Bad("model that cannot train", lambda: verify(Broken(), (X,), Plan()), "InputError", "the model itself, not split"),
     Bad("cache", lambda: check(cached(), {}, {"input_ids": X.long()}), "CaptureError", "returns a cache"),
     Bad("two losses", lambda: check(Losses()), "CaptureError", "several scalars (first, second)"),
     Bad("loss that is not there", lambda: check(Losses(), loss="third"), "CaptureError", "loss='third'"),

@@ -40,13 +40,8 @@ from fxpar.program import (
     set_note,
     tensor_type,
 )
+from fxpar.rules.randomness import draws_bits
 from fxpar.symbols import Size, names, parse_size, simplify, symbol
-
-RANDOM = frozenset(
-    """native_dropout.default dropout.default bernoulli.default bernoulli.p rand.default randn.default randint.default
-    randint.low rand_like.default randn_like.default normal_functional.default uniform.default multinomial.default
-    randperm.default alpha_dropout.default feature_dropout.default rrelu.default""".split()
-)
 
 
 class SizeError(CaptureError):
@@ -178,14 +173,7 @@ class _Converter:
 
     def random_identity(self, node: fx.Node, fqn: str) -> int:
         """A number from the node's module and its position there: the same under every plan."""
-        name = str(node.target).removeprefix("aten.")
-        is_random = name in RANDOM
-        if name == "native_dropout.default":
-            is_random = float(node.args[1]) > 0 and node.args[2] is not False  # type: ignore[arg-type]
-        if name == "scaled_dot_product_attention.default":
-            p = node.args[4] if len(node.args) > 4 else node.kwargs.get("dropout_p", 0.0)
-            is_random = float(p) > 0  # type: ignore[arg-type]
-        if not is_random:
+        if not draws_bits(node):
             return 0
         self.random[fqn] += 1
         digest = hashlib.sha256(f"{fqn}#{self.random[fqn]}".encode()).digest()

@@ -54,9 +54,12 @@ def _summary(program: Program, how: str) -> dict[str, Any]:
     """What was captured: counts, names, and operators that no rule can split."""
     from collections import Counter
 
+    from fxpar.passes.canonicalize import canonicalize
     from fxpar.program import note
     from fxpar.text import target_name
+    from fxpar.verify.analysis import without_rule
 
+    canonical = program if "canonical" in program.properties else canonicalize(program.copy())
     calls = [node for node in program.graph.nodes if node.op == "call_function"]
     return {
         "how": how,
@@ -67,29 +70,9 @@ def _summary(program: Program, how: str) -> dict[str, Any]:
         "symbols": {s.name: {"input": s.path, "dim": s.dim, "example": s.example} for s in program.symbols},
         "loss": program.loss,
         "operators": dict(sorted(Counter(target_name(node).partition("[")[0] for node in calls).items())),
-        "without_rule": _without_rule(program),
+        "without_rule": without_rule(canonical),
         "recompute_regions": len({note(node).recompute for node in calls} - {0}),
     }
-
-
-def _without_rule(program: Program) -> list[str]:
-    """Operators on tensors, once spelled canonically, that have no rule: they stay whole on every rank."""
-    import operator
-
-    from fxpar.operators import OPERATORS
-    from fxpar.passes.canonicalize import canonicalize
-    from fxpar.program import operands, output_types
-    from fxpar.rules import key_of, rule_of
-
-    canonical = program if "canonical" in program.properties else canonicalize(program.copy())
-    found = set()
-    for node in canonical.graph.nodes:
-        known = node.target is operator.getitem or node.target in OPERATORS.values()
-        if node.op != "call_function" or known or rule_of(node.target) is not None:
-            continue
-        if operands(node) and output_types(node):
-            found.add(key_of(node.target))
-    return sorted(found)
 
 
 def _show_summary(stdout: Console, name: str, document: dict[str, Any]) -> None:
@@ -165,6 +148,7 @@ def run(
         "nodes": len(program.graph.nodes),
         "properties": sorted(program.properties),
         "split_flops": share,
+        **whole(program),
         "dump": dump,
         "texts": texts,
     }
@@ -191,8 +175,35 @@ def _show_passes(stdout: Console, name: str, program: Program, share: float | No
     print_table(stdout, name, listing)
     split = "" if share is None else f"; {share:.1%} of the matrix FLOPs are split over {program.plan.tp} ranks"
     stdout.print(f"{len(program.graph.nodes)} nodes; {', '.join(sorted(program.properties)) or 'no properties'}{split}")
+    for line in whole_lines(whole(program)):
+        stdout.print(line, soft_wrap=True)
     if dump is not None:
         stdout.print(f"texts in {dump}")
+
+
+def whole(program: Program) -> dict[str, Any]:
+    """What tp leaves whole: matrices with the reason, and operators without a rule. Empty before there are layouts."""
+    from fxpar.verify.analysis import unsplit, without_rule
+
+    if "layouts" not in program.properties or "tp" not in program.axes:
+        return {"unsplit": {}, "without_rule": []}
+    return {"unsplit": dict(unsplit(program)), "without_rule": without_rule(program)}
+
+
+def whole_lines(found: dict[str, Any]) -> list[str]:
+    """The same in words: parameters by reason, the first few of each."""
+    reasons: dict[str, list[str]] = {}
+    for name, reason in found["unsplit"].items():
+        reasons.setdefault(reason, []).append(name)
+    lines = [f"whole on every rank: {_few(names)} ({reason})" for reason, names in reasons.items()]
+    if found["without_rule"]:
+        lines.append(f"operators without a rule, whole on every rank: {_few(found['without_rule'])}")
+    return lines
+
+
+def _few(names: list[str], most: int = 4) -> str:
+    rest = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + rest
 
 
 def warn_unsplit(ui: Ui, program: Program) -> float | None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from fxpar.cli.build import warn_unsplit
+from fxpar.cli.build import warn_unsplit, whole, whole_lines
 from fxpar.cli.options import Passes, Request, command
 from fxpar.cli.output import FAILED, FINE, Report, Ui, error_document, error_text, print_table, table
 from fxpar.errors import CheckFailed, FxparError, InputError
@@ -52,7 +52,7 @@ def verify(
     else:
         found = _verify_model(ui, request, level or "values", chosen)
     warn_unsplit(ui, found.program)
-    document, error = found.to_json(), None
+    document, error = found.to_json() | whole(found.program), None
     try:
         expect(found)
     except CheckFailed as failure:
@@ -95,13 +95,19 @@ def _verify_text(ui: Ui, request: Request, level: str, passes: Sequence[Pass]) -
     start = open_start(ui, request)
     program = start.program
     with ui.working(f"verifying {start.name} ({level})"):
-        verify_static(program)
+        checks = verify_static(program)
         if level == "static":
-            return Verification(True, level, program, split_flops(program), None)
+            return Verification(True, level, program, split_flops(program), checks, None)
         values = start.values()
     assert start.path is not None
     folder = start.path.parent
     captured = read_text(folder / CAPTURE)
+    verify_static(captured)
+    if captured.loss != program.loss:
+        raise CheckFailed(
+            f"is '{program.loss or 'none'}' in {start.path.name} and '{captured.loss or 'none'}' in {CAPTURE}",
+            where="loss",
+        )
     if "local" not in program.properties:
         _need_local(passes)
         program, _ = run_passes(ui, start, passes)
@@ -109,14 +115,14 @@ def _verify_text(ui: Ui, request: Request, level: str, passes: Sequence[Pass]) -
         values.check(item, f"{name} and {folder / VALUES}")
     with ui.working(f"verifying {start.name} ({level})"):
         report = verify_values(captured, program, values.state, values.inputs)
-    return Verification(report.ok, level, program, split_flops(program), report)
+    return Verification(report.ok, level, program, split_flops(program), checks, report)
 
 
 def _show_verification(stdout: Console, name: str, found: Verification) -> None:
     from fxpar.verify.values import TOLERANCE
 
     rows = table("check", "result")
-    rows.add_row("static", "structure, shapes and types hold")
+    rows.add_row("static", f"{', '.join(found.checks)}: right")
     if found.values is not None:
         v = found.values
         rows.add_row("loss", _error(v.loss_error) if found.program.loss else "none: gradients are those of the outputs")
@@ -130,6 +136,8 @@ def _show_verification(stdout: Console, name: str, found: Verification) -> None:
     rows.add_row("matrix FLOPs split", f"{found.split_flops:.1%} over {ranks} ranks" if ranks > 1 else "one rank")
     rows.add_row("verdict", f"{'ok' if found.ok else 'FAILED'} at level {found.level}")
     print_table(stdout, name, rows)
+    for line in whole_lines(whole(found.program)):
+        stdout.print(line, soft_wrap=True)
 
 
 def _error(value: float) -> str:

@@ -5,6 +5,7 @@ Enters: the words of a command line. Leaves: the exit status: 0 fine, 1 a check 
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -41,6 +42,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status.
     """
     words = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):
+        # Arrows and ellipses must not end a command on a terminal that has none.
+        if isinstance(stream, io.TextIOWrapper) and not (stream.encoding or "").lower().startswith("utf"):
+            stream.reconfigure(errors="backslashreplace")
     # Users' modules are found from where they work, as under `python -m`.
     here = os.getcwd()
     added = here not in sys.path

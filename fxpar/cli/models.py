@@ -162,6 +162,10 @@ def user_code(where: str) -> Iterator[None]:
         yield
     except _USER_FAULTS as error:
         raise InputError(_fault(error), where=where, remedy="correct the code") from None
+    except SystemExit as error:
+        raise InputError(
+            f"the code called sys.exit({error.code!r})", where=where, remedy="guard it by if __name__ == '__main__'"
+        ) from None
 
 
 def _fault(error: BaseException) -> str:

@@ -67,7 +67,7 @@ def attach(root: nn.Module, skeleton: nn.Module) -> list[tuple[nn.Module, nn.Mod
 
 
 def _check_free(root: nn.Module, name: str) -> None:
-    if hasattr(root, name):
+    if hasattr(type(root), name) or name in vars(root):
         raise InputError(
             f"the name is taken by {type(root).__name__}.{name}", where=name, remedy="rename it in the model"
         )

@@ -6,6 +6,7 @@ matrix FLOPs that an axis divides.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -16,8 +17,9 @@ from torch import fx
 from fxpar import operators
 from fxpar.gradients import carried
 from fxpar.layout import Layout
-from fxpar.operators import COERCION_OF
+from fxpar.operators import COERCION_OF, OPERATORS
 from fxpar.program import Program, note, operands, output_layouts, output_types
+from fxpar.rules import key_of, rule_of
 from fxpar.symbols import Size, evaluate, product, simplify
 
 aten = torch.ops.aten
@@ -129,3 +131,15 @@ def unsplit(program: Program, axis: str = "tp") -> list[tuple[str, str]]:
         if is_matrix and layouts and axis in program.axes and not layouts[0].on(axis).is_shard:
             found.append((parameter.fqn, note(node).origin or "no line of the plan's split names it"))
     return found
+
+
+def without_rule(program: Program) -> list[str]:
+    """Operators of a canonical program that take tensors and have no rule: they stay whole on every rank."""
+    found = set()
+    for node in program.graph.nodes:
+        known = node.target is operator.getitem or node.target in OPERATORS.values()
+        if node.op != "call_function" or known or rule_of(node.target) is not None:
+            continue
+        if operands(node) and output_types(node):
+            found.add(key_of(node.target))
+    return sorted(found)

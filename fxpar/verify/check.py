@@ -21,7 +21,7 @@ from fxpar.plan import Plan
 from fxpar.program import PassRecord, Program
 from fxpar.verify.analysis import split_flops
 from fxpar.verify.bisect import Bisection, bisect
-from fxpar.verify.static import STATIC
+from fxpar.verify.static import STATIC, verify_static
 from fxpar.verify.values import ValueReport, call_inputs, check_capture, program_state, verify_values
 
 LEVELS = ("static", "values")
@@ -36,6 +36,7 @@ class Verification:
         level: static or values.
         program: the localised program.
         split_flops: share of the matrix FLOPs that tp divides.
+        checks: names of the static checks that hold of the program.
         values: deviations from the single device; None at level static.
     """
 
@@ -43,11 +44,13 @@ class Verification:
     level: str
     program: Program
     split_flops: float
+    checks: tuple[str, ...]
     values: ValueReport | None
 
     def to_json(self) -> dict[str, Any]:
         """A plain mapping for machines."""
         found: dict[str, Any] = {"ok": self.ok, "level": self.level, "split_flops": self.split_flops}
+        found["checks"] = list(self.checks)
         if self.values is not None:
             found |= {k: v for k, v in asdict(self.values).items() if k != "ok"}
         return found
@@ -94,13 +97,14 @@ def verify(
         captured = capture(model, batch, plan, loss)
         program = compile_program(captured, passes)
         share = split_flops(program)
+        checks = verify_static(program)
         if level == "static":
-            return Verification(True, level, program, share, None)
+            return Verification(True, level, program, share, checks, None)
         _need_memory(model)
         check_capture(captured, model, batch)
         state, inputs = program_state(captured.program, model), call_inputs(captured, model, batch)
         report = verify_values(captured.program, program, state, inputs)
-    return Verification(report.ok, level, program, share, report)
+    return Verification(report.ok, level, program, share, checks, report)
 
 
 def bisect_model(

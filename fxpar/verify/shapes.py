@@ -126,8 +126,9 @@ def _expected(program: Program, node: fx.Node, sizes: Mapping[str, int]) -> list
         try:
             shape = [evaluate(size, sizes) for size in local_shape(kind.shape, layout, program.axes)]
             found.append(torch.empty(shape, dtype=kind.dtype, device="meta"))
-        except (ValueError, IndexError, RuntimeError, OverflowError) as error:
-            raise CheckFailed(f"{layout} does not fit {kind}: {error}", where=describe(node)) from None
+        except (ValueError, IndexError, RuntimeError, OverflowError, TypeError) as error:
+            reason = str(error).splitlines()[0]
+            raise CheckFailed(f"{layout} does not fit {kind}: {reason}", where=describe(node)) from None
     return found
 
 

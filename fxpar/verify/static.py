@@ -8,24 +8,28 @@ from __future__ import annotations
 
 from fxpar.manager import Verifier
 from fxpar.program import Program
+from fxpar.verify.header import check_header
 from fxpar.verify.shapes import check_shapes
 from fxpar.verify.structure import check_structure
 from fxpar.verify.types import check_choice, check_types
 
 STATIC: tuple[Verifier, ...] = (
+    Verifier("header", frozenset(), check_header),
     Verifier("structure", frozenset(), check_structure),
-    Verifier("choice", frozenset({"layouts"}), check_choice),  # until coercions are in place
+    Verifier("choice", frozenset({"layouts"}), check_choice, until="collectives"),
     Verifier("types", frozenset({"collectives"}), check_types),  # says which coercion a wrong shape lacks
     Verifier("shapes", frozenset(), check_shapes),
 )
 
 
-def verify_static(program: Program) -> None:
-    """Runs every static check whose properties hold.
+def verify_static(program: Program) -> tuple[str, ...]:
+    """Runs every static check whose properties hold, and returns their names.
 
     Raises:
         CheckFailed, LayoutError: the first failure.
+        InputError: the program names an autograd function that cannot be imported.
     """
-    for verifier in STATIC:
-        if verifier.properties <= program.properties:
-            verifier.check(program)
+    applied = [verifier for verifier in STATIC if verifier.applies(program)]
+    for verifier in applied:
+        verifier.check(program)
+    return tuple(verifier.name for verifier in applied)

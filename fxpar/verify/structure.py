@@ -11,9 +11,8 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
-from fxpar.capture.convert import RANDOM
 from fxpar.errors import CheckFailed
-from fxpar.layout import Layout, pieces_of
+from fxpar.layout import Layout, Placement, pieces_of
 from fxpar.operators import COERCION_OF, OPERATORS, attention, axis_index, dropout
 from fxpar.passes.assign_rng import RNG_PATH
 from fxpar.program import (
@@ -30,13 +29,14 @@ from fxpar.program import (
 )
 from fxpar.rules import bind_arguments
 from fxpar.rules.inference import describe
+from fxpar.rules.randomness import draws_bits
 from fxpar.symbols import names
 
 aten = torch.ops.aten
 
 
 def check_structure(program: Program) -> None:
-    """Placeholders first and in the tables, complete notes, known axes, random identities, returned values.
+    """Placeholders first and in the tables, complete notes, known axes, no conversion twice, random bits, outputs.
 
     Raises:
         CheckFailed: names the first fault.
@@ -49,6 +49,7 @@ def check_structure(program: Program) -> None:
         if node.op != "output":
             _check_note(program, node)
             _check_axis(program, node)
+    _check_conversions(program)
     _check_random(program)
     _check_outputs(program)
 
@@ -123,16 +124,21 @@ def _check_axis(program: Program, node: fx.Node) -> None:
         raise CheckFailed(f"the axis {axis} is not in the mesh ({known})", where=describe(node))
 
 
-def is_random(node: fx.Node) -> bool:
-    """Whether a node of the captured or canonical graph draws random bits."""
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
-        return False
-    if node.target is aten.scaled_dot_product_attention.default:
-        return bool(bind_arguments(node).get("dropout_p"))
-    if node.target in (aten.dropout.default, aten.native_dropout.default):
-        given = bind_arguments(node)
-        return bool(given.get("p")) and given.get("train") is not False
-    return str(node.target).removeprefix("aten.") in RANDOM
+def _check_conversions(program: Program) -> None:
+    """No value is converted to one placement twice: its values would be right, the communication doubled."""
+    seen: dict[tuple[fx.Node, str, Placement], fx.Node] = {}
+    for node in program.graph.nodes:
+        layouts = output_layouts(node) if node.op == "call_function" and node.target in COERCION_OF else ()
+        if layouts:
+            source, axis = operands(node)[0], str(node.kwargs["axis"])
+            target = layouts[0].on(axis)
+            first = seen.setdefault((source, axis, target), node)
+            if first is not node:
+                raise CheckFailed(
+                    f"converts %{source.name} to {target} on axis {axis} a second time",
+                    where=describe(node),
+                    remedy=f"use %{first.name}",
+                )
 
 
 def _check_random(program: Program) -> None:
@@ -142,9 +148,9 @@ def _check_random(program: Program) -> None:
     for node in program.graph.nodes:
         counted = node.op == "call_function" and node.target in (dropout, attention)
         identity = 0 if node.op == "output" else note(node).random
-        if is_random(node) and "rng" in program.properties:
+        if draws_bits(node) and "rng" in program.properties:
             raise CheckFailed("draws bits that depend on the rank's generator", where=describe(node))
-        if (counted or is_random(node)) and not 0 < identity < 2**32:
+        if (counted or draws_bits(node)) and not 0 < identity < 2**32:
             raise CheckFailed(
                 f"draws random bits and has the identity {identity}",
                 where=describe(node),

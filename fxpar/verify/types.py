@@ -53,7 +53,7 @@ def check_choice(program: Program) -> None:
         LayoutError: an operation does not accept what it needs, or nothing converts an operand to that.
         CheckFailed: a note contradicts what follows.
     """
-    if not program.axes or "collectives" in program.properties:
+    if not program.axes:
         return
     flags = carried(program)
     for node in program.graph.nodes:
@@ -142,9 +142,19 @@ def _check_outputs(
     program: Program, found: dict[fx.Node, tuple[Layout, ...]], flags: dict[fx.Node, tuple[bool, ...]]
 ) -> None:
     """Callers differentiate outputs as if there were one rank: they are invariant (R without gradient) or shards."""
+    if program.loss and any(p.trainable for p in program.parameters):
+        node = program.output_nodes()[program.loss]
+        if not flags[node][0]:
+            raise CheckFailed("carries no gradient to any parameter", where=f"loss {program.loss} = {describe(node)}")
     for name, node in program.output_nodes().items():
         for axis, placement in found[node][0]:
             whole = resting(I, flags[node][0])
+            if not all(piece.sharded for piece in placement.pieces):
+                raise CheckFailed(
+                    f"on axis {axis}: {placement} has a segment that every rank holds: nothing would sum its gradient",
+                    where=f"output {name} = {describe(node)}",
+                    remedy="return the segments as outputs of their own",
+                )
             if placement == whole or (placement.is_shard and name != program.loss):
                 continue
             row = COERCIONS.get((placement.kind, whole.kind))

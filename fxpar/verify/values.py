@@ -10,7 +10,8 @@ captured graph is the model is checked apart, in the model's own types.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from fxpar.capture import Captured, arguments
-from fxpar.errors import CheckFailed
+from fxpar.errors import CheckFailed, InputError
 from fxpar.manager import PassManager
 from fxpar.passes.annotate import annotate
 from fxpar.passes.assign_rng import RNG_PATH, assign_rng
@@ -31,6 +32,7 @@ from fxpar.verify.promote import promote, wide
 from fxpar.verify.simulate import Run, coordinates, cotangents, run_ranks, run_single, symbol_values
 
 TOLERANCE = 1e-10
+_UNFAITHFUL = "the model does what a trace does not see: keep state, clocks and other generators out of its forward"
 _UNITS = 16  # of the last place, of the largest value
 
 
@@ -210,7 +212,7 @@ def check_capture(captured: Captured, model: nn.Module, batch: Any) -> None:
     args, kwargs = arguments(model, batch, captured.loss is not None)
     parameters = dict(model.named_parameters())
     torch.manual_seed(17)
-    with torch.enable_grad():
+    with torch.enable_grad(), _eagerly(model):
         outputs = model(*args, **kwargs)
         result: Any = {"loss": captured.loss(outputs, batch), "outputs": outputs} if captured.loss else outputs
     leaves = pytree.tree_leaves(result)
@@ -225,16 +227,44 @@ def check_capture(captured: Captured, model: nn.Module, batch: Any) -> None:
     roots = {name: roots[name] for name in upstream if roots[name].requires_grad}
     gradients: dict[str, Tensor] = {}
     if roots:
-        names = [p.fqn for p in captured.program.parameters if p.trainable]
-        given = [upstream[name] for name in roots]
-        found = torch.autograd.grad([*roots.values()], [parameters[n] for n in names], given, allow_unused=True)
-        gradients = {n: g for n, g in zip(names, found, strict=True) if g is not None}
+        trained = {p.fqn: parameters[p.fqn] for p in captured.program.parameters if p.trainable}
+        with _eagerly(model):
+            gradients = _gradients(roots, upstream, trained)
     canonical = PassManager([canonicalize]).run(captured.program)
     for label, program in (("captured", captured.program), ("canonical", canonical)):
         torch.manual_seed(17)
         run = run_single(program, program_state(program, model), inputs)
         _expect(label, "output", eager, run.outputs, 0.0 if label == "captured" else _rounding(program))
         _expect(label, "gradient of", gradients, run.gradients, _rounding(program))
+
+
+@contextlib.contextmanager
+def _eagerly(model: nn.Module) -> Iterator[None]:
+    """Turns what the author's model raises by itself into an `InputError`."""
+    try:
+        yield
+    except (RuntimeError, ValueError, TypeError, IndexError, KeyError) as error:
+        reason = (str(error).splitlines() or [""])[0]
+        raise InputError(
+            f"the model itself, not split, raises {type(error).__name__}: {reason}",
+            where=type(model).__name__,
+            remedy="make it train on one device first",
+        ) from error
+
+
+def _gradients(
+    roots: Mapping[str, Tensor], upstream: Mapping[str, Tensor], parameters: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Gradients by `backward`, which reentrant checkpoints ask for; what the parameters held is put back."""
+    kept = {name: parameter.grad for name, parameter in parameters.items()}
+    for parameter in parameters.values():
+        parameter.grad = None
+    try:
+        torch.autograd.backward([*roots.values()], [upstream[name] for name in roots])
+        return {name: p.grad.to_dense() for name, p in parameters.items() if p.grad is not None}
+    finally:
+        for name, parameter in parameters.items():
+            parameter.grad = kept[name]
 
 
 def _rounding(program: Program) -> float:
@@ -248,8 +278,9 @@ def _expect(label: str, what: str, wanted: Mapping[str, Tensor], found: Mapping[
     for name in sorted(wanted.keys() | found.keys()):
         if name not in wanted or name not in found:
             owner = "the module" if name in wanted else f"the {label} graph"
-            raise CheckFailed(f"only {owner} has it", where=f"{what} {name}")
+            raise CheckFailed(f"only {owner} has it", where=f"{what} {name}", remedy=_UNFAITHFUL)
         a, b = wanted[name], found[name]
         error = _deviation(b, a, _scale(a) if what == "output" else largest)
         if error > allowed:
-            raise CheckFailed(f"the {label} graph deviates from the module by {error:.3g}", where=f"{what} {name}")
+            reason = f"the {label} graph deviates from the module by {error:.3g}"
+            raise CheckFailed(reason, where=f"{what} {name}", remedy=_UNFAITHFUL)

@@ -13,6 +13,7 @@ from fxpar.capture import Captured, capture
 from fxpar.plan import Plan
 from fxpar.verify.analysis import split_flops
 from fxpar.verify.check import Verification, compile_program
+from fxpar.verify.static import verify_static
 from fxpar.verify.values import call_inputs, check_capture, program_state, verify_values
 from tests.zoo import CASES, VOCABULARY, Case, NanoGPT
 
@@ -66,7 +67,7 @@ def run(name: str, variant: Variant) -> Verification:
     check_capture(captured, model, batch)
     state, inputs = program_state(captured.program, model), call_inputs(captured, model, batch)
     report = verify_values(captured.program, program, state, inputs)
-    return Verification(report.ok, "values", program, split_flops(program), report)
+    return Verification(report.ok, "values", program, split_flops(program), verify_static(program), report)
 
 
 def _traced(variant: Variant) -> Variant:

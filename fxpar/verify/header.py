@@ -1,0 +1,73 @@
+"""Header: what a program says of itself holds of its graph.
+
+Enters: a program. Leaves: nothing, or `CheckFailed` that names the property or the symbol.
+
+Checks run by properties: a program that drops one must not escape the check.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import fx
+
+from fxpar.errors import CheckFailed
+from fxpar.operators import COERCION_OF, attention, axis_index, dropout
+from fxpar.program import Program, output_layouts
+from fxpar.rules.inference import describe
+from fxpar.symbols import symbol
+
+# What must hold for a property to hold.
+_RESTS_ON: Mapping[str, tuple[str, ...]] = {
+    "collectives": ("layouts",),
+    "rng": ("collectives",),
+    "local": ("collectives", "rng"),
+}
+
+
+def check_header(program: Program) -> None:
+    """Properties rest on each other and are those of the nodes; each symbol is the size of an input.
+
+    Raises:
+        CheckFailed: names the first fault.
+    """
+    for name, needed in _RESTS_ON.items():
+        missing = sorted(set(needed) - program.properties)
+        if name in program.properties and missing:
+            raise CheckFailed(f"holds without {', '.join(missing)}, on which it rests", where=f"property {name}")
+    for node in program.graph.nodes:
+        if node.op != "output":
+            _check_node(program, node)
+    for entry in program.symbols:
+        _check_symbol(program, entry.name)
+
+
+def _check_node(program: Program, node: fx.Node) -> None:
+    shown = ""
+    if node.op == "call_function" and node.target in COERCION_OF:
+        shown = "collectives"
+    elif node.op == "call_function" and node.target in (dropout, attention, axis_index):
+        shown = "rng"
+    elif program.axes and output_layouts(node):
+        shown = "layouts"
+    if shown and shown not in program.properties:
+        raise CheckFailed(
+            f"is there, but the program does not have the property {shown}",
+            where=describe(node),
+            remedy=f"add {shown} to its properties, or run the pass that provides it",
+        )
+
+
+def _check_symbol(program: Program, name: str) -> None:
+    found = [entry for entry in program.symbols if entry.name == name]
+    if len(found) > 1:
+        raise CheckFailed("is defined twice", where=f"symbol {name}")
+    place = f"{found[0].path}.{found[0].dim}"
+    inputs = [entry for entry in program.inputs if entry.path == found[0].path]
+    if not inputs or not 0 <= found[0].dim < len(inputs[0].type.shape):
+        raise CheckFailed(f"no input has the size {place}", where=f"symbol {name}", remedy="name an input's dimension")
+    size = inputs[0].type.shape[found[0].dim]
+    if size != symbol(name):
+        raise CheckFailed(f"the size {place} is {size}", where=f"symbol {name}", remedy="name a dimension of that size")
+    if found[0].example < 1:
+        raise CheckFailed(f"the example has the size {found[0].example}", where=f"symbol {name}")
