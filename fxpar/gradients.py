@@ -14,7 +14,7 @@ from torch import fx
 from fxpar.program import Program, operands, output_types
 
 _aten = torch.ops.aten
-# Operations whose result does not depend on the values of their operand, or in steps.
+# Operations whose derivative is zero: the result ignores the values of the operand or is piecewise constant.
 _STOPS = frozenset(
     {
         _aten.detach.default,

@@ -126,7 +126,7 @@ def local_size(placement: Placement, size: Size, n: int) -> Size:
     """Elements a rank holds of the sharded dimension, whose global size is `size`.
 
     The fraction is applied to `size` rather than to the pieces, so that a dimension cut by several axes can be
-    reduced one axis after the other; segments of unequal treatment are cut by one axis only.
+    reduced one axis after the other; a dimension with cut and whole segments is cut by one axis only.
     """
     if all(p.sharded for p in placement.pieces):
         quotient = divide(size, n)

@@ -1,7 +1,7 @@
 """Graph-level operators of fxpar: what a pass inserts and the text form names.
 
 Enters: nothing. Leaves: functions that stand in a graph as targets. They have no rank, group or address, therefore
-they cannot run; `fxpar.runtime.lower` replaces each by an implementation bound to a process group.
+they cannot run; `fxpar.ops.lower` replaces each by an implementation bound to a process group.
 
 `COERCIONS` is the whole table of SPEC section 2.1: every conversion between two placements on one axis with the
 collective it costs forward and backward. The placement a coercion converts *to* is the one in the node's note.

@@ -1,7 +1,7 @@
 """The text form of a program: one line a node, the same for every rank, parseable back.
 
-Enters: a program. Leaves: its text; `fxpar.parse` is the way back. See `docs` in CONTRIBUTING for the grammar; in
-short::
+Enters: a program. Leaves: its text; `fxpar.parse` is the way back. CONTRIBUTING
+explains it; in short::
 
     fxpar 1
     plan {"tp": 2}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,8 +30,6 @@ class Case:
     batch: Callable[[], Any]
     split: dict[str, str]
     loss: Callable[[Any, Any], Tensor] | None = None
-    layers: int = 2
-    options: dict[str, Any] = field(default_factory=dict)
 
     def model(self) -> nn.Module:
         """The model, the same at every call."""
@@ -58,18 +56,6 @@ def tokens() -> dict[str, Tensor]:
     labels = ids.clone()
     labels[0, :3] = -100
     return {"input_ids": ids, "labels": labels}
-
-
-def padded(side: str) -> dict[str, Tensor]:
-    """Tokens with a padding mask on the left or right; what is padded has no label."""
-    batch = tokens()
-    mask = torch.ones(BATCH, SEQUENCE, dtype=torch.long)
-    for row, count in enumerate((0, 3, 5)):
-        if count:
-            mask[row, slice(None, count) if side == "left" else slice(-count, None)] = 0
-    batch["labels"] = batch["labels"].masked_fill(mask == 0, -100)
-    batch["attention_mask"] = mask
-    return batch
 
 
 def _config(kind: str, **options: Any) -> Any:

@@ -261,8 +261,8 @@ def dumped(folder: Path) -> list[tuple[int, str, Path]]:
     return found
 
 
-def remaining(passes: Sequence[Pass], properties: frozenset[str]) -> int:
-    """How many of the passes a program with these properties has behind it."""
+def passes_done(passes: Sequence[Pass], properties: frozenset[str]) -> int:
+    """How many of the passes have already run on a program with these properties."""
     behind = [i for i, item in enumerate(passes, 1) if item.provides and item.provides <= properties]
     return max(behind, default=0)
 
@@ -309,7 +309,7 @@ def run_passes(
         InputError: there is no pass `until`, or it ran before.
         FxparError: a pass or a static check refused the program.
     """
-    position = remaining(passes, start.program.properties)
+    position = passes_done(passes, start.program.properties)
     todo = list(passes[position:])
     for option, names in (("--until", [until] if until else []), ("--print-after", wanted)):
         _check_names(passes, todo, option, names)

@@ -35,6 +35,10 @@ def without_loss():
     return Small(), (torch.randn(3, 5, 12),)
 
 
+def one_sample():
+    return Small(), (torch.randn(1, 5, 12),)
+
+
 def half_precision():
     return Small(), (torch.randn(3, 5, 12).bfloat16(),)
 

@@ -59,3 +59,54 @@ def test_a_pass_that_fails_is_the_culprit(small: str, name: str) -> None:
     assert result.status == 1
     assert result.document["culprit"] == name
     assert name in result.document["reason"]
+
+
+BOTH = """
+import torch
+from torch import nn
+
+import fxpar
+from fxpar.passes import DEFAULT_PASSES
+
+library = torch.library.Library("fxpar_both", "DEF")
+library.define("twice(Tensor x) -> Tensor")
+fxpar.register_rule(torch.ops.fxpar_both.twice.default)
+PASSES = list(DEFAULT_PASSES)
+
+
+def build():
+    return nn.Linear(4, 4), (torch.randn(2, 4),)
+"""
+
+
+def test_one_file_for_model_rules_and_passes_is_run_once(tmp_path: Path) -> None:
+    """Run twice, it would register its rule twice."""
+    path = tmp_path / "fxpar_both.py"
+    path.write_text(BOTH)
+    result = fxpar("run", f"{path}:build", "--passes", f"{path}:PASSES")
+    assert result.status == 0, result.err
+
+
+def test_a_file_that_failed_is_not_taken_for_loaded(tmp_path: Path) -> None:
+    path = tmp_path / "fxpar_broken.py"
+    path.write_text("def build():\n    return None\n\nraise ValueError('half way')\n")
+    for _ in range(2):
+        result = fxpar("trace", f"{path}:build")
+        assert result.status == 2
+        assert "half way" in result.err
+
+
+@pytest.mark.parametrize("code", ["import sys\nsys.exit(0)\n", "def build():\n    raise SystemExit(3)\n"])
+def test_a_user_s_exit_is_no_success(tmp_path: Path, code: str) -> None:
+    path = tmp_path / f"fxpar_exits_{len(code)}.py"
+    path.write_text(code)
+    result = fxpar("verify", f"{path}:build", "--json")
+    assert result.status == 2
+    assert result.document["ok"] is False
+    assert "the code called sys.exit" in result.err
+
+
+def test_one_sample_is_no_example(small: str) -> None:
+    result = fxpar("trace", f"{small}:one_sample")
+    assert result.status == 2
+    assert "holds one sample" in result.err
