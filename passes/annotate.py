@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
+from functools import partial
 from math import inf
 
 from torch import fx
@@ -12,10 +13,11 @@ from torch import fx
 from fxpar.errors import PlanError
 from fxpar.gradients import carried
 from fxpar.layout import I, Layout, Placement, R
-from fxpar.manager import register_pass
+from fxpar.manager import Pass, register_pass
 from fxpar.operators import COERCIONS
 from fxpar.program import Program, operands, output_types, tensor_type, update
 from fxpar.rules import Refusal, Signature, call_of, infer, rule_of, seed_signature
+from fxpar.rules.follow import weights_of
 from fxpar.rules.inference import describe, resting
 from fxpar.rules.overrides import Pin, match_lines, resolve_overrides
 from fxpar.symbols import evaluate, names
@@ -49,13 +51,28 @@ def annotate(program: Program) -> Program:
     the shards of weights are never converted, and partial sums are reduced as soon as they are made. Last, in reverse
     order, a whole value that all users want cut alike is computed cut, where that moves fewer bytes.
     """
+    return _annotate(program, {})
+
+
+def keeping(layouts: Mapping[str, Layout]) -> Pass:
+    """`annotate` for a further program of a module that exists already.
+
+    Args:
+        layouts: the layouts in which the module holds its parameters, by name. They are taken, whatever this program
+            does with the parameters; those that have none stay whole.
+    """
+    return replace(annotate, run=partial(_annotate, layouts=layouts))
+
+
+def _annotate(program: Program, layouts: Mapping[str, Layout]) -> Program:
     flags = carried(program)
     lines = match_lines(program)
+    weights = weights_of(program.graph, [program.node(p.node) for p in program.parameters])
     solved = {}
     for axis, n in program.axes.items():
-        pins = resolve_overrides(program, lines, n) if axis == "tp" else {}
-        owned = {program.node(p.node) for p in program.parameters}
-        solved[axis] = _Axis(n, flags, pins, owned)
+        known = {name: layout.on(axis) for name, layout in layouts.items()}
+        pins = resolve_overrides(program, lines, n, known) if axis == "tp" else {}
+        solved[axis] = _Axis(n, flags, pins, weights)
         solved[axis].run(program.graph)
         for node, pin in pins.items():
             update(node, role=pin.role, origin=pin.origin)
@@ -76,12 +93,12 @@ class _Choice:
 
 @dataclass
 class _Axis:
-    """Choices on one axis of n ranks; `flags` say which outputs carry a gradient."""
+    """Choices on one axis of n ranks; `flags` say which outputs carry a gradient, `weights` are as in `annotate`."""
 
     n: int
     flags: Mapping[fx.Node, tuple[bool, ...]]
     pins: Mapping[fx.Node, Pin]
-    weights: set[fx.Node]
+    weights: Set[fx.Node]
     chosen: dict[fx.Node, _Choice] = field(default_factory=dict)
     prices: dict[tuple[fx.Node, Placement], float] = field(default_factory=dict)
 
@@ -97,8 +114,6 @@ class _Axis:
                 self.chosen[node] = _Choice((), tuple(resting(placement, flag) for flag in self.flags[node]))
             elif node.op == "call_function" and output_types(node):
                 self.chosen[node] = self._choose(node)
-                if operands(node) and all(o in self.weights for o in operands(node)):
-                    self.weights.add(node)
         for node in reversed(graph.nodes):
             if node.op == "call_function" and self._is_whole(node):
                 self._cut_earlier(node)

@@ -36,6 +36,7 @@ _DROPPED = frozenset(
         aten.sym_constrain_range.default,
     }
 )
+_CONVOLUTIONS = frozenset({aten.conv1d.default, aten.conv2d.default, aten.conv3d.default})
 _SAME = frozenset({aten.alias.default, aten.lift_fresh_copy.default, aten.lift.default})
 _VIEWS = {aten._unsafe_view.default: aten.view.default}
 _WHERE_IT_RUNS = ("device", "pin_memory", "layout", "non_blocking")
@@ -58,8 +59,9 @@ def canonicalize(program: Program) -> Program:
         %o = aten.dropout.default(%y_bias, 0.1, True) : f32[b, s, 96]
 
     Asserts, operations that return their operand, devices and dead code go; sizes `-1` become numbers where they are
-    numbers; biases are separate additions, so that a row-split product can be reduced before its bias is added.
-    Values, gradients and the order of random nodes stay. Refuses sub-graphs: what is in them has no layout.
+    numbers; biases, those of convolutions too, are separate additions, so that a row-split product can be reduced
+    before its bias is added. Values, gradients and the order of random nodes stay. Refuses sub-graphs: what is in them
+    has no layout.
     """
     for module, node in walk(program.graph_module):
         if module is not program.graph_module or node.op == "get_attr":
@@ -92,6 +94,9 @@ def _rewrite(graph: fx.Graph, node: fx.Node) -> None:
         _separate_bias(graph, node, node.args[2], (node.args[0], node.args[1]), aten.linear.default)
     elif target is aten.addmm.default and not node.kwargs:
         _separate_bias(graph, node, node.args[0], node.args[1:3], aten.mm.default)
+    elif target in _CONVOLUTIONS and len(node.args) > 2 and isinstance(node.args[2], fx.Node):
+        bias = _along_channels(graph, node, node.args[2])
+        _separate_bias(graph, node, bias, (*node.args[:2], None, *node.args[3:]), target)
     elif node.target in (aten.view.default, aten.expand.default, aten.reshape.default):
         sizes = [_literal(given, size) for given, size in zip(node.args[1], tensor_type(node).shape, strict=True)]  # type: ignore[arg-type]
         node.args = (node.args[0], sizes)
@@ -133,6 +138,15 @@ def _single_dropout(graph: fx.Graph, node: fx.Node) -> None:
         user.replace_all_uses_with(new)
         graph.erase_node(user)
     graph.erase_node(node)
+
+
+def _along_channels(graph: fx.Graph, node: fx.Node, bias: fx.Node) -> fx.Node:
+    """A convolution's bias as `[C, 1, …]`, one dimension for each of space."""
+    kind, weight = tensor_type(bias), tensor_type(node.args[1])  # type: ignore[arg-type]
+    shape = (*kind.shape, *[1] * (len(weight.shape) - 2))
+    with graph.inserting_before(node):
+        view = graph.call_function(aten.view.default, (bias, list(shape)))
+    return set_note(view, replace(note(node), type=TensorType(kind.dtype, shape)))
 
 
 def _separate_bias(graph: fx.Graph, node: fx.Node, bias: Any, args: Any, target: Any) -> None:

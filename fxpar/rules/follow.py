@@ -7,7 +7,7 @@ which dimension it means and how a fused dimension must be cut.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -29,16 +29,17 @@ class Trail:
 
     Attributes:
         role: what the first matrix product made of it: `column` (its output is a shard), `row` (partial), or "".
-        product: that product.
+        product: that product; `products` are all that the parameter is a factor of.
         refused: operations that did not accept the shard, with their reasons.
-        factored: whether a view made a dimension of its own of the cut factor, in front of another (heads).
-        inner: whether a view left the cut in the last of the dimensions that it made (inside of heads).
+        factored: whether a view made it a cut between blocks of several elements (heads).
+        inner: whether a view left it in the last of the dimensions that it made (inside of heads).
         seen: the placements of the values that the shard reached.
-        weights: those of them that are made from the parameter alone (its transpose).
+        weights: those of them that are made from parameters alone (its transpose).
     """
 
     role: str = ""
     product: fx.Node | None = None
+    products: list[fx.Node] = field(default_factory=list)
     refused: list[tuple[fx.Node, Refusal]] = field(default_factory=list)
     factored: bool = False
     inner: bool = False
@@ -54,10 +55,20 @@ class Trail:
 Arrived = Mapping[fx.Node, tuple[Placement, ...]]
 
 
-def follow(node: fx.Node, placement: Placement, n: int, arrived: Arrived | None = None) -> Trail:
+def weights_of(graph: fx.Graph, owned: Iterable[fx.Node]) -> set[fx.Node]:
+    """The placeholders `owned` and all values that are made from them alone."""
+    found = set(owned)
+    for node in graph.nodes:
+        if node.op == "call_function" and operands(node) and all(other in found for other in operands(node)):
+            found.add(node)
+    return found
+
+
+def follow(node: fx.Node, placement: Placement, n: int, weights: Set[fx.Node], arrived: Arrived | None = None) -> Trail:
     """Follows a shard over n ranks until it is summed or refused. With n = 1 every division comes out even.
 
     Args:
+        weights: the values that are made from parameters alone.
         arrived: placements that other parameters' shards gave to values. An operation at which they meet this one must
             accept both.
     """
@@ -74,14 +85,18 @@ def follow(node: fx.Node, placement: Placement, n: int, arrived: Arrived | None 
             if user.op == "output" or (current, user) in visited:
                 continue
             visited.add((current, user))
-            outputs = _step(trail, current, user, arrived or {}, n)
+            outputs = _step(trail, current, user, weights, arrived or {}, n)
+            if user in weights:
+                trail.weights.add(user)
             if outputs and any(p.is_shard for p in outputs) and user not in trail.seen:
                 trail.seen[user] = outputs
                 pending.append(user)
     return trail
 
 
-def _step(trail: Trail, current: fx.Node, user: fx.Node, arrived: Arrived, n: int) -> tuple[Placement, ...]:
+def _step(
+    trail: Trail, current: fx.Node, user: fx.Node, weights: Set[fx.Node], arrived: Arrived, n: int
+) -> tuple[Placement, ...]:
     found = trail.seen[current]
     if user.target is operator.getitem:
         return (found[int(user.args[1])],)  # type: ignore[arg-type]
@@ -101,26 +116,36 @@ def _step(trail: Trail, current: fx.Node, user: fx.Node, arrived: Arrived, n: in
         if given and given[0].is_shard and given[0] != wanted:
             trail.refused.append((user, Refusal(f"%{other.name} arrives as {given[0]} where {wanted} fits")))
     labelling = rule.labels(call) if rule.labels else None
-    if all(other in trail.weights for other in operands(user)):
-        trail.weights.add(user)
-    elif isinstance(labelling, Labelling) and labelling.summed and not trail.role and current in trail.weights:
-        trail.role = "row" if signature.outputs[0].kind == "P" else "column"
-        trail.product = user
+    if isinstance(labelling, Labelling) and labelling.summed and current in trail.weights and len(operands(user)) > 1:
+        _note_product(trail, user, "row" if signature.outputs[0].kind == "P" else "column", weights)
     _note_view(trail, user, found[0], signature.outputs[0])
     return signature.outputs
 
 
+def _note_product(trail: Trail, user: fx.Node, role: str, weights: Set[fx.Node]) -> None:
+    """The first product with an activation gives the role, else the first one (of two weights, of a table)."""
+    if not trail.role or (trail.product in weights and user not in weights):
+        trail.role, trail.product = role, user
+    trail.products.append(user)
+
+
 def _note_view(trail: Trail, user: fx.Node, source: Placement, result: Placement) -> None:
-    """Remembers where a view that makes several dimensions of one leaves the cut."""
+    """Remembers what a view that makes several dimensions of one does to the cut.
+
+    The runs are counted in larger units where the cut is between blocks: heads, also in `[s, b*heads, d]`.
+    """
+    if len(operands(user)) != 1 or not result.is_shard:
+        return
     before, after = output_types(operands(user)[0])[0].shape, output_types(user)[0].shape
-    if result.is_shard and product(before) == product(after):
-        parts = divide(before[source.dim], after[result.dim])
-        if parts not in (None, 1):
-            trail.factored |= result.dim + 1 < len(after)
-            trail.inner |= result.dim + 1 == len(after)
+    if product(before) != product(after):
+        return
+    block = divide(source.pieces[0].size, result.pieces[0].size)
+    trail.factored |= block not in (None, 1)
+    parts = divide(before[source.dim], after[result.dim])
+    trail.inner |= block == 1 and parts not in (None, 1) and result.dim + 1 == len(after)
 
 
-def candidates(node: fx.Node, dim: int) -> Iterator[Placement]:
+def candidates(node: fx.Node, dim: int, weights: Set[fx.Node]) -> Iterator[Placement]:
     """Ways to cut a dimension, simplest first: plain, k equal parts, then at the splits and slices downstream."""
     size = tensor_type(node).shape[dim]
     yield shard(dim, size)
@@ -128,15 +153,15 @@ def candidates(node: fx.Node, dim: int) -> Iterator[Placement]:
         share = divide(size, k)
         if share is not None:
             yield Placement("S", dim, (Piece(k, share),))
-    edges = sorted(set(_edges(node, dim)))
+    edges = sorted(set(_edges(node, dim, weights)))
     if edges and isinstance(size, int):
         yield Placement("S", dim, pieces_of([Piece(1, b - a) for a, b in pairwise([0, *edges, size])]))
 
 
-def _edges(node: fx.Node, dim: int) -> Iterator[int]:
+def _edges(node: fx.Node, dim: int, weights: Set[fx.Node]) -> Iterator[int]:
     """Positions at which splits and slices downstream cut the dimension."""
     size = tensor_type(node).shape[dim]
-    for value, placements in follow(node, shard(dim, size), 1).seen.items():
+    for value, placements in follow(node, shard(dim, size), 1, weights).seen.items():
         piece = placements[0].piece
         if len(placements) > 1 or piece is None or piece.outer != 1 or not isinstance(size, int):
             continue

@@ -6,7 +6,7 @@ an error that names the plan line.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import NoReturn
@@ -14,46 +14,79 @@ from typing import NoReturn
 from torch import fx
 
 from fxpar.errors import PlanError
-from fxpar.layout import I, Placement, shard
+from fxpar.layout import I, Placement
 from fxpar.program import Parameter, Program, operands, tensor_type
-from fxpar.rules.follow import Arrived, Trail, candidates, follow
+from fxpar.rules.follow import Arrived, Trail, candidates, follow, weights_of
 from fxpar.rules.inference import describe
 
 
 @dataclass(frozen=True)
 class Pin:
-    """The placement an override gives a parameter on the tp axis, the role it plays and the line that says so."""
+    """The placement an override gives a parameter on the tp axis, the role it plays and the line that says so.
+
+    Attributes:
+        product: the matrix product that has the role.
+        products: all matrix products of the parameter, to which biases are added.
+    """
 
     placement: Placement
     role: str
     origin: str
     product: fx.Node | None = None
+    products: tuple[fx.Node, ...] = ()
 
 
 Lines = Mapping[Parameter, tuple[str, str]]
 
 
-def resolve_overrides(program: Program, lines: Lines, n: int) -> dict[fx.Node, Pin]:
+def resolve_overrides(
+    program: Program, lines: Lines, n: int, known: Mapping[str, Placement] | None = None
+) -> dict[fx.Node, Pin]:
     """The pins of all overridden parameters, by placeholder, on an axis of n ranks.
 
+    A parameter that no operation uses stays whole.
+
+    Args:
+        known: placements that parameters have already, by name: they are kept, and parameters without one stay whole.
+
     Raises:
-        PlanError: a line cannot be carried out.
+        PlanError: a line cannot be carried out, or is about unused parameters alone.
     """
     nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
+    if known:
+        return {nodes[p.node]: _known_pin(known.get(p.fqn, I), line) for p, line in lines.items()}
+    weights = weights_of(program.graph, [nodes[p.node] for p in program.parameters])
     pins: dict[fx.Node, Pin] = {}
-    arrived: dict[fx.Node, tuple[Placement, ...]] = {}
+    arrived: Arrived = {}
+    used = _used(lines, nodes)
     # Rows last: their cut must be that of the values which column splits send them.
-    for parameter, (glob, how) in sorted(lines.items(), key=lambda item: item[1][1] == "row"):
+    for parameter, (glob, how) in sorted(used.items(), key=lambda item: item[1][1] == "row"):
         node = nodes[parameter.node]
         if how == "replicate":
             pins[node] = Pin(I, "", f"plan: {glob} = {how}")
         elif len(parameter.type.shape) > 1:
-            pins[node], seen = _pin_matrix(node, parameter, (glob, how), n, arrived)
+            pins[node], seen = _pin_matrix(node, parameter, (glob, how), n, weights, arrived)
             arrived = {**seen, **arrived}
-    for parameter, (glob, how) in lines.items():
-        if how != "replicate" and len(parameter.type.shape) < 2:
-            pins[nodes[parameter.node]] = _pin_vector(nodes[parameter.node], parameter, glob, how, pins)
+    for parameter, line in used.items():
+        if line[1] != "replicate" and len(parameter.type.shape) < 2:
+            pins[nodes[parameter.node]] = _pin_vector(nodes[parameter.node], parameter, line, n, weights, arrived, pins)
     return pins
+
+
+def _known_pin(placement: Placement, line: tuple[str, str]) -> Pin:
+    glob, how = line
+    return Pin(placement if placement.is_shard else I, "" if how == "replicate" else how, f"plan: {glob} = {how}")
+
+
+def _used(lines: Lines, nodes: Mapping[str, fx.Node]) -> Lines:
+    """The lines of the parameters that some operation uses."""
+    used = {parameter: line for parameter, line in lines.items() if nodes[parameter.node].users}
+    for parameter, (glob, how) in lines.items():
+        if how != "replicate" and glob not in {other for other, _ in used.values()}:
+            raise PlanError(
+                f"no operation uses {parameter.fqn}", where=f"split[{glob!r}]", remedy="leave it out of the plan"
+            )
+    return used
 
 
 def match_lines(program: Program) -> Lines:
@@ -100,25 +133,31 @@ def match_lines(program: Program) -> Lines:
 
 
 def _pin_matrix(
-    node: fx.Node, parameter: Parameter, line: tuple[str, str], n: int, arrived: Arrived
+    node: fx.Node, parameter: Parameter, line: tuple[str, str], n: int, weights: Set[fx.Node], arrived: Arrived
 ) -> tuple[Pin, Arrived]:
     """The dimension that has the role, cut so that nothing downstream tears it; and where the shard goes."""
     glob, how = line
-    where, role = f"split[{glob!r}]", "column" if how == "head" else how
-    shape = tensor_type(node).shape
-    dims = [d for d in range(len(shape)) if follow(node, shard(d, shape[d]), 1).role == role]
+    role = "column" if how == "head" else how
+    dims = [d for d in range(len(tensor_type(node).shape)) if _role(node, d, weights) == role]
     if not dims:
         raise PlanError(
             f"{parameter.fqn} is used in no matrix product that it could split by {how}",
-            where=where,
+            where=f"split[{glob!r}]",
             remedy="leave it out of the plan",
         )
-    tried = [(placement, follow(node, placement, n, arrived)) for placement in candidates(node, dims[0])]
+    cuts = candidates(node, dims[0], weights)
+    tried = [(placement, follow(node, placement, n, weights, arrived)) for placement in cuts]
     costs = [_unfitness(trail, how) for _, trail in tried]
     placement, trail = tried[costs.index(min(costs))]
     if min(costs) >= _UNFIT:
         _refuse_matrix([trail for _, trail in tried], parameter, line, n)
-    return Pin(placement, how, f"plan: {glob} = {how}", trail.product), trail.seen
+    return Pin(placement, how, f"plan: {glob} = {how}", trail.product, tuple(trail.products)), trail.seen
+
+
+def _role(node: fx.Node, dim: int, weights: Set[fx.Node]) -> str:
+    """The role of a dimension: some cut of it reaches a product, where others are torn on the way (a fused weight)."""
+    trails = (follow(node, placement, 1, weights) for placement in candidates(node, dim, weights))
+    return next((trail.role for trail in trails if trail.role), "")
 
 
 _UNFIT = 1000
@@ -149,19 +188,43 @@ def _refuse_matrix(trails: Sequence[Trail], parameter: Parameter, line: tuple[st
     )
 
 
-def _pin_vector(node: fx.Node, parameter: Parameter, glob: str, how: str, pins: Mapping[fx.Node, Pin]) -> Pin:
+def _pin_vector(
+    node: fx.Node,
+    parameter: Parameter,
+    line: tuple[str, str],
+    n: int,
+    weights: Set[fx.Node],
+    arrived: Arrived,
+    pins: Mapping[fx.Node, Pin],
+) -> Pin:
     """A bias follows the matrix whose product it is added to: cut alike by column, whole by row."""
-    origin = f"plan: {glob} = {how}"
-    products = {pin.product: pin for pin in pins.values() if pin.product is not None}
-    for user in node.users:
-        for other in operands(user):
-            pin = products.get(other)
-            if pin is not None and other is not node:
-                if pin.role == "row":
-                    return Pin(I, "row", origin)
-                return Pin(pin.placement.at(0), pin.role, origin)
-    raise PlanError(
-        f"{parameter.fqn} is no bias of a split matrix, so {how} says nothing of it",
-        where=f"split[{glob!r}]",
-        remedy="narrow the glob",
-    )
+    glob, how = line
+    pin = _meets(node, weights, {product: pin for pin in pins.values() for product in pin.products})
+    if pin is None:
+        raise PlanError(
+            f"{parameter.fqn} is no bias of a split matrix, so {how} says nothing of it",
+            where=f"split[{glob!r}]",
+            remedy="narrow the glob",
+        )
+    if pin.role == "row":
+        return Pin(I, "row", f"plan: {glob} = {how}")
+    cuts = list(candidates(node, 0, weights))
+    if tensor_type(node).shape[0] == sum(piece.length for piece in pin.placement.pieces):
+        cuts.insert(0, pin.placement.at(0))
+    trails = [follow(node, placement, n, weights, arrived) for placement in cuts]
+    # What refuses the sum, further on, refuses the matrix.
+    costs = [sum(not trail.weights.isdisjoint(operands(user)) for user, _ in trail.refused) for trail in trails]
+    return Pin(cuts[costs.index(min(costs))], pin.role, f"plan: {glob} = {how}")
+
+
+def _meets(node: fx.Node, weights: Set[fx.Node], products: Mapping[fx.Node, Pin]) -> Pin | None:
+    """The pin of the first product that meets the vector, or a part or view of it."""
+    pending = [node]
+    for current in pending:
+        for user in current.users:
+            pin = next((products[other] for other in operands(user) if other in products and other != current), None)
+            if pin is not None:
+                return pin
+            if user in weights and user not in pending:
+                pending.append(user)
+    return None

@@ -30,6 +30,13 @@ def _reduction(summed: bool) -> Callable[[Call], Labelling | Refusal]:
     return labels
 
 
+def _keeps_sums(call: Call, placements: Sequence[Placement]) -> Refusal | None:
+    """With `dtype` the summands are cast first, which is not linear from floating point to integers."""
+    if P in placements and call.operands[0].is_float and not call.outputs[0].is_float:
+        return Refusal("a partial (P) value would be cast to integers rank by rank: reduce it first")
+    return None
+
+
 def _topk(call: Call) -> Labelling | Refusal:
     """The dimension that is searched stays, shorter, and cannot be sharded."""
     own: list[str | None] = [f"d{i}" for i in range(len(call.operands[0].shape))]
@@ -49,6 +56,13 @@ def _norm(normalized: Callable[[Call], int]) -> Callable[[Call], Labelling | Ref
         return Labelling((lead, *rest), outs)
 
     return labels
+
+
+def _weight_norm(call: Call) -> Labelling | Refusal:
+    """`v, g -> v * g / |v|`: the dimension that keeps its norms (-1: there is one norm of all) can be sharded."""
+    dim = call.get("dim", 0)
+    labels = [tuple("d" if i == dim else None for i in range(len(kind.shape))) for kind in call.operands]
+    return Labelling(tuple(labels), (labels[0],))
 
 
 def _loss(call: Call) -> Labelling | Refusal:
@@ -80,13 +94,15 @@ def _no_partial_target(call: Call, placements: Sequence[Placement]) -> Refusal |
 
 def reduction_rules() -> dict[str, Rule]:
     """Rules by `aten` overload name."""
-    summed, whole = Rule(_reduction(True), (("self",),)), Rule(_reduction(False))
+    summed = Rule(_reduction(True), (("self",),), check=_keeps_sums)
+    mean, whole = Rule(_reduction(False), (("self",),)), Rule(_reduction(False))
     names = {
         "sum.default": summed,
         "sum.dim_IntList": summed,
-        "mean.default": Rule(_reduction(False), (("self",),)),
-        "mean.dim": Rule(_reduction(False), (("self",),)),
+        "mean.default": mean,
+        "mean.dim": mean,
         "topk.default": Rule(_topk),
+        "_weight_norm.default": Rule(_weight_norm, (("g",),)),
         "layer_norm.default": Rule(_norm(lambda call: len(call.get("normalized_shape"))), (("weight", "bias?"),)),
         "rms_norm.default": Rule(_norm(lambda call: len(call.get("normalized_shape"))), (("weight",),)),
         "native_layer_norm.default": Rule(_norm(lambda call: len(call.get("normalized_shape")))),
@@ -116,6 +132,7 @@ def reduction_rules() -> dict[str, Rule]:
         "std.correction",
         "var_mean.correction",
         "logsumexp",
+        "linalg_vector_norm",
         "prod.dim_int",
         "prod.default",
     ]:

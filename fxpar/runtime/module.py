@@ -21,6 +21,7 @@ from fxpar.layout import Layout, Placement, shard
 from fxpar.manager import Pass, PassManager
 from fxpar.ops import bound
 from fxpar.ops.lower import Lowered, lower
+from fxpar.passes.annotate import annotate, keeping
 from fxpar.passes.assign_rng import RNG_PATH
 from fxpar.plan import Plan
 from fxpar.program import PRECISION_DTYPES, Program, TensorType, note, output_layouts
@@ -185,7 +186,8 @@ class ParallelModule(nn.Module):
         if not with_loss:
             calls.check_use(self._skeleton, captured.program)
             captured = replace(captured, program=captured.program.with_(loss=self._loss_name(captured.program)))
-        program = PassManager(self._passes, STATIC).run(captured.program)
+        passes = [keeping(self.layouts) if self.layouts and item is annotate else item for item in self._passes]
+        program = PassManager(passes, STATIC).run(captured.program)
         layouts = _parameter_layouts(program)
         odd = [n for n, layout in layouts.items() if layout != self.layouts.get(n, layout)]
         if odd:

@@ -149,6 +149,123 @@ class TransposedMLP(nn.Module):
         return squares(torch.addmm(self.bias, hidden.view(-1, 160), self.down))
 
 
+class ScaledMLP(nn.Module):
+    """gamma times an MLP, of activations without a sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 160), nn.Linear(160, WIDTH)
+        self.gamma = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return squares(x + self.gamma * self.down(functional.gelu(self.up(x))))
+
+
+class ChunkedAttention(nn.Module):
+    """The weight and the bias of [q | k | v] are taken apart, not their product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = zip(self.qkv.weight.chunk(3), self.qkv.bias.chunk(3), strict=True)
+        q, k, v = (heads(functional.linear(x, weight, bias), HEADS) for weight, bias in parts)
+        return squares(self.out(flat(functional.scaled_dot_product_attention(q, k, v, is_causal=True))))
+
+
+class CrossAttention(nn.Module):
+    """torch.nn's: one matrix [q | k, v] that is split in two for a memory, or with three, and one bias."""
+
+    def __init__(self, three: bool, **options: Any) -> None:
+        super().__init__()
+        sizes = {"kdim": 30, "vdim": 30} if three else {}
+        self.attend = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True, **sizes)
+        self.memory, self.options = nn.Linear(WIDTH, 30 if three else WIDTH), options
+
+    def forward(self, x: Tensor) -> Tensor:
+        memory = self.memory(x)
+        return squares(self.attend(x, memory, memory, **self.options)[0])
+
+
+class SelfAttention(nn.Module):
+    """torch.nn's with its default options: heads share a dimension with the batch."""
+
+    def __init__(self, count: int = HEADS) -> None:
+        super().__init__()
+        self.attend = nn.MultiheadAttention(WIDTH, count, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return squares(self.attend(x, x, x)[0])
+
+
+class ConvolutionMLP(nn.Module):
+    """An MLP of convolutions with kernels of one element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Conv1d(WIDTH, 160, 1), nn.Conv1d(160, WIDTH, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return squares(self.down(functional.gelu(self.up(x.transpose(1, 2)))))
+
+
+class NormedWeights(nn.Module):
+    """Weights with norms of their own: by torch.nn, by functional, or written out."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.up, self.down = how, nn.Linear(WIDTH, 160), nn.Linear(160, WIDTH)
+        self.length = nn.Parameter(torch.rand(160, 1) + 1)
+        if how == "torch.nn":
+            nn.utils.parametrizations.weight_norm(self.up)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, down = self.up.weight, self.down.weight
+        if self.how == "functional":
+            weight, down = functional.normalize(weight, dim=1), functional.normalize(down, dim=0)
+        elif self.how == "written":
+            weight = self.length * weight / weight.square().sum(1, keepdim=True).sqrt()
+        return squares(functional.linear(functional.gelu(functional.linear(x, weight, self.up.bias)), down))
+
+
+class MergedAdapter(nn.Module):
+    """A weight to which a product of two others is added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 160), nn.Linear(160, WIDTH)
+        self.a, self.b = nn.Parameter(torch.randn(4, WIDTH) / 10), nn.Parameter(torch.randn(160, 4) / 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = functional.linear(x, self.up.weight + self.b @ self.a, self.up.bias)
+        return squares(self.down(functional.gelu(hidden)))
+
+
+class Table(nn.Module):
+    """Scores against projected parameters, no input of their own: a product of two weights and a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.r = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.places = nn.Parameter(torch.randn(1, 10, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return squares(heads(self.q(x), HEADS) @ heads(self.r(self.places), HEADS).transpose(-1, -2))
+
+
+class SometimesUsed(nn.Module):
+    """`spare_up` is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 160), nn.Linear(160, WIDTH)
+        self.spare_up = nn.Linear(WIDTH, 160)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return squares(self.down(functional.gelu(self.up(x))))
+
+
 def x() -> Tensor:
     """Activations [b, s, h]."""
     return torch.randn(BATCH, SEQUENCE, WIDTH, generator=torch.Generator().manual_seed(2))

@@ -95,6 +95,21 @@ def test_addmm_becomes_a_product_and_an_addition() -> None:
     ]
 
 
+def test_a_convolution_with_a_bias_becomes_a_product_and_an_addition() -> None:
+    lines = [
+        "%t = aten.unsqueeze.default(%x, 2) : f32[b, 6, 1]",
+        "%k = aten.unsqueeze.default(%w, 2) : f32[4, 6, 1]",
+        "%out = aten.conv1d.default(%t, %k, %v, [1], [0]) : f32[b, 4, 1]",
+    ]
+    result = only(program(*lines), canonicalize)
+    assert operations(result)[2:] == [
+        "%view_default = aten.view.default(%v, [4, 1])",
+        "%out = aten.conv1d.default(%t, %k, None, [1], [0])",
+        "%out_bias = aten.add.Tensor(%out, %view_default)",
+    ]
+    assert shown(only(result, canonicalize)) == shown(result)
+
+
 def test_addmm_with_factors_stays() -> None:
     """The rules know it; separating it would need two products more."""
     lines = [

@@ -166,6 +166,19 @@ def evaluate(name: str, rows: int, length: int) -> Found:
     }
 
 
+def auxiliary(training_first: bool) -> Found:
+    """Losses in both modes, the gradient of a head that only training uses, and its size here."""
+    split = {"up": "column", "down": "row", "head": "column"} if training_first else {"[uh]*": "column", "down": "row"}
+    batch = {"x": torch.randn(3, 6, generator=torch.Generator().manual_seed(4))}
+    plan = fxpar.Plan(tp=tp(), split=split if tp() > 1 else {})
+    made = models.tiny(models.Auxiliary).train(training_first)
+    model = fxpar.parallelize(made, plan, batch)
+    evaluated = float(model.eval()(**batch)["loss"].detach())
+    loss = float(model.train().train_step(batch))
+    weight = model.get_parameter("head.weight")
+    return {"evaluated": evaluated, "loss": loss, "gradients": gradients(model), "rows": weight.shape[0]}
+
+
 def sharded_output() -> Found:
     """Loss, gradients and logits of a model whose head is split by vocabulary."""
     split = {**CASES["llama"].split, "lm_head": "column"}

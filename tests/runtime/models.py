@@ -78,6 +78,19 @@ class Mixed(nn.Module):
         return self.second(self.down(self.first(self.up(x))))  # type: ignore[no-any-return]
 
 
+class Auxiliary(nn.Module):
+    """A head that only training uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.head = nn.Linear(6, 12), nn.Linear(12, 6), nn.Linear(6, 8)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        x = self.down(self.up(x).relu())
+        loss = x.square().mean()
+        return {"loss": loss + self.head(x).square().mean() if self.training else loss}
+
+
 def batch(rows: int = 4, length: int = 5) -> dict[str, Tensor]:
     """Ids and targets for `Tiny`."""
     generator = torch.Generator().manual_seed(3)

@@ -57,6 +57,17 @@ def test_train_and_eval_switch_programs(world2: World) -> None:
         assert found["graph"] == (True, False)
 
 
+@pytest.mark.parametrize(("training_first", "rows"), [(True, 4), (False, 8)])
+def test_a_head_that_only_training_uses(world2: World, training_first: bool, rows: int) -> None:
+    """The first program says how it is held; where that does not use it, it is whole."""
+    wanted = jobs.auxiliary(training_first)
+    for found in world2.run(jobs.auxiliary, training_first):
+        assert found["evaluated"] == pytest.approx(wanted["evaluated"], abs=1e-6)
+        assert found["loss"] == pytest.approx(wanted["loss"], abs=1e-6)
+        assert_same(found["gradients"], wanted["gradients"])
+        assert found["rows"] == rows
+
+
 # What follows needs no second process: a plan of ones compiles and runs in the same way.
 
 

@@ -1,0 +1,181 @@
+"""annotate finds the cut of weights that are taken apart, normalised, convolved or unused, and of merged heads."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fxpar.capture import capture
+from fxpar.errors import PlanError
+from fxpar.layout import Layout, shard
+from fxpar.manager import PassManager
+from fxpar.passes import canonicalize
+from fxpar.passes.annotate import keeping
+from fxpar.plan import Plan
+from fxpar.program import Program, output_layouts
+from fxpar.verify.oracle import check_operation, sample
+from fxpar.verify.static import STATIC
+from tests.passes.modules import (
+    MLP,
+    WIDTH,
+    ChunkedAttention,
+    ConvolutionMLP,
+    CrossAttention,
+    MergedAdapter,
+    NormedWeights,
+    ScaledMLP,
+    SelfAttention,
+    SometimesUsed,
+    Table,
+    build,
+    layouts,
+    run,
+    values,
+)
+
+aten = torch.ops.aten
+
+UP_DOWN = {"up": "column", "down": "row"}
+ATTENTION = {"*.in_proj_*": "head", "*.out_proj": "row"}
+
+
+def test_sizes_of_one_are_no_views() -> None:
+    """Of one sample, `gamma * y` has the elements of gamma, which has a dimension less."""
+    captured = capture(ScaledMLP(), {"x": torch.randn(1, WIDTH)}, Plan(tp=2))
+    found = layouts(run(captured, UP_DOWN))
+    assert (found["up.weight"], found["down.weight"], found["gamma"]) == ("tp:S(0)", "tp:S(1)", "tp:I")
+
+
+@pytest.mark.parametrize("how", ["head", "column"])
+def test_a_weight_that_is_taken_apart_is_cut_in_its_parts(how: str) -> None:
+    found = layouts(run(build(ChunkedAttention)[1], {"qkv": how, "out": "row"}))
+    assert (found["qkv.weight"], found["qkv.bias"]) == ("tp:S(0: 3 x 96)", "tp:S(0: 3 x 96)")
+    assert values(ChunkedAttention, split={"qkv": how, "out": "row"}).ok
+
+
+def test_cross_attention_splits_its_weight() -> None:
+    found = layouts(run(build(CrossAttention, False)[1], ATTENTION))
+    assert found["attend.in_proj_weight"] == found["attend.in_proj_bias"] == "tp:S(0: 3 x 96)"
+    assert values(CrossAttention, False, split=ATTENTION, tp=4).ok
+
+
+def test_a_bias_of_three_matrices_is_cut_as_they_are() -> None:
+    split = {"*.?_proj_weight": "head", **ATTENTION}
+    del split["*.in_proj_*"]
+    split["*.in_proj_bias"] = "head"
+    found = layouts(run(build(CrossAttention, True)[1], split))
+    assert (found["attend.q_proj_weight"], found["attend.in_proj_bias"]) == ("tp:S(0)", "tp:S(0: 3 x 96)")
+    assert values(CrossAttention, True, split=split).ok
+
+
+def test_heads_that_share_a_dimension_with_the_batch() -> None:
+    found = layouts(run(build(SelfAttention)[1], ATTENTION))
+    assert found["attend.in_proj_weight"] == "tp:S(0: 3 x 96)"
+    assert values(SelfAttention, split=ATTENTION).ok
+
+
+def test_heads_beside_the_batch_that_the_ranks_do_not_divide_are_refused() -> None:
+    with pytest.raises(PlanError, match=r"in_proj_weight cannot be split by head over 4 ranks"):
+        run(build(SelfAttention, 6)[1], ATTENTION, tp=4)
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_convolutions_with_biases_are_split(tp: int) -> None:
+    found = layouts(run(build(ConvolutionMLP)[1], UP_DOWN, tp=tp))
+    assert found == {"up.weight": "tp:S(0)", "up.bias": "tp:S(0)", "down.weight": "tp:S(1)", "down.bias": "tp:I"}
+    assert values(ConvolutionMLP, split=UP_DOWN, tp=tp).ok
+
+
+@pytest.mark.parametrize(
+    ("how", "split"),
+    [
+        ("torch.nn", {"up.*": "column", "down.weight": "row"}),
+        ("torch.nn", {"up.parametrizations.weight": "column", "down.weight": "row"}),
+        ("functional", {"up": "column", "down.weight": "row"}),
+        ("written", {"up": "column", "down.weight": "row"}),
+        ("written", {"up": "column", "length": "column", "down.weight": "row"}),
+    ],
+)
+def test_normalised_weights_are_split(how: str, split: dict[str, str]) -> None:
+    assert set(layouts(run(build(NormedWeights, how)[1], split)).values()) >= {"tp:S(0)", "tp:S(1)"}
+    assert values(NormedWeights, how, split=split).ok
+
+
+def test_a_norm_over_the_cut_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"plan: up = row: .* cannot work with a part of %up_weight"):
+        run(build(NormedWeights, "functional")[1], {"up": "row", "up.bias": "replicate"})
+
+
+def test_a_weight_made_of_several_is_split_with_them() -> None:
+    split = {**UP_DOWN, "b": "column"}
+    found = layouts(run(build(MergedAdapter)[1], split))
+    assert (found["b"], found["a"]) == ("tp:S(0)", "tp:I")
+    assert values(MergedAdapter, split=split).ok
+
+
+def test_the_product_of_a_table_and_its_bias_are_split() -> None:
+    split = {"q": "head", "r": "head"}
+    found = layouts(run(build(Table)[1], split))
+    assert (found["r.weight"], found["r.bias"]) == ("tp:S(0)", "tp:S(0)")
+    assert values(Table, split=split).ok
+
+
+def test_unused_parameters_stay_whole() -> None:
+    found = layouts(run(build(SometimesUsed)[1], {"*up": "column", "down": "row"}))
+    assert (found["up.weight"], found["spare_up.weight"], found["spare_up.bias"]) == ("tp:S(0)", "tp:I", "tp:I")
+
+
+def test_a_line_for_unused_parameters_alone_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"split\['spare_up'\]: no operation uses spare_up\.weight; leave it out"):
+        run(build(SometimesUsed)[1], {"up": "column", "spare_up": "column"})
+
+
+def test_layouts_that_a_module_has_are_kept() -> None:
+    """Parameters that this program does not use, and cuts that it would not choose, or has none of."""
+    program = build(SometimesUsed)[1].program.with_(plan=Plan(tp=2, split={"*up": "column", "spare_up": "column"}))
+    cut = Layout.of({"tp": shard(0, 160)})
+    known = {"up.weight": cut, "spare_up.weight": cut}
+    found = layouts(PassManager([canonicalize, keeping(known)], STATIC).run(program))
+    assert {name for name, layout in found.items() if layout == "tp:S(0)"} == known.keys()
+
+
+@pytest.mark.parametrize(
+    ("target", "args"),
+    [
+        (aten.linalg_vector_norm.default, (2, [1], True)),
+        (aten.linalg_vector_norm.default, (3, [-1])),
+        (aten.linalg_vector_norm.default, ()),
+        (aten._weight_norm.default, (torch.rand(1, 4, 1).double(), 1)),
+        (aten._weight_norm.default, (torch.rand(()).double(), -1)),
+    ],
+)
+def test_norms_keep_shards_of_the_dimensions_that_stay(target: Any, args: tuple[Any, ...]) -> None:
+    report = check_operation(target, [sample(torch.randn(6, 4, 12).double(), *args)])
+    assert (report.false_accepts, report.missed) == ([], [])
+    assert report.has_shard == (len(args) > 0 and args[-1] != -1)
+
+
+@pytest.mark.parametrize(("target", "args"), [(aten.sum.default, ()), (aten.sum.dim_IntList, ([1],))])
+def test_partial_values_are_not_summed_as_integers(target: Any, args: tuple[Any, ...]) -> None:
+    fractions = sample(5 * torch.randn(6, 4).double(), *args, dtype=torch.int64, fixed=(0,))
+    report = check_operation(target, [fractions])
+    assert (report.false_accepts, report.missed) == ([], [])
+    assert "self P → P" not in report.accepted
+    assert "self P → P" in check_operation(target, [sample(torch.arange(24).view(6, 4), *args)]).accepted
+
+
+KINDS: list[tuple[Callable[..., nn.Module], dict[str, str]]] = [(MLP, UP_DOWN), (ChunkedAttention, {"qkv": "column"})]
+
+
+@pytest.mark.parametrize(("kind", "split"), KINDS)
+def test_what_was_chosen_once_is_found_again(kind: Callable[..., nn.Module], split: dict[str, str]) -> None:
+    program = build(kind)[1].program.with_(plan=Plan(tp=2, split=split))
+    chosen = run(build(kind)[1], split, until="annotate")
+    known = _layouts(chosen)
+    assert _layouts(PassManager([canonicalize, keeping(known)], STATIC).run(program)) == known
+
+
+def _layouts(program: Program) -> dict[str, Layout]:
+    return {p.fqn: output_layouts(program.node(p.node))[0] for p in program.parameters}
