@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -11,8 +11,8 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxpar.errors import InputError
-from fxpar.layout import Placement
-from fxpar.rules.engine import Call, Labelling, Refusal, Rule
+from fxpar.layout import Placement, V
+from fxpar.rules.engine import Call, Labelling, Refusal, Rule, Signature, seed_signature
 from fxpar.rules.matmul import attention_labels
 from fxpar.rules.pointwise import broadcast, pointwise_labels, pointwise_rules
 
@@ -40,9 +40,40 @@ def own_bits(call: Call, placements: Sequence[Placement]) -> Refusal | None:
     return None
 
 
+def own_bits_of_probabilities(call: Call, placements: Sequence[Placement]) -> Refusal | None:
+    """As `own_bits`; the query's cut must be the probabilities', from which attention drops."""
+    query, out = call.operands[0].shape, call.outputs[0].shape
+    lead = any(p.is_shard and p.dim < len(k.shape) - 2 for p, k in zip(placements, call.operands, strict=True))
+    is_shard = placements[0].is_shard
+    if (lead and not is_shard) or (is_shard and len(query) != len(out)):
+        return Refusal("random bits for probabilities that are cut in another way than the query: expand the query")
+    return own_bits(call, placements)
+
+
+_Check = Callable[[Call, Sequence[Placement]], Refusal | None]
+
+
+def _indexed(
+    labels: Callable[[Call], Labelling | Refusal], check: _Check, partial: tuple[tuple[str, ...], ...] = ()
+) -> Rule:
+    """The rule of an operator that draws bits for its first operand, and takes an index where that is a shard."""
+    plain = Rule(labels)
+
+    def seed(call: Call, index: int, placement: Placement) -> Signature | Refusal:
+        found = seed_signature(plain, call, index, placement)
+        if isinstance(found, Refusal):
+            return found
+        is_shard = found.operands[0].is_shard
+        pairs = zip(call.names, found.operands, strict=True)
+        ins = tuple(V if name == "indices" and is_shard else p for name, p in pairs)
+        return check(call, ins) or Signature(ins, found.outputs)
+
+    return Rule(labels, partial, seed=seed, check=check, varying=("indices",))
+
+
 # What the author's function may raise on operands that are not the traced ones.
 _FAILURES = (RuntimeError, TypeError, ValueError, IndexError, AttributeError, AssertionError)
-_RANDOM = ("aten.dropout.default", "aten.native_dropout.default", "aten.bernoulli.p")
+_RANDOM = ("aten.dropout.default", "aten.native_dropout.default")
 
 
 @lru_cache(maxsize=256)
@@ -121,7 +152,7 @@ def _function_check(call: Call, placements: Sequence[Placement]) -> Refusal | No
 def composite_rules() -> dict[str, Rule]:
     """Rules by text name."""
     return {
-        "fxpar.dropout": Rule(dropout_labels, check=own_bits, varying=("indices",)),
-        "fxpar.attention": Rule(attention_labels, check=own_bits, varying=("indices",)),
+        "fxpar.dropout": _indexed(dropout_labels, own_bits),
+        "fxpar.attention": _indexed(attention_labels, own_bits_of_probabilities, (("value",),)),
         "fxpar.function": Rule(_function_labels, check=_function_check),
     }

@@ -253,7 +253,7 @@ def infer(
     if isinstance(wanted, Refusal):
         return wanted
     for i, (kind, want) in enumerate(zip(kinds, wanted.operands, strict=True)):
-        given = placements[i] if kind == "S" else R
+        given = placements[i] if kind == "S" or want.kind == "V" else R
         if given != want:
             return Refusal(
                 f"operand {call.names[i]} is {given} where {want} fits {placements[index]} of {call.names[index]}"

@@ -48,6 +48,11 @@ def _same_values(call: Call, placements: Sequence[Placement]) -> tuple[Placement
     return (R,) * len(call.outputs) if P in placements else None
 
 
+def _each_for_itself(call: Call, placements: Sequence[Placement]) -> tuple[Placement, ...] | None:
+    """Every result is its own operand: a sum where that is one."""
+    return tuple(placements) if P in placements and set(placements) <= {P, R} else None
+
+
 def _prelu_labels(call: Call) -> Labelling | Refusal:
     """`n c …, c -> n c …`; a single weight is broadcast."""
     found = pointwise_labels(call)
@@ -71,7 +76,6 @@ clamp_min div.Scalar_mode div.Tensor_mode eq.Scalar eq.Tensor floor_divide floor
 fmod.Tensor ge.Scalar ge.Tensor gt.Scalar gt.Tensor le.Scalar le.Tensor logical_and logical_or logical_xor
 lt.Scalar lt.Tensor maximum minimum ne.Scalar ne.Tensor nan_to_num pow.Scalar pow.Tensor_Scalar
 pow.Tensor_Tensor remainder.Scalar remainder.Tensor rsub.Scalar sub.Scalar where.Scalar dropout native_dropout
-bernoulli.p
 """.split()
 
 _LINEAR: Mapping[str, tuple[tuple[str, ...], ...]] = {
@@ -116,6 +120,7 @@ def pointwise_rules() -> dict[str, Rule]:
         rules[f"aten.{name}"] = Rule(pointwise_labels, ((values,),), check=_zero_only(number))
     for name in ("zeros_like", "ones_like", "full_like"):
         rules[f"aten.{name}.default"] = Rule(pointwise_labels, check=_same_values)
+    rules["aten.broadcast_tensors.default"] = Rule(pointwise_labels, (("tensors",),), check=_each_for_itself)
     rules["aten.prelu.default"] = Rule(_prelu_labels)
     for name in ("_to_copy.default", "to.dtype", "to.device"):
         rules[f"aten.{name}"] = Rule(pointwise_labels, partial=(("self",),), check=_cast_keeps_sums)

@@ -260,6 +260,13 @@ def _pad_with_zeros(call: Call, placements: Sequence[Placement]) -> Refusal | No
     return None
 
 
+def _difference(call: Call) -> Labelling | Refusal:
+    """`dim` gets shorter, and longer by what is put in front and behind: it cannot be sharded."""
+    labels = _numbered(len(call.operands[0].shape))
+    labels[_wrap(call.get("dim", -1), len(labels))] = None
+    return Labelling((tuple(labels),) * len(call.operands), (tuple(labels),))
+
+
 def _triangle(call: Call) -> Labelling | Refusal:
     labels = _numbered(len(call.operands[0].shape))
     labels[-2:] = [None, None]
@@ -312,6 +319,7 @@ def view_rules() -> dict[str, Rule]:
         "aten.flip.default": linear_keeping,
         "aten.roll.default": linear_keeping,
         "aten.cumsum.default": linear_keeping,
+        "aten.diff.default": Rule(_difference, (("self", "prepend?", "append?"),)),
         **dict.fromkeys(
             [
                 "aten.softmax.int",

@@ -3,11 +3,11 @@
 Enters: an operator and sample calls. Leaves: an `OracleReport` for each operator, and their table.
 
 For every sample and number of ranks all placements of the operands are tried: I, R, P, and shards of every dimension,
-plain, in several runs and by segments. The rule answers first; then the ranks are computed one by one
-(`fxpar.verify.oracle_ranks`) and their results and gradients are compared with those of the whole call. An answer that
-is wrong is a *false accept*. A refusal of operands for which some placement of each output is right, for these values
-and for shuffled ones, is a *miss*. Operands that do not divide must be refused. This is the method of PyTorch's
-`strategy_validation`, with gradients.
+plain, in several runs and by segments; and V, the rank's index, for operators that draw random bits. The rule answers
+first; then the ranks are computed one by one (`fxpar.verify.oracle_trial`) and their results and gradients are compared
+with those of the whole call. An answer that is wrong is a *false accept*. A refusal of operands for which some
+placement of each output is right, for these values and for shuffled ones, is a *miss*. Operands that do not divide must
+be refused. This is the method of PyTorch's `strategy_validation`, with gradients.
 
 Not counted, because every rule has them: operands that are all R or all I. Not counted as misses: shards of the first
 or second half of a dimension without a sample's word that there are segments, and I beside R, S or P, which the type
@@ -30,10 +30,11 @@ import torch
 from torch import fx
 
 from fxpar.errors import InputError
-from fxpar.layout import I, P, Piece, Placement, R, pieces_of, shard
+from fxpar.layout import I, P, Piece, Placement, R, V, pieces_of, shard
 from fxpar.program import Note, TensorType, set_note
 from fxpar.rules import Call, Refusal, Rule, call_of, infer, key_of, partial_signatures, rule_of, seed_signature
-from fxpar.verify.oracle_ranks import Sample, Trial, divides, sample, shuffled, tensors_of, with_tensors
+from fxpar.verify.oracle_ranks import Sample, divides, sample, shuffled, tensors_of, with_tensors
+from fxpar.verify.oracle_trial import Target, Trial
 
 __all__ = ["Finding", "OracleReport", "Sample", "check_operation", "make_call", "report_table", "sample"]
 
@@ -118,7 +119,8 @@ def make_call(trial: Trial) -> Call:
     args, kwargs = with_tensors((trial.sample.args, dict(trial.sample.kwargs)), nodes)
     node = graph.call_function(trial.target, args, kwargs)
     kinds = tuple(kind(t) for t in trial.outputs)
-    is_single = len(trial.target._schema.returns) == 1 and str(trial.target._schema.returns[0].type) == "Tensor"
+    returns = trial.target._schema.returns if isinstance(trial.target, torch._ops.OpOverload) else ()
+    is_single = [str(value.type) for value in returns] in ([], ["Tensor"])
     return call_of(set_note(node, Note(kinds[0] if is_single else kinds)), trial.n)
 
 
@@ -149,12 +151,23 @@ def candidates(
     return found
 
 
-def _tried(trial: Trial) -> Iterator[tuple[tuple[Placement, ...], bool]]:
+def _choices(trial: Trial, call: Call, outers: Sequence[int], halves: bool) -> list[list[Placement]]:
+    """Placements to try for each operand of a call."""
+    found = [candidates(t, trial.n, outers, trial.sample.segments, halves) for t in trial.operands]
+    for i, name in enumerate(call.names):
+        if name == "indices" and not isinstance(trial.target, torch._ops.OpOverload):
+            found[i] = [R, V]
+        elif name == "rng" and len(trial.operands) > 3:  # fewer operands show what a state does that differs
+            found[i] = [R]
+    return found
+
+
+def _tried(trial: Trial, call: Call) -> Iterator[tuple[tuple[Placement, ...], bool]]:
     """Placements of all operands, and whether refusing them can be a miss. Only few operands get many shards."""
-    outers = {1: tuple(range(2, 13)), 2: (2, 3)}.get(len(trial.operands), (2,))
-    cuts, halves = trial.sample.segments, len(trial.operands) <= 2
-    counted = [set(candidates(t, trial.n, outers, cuts)) for t in trial.operands]
-    for placements in itertools.product(*(candidates(t, trial.n, outers, cuts, halves) for t in trial.operands)):
+    count = len(trial.operands)
+    outers = {1: tuple(range(2, 13)), 2: (2, 3), 3: (2,), 4: (2,)}.get(count, ())
+    counted = [set(found) for found in _choices(trial, call, outers, False)]
+    for placements in itertools.product(*_choices(trial, call, outers, count <= 2)):
         yield placements, all(p in known for p, known in zip(placements, counted, strict=True))
 
 
@@ -248,7 +261,7 @@ class _Judge:
 
 
 def check_operation(
-    target: torch._ops.OpOverload,
+    target: Target,
     samples: Sequence[Sample],
     shards: Sequence[int] = (2, 3),
     *,
@@ -258,7 +271,7 @@ def check_operation(
     """Checks the rule of an operator by brute force.
 
     Args:
-        target: the overload.
+        target: the overload, or `fxpar.operators.dropout`, `attention` or `function`.
         samples: calls with concrete arguments; float64 operands of a few elements.
         shards: numbers of ranks.
         rule: the rule to check instead of the registered one.
@@ -281,7 +294,7 @@ def check_operation(
                 )
             judge = _Judge(checked, trial, Trial(target, shuffled(call, generator), n, generator), report)
             judge.seeds()
-            for placements, counted in _tried(trial):
+            for placements, counted in _tried(trial, judge.call):
                 judge.judge(placements, counted)
     return report
 

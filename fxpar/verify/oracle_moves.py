@@ -42,6 +42,13 @@ def views(d: Draw) -> dict[str, Samples]:
         "expand": [sample(d.x(a, 1, b), [-1, c, -1]), sample(d.x(b), [a, b]), sample(d.x(1, b), [a, 1, b])],
         "repeat": [sample(d.x(a, b), [1, 2]), sample(d.x(a, b), [2, 1, 1])],
         "tile": [sample(d.x(a, b), [3])],
+        "diff": [
+            sample(x),
+            sample(d.x(a, b), 1, 0),
+            sample(d.i(9, a, b), 1, -1, d.i(9, a, 1)),
+            sample(d.x(a, b), 2, 1, d.x(a, 1), d.x(a, 3)),
+            sample(d.mask(a, b)),
+        ],
         "flip": [sample(x, [1]), sample(d.x(a, b), [0, 1])],
         "roll": [sample(x, [1], [1]), sample(d.x(a, b), [1])],
         "tril": [sample(x), sample(d.x(a, b), 1)],
@@ -127,4 +134,9 @@ def creation(d: Draw) -> dict[str, Samples]:
     """Tensors made in the element type of another."""
     a, b, c = d.sizes(3)
     x = d.x(a, b)
-    return {"new_ones": [sample(x, [c])], "new_zeros": [sample(x, [c, a])], "new_full": [sample(x, [b], 2.0)]}
+    return {
+        "new_ones": [sample(x, [c])],
+        "new_zeros": [sample(x, [c, a])],
+        "new_full": [sample(x, [b], 2.0)],
+        "new_empty": [sample(x, [c, b])],
+    }

@@ -1,8 +1,8 @@
-"""Brute force: what n ranks compute of one sample call, and whether that is the call's result and gradient.
+"""Brute force: what n ranks hold of a value and of its gradient under a placement.
 
-Enters: an operator, concrete arguments, placements. Leaves: "" where the ranks together hold the right values and the
-right gradients, else what is wrong. Nothing of `fxpar.layout`'s arithmetic is used: which elements a rank holds is
-counted out here from the definition of a piece, so that a fault there cannot hide one in a rule.
+Enters: sample calls with concrete arguments, placements. Leaves: the ranks' parts, and whether given parts are the
+right ones. Nothing of `fxpar.layout`'s arithmetic is used: which elements a rank holds is counted out here from the
+definition of a piece, so that a fault there cannot hide one in a rule.
 
 The values (left) and the gradients (right) that the ranks must hold for a global value x and its gradient g:
 
@@ -11,13 +11,13 @@ I      x on every rank                 g on every rank
 R      x on every rank                 summands of g
 S      the rank's positions of x       the same positions of g; summands where all ranks hold them
 P      summands of x                   g on every rank
+V      the rank's index                none
 =====  ==============================  ========================================================
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +27,6 @@ from fxpar.layout import Placement
 
 # Relative to the largest value. What is wrong is wrong by about that; casts to float32 round.
 TOLERANCE = 1e-5
-_CANNOT_RUN = (RuntimeError, IndexError, ValueError, TypeError)
 
 
 @dataclass(frozen=True)
@@ -120,6 +119,8 @@ def place(x: torch.Tensor, placement: Placement, n: int, generator: torch.Genera
         return _summands(x, n, generator)
     if placement.is_shard:
         return [_block(x, placement, n, rank) for rank in range(n)]
+    if placement.kind == "V":
+        return [torch.full_like(x, rank) for rank in range(n)]
     return [x] * n
 
 
@@ -189,193 +190,3 @@ def with_tensors(value: Any, tensors: Sequence[Any]) -> Any:
         return type(item)(visit(inner) for inner in item) if isinstance(item, (list, tuple)) else item
 
     return visit(value)
-
-
-Results = list[torch.Tensor]
-Runner = Callable[[Sequence[torch.Tensor]], Results]
-
-
-class Trial:
-    """A sample call on n ranks: its global result, and what the ranks make of it under given placements.
-
-    Args:
-        target: the overload.
-        sample: the call.
-        n: number of ranks.
-        generator: source of summands and gradients.
-    """
-
-    def __init__(self, target: torch._ops.OpOverload, sample: Sample, n: int, generator: torch.Generator) -> None:
-        self.target, self.sample, self.n, self._generator = target, sample, n, generator
-        self.operands = [t.detach() for t in tensors_of([*sample.args, *sample.kwargs.values()])]
-        self.carries = [t.is_floating_point() and i not in sample.fixed for i, t in enumerate(self.operands)]
-        self._names = [a.name for a in target._schema.arguments]
-        leaves = self._leaves(self.operands)
-        self.outputs = self._plain(leaves)
-        self._gradients = [torch.randn(o.shape, generator=generator, dtype=torch.float64) for o in self.outputs]
-        self._wanted = [self._backward(leaves, o, g) for o, g in zip(self.outputs, self._gradients, strict=True)]
-        self._placed: dict[tuple[int, Placement], list[torch.Tensor]] = {}
-        self._last: tuple[Any, list[tuple[Results, Results]] | str] = (None, "")
-
-    def argument(self, name: str) -> Any:
-        """An argument by its schema name, its default where it was not passed."""
-        index = self._names.index(name)
-        if index < len(self.sample.args):
-            return self.sample.args[index]
-        return self.sample.kwargs.get(name, self.target._schema.arguments[index].default_value)
-
-    def fault(self, placements: Sequence[Placement], index: int, out: Placement) -> str:
-        """What is wrong with output `index` being `out` for operands so placed; empty where all is right."""
-        if not divides(out, self.outputs[index].shape, self.n):
-            return f"{out} does not divide {list(self.outputs[index].shape)}"
-        ranks = self._ranks(placements, out)
-        if isinstance(ranks, str):
-            return ranks
-        parts = [results[index] for _, results in ranks]
-        if not agree(parts, out, self.outputs[index]):
-            return "values"
-        if not self.outputs[index].requires_grad:
-            return ""
-        gradients = place_gradient(self._gradients[index].to(parts[0].dtype), out, self.n, self._generator)
-        got = [self._backward(leaves, part, g) for (leaves, _), part, g in zip(ranks, parts, gradients, strict=True)]
-        for i, (placement, wanted) in enumerate(zip(placements, self._wanted[index], strict=True)):
-            if self.carries[i] and not agree_gradient([grads[i] for grads in got], placement, wanted):
-                return f"gradient of operand {i}"
-        return ""
-
-    def _leaves(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return [v.clone().requires_grad_(carries) for v, carries in zip(values, self.carries, strict=True)]
-
-    def _plain(self, leaves: Sequence[torch.Tensor]) -> Results:
-        args, kwargs = with_tensors((list(self.sample.args), dict(self.sample.kwargs)), leaves)
-        return tensors_of(self.target(*args, **kwargs))
-
-    def _backward(self, leaves: Sequence[torch.Tensor], out: torch.Tensor, g: torch.Tensor) -> list[torch.Tensor]:
-        """Gradient of every operand, zero where there is none."""
-        asked = [leaf for leaf in leaves if leaf.requires_grad]
-        if not out.requires_grad:
-            return [torch.zeros_like(leaf) for leaf in leaves]
-        found = iter(torch.autograd.grad(out, asked, g.to(out.dtype), retain_graph=True, materialize_grads=True))
-        return [next(found) if leaf.requires_grad else torch.zeros_like(leaf) for leaf in leaves]
-
-    def _ranks(self, placements: Sequence[Placement], out: Placement) -> list[tuple[Results, Results]] | str:
-        """Operands and results of every rank, or why a rank cannot run. The last answer is kept."""
-        shape_matters = str(self.target._schema.name) in _BY_OUTPUT
-        key = (tuple(placements), out if shape_matters else None)
-        if self._last[0] != key:
-            self._last = (key, self._run(placements, out))
-        return self._last[1]
-
-    def _run(self, placements: Sequence[Placement], out: Placement) -> list[tuple[Results, Results]] | str:
-        runner = localised(self, placements, out)
-        if isinstance(runner, str):
-            return runner
-        parts = []
-        for i, placement in enumerate(placements):
-            if (i, placement) not in self._placed:
-                self._placed[i, placement] = place(self.operands[i], placement, self.n, self._generator)
-            parts.append(self._placed[i, placement])
-        ranks = []
-        for rank in range(self.n):
-            leaves = self._leaves([part[rank] for part in parts])
-            try:
-                ranks.append((leaves, runner(leaves)))
-            except _CANNOT_RUN as error:
-                return f"rank {rank} cannot run: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
-        return ranks
-
-    def run_with(self, leaves: Sequence[torch.Tensor], **changes: Any) -> Results:
-        """The call on a rank's operands with some arguments replaced, by schema name."""
-        args, kwargs = with_tensors((list(self.sample.args), dict(self.sample.kwargs)), leaves)
-        for name, value in changes.items():
-            index = self._names.index(name)
-            if index < len(args):
-                args[index] = value
-            else:
-                kwargs[name] = value
-        return tensors_of(self.target(*args, **kwargs))
-
-    def local_positions(self, placement: Placement, dim: int, size: int, rank: int) -> list[int]:
-        """The global positions a rank holds of a dimension of the first operand."""
-        is_cut = placement.is_shard and placement.dim == dim
-        return held(placement, self.n, rank) if is_cut else list(range(size))
-
-
-def _local_shape(trial: Trial, out: Placement) -> list[int]:
-    shape = list(trial.outputs[0].shape)
-    if out.is_shard:
-        shape[out.dim] = len(held(out, trial.n, 0))
-    return shape
-
-
-def _dim(trial: Trial) -> int:
-    return int(trial.argument("dim")) % max(trial.operands[0].dim(), 1)
-
-
-def _slice(trial: Trial, placements: Sequence[Placement], out: Placement) -> Runner | str:
-    """The bounds that pick a rank's part; they stand in the program, so all ranks must have the same."""
-    dim, step = _dim(trial), int(trial.argument("step"))
-    size = trial.operands[0].shape[dim]
-    wanted = set(range(size)[slice(trial.argument("start"), trial.argument("end"), step)])
-    bounds = set()
-    for rank in range(trial.n):
-        mine = trial.local_positions(placements[0], dim, size, rank)
-        local = [i for i, position in enumerate(mine) if position in wanted]
-        if any(b - a != step for a, b in itertools.pairwise(local)):
-            return "no slice picks the rank's part"
-        bounds.add((local[0], local[-1] + 1) if local else (0, 0))
-    if len(bounds) > 1:
-        return "the ranks need different bounds"
-    start, end = bounds.pop()
-    return lambda leaves: trial.run_with(leaves, start=start, end=end)
-
-
-def _split(trial: Trial, placements: Sequence[Placement], out: Placement) -> Runner | str:
-    """As `_slice`, for the sizes of all parts."""
-    dim = _dim(trial)
-    size = trial.operands[0].shape[dim]
-    bounds, start = [], 0
-    for output in trial.outputs:
-        bounds.append((start, start + output.shape[dim]))
-        start = bounds[-1][1]
-    sizes = set()
-    for rank in range(trial.n):
-        mine = trial.local_positions(placements[0], dim, size, rank)
-        sizes.add(tuple(sum(first <= position < last for position in mine) for first, last in bounds))
-    if len(sizes) > 1:
-        return "the ranks need different sizes"
-    local = list(sizes.pop())
-    return lambda leaves: list(torch.split(leaves[0], local, dim))
-
-
-def _unflatten(trial: Trial, placements: Sequence[Placement], out: Placement) -> Runner | str:
-    dim = _dim(trial)
-    shape = _local_shape(trial, out)[dim : dim + len(trial.argument("sizes"))]
-    return lambda leaves: trial.run_with(leaves, sizes=shape)
-
-
-def _shaped(name: str) -> Callable[[Trial, Sequence[Placement], Placement], Runner | str]:
-    def runner(trial: Trial, placements: Sequence[Placement], out: Placement) -> Runner | str:
-        shape = _local_shape(trial, out)
-        return lambda leaves: trial.run_with(leaves, **{name: shape})
-
-    return runner
-
-
-# The operations whose arguments hold sizes, which a rank's program has as its own.
-_LITERALS: Mapping[str, Callable[[Trial, Sequence[Placement], Placement], Runner | str]] = {
-    **dict.fromkeys(("aten::view", "aten::_unsafe_view", "aten::expand"), _shaped("size")),
-    **dict.fromkeys(("aten::new_ones", "aten::new_zeros", "aten::new_full"), _shaped("size")),
-    "aten::reshape": _shaped("shape"),
-    "aten::unflatten": _unflatten,
-    "aten::slice": _slice,
-    **{f"aten::{name}": _split for name in ("split", "split_with_sizes", "chunk")},
-}
-# Those among them whose literals follow from the placement of the output.
-_BY_OUTPUT = frozenset(name for name, literal in _LITERALS.items() if literal not in (_slice, _split))
-
-
-def localised(trial: Trial, placements: Sequence[Placement], out: Placement) -> Runner | str:
-    """The call as a rank makes it, with its own literals; the reason where no literals serve all ranks."""
-    literal = _LITERALS.get(str(trial.target._schema.name))
-    return trial.run_with if literal is None else literal(trial, placements, out)

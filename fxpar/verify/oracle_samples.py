@@ -115,6 +115,7 @@ def unary(d: Draw) -> dict[str, Samples]:
             sample(9 * x, dtype=torch.int64),
         ],
         "to.dtype": [sample(x, torch.float32)],
+        "to.device": [sample(x, torch.device("cpu"), dtype) for dtype in (torch.float32, torch.int64)],
     }
 
 
@@ -142,6 +143,7 @@ def binary(d: Draw) -> dict[str, Samples]:
         "floor_divide": [sample(d.i(50, a, b), 1 + d.i(7, b))],
         "div.Tensor_mode": [sample(x, y, rounding_mode="trunc")],
         "clamp.Tensor": [sample(d.normal(a, b), d.x(b) - 1, d.x(b))],
+        "broadcast_tensors": [sample([x, d.x(c)]), sample([d.x(a, 1), d.i(9, 1, b), d.x(b)]), sample([d.x(a, b)])],
         "prelu": [sample(d.normal(a, b, c), d.x(b)), sample(d.normal(a, b), d.x(1))],
         "lerp.Scalar": [sample(d.x(a, b), d.x(b), 0.3)],
         "lerp.Tensor": [sample(d.x(a, b), d.x(b), d.x(a, b))],
@@ -247,8 +249,14 @@ def reductions(d: Draw) -> dict[str, Samples]:
     found |= {f"{name}.default": [sample(y)] for name in ("mean", "max", "min", "prod")}
     return found | {
         "any.dims": [sample(first, [0, 1])],
-        "sum.default": [sample(y), sample(d.mask(a, b))],
-        "sum.dim_IntList": [*found["sum.dim_IntList"], sample(d.mask(a, b), [1])],
+        "sum.default": [sample(y), sample(d.mask(a, b)), sample(9 * d.x(a, b), dtype=torch.int64, fixed=(0,))],
+        "sum.dim_IntList": [
+            *found["sum.dim_IntList"],
+            sample(d.mask(a, b), [1]),
+            sample(9 * d.x(a, b), [1], dtype=torch.int64, fixed=(0,)),
+        ],
+        "linalg_vector_norm": [sample(x, 2, [-1], True), sample(y, 3, [0]), sample(y)],
+        "_weight_norm": [sample(y, d.x(a, 1)), sample(x, d.x(1, 1, c), 2), sample(y, d.x(), -1)],
         "sort": [sample(x), sample(y, 0, True)],
         "topk": [sample(x, 2), sample(y, 2, 0)],
         "layer_norm": [sample(x, [c], *weight), sample(x, [c]), sample(x, [c], weight[0]), sample(y, [a, b])],

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
+from fxpar.operators import OPERATORS
+from fxpar.verify.oracle_composite import composite
 from fxpar.verify.oracle_moves import creation, indexing, parts, views
 from fxpar.verify.oracle_ranks import Sample
 from fxpar.verify.oracle_samples import (
@@ -24,6 +26,7 @@ from fxpar.verify.oracle_samples import (
     unary,
     words,
 )
+from fxpar.verify.oracle_trial import Target
 
 
 @dataclass(frozen=True)
@@ -31,12 +34,12 @@ class Operation:
     """An operator and its samples.
 
     Attributes:
-        target: the overload.
+        target: the overload, or a graph operator of fxpar.
         samples: calls; none where the operator has no tensor operand.
         exempt: why no sharded signature is asked of it; empty for the others.
     """
 
-    target: torch._ops.OpOverload
+    target: Target
     samples: tuple[Sample, ...]
     exempt: str = ""
 
@@ -53,12 +56,19 @@ _BUILDERS: Sequence[Build] = (
     parts,
     indexing,
     creation,
+    composite,
+)
+
+# What occurs and has no tensor operand, so that nothing can be asked of a rule.
+WITHOUT_OPERANDS = (
+    *(f"aten.arange.{which}" for which in ("default", "start", "start_step")),
+    *(f"aten.{name}.default" for name in ("full", "ones", "zeros")),
 )
 
 _NO_VALUES = "the result does not depend on the operand's values"
 EXEMPT: Mapping[str, str] = {
-    **dict.fromkeys(("aten.arange.default", "aten.full.default", "aten.zeros.default"), "it has no tensor operand"),
-    **dict.fromkeys((f"aten.new_{name}.default" for name in ("ones", "zeros", "full")), _NO_VALUES),
+    **dict.fromkeys(WITHOUT_OPERANDS, "it has no tensor operand"),
+    **dict.fromkeys((f"aten.new_{name}.default" for name in ("ones", "zeros", "full", "empty")), _NO_VALUES),
 }
 
 # Legal signatures that the rules leave out, and why.
@@ -71,30 +81,51 @@ LEFT_OUT: Mapping[str, str] = {
         ("aten.dropout.default", "aten.native_dropout.default"),
         "linear only where it is switched off; random bits for a partial value are refused",
     ),
+    "aten.broadcast_tensors.default": "parts of equal size, cut in ways that have nothing to do with each other",
+    "fxpar.function": "an author's function that is linear is not known to be",
+    "fxpar.dropout": "linear where all ranks draw the same bits; random bits for a partial value are refused",
     "aten.cross_entropy_loss.default": "linear in class weights and probabilities, which no model computes as sums",
     "aten.gather.default": "an index shorter than the values that reaches to the end of one of their runs",
     "aten.scaled_dot_product_attention.default": "whole kv heads with query heads cut inside each group: "
     "the axis is factored instead",
 }
 
-# What `torch.export` and `run_decompositions({})` leave of the transformers that fxpar is tried on.
+
+def full_name(name: str) -> str:
+    """The name in the table of rules: `aten.relu.default` for `relu`, `fxpar.dropout` for itself."""
+    if name.startswith("fxpar."):
+        return name
+    return f"aten.{name}" if "." in name else f"aten.{name}.default"
+
+
+# The operations with tensor operands in the captured and compiled transformers that fxpar is tried on.
 OCCURRING = tuple(
-    f"aten.{name}" if "." in name else f"aten.{name}.default"
+    full_name(name)
     for name in words("""
-view _unsafe_view add.Tensor mul.Tensor mul.Scalar sub.Tensor div.Tensor unsqueeze squeeze.dim addmm mm bmm baddbmm
-linear matmul transpose.int permute t slice.Tensor select.int split.Tensor split_with_sizes chunk unbind.int cat stack
-expand repeat clone detach layer_norm rms_norm arange native_dropout dropout __and__.Tensor pow.Tensor_Scalar
-pow.Tensor_Tensor pow.Scalar tanh gelu silu relu sigmoid neg rsqrt sqrt cos sin exp log abs mean.dim sum.dim_IntList
-softmax.int log_softmax.int argmax amax cumsum where.self where.ScalarOther masked_fill.Scalar _to_copy new_ones zeros
-full zeros_like ones_like full_like le.Tensor lt.Tensor gt.Tensor eq.Tensor ne.Tensor ge.Scalar logical_not
-logical_and bitwise_not index.Tensor gather index_select embedding scaled_dot_product_attention pad tril triu flip
-roll cross_entropy_loss conv2d
+view _unsafe_view add.Tensor mul.Tensor sub.Tensor div.Tensor unsqueeze squeeze.dim addmm mm bmm baddbmm linear matmul
+transpose.int permute slice.Tensor select.int split.Tensor split_with_sizes cat expand broadcast_tensors repeat clone
+detach layer_norm native_dropout dropout __and__.Tensor pow.Tensor_Scalar pow.Tensor_Tensor tanh gelu silu relu neg
+rsqrt cos sin mean.dim softmax.int cumsum diff where.ScalarOther masked_fill.Scalar _to_copy new_ones le.Tensor
+eq.Tensor ne.Scalar ge.Scalar bitwise_not index.Tensor gather embedding scaled_dot_product_attention pad tril
+cross_entropy_loss mse_loss conv2d fxpar.dropout fxpar.attention fxpar.function
+""")
+)
+
+# What `torch.export` and `run_decompositions({})` leave of other transformers.
+ELSEWHERE = tuple(
+    full_name(name)
+    for name in words("""
+mul.Scalar t chunk unbind.int stack rms_norm pow.Scalar sigmoid sqrt exp log abs sum.dim_IntList
+log_softmax.int argmax amax where.self zeros_like ones_like full_like lt.Tensor gt.Tensor ne.Tensor logical_not
+logical_and index_select triu flip roll
 """)
 )
 
 
-def overload(name: str) -> torch._ops.OpOverload:
-    """The operator of a name in the table of rules, `aten.view.default`."""
+def operator_of(name: str) -> Target:
+    """The operator of a name in the table of rules: `aten.view.default`, `fxpar.dropout`."""
+    if name.startswith("fxpar."):
+        return OPERATORS[name.removeprefix("fxpar.")]
     _, packet, which = name.split(".")
     return getattr(getattr(torch.ops.aten, packet), which)  # type: ignore[no-any-return]
 
@@ -110,8 +141,6 @@ def operations(seed: int, even: bool) -> dict[str, Operation]:
     found: dict[str, list[Sample]] = {}
     for build in _BUILDERS:
         for name, samples in build(draw).items():
-            full = f"aten.{name}" if "." in name else f"aten.{name}.default"
-            found.setdefault(full, []).extend(samples)
-    for name in EXEMPT:
-        found.setdefault(name, [])
-    return {name: Operation(overload(name), tuple(samples), EXEMPT.get(name, "")) for name, samples in found.items()}
+            found.setdefault(full_name(name), []).extend(samples)
+    found |= {name: [] for name in WITHOUT_OPERANDS}
+    return {name: Operation(operator_of(name), tuple(samples), EXEMPT.get(name, "")) for name, samples in found.items()}

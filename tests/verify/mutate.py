@@ -332,32 +332,24 @@ KINDS: dict[str, Callable[[Source], Edits]] = {
     "random bits": random_bits,
     "loss": loss,
 }
+ALL = (*KINDS, "literal")
 
 
-def mutants(
-    text: str,
-    before: str,
-    seed: int,
-    count: int,
-    kinds: Sequence[str] = (*KINDS, "literal"),
-    once: Sequence[str] = (),
-) -> list[Mutant]:
+def mutants(text: str, before: str, seed: int, count: int) -> list[Mutant]:
     """A sample of a program's mutants, all kinds in turn, until there are `count` or no more.
 
     Args:
         text: the program.
         before: its text before `localize`; the same where it is not localised.
-        seed: of the choice.
+        seed: of the choice, and of the order of the kinds.
         count: how many.
-        kinds: which; the default is all.
-        once: kinds of which there is at most one.
     """
     generator, source = random.Random(seed), Source.of(text)
     found: dict[str, list[Edit]] = {}
-    for kind in kinds:
+    for kind in generator.sample(ALL, len(ALL)):
         edits = list(literal(source, Source.of(before)) if kind == "literal" else KINDS[kind](source))
         generator.shuffle(edits)
-        found[kind] = edits[:1] if kind in once else edits
+        found[kind] = edits
     chosen: list[Mutant] = []
     while len(chosen) < count and any(found.values()):
         for kind, edits in found.items():

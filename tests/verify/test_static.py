@@ -43,14 +43,6 @@ def test_a_sequence_parallel_program_is_right(tp: int) -> None:
     verify_static(sequence(tp))
 
 
-def test_each_verifier_applies_where_its_properties_hold() -> None:
-    assert [(v.name, sorted(v.properties)) for v in STATIC] == [
-        ("structure", []),
-        ("types", ["collectives"]),
-        ("shapes", []),
-    ]
-
-
 def edited(*changes: tuple[str, str]) -> Program:
     """The sequence-parallel program with lines changed."""
     text = sequence_text(2)
@@ -246,6 +238,22 @@ def test_two_random_nodes_with_one_identity_are_named() -> None:
         check_structure(copy)
     assert f"draws the same random bits as %{first.name}" in str(error.value)
     assert f"%{second.name}" in str(error.value)
+
+
+def test_a_second_conversion_of_a_value_is_named() -> None:
+    """It would leave all values right and double what is sent."""
+    again = "%again = fxpar.split[tp](%h) : f32[b, 16, 24] tp:S(1)  # - cases.py:7"
+    program_ = edited(
+        ("%y = aten.add.Tensor(%h_split, %down_sum)", f"{again}\n%y = aten.add.Tensor(%again, %down_sum)")
+    )
+    with pytest.raises(CheckFailed) as error:
+        check_structure(program_)
+    assert str(error.value) == "%again (cases.py:7): converts %h to S(1) on axis tp a second time; use %h_split"
+
+
+def test_a_value_may_be_converted_to_several_placements() -> None:
+    other = "%other = fxpar.copy_to[tp](%h) : f32[b, 16, 24] tp:R"
+    verify_static(edited(("%h_split = fxpar.split", f"{other}\n%h_split = fxpar.split")))
 
 
 def _forget_note(graph: fx.Graph) -> None:

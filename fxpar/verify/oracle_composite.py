@@ -1,0 +1,107 @@
+"""Operators that the oracle cannot call as they stand in a graph.
+
+Enters: graph operators of fxpar, and of torch where the result is undefined or sizes are not checked. Leaves: kernels
+that the oracle calls in their place, and samples of the former. Random ones are those of the runtime: without cuts for
+the whole, with a rank's index for its block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxpar import operators
+from fxpar.ops import random
+from fxpar.ops.random import IndexCut
+from fxpar.rules.composite import resolve_function
+from fxpar.verify.oracle_ranks import sample
+from fxpar.verify.oracle_samples import Draw, Samples
+
+_IDENTITY = 17
+
+
+def dropout(x: Tensor, rng: Tensor, p: float, indices: object = (), *, cuts: Sequence[IndexCut] = ()) -> Tensor:
+    """`fxpar.dropout` of a node with some identity; `cuts` say which block of the whole `x` is."""
+    return random.dropout(x, rng, p, _IDENTITY, cuts)
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    rng: Tensor,
+    p: float,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    indices: object = (),
+    *,
+    cuts: Sequence[IndexCut] = (),
+) -> Tensor:
+    """`fxpar.attention` of a node with some identity; `cuts` say which block of the whole the probabilities are."""
+    return random.attention(query, key, value, mask, rng, p, _IDENTITY, is_causal, scale, enable_gqa, cuts)
+
+
+def function(*args: Any, path: str) -> Any:
+    """`fxpar.function`."""
+    return resolve_function(path).apply(*args)
+
+
+def weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    """`v * g / |v|` written out: the fused kernel reads beyond operands whose sizes do not match."""
+    return v * (g / torch.norm_except_dim(v, 2, dim))
+
+
+KERNELS: Mapping[Any, Callable[..., Any]] = {
+    operators.dropout: dropout,
+    operators.attention: attention,
+    operators.function: function,
+    torch.ops.aten._weight_norm.default: weight_norm,
+    # Its values are undefined: shape, element type and placement are what there is to compare.
+    torch.ops.aten.new_empty.default: torch.ops.aten.new_zeros.default,
+}
+
+
+class Gate(torch.autograd.Function):
+    """x · sigmoid(w) with a backward of its own: element-wise, as the functions of models are."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        """Two tensors of one shape."""
+        ctx.save_for_backward(x, w)
+        return x * w.sigmoid()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor]:
+        """The gradients of both."""
+        x, w = ctx.saved_tensors
+        open_ = w.sigmoid()
+        return grads[0] * open_, grads[0] * x * open_ * (1 - open_)
+
+
+def composite(d: Draw) -> dict[str, Samples]:
+    """fxpar's own operators: with and without a rank's index; attention as it comes in models."""
+    h, s, t, e = (6, 6, 6, 2) if d.even else d.sizes(4)
+    x, q, k, v = d.x(h, s), d.normal(h, s, e), d.normal(h, t, e), d.normal(h, t, e)
+    kv = h // 2 if h % 2 == 0 else h
+    few = d.normal(kv, t, e), d.normal(kv, t, e)
+    state, index = torch.tensor([3, 1, 2]), [torch.tensor(0)]
+    causal, grouped = (True, None, False), (False, 0.5, True)
+    bias = d.normal(1, s, t)
+    return {
+        "fxpar.dropout": [sample(x, state, 0.4), sample(d.x(h, s, t), state, 0.4, index)],
+        "fxpar.attention": [
+            sample(q, k, v, None, state, 0.4, False, None, False),
+            sample(q, k, v, None, state, 0.4, *causal, index),
+            sample(q, *few, None, state, 0.4, *grouped, index),
+            sample(q, k, v, bias, state, 0.4, False, None, False, index),
+            # A query that all rows of a batch share: the probabilities have a dimension that it has not.
+            sample(q[:1], k, v, None, state, 0.4, False, None, False),
+            sample(d.normal(s, e), k, v, None, state, 0.4, False, None, False, index),
+        ],
+        "fxpar.function": [sample(x, d.x(h, s), path=f"{Gate.__module__}.{Gate.__name__}")],
+    }
