@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+import torch
+
 from fxpar.layout import P, Placement, R
 from fxpar.rules.engine import Call, Labelling, Labels, Refusal, Rule
 from fxpar.symbols import Size
@@ -25,10 +27,11 @@ def pointwise_labels(call: Call) -> Labelling | Refusal:
     return Labelling(tuple(broadcast(k.shape, out) for k in call.operands), tuple(names for _ in call.outputs))
 
 
-def _cast_keeps_sums(call: Call, placements: object) -> Refusal | None:
-    """A cast to integers is not linear."""
-    if P in placements and not call.outputs[0].is_float:  # type: ignore[operator]
-        return Refusal("a cast of a partial (P) value to integers is not linear: reduce it first")
+def keeps_sums(call: Call, placements: Sequence[Placement]) -> Refusal | None:
+    """A cast, of its own or by `dtype`, is not linear from floating point to integers, nor to booleans."""
+    source, target = call.operands[0], call.outputs[0]
+    if P in placements and (target.dtype == torch.bool or (source.is_float and not target.is_float)):
+        return Refusal("a partial (P) value would be cast to integers rank by rank: reduce it first")
     return None
 
 
@@ -123,5 +126,5 @@ def pointwise_rules() -> dict[str, Rule]:
     rules["aten.broadcast_tensors.default"] = Rule(pointwise_labels, (("tensors",),), check=_each_for_itself)
     rules["aten.prelu.default"] = Rule(_prelu_labels)
     for name in ("_to_copy.default", "to.dtype", "to.device"):
-        rules[f"aten.{name}"] = Rule(pointwise_labels, partial=(("self",),), check=_cast_keeps_sums)
+        rules[f"aten.{name}"] = Rule(pointwise_labels, partial=(("self",),), check=keeps_sums)
     return rules

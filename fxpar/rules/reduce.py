@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from fxpar.layout import P, Placement
 from fxpar.rules.engine import Call, Labelling, Labels, Refusal, Rule
+from fxpar.rules.pointwise import keeps_sums
 
 
 def _reduced(call: Call) -> list[int]:
@@ -28,13 +29,6 @@ def _reduction(summed: bool) -> Callable[[Call], Labelling | Refusal]:
         return Labelling((tuple(shown),), tuple(tuple(out) for _ in call.outputs), lost if summed else frozenset())
 
     return labels
-
-
-def _keeps_sums(call: Call, placements: Sequence[Placement]) -> Refusal | None:
-    """With `dtype` the summands are cast first, which is not linear from floating point to integers."""
-    if P in placements and call.operands[0].is_float and not call.outputs[0].is_float:
-        return Refusal("a partial (P) value would be cast to integers rank by rank: reduce it first")
-    return None
 
 
 def _topk(call: Call) -> Labelling | Refusal:
@@ -94,7 +88,7 @@ def _no_partial_target(call: Call, placements: Sequence[Placement]) -> Refusal |
 
 def reduction_rules() -> dict[str, Rule]:
     """Rules by `aten` overload name."""
-    summed = Rule(_reduction(True), (("self",),), check=_keeps_sums)
+    summed = Rule(_reduction(True), (("self",),), check=keeps_sums)
     mean, whole = Rule(_reduction(False), (("self",),)), Rule(_reduction(False))
     names = {
         "sum.default": summed,

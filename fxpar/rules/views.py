@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from fxpar.layout import P, Piece, Placement, R, local_size, pieces_of, slice_pieces, strided_pieces, through_view
 from fxpar.rules.engine import Call, Labelling, Labels, Refusal, Rule, Signature, transfer
-from fxpar.rules.pointwise import broadcast
+from fxpar.rules.pointwise import broadcast, keeps_sums
 from fxpar.symbols import Size, divide, simplify
 
 _SELF = (("self",),)
@@ -318,7 +318,7 @@ def view_rules() -> dict[str, Rule]:
         "aten.stack.default": Rule(_stack, (("tensors",),)),
         "aten.flip.default": linear_keeping,
         "aten.roll.default": linear_keeping,
-        "aten.cumsum.default": linear_keeping,
+        "aten.cumsum.default": Rule(_keeping_dim, _SELF, check=keeps_sums),
         "aten.diff.default": Rule(_difference, (("self", "prepend?", "append?"),)),
         **dict.fromkeys(
             [

@@ -231,6 +231,7 @@ def reductions(d: Draw) -> dict[str, Samples]:
         for name, overload in (("mean", "dim"), ("sum", "dim_IntList"))
     }
     found |= {name: [sample(x, -1), sample(y, 0)] for name in ("softmax.int", "log_softmax.int", "cumsum")}
+    found["cumsum"].append(sample(5 * x, 0, dtype=torch.int64, fixed=(0,)))
     found |= {name: [sample(x, -1, False)] for name in ("_softmax", "_log_softmax")}
     found |= {name: [sample(x, [-1], True), sample(y, [0])] for name in ("amax", "amin", "logsumexp")}
     found |= {

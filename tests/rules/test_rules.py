@@ -266,7 +266,7 @@ FILLED = [
     (
         call(aten._to_copy.default, t("b 64"), dtype=torch.int64, out=ids("b 64")),
         "P",
-        "a cast of a partial (P) value to integers is not linear: reduce it first",
+        "a partial (P) value would be cast to integers rank by rank: reduce it first",
     ),
 ]
 
