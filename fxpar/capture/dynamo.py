@@ -7,18 +7,26 @@ like any other, and the branches on sizes that Dynamo took, which the export doe
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 from torch._dynamo import trace_rules
 from torch._dynamo.functional_export import dynamo_graph_capture_for_export
+from torch._dynamo.side_effects import SideEffects
 
 from fxpar.capture.guards import bound_arguments
+from fxpar.capture.places import source_of
 from fxpar.capture.recording import RECOMPUTE_KEY
+from fxpar.capture.state import check_assignment
+from fxpar.errors import CaptureError
+
+_CHILD = re.compile(r"\._modules\['([^']+)'\]")
 
 
 @dataclass(frozen=True)
@@ -40,22 +48,29 @@ def symbolic_dims(value: Tensor, symbolic: int | None) -> list[int]:
 
 
 def dynamo_graph(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], symbolic: int | None
+    module: nn.Module, prefix: str, args: tuple[Any, ...], kwargs: dict[str, Any], symbolic: int | None
 ) -> tuple[fx.GraphModule, tuple[Assumption, ...]]:
     """Traces a module with Dynamo; sizes of two and more stay symbolic where the module lets them.
 
     Args:
+        prefix: what module paths begin with besides the author's names.
         symbolic: how many leading dimensions are offered; None for all.
 
     Raises:
         TorchDynamoException: Dynamo cannot trace it in one graph.
+        CaptureError: the forward keeps state in attributes, or enters `inference_mode`.
     """
     for value in pytree.tree_leaves((args, kwargs)):
         if isinstance(value, Tensor):
             for dim in symbolic_dims(value, symbolic):
                 torch._dynamo.maybe_mark_dynamic(value, dim)
-    with _functions_in_graph():
+    with _functions_in_graph(), _assignments(module) as seen:
         graph_module = dynamo_graph_capture_for_export(module)(*args, **kwargs)
+    for owner, name, value in seen:
+        check_assignment(module, owner, name, value, prefix)
+    for node in graph_module.graph.nodes:
+        if getattr(node.target, "__name__", "") == "_enter_inference_mode" and node.args[0]:
+            raise CaptureError("inference_mode is lost here", where=source_of(node), remedy="use torch.no_grad()")
     inline_checkpoints(graph_module)
     return graph_module, _assumptions(graph_module, module, args, kwargs)
 
@@ -76,6 +91,30 @@ def _functions_in_graph() -> Iterator[None]:
     finally:
         for key in added:
             trace_rules._allowed_callable_ids.remove(key)
+
+
+@contextlib.contextmanager
+def _assignments(root: nn.Module) -> Iterator[list[tuple[nn.Module, str, Any]]]:
+    """What Dynamo sees assigned to modules' attributes, which it leaves out of the graph: (module, name, value)."""
+    seen: list[tuple[nn.Module, str, Any]] = []
+    original = SideEffects.codegen_update_mutated
+
+    def update(self: Any, *args: Any, **kwargs: Any) -> Any:
+        for owner, values in self.store_attr_mutations.items():
+            module = getattr(owner, "value", None)
+            if isinstance(module, nn.Module):
+                seen.extend((module, name, getattr(value, "value", value)) for name, value in values.items())
+        for store in self._get_modified_vars():
+            path = getattr(store.source, "name", "")
+            path = str(path() if callable(path) else path)
+            if path.endswith(("._buffers", "._parameters")):
+                module = root.get_submodule(".".join(_CHILD.findall(path)))
+                # What has no source was computed in the forward.
+                seen.extend((module, key.vt.value, value) for key, value in store.items.items() if value.source is None)
+        return original(self, *args, **kwargs)
+
+    with mock.patch.object(SideEffects, "codegen_update_mutated", update):
+        yield seen
 
 
 def inline_checkpoints(graph_module: fx.GraphModule, first: int = 1) -> int:

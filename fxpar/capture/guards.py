@@ -140,21 +140,6 @@ def bound_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[st
 
 
 @contextlib.contextmanager
-def untouched(model: nn.Module) -> Iterator[None]:
-    """Puts back the attributes that a traced forward assigns: a trace must leave neither counts nor fake tensors."""
-    stores: list[dict[str, Any]] = []
-    for module in model.modules():
-        stores += [vars(module), module._modules, module._parameters, module._buffers]
-    kept = [dict(store) for store in stores]
-    try:
-        yield
-    finally:
-        for store, entries in zip(stores, kept, strict=True):
-            store.clear()
-            store.update(entries)
-
-
-@contextlib.contextmanager
 def no_host_random(model: nn.Module) -> Iterator[None]:
     """Refuses a forward that draws from Python's or numpy's generator: a trace would repeat that draw for ever.
 

@@ -50,7 +50,8 @@ def recording() -> Iterator[Recorder]:
 
     A trace runs a function's forward and differentiates what it saw, so that a hand-written backward would be lost.
     Each call is therefore kept as one operator with the function's own name. Checkpointed regions would be inlined
-    and forgotten: their nodes are annotated with the region's number.
+    and forgotten: their nodes are annotated with the region's number. `inference_mode`, which a trace does not see,
+    is traced as the `no_grad` that it includes.
     """
     recorder = Recorder()
     library = torch.library.Library(NAMESPACE, "FRAGMENT")
@@ -68,8 +69,12 @@ def recording() -> Iterator[Recorder]:
         with region(recorder):
             yield
 
+    def without_gradient(mode: Any) -> None:
+        mode._inference_mode_context = _GradMode(not mode.mode)
+
     try:
         with (
+            mock.patch.object(torch.inference_mode, "__enter__", without_gradient),
             mock.patch.object(torch.autograd.Function, "apply", classmethod(apply)),
             mock.patch.object(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", marked),
             preserve_node_meta(),
@@ -94,11 +99,25 @@ def _reentrant(recorder: Recorder, run: Any, args: tuple[Any, ...]) -> Any:
         return run(*args)
 
 
+class _GradMode:
+    """What `inference_mode` leaves by its `__exit__`; entered when made."""
+
+    def __init__(self, enabled: bool) -> None:
+        self._before = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(enabled)
+
+    def __exit__(self, *args: object) -> None:
+        torch._C._set_grad_enabled(self._before)
+
+
 class Watch(TorchFunctionMode):
     """While active, refuses what the author's code asks of tensors and a trace of the forward would drop in silence.
 
-    Hooks on gradients, gradients taken inside the forward, and parameters that the model does not own: a trace takes
-    them for constants. `x.data` is traced as `x.detach()`.
+    Hooks on gradients, gradients taken inside the forward, and values of parameters that the model does not own: a
+    trace takes them for constants. `x.data` is traced as `x.detach()`.
+
+    Attributes:
+        read: identities of the tensors that functions were called with.
     """
 
     _REFUSED: Mapping[Any, str] = {
@@ -108,22 +127,32 @@ class Watch(TorchFunctionMode):
         torch.autograd.grad: "a gradient inside the forward",
     }
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.read: set[int] = set()
+
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func == Tensor.data.__get__:  # type: ignore[attr-defined]
-            return args[0].detach()
+        is_data = func == Tensor.data.__get__  # type: ignore[attr-defined]
         if func in self._REFUSED:
             _refuse_gradient(self._REFUSED[func])
-        values = pytree.tree_leaves((args, kwargs))
-        if any(_is_foreign(v) for v in values) and any(isinstance(v, Tensor) and is_fake(v) for v in values):
+        result = args[0].detach() if is_data else func(*args, **(kwargs or {}))
+        tensors = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, Tensor)]
+        self.read.update(map(id, tensors))
+        # Shapes and types of such a parameter are constants indeed.
+        if any(_is_foreign(v) for v in tensors) and _has_values(result):
             refuse_foreign()
-        return func(*args, **(kwargs or {}))
+        return result
 
 
-def _is_foreign(value: Any) -> bool:
+def _is_foreign(value: Tensor) -> bool:
     """Whether it is a tensor to differentiate that the trace was not given: the model's own are fakes by then."""
-    return isinstance(value, Tensor) and value.requires_grad and not is_fake(value)
+    return value.requires_grad and not is_fake(value)
+
+
+def _has_values(result: Any) -> bool:
+    return any(isinstance(v, (Tensor, float, complex)) for v in pytree.tree_leaves(result))
 
 
 def refuse_foreign(name: str = "") -> NoReturn:
@@ -135,7 +164,7 @@ def refuse_foreign(name: str = "") -> NoReturn:
     raise CaptureError(
         "the model uses a parameter that it does not own, so that nothing would train it",
         where=name,
-        remedy="register it: nn.ModuleList and nn.ParameterList instead of a list; no layers in the loss",
+        remedy="register it (nn.ModuleList for a list); in a loss use the outputs, or put the term into the model",
     )
 
 

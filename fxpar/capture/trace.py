@@ -13,8 +13,10 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest import mock
 
 import torch
+import torch._decomp
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
@@ -29,12 +31,12 @@ from fxpar.capture.guards import (
     check_model,
     no_host_random,
     separate,
-    untouched,
 )
 from fxpar.capture.memory import with_memory
 from fxpar.capture.places import place_of
 from fxpar.capture.recording import Recorder, Watch, recording
 from fxpar.capture.regions import refuse_mutation, replace_copies, settle
+from fxpar.capture.state import untouched, watched
 from fxpar.errors import CaptureError
 
 # Arguments, keyword arguments, and how many leading dimensions are symbolic.
@@ -131,7 +133,7 @@ def trace(model: nn.Module, batch: Any, loss: Callable[..., Any] | None, symboli
     args, kwargs = arguments(model, batch, loss is not None)
     bound_arguments(model, args, kwargs)
     safe = separate(batch)
-    with _quiet(), untouched(model), no_host_random(model), with_memory(model, safe) as (batch, originals):
+    with _quiet(), no_host_random(model), with_memory(model, safe) as (batch, originals):
         module, prefix = model, ""
         args, kwargs = arguments(model, batch, loss is not None)
         if loss is not None:
@@ -145,13 +147,15 @@ def trace(model: nn.Module, batch: Any, loss: Callable[..., Any] | None, symboli
 
 def _trace(module: nn.Module, prefix: str, call: _Call, originals: Mapping[int, Tensor]) -> Trace:
     try:
-        exported, recorder = _functional(module, call, prefix)
+        with untouched(module):
+            exported, recorder = _functional(module, call, prefix)
         return Trace(exported, "export", recorder, prefix, originals)
     except _FAILURES as error:
         first = error
     _explain_now(first, module if originals else None)
     try:
-        graph_module, assumptions = dynamo_graph(module, *call)
+        with untouched(module):
+            graph_module, assumptions = dynamo_graph(module, prefix, *call)
         exported, recorder = _functional(graph_module, call, prefix)
         return Trace(exported, "dynamo", recorder, prefix, originals, assumptions)
     except _FAILURES as error:
@@ -162,19 +166,39 @@ def _functional(module: nn.Module, call: _Call, prefix: str) -> tuple[ExportedPr
     """Exports a module in functional form."""
     args, kwargs, symbolic = call
     shapes = pytree.tree_map(lambda value: _offered(value, symbolic), bound_arguments(module, args, kwargs))
+    watch = Watch()
     with recording() as recorder:
         try:
-            with Watch(), contextlib.redirect_stderr(io.StringIO()):  # it prints the graph of a failed trace
+            # It prints the graph of a failed trace.
+            with watched(module, prefix, watch.read), watch, contextlib.redirect_stderr(io.StringIO()):
                 exported = torch.export.export(module, args, kwargs, dynamic_shapes=shapes, strict=False)
         except CaptureError as error:
             if error.where:
                 raise
             raise CaptureError(error.reason, where=place_of(error), remedy=error.remedy) from error
         settle(exported, prefix)
-        functional = exported.run_decompositions({})
+        with _loss_shapes():
+            functional = exported.run_decompositions({})
         refuse_mutation(functional, prefix)
         replace_copies(functional)
     return functional, recorder
+
+
+@contextlib.contextmanager
+def _loss_shapes() -> Iterator[None]:
+    """While active, unreduced losses of symbolic sizes have their shape in functional form.
+
+    torch's rule for `nll_loss` reads the positional `reduction` as its old `size_average`: 0 (none) becomes a sum.
+    """
+    aten = torch.ops.aten
+
+    def nll_loss(
+        logits: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = 1, ignore_index: Any = -100
+    ) -> Any:
+        return aten.nll_loss_forward.default(logits, target, weight, reduction, ignore_index)[0]
+
+    with mock.patch.dict(torch._decomp.decomposition_table, {aten.nll_loss.default: nll_loss}):
+        yield
 
 
 def _offered(value: Any, symbolic: int | None) -> Any:
@@ -220,6 +244,12 @@ def _explain_now(error: BaseException, without_memory: nn.Module | None) -> None
             f"the model returns a cache: {_first_line(text)}",
             where="model.config.use_cache",
             remedy="set model.config.use_cache = False (caches are for generation)",
+        ) from error
+    if "unhashable" in text and "Sym" in text:
+        raise CaptureError(
+            "the model uses a size as a dictionary key, which a trace keeps symbolic",
+            where=place_of(error),
+            remedy="compute the value in each call",
         ) from error
     # A model that has run eagerly hashes what it hashes: it is torch 2.11 that hashes an unknown output here.
     if ("not a known type" in text and "output" in text) or text.startswith("unhashable type"):

@@ -194,6 +194,36 @@ def test_parameters_that_the_model_does_not_own_are_refused() -> None:
         capture(model, example(), loss=lambda outputs, batch: OUTSIDE(outputs).sum())
 
 
+def penalty(model: nn.Module) -> Any:
+    return sum(parameter.pow(2).sum() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "term",
+    [
+        penalty,
+        lambda m: m.up.bias.data.sum(),
+        lambda m: torch.no_grad()(penalty)(m),
+        lambda m: float(m.up.bias[0]),
+        lambda m: m.up.bias.tolist()[0],
+    ],
+)
+def test_a_loss_that_reads_the_weights_of_another_model_is_refused(term: Any) -> None:
+    other = net(lambda m, x: m.down(m.up(x)))
+    model = net(lambda m, x: m.down(m.up(x)))
+    with pytest.raises(CaptureError, match=r"test_parameters.py:\d+: .* does not own.*put the term into the model"):
+        capture(model, {"x": example()}, loss=lambda outputs, batch: outputs.sum() + term(other))
+
+
+def test_a_loss_may_read_the_weights_of_the_model_itself_and_the_shapes_of_any() -> None:
+    model, other = net(lambda m, x: m.down(m.up(x))), net(lambda m, x: x)
+    rows = capture(
+        model, {"x": example()}, loss=lambda outputs, batch: outputs.sum() / other.up.weight.shape[0] + penalty(model)
+    )
+    assert not rows.program.constants
+    faithful(model, {"x": example()}, lambda outputs, batch: outputs.sum() / 6 + penalty(model))
+
+
 def test_unrefused_they_would_be_constants(monkeypatch: pytest.MonkeyPatch) -> None:
     """The trap itself: their gradient is gone."""
     monkeypatch.setattr(recording_module, "_is_foreign", lambda value: False)

@@ -120,6 +120,25 @@ def test_a_cache_as_an_argument_is_refused() -> None:
         capture(CASES["gpt2"].model(), batch)
 
 
+class KeyedBySize(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables: dict[Any, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Any:
+        length = x.shape[1]
+        if length not in self.tables:
+            self.tables[length] = torch.arange(length)
+        return self.down(self.up(x)).sum() * self.tables[length].sum()
+
+
+def test_a_size_as_a_dictionary_key_is_refused_for_what_it_is() -> None:
+    with pytest.raises(
+        CaptureError, match=r"test_refusals\.py:\d+: the model uses a size as a dictionary key.*in each call"
+    ):
+        capture(seeded(KeyedBySize), example())
+
+
 class Conditional(Net):
     def forward(self, x: Tensor) -> Any:
         h = torch.cond(x.sum() > 0, lambda v: v.sin(), lambda v: v.cos(), (self.up(x),))

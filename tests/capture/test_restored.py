@@ -21,27 +21,31 @@ from tests.capture.models import Net, example, net, seeded
 
 
 class Remembers(Net):
-    """Keeps state in attributes, and fails on demand."""
+    """Makes attributes, fills containers and replaces modules, and fails on demand."""
 
-    count = 0
     last: Tensor | None = None
+    shared: list[Tensor] = []  # noqa: RUF012 (a list of the class is the point)
 
     def __init__(self, failing: bool) -> None:
         super().__init__()
         self.failing = failing
-        vars(self.up)["calls"] = 0
+        self.parts: list[Tensor] = []
+        self.nest: dict[str, Any] = {"inner": {"seen": set()}}
 
     def forward(self, x: Tensor) -> Any:
-        self.count += 1
-        vars(self.up)["calls"] += 1
         self.extra = 3
         self.added = torch.nn.Linear(4, 4)
-        self.up = self.up if self.count > 1 else torch.nn.Sequential(self.up)  # type: ignore[assignment]
+        self.up = torch.nn.Sequential(self.up)  # type: ignore[assignment]
         self.last = Seven.apply(self.up(x))  # type: ignore[no-untyped-call]
         h = torch.utils.checkpoint.checkpoint(torch.tanh, self.last, use_reentrant=False)
+        self.parts.append(h)
+        self.shared.append(h)
+        self.nest["inner"]["seen"].add("forward")
         if self.failing and x.sum() > 0:
             return h
-        return self.down(h).sum()
+        total = sum(part.sum() for part in self.parts)
+        self.parts = []
+        return self.down(h).sum() + total
 
 
 def state() -> dict[str, Any]:
@@ -81,11 +85,21 @@ def test_the_models_attributes_are_restored(failing: bool) -> None:
     except CaptureError:
         assert failing
     assert model.last is None
-    assert (model.count, model.up.calls) == (0, 0)
+    assert (model.parts, model.shared, model.nest) == ([], [], {"inner": {"seen": set()}})
     assert not hasattr(model, "extra")
     assert [name for name, _ in model.named_children()] == ["up", "down"]
     assert type(model.up) is torch.nn.Linear
     assert all(type(p.data) is Tensor and p.grad is None for p in model.parameters())
+
+
+def test_lists_are_emptied_in_place() -> None:
+    """What a trace has put into a list must not meet the next one."""
+    model = seeded(Remembers, False)
+    parts = model.parts
+    first = capture(model, example())
+    assert parts == []
+    assert model.parts is parts
+    assert str(capture(model, example()).program.graph) == str(first.program.graph)
 
 
 def test_the_example_is_not_changed() -> None:

@@ -8,6 +8,7 @@ import pytest
 import sympy
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from fxpar.capture import Captured, capture
 from fxpar.program import ScalarType, Symbol, TensorType, note
@@ -172,3 +173,20 @@ def test_products_of_sizes_are_polynomials() -> None:
     kinds = [note(n).type for n in captured.program.graph.nodes if str(n.target) == "aten.linear.default"]
     assert isinstance(kinds[1], TensorType)
     assert kinds[1].shape == (symbol("b") * symbol("s"), 4)
+
+
+def test_losses_without_reduction_keep_their_symbolic_shape() -> None:
+    def loss(outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        labels = batch["labels"]
+        flat = functional.cross_entropy(outputs.view(-1, 4), labels.view(-1), reduction="none")
+        rows = functional.nll_loss(outputs.transpose(1, 2), labels, reduction="none").mean(1)
+        return flat.sum() / (labels != 1).sum() + (flat.view(labels.shape).mean(1) * rows).sum()
+
+    def batch(*shape: int) -> dict[str, Tensor]:
+        labels = torch.randint(0, 4, shape, generator=torch.Generator().manual_seed(3))
+        return {"x": example(*shape, 4), "labels": labels}
+
+    operator = torch.ops.aten.nll_loss.default
+    before = torch._decomp.decomposition_table[operator]
+    faithful(net(lambda m, x: m.down(m.up(x))), batch(3, 5), loss, batch(2, 7), batch(5, 3))
+    assert torch._decomp.decomposition_table[operator] is before
