@@ -56,9 +56,9 @@ CASES = {
     "malformed text": ("verify {tmp}/malformed.txt", "malformed.txt:2: the plan is no JSON"),
     "no text": ("verify {tmp}/odd.yaml", "is no program's text: it does not start with 'fxpar 1'"),
     "values of a lone text": ("verify {tmp}/lone.txt --level values", "needs 00-capture.txt and values.safetensors"),
-    "a symbol of no input": (
+    "a symbol without values": (
         "verify {tmp}/symbol/05-localize.txt --level values",
-        "has no size 'labels.7' for the symbol s",
+        "has no size 'input_ids.0' for the symbol b",
     ),
     "values of another model": (
         "verify {tmp}/other/05-localize.txt --level values",
@@ -100,8 +100,9 @@ def odd(tmp_path_factory: pytest.TempPathFactory, dump: Path) -> Path:
         (folder / name).mkdir()
         for path in (dump / "00-capture.txt", dump / "05-localize.txt", dump / "values.safetensors"):
             (folder / name / path.name).write_bytes(path.read_bytes())
-    for path in (folder / "symbol").glob("*.txt"):
-        path.write_text(path.read_text().replace("input_ids.1 like", "labels.7 like"))
+    tensors = load_file(folder / "symbol" / "values.safetensors")
+    del tensors["input/input_ids"]
+    save_file(tensors, folder / "symbol" / "values.safetensors")
     tensors = load_file(folder / "other" / "values.safetensors")
     tensors["state/transformer.wpe.weight"] = torch.zeros(63, 96)
     save_file(tensors, folder / "other" / "values.safetensors")

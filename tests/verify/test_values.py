@@ -215,7 +215,7 @@ def test_level_static_compares_no_values() -> None:
     model, batch = small()
     with torch.device("meta"):
         meta = Small()
-    assert verify(meta, batch, SPLIT, level="static").to_json().keys() == {"ok", "level", "split_flops"}
+    assert verify(meta, batch, SPLIT, level="static").to_json().keys() == {"ok", "level", "split_flops", "checks"}
     with pytest.raises(InputError, match=r"up\.weight: has no values: the model is on the meta device"):
         verify(meta, batch, SPLIT)
     with pytest.raises(InputError, match="level='all': is unknown"):
