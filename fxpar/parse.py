@@ -325,10 +325,12 @@ def _plan(text: str) -> Plan:
         values = json.loads(text)
     except (ValueError, RecursionError):
         fail("the plan is no JSON", 'write, for example, plan {"tp": 2}')
-    known = [f.name for f in dataclasses.fields(Plan)]
-    if not isinstance(values, dict) or not set(values) <= set(known):
-        fail("the plan is no mapping of its options", f"choose from {', '.join(known)}")
-    return Plan(**values)
+    if not isinstance(values, dict):
+        fail(
+            "the plan is no mapping of its options",
+            f"choose from {', '.join(f.name for f in dataclasses.fields(Plan))}",
+        )
+    return Plan.from_dict(values)
 
 
 @dataclass(frozen=True)

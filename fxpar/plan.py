@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from fxpar.cost import Cost
 from fxpar.errors import PlanError
 
 SPLITS = ("column", "row", "head", "replicate")
@@ -49,6 +50,7 @@ class Plan:
             kind must agree. The order of lines is irrelevant: they are stored sorted.
         seed: seed of dropout and other random nodes.
         precision: element type the model is cast to before it is captured; `as_is` leaves it alone.
+        cost: constants by which layouts are chosen; in YAML a mapping of those that differ.
     """
 
     tp: int = 1
@@ -59,6 +61,7 @@ class Plan:
     split: Mapping[str, str] = field(default_factory=dict)
     seed: int = 0
     precision: str = "as_is"
+    cost: Cost = field(default_factory=Cost)
 
     def __post_init__(self) -> None:
         problems = list(self._problems())
@@ -92,6 +95,10 @@ class Plan:
             yield f"seed={self.seed!r} is no integer in [0, 2^63): choose another seed"
         if self.precision not in PRECISIONS:
             yield f"precision={self.precision!r} is unknown: choose one of {', '.join(PRECISIONS)}"
+        if isinstance(self.cost, Cost):
+            yield from self.cost.problems()
+        else:
+            yield f"cost={self.cost!r} is no fxpar.Cost: write Cost(bandwidth=…)"
 
     @property
     def axes(self) -> dict[str, int]:
@@ -109,9 +116,26 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """What differs from the defaults, in plain values."""
-        default = Plan()
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)} | {"split": dict(self.split)}
-        return {name: value for name, value in values.items() if value != getattr(default, name)}
+        found = _changed(self, Plan())
+        if "split" in found:
+            found["split"] = dict(self.split)
+        if "cost" in found:
+            found["cost"] = _changed(self.cost, Cost())
+        return found
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], *, where: str = "plan") -> Plan:
+        """Inverse of `to_dict`.
+
+        Raises:
+            PlanError: an unknown option, or a value the plan refuses.
+        """
+        _check_known(values, cls, where)
+        cost = values.get("cost", {})
+        if not isinstance(cost, Mapping):
+            raise PlanError(f"cost={cost!r} is no mapping", where=where, remedy="write 'cost: {bandwidth: …}'")
+        _check_known(cost, Cost, f"{where}: cost")
+        return cls(**{**values, "cost": Cost(**cost)})
 
     def to_yaml(self) -> str:
         """Only what differs from the defaults, so that files stay short."""
@@ -134,13 +158,7 @@ class Plan:
             values = {}
         if not isinstance(values, dict):
             raise PlanError("the file holds no mapping", where=where, remedy="write lines such as 'tp: 2'")
-        known = [f.name for f in dataclasses.fields(cls)]
-        unknown = [str(k) for k in values if k not in known]
-        if unknown:
-            raise PlanError(
-                f"unknown option {', '.join(unknown)}", where=where, remedy=f"choose from {', '.join(known)}"
-            )
-        return cls(**values)
+        return cls.from_dict(values, where=where)
 
     def save(self, path: str | Path) -> None:
         """Writes the plan as YAML."""
@@ -159,3 +177,16 @@ class Plan:
             reason = getattr(error, "strerror", None) or "the file is no UTF-8 text"
             raise PlanError(reason, where=str(path), remedy="name a readable YAML file") from None
         return cls.from_yaml(text, where=str(path))
+
+
+def _changed(value: Any, default: Any) -> dict[str, Any]:
+    """Fields of a dataclass that differ from the default's."""
+    fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+    return {name: field for name, field in fields.items() if field != getattr(default, name)}
+
+
+def _check_known(values: Mapping[str, Any], kind: type, where: str) -> None:
+    known = [f.name for f in dataclasses.fields(kind)]
+    unknown = [str(key) for key in values if key not in known]
+    if unknown:
+        raise PlanError(f"unknown option {', '.join(unknown)}", where=where, remedy=f"choose from {', '.join(known)}")

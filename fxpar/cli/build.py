@@ -214,8 +214,5 @@ def warn_unsplit(ui: Ui, program: Program) -> float | None:
         return None
     share = split_flops(program)
     if share == 0:
-        ui.warn(
-            f"no line of split named anything, so each of the {program.plan.tp} ranks computes everything; "
-            "give --split 'GLOB=HOW' (layouts are not chosen automatically yet)"
-        )
+        ui.warn(f"no matrix product is split: each of the {program.plan.tp} ranks computes everything")
     return share

@@ -54,7 +54,8 @@ def resolve_overrides(
     """
     nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
     if known:
-        return {nodes[p.node]: _known_pin(known.get(p.fqn, I), line) for p, line in lines.items()}
+        owned = [p for p in program.parameters if p.kind == "parameter"]
+        return {nodes[p.node]: _known_pin(known.get(p.fqn, I), lines.get(p)) for p in owned}
     weights = weights_of(program.graph, [nodes[p.node] for p in program.parameters])
     pins: dict[fx.Node, Pin] = {}
     arrived: Arrived = {}
@@ -73,9 +74,11 @@ def resolve_overrides(
     return pins
 
 
-def _known_pin(placement: Placement, line: tuple[str, str]) -> Pin:
-    glob, how = line
-    return Pin(placement if placement.is_shard else I, "" if how == "replicate" else how, f"plan: {glob} = {how}")
+def _known_pin(placement: Placement, line: tuple[str, str] | None) -> Pin:
+    kept = placement if placement.is_shard else I
+    if line is None:
+        return Pin(kept, "", "as in the module's first program")
+    return Pin(kept, "" if line[1] == "replicate" else line[1], f"plan: {line[0]} = {line[1]}")
 
 
 def _used(lines: Lines, nodes: Mapping[str, fx.Node]) -> Lines:

@@ -7,22 +7,19 @@ matrix FLOPs that an axis divides.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
 from torch import fx
 
-from fxpar import operators
+from fxpar.flops import matmul_flops
 from fxpar.gradients import carried
 from fxpar.layout import Layout
 from fxpar.operators import COERCION_OF, OPERATORS
 from fxpar.program import Program, note, operands, output_layouts, output_types
 from fxpar.rules import key_of, rule_of
-from fxpar.symbols import Size, evaluate, product, simplify
-
-aten = torch.ops.aten
+from fxpar.symbols import evaluate, product, simplify
 
 
 @dataclass(frozen=True)
@@ -86,24 +83,6 @@ def _operations(node: fx.Node) -> tuple[str, str]:
     if before.is_shard and after.is_shard and before.dim == after.dim:
         return "all_gather", "all_gather"
     return row.forward, row.backward
-
-
-def matmul_flops(program: Program) -> Iterator[tuple[fx.Node, Size]]:
-    """Forward FLOPs (2 a multiply-add) of every matrix product and attention, over global shapes."""
-    for node in program.graph.nodes:
-        if node.op != "call_function":
-            continue
-        kinds = [output_types(o)[0] for o in operands(node)]
-        target = node.target
-        if target in (aten.linear.default, aten.mm.default, aten.bmm.default, aten.matmul.default):
-            yield node, simplify(2 * product(output_types(node)[0].shape) * kinds[0].shape[-1])
-        elif target in (aten.addmm.default, aten.baddbmm.default):
-            yield node, simplify(2 * product(output_types(node)[0].shape) * kinds[1].shape[-1])
-        elif target in (aten.scaled_dot_product_attention.default, operators.attention):
-            rows, columns = product(kinds[0].shape[:-1]), kinds[1].shape[-2]
-            yield node, simplify(2 * rows * columns * (kinds[0].shape[-1] + kinds[2].shape[-1]))
-        elif target in (aten.conv1d.default, aten.conv2d.default, aten.conv3d.default):
-            yield node, simplify(2 * product(output_types(node)[0].shape) * product(kinds[1].shape[1:]))
 
 
 def split_flops(program: Program, axis: str = "tp", sizes: Mapping[str, int] | None = None) -> float:

@@ -230,8 +230,8 @@ def kinds(result: Any) -> list[str]:
     ("split", "wanted"),
     [
         ({"up": "column", "down": "row"}, ["backward all_reduce", "forward all_reduce"]),
-        # The other matrix is whole: taking a rank's rows of it is cheaper than gathering the activations.
-        ({"up": "column"}, ["backward all_reduce", "parameter all_gather", "forward all_reduce"]),
+        # The other matrix is whole, and no rank takes a part of a whole matrix.
+        ({"up": "column"}, ["backward all_reduce", "forward all_gather"]),
         # Alone on an input that is whole: each rank takes its part, whose gradient is gathered.
         ({"down": "row"}, ["backward all_gather", "forward all_reduce"]),
         # Nothing behind needs the whole: one number is reduced, the loss.
@@ -274,13 +274,10 @@ class Biased(nn.Module):
         return squares(self.out(flat(functional.scaled_dot_product_attention(q, k, v, attn_mask=mask))))
 
 
-def test_a_value_that_is_wanted_cut_is_computed_cut() -> None:
-    """The cut is made at the weight [4, 8], not at the scores [b, 8, s, s], whose gradient would be gathered."""
+def test_a_value_that_is_wanted_cut_is_cut_where_nothing_is_sent() -> None:
+    """The weight's gradient [4, 8] is summed, not that of the scores [b, 8, s, s], and each rank takes its heads."""
     result = run(build(Biased)[1], ATTENTION)
-    assert kinds(result) == ["parameter all_gather", "forward all_reduce"]
-    assert (
-        note(result.node("add_82" if "add_82" in result.layouts else "unsqueeze_2")).origin == "all users want this cut"
-    )
+    assert kinds(result) == ["parameter all_reduce", "forward all_reduce"]
     assert values(Biased, split=ATTENTION).ok
 
 

@@ -1,0 +1,5 @@
+"""The choice of layouts: an exact minimum over legal signatures.
+
+`options` lists what each value and operation may be, `prices` says what it costs in seconds, `solve` finds the
+minimum. `fxpar.passes.annotate` writes it into the program.
+"""

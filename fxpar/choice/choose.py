@@ -1,0 +1,124 @@
+"""The choice on one axis: overrides become pins, the rest is free or whole, and the cheapest is taken.
+
+Enters: a canonical program and the name of an axis. Leaves: a `Choice`, or an error that names the plan's line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NoReturn
+
+from torch import fx
+
+from fxpar.choice.options import Option, Options, Value, list_options, value_of
+from fxpar.choice.prices import Prices
+from fxpar.choice.solve import Solution, solve
+from fxpar.errors import PlanError
+from fxpar.gradients import carried
+from fxpar.layout import I, Layout, Placement
+from fxpar.program import Program, operands
+from fxpar.rules.inference import describe, resting
+from fxpar.rules.overrides import Lines, Pin, resolve_overrides
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen on an axis, and from what.
+
+    Attributes:
+        options: what each node may be.
+        prices: what that costs.
+        pins: what the plan's lines decide.
+        ends: what values that leave the program may be.
+        solution: the cheapest choice.
+    """
+
+    options: Options
+    prices: Prices
+    pins: Mapping[fx.Node, Pin]
+    ends: Mapping[Value, tuple[Placement, ...]]
+    solution: Solution
+
+    @property
+    def chosen(self) -> Mapping[fx.Node, Option]:
+        """The option of each node."""
+        return self.solution.chosen
+
+    def without(self, graph: fx.Graph, node: fx.Node) -> Solution | None:
+        """The cheapest choice in which a node is something else; None where it cannot be."""
+        mine = self.chosen[node].outputs
+        others = tuple(option for option in self.options.of[node] if option.outputs != mine)
+        if not others:
+            return None
+        kept = self.options.of[node]
+        self.options.of[node] = others
+        try:
+            return solve(graph, self.options, self.prices, self.ends)
+        finally:
+            self.options.of[node] = kept
+
+
+def choose(program: Program, axis: str, lines: Lines, layouts: Mapping[str, Layout]) -> Choice:
+    """The cheapest choice on an axis.
+
+    Args:
+        lines: the plan's lines by parameter.
+        layouts: those that parameters have already, by name; they are taken.
+
+    Raises:
+        PlanError: a line cannot be carried out.
+    """
+    n = program.axes[axis]
+    known = {name: layout.on(axis) for name, layout in layouts.items()}
+    pins = resolve_overrides(program, lines, n, known) if axis == "tp" else {}
+    is_free = not program.plan.split and not layouts
+    pinned = {node: pin.placement for node, pin in pins.items()}
+    options = list_options(program, n, carried(program), pinned, is_free)
+    prices, ends = Prices(program, options, program.plan.cost), _ends(program, options)
+    solution = solve(program.graph, options, prices, ends)
+    if solution is None:
+        _refuse(program, options, pins)
+    return Choice(options, prices, pins, ends, solution)
+
+
+def _ends(program: Program, options: Options) -> dict[Value, tuple[Placement, ...]]:
+    """The loss ends whole, with its gradient on every rank; other outputs may stay shards."""
+    found: dict[Value, tuple[Placement, ...]] = {}
+    for name, node in program.output_nodes().items():
+        value = value_of(node)
+        whole = resting(I, options.carries(value))
+        shards = [p for p in options.placements(value) if p.is_shard and all(piece.sharded for piece in p.pieces)]
+        allowed = (whole,) if name == program.loss else (whole, *shards)
+        found[value] = min(found.get(value, allowed), allowed, key=len)
+    return found
+
+
+def _refuse(program: Program, options: Options, pins: Mapping[fx.Node, Pin]) -> NoReturn:
+    """Names the plan line that cuts what an operation needs whole."""
+    for node in program.graph.nodes:
+        if node.op != "call_function" or node not in options.of:
+            continue
+        for position, operand in enumerate(operands(node)):
+            value = value_of(operand)
+            given = options.placements(value)
+            wanted = {option.operands[position] for option in options.of[node]}
+            if value[0] in options.weights and all(p.is_shard for p in given) and not wanted.intersection(given):
+                raise PlanError(
+                    f"{describe(node)} cannot work with a part of %{operand.name}, which the plan cuts",
+                    where=_pin_of(value[0], pins).origin,
+                    remedy="replicate that parameter",
+                )
+    raise PlanError(
+        "no choice of layouts satisfies all lines at once",
+        where="split",
+        remedy="remove lines until one is left that cannot be carried out",
+    )
+
+
+def _pin_of(weight: fx.Node, pins: Mapping[fx.Node, Pin]) -> Pin:
+    """The pin of the parameter that a weight is made from."""
+    pending = [weight]
+    while pending[0] not in pins:
+        pending = [*operands(pending[0]), *pending[1:]]
+    return pins[pending[0]]

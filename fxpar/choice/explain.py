@@ -1,0 +1,90 @@
+"""Why a value is laid out as it is.
+
+Enters: a canonical program, the choice on an axis and a node. Leaves: an `Explanation`: what it costs, what the
+runner-up would cost, and the chain of reasons from the node back to what decided it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import fx
+
+from fxpar.choice.choose import Choice
+from fxpar.choice.options import value_of
+from fxpar.layout import Placement
+from fxpar.program import Program, operands
+from fxpar.rules.inference import describe
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Times are seconds of a training step at the reference sizes of `fxpar.choice.prices`.
+
+    Attributes:
+        node: name and place.
+        placement: what was chosen.
+        reason: why: a plan's line, the cost, or that there was nothing to choose.
+        terms: what the node and the conversions of its operands cost.
+        runner_up: what it would be otherwise; None where nothing else is legal.
+        extra: by how much the whole step would be longer then.
+        chain: the nodes behind it whose layouts it follows, nearest first, with their placements.
+    """
+
+    node: str
+    placement: Placement
+    reason: str
+    terms: Mapping[str, float]
+    runner_up: Placement | None
+    extra: float
+    chain: tuple[tuple[str, str], ...]
+
+
+def explain(program: Program, choice: Choice, node: fx.Node) -> Explanation:
+    """Explains the layout of a node's first output."""
+    maker, index = value_of(node)
+    option = choice.chosen[maker]
+    terms = dict(choice.prices.terms(maker, option))
+    for operand, target in zip(operands(maker) if maker.op == "call_function" else (), option.operands, strict=False):
+        source = choice.chosen[value_of(operand)[0]].outputs[value_of(operand)[1]]
+        price = choice.prices.conversion(value_of(operand), source, target)
+        if source != target and price:
+            terms[f"%{operand.name}: {source} to {target}"] = price
+    other = choice.without(program.graph, maker)
+    return Explanation(
+        describe(node),
+        option.outputs[index],
+        reason_of(choice, maker),
+        terms,
+        other.chosen[maker].outputs[index] if other is not None else None,
+        other.cost - choice.solution.cost if other is not None else 0.0,
+        tuple(_chain(choice, maker)),
+    )
+
+
+def reason_of(choice: Choice, node: fx.Node) -> str:
+    """Why a node has its option, in a few words."""
+    pin, option = choice.pins.get(node), choice.chosen[node]
+    if pin is not None:
+        return pin.origin
+    if node in choice.options.uncut:
+        return f"no cut fits: {choice.options.uncut[node]}"
+    if len(choice.options.of[node]) == 1:
+        return "nothing else is legal"
+    return option.why or "cheapest"
+
+
+def _chain(choice: Choice, node: fx.Node) -> list[tuple[str, str]]:
+    """From operand to operand as long as the node's option follows one, to where a shard or a sum starts."""
+    found = []
+    while node.op == "call_function":
+        wanted = choice.chosen[node].operands
+        split = [i for i, placement in enumerate(wanted) if placement.kind in "SP"]
+        if not split:
+            break
+        # A weight ends the chain: its cut was chosen, the rest followed.
+        first = next((i for i in split if value_of(operands(node)[i])[0] in choice.options.weights), split[0])
+        node = value_of(operands(node)[first])[0]
+        found.append((describe(node), str(choice.chosen[node].outputs[0])))
+    return found

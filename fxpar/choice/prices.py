@@ -1,0 +1,118 @@
+"""What options and conversions cost, in seconds of a training step.
+
+Enters: a program and the constants of `Cost`. Leaves: prices of a node's option and of a value's conversion.
+
+Sizes are those of a reference: a model of tiny width is best not split at all, and must not decide how its large
+sister is split. Symbols count as 8 × 1024 and widths are scaled so that the commonest one is 4096.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import fx
+
+from fxpar.choice.options import Option, Options, Value
+from fxpar.cost import Cost
+from fxpar.flops import matmul_flops
+from fxpar.layout import Placement
+from fxpar.operators import COERCIONS
+from fxpar.program import Program, output_types
+from fxpar.symbols import evaluate, names, product
+
+_BATCH, _SEQUENCE, _WIDTH = 8, 1024, 4096
+# Forward, and gradients of both operands.
+_PASSES = 3
+# Bytes that the optimizer moves for each parameter: weight, gradient and two moments, in 4 bytes each.
+_OPTIMIZER = 16
+# Of what a ring sends, in units of (n - 1)/n of the value's bytes.
+_VOLUME = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0}
+
+# Ties are broken in favour of less work that is the same on every rank: f late, g early, residual streams invariant.
+TIE = {"I": 0.0, "S": 0.0, "R": 1e-9, "P": 4e-9}
+TIE_CONVERSION = 1e-9
+
+
+@dataclass
+class Prices:
+    """Prices on one axis."""
+
+    program: Program
+    options: Options
+    cost: Cost
+
+    def __post_init__(self) -> None:
+        self._symbols = reference_sizes(self.program)
+        self._scale = _WIDTH / common_width(self.program)
+        self._flops = {
+            node: evaluate(count, self._symbols) * self._scale**2 for node, count in matmul_flops(self.program)
+        }
+
+    def bytes_of(self, value: Value) -> float:
+        """Size of the whole value at reference sizes."""
+        node, index = value
+        kind = output_types(node)[index]
+        matrix = node in self.options.weights and len(kind.shape) > 1
+        count = evaluate(product(kind.shape), self._symbols)
+        widths = 2 if matrix else 1 if kind.shape else 0
+        return float(count) * kind.dtype.itemsize * self._scale**widths
+
+    def terms(self, node: fx.Node, option: Option) -> Mapping[str, float]:
+        """Seconds of a node under an option, by what takes them."""
+        is_cut = any(placement.is_shard for placement in (*option.operands, *option.outputs))
+        share = 1 / self.options.n if is_cut else 1.0
+        found = {}
+        if node in self._flops:
+            found["matrix product"] = _PASSES * self._flops[node] * share / self.cost.flops
+        if node.op == "placeholder" and self.options.flags[node][0] and len(output_types(node)[0].shape) > 1:
+            kind = output_types(node)[0]
+            count = self.bytes_of((node, 0)) / kind.dtype.itemsize
+            found["optimizer"] = _OPTIMIZER * count * share / self.cost.memory
+        return found
+
+    def node(self, node: fx.Node, option: Option) -> float:
+        """Seconds of a node under an option, ties included."""
+        carried = zip(option.outputs, self.options.flags[node], strict=True)
+        return sum(self.terms(node, option).values()) + sum(TIE[p.kind] for p, carries in carried if carries)
+
+    def conversion(self, value: Value, source: Placement, target: Placement) -> float | None:
+        """Seconds of a conversion, forward and backward; None where it is not offered.
+
+        Not offered: gathering what a parameter's shards make, or cutting a whole matrix (both belong to sharded
+        optimizers); shards cut anew; partial sums that become shards.
+        """
+        carries = self.options.carries(value)
+        if source == target:
+            return 0.0
+        row = COERCIONS.get((source.kind, target.kind))
+        if row is None or (source.kind, target.kind) in (("S", "S"), ("P", "S")):
+            return None
+        is_matrix = len(output_types(value[0])[value[1]].shape) > 1
+        if value[0] in self.options.weights and (source.is_shard or (target.is_shard and is_matrix and carries)):
+            return None
+        collectives = [row.forward] if not carries else [row.forward, row.backward]
+        n, size = self.options.n, self.bytes_of(value)
+        seconds = TIE_CONVERSION
+        for collective in filter(None, collectives):
+            seconds += self.cost.latency + _VOLUME[collective] * (n - 1) / n * size / self.cost.bandwidth
+        return seconds
+
+
+def reference_sizes(program: Program) -> dict[str, int]:
+    """Values of the symbols at which layouts are compared: the first is a batch, others are lengths."""
+    found = {}
+    for index, symbol in enumerate(program.symbols):
+        found[symbol.name] = _BATCH if index == 0 and len(program.symbols) > 1 else _SEQUENCE
+    return found
+
+
+def common_width(program: Program) -> int:
+    """The commonest size of a dimension of the parameters with two or more."""
+    counts: Counter[int] = Counter()
+    for parameter in program.parameters:
+        shape = parameter.type.shape
+        if parameter.kind == "parameter" and len(shape) > 1 and not names(shape):
+            counts.update(int(size) for size in shape)
+    return max(counts, key=lambda size: (counts[size], size)) if counts else _WIDTH

@@ -1,0 +1,118 @@
+"""The command explain: why a value is laid out as it is.
+
+Enters: a model or a program's text, and the name of a node, a parameter or a module. Leaves: the layout, what it costs
+and what the runner-up would.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from fxpar.cli.options import Request, command
+from fxpar.cli.output import Report, Ui, print_table, table
+from fxpar.errors import InputError
+
+if TYPE_CHECKING:
+    from torch import fx
+
+    from fxpar.choice.explain import Explanation
+    from fxpar.program import Program
+
+
+# Seconds below which a difference comes from the order in which ties are broken.
+_TIE = 1e-6
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the command of this file."""
+    command(app, "explain")(explain)
+
+
+def explain(
+    ui: Ui,
+    request: Request,
+    name: Annotated[str, typer.Argument(metavar="NODE|FQN", help="a node, a parameter or a module of the program")],
+) -> Report:
+    """Says why a value is laid out as it is, in milliseconds of a training step, and what else it could be."""
+    from fxpar.choice.choose import choose
+    from fxpar.choice.explain import explain as explained
+    from fxpar.cli.files import open_start, run_passes
+    from fxpar.passes import DEFAULT_PASSES
+    from fxpar.rules.overrides import match_lines
+
+    start = open_start(ui, request)
+    program = start.program
+    if "layouts" in program.properties:
+        raise InputError(
+            "its layouts are chosen already", where=start.name, remedy="name the model, or the text before annotate"
+        )
+    if not program.axes:
+        raise InputError("one rank holds everything whole", where=start.name, remedy="give --tp N")
+    if "canonical" not in program.properties:
+        program, _ = run_passes(ui, start, DEFAULT_PASSES, until="canonicalize")
+    nodes = _named(program, name)
+    lines = match_lines(program)
+    found = {}
+    with ui.working(f"choosing layouts of {start.name}"):
+        for axis in program.axes:
+            choice = choose(program, axis, lines, {})
+            found[axis] = [explained(program, choice, node) for node in nodes]
+    document = [{"axis": axis, **_document(each)} for axis, all_of_it in found.items() for each in all_of_it]
+
+    def show(stdout: Console) -> None:
+        for axis, all_of_it in found.items():
+            for each in all_of_it:
+                _show(stdout, axis, each)
+
+    return Report(document, show)
+
+
+def _named(program: Program, name: str) -> list[fx.Node]:
+    """The node of that name, the parameter, or the parameters and products of the module."""
+    from fxpar.program import note, output_types
+
+    nodes = [node for node in program.graph.nodes if node.op != "output" and output_types(node)]
+    by_node = [node for node in nodes if node.name == name.removeprefix("%")]
+    owned = {p.node: p for p in program.parameters}
+    by_parameter = [n for n in nodes if n.name in owned and name in (owned[n.name].fqn, *owned[n.name].tied)]
+    by_module = [n for n in nodes if n.name in owned and owned[n.name].fqn.rpartition(".")[0] == name]
+    by_module += [node for node in nodes if node.op == "call_function" and note(node).fqn == name]
+    found: list[fx.Node] = by_node or by_parameter or by_module
+    if not found:
+        raise InputError(
+            "names no node, parameter or module of the program",
+            where=name,
+            remedy="'fxpar trace MODEL' prints the nodes with their modules",
+        )
+    return found
+
+
+def _document(each: Explanation) -> dict[str, Any]:
+    return {
+        "node": each.node,
+        "placement": str(each.placement),
+        "reason": each.reason,
+        "terms_ms": {term: 1e3 * seconds for term, seconds in each.terms.items()},
+        "runner_up": None if each.runner_up is None else str(each.runner_up),
+        "runner_up_extra_ms": 1e3 * each.extra,
+        "chain": [{"node": node, "placement": placement} for node, placement in each.chain],
+    }
+
+
+def _show(stdout: Console, axis: str, each: Explanation) -> None:
+    rows = table("what", "is")
+    rows.add_row("layout", f"{axis}:{each.placement}")
+    rows.add_row("because", each.reason)
+    for term, seconds in each.terms.items():
+        rows.add_row(term, f"{1e3 * seconds:.3f} ms")
+    if each.runner_up is None:
+        rows.add_row("runner-up", "none: nothing else is legal")
+    else:
+        by = f"{1e3 * each.extra:.3f} ms longer" if each.extra >= _TIE else "as long: less is computed on every rank"
+        rows.add_row("runner-up", f"{axis}:{each.runner_up}, the step {by}")
+    for node, placement in each.chain:
+        rows.add_row("follows", f"{node} {axis}:{placement}")
+    print_table(stdout, each.node, rows)

@@ -1,0 +1,154 @@
+"""The choice is the minimum, follows the costs, and finds Megatron's split where nothing names it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from fxpar.capture import Captured, capture
+from fxpar.choice.options import Options, Value, list_options, value_of
+from fxpar.choice.prices import Prices
+from fxpar.choice.solve import solve
+from fxpar.cost import Cost
+from fxpar.gradients import carried
+from fxpar.layout import I, Placement, V
+from fxpar.passes import canonicalize
+from fxpar.plan import Plan
+from fxpar.program import Program, operands
+from fxpar.verify.analysis import collectives, split_flops, unsplit
+from fxpar.verify.check import compile_program
+from fxpar.verify.values import call_inputs, program_state, verify_values
+from tests.zoo import CASES
+
+
+@cache
+def captured(name: str) -> tuple[nn.Module, Captured]:
+    """A model of the zoo and its capture."""
+    case = CASES[name]
+    model = case.model()
+    return model, capture(model, case.example(), Plan(), case.loss)
+
+
+def compiled(name: str, plan: Plan) -> Program:
+    """The localised program of a model of the zoo."""
+    found = captured(name)[1]
+    return compile_program(Captured(found.program.with_(plan=plan), found.spec, found.how, found.loss))
+
+
+# All-reduces of activations forward and backward in each of two layers, and the least share of split matrix products:
+# what is left of it is an output head that is tied to an embedding, or does not divide.
+TABLES = ("wte", "wpe", "embed_tokens", "word_embeddings", "position_embeddings", "token_type_embeddings")
+MEGATRON = {"gpt2": 0.84, "bert": 0.84, "llama": 1.0, "qwen3": 1.0, "bloom": 0.9, "nanogpt": 0.84}
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("name", CASES)
+def test_without_a_plan_s_lines_every_model_is_split_and_right(name: str, tp: int) -> None:
+    model, found = captured(name)
+    program = compiled(name, Plan(tp=tp))
+    state, inputs = program_state(found.program, model), call_inputs(found, model, CASES[name].example())
+    report = verify_values(found.program, program, state, inputs)
+    assert report.ok, report
+    assert split_flops(program) >= MEGATRON.get(name, 0.99)
+
+
+@pytest.mark.parametrize("factor", [1 / 3, 1, 3])
+@pytest.mark.parametrize("name", MEGATRON)
+def test_layers_are_split_as_megatron_does_whatever_the_machine(name: str, factor: float) -> None:
+    plan = Plan(tp=2, cost=Cost().scaled(factor))
+    program = compiled(name, plan)
+    counts = Counter(c.phase for c in collectives(program) if c.op == "all_reduce" and c.phase != "parameter")
+    # Two in each of two layers, and one more of the head where it is split.
+    assert counts["forward"] in (4, 5)
+    assert counts["backward"] in (4, 5)
+    whole = [fqn for fqn, _ in unsplit(program)]
+    assert all(fqn.split(".")[-2] in TABLES for fqn in whole), whole
+
+
+def test_another_machine_changes_nothing_but_the_price() -> None:
+    texts = {
+        tuple(str(node.meta["custom"]["fxpar"].layout) for node in compiled("llama", plan).graph.nodes if node.meta)
+        for plan in (Plan(tp=2, cost=Cost().scaled(factor)) for factor in (1 / 3, 1, 3))
+    }
+    assert len(texts) == 1
+
+
+class Small(nn.Module):
+    """Few enough options to try all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(8))
+        self.up, self.down = nn.Linear(8, 16, bias=False), nn.Linear(16, 8, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[b, 8]."""
+        h = x * self.scale
+        total: Tensor = (h + self.down(functional.relu(self.up(h)))).sum()
+        return total
+
+
+class Shared(nn.Module):
+    """One value that two matrices take: a conversion that is paid once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(8))
+        self.a, self.b = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[b, 8]."""
+        h = x * self.scale
+        total: Tensor = (functional.relu(self.a(h)) * self.b(h)).sum()
+        return total
+
+
+Ends = dict[Value, tuple[Placement, ...]]
+
+
+def problem(kind: type[nn.Module], cost: Cost) -> tuple[Program, Options, Prices, Ends]:
+    """A small model's options and prices on two ranks."""
+    torch.manual_seed(0)
+    program = canonicalize(capture(kind(), (torch.randn(3, 8),), Plan(tp=2, cost=cost)).program)
+    options = list_options(program, 2, carried(program), {}, True)
+    loss = value_of(program.output_nodes()[program.loss])
+    return program, options, Prices(program, options, cost), {loss: (I,)}
+
+
+def cheapest(options: Options, prices: Prices, ends: Ends) -> float:
+    """The least cost of all combinations of options, each added up without a solver."""
+    nodes = list(options.of)
+    uses = [(n, i, value_of(o)) for n in nodes if n.op == "call_function" for i, o in enumerate(operands(n))]
+    price = cache(prices.conversion)
+    own = {node: {option: prices.node(node, option) for option in found} for node, found in options.of.items()}
+    best = math.inf
+    for combination in itertools.product(*options.of.values()):
+        pick = dict(zip(nodes, combination, strict=True))
+        wanted = {(value, pick[node].operands[i]) for node, i, value in uses}
+        wanted |= {(value, placements[0]) for value, placements in ends.items()}
+        moved = [price(value, pick[value[0]].outputs[value[1]], target) for value, target in wanted]
+        paid = [seconds for seconds in moved if seconds is not None]
+        if len(paid) == len(moved):
+            best = min(best, sum(own[node][option] for node, option in pick.items()) + sum(paid))
+    return best
+
+
+@pytest.mark.parametrize("cost", [Cost(), Cost(latency=1.0), Cost(bandwidth=1e6, flops=1e9)])
+@pytest.mark.parametrize("kind", [Small, Shared])
+def test_no_combination_is_cheaper(kind: type[nn.Module], cost: Cost) -> None:
+    program, options, prices, ends = problem(kind, cost)
+    found = solve(program.graph, options, prices, ends)
+    assert found is not None
+    assert found.cost == pytest.approx(cheapest(options, prices, ends), rel=1e-6)
+
+
+def test_what_cannot_be_has_no_solution() -> None:
+    program, options, prices, ends = problem(Small, Cost())
+    assert solve(program.graph, options, prices, dict.fromkeys(ends, (V,))) is None
