@@ -325,11 +325,9 @@ def _plan(text: str) -> Plan:
         values = json.loads(text)
     except (ValueError, RecursionError):
         fail("the plan is no JSON", 'write, for example, plan {"tp": 2}')
-    if not isinstance(values, dict):
-        fail(
-            "the plan is no mapping of its options",
-            f"choose from {', '.join(f.name for f in dataclasses.fields(Plan))}",
-        )
+    known = [f.name for f in dataclasses.fields(Plan)]
+    if not isinstance(values, dict) or not set(values) <= set(known):
+        fail("the plan is no mapping of its options", f"choose from {', '.join(known)}")
     return Plan.from_dict(values)
 
 

@@ -19,7 +19,7 @@ from fxpar.cost import Cost
 from fxpar.flops import matmul_flops
 from fxpar.layout import Placement
 from fxpar.operators import COERCIONS
-from fxpar.program import Program, output_types
+from fxpar.program import Program, TensorType, output_types
 from fxpar.symbols import evaluate, names, product
 
 _BATCH, _SEQUENCE, _WIDTH = 8, 1024, 4096
@@ -54,7 +54,7 @@ class Prices:
         """Size of the whole value at reference sizes."""
         node, index = value
         kind = output_types(node)[index]
-        matrix = node in self.options.weights and len(kind.shape) > 1
+        matrix = node in self.options.weights and is_matrix(kind)
         count = evaluate(product(kind.shape), self._symbols)
         widths = 2 if matrix else 1 if kind.shape else 0
         return float(count) * kind.dtype.itemsize * self._scale**widths
@@ -89,8 +89,8 @@ class Prices:
         row = COERCIONS.get((source.kind, target.kind))
         if row is None or (source.kind, target.kind) in (("S", "S"), ("P", "S")):
             return None
-        is_matrix = len(output_types(value[0])[value[1]].shape) > 1
-        if value[0] in self.options.weights and (source.is_shard or (target.is_shard and is_matrix and carries)):
+        whole_matrix = target.is_shard and carries and is_matrix(output_types(value[0])[value[1]])
+        if value[0] in self.options.weights and (source.is_shard or whole_matrix):
             return None
         collectives = [row.forward] if not carries else [row.forward, row.backward]
         n, size = self.options.n, self.bytes_of(value)
@@ -98,6 +98,11 @@ class Prices:
         for collective in filter(None, collectives):
             seconds += self.cost.latency + _VOLUME[collective] * (n - 1) / n * size / self.cost.bandwidth
         return seconds
+
+
+def is_matrix(kind: TensorType) -> bool:
+    """Whether a weight has two dimensions or more; those of size 1 do not count."""
+    return len([size for size in kind.shape if size != 1]) > 1
 
 
 def reference_sizes(program: Program) -> dict[str, int]:

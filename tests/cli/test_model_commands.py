@@ -166,9 +166,10 @@ def test_comm_of_one_rank_is_empty(small: str) -> None:
 @pytest.mark.parametrize("command", ["run", "verify", "comm"])
 def test_a_plan_that_splits_nothing_is_warned_of(small: str, command: str) -> None:
     level = ["--level", "static"] if command == "verify" else []
-    result = fxpar(command, f"{small}:build", "--tp", "2", *level, "--json")
+    whole = ("--split", "fc=replicate", "--split", "proj=replicate")
+    result = fxpar(command, f"{small}:build", "--tp", "2", *whole, *level, "--json")
     assert result.status == 0
-    assert result.err.startswith("warning: no line of split named anything")
+    assert result.err.startswith("warning: no matrix product is split: each of the 2 ranks computes everything")
     assert len(result.err.splitlines()) == 1
     assert result.document is not None
 
