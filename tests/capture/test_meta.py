@@ -26,7 +26,12 @@ def on_meta(values: Any) -> Any:
     return pytree.tree_map_only(Tensor, lambda t: t.to("meta"), values)
 
 
-@pytest.mark.parametrize("name", CASES)
+_ALWAYS = ("gpt2", "bloom", "encoder")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in _ALWAYS else pytest.param(name, marks=pytest.mark.matrix) for name in CASES]
+)
 def test_the_text_is_that_of_the_model_with_memory(name: str) -> None:
     case = CASES[name]
     with torch.device("meta"):
