@@ -45,7 +45,7 @@ def compiled(name: str, plan: Plan) -> Program:
 # All-reduces of activations forward and backward in each of two layers, and the least share of split matrix products:
 # what is left of it is an output head that is tied to an embedding, or does not divide.
 TABLES = ("wte", "wpe", "embed_tokens", "word_embeddings", "position_embeddings", "token_type_embeddings")
-MEGATRON = {"gpt2": 0.84, "bert": 0.84, "llama": 1.0, "qwen3": 1.0, "bloom": 0.9, "nanogpt": 0.84}
+MEGATRON = {"gpt2": 0.84, "bert": 0.84, "llama": 0.99, "qwen3": 0.99, "bloom": 0.9, "nanogpt": 0.84}
 
 
 @pytest.mark.parametrize(("name", "tp"), [*((name, 4) for name in CASES), ("gpt2", 2), ("llama", 2)])
