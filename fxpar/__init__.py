@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fxpar.api import parallelize as parallelize
+    from fxpar.cost import Cost as Cost
     from fxpar.errors import FxparError as FxparError
     from fxpar.manager import PassManager as PassManager
     from fxpar.manager import register_pass as register_pass
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _WHERE = {
+    "Cost": "fxpar.cost",
     "FxparError": "fxpar.errors",
     "ParallelModule": "fxpar.runtime.module",
     "PassManager": "fxpar.manager",

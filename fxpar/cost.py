@@ -31,7 +31,3 @@ class Cost:
             value = getattr(self, entry.name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
                 yield f"cost.{entry.name}={value!r} is no positive number: give it in SI units"
-
-    def scaled(self, factor: float) -> Cost:
-        """Times: rates divided by and latency multiplied with the factor."""
-        return Cost(self.bandwidth / factor, self.latency * factor, self.flops / factor, self.memory / factor)

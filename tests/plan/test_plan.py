@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import fxpar
 from fxpar.errors import InputError, PlanError
 from fxpar.plan import PRECISIONS, SPLITS, Plan
 
@@ -168,3 +169,13 @@ def test_a_plan_cannot_be_changed_behind_its_checks() -> None:
         plan.split["*.fc"] = "banana"  # type: ignore[index]
     assert {plan: 1}[Plan(tp=2, split={"*.fc": "column"})] == 1
     assert copy.deepcopy(plan) == pickle.loads(pickle.dumps(plan)) == plan
+
+
+def test_the_cost_s_constants_go_to_a_file_and_back() -> None:
+    plan = Plan(tp=2, cost=fxpar.Cost(bandwidth=1e9))
+    assert "bandwidth: 1000000000.0" in plan.to_yaml()
+    assert Plan.from_yaml(plan.to_yaml()) == plan
+    with pytest.raises(PlanError, match="unknown option speed; choose from bandwidth"):
+        Plan.from_yaml("cost: {speed: 3}")
+    with pytest.raises(PlanError, match=r"cost\.latency=-1 is no positive number"):
+        Plan(cost=fxpar.Cost(latency=-1))
