@@ -20,13 +20,19 @@ elements; where it is sharded, every run is cut into n equal blocks and rank r h
 So `1 × h` is the plain shard, `3 × h` is a fused [q|k|v] of equal parts, `b × s` is a sequence shard of a flattened
 b·s, and `h | kv | kv` are segments of unequal size. A run is contiguous, hence "heads × head size" needs no third
 number: that n divides the number of heads is checked by the view that makes the heads a dimension.
+
+Three more forms of a piece. `!kv` is a segment that every rank holds whole. `kv / c` is cut into n/c blocks of which
+each is held by c neighbours (the axis is factored, SPEC section 2.2): the gradient of a block is partial among them, as
+with R, or the same on all of them, as with I, where the placement is *settled* (`S(0: kv / 2; I)`). `v ~ p` is a run of
+v elements that n need not divide (a vocabulary): every rank holds p/n, of which the first are its ceil(v/n) elements or
+what is left of them, the others padding.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fxpar.errors import TextError
 from fxpar.symbols import Size, divide, parse_size, product, simplify
@@ -34,29 +40,43 @@ from fxpar.symbols import Size, divide, parse_size, product, simplify
 
 @dataclass(frozen=True)
 class Piece:
-    """`outer` runs of `size` elements of one dimension; every run is cut over the axis if `sharded`."""
+    """`outer` runs of `size` elements of one dimension; every run is cut over the axis if `sharded`.
+
+    Attributes:
+        copies: neighbouring ranks that hold the same block.
+        padded: elements that all ranks hold of the run, padding included; 0 where there is none.
+    """
 
     outer: Size
     size: Size
     sharded: bool = True
+    copies: int = 1
+    padded: int = 0
 
     @property
     def length(self) -> Size:
         """Elements of the dimension that the piece covers (global)."""
         return simplify(self.outer * self.size)
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether the ranks' blocks differ and hold nothing else."""
+        return self.sharded and self.copies == 1 and not self.padded
+
     def __str__(self) -> str:
         mark = "" if self.sharded else "!"
-        return f"{mark}{self.size}" if self.outer == 1 else f"{mark}{self.outer} x {self.size}"
+        text = f"{mark}{self.size}" if self.outer == 1 else f"{mark}{self.outer} x {self.size}"
+        return text + (f" / {self.copies}" if self.copies > 1 else "") + (f" ~ {self.padded}" if self.padded else "")
 
 
 @dataclass(frozen=True)
 class Placement:
-    """The layout of a value on one mesh axis; `dim` and `pieces` only where `kind` is "S"."""
+    """The layout of a value on one mesh axis; `dim`, `pieces` and `settled` only where `kind` is "S"."""
 
     kind: str
     dim: int = -1
     pieces: tuple[Piece, ...] = ()
+    settled: bool = False
 
     @property
     def is_shard(self) -> bool:
@@ -68,17 +88,32 @@ class Placement:
         """The only piece of a shard without segments, else None."""
         return self.pieces[0] if len(self.pieces) == 1 else None
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether some elements are on several ranks."""
+        return any(not piece.sharded or piece.copies > 1 for piece in self.pieces)
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether ranks hold elements that are none of the value."""
+        return any(piece.padded for piece in self.pieces)
+
     def at(self, dim: int) -> Placement:
         """The same cut on another dimension."""
-        return Placement("S", dim, self.pieces)
+        return Placement("S", dim, self.pieces, self.settled)
+
+    @property
+    def cut_text(self) -> str:
+        """The pieces, as `S(1: …)` shows them."""
+        return " | ".join(str(p) for p in self.pieces) + ("; I" if self.settled else "")
 
     def __str__(self) -> str:
         if not self.is_shard:
             return self.kind
         only = self.piece
-        if only is not None and only.outer == 1:
+        if only is not None and only.outer == 1 and only.is_plain:
             return f"S({self.dim})"
-        return f"S({self.dim}: {' | '.join(str(p) for p in self.pieces)})"
+        return f"S({self.dim}: {self.cut_text})"
 
 
 I = Placement("I")  # noqa: E741 - the field's letter
@@ -92,6 +127,16 @@ def shard(dim: int, size: Size) -> Placement:
     return Placement("S", dim, (Piece(1, size),))
 
 
+def padded_shard(dim: int, size: int, n: int) -> Placement:
+    """The shard of a vocabulary of `size` elements, padded to a multiple of 128·n (SPEC section 2.2).
+
+    Of a smaller one than that, and where nothing is padded, the plain shard or the least that is even.
+    """
+    unit = 128 * n if size >= 128 * n else n
+    padded = -(-size // unit) * unit
+    return Placement("S", dim, (Piece(1, size, padded=padded if padded != size else 0),))
+
+
 def pieces_of(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
     """Canonical form: empty pieces dropped, neighbours that repeat the same run merged."""
     merged: list[Piece] = []
@@ -100,26 +145,43 @@ def pieces_of(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
             continue
         if not piece.sharded:
             piece = Piece(1, piece.length, False)
+        alike = replace(piece, outer=1)
         last = merged[-1] if merged else None
         if last and not last.sharded and not piece.sharded:
             merged[-1] = Piece(1, simplify(last.size + piece.size), False)
-        elif last and last.sharded and piece.sharded and last.size == piece.size:
-            merged[-1] = Piece(simplify(last.outer + piece.outer), piece.size)
+        elif last and piece.sharded and not piece.padded and replace(last, outer=1) == alike:
+            merged[-1] = replace(piece, outer=simplify(last.outer + piece.outer))
         else:
             merged.append(piece)
     return tuple(merged)
 
 
 def fits(placement: Placement, shape: Sequence[Size], n: int) -> bool:
-    """Whether the shard covers its dimension of `shape` exactly and n divides every sharded run."""
+    """Whether the shard covers its dimension of `shape` exactly and its blocks divide every sharded run."""
     if not placement.is_shard:
         return True
     if not 0 <= placement.dim < len(shape) or not any(p.sharded for p in placement.pieces):
         return False
     total = simplify(sum(p.length for p in placement.pieces))
-    return total == shape[placement.dim] and all(
-        not p.sharded or divide(p.size, n) is not None for p in placement.pieces
-    )
+    if placement.settled and not placement.is_shared:
+        return False
+    return total == shape[placement.dim] and all(_fits(p, n, len(placement.pieces)) for p in placement.pieces)
+
+
+def _fits(piece: Piece, n: int, count: int) -> bool:
+    if piece.padded:
+        one_run = piece.sharded and piece.outer == piece.copies == count == 1 and isinstance(piece.size, int)
+        return one_run and piece.padded % n == 0 and -(-int(piece.size) // n) <= piece.padded // n
+    if not piece.sharded:
+        return piece.copies == 1
+    return piece.copies < n and n % piece.copies == 0 and divide(piece.size, n // piece.copies) is not None
+
+
+def share_of(piece: Piece, n: int) -> Size | None:
+    """Elements of a piece that a rank holds; None where its blocks are not equal."""
+    if piece.padded:
+        return piece.padded // n
+    return divide(piece.length, n // piece.copies) if piece.sharded else piece.length
 
 
 def local_size(placement: Placement, size: Size, n: int) -> Size:
@@ -128,14 +190,14 @@ def local_size(placement: Placement, size: Size, n: int) -> Size:
     The fraction is applied to `size` rather than to the pieces, so that a dimension cut by several axes can be
     reduced one axis after the other; a dimension with cut and whole segments is cut by one axis only.
     """
-    if all(p.sharded for p in placement.pieces):
+    if all(p.is_plain for p in placement.pieces):
         quotient = divide(size, n)
         if quotient is None:
             raise ValueError(f"{size} is not divisible by {n}")
         return quotient
     total: Size = 0
     for piece in placement.pieces:
-        share = divide(piece.length, n) if piece.sharded else piece.length
+        share = share_of(piece, n)
         if share is None:
             raise ValueError(f"{piece} is not divisible by {n}")
         total = total + share
@@ -152,6 +214,10 @@ def through_view(placement: Placement, source: Sequence[Size], target: Sequence[
     piece = placement.piece
     if piece is None:
         return _segments_through_view(placement, before, source[placement.dim], target, n)
+    if piece.padded:  # a padded run ends with its dimension
+        dims = [d for d, size in enumerate(target) if size == piece.size and product(target[:d]) == before]
+        return placement.at(dims[0]) if dims else None
+    blocks = n // piece.copies
     outer = simplify(before * piece.outer)
     run = simplify(piece.size * product(source[placement.dim + 1 :]))
     for dim, size in enumerate(target):
@@ -160,9 +226,9 @@ def through_view(placement: Placement, source: Sequence[Size], target: Sequence[
             outer = rest
             continue
         share = divide(size, outer)
-        if share is None or divide(share, n) is None or divide(run, share) is None:
+        if share is None or divide(share, blocks) is None or divide(run, share) is None:
             return None
-        return Placement("S", dim, (Piece(outer, share),))
+        return Placement("S", dim, (replace(piece, outer=outer, size=share),), placement.settled)
     return None
 
 
@@ -179,10 +245,10 @@ def _segments_through_view(
             run = None if narrower is None else divide(piece.size, narrower)
             if wider is not None:
                 run = simplify(piece.size * wider)
-            if run is None or (piece.sharded and divide(run, n) is None):
+            if run is None or (piece.sharded and divide(run, n // piece.copies) is None):
                 return None
-            found.append(Piece(piece.outer, run, piece.sharded))
-        return Placement("S", dim, pieces_of(found))
+            found.append(replace(piece, size=run))
+        return Placement("S", dim, pieces_of(found), placement.settled)
     return None
 
 
@@ -196,7 +262,9 @@ def _stride_frame(
         if first < 0 or first + length > sum(int(p.length) for p in pieces):
             continue
         found = slice_pieces(pieces, first, first + length)
-        if found is not None and all(divide(p.size, step * n if p.sharded else step) is not None for p in found):
+        if found is not None and all(
+            divide(p.size, step * n // p.copies if p.sharded else step) is not None for p in found
+        ):
             return first, first + length, found
     return None
 
@@ -209,7 +277,7 @@ def strided_pieces(pieces: Sequence[Piece], start: Size, stop: Size, step: int, 
     if not all(isinstance(v, int) for v in (start, stop, *(p.length for p in pieces))) or start >= stop:
         return None
     frame = _stride_frame(pieces, int(start), int(stop), step, n)
-    return None if frame is None else pieces_of([Piece(p.outer, int(p.size) // step, p.sharded) for p in frame[2]])
+    return None if frame is None else pieces_of([replace(p, size=int(p.size) // step) for p in frame[2]])
 
 
 def local_bounds(pieces: Sequence[Piece], start: int, stop: int, step: int, n: int) -> tuple[int, int]:
@@ -240,11 +308,15 @@ def slice_pieces(pieces: Sequence[Piece], start: Size, stop: Size) -> tuple[Piec
             return None
         low, high = max(start, offset), min(stop, end)
         if low < high:
-            if piece.sharded:
+            if (low, high) == (offset, end):
+                result.append(piece)
+            elif piece.padded:
+                return None
+            elif piece.sharded:
                 first, last = divide(low - offset, piece.size), divide(high - offset, piece.size)
                 if first is None or last is None:
                     return None
-                result.append(Piece(simplify(last - first), piece.size))
+                result.append(replace(piece, outer=simplify(last - first)))
             else:
                 result.append(Piece(1, high - low, False))
         offset = end
@@ -257,7 +329,10 @@ def local_position(pieces: Sequence[Piece], position: int, n: int) -> int:
     for piece in pieces:
         length, size = int(piece.length), int(piece.size)
         inside = max(0, min(position - offset, length))
-        local += inside // n if piece.sharded else inside
+        if piece.padded:
+            local += piece.padded // n if inside == length else 0
+        else:
+            local += inside * piece.copies // n if piece.sharded else inside
         if piece.sharded and inside % size:
             raise ValueError(f"position {position} lies inside the sharded run {piece}")
         offset += length
@@ -303,7 +378,8 @@ def local_shape(shape: Sequence[Size], layout: Layout, sizes: Mapping[str, int])
     return tuple(result)
 
 
-_SHARD = re.compile(r"S\((\d+)(?::\s*(.*))?\)$")
+_SHARD = re.compile(r"S\((\d+)(?::\s*([^;]*?)(; I)?)?\)$")
+_PIECE = re.compile(r"(!?)(.*?)(?: / (\d{1,9}))?(?: ~ (\d{1,18}))?$")
 
 
 def parse_placement(text: str, shape: Sequence[Size] | None) -> Placement:
@@ -317,11 +393,12 @@ def parse_placement(text: str, shape: Sequence[Size] | None) -> Placement:
     dim = int(match[1])
     if match[2] is None:
         return shard(dim, shape[dim])
-    return Placement("S", dim, tuple(_parse_piece(part) for part in match[2].split("|")))
+    return Placement("S", dim, tuple(_parse_piece(part) for part in match[2].split("|")), match[3] is not None)
 
 
 def _parse_piece(text: str) -> Piece:
-    text = text.strip()
-    sharded = not text.startswith("!")
-    outer, mark, size = text.removeprefix("!").rpartition(" x ")
-    return Piece(parse_size(outer) if mark else 1, parse_size(size), sharded)
+    match = _PIECE.match(text.strip())
+    assert match is not None  # every part but the middle may be empty
+    outer, mark, size = match[2].rpartition(" x ")
+    copies, padded = int(match[3] or 1), int(match[4] or 0)
+    return Piece(parse_size(outer) if mark else 1, parse_size(size), not match[1], copies, padded)

@@ -16,7 +16,7 @@ from fxpar.symbols import evaluate
 
 
 def block(whole: Tensor, placement: Placement, n: int, rank: int, sizes: Mapping[str, int] | None = None) -> Tensor:
-    """What rank `rank` of n holds of `whole`; the tensor itself where the placement is no shard.
+    """What rank `rank` of n holds of `whole`; the tensor itself where the placement is no shard. Padding is zero.
 
     Args:
         sizes: values of the symbols that occur in the placement.
@@ -28,11 +28,29 @@ def block(whole: Tensor, placement: Placement, n: int, rank: int, sizes: Mapping
         outer, run = _concrete(piece, sizes)
         part = whole.narrow(placement.dim, start, outer * run)
         start += outer * run
-        if piece.sharded:
-            part = part.unflatten(placement.dim, (outer, n, run // n)).select(placement.dim + 1, rank)
-            part = part.flatten(placement.dim, placement.dim + 1)
+        if piece.padded:
+            part = _padded_block(part, piece, placement.dim, n, rank)
+        elif piece.sharded:
+            blocks = n // piece.copies
+            part = part.unflatten(placement.dim, (outer, blocks, run // blocks))
+            part = part.select(placement.dim + 1, rank // piece.copies).flatten(placement.dim, placement.dim + 1)
         parts.append(part)
     return parts[0] if len(parts) == 1 else torch.cat(parts, placement.dim)
+
+
+def _padded_block(part: Tensor, piece: Piece, dim: int, n: int, rank: int) -> Tensor:
+    first, count = real_part(piece, n, rank)
+    own, missing = part.narrow(dim, first, count), piece.padded // n - count
+    shape = [missing if d == dim else size for d, size in enumerate(own.shape)]
+    return torch.cat([own, own.new_zeros(shape)], dim)
+
+
+def real_part(piece: Piece, n: int, rank: int) -> tuple[int, int]:
+    """First element and number of elements of a padded run that a rank holds besides its padding."""
+    size = int(piece.size)
+    share = -(-size // n)
+    first = min(rank * share, size)
+    return first, min(share, size - first)
 
 
 def whole(blocks: Sequence[Tensor], placement: Placement, sizes: Mapping[str, int] | None = None) -> Tensor:
@@ -43,11 +61,15 @@ def whole(blocks: Sequence[Tensor], placement: Placement, sizes: Mapping[str, in
     parts, start = [], 0
     for piece in placement.pieces:
         outer, run = _concrete(piece, sizes)
-        length = outer * run // (n if piece.sharded else 1)
-        own = [b.narrow(dim, start, length) for b in blocks]
+        if piece.padded:
+            parts += [b.narrow(dim, 0, real_part(piece, n, rank)[1]) for rank, b in enumerate(blocks)]
+            continue
+        count = n // piece.copies if piece.sharded else 1
+        length = outer * run // count
+        own = [b.narrow(dim, start, length) for b in blocks[:: piece.copies]]
         start += length
         if piece.sharded:
-            stacked = torch.stack([b.unflatten(dim, (outer, run // n)) for b in own], dim + 1)
+            stacked = torch.stack([b.unflatten(dim, (outer, run // count)) for b in own], dim + 1)
             parts.append(stacked.flatten(dim, dim + 2))
         else:
             parts.append(own[0])

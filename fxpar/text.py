@@ -117,7 +117,7 @@ def placement_text(placement: Placement, shape: Sequence[Size]) -> str:
         return str(placement)
     if 0 <= placement.dim < len(shape) and placement == shard(placement.dim, shape[placement.dim]):
         return f"S({placement.dim})"
-    return f"S({placement.dim}: {' | '.join(str(p) for p in placement.pieces)})"
+    return f"S({placement.dim}: {placement.cut_text})"
 
 
 def layout_text(layout: Layout, shape: Sequence[Size]) -> str:

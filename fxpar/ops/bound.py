@@ -14,7 +14,7 @@ from torch import Tensor
 from fxpar import operators
 from fxpar.ops import collectives as c
 
-Pieces = Sequence[tuple[int, int | None]]
+Pieces = Sequence[tuple[int, c.Run]]
 
 
 def copy_to(x: Tensor, group: str, size: int) -> Tensor:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 _c10d = torch.ops._c10d_functional
 
@@ -26,8 +27,10 @@ class Group:
     size: int
 
 
-# A cut: the dimension and its sharded pieces as (outer, run) in global elements; run is None for "all that is there".
-Cut = tuple[int, Sequence[tuple[int, int | None]]]
+# A cut: the dimension and its sharded pieces as (outer, run) in global elements; run is None for "all that is there",
+# and (size, padded) where the ranks' blocks of a single run are padded.
+Run = int | tuple[int, int] | None
+Cut = tuple[int, Sequence[tuple[int, Run]]]
 
 
 def sum_over(x: Tensor, group: Group) -> Tensor:
@@ -35,17 +38,29 @@ def sum_over(x: Tensor, group: Group) -> Tensor:
     return _c10d.wait_tensor(_c10d.all_reduce(x.contiguous(), "sum", group.name))  # type: ignore[no-any-return]
 
 
+def _padding(cut: Cut) -> tuple[int, int] | None:
+    """Size and padded size of a cut whose blocks are padded."""
+    run = cut[1][0][1]
+    return run if isinstance(run, tuple) else None
+
+
 def _segments(x: Tensor, cut: Cut, share: int) -> list[Tensor]:
     """The pieces along the cut dimension; `share` is n for a rank's tensor and 1 for a whole one."""
     dim, pieces = cut
     if len(pieces) == 1:
         return [x]
-    return list(x.split([outer * (run or 0) // share for outer, run in pieces], dim))
+    return list(x.split([outer * run // share for outer, run in pieces if isinstance(run, int)], dim))
 
 
 def _spread(x: Tensor, cut: Cut, n: int) -> Tensor:
-    """Whole tensor → [n, …]: the ranks' parts stacked."""
+    """Whole tensor → [n, …]: the ranks' parts stacked, padding zero."""
     dim, pieces = cut
+    padding = _padding(cut)
+    if padding is not None:
+        size, padded = padding
+        share = -(-size // n)
+        x = _lengthened(x, dim, share * n - size).unflatten(dim, (n, share)).movedim(dim, 0)
+        return _lengthened(x, dim + 1, padded // n - share)
     parts = []
     for part, (outer, _) in zip(_segments(x, cut, 1), pieces, strict=True):
         blocks = part.unflatten(dim, (outer, n, part.shape[dim] // (outer * n)))
@@ -53,10 +68,19 @@ def _spread(x: Tensor, cut: Cut, n: int) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim + 1)
 
 
+def _lengthened(x: Tensor, dim: int, count: int) -> Tensor:
+    """With zeros behind the dimension's end."""
+    return functional.pad(x, [0, 0] * (x.dim() - 1 - dim) + [0, count]) if count else x
+
+
 def _collect(stacked: Tensor, cut: Cut) -> Tensor:
     """[n, …] → whole tensor: the inverse of `_spread`."""
     dim, pieces = cut
     n = stacked.shape[0]
+    padding = _padding(cut)
+    if padding is not None:
+        size = padding[0]
+        return stacked.narrow(dim + 1, 0, -(-size // n)).movedim(0, dim).flatten(dim, dim + 1).narrow(dim, 0, size)
     parts = []
     moved = (dim + 1, pieces)
     for part, (outer, _) in zip(_segments(stacked, moved, n), pieces, strict=True):

@@ -134,11 +134,11 @@ class _Lowering:
             self._set(node, bound.WITH_CUT_AND_INDEX[target], x, *cut, *group, index)
 
     def _cut(self, placement: Placement) -> tuple[int, list[tuple[Any, Any]]]:
+        assert not placement.is_shared, "segments that ranks share have no coercion"
         pieces = []
         for piece in placement.pieces:
-            assert piece.sharded, "segments that are not cut have no coercion"
             run = self._size(piece.size) if len(placement.pieces) > 1 else None
-            pieces.append((self._size(piece.outer), run))
+            pieces.append((self._size(piece.outer), (int(piece.size), piece.padded) if piece.padded else run))
         return placement.dim, pieces
 
     def _size(self, size: Size) -> Any:

@@ -72,12 +72,20 @@ def held(placement: Placement, n: int, rank: int) -> list[int]:
     start = 0
     for piece in placement.pieces:
         outer, size = int(piece.outer), int(piece.size)
-        block = size // n
+        block = -(-size * piece.copies // n)
         for _ in range(outer):
-            first, count = (start + rank * block, block) if piece.sharded else (start, size)
-            found.extend(range(first, first + count))
+            first = start + rank // piece.copies * block if piece.sharded else start
+            last = min(first + block, start + size) if piece.sharded else start + size
+            found.extend(range(first, last))
             start += size
     return found
+
+
+def padding(placement: Placement, n: int, rank: int) -> int:
+    """Elements that a rank holds behind those of the value."""
+    return sum(int(piece.padded) // n for piece in placement.pieces if piece.padded) - (
+        len(held(placement, n, rank)) if placement.is_padded else 0
+    )
 
 
 def common(placement: Placement) -> list[int]:
