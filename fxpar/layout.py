@@ -174,7 +174,8 @@ def _fits(piece: Piece, n: int, count: int) -> bool:
         return one_run and piece.padded % n == 0 and -(-int(piece.size) // n) <= piece.padded // n
     if not piece.sharded:
         return piece.copies == 1
-    return piece.copies < n and n % piece.copies == 0 and divide(piece.size, n // piece.copies) is not None
+    is_factor = piece.copies == 1 or (piece.copies < n and n % piece.copies == 0)
+    return is_factor and divide(piece.size, n // piece.copies) is not None
 
 
 def share_of(piece: Piece, n: int) -> Size | None:
@@ -274,7 +275,8 @@ def strided_pieces(pieces: Sequence[Piece], start: Size, stop: Size, step: int, 
 
     None where the ranks would not pick the same positions of their blocks, or the sizes are not known.
     """
-    if not all(isinstance(v, int) for v in (start, stop, *(p.length for p in pieces))) or start >= stop:
+    known = all(isinstance(v, int) for v in (start, stop, *(p.length for p in pieces)))
+    if not known or start >= stop or any(p.padded for p in pieces):
         return None
     frame = _stride_frame(pieces, int(start), int(stop), step, n)
     return None if frame is None else pieces_of([replace(p, size=int(p.size) // step) for p in frame[2]])

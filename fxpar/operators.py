@@ -115,6 +115,52 @@ def attention(
     _unbound("attention")
 
 
+def embedding(weight: Any, indices: Any, padding_idx: int = -1, *, axis: str) -> Any:
+    """`aten.embedding` of a table whose rows are cut over the axis: a partial sum (SPEC section 2.3)."""
+    _unbound("embedding")
+
+
+def cross_entropy(
+    self: Any,
+    target: Any,
+    weight: Any = None,
+    reduction: int = 1,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    *,
+    axis: str,
+) -> Any:
+    """`aten.cross_entropy_loss` of logits whose classes are cut over the axis; the loss is invariant."""
+    _unbound("cross_entropy")
+
+
+def nll_loss(
+    self: Any, target: Any, weight: Any = None, reduction: int = 1, ignore_index: int = -100, *, axis: str
+) -> Any:
+    """`aten.nll_loss_nd` of log-probabilities whose classes are cut over the axis: a partial sum."""
+    _unbound("nll_loss")
+
+
+def log_softmax(self: Any, dim: int, dtype: Any = None, *, axis: str) -> Any:
+    """`aten.log_softmax` over a dimension that is cut over the axis; cut alike."""
+    _unbound("log_softmax")
+
+
+def logsumexp(self: Any, dim: Any, keepdim: bool = False, *, axis: str) -> Any:
+    """`aten.logsumexp` over a dimension that is cut over the axis; invariant."""
+    _unbound("logsumexp")
+
+
+def argmax(self: Any, dim: int, keepdim: bool = False, *, axis: str) -> Any:
+    """`aten.argmax` over a dimension that is cut over the axis; the same on every rank."""
+    _unbound("argmax")
+
+
+def topk(self: Any, k: int, dim: int = -1, largest: bool = True, sorted: bool = True, *, axis: str) -> Any:
+    """`aten.topk` over a dimension that is cut over the axis; values are invariant."""
+    _unbound("topk")
+
+
 def function(*args: Any, path: str) -> Any:
     """A call of the user's `torch.autograd.Function` at `path`, kept whole so that its backward is the author's."""
     _unbound("function")
@@ -138,6 +184,13 @@ OPERATORS: Mapping[str, Callable[..., Any]] = {
         axis_index,
         dropout,
         attention,
+        embedding,
+        cross_entropy,
+        nll_loss,
+        log_softmax,
+        logsumexp,
+        argmax,
+        topk,
         function,
     )
 }

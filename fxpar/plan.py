@@ -17,7 +17,7 @@ import yaml
 from fxpar.cost import Cost
 from fxpar.errors import PlanError
 
-SPLITS = ("column", "row", "head", "replicate")
+SPLITS = ("column", "row", "head", "vocab", "replicate")
 PRECISIONS = ("as_is", "fp32", "bf16", "fp16")
 
 # Axes of DESIGN's mesh whose passes do not exist yet; asking for them is refused by name.
@@ -45,7 +45,8 @@ class Plan:
         dp, cp, pp, ep: data, context, pipeline and expert parallel ranks; only 1 is accepted as yet.
         split: what to do with modules or parameters, by glob on their full name. `column` splits the output features
             of a matrix, `row` the input features, `head` is `column` where every shard must consist of whole
-            attention heads, `replicate` keeps the parameter whole. A glob names a module (all its parameters) or a
+            attention heads, `vocab` cuts the words of an embedding table or of an output head, `replicate` keeps the
+            parameter whole; what no line names is chosen by cost. A glob names a module (all its parameters) or a
             single parameter. A line that names the parameter itself wins over lines for its module; two lines of one
             kind must agree. The order of lines is irrelevant: they are stored sorted.
         seed: seed of dropout and other random nodes.

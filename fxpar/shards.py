@@ -76,6 +76,15 @@ def whole(blocks: Sequence[Tensor], placement: Placement, sizes: Mapping[str, in
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
+def without_padding(part: Tensor, layout: Layout, axes: Mapping[str, int], coordinates: Mapping[str, int]) -> Tensor:
+    """What a rank holds, less the padding behind it."""
+    for axis, placement in layout:
+        for piece in placement.pieces:
+            if piece.padded:
+                part = part.narrow(placement.dim, 0, real_part(piece, axes[axis], coordinates[axis])[1])
+    return part
+
+
 def local_block(
     whole_: Tensor,
     layout: Layout,

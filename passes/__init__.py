@@ -12,7 +12,16 @@ from fxpar.passes.assign_rng import assign_rng
 from fxpar.passes.canonicalize import canonicalize
 from fxpar.passes.insert_collectives import insert_collectives
 from fxpar.passes.localize import localize
+from fxpar.passes.vocab_parallel import vocab_parallel
 
-DEFAULT_PASSES: tuple[Pass, ...] = (canonicalize, annotate, insert_collectives, assign_rng, localize)
+DEFAULT_PASSES: tuple[Pass, ...] = (canonicalize, annotate, insert_collectives, vocab_parallel, assign_rng, localize)
 
-__all__ = ["DEFAULT_PASSES", "annotate", "assign_rng", "canonicalize", "insert_collectives", "localize"]
+__all__ = [
+    "DEFAULT_PASSES",
+    "annotate",
+    "assign_rng",
+    "canonicalize",
+    "insert_collectives",
+    "localize",
+    "vocab_parallel",
+]

@@ -31,7 +31,7 @@ _SIZED = frozenset({aten.view.default, aten.reshape.default, aten.expand.default
 _SPLITS = frozenset({aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default, aten.split.sizes})
 
 
-@register_pass("localize", requires={"collectives", "rng"}, provides={"local"})
+@register_pass("localize", requires={"collectives", "rng", "vocabulary"}, provides={"local"})
 def localize(program: Program) -> Program:
     """Rewrites the literals that speak of sharded dimensions.
 

@@ -72,9 +72,8 @@ def choose(program: Program, axis: str, lines: Lines, layouts: Mapping[str, Layo
     n = program.axes[axis]
     known = {name: layout.on(axis) for name, layout in layouts.items()}
     pins = resolve_overrides(program, lines, n, known) if axis == "tp" else {}
-    is_free = not program.plan.split and not layouts
     pinned = {node: pin.placement for node, pin in pins.items()}
-    options = list_options(program, n, carried(program), pinned, is_free)
+    options = list_options(program, n, carried(program), pinned, is_free=not layouts)
     prices, ends = Prices(program, options, program.plan.cost), _ends(program, options)
     solution = solve(program.graph, options, prices, ends)
     if solution is None:
@@ -88,7 +87,7 @@ def _ends(program: Program, options: Options) -> dict[Value, tuple[Placement, ..
     for name, node in program.output_nodes().items():
         value = value_of(node)
         whole = resting(I, options.carries(value))
-        shards = [p for p in options.placements(value) if p.is_shard and all(piece.sharded for piece in p.pieces)]
+        shards = [p for p in options.placements(value) if p.is_shard and not p.is_shared]
         allowed = (whole,) if name == program.loss else (whole, *shards)
         found[value] = min(found.get(value, allowed), allowed, key=len)
     return found

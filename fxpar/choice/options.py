@@ -19,8 +19,8 @@ from torch import fx
 
 from fxpar.layout import I, Placement, R
 from fxpar.program import Program, operands, output_types
-from fxpar.rules import Refusal, call_of, infer, rule_of, seed_signature
-from fxpar.rules.engine import Call, Rule, partial_signatures
+from fxpar.rules import Refusal, call_of, inferred, rule_of, seeded
+from fxpar.rules.engine import Call, partial_signatures
 from fxpar.rules.follow import Trail, candidates, follow, weights_of
 from fxpar.rules.inference import describe, resting
 
@@ -101,7 +101,7 @@ def list_options(
         parameter = program.parameter(node) if node.op == "placeholder" else None
         if parameter is not None and parameter.kind == "parameter":
             reached.add(node)
-            cuts = (pins[node],) if node in pins else (I, *_cuts(found, node)) if is_free else (I,)
+            cuts = (pins[node],) if node in pins else _offered(found, node) if is_free else (I,)
             found.of[node] = tuple(Option((), (resting(cut, flags[node][0]),)) for cut in cuts)
         elif node.op == "placeholder":
             found.of[node] = (Option((), (R,)),)
@@ -115,15 +115,25 @@ def list_options(
     return found
 
 
+def _offered(found: Options, node: fx.Node) -> tuple[Placement, ...]:
+    """What a parameter may be. A vocabulary that can be cut is: one value for each token decides what it costs."""
+    cuts = tuple(_cuts(found, node))
+    trails = [found.trails[node, cut] for cut in cuts]
+    if len(output_types(node)[0].shape) > 1 and any(trail.vocabulary and not trail.refused for trail in trails):
+        return cuts
+    return (I, *cuts)
+
+
 def _cuts(found: Options, node: fx.Node) -> Iterator[Placement]:
     """For each dimension the simplest cut that no view or split behind it tears."""
     is_table = any(user.target is aten.embedding.default for user in node.users)
     shape, refused = output_types(node)[0].shape, ""
     for dim in range(len(shape)):
-        for cut in candidates(node, dim, found.weights):
+        for cut in candidates(node, dim, found.n, found.weights):
             trail = follow(node, cut, found.n, found.weights)
-            # What an embedding looks up would be gathered at once.
-            if not trail.torn and not (trail.inner and trail.refused) and not (is_table and trail.refused):
+            # What an embedding looks up of a part of each row would be gathered at once.
+            is_gathered = trail.refused and (trail.inner or (is_table and not trail.vocabulary))
+            if not trail.torn and not is_gathered:
                 found.trails[node, cut] = trail
                 yield cut
                 break
@@ -134,32 +144,31 @@ def _cuts(found: Options, node: fx.Node) -> Iterator[Placement]:
 
 
 def _signatures(found: Options, node: fx.Node, inputs: list[Value]) -> Iterator[Option]:
-    rule, call = rule_of(node.target), call_of(node, found.n)
+    call = call_of(node, found.n)
     carries = [found.carries(value) for value in inputs]
     seen = set()
-    for wanted, why in _wanted(found, rule, call, inputs):
+    for wanted, why in _wanted(found, call, inputs):
         settled = tuple(resting(placement, flag) for placement, flag in zip(wanted, carries, strict=True))
         if settled in seen:
             continue
         seen.add(settled)
-        result = infer(rule, call, settled, carries)
+        result = inferred(call, settled, carries, composite=True)
         if not isinstance(result, Refusal):
             outputs = zip(result, found.flags[node], strict=True)
             yield Option(settled, tuple(resting(placement, flag) for placement, flag in outputs), why)
 
 
-def _wanted(
-    found: Options, rule: Rule | None, call: Call, inputs: list[Value]
-) -> Iterator[tuple[tuple[Placement, ...], str]]:
+def _wanted(found: Options, call: Call, inputs: list[Value]) -> Iterator[tuple[tuple[Placement, ...], str]]:
     count = len(inputs)
     yield (I,) * count, ""
     yield (R,) * count, ""
+    rule = rule_of(call.target)
     if rule is None:
         return
     for index, value in enumerate(inputs):
         for placement in found.placements(value):
             if placement.is_shard:
-                signature = seed_signature(rule, call, index, placement)
+                signature, _ = seeded(call, index, placement)
                 if not isinstance(signature, Refusal):
                     yield signature.operands, f"follows operand {call.names[index]}"
     for signature in partial_signatures(rule, call):

@@ -38,6 +38,11 @@ def sum_over(x: Tensor, group: Group) -> Tensor:
     return _c10d.wait_tensor(_c10d.all_reduce(x.contiguous(), "sum", group.name))  # type: ignore[no-any-return]
 
 
+def max_over(x: Tensor, group: Group) -> Tensor:
+    """All-reduce of the largest values; it has no derivative."""
+    return _c10d.wait_tensor(_c10d.all_reduce(x.contiguous(), "max", group.name))  # type: ignore[no-any-return]
+
+
 def _padding(cut: Cut) -> tuple[int, int] | None:
     """Size and padded size of a cut whose blocks are padded."""
     run = cut[1][0][1]

@@ -18,11 +18,25 @@ from torch import fx, nn
 
 from fxpar import operators as ops
 from fxpar.layout import Placement
-from fxpar.ops import bound, random
+from fxpar.ops import bound, random, vocabulary
 from fxpar.ops.collectives import Group
 from fxpar.program import Program, note, operands, output_layouts
+from fxpar.rules import bind_arguments
 from fxpar.rules.composite import resolve_function
 from fxpar.symbols import Size
+
+_VOCABULARY: Mapping[Any, Callable[..., Any]] = {
+    getattr(ops, f.__name__): vocabulary.with_block(f)
+    for f in (
+        vocabulary.embedding,
+        vocabulary.cross_entropy,
+        vocabulary.nll_loss,
+        vocabulary.log_softmax,
+        vocabulary.logsumexp,
+        vocabulary.argmax,
+        vocabulary.topk,
+    )
+}
 
 
 @dataclass(frozen=True)
@@ -72,6 +86,7 @@ class _Lowering:
             ops.dropout: self._dropout,
             ops.attention: self._attention,
             ops.function: self._function,
+            **dict.fromkeys(_VOCABULARY, self._vocabulary),
         }
         for node in list(self.graph.nodes):
             if node.op != "call_function":
@@ -113,6 +128,17 @@ class _Lowering:
         # FX writes calls by name: each function needs one of its own.
         call.__name__ = call.__qualname__ = path.replace(".", "_")
         self._set(node, call, *node.args)
+
+    def _vocabulary(self, node: fx.Node) -> None:
+        """The composite operators: arguments as in the graph with defaults, then the vocabulary's block."""
+        axis = str(node.kwargs["axis"])
+        given = {name: value for name, value in bind_arguments(node).items() if name != "axis"}
+        if node.target is ops.logsumexp and isinstance(given["dim"], (list, tuple)):
+            given["dim"] = given["dim"][0]
+        cut = next(p for o in operands(node) if (p := output_layouts(o)[0].on(axis)).is_shard)
+        group = self.groups[axis]
+        block = (int(cut.pieces[0].size), group.name, group.size, self.indices[axis])
+        self._set(node, _VOCABULARY[node.target], *given.values(), *block)
 
     def _coercion(self, node: fx.Node) -> None:
         target: Any = node.target

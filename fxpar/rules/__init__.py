@@ -12,7 +12,7 @@ from fxpar.rules.engine import (
     partial_signatures,
     seed_signature,
 )
-from fxpar.rules.table import key_of, register_rule, rule_of, rules, unregister_rule
+from fxpar.rules.table import inferred, key_of, register_rule, rule_of, rules, seeded, unregister_rule
 
 __all__ = [
     "Call",
@@ -23,11 +23,13 @@ __all__ = [
     "bind_arguments",
     "call_of",
     "infer",
+    "inferred",
     "key_of",
     "partial_signatures",
     "register_rule",
     "rule_of",
     "rules",
     "seed_signature",
+    "seeded",
     "unregister_rule",
 ]

@@ -99,6 +99,7 @@ class Rule:
         seed: for operations that labels cannot describe (views): the signature that one operand's shard asks for.
         check: for operations with further conditions: outputs for given operands; None leaves it to the rest.
         varying: names of operands that may be V (axis indices).
+        padding: names of operands whose cut may be padded: padding stays finite there, and its gradient stays zero.
     """
 
     labels: Callable[[Call], Labelling | Refusal] | None = None
@@ -106,6 +107,7 @@ class Rule:
     seed: Seed | None = None
     check: Check | None = None
     varying: tuple[str, ...] = ()
+    padding: tuple[str, ...] = ()
 
 
 def _scalar(value: Any) -> Any:
@@ -170,7 +172,7 @@ def transfer(placement: Placement, source: Size, dim: int, size: Size, n: int) -
     if size == source:
         return placement.at(dim)
     piece = placement.piece
-    run = divide(size, piece.outer) if piece is not None else None
+    run = divide(size, piece.outer) if piece is not None and not piece.padded else None
     if piece is None or run is None or divide(run, n) is None:
         return Refusal(f"a dimension of {size} cannot follow the cut {placement} over {n} ranks", structural=True)
     return Placement("S", dim, (Piece(piece.outer, run),))
@@ -180,6 +182,15 @@ def seed_signature(rule: Rule, call: Call, index: int, placement: Placement) -> 
     """The signature that makes operand `index` a shard as given."""
     if not fits(placement, call.operands[index].shape, call.n):
         return Refusal(f"{placement} of {call.operands[index]} is not divisible by {call.n}", structural=True)
+    found = _seed(rule, call, index, placement)
+    if placement.is_padded and not isinstance(found, Refusal):
+        for name, operand in zip(call.names, found.operands, strict=True):
+            if operand.is_padded and name not in rule.padding:
+                return Refusal(f"the operation would compute with the padding of {operand} of {name}")
+    return found
+
+
+def _seed(rule: Rule, call: Call, index: int, placement: Placement) -> Signature | Refusal:
     if rule.seed is not None:
         return rule.seed(call, index, placement)
     if rule.labels is None:
@@ -192,6 +203,8 @@ def seed_signature(rule: Rule, call: Call, index: int, placement: Placement) -> 
         return Refusal(f"the operation needs the whole of dimension {placement.dim}")
     if label in labelling.summed and not all(piece.sharded for piece in placement.pieces):
         return Refusal(f"the segments of {placement} that every rank holds would be summed by every rank")
+    if label in labelling.summed and placement.is_padded:
+        return Refusal(f"the padding of {placement} would be summed")
     source = call.operands[index].shape[placement.dim]
 
     def spread(kinds: Sequence[TensorType], labels: Sequence[Labels], absent: Placement) -> list[Placement | Refusal]:

@@ -14,10 +14,10 @@ from itertools import pairwise
 import torch
 from torch import fx
 
-from fxpar.layout import Piece, Placement, pieces_of, shard
+from fxpar.layout import Piece, Placement, padded_shard, pieces_of, shard
 from fxpar.program import operands, output_types, tensor_type
-from fxpar.rules.engine import Labelling, Refusal, bind_arguments, call_of, seed_signature
-from fxpar.rules.table import rule_of
+from fxpar.rules.engine import Labelling, Refusal, bind_arguments, call_of
+from fxpar.rules.table import rule_of, seeded
 from fxpar.symbols import divide, product
 
 _aten = torch.ops.aten
@@ -33,6 +33,7 @@ class Trail:
         refused: operations that did not accept the shard, with their reasons.
         factored: whether a view made it a cut between blocks of several elements (heads).
         inner: whether a view left it in the last of the dimensions that it made (inside of heads).
+        vocabulary: operations over a vocabulary that took the shard for one.
         seen: the placements of the values that the shard reached.
         weights: those of them that are made from parameters alone (its transpose).
     """
@@ -43,6 +44,7 @@ class Trail:
     refused: list[tuple[fx.Node, Refusal]] = field(default_factory=list)
     factored: bool = False
     inner: bool = False
+    vocabulary: list[fx.Node] = field(default_factory=list)
     seen: dict[fx.Node, tuple[Placement, ...]] = field(default_factory=dict)
     weights: set[fx.Node] = field(default_factory=set)
 
@@ -102,12 +104,8 @@ def _step(
         return (found[int(user.args[1])],)  # type: ignore[arg-type]
     if not found[0].is_shard:
         return ()
-    rule = rule_of(user.target)
-    if rule is None:
-        trail.refused.append((user, Refusal("no rule says how the operation treats shards")))
-        return ()
-    call = call_of(user, n)
-    signature = seed_signature(rule, call, operands(user).index(current), found[0])
+    rule, call = rule_of(user.target), call_of(user, n)
+    signature, is_composite = seeded(call, operands(user).index(current), found[0])
     if isinstance(signature, Refusal):
         trail.refused.append((user, signature))
         return ()
@@ -115,7 +113,10 @@ def _step(
         given = trail.seen.get(other) or arrived.get(other)
         if given and given[0].is_shard and given[0] != wanted:
             trail.refused.append((user, Refusal(f"%{other.name} arrives as {given[0]} where {wanted} fits")))
-    labelling = rule.labels(call) if rule.labels else None
+    if is_composite:
+        trail.vocabulary.append(user)
+        return signature.outputs
+    labelling = rule.labels(call) if rule is not None and rule.labels else None
     if isinstance(labelling, Labelling) and labelling.summed and current in trail.weights and len(operands(user)) > 1:
         _note_product(trail, user, "row" if signature.outputs[0].kind == "P" else "column", weights)
     _note_view(trail, user, found[0], signature.outputs[0])
@@ -145,9 +146,17 @@ def _note_view(trail: Trail, user: fx.Node, source: Placement, result: Placement
     trail.inner |= block == 1 and parts not in (None, 1) and result.dim + 1 == len(after)
 
 
-def candidates(node: fx.Node, dim: int, weights: Set[fx.Node]) -> Iterator[Placement]:
-    """Ways to cut a dimension, simplest first: plain, k equal parts, then at the splits and slices downstream."""
+def candidates(node: fx.Node, dim: int, n: int, weights: Set[fx.Node]) -> Iterator[Placement]:
+    """Ways to cut a dimension over n ranks, simplest first.
+
+    A vocabulary is padded. Other dimensions are cut plainly, into k equal parts, then at the splits and slices
+    downstream; what n does not divide is padded where it can stay so to the program's end.
+    """
     size = tensor_type(node).shape[dim]
+    if isinstance(size, int) and size > 1:
+        trail = follow(node, shard(dim, size), 1, weights)
+        if trail.vocabulary or (size % n and not trail.refused and trail.role != "row"):
+            yield padded_shard(dim, size, n)
     yield shard(dim, size)
     for k in range(2, 17):
         share = divide(size, k)

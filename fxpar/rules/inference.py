@@ -17,10 +17,10 @@ from fxpar.errors import LayoutError
 from fxpar.layout import I, Layout, Placement, R, V, fits
 from fxpar.operators import COERCION_OF, COERCIONS, axis_index
 from fxpar.program import note, operands, output_layouts, output_types
-from fxpar.rules.engine import Call, Refusal, call_of, infer
+from fxpar.rules.engine import Call, Refusal, call_of
 from fxpar.rules.local import whole_call
 from fxpar.rules.suggest import suggest
-from fxpar.rules.table import rule_of
+from fxpar.rules.table import inferred, rule_of
 
 _ILL_TYPED = (IndexError, KeyError, TypeError, ValueError)
 
@@ -63,7 +63,7 @@ def coerced(node: fx.Node, source: Placement, target: Placement, axis: str, n: i
     for placement in (source, target):
         if not fits(placement, output_types(node)[0].shape, n):
             _fail(node, axis, f"{placement} does not fit {output_types(node)[0]} over {n} ranks")
-        if not all(piece.sharded for piece in placement.pieces):
+        if placement.is_shared:
             _fail(node, axis, f"{placement} has a segment that every rank holds", "convert the segments one by one")
     if row.source == row.target == "S" and source == target:
         _fail(node, axis, f"converts {source} to itself", "remove it")
@@ -77,6 +77,7 @@ def _judged(
     outputs: Sequence[bool],
     n: int,
     local: bool,
+    composite: bool,
 ) -> tuple[Placement, ...] | Refusal:
     """Placements of the outputs of an operation, or the reason why it has none.
 
@@ -84,12 +85,12 @@ def _judged(
     """
     try:
         call: Call | Refusal = whole_call(call_of(node, n), found) if local else call_of(node, n)
-        inferred = call if isinstance(call, Refusal) else infer(rule_of(node.target), call, found, carries)
+        answer = call if isinstance(call, Refusal) else inferred(call, found, carries, composite=composite)
     except _ILL_TYPED as error:
         return Refusal(f"the arguments and types do not fit the operator ({type(error).__name__}: {error})")
-    if isinstance(inferred, Refusal):
-        return inferred
-    return tuple(resting(placement, flag) for placement, flag in zip(inferred, outputs, strict=True))
+    if isinstance(answer, Refusal):
+        return answer
+    return tuple(resting(placement, flag) for placement, flag in zip(answer, outputs, strict=True))
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,7 @@ class Context:
         outputs: whether a gradient flows through each output of the node.
         axes: sizes of the mesh axes.
         local: whether literals speak of a rank's part.
+        composite: whether operations may yet become composite ones (`fxpar.rules.vocabulary`).
     """
 
     layouts: Sequence[Layout]
@@ -109,6 +111,7 @@ class Context:
     outputs: Sequence[bool]
     axes: Mapping[str, int]
     local: bool = False
+    composite: bool = False
 
     def found(self, axis: str) -> list[Placement]:
         """Placements of the operands on an axis."""
@@ -133,13 +136,13 @@ def infer_node(node: fx.Node, given: Context) -> tuple[Layout, ...]:
             if node.kwargs["axis"] == axis:
                 found = (coerced(node, placements[0], output_layouts(node)[0].on(axis), axis, n),)
         else:
-            inferred = _judged(node, placements, given.carries, given.outputs, n, given.local)
-            if isinstance(inferred, Refusal):
+            answer = _judged(node, placements, given.carries, given.outputs, n, given.local, given.composite)
+            if isinstance(answer, Refusal):
                 rule = rule_of(node.target)
                 indexed = rule is not None and rule.varying and placements[0].kind != "P"
                 remedy = "" if indexed else remedy_of(node, given, axis)  # else the reason says what the indices lack
-                _fail(node, axis, f"{inferred.reason} ({shown(node, placements)})", remedy)
-            found = inferred
+                _fail(node, axis, f"{answer.reason} ({shown(node, placements)})", remedy)
+            found = answer
         for i, placement in enumerate(found):
             result[i] = result[i].with_(axis, resting(placement, given.outputs[i]))
     return tuple(result)
@@ -162,7 +165,7 @@ def remedy_of(node: fx.Node, given: Context, axis: str, *, exactly: bool = False
     wanted = [layout.on(axis) for layout in output_layouts(node)]
 
     def judge(placements: Sequence[Placement]) -> Sequence[Placement] | Refusal:
-        return _judged(node, placements, given.carries, given.outputs, n, given.local)
+        return _judged(node, placements, given.carries, given.outputs, n, given.local, given.composite)
 
     try:
         best = suggest(judge, rule_of(node.target), call_of(node, n), found, wanted, exactly=exactly)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from fxpar.rules.engine import Call, Labelling, Labels, Refusal, Rule
 from fxpar.rules.pointwise import broadcast
@@ -136,6 +137,8 @@ def matmul_rules() -> dict[str, Rule]:
         ),
         "aten.scaled_dot_product_attention.default": Rule(attention_labels, (("value",),)),
     }
+    for key in ("aten.linear.default", "aten.mm.default", "aten.matmul.default"):
+        rules[key] = replace(rules[key], padding=("weight", "mat2", "other", "self", "input"))
     for name in ("conv1d", "conv2d", "conv3d"):
         rules[f"aten.{name}.default"] = Rule(_without("bias", _convolution), either)
     return rules

@@ -141,14 +141,15 @@ def _pin_matrix(
     """The dimension that has the role, cut so that nothing downstream tears it; and where the shard goes."""
     glob, how = line
     role = "column" if how == "head" else how
-    dims = [d for d in range(len(tensor_type(node).shape)) if _role(node, d, weights) == role]
+    dims = [d for d in range(len(tensor_type(node).shape)) if role in _roles(node, d, weights)]
     if not dims:
         raise PlanError(
-            f"{parameter.fqn} is used in no matrix product that it could split by {how}",
+            f"{parameter.fqn} is used in no {'lookup or loss' if how == 'vocab' else 'matrix product'} that it could "
+            f"split by {how}",
             where=f"split[{glob!r}]",
             remedy="leave it out of the plan",
         )
-    cuts = candidates(node, dims[0], weights)
+    cuts = candidates(node, dims[0], n, weights)
     tried = [(placement, follow(node, placement, n, weights, arrived)) for placement in cuts]
     costs = [_unfitness(trail, how) for _, trail in tried]
     placement, trail = tried[costs.index(min(costs))]
@@ -157,10 +158,14 @@ def _pin_matrix(
     return Pin(placement, how, f"plan: {glob} = {how}", trail.product, tuple(trail.products)), trail.seen
 
 
-def _role(node: fx.Node, dim: int, weights: Set[fx.Node]) -> str:
-    """The role of a dimension: some cut of it reaches a product, where others are torn on the way (a fused weight)."""
-    trails = (follow(node, placement, 1, weights) for placement in candidates(node, dim, weights))
-    return next((trail.role for trail in trails if trail.role), "")
+def _roles(node: fx.Node, dim: int, weights: Set[fx.Node]) -> set[str]:
+    """The roles of a dimension: some cut of it reaches a product, where others are torn on the way (a fused weight)."""
+    for placement in candidates(node, dim, 1, weights):
+        trail = follow(node, placement, 1, weights)
+        found = {"vocab"} if trail.vocabulary else set()
+        if trail.role or found:
+            return {trail.role} | found
+    return set()
 
 
 _UNFIT = 1000
@@ -211,7 +216,7 @@ def _pin_vector(
         )
     if pin.role == "row":
         return Pin(I, "row", f"plan: {glob} = {how}")
-    cuts = list(candidates(node, 0, weights))
+    cuts = list(candidates(node, 0, n, weights))
     if tensor_type(node).shape[0] == sum(piece.length for piece in pin.placement.pieces):
         cuts.insert(0, pin.placement.at(0))
     trails = [follow(node, placement, n, weights, arrived) for placement in cuts]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -112,6 +113,22 @@ _FILLING: Mapping[str, tuple[str, str]] = {
 }
 
 
+# Operands that may be padded shards: of whatever stands there the result is finite, and a zero gradient stays zero.
+_PADDED: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(
+        "neg clone alias contiguous detach tanh sigmoid silu gelu relu mul.Scalar div.Scalar".split(), ("self",)
+    ),
+    **dict.fromkeys("mul.Tensor add.Tensor sub.Tensor rsub.Tensor".split(), ("self", "other")),
+    "div.Tensor": ("self",),
+    "where.self": ("condition", "self", "other"),
+    "where.ScalarOther": ("condition", "self"),
+    "masked_fill.Scalar": ("self", "mask"),
+    "masked_fill.Tensor": ("self", "mask"),
+    "_to_copy.default": ("self",),
+    "to.dtype": ("self",),
+}
+
+
 def pointwise_rules() -> dict[str, Rule]:
     """Rules by `aten` overload name."""
     full_names = [name if "." in name else f"{name}.default" for name in (*_UNARY, *_BINARY)]
@@ -127,4 +144,7 @@ def pointwise_rules() -> dict[str, Rule]:
     rules["aten.prelu.default"] = Rule(_prelu_labels)
     for name in ("_to_copy.default", "to.dtype", "to.device"):
         rules[f"aten.{name}"] = Rule(pointwise_labels, partial=(("self",),), check=keeps_sums)
+    for name, padding in _PADDED.items():
+        full = f"aten.{name if '.' in name else f'{name}.default'}"
+        rules[full] = replace(rules[full], padding=padding)
     return rules

@@ -6,19 +6,22 @@ package that grows after import: a user's operator must be known to every pass, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from fxpar.errors import InputError
+from fxpar.layout import Placement
 from fxpar.operators import OPERATORS
 from fxpar.rules.composite import composite_rules
-from fxpar.rules.engine import Rule
+from fxpar.rules.engine import Call, Refusal, Rule, Signature, infer, seed_signature
 from fxpar.rules.matmul import formula, matmul_rules
 from fxpar.rules.pointwise import pointwise_labels, pointwise_rules
 from fxpar.rules.reduce import reduction_rules
 from fxpar.rules.views import view_rules
+from fxpar.rules.vocabulary import COMPOSITE_OF, vocabulary_rules
 
 _RULES: dict[str, Rule] = {
     **pointwise_rules(),
@@ -26,6 +29,7 @@ _RULES: dict[str, Rule] = {
     **view_rules(),
     **reduction_rules(),
     **composite_rules(),
+    **vocabulary_rules(),
 }
 
 
@@ -40,6 +44,36 @@ def key_of(target: Any) -> str:
 def rule_of(target: Any) -> Rule | None:
     """The operator's rule, None where it has none."""
     return _RULES.get(key_of(target))
+
+
+def seeded(call: Call, index: int, placement: Placement) -> tuple[Signature | Refusal, bool]:
+    """The signature that makes operand `index` a shard as given, and whether it is that of a composite operator."""
+    rule = rule_of(call.target)
+    if rule is None:
+        return Refusal("no rule says how the operation treats shards"), False
+    found = seed_signature(rule, call, index, placement)
+    if isinstance(found, Refusal) and call.target in COMPOSITE_OF:
+        other = COMPOSITE_OF[call.target]
+        composite = seed_signature(_RULES[key_of(other)], replace(call, target=other), index, placement)
+        if not isinstance(composite, Refusal):
+            return composite, True
+    return found, False
+
+
+def inferred(
+    call: Call, placements: Sequence[Placement], carries: Sequence[bool], *, composite: bool
+) -> tuple[Placement, ...] | Refusal:
+    """As `infer` with the operation's rule.
+
+    Args:
+        composite: an operation that its own rule refuses stands for its composite operator.
+    """
+    found = infer(rule_of(call.target), call, placements, carries)
+    if isinstance(found, Refusal) and composite and call.target in COMPOSITE_OF:
+        other = COMPOSITE_OF[call.target]
+        answer = infer(_RULES[key_of(other)], replace(call, target=other), placements, carries)
+        return found if isinstance(answer, Refusal) else answer
+    return found
 
 
 def rules() -> Mapping[str, Rule]:

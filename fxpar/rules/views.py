@@ -284,8 +284,10 @@ def _made_anyway(call: Call, placements: Sequence[Placement]) -> tuple[Placement
 
 def view_rules() -> dict[str, Rule]:
     """Rules by `aten` overload name."""
-    view, permute = Rule(partial=_SELF, seed=_view), Rule(_permute, _SELF)
-    squeeze, split = Rule(partial=_SELF, seed=_squeeze), Rule(partial=_SELF, seed=_split)
+    padded = ("self",)
+    view, permute = Rule(partial=_SELF, seed=_view, padding=padded), Rule(_permute, _SELF, padding=padded)
+    squeeze = Rule(partial=_SELF, seed=_squeeze, padding=padded)
+    split = Rule(partial=_SELF, seed=_split, padding=padded)
     pad = Rule(_pad, _SELF, check=_pad_with_zeros)
     keeping = Rule(_keeping_dim)
     linear_keeping = Rule(_keeping_dim, _SELF)
@@ -308,9 +310,9 @@ def view_rules() -> dict[str, Rule]:
         **dict.fromkeys(["aten.permute.default", "aten.transpose.int", "aten.t.default"], permute),
         "aten.expand.default": Rule(_expand, _SELF),
         **dict.fromkeys(["aten.repeat.default", "aten.tile.default"], Rule(partial=_SELF, seed=_repeat)),
-        "aten.select.int": Rule(_without_dim, _SELF),
+        "aten.select.int": Rule(_without_dim, _SELF, padding=padded),
         "aten.unbind.int": Rule(_without_dim, _SELF),
-        "aten.slice.Tensor": Rule(partial=_SELF, seed=_slice),
+        "aten.slice.Tensor": Rule(partial=_SELF, seed=_slice, padding=padded),
         **dict.fromkeys(
             ["aten.split.Tensor", "aten.split_with_sizes.default", "aten.split.sizes", "aten.chunk.default"], split
         ),
@@ -330,7 +332,7 @@ def view_rules() -> dict[str, Rule]:
             ],
             keeping,
         ),
-        "aten.index.Tensor": Rule(_index, _SELF),
+        "aten.index.Tensor": Rule(_index, _SELF, padding=padded),
         "aten.gather.default": Rule(_gather, _SELF),
         "aten.index_select.default": Rule(_index_select, _SELF),
         "aten.embedding.default": Rule(_embedding, (("weight",),)),

@@ -30,7 +30,7 @@ from fxpar.runtime.recompute import apply_recompute
 from fxpar.runtime.skeleton import attach, skeleton_of
 from fxpar.runtime.state import clip_grad_norm_, fingerprints, full_state_dict, load_full_state_dict
 from fxpar.runtime.world import World
-from fxpar.shards import local_block
+from fxpar.shards import local_block, without_padding
 from fxpar.symbols import evaluate
 from fxpar.text import print_program
 from fxpar.verify.static import STATIC
@@ -290,9 +290,19 @@ class ParallelModule(nn.Module):
             return value
         kind = note(call.compiled.program.output_nodes()[name]).type
         assert isinstance(kind, TensorType)
-        if placement == shard(placement.dim, kind.shape[placement.dim]):
-            return DTensor.from_local(value, self.world.mesh, [Shard(placement.dim)], run_check=False)
-        if not all(piece.sharded for piece in placement.pieces):
+        if placement.is_padded or placement == shard(placement.dim, kind.shape[placement.dim]):
+            # The last ranks may hold less than the first: the whole shape cannot be told from the part.
+            own = without_padding(value, layout, self.plan.axes, self.world.coordinates)
+            shape = torch.Size([evaluate(size, call.sizes) for size in kind.shape])
+            return DTensor.from_local(
+                own,
+                self.world.mesh,
+                [Shard(placement.dim)],
+                run_check=False,
+                shape=shape,
+                stride=torch.empty(shape, device="meta").stride(),
+            )
+        if placement.is_shared:
             raise InputError(f"the ranks hold {placement} of it", where=f"output {name}", remedy="do not return it")
         pieces = [(evaluate(p.outer, call.sizes), evaluate(p.size, call.sizes)) for p in placement.pieces]
         group, index = self.world.groups["tp"], torch.tensor(self.world.coordinates["tp"], device=value.device)

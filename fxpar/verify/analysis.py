@@ -18,7 +18,8 @@ from fxpar.gradients import carried
 from fxpar.layout import Layout
 from fxpar.operators import COERCION_OF, OPERATORS
 from fxpar.program import Program, note, operands, output_layouts, output_types
-from fxpar.rules import key_of, rule_of
+from fxpar.rules import call_of, key_of, rule_of
+from fxpar.rules.vocabulary import ATEN_OF, traffic
 from fxpar.symbols import evaluate, product, simplify
 
 
@@ -60,8 +61,9 @@ def collectives(program: Program, sizes: Mapping[str, int] | None = None) -> lis
     for node in program.graph.nodes:
         if node.op == "call_function" and operands(node) and weights.issuperset(operands(node)):
             weights.add(node)
-        row = COERCION_OF.get(node.target) if node.op == "call_function" else None
-        if row is None:
+        if node.target in ATEN_OF:
+            found += _inside(program, node, flags[node], values)
+        if node.op != "call_function" or node.target not in COERCION_OF:
             continue
         kind = output_types(node)[0]
         size = simplify(product(kind.shape) * kind.dtype.itemsize)
@@ -73,6 +75,17 @@ def collectives(program: Program, sizes: Mapping[str, int] | None = None) -> lis
                 found.append(
                     Collective(op, str(node.kwargs["axis"]), where, node.name, evaluate(size, values), str(size))
                 )
+    return found
+
+
+def _inside(program: Program, node: fx.Node, flags: tuple[bool, ...], values: Mapping[str, int]) -> list[Collective]:
+    """The collectives of a composite operator."""
+    axis, found = str(node.kwargs["axis"]), []
+    kind = output_types(operands(node)[0])[0]
+    for op, phase, elements in traffic(call_of(node, program.axes[axis])):
+        size = simplify(elements * max(kind.dtype.itemsize, 4))  # halves are summed in float32
+        if phase == "forward" or flags[0]:
+            found.append(Collective(op, axis, phase, node.name, evaluate(size, values), str(size)))
     return found
 
 

@@ -20,8 +20,10 @@ from fxpar.errors import CheckFailed
 from fxpar.layout import Layout, local_shape
 from fxpar.operators import COERCION_OF
 from fxpar.program import Program, ScalarType, TensorType, note, operands, output_layouts, output_types
+from fxpar.rules import bind_arguments
 from fxpar.rules.composite import resolve_function
 from fxpar.rules.inference import describe
+from fxpar.rules.vocabulary import ATEN_OF
 from fxpar.symbols import evaluate
 
 aten = torch.ops.aten
@@ -104,6 +106,12 @@ def _call(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: 
         return aten.scaled_dot_product_attention.default(*tensors, 0.0, **options)
     if target is operators.function:
         return resolve_function(str(kwargs["path"])).apply(*args)
+    if target is operators.topk:  # of more words than a rank has: searched is the whole
+        dim, cut = int(bind_arguments(node)["dim"]), output_types(operands(node)[0])[0].shape
+        shape = [int(cut[dim]) if d == dim % len(cut) else size for d, size in enumerate(args[0].shape)]
+        args = (args[0].new_empty(shape), *args[1:])
+    if target in ATEN_OF:
+        target, kwargs = ATEN_OF[target], {k: v for k, v in kwargs.items() if k != "axis"}
     if _makes_tensors(node) or "device" in kwargs:
         kwargs = {**kwargs, "device": "meta"}
     if target is aten.view.default:  # as it is lowered: strides are those of a kernel

@@ -40,10 +40,16 @@ def check_types(program: Program) -> None:
                 flags[node],
                 axes,
                 "local" in program.properties,
+                _open(program),
             )
             found[node] = infer_node(node, given)
             _compare(node, found[node], given)
     _check_outputs(program, found, flags)
+
+
+def _open(program: Program) -> bool:
+    """Whether `vocab_parallel` has yet to run."""
+    return program.properties.isdisjoint({"vocabulary", "local"})
 
 
 def check_choice(program: Program) -> None:
@@ -69,7 +75,7 @@ def check_choice(program: Program) -> None:
             names = [o.name for o in inputs for _ in flags[o]]
             for name, source, target, flag in zip(names, given, needs, carries, strict=True):
                 _convertible(node, name, source, target, flag)
-            wanted = Context(needs, carries, flags[node], program.axes)
+            wanted = Context(needs, carries, flags[node], program.axes, composite=True)
             _compare(node, infer_node(node, wanted), wanted)
 
 
@@ -101,7 +107,7 @@ def _placeholder(program: Program, node: fx.Node, carries: bool) -> Layout:
             )
         if not fits(placement, kind.shape, n):
             raise LayoutError(f"on axis {axis}: {placement} does not fit {kind} over {n} ranks", where=describe(node))
-        if carries and not all(piece.sharded for piece in placement.pieces):
+        if carries and placement.is_shared:
             raise LayoutError(
                 f"on axis {axis}: {placement} has a segment that every rank holds, whose gradient nothing would sum",
                 where=describe(node),
@@ -149,7 +155,7 @@ def _check_outputs(
     for name, node in program.output_nodes().items():
         for axis, placement in found[node][0]:
             whole = resting(I, flags[node][0])
-            if not all(piece.sharded for piece in placement.pieces):
+            if placement.is_shared:
                 raise CheckFailed(
                     f"on axis {axis}: {placement} has a segment that every rank holds: nothing would sum its gradient",
                     where=f"output {name} = {describe(node)}",

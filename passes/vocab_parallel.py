@@ -1,0 +1,67 @@
+"""vocab_parallel: embeddings and losses over a vocabulary that is cut."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from fxpar.errors import PassError
+from fxpar.manager import register_pass
+from fxpar.program import Program, operands, output_layouts, update
+from fxpar.rules import Refusal, bind_arguments, call_of, seed_signature
+from fxpar.rules.inference import describe
+from fxpar.rules.table import rule_of
+from fxpar.rules.vocabulary import COMPOSITE_OF
+
+
+@register_pass("vocab_parallel", requires={"canonical", "collectives"}, provides={"vocabulary"})
+def vocab_parallel(program: Program) -> Program:
+    """Puts composite operators in place of operations whose vocabulary is cut.
+
+    Before::
+
+        %x = aten.embedding.default(%wte, %ids) : f32[b, s, 96] tp:P
+        %loss = aten.cross_entropy_loss.default(%logits, %labels) : f32[] tp:I
+
+    After::
+
+        %x = fxpar.embedding[tp](%wte, %ids) : f32[b, s, 96] tp:P
+        %loss = fxpar.cross_entropy[tp](%logits, %labels) : f32[] tp:I
+
+    Terms: a *vocabulary* is the dimension that words index: the rows of a table, the classes of a loss, what argmax and
+    topk search. A composite operator needs its rank's block only and communicates one value for each row (SPEC section
+    2.3); operations whose vocabulary is whole stay as they are. Values and gradients stay equal. The layouts are those
+    that `annotate` chose, padded so that every rank has as many words (SPEC section 2.2).
+    """
+    for node in program.graph.nodes:
+        if node.op == "call_function" and node.target in COMPOSITE_OF:
+            axes = [axis for axis in program.axes if _is_cut(program, node, axis)]
+            if len(axes) > 1:
+                raise PassError(f"several axes ({', '.join(axes)}) cut the vocabulary", where=describe(node))
+            if axes:
+                _replace(node, axes[0])
+    return program
+
+
+def _is_cut(program: Program, node: fx.Node, axis: str) -> bool:
+    """Whether an operand is a shard that the operation's own rule refuses."""
+    call, rule = call_of(node, program.axes[axis]), rule_of(node.target)
+    assert rule is not None
+    placements = [layout.on(axis) for operand in operands(node) for layout in output_layouts(operand)]
+    return any(
+        placement.is_shard and isinstance(seed_signature(rule, call, index, placement), Refusal)
+        for index, placement in enumerate(placements)
+    )
+
+
+def _replace(node: fx.Node, axis: str) -> None:
+    target = COMPOSITE_OF[node.target]
+    names = target.__code__.co_varnames[: target.__code__.co_argcount]
+    given: dict[str, Any] = {name: value for name, value in bind_arguments(node).items() if name in names}
+    defaults = dict(zip(names[len(names) - len(target.__defaults__ or ()) :], target.__defaults__ or (), strict=True))
+    while names and names[-1] in defaults and given.get(names[-1], defaults[names[-1]]) == defaults[names[-1]]:
+        names = names[:-1]
+    node.args, node.kwargs = tuple(given.get(name, defaults.get(name)) for name in names), {"axis": axis}
+    node.target = target
+    update(node, role="vocab")
