@@ -59,7 +59,7 @@ _INTEGER = r"[0-9]{1,18}"  # fits 64 bits
 _WORD = rf'({STRING}|[^\s",=]+)'
 
 _NAME = re.compile(_WORD)
-_SYMBOL = re.compile(rf"({IDENTIFIER}) = {_WORD}\.({_INTEGER}) like ({_INTEGER})")
+_SYMBOL = re.compile(rf"({IDENTIFIER}) = {_WORD}\.({_INTEGER})(?: / ({_INTEGER}))? like ({_INTEGER})")
 _OUTPUT = re.compile(rf"{_WORD}=")
 _SEPARATOR = re.compile(r",\s*")
 _DEFINITION = re.compile(rf"%({IDENTIFIER}) = ")
@@ -179,10 +179,10 @@ class _Reader:
     def _read_symbol(self, text: str) -> None:
         found = _SYMBOL.fullmatch(text)
         if found is None:
-            fail(f"'{text}' is no symbol", "write 'symbol name = input.dim like example'")
+            fail(f"'{text}' is no symbol", "write 'symbol name = input.dim like example', or input.dim / ranks")
         if any(found[1] == known.name for known in self.symbols):
             fail(f"the symbol {found[1]} is defined twice", "keep one line")
-        self.symbols.append(Symbol(found[1], unquote(found[2]), int(found[3]), int(found[4])))
+        self.symbols.append(Symbol(found[1], unquote(found[2]), int(found[3]), int(found[5]), int(found[4] or 1)))
 
     def _read_return(self, text: str) -> None:
         scanner = Scanner(text)

@@ -49,6 +49,9 @@ class Plan:
             parameter whole; what no line names is chosen by cost. A glob names a module (all its parameters) or a
             single parameter. A line that names the parameter itself wins over lines for its module; two lines of one
             kind must agree. The order of lines is irrelevant: they are stored sorted.
+        sequence_parallel: whether activations between the split matrices may be cut over the sequence, so that norms,
+            dropout and residuals are shared out too: all-reduces become pairs of reduce-scatter and all-gather. tp must
+            divide the sequence length.
         seed: seed of dropout and other random nodes.
         precision: element type the model is cast to before it is captured; `as_is` leaves it alone.
         cost: constants by which layouts are chosen; in YAML a mapping of those that differ.
@@ -60,6 +63,7 @@ class Plan:
     pp: int = 1
     ep: int = 1
     split: Mapping[str, str] = field(default_factory=dict)
+    sequence_parallel: bool = False
     seed: int = 0
     precision: str = "as_is"
     cost: Cost = field(default_factory=Cost)
@@ -92,6 +96,8 @@ class Plan:
                     yield f"split has the key {glob!r}: write a glob on module or parameter names"
                 if how not in SPLITS:
                     yield f"split[{glob!r}]={how!r} is unknown: choose one of {', '.join(SPLITS)}"
+        if type(self.sequence_parallel) is not bool:
+            yield f"sequence_parallel={self.sequence_parallel!r} is neither True nor False: write one of them"
         if type(self.seed) is not int or not 0 <= self.seed < 2**63:
             yield f"seed={self.seed!r} is no integer in [0, 2^63): choose another seed"
         if self.precision not in PRECISIONS:

@@ -19,7 +19,7 @@ from torch import fx
 
 from fxpar.layout import Layout
 from fxpar.plan import Plan
-from fxpar.symbols import Size, shape_text
+from fxpar.symbols import Size, shape_text, simplify, symbol
 
 DTYPES: Mapping[str, torch.dtype] = {
     "f64": torch.float64,
@@ -196,12 +196,23 @@ class Input:
 
 @dataclass(frozen=True)
 class Symbol:
-    """A symbolic size: dimension `dim` of input `path`, with the example's value."""
+    """A symbolic size: dimension `dim` of input `path` is `multiple` times the symbol.
+
+    Attributes:
+        example: the symbol's value in the example.
+        multiple: ranks that share out the dimension, whose size they must divide.
+    """
 
     name: str
     path: str
     dim: int
     example: int
+    multiple: int = 1
+
+    @property
+    def size(self) -> Size:
+        """The dimension's size."""
+        return simplify(self.multiple * symbol(self.name))
 
 
 @dataclass(frozen=True)

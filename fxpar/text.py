@@ -224,7 +224,9 @@ def print_program(program: Program) -> str:
     """
     lines = [VERSION, f"plan {json.dumps(program.plan.to_dict())}"]
     lines.append(" ".join(["properties", *sorted(program.properties)]))
-    lines += [f"symbol {s.name} = {word(s.path)}.{s.dim} like {s.example}" for s in program.symbols]
+    for s in program.symbols:
+        share = f" / {s.multiple}" if s.multiple > 1 else ""
+        lines.append(f"symbol {s.name} = {word(s.path)}.{s.dim}{share} like {s.example}")
     if program.loss:
         lines.append(f"loss {word(program.loss)}")
     for node in program.graph.nodes:

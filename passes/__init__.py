@@ -10,17 +10,27 @@ from fxpar.manager import Pass
 from fxpar.passes.annotate import annotate
 from fxpar.passes.assign_rng import assign_rng
 from fxpar.passes.canonicalize import canonicalize
+from fxpar.passes.divide_sequence import divide_sequence
 from fxpar.passes.insert_collectives import insert_collectives
 from fxpar.passes.localize import localize
 from fxpar.passes.vocab_parallel import vocab_parallel
 
-DEFAULT_PASSES: tuple[Pass, ...] = (canonicalize, annotate, insert_collectives, vocab_parallel, assign_rng, localize)
+DEFAULT_PASSES: tuple[Pass, ...] = (
+    canonicalize,
+    divide_sequence,
+    annotate,
+    insert_collectives,
+    vocab_parallel,
+    assign_rng,
+    localize,
+)
 
 __all__ = [
     "DEFAULT_PASSES",
     "annotate",
     "assign_rng",
     "canonicalize",
+    "divide_sequence",
     "insert_collectives",
     "localize",
     "vocab_parallel",

@@ -17,12 +17,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from fxpar.layout import I, Placement, R
+from fxpar.flops import matmul_flops
+from fxpar.layout import I, Placement, R, shard
 from fxpar.program import Program, operands, output_types
 from fxpar.rules import Refusal, call_of, inferred, rule_of, seeded
 from fxpar.rules.engine import Call, partial_signatures
 from fxpar.rules.follow import Trail, candidates, follow, weights_of
 from fxpar.rules.inference import describe, resting
+from fxpar.symbols import Size, names
 
 aten = torch.ops.aten
 
@@ -50,6 +52,8 @@ class Options:
         of: the options of each node that has any; of a `getitem` those of the node that it takes an item of.
         trails: where a cut of a parameter goes.
         uncut: why a parameter with two or more dimensions cannot be cut.
+        shared: symbols of sizes that ranks share out: activations may be cut over them.
+        products: matrix products and attention, which are never cut over tokens: that is another axis' work.
     """
 
     n: int
@@ -58,6 +62,8 @@ class Options:
     of: dict[fx.Node, tuple[Option, ...]] = field(default_factory=dict)
     trails: dict[tuple[fx.Node, Placement], Trail] = field(default_factory=dict)
     uncut: dict[fx.Node, str] = field(default_factory=dict)
+    shared: Set[Size] = frozenset()
+    products: Set[fx.Node] = frozenset()
 
     def carries(self, value: Value) -> bool:
         """Whether a gradient flows through a value."""
@@ -66,6 +72,22 @@ class Options:
     def placements(self, value: Value) -> tuple[Placement, ...]:
         """What a value may be."""
         return tuple(dict.fromkeys(option.outputs[value[1]] for option in self.of[value[0]]))
+
+    def token_cut(self, value: Value) -> Placement | None:
+        """The cut of an activation over its tokens, where exactly one dimension is theirs."""
+        if not self.shared or value[0] in self.weights:
+            return None
+        shape = output_types(value[0])[value[1]].shape
+        dims = [d for d, size in enumerate(shape) if self._is_shared(size)]
+        return shard(dims[0], shape[dims[0]]) if len(dims) == 1 and shape[dims[0]] in self.shared else None
+
+    def is_token_cut(self, value: Value, placement: Placement) -> bool:
+        """Whether a shard of an activation is one of its tokens, also of tokens that a view joined to the batch."""
+        is_one = placement.is_shard and value[0] not in self.weights
+        return is_one and self._is_shared(output_types(value[0])[value[1]].shape[placement.dim])
+
+    def _is_shared(self, size: Size) -> bool:
+        return not names((size,)).isdisjoint(names(self.shared))
 
 
 def value_of(node: fx.Node) -> Value:
@@ -93,6 +115,8 @@ def list_options(
     """
     owned = [program.node(p.node) for p in program.parameters]
     found = Options(n, flags, weights_of(program.graph, owned))
+    found.shared = {s.size for s in program.symbols if s.multiple == n}
+    found.products = {node for node, _ in matmul_flops(program)}
     reached = set()
     for node in program.graph.nodes:
         kinds = () if node.op == "output" else output_types(node)
@@ -147,7 +171,7 @@ def _signatures(found: Options, node: fx.Node, inputs: list[Value]) -> Iterator[
     call = call_of(node, found.n)
     carries = [found.carries(value) for value in inputs]
     seen = set()
-    for wanted, why in _wanted(found, call, inputs):
+    for wanted, why in _wanted(found, call, inputs, node in found.products):
         settled = tuple(resting(placement, flag) for placement, flag in zip(wanted, carries, strict=True))
         if settled in seen:
             continue
@@ -158,7 +182,9 @@ def _signatures(found: Options, node: fx.Node, inputs: list[Value]) -> Iterator[
             yield Option(settled, tuple(resting(placement, flag) for placement, flag in outputs), why)
 
 
-def _wanted(found: Options, call: Call, inputs: list[Value]) -> Iterator[tuple[tuple[Placement, ...], str]]:
+def _wanted(
+    found: Options, call: Call, inputs: list[Value], is_product: bool
+) -> Iterator[tuple[tuple[Placement, ...], str]]:
     count = len(inputs)
     yield (I,) * count, ""
     yield (R,) * count, ""
@@ -166,8 +192,9 @@ def _wanted(found: Options, call: Call, inputs: list[Value]) -> Iterator[tuple[t
     if rule is None:
         return
     for index, value in enumerate(inputs):
-        for placement in found.placements(value):
-            if placement.is_shard:
+        tokens = None if is_product else found.token_cut(value)
+        for placement in dict.fromkeys((*found.placements(value), *([tokens] if tokens else []))):
+            if placement.is_shard and not (is_product and found.is_token_cut(value, placement)):
                 signature, _ = seeded(call, index, placement)
                 if not isinstance(signature, Refusal):
                     yield signature.operands, f"follows operand {call.names[index]}"

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from torch import fx
 
 from fxpar.choice.options import Option, Options, Value
+from fxpar.choice.traffic import materialised
 from fxpar.cost import Cost
 from fxpar.flops import matmul_flops
-from fxpar.layout import Placement
+from fxpar.layout import I, Placement
 from fxpar.operators import COERCIONS
 from fxpar.program import Program, TensorType, output_types
 from fxpar.symbols import evaluate, names, product
@@ -27,12 +28,16 @@ _BATCH, _SEQUENCE, _WIDTH = 8, 1024, 4096
 _PASSES = 3
 # Bytes that the optimizer moves for each parameter: weight, gradient and two moments, in 4 bytes each.
 _OPTIMIZER = 16
-# Of what a ring sends, in units of (n - 1)/n of the value's bytes.
+# An activation is written and read in the forward pass, and its gradient in the backward pass.
+_ACCESSES = 4
+# Of what a ring sends, in units of (n - 1)/n of the value's bytes, and how often it starts.
 _VOLUME = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0}
 
 # Ties are broken in favour of less work that is the same on every rank: f late, g early, residual streams invariant.
 TIE = {"I": 0.0, "S": 0.0, "R": 1e-9, "P": 4e-9}
 TIE_CONVERSION = 1e-9
+# Where ranks may share out tokens, a stream that is cut over them is preferred to one that is not.
+TIE_WHOLE = 2e-9
 
 
 @dataclass
@@ -45,6 +50,7 @@ class Prices:
 
     def __post_init__(self) -> None:
         self._symbols = reference_sizes(self.program)
+        self._stored = materialised(self.program, self.options.products, self.options.weights)
         self._scale = _WIDTH / common_width(self.program)
         self._flops = {
             node: evaluate(count, self._symbols) * self._scale**2 for node, count in matmul_flops(self.program)
@@ -66,37 +72,62 @@ class Prices:
         found = {}
         if node in self._flops:
             found["matrix product"] = _PASSES * self._flops[node] * share / self.cost.flops
+        if node in self._stored:
+            found["memory"] = sum(
+                self._accesses((node, i), placement)
+                for i, (placement, carries) in enumerate(zip(option.outputs, self.options.flags[node], strict=True))
+                if carries
+            )
         if node.op == "placeholder" and self.options.flags[node][0] and len(output_types(node)[0].shape) > 1:
             kind = output_types(node)[0]
             count = self.bytes_of((node, 0)) / kind.dtype.itemsize
             found["optimizer"] = _OPTIMIZER * count * share / self.cost.memory
         return found
 
+    def _accesses(self, value: Value, placement: Placement) -> float:
+        """Seconds in which an activation is stored and read, and its gradient.
+
+        A cut over tokens is the means to save them. One over features saves as much where matrices make it, but is no
+        reason to choose it: streams would be cut and gathered again for every norm.
+        """
+        share = 1 / self.options.n if self.options.is_token_cut(value, placement) else 1.0
+        return _ACCESSES * self.bytes_of(value) * share / self.cost.memory
+
     def node(self, node: fx.Node, option: Option) -> float:
         """Seconds of a node under an option, ties included."""
-        carried = zip(option.outputs, self.options.flags[node], strict=True)
-        return sum(self.terms(node, option).values()) + sum(TIE[p.kind] for p, carries in carried if carries)
+        seconds = sum(self.terms(node, option).values())
+        for index, (placement, carries) in enumerate(zip(option.outputs, self.options.flags[node], strict=True)):
+            if carries:
+                seconds += TIE[placement.kind]
+                if placement == I and self.options.token_cut((node, index)):
+                    seconds += TIE_WHOLE
+        return seconds
 
     def conversion(self, value: Value, source: Placement, target: Placement) -> float | None:
         """Seconds of a conversion, forward and backward; None where it is not offered.
 
         Not offered: gathering what a parameter's shards make, or cutting a whole matrix (both belong to sharded
-        optimizers); shards cut anew; partial sums that become shards.
+        optimizers); shards cut anew; partial sums that become shards of anything but tokens.
         """
         carries = self.options.carries(value)
         if source == target:
             return 0.0
         row = COERCIONS.get((source.kind, target.kind))
-        if row is None or (source.kind, target.kind) in (("S", "S"), ("P", "S")):
+        is_scatter = source.kind == "P" and target.is_shard and not self.options.is_token_cut(value, target)
+        if row is None or (source.is_shard and target.is_shard) or is_scatter:
             return None
         whole_matrix = target.is_shard and carries and is_matrix(output_types(value[0])[value[1]])
         if value[0] in self.options.weights and (source.is_shard or whole_matrix):
             return None
         collectives = [row.forward] if not carries else [row.forward, row.backward]
         n, size = self.options.n, self.bytes_of(value)
+        # Gradients of parameters are summed many at once.
+        latency = 0.0 if value[0] in self.options.weights else self.cost.latency
         seconds = TIE_CONVERSION
+        if row.forward:  # what it yields is stored as other activations are
+            seconds += self._accesses(value, target)
         for collective in filter(None, collectives):
-            seconds += self.cost.latency + _VOLUME[collective] * (n - 1) / n * size / self.cost.bandwidth
+            seconds += _VOLUME[collective] * (latency + (n - 1) / n * size / self.cost.bandwidth)
         return seconds
 
 
@@ -109,7 +140,8 @@ def reference_sizes(program: Program) -> dict[str, int]:
     """Values of the symbols at which layouts are compared: the first is a batch, others are lengths."""
     found = {}
     for index, symbol in enumerate(program.symbols):
-        found[symbol.name] = _BATCH if index == 0 and len(program.symbols) > 1 else _SEQUENCE
+        size = _BATCH if index == 0 and len(program.symbols) > 1 else _SEQUENCE
+        found[symbol.name] = -(-size // symbol.multiple)
     return found
 
 

@@ -60,7 +60,7 @@ class Values:
                     where=where,
                     remedy="dump the model again",
                 )
-            sizes[s.name] = int(self.inputs[s.path].shape[s.dim])
+            sizes[s.name] = int(self.inputs[s.path].shape[s.dim]) // s.multiple
         wanted = [(f"state/{p.fqn}", self.state.get(p.fqn), p.type) for p in program.parameters]
         wanted += [(f"input/{i.path}", self.inputs.get(i.path), i.type) for i in program.inputs if i.path != RNG_PATH]
         for name, tensor, kind in wanted:

@@ -53,7 +53,7 @@ class Request:
             raise InputError(f"{', '.join(given)}: {reason}", where=self.model, remedy=remedy)
 
 
-PLAN_FLAGS = ("--plan", "--tp", "--split", "--seed", "--precision")
+PLAN_FLAGS = ("--plan", "--tp", "--split", "--sequence-parallel", "--seed", "--precision")
 EXAMPLE_FLAGS = ("--batch", "--seq")
 MODE_FLAG = "--train/--eval"
 
@@ -73,7 +73,14 @@ def _request(
         list[str] | None,
         typer.Option(
             metavar="GLOB=HOW",
-            help="split the modules or parameters that GLOB names by column, row, head or replicate; repeatable",
+            help="split the modules or parameters that GLOB names by column, row, head, vocab or replicate; repeatable",
+        ),
+    ] = None,
+    sequence: Annotated[
+        bool | None,
+        typer.Option(
+            "--sequence-parallel/--no-sequence-parallel",
+            help="cut activations between the split matrices over the sequence (default: no)",
         ),
     ] = None,
     seed: Annotated[
@@ -92,9 +99,10 @@ def _request(
         InputError: the plan file or a flag cannot be used.
     """
     given = {"--plan": plan, "--tp": tp, "--split": split, "--seed": seed, "--precision": precision}
+    given |= {"--sequence-parallel": sequence}
     given |= {MODE_FLAG: train, "--batch": batch, "--seq": seq}
     chosen = Plan() if plan is None else Plan.load(plan)
-    changes: dict[str, Any] = {"tp": tp, "seed": seed, "precision": precision}
+    changes: dict[str, Any] = {"tp": tp, "sequence_parallel": sequence, "seed": seed, "precision": precision}
     changes = {name: value for name, value in changes.items() if value is not None}
     if split:
         changes["split"] = {**chosen.split, **_split_lines(split)}

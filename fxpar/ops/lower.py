@@ -189,7 +189,10 @@ class _Lowering:
             path = next(i for i in self.program.inputs if i.path == known.path)
             with self.graph.inserting_before(self.first):
                 source = self.program.node(path.node)
-                self.sizes[name] = self.graph.call_function(torch.ops.aten.sym_size.int, (source, known.dim))
+                size = self.graph.call_function(torch.ops.aten.sym_size.int, (source, known.dim))
+                if known.multiple > 1:
+                    size = self.graph.call_function(operator.floordiv, (size, known.multiple))
+                self.sizes[name] = size
         return self.sizes[name]
 
     def _cuts(self, node: fx.Node, ranks: Any) -> list[Any]:

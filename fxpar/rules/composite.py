@@ -29,8 +29,6 @@ def own_bits(call: Call, placements: Sequence[Placement]) -> Refusal | None:
     """An axis index is passed exactly where the values are a shard (SPEC 2.4)."""
     varying = [i for i, name in enumerate(call.names) if name == "indices" and placements[i].kind == "V"]
     is_shard = placements[0].is_shard
-    if placements[0].kind == "P":
-        return Refusal("random bits for a partial (P) value: reduce it first")
     if is_shard and not varying:
         return Refusal("the ranks hold different elements but would draw the same bits: pass fxpar.axis_index")
     if is_shard and len(placements[0].pieces) > 1:
@@ -152,7 +150,8 @@ def _function_check(call: Call, placements: Sequence[Placement]) -> Refusal | No
 def composite_rules() -> dict[str, Rule]:
     """Rules by text name."""
     return {
-        "fxpar.dropout": _indexed(dropout_labels, own_bits),
+        # With the same bits on all ranks a dropped sum is the sum of what is dropped of the summands.
+        "fxpar.dropout": _indexed(dropout_labels, own_bits, (("x",),)),
         "fxpar.attention": _indexed(attention_labels, own_bits_of_probabilities, (("value",),)),
         "fxpar.function": Rule(_function_labels, check=_function_check),
     }

@@ -141,6 +141,8 @@ def pointwise_rules() -> dict[str, Rule]:
     for name in ("zeros_like", "ones_like", "full_like"):
         rules[f"aten.{name}.default"] = Rule(pointwise_labels, check=_same_values)
     rules["aten.broadcast_tensors.default"] = Rule(pointwise_labels, (("tensors",),), check=_each_for_itself)
+    # The ranks draw the same bits for the summands of a sum (`assign_rng`).
+    rules["aten.dropout.default"] = Rule(pointwise_labels, partial=(("input",),))
     rules["aten.prelu.default"] = Rule(_prelu_labels)
     for name in ("_to_copy.default", "to.dtype", "to.device"):
         rules[f"aten.{name}"] = Rule(pointwise_labels, partial=(("self",),), check=keeps_sums)

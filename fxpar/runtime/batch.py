@@ -149,15 +149,22 @@ def sizes_of(program: Program, inputs: Mapping[str, Tensor]) -> dict[str, int] |
     """
     values: dict[str, int] = {}
     first: dict[str, str] = {}
+    symbols = {symbol.size: symbol for symbol in program.symbols}
     entries = user_inputs(program)
     for entry in entries:
         for dim, wanted in enumerate(entry.type.shape):
-            if not isinstance(wanted, int) and wanted.is_Symbol:
-                found = inputs[entry.path].shape[dim]
-                name = str(wanted)
-                place = first.setdefault(name, f"{entry.path} dimension {dim}")
-                if values.setdefault(name, found) != found:
-                    _unequal(entry.path, dim, found, place, values[name])
+            if wanted in symbols:
+                found, known = inputs[entry.path].shape[dim], symbols[wanted]
+                share, rest = divmod(found, known.multiple)
+                if rest:
+                    raise InputError(
+                        f"has size {found} in dimension {dim}, which {known.multiple} ranks cannot share out",
+                        where=f"batch entry {entry.path}",
+                        remedy=f"pad it to a multiple of {known.multiple}, or set sequence_parallel=False",
+                    )
+                place = first.setdefault(known.name, f"{entry.path} dimension {dim}")
+                if values.setdefault(known.name, share) != share:
+                    _unequal(entry.path, dim, found, place, values[known.name] * known.multiple)
     for entry in entries:
         if tuple(evaluate(size, values) for size in entry.type.shape) != tuple(inputs[entry.path].shape):
             return None
@@ -172,11 +179,12 @@ def _unequal(path: str, dim: int, found: int, place: str, known: int) -> NoRetur
     )
 
 
-def admits(spec: CallSpec, values: Mapping[str, int]) -> bool:
-    """Whether the trace is the model at these sizes.
+def admits(spec: CallSpec, program: Program, sizes: Mapping[str, int]) -> bool:
+    """Whether the trace is the model at these values of the program's symbols.
 
     A trace takes it for granted that symbols are not 1, and records none of the branches that are decided by that.
     """
+    values = {symbol.name: sizes[symbol.name] * symbol.multiple for symbol in program.symbols}
     if 1 in values.values():
         return False
     return all(bool(r.subs({s: values[str(s)] for s in r.free_symbols})) for r in spec.conditions)

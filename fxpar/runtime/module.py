@@ -55,7 +55,7 @@ class Compiled:
     def admits(self, sizes: Mapping[str, int]) -> bool:
         """Whether the program is the model at these sizes."""
         key = tuple(sizes.values())
-        if key not in self.admitted and calls.admits(self.captured.spec, sizes):
+        if key not in self.admitted and calls.admits(self.captured.spec, self.program, sizes):
             self.admitted.add(key)
         return key in self.admitted
 

@@ -15,11 +15,11 @@ from fxpar.errors import CheckFailed
 from fxpar.operators import COERCION_OF, attention, axis_index, dropout
 from fxpar.program import Program, output_layouts
 from fxpar.rules.inference import describe
-from fxpar.symbols import symbol
 
 # What must hold for a property to hold.
 _RESTS_ON: Mapping[str, tuple[str, ...]] = {
     "collectives": ("layouts",),
+    "vocabulary": ("collectives",),
     "rng": ("collectives",),
     "local": ("collectives", "rng"),
 }
@@ -67,7 +67,9 @@ def _check_symbol(program: Program, name: str) -> None:
     if not inputs or not 0 <= found[0].dim < len(inputs[0].type.shape):
         raise CheckFailed(f"no input has the size {place}", where=f"symbol {name}", remedy="name an input's dimension")
     size = inputs[0].type.shape[found[0].dim]
-    if size != symbol(name):
+    if size != found[0].size:
         raise CheckFailed(f"the size {place} is {size}", where=f"symbol {name}", remedy="name a dimension of that size")
+    if found[0].multiple < 1:
+        raise CheckFailed(f"{found[0].multiple} ranks share out {place}", where=f"symbol {name}")
     if found[0].example < 1:
         raise CheckFailed(f"the example has the size {found[0].example}", where=f"symbol {name}")

@@ -74,8 +74,16 @@ def coordinates(axes: Mapping[str, int], rank: int) -> dict[str, int]:
 
 
 def symbol_values(program: Program, inputs: Mapping[str, Tensor]) -> dict[str, int]:
-    """Values of the program's symbols for given inputs."""
-    return {s.name: inputs[s.path].shape[s.dim] for s in program.symbols}
+    """Values of the program's symbols for given inputs.
+
+    Raises:
+        CheckFailed: the ranks that share out a size do not divide it.
+    """
+    for s in program.symbols:
+        size = inputs[s.path].shape[s.dim]
+        if size % s.multiple:
+            raise CheckFailed(f"its size {size} is not divisible by {s.multiple}", where=f"input {s.path}.{s.dim}")
+    return {s.name: inputs[s.path].shape[s.dim] // s.multiple for s in program.symbols}
 
 
 def cotangents(program: Program, sizes: Mapping[str, int]) -> dict[str, Tensor]:
