@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from fxpar.layout import Layout, Piece, Placement
+from fxpar.layout import Layout, Piece, Placement, share_of
 from fxpar.symbols import evaluate
 
 
@@ -74,6 +74,19 @@ def whole(blocks: Sequence[Tensor], placement: Placement, sizes: Mapping[str, in
         else:
             parts.append(own[0])
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def counted(own: Tensor, placement: Placement, n: int, rank: int) -> list[Tensor]:
+    """The parts of a rank's block for which it stands: of what several ranks hold, the first of them."""
+    if not placement.is_shared:
+        return [own]
+    found, start = [], 0
+    for piece in placement.pieces:
+        length = int(share_of(piece, n) or 0)
+        if rank % (piece.copies if piece.sharded else n) == 0:
+            found.append(own.narrow(placement.dim, start, length))
+        start += length
+    return found
 
 
 def local_block(

@@ -88,7 +88,7 @@ def _ends(program: Program, options: Options) -> dict[Value, tuple[Placement, ..
     for name, node in program.output_nodes().items():
         value = value_of(node)
         whole = resting(I, options.carries(value))
-        shards = [p for p in options.placements(value) if p.is_shard and all(piece.sharded for piece in p.pieces)]
+        shards = [p for p in options.placements(value) if p.is_shard and not p.is_shared]
         allowed = (whole,) if name == program.loss else (whole, *shards)
         found[value] = min(found.get(value, allowed), allowed, key=len)
     return found

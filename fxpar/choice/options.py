@@ -17,11 +17,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from fxpar.layout import I, Placement, R
+from fxpar.coercions import at_rest, unsettled
+from fxpar.layout import I, Placement, R, shard
 from fxpar.program import Program, operands, output_types
 from fxpar.rules import Refusal, call_of, infer, rule_of, seed_signature
 from fxpar.rules.engine import Call, Rule, partial_signatures
-from fxpar.rules.follow import Trail, candidates, follow, weights_of
+from fxpar.rules.follow import Trail, follow, weights_of
+from fxpar.rules.heads import all_cuts, heads_of, met_heads, natural_trail, shares_attention
 from fxpar.rules.inference import describe, resting
 
 aten = torch.ops.aten
@@ -50,6 +52,7 @@ class Options:
         of: the options of each node that has any; of a `getitem` those of the node that it takes an item of.
         trails: where a cut of a parameter goes.
         uncut: why a parameter with two or more dimensions cannot be cut.
+        headed: parameters whose heads n does not divide, and the dimension that makes them.
     """
 
     n: int
@@ -58,6 +61,7 @@ class Options:
     of: dict[fx.Node, tuple[Option, ...]] = field(default_factory=dict)
     trails: dict[tuple[fx.Node, Placement], Trail] = field(default_factory=dict)
     uncut: dict[fx.Node, str] = field(default_factory=dict)
+    headed: dict[fx.Node, int] = field(default_factory=dict)
 
     def carries(self, value: Value) -> bool:
         """Whether a gradient flows through a value."""
@@ -93,6 +97,9 @@ def list_options(
     """
     owned = [program.node(p.node) for p in program.parameters]
     found = Options(n, flags, weights_of(program.graph, owned))
+    parameters = [program.node(p.node) for p in program.parameters if p.kind == "parameter"]
+    free = {node: _cuts(found, node) for node in parameters if is_free and node not in pins}
+    _keep_attention_whole(found, free)
     reached = set()
     for node in program.graph.nodes:
         kinds = () if node.op == "output" else output_types(node)
@@ -101,7 +108,7 @@ def list_options(
         parameter = program.parameter(node) if node.op == "placeholder" else None
         if parameter is not None and parameter.kind == "parameter":
             reached.add(node)
-            cuts = (pins[node],) if node in pins else (I, *_cuts(found, node)) if is_free else (I,)
+            cuts = (pins[node],) if node in pins else (I, *free.get(node, ()))
             found.of[node] = tuple(Option((), (resting(cut, flags[node][0]),)) for cut in cuts)
         elif node.op == "placeholder":
             found.of[node] = (Option((), (R,)),)
@@ -115,22 +122,52 @@ def list_options(
     return found
 
 
-def _cuts(found: Options, node: fx.Node) -> Iterator[Placement]:
-    """For each dimension the simplest cut that no view or split behind it tears."""
+def _cuts(found: Options, node: fx.Node) -> list[Placement]:
+    """For each dimension the simplest cut that no view or split behind it tears.
+
+    Weights of attention are cut between heads or not at all: their other dimension, which is summed, is only cut where
+    the heads are divided plainly.
+    """
     is_table = any(user.target is aten.embedding.default for user in node.users)
     shape, refused = output_types(node)[0].shape, ""
+    cuts: list[Placement] = []
     for dim in range(len(shape)):
-        for cut in candidates(node, dim, found.weights):
+        tried = []
+        for cut in all_cuts(node, dim, found.weights, found.n):
             trail = follow(node, cut, found.n, found.weights)
+            tried.append(trail)
             # What an embedding looks up would be gathered at once.
             if not trail.torn and not (trail.inner and trail.refused) and not (is_table and trail.refused):
-                found.trails[node, cut] = trail
-                yield cut
+                found.trails[node, cut] = found.trails[node, at_rest(cut)] = trail
+                cuts.append(at_rest(cut))
                 break
             user, refusal = (trail.torn or trail.refused)[0]
             refused = refused or f"at {describe(user)} {refusal.reason}"
-    if len(shape) > 1 and not any(other is node for other, _ in found.trails):
+        else:
+            if met_heads(tried, found.weights):
+                found.headed[node] = dim
+    shared = [cut for cut in cuts if cut.is_shared]
+    cuts = [] if node in found.headed else shared or cuts
+    if len(shape) > 1 and not cuts:
         found.uncut[node] = refused
+    return cuts
+
+
+def _keep_attention_whole(found: Options, free: dict[fx.Node, list[Placement]]) -> None:
+    """Where n does not divide the heads of one matrix, those that take part in its attention stay whole too.
+
+    A single head is no such case: every rank has it.
+    """
+    for node, dim in found.headed.items():
+        goes = natural_trail(node, dim, found.weights)
+        if heads_of(node, shard(dim, output_types(node)[0].shape[dim]), found.weights) == 1:
+            found.uncut[node] = "it makes one head, which every rank needs"
+            continue
+        for other, cuts in free.items():
+            trails = [found.trails[other, cut] for cut in cuts]
+            if len(output_types(other)[0].shape) > 1 and any(shares_attention(trail, goes) for trail in trails):
+                free[other] = []
+                found.uncut[other] = f"its attention stays whole, as %{node.name} does: {found.uncut[node]}"
 
 
 def _signatures(found: Options, node: fx.Node, inputs: list[Value]) -> Iterator[Option]:
@@ -157,7 +194,7 @@ def _wanted(
     if rule is None:
         return
     for index, value in enumerate(inputs):
-        for placement in found.placements(value):
+        for placement in dict.fromkeys(unsettled(p) for p in found.placements(value)):
             if placement.is_shard:
                 signature = seed_signature(rule, call, index, placement)
                 if not isinstance(signature, Refusal):

@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from torch import fx
 
 from fxpar.choice.options import Option, Options, Value
+from fxpar.coercions import coercion, held_fraction, shared_fraction
 from fxpar.cost import Cost
 from fxpar.flops import matmul_flops
 from fxpar.layout import Placement
-from fxpar.operators import COERCIONS
+from fxpar.operators import all_to_all, reduce_scatter, share
 from fxpar.program import Program, TensorType, output_types
 from fxpar.symbols import evaluate, names, product
 
@@ -61,15 +62,15 @@ class Prices:
 
     def terms(self, node: fx.Node, option: Option) -> Mapping[str, float]:
         """Seconds of a node under an option, by what takes them."""
-        is_cut = any(placement.is_shard for placement in (*option.operands, *option.outputs))
-        share = 1 / self.options.n if is_cut else 1.0
+        n = self.options.n
+        held = min((held_fraction(placement, n) for placement in (*option.operands, *option.outputs)), default=1.0)
         found = {}
         if node in self._flops:
-            found["matrix product"] = _PASSES * self._flops[node] * share / self.cost.flops
+            found["matrix product"] = _PASSES * self._flops[node] * held / self.cost.flops
         if node.op == "placeholder" and self.options.flags[node][0] and len(output_types(node)[0].shape) > 1:
             kind = output_types(node)[0]
             count = self.bytes_of((node, 0)) / kind.dtype.itemsize
-            found["optimizer"] = _OPTIMIZER * count * share / self.cost.memory
+            found["optimizer"] = _OPTIMIZER * count * held / self.cost.memory
         return found
 
     def node(self, node: fx.Node, option: Option) -> float:
@@ -86,14 +87,17 @@ class Prices:
         carries = self.options.carries(value)
         if source == target:
             return 0.0
-        row = COERCIONS.get((source.kind, target.kind))
-        if row is None or (source.kind, target.kind) in (("S", "S"), ("P", "S")):
+        row = coercion(source, target)
+        if row is None or row.operator in (all_to_all, reduce_scatter):
             return None
         whole_matrix = target.is_shard and carries and is_matrix(output_types(value[0])[value[1]])
-        if value[0] in self.options.weights and (source.is_shard or whole_matrix):
+        if value[0] in self.options.weights and (source.is_shard or whole_matrix) and row.operator is not share:
             return None
         collectives = [row.forward] if not carries else [row.forward, row.backward]
         n, size = self.options.n, self.bytes_of(value)
+        if row.operator is share:
+            part, total = shared_fraction(source)
+            size *= part / total
         seconds = TIE_CONVERSION
         for collective in filter(None, collectives):
             seconds += self.cost.latency + _VOLUME[collective] * (n - 1) / n * size / self.cost.bandwidth

@@ -14,6 +14,7 @@ from itertools import pairwise
 import torch
 from torch import fx
 
+from fxpar.coercions import unsettled
 from fxpar.layout import Piece, Placement, pieces_of, shard
 from fxpar.program import operands, output_types, tensor_type
 from fxpar.rules.engine import Labelling, Refusal, bind_arguments, call_of, seed_signature
@@ -21,6 +22,8 @@ from fxpar.rules.table import rule_of
 from fxpar.symbols import divide, product
 
 _aten = torch.ops.aten
+
+INSIDE = "the features of a head are needed together"
 
 
 @dataclass
@@ -74,7 +77,7 @@ def follow(node: fx.Node, placement: Placement, n: int, weights: Set[fx.Node], a
     """
     trail = Trail()
     order = {other: i for i, other in enumerate(node.graph.nodes)}
-    trail.seen[node] = (placement,)
+    trail.seen[node] = (unsettled(placement),)
     trail.weights.add(node)
     pending = [node]
     visited: set[tuple[fx.Node, fx.Node]] = set()
@@ -106,6 +109,9 @@ def _step(
     if rule is None:
         trail.refused.append((user, Refusal("no rule says how the operation treats shards")))
         return ()
+    if _is_inside(current, user, found[0], weights):
+        trail.refused.append((user, Refusal(INSIDE, structural=True)))
+        return ()
     call = call_of(user, n)
     signature = seed_signature(rule, call, operands(user).index(current), found[0])
     if isinstance(signature, Refusal):
@@ -120,6 +126,17 @@ def _step(
         _note_product(trail, user, "row" if signature.outputs[0].kind == "P" else "column", weights)
     _note_view(trail, user, found[0], signature.outputs[0])
     return signature.outputs
+
+
+def _is_inside(current: fx.Node, user: fx.Node, placement: Placement, weights: Set[fx.Node]) -> bool:
+    """Whether a product of activations, batched by heads, takes the cut dimension for the features of a head."""
+    given = operands(user)
+    rank = len(output_types(current)[0].shape)
+    if user.target is _aten.scaled_dot_product_attention.default:
+        return current in given[:3] and placement.dim == rank - 1
+    if user.target not in (_aten.matmul.default, _aten.bmm.default) or rank < 3 or not weights.isdisjoint(given):
+        return False
+    return placement.dim == rank - 1 or (current is given[1] and placement.dim == rank - 2)
 
 
 def _note_product(trail: Trail, user: fx.Node, role: str, weights: Set[fx.Node]) -> None:
@@ -153,13 +170,17 @@ def candidates(node: fx.Node, dim: int, weights: Set[fx.Node]) -> Iterator[Place
         share = divide(size, k)
         if share is not None:
             yield Placement("S", dim, (Piece(k, share),))
-    edges = sorted(set(_edges(node, dim, weights)))
+    edges = cut_points(node, dim, weights)
     if edges and isinstance(size, int):
         yield Placement("S", dim, pieces_of([Piece(1, b - a) for a, b in pairwise([0, *edges, size])]))
 
 
+def cut_points(node: fx.Node, dim: int, weights: Set[fx.Node]) -> list[int]:
+    """Positions at which splits and slices downstream cut the dimension, in order."""
+    return sorted(set(_edges(node, dim, weights)))
+
+
 def _edges(node: fx.Node, dim: int, weights: Set[fx.Node]) -> Iterator[int]:
-    """Positions at which splits and slices downstream cut the dimension."""
     size = tensor_type(node).shape[dim]
     for value, placements in follow(node, shard(dim, size), 1, weights).seen.items():
         piece = placements[0].piece

@@ -292,7 +292,7 @@ class ParallelModule(nn.Module):
         assert isinstance(kind, TensorType)
         if placement == shard(placement.dim, kind.shape[placement.dim]):
             return DTensor.from_local(value, self.world.mesh, [Shard(placement.dim)], run_check=False)
-        if not all(piece.sharded for piece in placement.pieces):
+        if placement.is_shared:
             raise InputError(f"the ranks hold {placement} of it", where=f"output {name}", remedy="do not return it")
         pieces = [(evaluate(p.outer, call.sizes), evaluate(p.size, call.sizes)) for p in placement.pieces]
         group, index = self.world.groups["tp"], torch.tensor(self.world.coordinates["tp"], device=value.device)
