@@ -18,12 +18,12 @@ import torch
 from torch import fx
 
 from fxpar.coercions import at_rest, unsettled
-from fxpar.layout import I, Placement, R, shard
+from fxpar.layout import I, Placement, R
 from fxpar.program import Program, operands, output_types
 from fxpar.rules import Refusal, call_of, infer, rule_of, seed_signature
 from fxpar.rules.engine import Call, Rule, partial_signatures
 from fxpar.rules.follow import Trail, follow, weights_of
-from fxpar.rules.heads import all_cuts, heads_of, met_heads, natural_trail, shares_attention
+from fxpar.rules.heads import all_cuts, farthest, heads_of, met_heads, natural_cut, shares_attention
 from fxpar.rules.inference import describe, resting
 
 aten = torch.ops.aten
@@ -146,6 +146,8 @@ def _cuts(found: Options, node: fx.Node) -> list[Placement]:
         else:
             if met_heads(tried, found.weights):
                 found.headed[node] = dim
+                user, refusal = farthest(tried)
+                refused = f"at {describe(user)} {refusal.reason}"
     shared = [cut for cut in cuts if cut.is_shared]
     cuts = [] if node in found.headed else shared or cuts
     if len(shape) > 1 and not cuts:
@@ -159,8 +161,8 @@ def _keep_attention_whole(found: Options, free: dict[fx.Node, list[Placement]]) 
     A single head is no such case: every rank has it.
     """
     for node, dim in found.headed.items():
-        goes = natural_trail(node, dim, found.weights)
-        if heads_of(node, shard(dim, output_types(node)[0].shape[dim]), found.weights) == 1:
+        cut, goes = natural_cut(node, dim, found.weights)
+        if heads_of(node, cut, found.weights) == 1:
             found.uncut[node] = "it makes one head, which every rank needs"
             continue
         for other, cuts in free.items():

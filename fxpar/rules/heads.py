@@ -14,8 +14,9 @@ from itertools import pairwise
 
 from torch import fx
 
-from fxpar.layout import Piece, Placement, fits, pieces_of
+from fxpar.layout import Piece, Placement, fits, pieces_of, shard
 from fxpar.program import operands, output_types, tensor_type
+from fxpar.rules.engine import Refusal
 from fxpar.rules.follow import INSIDE, Trail, candidates, cut_points, follow
 from fxpar.symbols import Size, product, simplify
 
@@ -118,10 +119,21 @@ def met_heads(trails: Sequence[Trail], weights: Set[fx.Node]) -> bool:
     return False
 
 
-def natural_trail(node: fx.Node, dim: int, weights: Set[fx.Node]) -> Trail:
-    """Where the simplest cut goes that the shapes alone do not tear, were every division even."""
-    trails = (follow(node, cut, 1, weights) for cut in candidates(node, dim, weights))
-    return next((trail for trail in trails if not trail.torn), Trail())
+def farthest(trails: Sequence[Trail]) -> tuple[fx.Node, Refusal]:
+    """What stopped the cut between heads that came farthest: it stops all the others too."""
+    torn = [trail.torn[-1] for trail in trails if trail.torn and not trail.inner]
+    torn = torn or [trail.torn[0] for trail in trails if trail.torn]
+    order = {node: i for i, node in enumerate(torn[0][0].graph.nodes)}
+    return max(torn, key=lambda item: order[item[0]])
+
+
+def natural_cut(node: fx.Node, dim: int, weights: Set[fx.Node]) -> tuple[Placement, Trail]:
+    """The simplest cut that the shapes alone do not tear, were every division even; and where it goes."""
+    for cut in candidates(node, dim, weights):
+        trail = follow(node, cut, 1, weights)
+        if not trail.torn:
+            return cut, trail
+    return shard(dim, tensor_type(node).shape[dim]), Trail()
 
 
 def shares_attention(trail: Trail, other: Trail) -> bool:
