@@ -59,9 +59,9 @@ def canonicalize(program: Program) -> Program:
         %o = aten.dropout.default(%y_bias, 0.1, True) : f32[b, s, 96]
 
     Asserts, operations that return their operand, devices and dead code go; sizes `-1` become numbers where they are
-    numbers; indexing by neighbouring positions that the author wrote down is a slice, which shards can pass; biases, those of convolutions too, are separate additions, so that a row-split product can be reduced
-    before its bias is added. Values, gradients and the order of random nodes stay. Refuses sub-graphs: what is in them
-    has no layout.
+    numbers; indexing by neighbouring positions that the author wrote down becomes a slice; biases, those of
+    convolutions too, are separate additions, so that a row-split product can be reduced before its bias is added.
+    Values, gradients and the order of random nodes stay. Refuses sub-graphs: what is in them has no layout.
     """
     for module, node in walk(program.graph_module):
         if module is not program.graph_module or node.op == "get_attr":

@@ -52,7 +52,7 @@ def _placed(x: Tensor, dim: int, outer: int, count: int, position: Tensor) -> Te
 
 def _picked(x: Tensor, dim: int, outer: int, count: int, position: Tensor) -> Tensor:
     """The inverse of `_placed`."""
-    runs = x.unflatten(dim, (outer, count, x.shape[dim] // (outer * count)))
+    runs: Tensor = x.unflatten(dim, (outer, count, x.shape[dim] // (outer * count)))
     return runs.index_select(dim + 1, position.reshape(1)).flatten(dim, dim + 2)
 
 

@@ -240,7 +240,7 @@ def infer(
     placements = tuple(R if p == I and not c else p for p, c in zip(placements, carries, strict=True))
     settled = next((name for name, p in zip(call.names, placements, strict=True) if p.settled), None)
     if settled is not None:
-        return Refusal(f"operand {settled} is settled (I), and its shared blocks' gradients are summands: share it first")
+        return Refusal(f"operand {settled} has settled blocks (I), of which no rank has the whole gradient: share it")
     if rule is not None and rule.check is not None:
         checked = rule.check(call, placements)
         if checked is not None:

@@ -169,9 +169,8 @@ def _cat(call: Call, index: int, placement: Placement) -> Signature | Refusal:
         moved = transfer(placement, source, placement.dim, kind.shape[placement.dim], call.n)
         if isinstance(moved, Refusal):
             return moved
-        if moved.piece is None or (placement.piece and moved.piece.copies != placement.piece.copies):
-            if moved != placement:
-                return Refusal(f"{kind} cannot follow the cut {placement} over {call.n} ranks", structural=True)
+        if not moved.is_shard:
+            return Refusal(f"{kind} cannot follow the cut {placement} over {call.n} ranks", structural=True)
         ins.append(moved)
     if placement.dim != dim:
         return Signature(tuple(ins), (placement,))

@@ -3,11 +3,11 @@
 Enters: an operator and sample calls. Leaves: an `OracleReport` for each operator, and their table.
 
 For every sample and number of ranks all placements of the operands are tried: I, R, P, and shards of every dimension,
-plain, in several runs, by segments and with blocks that neighbours share; and V, the rank's index, for operators that draw random bits. The rule answers
-first; then the ranks are computed one by one (`fxpar.verify.oracle_trial`) and their results and gradients are compared
-with those of the whole call. An answer that is wrong is a *false accept*. A refusal of operands for which some
-placement of each output is right, for these values and for shuffled ones, is a *miss*. Operands that do not divide must
-be refused. This is the method of PyTorch's `strategy_validation`, with gradients.
+plain, in several runs, by segments and with blocks that neighbours share; and V, the rank's index, for operators that
+draw random bits. The rule answers first; then the ranks are computed one by one (`fxpar.verify.oracle_trial`) and their
+results and gradients are compared with those of the whole call. An answer that is wrong is a *false accept*. A refusal
+of operands for which some placement of each output is right, for these values and for shuffled ones, is a *miss*.
+Operands that do not divide must be refused. This is the method of PyTorch's `strategy_validation`, with gradients.
 
 Not counted, because every rule has them: operands that are all R or all I. Not counted as misses: shards of the first
 or second half of a dimension without a sample's word that there are segments, and I beside R, S or P, which the type

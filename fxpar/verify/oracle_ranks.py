@@ -133,9 +133,7 @@ def place_gradient(g: torch.Tensor, placement: Placement, n: int, generator: tor
     return _shared_summands(g, placement, n, generator)
 
 
-def _shared_summands(
-    g: torch.Tensor, placement: Placement, n: int, generator: torch.Generator
-) -> list[torch.Tensor]:
+def _shared_summands(g: torch.Tensor, placement: Placement, n: int, generator: torch.Generator) -> list[torch.Tensor]:
     """Of each element random summands on the ranks that hold it, which the last of them makes up to g."""
     missing, last = g.clone(), {p: rank for rank in range(n) for p in held(placement, n, rank)}
     found = []
