@@ -14,7 +14,7 @@ from itertools import pairwise
 import torch
 from torch import fx
 
-from fxpar.coercions import unsettled
+from fxpar.coercions import coercion, unsettled
 from fxpar.layout import Piece, Placement, pieces_of, shard
 from fxpar.program import operands, output_types, tensor_type
 from fxpar.rules.engine import Labelling, Refusal, bind_arguments, call_of, seed_signature
@@ -119,13 +119,22 @@ def _step(
         return ()
     for other, wanted in zip(operands(user), signature.operands, strict=True):
         given = trail.seen.get(other) or arrived.get(other)
-        if given and given[0].is_shard and given[0] != wanted:
-            trail.refused.append((user, Refusal(f"%{other.name} arrives as {given[0]} where {wanted} fits")))
+        if given and given[0].is_shard and not _can_meet(given[0], wanted):
+            reason = f"%{other.name} arrives as {given[0]} where {wanted} fits"
+            # Parts of one weight that are cut in ways that do not fit each other.
+            trail.refused.append((user, Refusal(reason, structural=other in trail.seen)))
     labelling = rule.labels(call) if rule.labels else None
     if isinstance(labelling, Labelling) and labelling.summed and current in trail.weights and len(operands(user)) > 1:
         _note_product(trail, user, "row" if signature.outputs[0].kind == "P" else "column", weights)
     _note_view(trail, user, found[0], signature.outputs[0])
     return signature.outputs
+
+
+def _can_meet(given: Placement, wanted: Placement) -> bool:
+    """Whether two cuts are the same, or one is a part that the ranks can take of the other's blocks."""
+    if given == wanted:
+        return True
+    return (given.is_shared or wanted.is_shared) and bool(coercion(given, wanted) or coercion(wanted, given))
 
 
 def _is_inside(current: fx.Node, user: fx.Node, placement: Placement, weights: Set[fx.Node]) -> bool:
