@@ -174,8 +174,7 @@ def _fits(piece: Piece, n: int, count: int) -> bool:
         return one_run and piece.padded % n == 0 and -(-int(piece.size) // n) <= piece.padded // n
     if not piece.sharded:
         return piece.copies == 1
-    is_factor = piece.copies == 1 or (piece.copies < n and n % piece.copies == 0)
-    return is_factor and divide(piece.size, n // piece.copies) is not None
+    return piece.copies < max(n, 2) and n % piece.copies == 0 and divide(piece.size, n // piece.copies) is not None
 
 
 def share_of(piece: Piece, n: int) -> Size | None:

@@ -4,7 +4,9 @@ Enters: nothing. Leaves: functions that stand in a graph as targets. They have n
 they cannot run; `fxpar.ops.lower` replaces each by an implementation bound to a process group.
 
 `COERCIONS` is the whole table of SPEC section 2.1: every conversion between two placements on one axis with the
-collective it costs forward and backward. The placement a coercion converts *to* is the one in the node's note.
+collective it costs forward and backward. `FACTORED` has the rows of a factored axis, whose ranks share blocks: f and
+the slice on its inner factor. The placement a coercion converts *to* is the one in the node's note; which row converts
+one placement to another is said by `fxpar.coercions`.
 """
 
 from __future__ import annotations
@@ -76,6 +78,16 @@ def mask_first(x: Any, *, axis: str) -> Any:
 def all_to_all(x: Any, *, axis: str) -> Any:
     """S(i) → S(j): all-to-all, forward and backward."""
     _unbound("all_to_all")
+
+
+def share(x: Any, *, axis: str) -> Any:
+    """S; I → S (f among the ranks that share a block): identity; all-reduce of the gradients of what is shared."""
+    _unbound("share")
+
+
+def take_part(x: Any, *, axis: str) -> Any:
+    """S / c → S: each of the ranks that share a block keeps a part of it; the gradient is padded with zeros."""
+    _unbound("take_part")
 
 
 def axis_index(*, axis: str) -> Any:
@@ -181,6 +193,8 @@ OPERATORS: Mapping[str, Callable[..., Any]] = {
         keep_first,
         mask_first,
         all_to_all,
+        share,
+        take_part,
         axis_index,
         dropout,
         attention,
@@ -225,4 +239,7 @@ COERCIONS: Mapping[tuple[str, str], Coercion] = {
     )
 }
 
-COERCION_OF: Mapping[Callable[..., Any], Coercion] = {row.operator: row for row in COERCIONS.values()}
+# Of shards whose blocks several ranks hold (SPEC section 2.2): I → R and R → S on the inner factor of the axis.
+FACTORED = (Coercion("S", "S", share, "", "all_reduce"), Coercion("S", "S", take_part, "", ""))
+
+COERCION_OF: Mapping[Callable[..., Any], Coercion] = {row.operator: row for row in (*COERCIONS.values(), *FACTORED)}

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from fxpar.layout import Layout, Piece, Placement
+from fxpar.layout import Layout, Piece, Placement, share_of
 from fxpar.symbols import evaluate
 
 
@@ -83,6 +83,19 @@ def without_padding(part: Tensor, layout: Layout, axes: Mapping[str, int], coord
             if piece.padded:
                 part = part.narrow(placement.dim, 0, real_part(piece, axes[axis], coordinates[axis])[1])
     return part
+
+
+def counted(own: Tensor, placement: Placement, n: int, rank: int) -> list[Tensor]:
+    """The parts of a rank's block for which it stands: of what several ranks hold, the first of them."""
+    if not placement.is_shared:
+        return [own]
+    found, start = [], 0
+    for piece in placement.pieces:
+        length = int(share_of(piece, n) or 0)
+        if rank % (piece.copies if piece.sharded else n) == 0:
+            found.append(own.narrow(placement.dim, start, length))
+        start += length
+    return found
 
 
 def local_block(

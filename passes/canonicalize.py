@@ -59,9 +59,9 @@ def canonicalize(program: Program) -> Program:
         %o = aten.dropout.default(%y_bias, 0.1, True) : f32[b, s, 96]
 
     Asserts, operations that return their operand, devices and dead code go; sizes `-1` become numbers where they are
-    numbers; biases, those of convolutions too, are separate additions, so that a row-split product can be reduced
-    before its bias is added. Values, gradients and the order of random nodes stay. Refuses sub-graphs: what is in them
-    has no layout.
+    numbers; indexing by neighbouring positions that the author wrote down becomes a slice; biases, those of
+    convolutions too, are separate additions, so that a row-split product can be reduced before its bias is added.
+    Values, gradients and the order of random nodes stay. Refuses sub-graphs: what is in them has no layout.
     """
     for module, node in walk(program.graph_module):
         if module is not program.graph_module or node.op == "get_attr":
@@ -69,6 +69,7 @@ def canonicalize(program: Program) -> Program:
     for node in list(program.graph.nodes):
         if node.op == "call_function":
             _rewrite(program.graph, node)
+    _slice_by_constants(program)
     _name_sizes(program)
     _remove_dead(program.graph)
     return program
@@ -160,6 +161,26 @@ def _separate_bias(graph: fx.Graph, node: fx.Node, bias: Any, args: Any, target:
     product.name = name
     assert isinstance(product_type, TensorType)
     update(node, role="bias")
+
+
+def _slice_by_constants(program: Program) -> None:
+    """`x[..., [-2], :]` of a fused dimension as a slice: what an index tensor picks no rule knows."""
+    values = {p.node: program.constants[p.fqn] for p in program.parameters if p.kind == "constant"}
+    for node in program.graph.nodes:
+        entries: Any = node.args[1] if node.target is aten.index.Tensor else ()
+        places = [dim for dim, entry in enumerate(entries) if entry is not None]
+        if len(places) != 1:
+            continue
+        source, whole = entries[places[0]], node.args[0]
+        while source.target is aten.clone.default:
+            source = source.args[0]
+        value, size = values.get(source.name), tensor_type(whole).shape[places[0]]
+        if value is None or value.dim() != 1 or value.dtype == torch.bool or not isinstance(size, int):
+            continue
+        positions = [int(position) % size for position in value.tolist()]
+        if positions and positions == list(range(positions[0], positions[0] + len(positions))):
+            node.target = aten.slice.Tensor
+            node.args = (whole, places[0], positions[0], positions[-1] + 1)
 
 
 def _name_sizes(program: Program) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import fx
 
+from fxpar.coercions import coercion
 from fxpar.errors import PassError
 from fxpar.gradients import carried
 from fxpar.layout import I, Layout, Placement, R
 from fxpar.manager import register_pass
-from fxpar.operators import COERCIONS
 from fxpar.program import Note, Program, note, operands, output_layouts, output_node, set_note, update, with_operands
 from fxpar.rules.inference import resting
 
@@ -62,7 +62,8 @@ def _converted(
         if source == target or (not carries and {source.kind, target.kind} <= {"I", "R"}):
             continue
         # An exchange is between two dimensions: another cut of the same one is taken from the whole.
-        same = source.is_shard and target.is_shard and source.dim == target.dim
+        is_shared = source.is_shared or target.is_shared
+        same = source.is_shard and target.is_shard and source.dim == target.dim and not is_shared
         for step in (R, target) if same else (target,):
             key = (node, axis, step)
             if key not in made:
@@ -72,7 +73,7 @@ def _converted(
 
 
 def _insert(program: Program, node: fx.Node, axis: str, source: Placement, target: Placement, user: fx.Node) -> fx.Node:
-    row = COERCIONS.get((source.kind, target.kind))
+    row = coercion(source, target)
     if row is None:
         raise PassError(f"nothing converts {source} to {target}", where=f"%{node.name} for %{user.name}")
     # A reduction directly behind its producer frees the partial sum at once.

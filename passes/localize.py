@@ -73,12 +73,12 @@ def _local(program: Program, node: fx.Node, output: int = 0) -> tuple[Any, ...]:
 
 
 def _cut(layout: Layout, program: Program, dim: int) -> int:
-    """Ranks over which a dimension is cut."""
-    ranks = 1
+    """Blocks into which a dimension is cut; of one in several segments, ranks."""
+    blocks = 1
     for axis, placement in layout:
         if placement.is_shard and placement.dim == dim:
-            ranks *= program.axes[axis]
-    return ranks
+            blocks *= program.axes[axis] // (placement.piece.copies if placement.piece else 1)
+    return blocks
 
 
 def _sizes(program: Program, node: fx.Node) -> None:

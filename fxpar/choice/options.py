@@ -17,12 +17,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
+from fxpar.coercions import at_rest, unsettled
 from fxpar.flops import matmul_flops
 from fxpar.layout import I, Placement, R, shard
 from fxpar.program import Program, operands, output_types
 from fxpar.rules import Refusal, call_of, inferred, rule_of, seeded
 from fxpar.rules.engine import Call, partial_signatures
-from fxpar.rules.follow import Trail, candidates, follow, weights_of
+from fxpar.rules.follow import Trail, follow, weights_of
+from fxpar.rules.heads import all_cuts, farthest, heads_of, met_heads, natural_cut, shares_attention
 from fxpar.rules.inference import describe, resting
 from fxpar.symbols import Size, names
 
@@ -54,6 +56,7 @@ class Options:
         uncut: why a parameter with two or more dimensions cannot be cut.
         shared: symbols of sizes that ranks share out: activations may be cut over them.
         products: matrix products and attention, which are never cut over tokens: that is another axis' work.
+        headed: parameters whose heads n does not divide, and the dimension that makes them.
     """
 
     n: int
@@ -64,6 +67,7 @@ class Options:
     uncut: dict[fx.Node, str] = field(default_factory=dict)
     shared: Set[Size] = frozenset()
     products: Set[fx.Node] = frozenset()
+    headed: dict[fx.Node, int] = field(default_factory=dict)
 
     def carries(self, value: Value) -> bool:
         """Whether a gradient flows through a value."""
@@ -117,6 +121,9 @@ def list_options(
     found = Options(n, flags, weights_of(program.graph, owned))
     found.shared = {s.size for s in program.symbols if s.multiple == n}
     found.products = {node for node, _ in matmul_flops(program)}
+    parameters = [program.node(p.node) for p in program.parameters if p.kind == "parameter"]
+    free = {node: _cuts(found, node) for node in parameters if is_free and node not in pins}
+    _keep_attention_whole(found, free)
     reached = set()
     for node in program.graph.nodes:
         kinds = () if node.op == "output" else output_types(node)
@@ -125,7 +132,7 @@ def list_options(
         parameter = program.parameter(node) if node.op == "placeholder" else None
         if parameter is not None and parameter.kind == "parameter":
             reached.add(node)
-            cuts = (pins[node],) if node in pins else _offered(found, node) if is_free else (I,)
+            cuts = (pins[node],) if node in pins else _offered(found, node, free.get(node, []))
             found.of[node] = tuple(Option((), (resting(cut, flags[node][0]),)) for cut in cuts)
         elif node.op == "placeholder":
             found.of[node] = (Option((), (R,)),)
@@ -139,32 +146,63 @@ def list_options(
     return found
 
 
-def _offered(found: Options, node: fx.Node) -> tuple[Placement, ...]:
+def _offered(found: Options, node: fx.Node, cuts: list[Placement]) -> tuple[Placement, ...]:
     """What a parameter may be. A vocabulary that can be cut is: one value for each token decides what it costs."""
-    cuts = tuple(_cuts(found, node))
     trails = [found.trails[node, cut] for cut in cuts]
     if len(output_types(node)[0].shape) > 1 and any(trail.vocabulary and not trail.refused for trail in trails):
-        return cuts
+        return tuple(cuts)
     return (I, *cuts)
 
 
-def _cuts(found: Options, node: fx.Node) -> Iterator[Placement]:
-    """For each dimension the simplest cut that no view or split behind it tears."""
+def _cuts(found: Options, node: fx.Node) -> list[Placement]:
+    """For each dimension the simplest cut that no view or split behind it tears.
+
+    Weights of attention are cut between heads or not at all: their other dimension, which is summed, is only cut where
+    the heads are divided plainly.
+    """
     is_table = any(user.target is aten.embedding.default for user in node.users)
     shape, refused = output_types(node)[0].shape, ""
+    cuts: list[Placement] = []
     for dim in range(len(shape)):
-        for cut in candidates(node, dim, found.n, found.weights):
+        tried = []
+        for cut in all_cuts(node, dim, found.weights, found.n):
             trail = follow(node, cut, found.n, found.weights)
+            tried.append(trail)
             # What an embedding looks up of a part of each row would be gathered at once.
             is_gathered = trail.refused and (trail.inner or (is_table and not trail.vocabulary))
             if not trail.torn and not is_gathered:
-                found.trails[node, cut] = trail
-                yield cut
+                found.trails[node, cut] = found.trails[node, at_rest(cut)] = trail
+                cuts.append(at_rest(cut))
                 break
             user, refusal = (trail.torn or trail.refused)[0]
             refused = refused or f"at {describe(user)} {refusal.reason}"
-    if len(shape) > 1 and not any(other is node for other, _ in found.trails):
+        else:
+            if met_heads(tried, found.weights):
+                found.headed[node] = dim
+                user, refusal = farthest(tried)
+                refused = f"at {describe(user)} {refusal.reason}"
+    shared = [cut for cut in cuts if cut.is_shared]
+    cuts = [] if node in found.headed else shared or cuts
+    if len(shape) > 1 and not cuts:
         found.uncut[node] = refused
+    return cuts
+
+
+def _keep_attention_whole(found: Options, free: dict[fx.Node, list[Placement]]) -> None:
+    """Where n does not divide the heads of one matrix, those that take part in its attention stay whole too.
+
+    A single head is no such case: every rank has it.
+    """
+    for node, dim in found.headed.items():
+        cut, goes = natural_cut(node, dim, found.weights)
+        if heads_of(node, cut, found.weights) == 1:
+            found.uncut[node] = "it makes one head, which every rank needs"
+            continue
+        for other, cuts in free.items():
+            trails = [found.trails[other, cut] for cut in cuts]
+            if len(output_types(other)[0].shape) > 1 and any(shares_attention(trail, goes) for trail in trails):
+                free[other] = []
+                found.uncut[other] = f"its attention stays whole, as %{node.name} does: {found.uncut[node]}"
 
 
 def _signatures(found: Options, node: fx.Node, inputs: list[Value]) -> Iterator[Option]:
@@ -193,7 +231,8 @@ def _wanted(
         return
     for index, value in enumerate(inputs):
         tokens = None if is_product else found.token_cut(value)
-        for placement in dict.fromkeys((*found.placements(value), *([tokens] if tokens else []))):
+        given = (unsettled(placement) for placement in found.placements(value))
+        for placement in dict.fromkeys((*given, *([tokens] if tokens else []))):
             if placement.is_shard and not (is_product and found.is_token_cut(value, placement)):
                 signature, _ = seeded(call, index, placement)
                 if not isinstance(signature, Refusal):

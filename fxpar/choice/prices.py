@@ -16,10 +16,11 @@ from torch import fx
 
 from fxpar.choice.options import Option, Options, Value
 from fxpar.choice.traffic import materialised
+from fxpar.coercions import coercion, held_fraction, shared_fraction
 from fxpar.cost import Cost
 from fxpar.flops import matmul_flops
 from fxpar.layout import I, Placement
-from fxpar.operators import COERCIONS
+from fxpar.operators import all_to_all, reduce_scatter, share
 from fxpar.program import Program, TensorType, output_types
 from fxpar.symbols import evaluate, names, product
 
@@ -67,11 +68,11 @@ class Prices:
 
     def terms(self, node: fx.Node, option: Option) -> Mapping[str, float]:
         """Seconds of a node under an option, by what takes them."""
-        is_cut = any(placement.is_shard for placement in (*option.operands, *option.outputs))
-        share = 1 / self.options.n if is_cut else 1.0
+        n = self.options.n
+        held = min((held_fraction(placement, n) for placement in (*option.operands, *option.outputs)), default=1.0)
         found = {}
         if node in self._flops:
-            found["matrix product"] = _PASSES * self._flops[node] * share / self.cost.flops
+            found["matrix product"] = _PASSES * self._flops[node] * held / self.cost.flops
         if node in self._stored:
             found["memory"] = sum(
                 self._accesses((node, i), placement)
@@ -81,7 +82,7 @@ class Prices:
         if node.op == "placeholder" and self.options.flags[node][0] and len(output_types(node)[0].shape) > 1:
             kind = output_types(node)[0]
             count = self.bytes_of((node, 0)) / kind.dtype.itemsize
-            found["optimizer"] = _OPTIMIZER * count * share / self.cost.memory
+            found["optimizer"] = _OPTIMIZER * count * held / self.cost.memory
         return found
 
     def _accesses(self, value: Value, placement: Placement) -> float:
@@ -112,17 +113,21 @@ class Prices:
         carries = self.options.carries(value)
         if source == target:
             return 0.0
-        row = COERCIONS.get((source.kind, target.kind))
-        is_scatter = source.kind == "P" and target.is_shard and not self.options.is_token_cut(value, target)
-        if row is None or (source.is_shard and target.is_shard) or is_scatter:
+        row = coercion(source, target)
+        if row is None or row.operator is all_to_all:
+            return None
+        if row.operator is reduce_scatter and not self.options.is_token_cut(value, target):
             return None
         whole_matrix = target.is_shard and carries and is_matrix(output_types(value[0])[value[1]])
-        if value[0] in self.options.weights and (source.is_shard or whole_matrix):
+        if value[0] in self.options.weights and (source.is_shard or whole_matrix) and row.operator is not share:
             return None
         collectives = [row.forward] if not carries else [row.forward, row.backward]
         n, size = self.options.n, self.bytes_of(value)
         # Gradients of parameters are summed many at once.
         latency = 0.0 if value[0] in self.options.weights else self.cost.latency
+        if row.operator is share:
+            part, total = shared_fraction(source)
+            size *= part / total
         seconds = TIE_CONVERSION
         if row.forward:  # what it yields is stored as other activations are
             seconds += self._accesses(value, target)

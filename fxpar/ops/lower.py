@@ -17,8 +17,8 @@ import torch
 from torch import fx, nn
 
 from fxpar import operators as ops
-from fxpar.layout import Placement
-from fxpar.ops import bound, random, vocabulary
+from fxpar.layout import Placement, share_of
+from fxpar.ops import bound, factored, random, vocabulary
 from fxpar.ops.collectives import Group
 from fxpar.program import Program, note, operands, output_layouts
 from fxpar.rules import bind_arguments
@@ -151,6 +151,10 @@ class _Lowering:
             self._set(node, bound.WITH_GROUP[target], x, *group)
         elif target in bound.WITH_INDEX:
             self._set(node, bound.WITH_INDEX[target], x, index)
+        elif target is ops.share:
+            self._set(node, factored.share, x, source.dim, self._shared(source, source, group[1]), *group, index)
+        elif target is ops.take_part:
+            self._set(node, factored.take_part, x, source.dim, self._shared(source, result, group[1]), index)
         elif target is ops.all_to_all:
             self._set(node, bound.all_to_all, x, *self._cut(source), *self._cut(result), *group, index)
         elif target in bound.WITH_CUT:
@@ -166,6 +170,16 @@ class _Lowering:
             run = self._size(piece.size) if len(placement.pieces) > 1 else None
             pieces.append((self._size(piece.outer), (int(piece.size), piece.padded) if piece.padded else run))
         return placement.dim, pieces
+
+    def _shared(self, source: Placement, target: Placement, n: int) -> list[tuple[Any, ...]]:
+        """The pieces of a rank's tensor that is held as `source`, and in how many parts `target` has their blocks."""
+        found = []
+        for piece, wanted in zip(source.pieces, target.pieces, strict=True):
+            copies, kept = (p.copies if p.sharded else n for p in (piece, wanted))
+            share = share_of(piece, n) if len(source.pieces) > 1 else None
+            length = None if share is None else self._size(share)
+            found.append((length, self._size(wanted.outer), copies, copies // kept))
+        return found
 
     def _size(self, size: Size) -> Any:
         """A symbolic size as a node."""
@@ -203,9 +217,17 @@ class _Lowering:
             if placement.is_shard:
                 piece = placement.piece
                 assert piece is not None
-                found.append((placement.dim, self._size(piece.outer), self.program.axes[axis], self.indices[axis]))
+                blocks, index = self.program.axes[axis] // piece.copies, self.indices[axis]
+                found.append((placement.dim, self._size(piece.outer), blocks, self._block(index, piece.copies)))
         assert len(found) == len(ranks)
         return found
+
+    def _block(self, index: fx.Node, copies: int) -> fx.Node:
+        """Which of the blocks that neighbours share a rank holds."""
+        if copies == 1:
+            return index
+        with self.graph.inserting_before(self.first):
+            return self.graph.call_function(operator.floordiv, (index, copies))
 
     def _dropout(self, node: fx.Node) -> None:
         x, rng, p, *ranks = node.args

@@ -166,16 +166,27 @@ def call_of(node: fx.Node, n: int) -> Call:
 def transfer(placement: Placement, source: Size, dim: int, size: Size, n: int) -> Placement | Refusal:
     """The cut of a dimension of `source` elements on another dimension with the same label.
 
-    Equal sizes take the same pieces. Where they differ (query and key heads of grouped attention) the runs are as many
-    and shorter in proportion, and n must divide both.
+    Equal sizes take the same pieces. Where they differ (query and key heads of grouped attention, whose groups are
+    neighbours) the runs are as many and in proportion. The ranks that have the query heads of one group share its key
+    head; a rank's share must be whole groups, or lie in one.
     """
     if size == source:
         return placement.at(dim)
     piece = placement.piece
     run = divide(size, piece.outer) if piece is not None and not piece.padded else None
-    if piece is None or run is None or divide(run, n) is None:
+    if piece is None or run is None:
+        return Refusal(f"a dimension of {size} cannot follow the cut {placement}", structural=True)
+    copies = piece.copies
+    group = divide(piece.size, run)
+    if divide(run, n // copies) is None and group is not None and isinstance(run, int):
+        own = divide(piece.size, n // copies)
+        if n % run == 0 and own is not None and divide(group, own) is not None:
+            copies = n // run
+    if copies == n:
+        return R
+    if divide(run, n // copies) is None:
         return Refusal(f"a dimension of {size} cannot follow the cut {placement} over {n} ranks", structural=True)
-    return Placement("S", dim, (Piece(piece.outer, run),))
+    return Placement("S", dim, (Piece(piece.outer, run, copies=copies),))
 
 
 def seed_signature(rule: Rule, call: Call, index: int, placement: Placement) -> Signature | Refusal:
@@ -201,8 +212,8 @@ def _seed(rule: Rule, call: Call, index: int, placement: Placement) -> Signature
     label = labelling.operands[index][placement.dim]
     if label is None:
         return Refusal(f"the operation needs the whole of dimension {placement.dim}")
-    if label in labelling.summed and not all(piece.sharded for piece in placement.pieces):
-        return Refusal(f"the segments of {placement} that every rank holds would be summed by every rank")
+    if label in labelling.summed and placement.is_shared:
+        return Refusal(f"what several ranks hold of {placement} would be summed by each of them")
     if label in labelling.summed and placement.is_padded:
         return Refusal(f"the padding of {placement} would be summed")
     source = call.operands[index].shape[placement.dim]
@@ -240,6 +251,9 @@ def infer(
         if not fits(placement, operand.shape, call.n):
             return Refusal(f"{placement} of {operand} is not divisible by {call.n}", structural=True)
     placements = tuple(R if p == I and not c else p for p, c in zip(placements, carries, strict=True))
+    settled = next((name for name, p in zip(call.names, placements, strict=True) if p.settled), None)
+    if settled is not None:
+        return Refusal(f"operand {settled} has settled blocks (I), of which no rank has the whole gradient: share it")
     if rule is not None and rule.check is not None:
         checked = rule.check(call, placements)
         if checked is not None:

@@ -14,6 +14,7 @@ from itertools import pairwise
 import torch
 from torch import fx
 
+from fxpar.coercions import coercion, unsettled
 from fxpar.layout import Piece, Placement, padded_shard, pieces_of, shard
 from fxpar.program import operands, output_types, tensor_type
 from fxpar.rules.engine import Labelling, Refusal, bind_arguments, call_of
@@ -21,6 +22,8 @@ from fxpar.rules.table import rule_of, seeded
 from fxpar.symbols import divide, product
 
 _aten = torch.ops.aten
+
+INSIDE = "the features of a head are needed together"
 
 
 @dataclass
@@ -76,7 +79,7 @@ def follow(node: fx.Node, placement: Placement, n: int, weights: Set[fx.Node], a
     """
     trail = Trail()
     order = {other: i for i, other in enumerate(node.graph.nodes)}
-    trail.seen[node] = (placement,)
+    trail.seen[node] = (unsettled(placement),)
     trail.weights.add(node)
     pending = [node]
     visited: set[tuple[fx.Node, fx.Node]] = set()
@@ -105,14 +108,19 @@ def _step(
     if not found[0].is_shard:
         return ()
     rule, call = rule_of(user.target), call_of(user, n)
+    if _is_inside(current, user, found[0], weights):
+        trail.refused.append((user, Refusal(INSIDE, structural=True)))
+        return ()
     signature, is_composite = seeded(call, operands(user).index(current), found[0])
     if isinstance(signature, Refusal):
         trail.refused.append((user, signature))
         return ()
     for other, wanted in zip(operands(user), signature.operands, strict=True):
         given = trail.seen.get(other) or arrived.get(other)
-        if given and given[0].is_shard and given[0] != wanted:
-            trail.refused.append((user, Refusal(f"%{other.name} arrives as {given[0]} where {wanted} fits")))
+        if given and given[0].is_shard and not _can_meet(given[0], wanted):
+            reason = f"%{other.name} arrives as {given[0]} where {wanted} fits"
+            # Parts of one weight that are cut in ways that do not fit each other.
+            trail.refused.append((user, Refusal(reason, structural=other in trail.seen)))
     if is_composite:
         trail.vocabulary.append(user)
         return signature.outputs
@@ -121,6 +129,24 @@ def _step(
         _note_product(trail, user, "row" if signature.outputs[0].kind == "P" else "column", weights)
     _note_view(trail, user, found[0], signature.outputs[0])
     return signature.outputs
+
+
+def _can_meet(given: Placement, wanted: Placement) -> bool:
+    """Whether two cuts are the same, or one is a part that the ranks can take of the other's blocks."""
+    if given == wanted:
+        return True
+    return (given.is_shared or wanted.is_shared) and bool(coercion(given, wanted) or coercion(wanted, given))
+
+
+def _is_inside(current: fx.Node, user: fx.Node, placement: Placement, weights: Set[fx.Node]) -> bool:
+    """Whether a product of activations, batched by heads, takes the cut dimension for the features of a head."""
+    given = operands(user)
+    rank = len(output_types(current)[0].shape)
+    if user.target is _aten.scaled_dot_product_attention.default:
+        return current in given[:3] and placement.dim == rank - 1
+    if user.target not in (_aten.matmul.default, _aten.bmm.default) or rank < 3 or not weights.isdisjoint(given):
+        return False
+    return placement.dim == rank - 1 or (current is given[1] and placement.dim == rank - 2)
 
 
 def _note_product(trail: Trail, user: fx.Node, role: str, weights: Set[fx.Node]) -> None:
@@ -162,13 +188,17 @@ def candidates(node: fx.Node, dim: int, n: int, weights: Set[fx.Node]) -> Iterat
         share = divide(size, k)
         if share is not None:
             yield Placement("S", dim, (Piece(k, share),))
-    edges = sorted(set(_edges(node, dim, weights)))
+    edges = cut_points(node, dim, weights)
     if edges and isinstance(size, int):
         yield Placement("S", dim, pieces_of([Piece(1, b - a) for a, b in pairwise([0, *edges, size])]))
 
 
+def cut_points(node: fx.Node, dim: int, weights: Set[fx.Node]) -> list[int]:
+    """Positions at which splits and slices downstream cut the dimension, in order."""
+    return sorted(set(_edges(node, dim, weights)))
+
+
 def _edges(node: fx.Node, dim: int, weights: Set[fx.Node]) -> Iterator[int]:
-    """Positions at which splits and slices downstream cut the dimension."""
     size = tensor_type(node).shape[dim]
     for value, placements in follow(node, shard(dim, size), 1, weights).seen.items():
         piece = placements[0].piece

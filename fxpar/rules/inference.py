@@ -13,9 +13,10 @@ from typing import NoReturn
 
 from torch import fx
 
+from fxpar.coercions import coercion, unsettled
 from fxpar.errors import LayoutError
 from fxpar.layout import I, Layout, Placement, R, V, fits
-from fxpar.operators import COERCION_OF, COERCIONS, axis_index
+from fxpar.operators import COERCION_OF, axis_index
 from fxpar.program import note, operands, output_layouts, output_types
 from fxpar.rules.engine import Call, Refusal, call_of
 from fxpar.rules.local import whole_call
@@ -37,8 +38,10 @@ def _fail(node: fx.Node, axis: str, reason: str, remedy: str = "") -> NoReturn:
 
 
 def resting(placement: Placement, carries: bool) -> Placement:
-    """A value without gradient is written R, whether a rule called it I or R."""
-    return R if placement == I and not carries else placement
+    """A value without gradient is written R, whether a rule called it I or R; shared blocks of one are not settled."""
+    if carries:
+        return placement
+    return R if placement == I else unsettled(placement)
 
 
 def coerced(node: fx.Node, source: Placement, target: Placement, axis: str, n: int) -> Placement:
@@ -50,7 +53,7 @@ def coerced(node: fx.Node, source: Placement, target: Placement, axis: str, n: i
         LayoutError: the operator does not convert between these placements, or a shard does not fit.
     """
     row = COERCION_OF[node.target]  # type: ignore[index]
-    wanted = COERCIONS.get((source.kind, target.kind))
+    wanted = coercion(source, target)
     remedy = f"use fxpar.{wanted.operator.__name__}[{axis}]" if wanted else ""
     if source.kind == target.kind != "S":
         remedy = "remove it"
@@ -63,10 +66,10 @@ def coerced(node: fx.Node, source: Placement, target: Placement, axis: str, n: i
     for placement in (source, target):
         if not fits(placement, output_types(node)[0].shape, n):
             _fail(node, axis, f"{placement} does not fit {output_types(node)[0]} over {n} ranks")
-        if placement.is_shared:
-            _fail(node, axis, f"{placement} has a segment that every rank holds", "convert the segments one by one")
-    if row.source == row.target == "S" and source == target:
+    if source == target:
         _fail(node, axis, f"converts {source} to itself", "remove it")
+    if wanted is not row:
+        _fail(node, axis, f"does not convert {source} to {target}", remedy or "convert the segments one by one")
     return target
 
 

@@ -58,11 +58,11 @@ def _global_position(pieces: Sequence[Piece], local: int, n: int) -> int | None:
     offset = 0
     for piece in pieces:
         length, size = int(piece.length), int(piece.size)
-        part = length // n if piece.sharded else length
+        part = length * piece.copies // n if piece.sharded else length
         if 0 <= local <= part:
             if not piece.sharded:
                 return offset + local
-            runs, inside = divmod(local, size // n)
+            runs, inside = divmod(local, size * piece.copies // n)
             return None if inside else offset + runs * size
         local, offset = local - part, offset + length
     return None

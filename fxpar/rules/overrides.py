@@ -13,10 +13,12 @@ from typing import NoReturn
 
 from torch import fx
 
+from fxpar.coercions import at_rest
 from fxpar.errors import PlanError
 from fxpar.layout import I, Placement
 from fxpar.program import Parameter, Program, operands, tensor_type
 from fxpar.rules.follow import Arrived, Trail, candidates, follow, weights_of
+from fxpar.rules.heads import all_cuts
 from fxpar.rules.inference import describe
 
 
@@ -149,13 +151,13 @@ def _pin_matrix(
             where=f"split[{glob!r}]",
             remedy="leave it out of the plan",
         )
-    cuts = candidates(node, dims[0], n, weights)
+    cuts = all_cuts(node, dims[0], weights, n)
     tried = [(placement, follow(node, placement, n, weights, arrived)) for placement in cuts]
     costs = [_unfitness(trail, how) for _, trail in tried]
     placement, trail = tried[costs.index(min(costs))]
     if min(costs) >= _UNFIT:
         _refuse_matrix([trail for _, trail in tried], parameter, line, n)
-    return Pin(placement, how, f"plan: {glob} = {how}", trail.product, tuple(trail.products)), trail.seen
+    return Pin(at_rest(placement), how, f"plan: {glob} = {how}", trail.product, tuple(trail.products)), trail.seen
 
 
 def _roles(node: fx.Node, dim: int, weights: Set[fx.Node]) -> set[str]:
@@ -216,13 +218,13 @@ def _pin_vector(
         )
     if pin.role == "row":
         return Pin(I, "row", f"plan: {glob} = {how}")
-    cuts = list(candidates(node, 0, n, weights))
+    cuts = list(all_cuts(node, 0, weights, n))
     if tensor_type(node).shape[0] == sum(piece.length for piece in pin.placement.pieces):
         cuts.insert(0, pin.placement.at(0))
     trails = [follow(node, placement, n, weights, arrived) for placement in cuts]
     # What refuses the sum, further on, refuses the matrix.
     costs = [sum(not trail.weights.isdisjoint(operands(user)) for user, _ in trail.refused) for trail in trails]
-    return Pin(cuts[costs.index(min(costs))], pin.role, f"plan: {glob} = {how}")
+    return Pin(at_rest(cuts[costs.index(min(costs))]), pin.role, f"plan: {glob} = {how}")
 
 
 def _meets(node: fx.Node, weights: Set[fx.Node], products: Mapping[fx.Node, Pin]) -> Pin | None:

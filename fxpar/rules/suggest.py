@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
+from fxpar.coercions import coercion, unsettled
 from fxpar.layout import Placement, fits, shard
-from fxpar.operators import COERCIONS, Coercion
+from fxpar.operators import COERCION_OF, Coercion
 from fxpar.rules.engine import Call, Refusal, Rule, seed_signature
 
 Judgement = Callable[[Sequence[Placement]], Sequence[Placement] | Refusal]
@@ -37,10 +38,12 @@ def suggest(
     """
     first = None
     for index, placement in enumerate(found):
-        for row in COERCIONS.values():
+        for row in COERCION_OF.values():
             if row.source != placement.kind:
                 continue
             for target in _targets(row, rule, call, found, index):
+                if coercion(placement, target) is not row:
+                    continue
                 outputs = judge([*found[:index], target, *found[index + 1 :]])
                 if isinstance(outputs, Refusal):
                     continue
@@ -59,6 +62,8 @@ def _targets(
         yield Placement(row.target)
         return
     seen = {found[index]}
+    if found[index].settled:
+        yield unsettled(found[index])
     for other, placement in enumerate(found):
         if rule is not None and placement.is_shard and other != index:
             signature = seed_signature(rule, call, other, placement)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from fxpar.layout import P, Piece, Placement, R, local_size, pieces_of, slice_pieces, strided_pieces, through_view
 from fxpar.rules.engine import Call, Labelling, Labels, Refusal, Rule, Signature, transfer
@@ -89,7 +90,8 @@ def _repeat(call: Call, index: int, placement: Placement) -> Signature | Refusal
     if times == 1:
         return Signature((placement,), (placement.at(dim),))
     if times is not None and piece is not None:
-        return Signature((placement,), (Placement("S", dim, (Piece(simplify(times * piece.outer), piece.size),)),))
+        repeated = replace(piece, outer=simplify(times * piece.outer))
+        return Signature((placement,), (Placement("S", dim, (repeated,)),))
     if isinstance(times, int) and times > 0:
         return Signature((placement,), (Placement("S", dim, pieces_of(placement.pieces * times)),))
     return Refusal(f"{placement} is repeated an unknown number of times", structural=True)
@@ -167,6 +169,8 @@ def _cat(call: Call, index: int, placement: Placement) -> Signature | Refusal:
         moved = transfer(placement, source, placement.dim, kind.shape[placement.dim], call.n)
         if isinstance(moved, Refusal):
             return moved
+        if not moved.is_shard:
+            return Refusal(f"{kind} cannot follow the cut {placement} over {call.n} ranks", structural=True)
         ins.append(moved)
     if placement.dim != dim:
         return Signature(tuple(ins), (placement,))

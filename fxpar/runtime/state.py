@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fxpar.errors import CheckpointError
 from fxpar.layout import Layout
-from fxpar.shards import local_block, whole
+from fxpar.shards import counted, local_block, whole
 
 if TYPE_CHECKING:
     from fxpar.runtime.module import ParallelModule
@@ -117,7 +117,8 @@ def _all_tensors(module: ParallelModule) -> dict[str, Tensor]:
 def clip_grad_norm_(module: ParallelModule, max_norm: float) -> Tensor:
     """Scales all gradients by min(1, max_norm / (norm + 1e-6)) and returns the global norm (SPEC section 2.5).
 
-    Each logical parameter counts once: shards are summed over their axis, whole and tied parameters are not.
+    Each logical element counts once: shards are summed over their axis, of what several ranks hold the first of them
+    counts, whole and tied parameters are not summed.
     """
     gradients = [(n, p.grad) for n, p in module.named_parameters() if p.grad is not None]
     device = module.world.device
@@ -125,9 +126,14 @@ def clip_grad_norm_(module: ParallelModule, max_norm: float) -> Tensor:
     for axis in ("", *module.plan.axes):
         part = torch.zeros_like(total)
         for name, grad in gradients:
-            cut = [a for a, placement in module.layout_of(name) if placement.is_shard]
-            if (cut[0] if cut else "") == axis:
-                part += grad.detach().to(total.dtype).square().sum()
+            cut = [(a, placement) for a, placement in module.layout_of(name) if placement.is_shard]
+            if (cut[0][0] if cut else "") != axis:
+                continue
+            own = [grad.detach()]
+            if cut:
+                own = counted(own[0], cut[0][1], module.plan.axes[axis], module.world.coordinates[axis])
+            for value in own:
+                part += value.to(total.dtype).square().sum()
         if axis:
             dist.all_reduce(part, group=module.world.process_groups[axis])
         total += part

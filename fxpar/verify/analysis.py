@@ -13,10 +13,11 @@ from typing import Any
 
 from torch import fx
 
+from fxpar.coercions import held_fraction, shared_fraction
 from fxpar.flops import matmul_flops
 from fxpar.gradients import carried
 from fxpar.layout import Layout
-from fxpar.operators import COERCION_OF, OPERATORS
+from fxpar.operators import COERCION_OF, OPERATORS, all_to_all, share
 from fxpar.program import Program, note, operands, output_layouts, output_types
 from fxpar.rules import call_of, key_of, rule_of
 from fxpar.rules.vocabulary import ATEN_OF, traffic
@@ -67,6 +68,9 @@ def collectives(program: Program, sizes: Mapping[str, int] | None = None) -> lis
             continue
         kind = output_types(node)[0]
         size = simplify(product(kind.shape) * kind.dtype.itemsize)
+        if node.target is share:
+            part, total = shared_fraction(output_layouts(node)[0].on(str(node.kwargs["axis"])))
+            size = int(size) * part // total
         of_parameter = node in weights
         forward, backward = _operations(node)
         for phase, op in (("forward", forward), ("backward", backward if flags[node][0] else "")):
@@ -93,23 +97,26 @@ def _operations(node: fx.Node) -> tuple[str, str]:
     """The collectives of a coercion, forward and backward; one dimension is cut anew by way of the whole."""
     row, axis = COERCION_OF[node.target], str(node.kwargs["axis"])  # type: ignore[index]
     before, after = (output_layouts(n)[0].on(axis) for n in (operands(node)[0], node))
-    if before.is_shard and after.is_shard and before.dim == after.dim:
+    if row.operator is all_to_all and before.dim == after.dim:
         return "all_gather", "all_gather"
     return row.forward, row.backward
 
 
 def split_flops(program: Program, axis: str = "tp", sizes: Mapping[str, int] | None = None) -> float:
-    """Share of the matrix FLOPs that the ranks of an axis divide among them; 1 for an axis of one rank."""
+    """Share of the matrix FLOPs that the ranks of an axis divide among them; 1 for an axis of one rank.
+
+    Of a product that c of n ranks compute alike, that is (1 - c/n) / (1 - 1/n).
+    """
     if axis not in program.axes:
         return 1.0
     values = {s.name: s.example for s in program.symbols} | dict(sizes or {})
-    total = split = 0
+    n, total, split = program.axes[axis], 0, 0.0
     for node, flops in matmul_flops(program):
         amount = evaluate(flops, values)
         total += amount
         layouts: list[Layout] = [layout for o in operands(node) for layout in output_layouts(o)]
-        if any(layout.on(axis).is_shard for layout in layouts):
-            split += amount
+        held = min((held_fraction(layout.on(axis), n) for layout in layouts), default=1.0)
+        split += amount * (1 - held) / (1 - 1 / n)
     return split / total if total else 0.0
 
 

@@ -3,11 +3,11 @@
 Enters: an operator and sample calls. Leaves: an `OracleReport` for each operator, and their table.
 
 For every sample and number of ranks all placements of the operands are tried: I, R, P, and shards of every dimension,
-plain, in several runs and by segments; and V, the rank's index, for operators that draw random bits. The rule answers
-first; then the ranks are computed one by one (`fxpar.verify.oracle_trial`) and their results and gradients are compared
-with those of the whole call. An answer that is wrong is a *false accept*. A refusal of operands for which some
-placement of each output is right, for these values and for shuffled ones, is a *miss*. Operands that do not divide must
-be refused. This is the method of PyTorch's `strategy_validation`, with gradients.
+plain, in several runs, by segments and with blocks that neighbours share; and V, the rank's index, for operators that
+draw random bits. The rule answers first; then the ranks are computed one by one (`fxpar.verify.oracle_trial`) and their
+results and gradients are compared with those of the whole call. An answer that is wrong is a *false accept*. A refusal
+of operands for which some placement of each output is right, for these values and for shuffled ones, is a *miss*.
+Operands that do not divide must be refused. This is the method of PyTorch's `strategy_validation`, with gradients.
 
 Not counted, because every rule has them: operands that are all R or all I. Not counted as misses: shards of the first
 or second half of a dimension without a sample's word that there are segments, and I beside R, S or P, which the type
@@ -127,15 +127,21 @@ def make_call(trial: Trial) -> Call:
 def shards(size: int, dim: int, n: int, outers: Iterable[int], segments: Iterable[Sequence[int]]) -> list[Placement]:
     """Shards of a dimension: the plain one even where n does not divide it, and the factored ones that fit."""
     found = {shard(dim, size): None} if size > 1 else {}
+    divisors = [c for c in range(2, n) if n % c == 0]  # neighbours that may share a block
     for outer in outers:
         if size % outer == 0 and size // outer % n == 0:
             found[Placement("S", dim, (Piece(outer, size // outer),))] = None
+    for outer, copies in itertools.product((1, 2, 3) if divisors else (), divisors):
+        if size % outer == 0 and size // outer % (n // copies) == 0:
+            found[Placement("S", dim, (Piece(outer, size // outer, copies=copies),))] = None
     for lengths in segments:
         if sum(lengths) != size:
             continue
-        for cut in itertools.product((True, False), repeat=len(lengths)):
-            pieces = pieces_of([Piece(1, length, c) for length, c in zip(lengths, cut, strict=True)])
-            if any(cut) and all(not p.sharded or int(p.size) % n == 0 for p in pieces):
+        for cut in itertools.product((1, n, *divisors), repeat=len(lengths)):
+            pieces = pieces_of(
+                [Piece(1, length, c < n, c if c < n else 1) for length, c in zip(lengths, cut, strict=True)]
+            )
+            if any(c < n for c in cut) and all(not p.sharded or int(p.size) * p.copies % n == 0 for p in pieces):
                 found[Placement("S", dim, pieces)] = None
     return list(found)
 

@@ -9,7 +9,8 @@ The values (left) and the gradients (right) that the ranks must hold for a globa
 =====  ==============================  ========================================================
 I      x on every rank                 g on every rank
 R      x on every rank                 summands of g
-S      the rank's positions of x       the same positions of g; summands where all ranks hold them
+S      the rank's positions of x       the same positions of g; summands where several ranks hold them
+S; I   the rank's positions of x       the same positions of g
 P      summands of x                   g on every rank
 V      the rank's index                none
 =====  ==============================  ========================================================
@@ -88,25 +89,14 @@ def padding(placement: Placement, n: int, rank: int) -> int:
     )
 
 
-def common(placement: Placement) -> list[int]:
-    """Positions of the sharded dimension that all ranks hold: the segments that are not cut."""
-    found: list[int] = []
-    start = 0
-    for piece in placement.pieces:
-        length = int(piece.outer) * int(piece.size)
-        if not piece.sharded:
-            found.extend(range(start, start + length))
-        start += length
-    return found
-
-
 def divides(placement: Placement, shape: Sequence[int], n: int) -> bool:
-    """Whether the pieces cover the dimension exactly and every run falls into n equal blocks."""
+    """Whether the pieces cover the dimension exactly and every run falls into equal blocks, n or n/c."""
     if not placement.is_shard:
         return True
     total = sum(int(p.outer) * int(p.size) for p in placement.pieces)
-    runs = [int(p.size) for p in placement.pieces if p.sharded]
-    return 0 <= placement.dim < len(shape) and total == shape[placement.dim] and all(r % n == 0 for r in runs)
+    cut = [p for p in placement.pieces if p.sharded]
+    even = all(n % p.copies == 0 and p.copies < n and int(p.size) % (n // p.copies) == 0 for p in cut)
+    return 0 <= placement.dim < len(shape) and total == shape[placement.dim] and even
 
 
 def _block(x: torch.Tensor, placement: Placement, n: int, rank: int) -> torch.Tensor:
@@ -136,13 +126,25 @@ def place_gradient(g: torch.Tensor, placement: Placement, n: int, generator: tor
     """What each rank holds of the gradient of a value so placed."""
     if placement.kind in "IP":
         return [g] * n
-    parts = _summands(g, n, generator)
     if not placement.is_shard:
-        return parts
-    own = torch.zeros(g.shape[placement.dim], dtype=torch.bool)
-    own[common(placement)] = True
-    own = own.view(-1, *(1,) * (g.dim() - placement.dim - 1))
-    return [_block(torch.where(own, part, g), placement, n, rank) for rank, part in enumerate(parts)]
+        return _summands(g, n, generator)
+    if placement.settled:
+        return [_block(g, placement, n, rank) for rank in range(n)]
+    return _shared_summands(g, placement, n, generator)
+
+
+def _shared_summands(g: torch.Tensor, placement: Placement, n: int, generator: torch.Generator) -> list[torch.Tensor]:
+    """Of each element random summands on the ranks that hold it, which the last of them makes up to g."""
+    missing, last = g.clone(), {p: rank for rank in range(n) for p in held(placement, n, rank)}
+    found = []
+    for rank in range(n):
+        mine = held(placement, n, rank)
+        ends = torch.tensor([last[p] == rank for p in mine]).view(-1, *(1,) * (g.dim() - placement.dim - 1))
+        own = _block(missing, placement, n, rank)
+        part = torch.where(ends, own, torch.randn(own.shape, generator=generator, dtype=g.dtype))
+        missing.index_add_(placement.dim, torch.tensor(mine), part, alpha=-1)
+        found.append(part)
+    return found
 
 
 def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -171,6 +173,8 @@ def agree_gradient(parts: Sequence[torch.Tensor], placement: Placement, g: torch
         return all(_close(part, g) for part in parts)
     if not placement.is_shard:
         return _close(torch.stack(list(parts)).sum(0), g)
+    if placement.settled:
+        return agree(parts, placement, g)
     whole = torch.zeros_like(g)
     for rank, part in enumerate(parts):
         whole.index_add_(placement.dim, torch.tensor(held(placement, n, rank)), part)

@@ -218,8 +218,10 @@ def _own_bits(trial: Trial, placements: Sequence[Placement], out: Placement) -> 
     varying = [i for i, placement in enumerate(placements) if placement.kind == "V"]
     if varying and len(first.pieces) != 1:
         return "the index says nothing of a whole value, or of several segments"
-    outer = int(first.pieces[0].outer) if varying else 1
-    return lambda leaves: trial.run_with(leaves, cuts=[(first.dim, outer, trial.n, leaves[i]) for i in varying])
+    outer, copies = (int(first.pieces[0].outer), first.pieces[0].copies) if varying else (1, 1)
+    return lambda leaves: trial.run_with(
+        leaves, cuts=[(first.dim, outer, trial.n // copies, leaves[i] // copies) for i in varying]
+    )
 
 
 # The operations whose arguments hold sizes, which a rank's program has as its own, and those that take its index.

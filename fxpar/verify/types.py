@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from torch import fx
 
+from fxpar.coercions import at_rest, coercion, unsettled
 from fxpar.errors import CheckFailed, LayoutError
 from fxpar.gradients import carried
 from fxpar.layout import I, Layout, Placement, R, fits
-from fxpar.operators import COERCIONS
 from fxpar.program import Program, note, operands, output_layouts, output_types, tensor_type
 from fxpar.rules.inference import Context, describe, infer_node, remedy_of, resting, shown
 
@@ -82,9 +82,8 @@ def check_choice(program: Program) -> None:
 def _convertible(node: fx.Node, name: str, source: Layout, target: Layout, carries: bool) -> None:
     for axis, wanted in target:
         found = source.on(axis)
-        kinds = (found.kind, wanted.kind)
-        is_free = found == wanted or (not carries and set(kinds) <= {"I", "R"})
-        if not is_free and kinds not in COERCIONS:
+        is_free = found == wanted or (not carries and {found.kind, wanted.kind} <= {"I", "R"})
+        if not is_free and coercion(found, wanted) is None:
             raise LayoutError(f"on axis {axis}: needs %{name} as {wanted}, which is {found}", where=describe(node))
 
 
@@ -107,17 +106,19 @@ def _placeholder(program: Program, node: fx.Node, carries: bool) -> Layout:
             )
         if not fits(placement, kind.shape, n):
             raise LayoutError(f"on axis {axis}: {placement} does not fit {kind} over {n} ranks", where=describe(node))
-        if carries and placement.is_shared:
+        rest = at_rest(placement) if carries else unsettled(placement)
+        if placement != rest:
+            reason = "has blocks that several ranks hold, whose gradients nothing would sum"
             raise LayoutError(
-                f"on axis {axis}: {placement} has a segment that every rank holds, whose gradient nothing would sum",
+                f"on axis {axis}: {placement} {reason if carries else 'carries no gradient that could be settled'}",
                 where=describe(node),
-                remedy=f"make the segment a parameter of its own and insert fxpar.copy_to[{axis}] behind it",
+                remedy=_start(node, axis, rest, placement),
             )
     return layout
 
 
 def _start(node: fx.Node, axis: str, whole: Placement, wanted: Placement) -> str:
-    row = COERCIONS.get((whole.kind, wanted.kind))
+    row = coercion(whole, wanted)
     behind = f" and insert fxpar.{row.operator.__name__}[{axis}](%{node.name})" if row else ""
     return f"write {axis}:{whole}{behind}"
 
@@ -137,7 +138,7 @@ def _compare(node: fx.Node, found: tuple[Layout, ...], given: Context) -> None:
 
 def _conversion(node: fx.Node, given: Context, axis: str, mine: Placement, wanted: Placement) -> str:
     """The coercion of an operand, or of a sum that is made here, that gives what the note says."""
-    row = COERCIONS.get((mine.kind, wanted.kind))
+    row = coercion(mine, wanted)
     behind = f"insert fxpar.{row.operator.__name__}[{axis}](%{node.name}) : {axis}:{mine}→{wanted}" if row else ""
     made_here = mine.kind == "P" and not any(placement.kind == "P" for placement in given.found(axis))
     before = "" if made_here else remedy_of(node, given, axis, exactly=True)
@@ -157,13 +158,13 @@ def _check_outputs(
             whole = resting(I, flags[node][0])
             if placement.is_shared:
                 raise CheckFailed(
-                    f"on axis {axis}: {placement} has a segment that every rank holds: nothing would sum its gradient",
+                    f"on axis {axis}: {placement} has elements that several ranks hold: nothing would sum its gradient",
                     where=f"output {name} = {describe(node)}",
                     remedy="return the segments as outputs of their own",
                 )
             if placement == whole or (placement.is_shard and name != program.loss):
                 continue
-            row = COERCIONS.get((placement.kind, whole.kind))
+            row = coercion(placement, whole)
             raise CheckFailed(
                 f"on axis {axis}: is {placement} and must be {whole}: each rank would differentiate something else",
                 where=f"{'loss' if name == program.loss else 'output'} {name} = {describe(node)}",

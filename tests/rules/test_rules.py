@@ -163,10 +163,23 @@ ATTENTION = [
     (attention(8, 8), "S(3), S(3), R", "the operation needs the whole of dimension 3"),
     (attention(8, 8, mask=True), "S(1), S(1), S(1), R", "S(1)"),
     (attention(8, 8, n=3), "S(1), S(1), S(1)", "S(1) of f32[b, 8, s, 12] is not divisible by 3"),
-    # grouped: n must divide the kv heads too, which are cut in proportion
+    # grouped: kv heads are cut in proportion; fewer than ranks are shared by those that have their query heads
     (attention(8, 4, n=4), "S(1), S(1), S(1)", "S(1)"),
     (attention(8, 4), "S(1: 2 x 4), S(1: 2 x 2), S(1: 2 x 2)", "S(1: 2 x 4)"),
-    (attention(8, 2, n=4), "S(1), R, R", "a dimension of 2 cannot follow the cut S(1) over 4 ranks"),
+    (attention(8, 2, n=4), "S(1), R, R", "operand key is R where S(1: 2 / 2) fits S(1) of query"),
+    (attention(8, 2, n=4), "S(1), S(1: 2 / 2), S(1: 2 / 2)", "S(1)"),
+    (attention(8, 2, n=4), "S(1: 8 / 2), S(1: 2 / 2), S(1: 2 / 2)", "S(1: 8 / 2)"),
+    (
+        attention(8, 4, n=4),
+        "S(1), S(1: 4 / 2), S(1: 4 / 2)",
+        "operand key is S(1: 4 / 2) where S(1) fits S(1) of query",
+    ),
+    (attention(12, 6, n=4), "S(1), R, R", "a dimension of 6 cannot follow the cut S(1) over 4 ranks"),
+    (
+        attention(8, 2, n=4),
+        "S(1), S(1: 2 / 2; I), R",
+        "operand key has settled blocks (I), of which no rank has the whole gradient: share it",
+    ),
     (attention(8, 4), "S(1), R, R", "operand key is R where S(1) fits S(1) of query"),
     # multi-query: one kv head serves the query heads of every rank
     (attention(8, 1, n=4), "S(1), R, R", "S(1)"),
@@ -247,7 +260,7 @@ SEGMENTS = [
     (
         call(aten.sum.dim_IntList, t("b s 144"), [-1], out=t("b s")),
         "S(2: 96 | !48)",
-        "the segments of S(2: 96 | !48) that every rank holds would be summed by every rank",
+        "what several ranks hold of S(2: 96 | !48) would be summed by each of them",
     ),
 ]
 

@@ -54,6 +54,27 @@ class Tail(nn.Module):
         return {"loss": ((y - target) ** 2 * 0.001).sum(), "y": 2.0 * y}
 
 
+class Grouped(nn.Module):
+    """Attention of 8 heads with 2 kv heads, of which four ranks share each by two, and a fused one of 1 kv head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = nn.Linear(24, 32), nn.Linear(24, 8), nn.Linear(24, 8), nn.Linear(32, 24)
+        self.qkv, self.out = nn.Linear(24, 40), nn.Linear(32, 24)
+
+    def forward(self, x: Tensor, target: Tensor) -> dict[str, Tensor]:
+        """[b, 16, 24] twice."""
+        b, s, _ = x.shape
+        q, k, v = (p(x).view(b, s, -1, 4).transpose(1, 2) for p in (self.q, self.k, self.v))
+        mixed = functional.scaled_dot_product_attention(q, k, v, None, 0.1, is_causal=True, enable_gqa=True)
+        x = x + self.o(mixed.transpose(1, 2).reshape(b, s, 32))
+        q, k, v = self.qkv(x).split([32, 4, 4], -1)
+        few = [p.unsqueeze(1) for p in (k, v)]
+        mixed = functional.scaled_dot_product_attention(q.view(b, s, 8, 4).transpose(1, 2), *few, dropout_p=0.1)
+        y = x + self.out(mixed.transpose(1, 2).reshape(b, s, 32))
+        return {"loss": ((y - target) ** 2).mean(), "y": y}
+
+
 def _tail_batch() -> dict[str, Tensor]:
     return {"x": torch.randn(3, 16, 24), "target": torch.randn(3, 16, 24)}
 
@@ -62,12 +83,13 @@ _OWN = {
     "tail": Case("tail", Tail, _tail_batch, {"up": "column", "down": "row"}),
     # Columns without rows behind them: their shards are gathered.
     "columns": Case("columns", Tail, _tail_batch, {"up": "column", "down": "column"}),
+    "grouped": Case("grouped", Grouped, _tail_batch, {}),
 }
 
 
 @cache
 def prepared(name: str) -> Prepared:
-    """A case of the zoo, or `tail` or `columns`."""
+    """A case of the zoo, or `tail`, `columns` or `grouped`."""
     case = CASES.get(name) or _OWN[name]
     model, batch = case.model(), case.example()
     captured = capture(model, batch, case.plan(2), case.loss)

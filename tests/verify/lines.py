@@ -9,9 +9,9 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from fxpar.operators import COERCIONS
+from fxpar.operators import COERCION_OF
 
-ROWS = {row.operator.__name__: row for row in COERCIONS.values()}
+ROWS = {row.operator.__name__: row for row in COERCION_OF.values()}
 
 _LINE = re.compile(r'%(\w+) = (.*?)( : [^{#"]*?)?( \{.*\})?(  # .*)?$')
 _LAYOUT = re.compile(r"tp:(I|R|P|V|S\(\d+(?:: [^)]*)?\))")

@@ -159,6 +159,21 @@ def _lost_segments(dim: str, pieces: str, shape: list[str]) -> Iterator[str]:
         yield f"S({dim}: {int(size) // 2})"
 
 
+def _shared(dim: str, pieces: str, shape: list[str]) -> Iterator[str]:
+    """Blocks that ranks share are their own, or every rank's; or settled where they are not, or not where they are."""
+    body, rest, _ = pieces.partition("; I")
+    if " / " not in body and "!" not in body:
+        size = shape[int(dim)]
+        if size.isdigit() and int(size) % 2 == 0:
+            yield f"S({dim}: {body or size} / 2)"
+            yield f"S({dim}: {body or size} / 2; I)"
+        return
+    yield f"S({dim}: {body})" if rest else f"S({dim}: {body}; I)"
+    for other in (re.sub(r" / \d+", "", body), re.sub(r"(\d+) / \d+", r"!\1", body), body.replace("!", "")):
+        yield f"S({dim}: {other}{rest})"
+        yield f"S({dim}: {other})"
+
+
 def _whole(dim: str, pieces: str, shape: list[str]) -> Iterator[str]:
     yield from ("R", "I", "P")
 
@@ -190,6 +205,11 @@ def wrong_factor(source: Source) -> Edits:
 def segment(source: Source) -> Edits:
     """A segment of a fused dimension is left out, or held by every rank."""
     yield from _layout_edits(source, _lost_segments)
+
+
+def shared(source: Source) -> Edits:
+    """It is mistaken which blocks of a shard several ranks hold, or what they hold of their gradients."""
+    yield from _layout_edits(source, _shared)
 
 
 def whole(source: Source) -> Edits:
@@ -325,6 +345,7 @@ KINDS: dict[str, Callable[[Source], Edits]] = {
     "wrong axis": wrong_axis,
     "wrong factor": wrong_factor,
     "segment": segment,
+    "shared blocks": shared,
     "shard as whole": whole,
     "I, R, P": kind_of_whole,
     "early bias": early_bias,

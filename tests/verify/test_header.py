@@ -64,7 +64,7 @@ properties canonical collectives layouts local rng
 %both = aten.cat.default([%w, %v_here]) : f32[6, 3] tp:S(0: 4 | !2)
 return both=%both
 """
-    with pytest.raises((CheckFailed, LayoutError), match="segment that every rank holds: nothing would sum"):
+    with pytest.raises((CheckFailed, LayoutError), match="elements that several ranks hold: nothing would sum"):
         verify_static(parse_program(text))
 
 

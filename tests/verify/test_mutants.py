@@ -19,7 +19,7 @@ from tests.verify.mutate import ALL, Mutant, mutants
 from tests.zoo import CASES
 
 MODELS = tuple(CASES)
-SMALL = ("tail", "columns", "sequence")
+SMALL = ("tail", "columns", "sequence", "grouped")
 COUNTS = (28, 18, 14, 12)
 
 # What a program that no check has seen may raise when it is run.

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
 
+from fxpar.coercions import at_rest, coercion
 from fxpar.errors import CheckFailed
-from fxpar.layout import Piece, Placement
-from fxpar.ops import bound
+from fxpar.layout import Piece, Placement, fits, pieces_of
+from fxpar.ops import bound, factored
 from fxpar.ops.collectives import Group
 from fxpar.ops.lower import Lowered, lower
 from fxpar.passes.assign_rng import RNG_PATH
 from fxpar.program import Program
 from fxpar.shards import block, whole
+from fxpar.verify.oracle_ranks import agree_gradient, place_gradient
 from fxpar.verify.promote import promote, wide
 from fxpar.verify.simulate import run_ranks, simulated_world, symbol_values
 from fxpar.verify.values import compare, rng_state
@@ -99,6 +102,70 @@ def _call(source: Placement, target: Placement, group: tuple[str, int], index: T
         ("S", "S"): lambda x: bound.all_to_all(x, *_cut(source), *_cut(target), *group, index),
     }
     return rows[source.kind, target.kind]
+
+
+def _factored(source: Placement, target: Placement, n: int) -> list[tuple[int, int, int, int]]:
+    """Length of each piece in a rank's tensor, repetitions, ranks that share a block, and its parts."""
+    found = []
+    for piece, wanted in zip(source.pieces, target.pieces, strict=True):
+        copies, kept = (p.copies if p.sharded else n for p in (piece, wanted))
+        found.append((int(piece.length) * copies // n, int(wanted.outer), copies, copies // kept))
+    return found
+
+
+SHARED = (
+    Placement("S", 1, (Piece(1, 24, copies=2),)),
+    Placement("S", 1, (Piece(2, 12, copies=2),)),
+    Placement("S", 1, (Piece(1, 16), Piece(1, 8, copies=2))),
+    Placement("S", 1, (Piece(1, 16), Piece(1, 8, False))),
+    Placement("S", 1, (Piece(1, 8, False), Piece(4, 4, copies=2))),
+    Placement("S", 0, (Piece(1, 8), Piece(1, 4, False))),
+)
+
+
+def _shared_rows() -> list[tuple[Placement, Placement]]:
+    """Shared blocks as they rest and as operations hold them, and each with finer ones of the same pieces."""
+    rows = [(at_rest(source), source) for source in SHARED]
+    for source in SHARED:
+        plain = tuple(replace(p, sharded=True, copies=1) for p in source.pieces)
+        finer = {pieces_of(plain), tuple(p if p.sharded else replace(p, sharded=True, copies=2) for p in source.pieces)}
+        rows += [(source, Placement("S", source.dim, pieces)) for pieces in finer]
+    return [(source, target) for source, target in rows if coercion(source, target) is not None]
+
+
+def _shares(placement: Placement, n: int) -> tuple[list[Tensor], Tensor]:
+    """What the ranks hold of the gradient of a value with this placement, and the whole gradient."""
+    gradient = torch.randn(SHAPE, dtype=torch.float64)
+    return place_gradient(gradient, placement, n, torch.Generator().manual_seed(1)), gradient
+
+
+@pytest.mark.parametrize("n", [4, 8])
+def test_coercions_of_shared_blocks_keep_the_value_and_its_gradient(n: int) -> None:
+    torch.manual_seed(n)
+    checked = []
+    with simulated_world({"tp": n}) as groups, LocalTensorMode(n):
+        index = LocalTensor({rank: torch.tensor(rank) for rank in range(n)})
+        for source, target in _shared_rows():
+            if not fits(source, SHAPE, n) or not fits(target, SHAPE, n):
+                continue
+            value = torch.randn(SHAPE, dtype=torch.float64)
+            upstream, gradient = _shares(target, n)
+            x = LocalTensor({rank: block(value, source, n, rank).clone() for rank in range(n)}).requires_grad_()
+            pieces = _factored(source, target, n)
+            if source.settled:
+                y = factored.share(x, source.dim, pieces, groups["tp"].name, n, index)
+            else:
+                y = factored.take_part(x, source.dim, pieces, index)
+            y.backward(LocalTensor(dict(enumerate(upstream))))
+            where = f"{source} to {target} on {n} ranks"
+            for rank in range(n):
+                mine = y._local_tensors[rank]  # type: ignore[attr-defined]
+                torch.testing.assert_close(mine.detach(), block(value, target, n, rank), msg=where)
+            grads = [x.grad._local_tensors[rank] for rank in range(n)]  # type: ignore[union-attr]
+            assert agree_gradient(grads, source, gradient), where
+            checked.append(source.settled)
+    assert checked.count(True) >= 4
+    assert checked.count(False) >= 4
 
 
 def _rows() -> list[tuple[Placement, Placement]]:

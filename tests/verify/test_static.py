@@ -171,8 +171,8 @@ TYPES: tuple[tuple[tuple[str, str], type[FxparError], str], ...] = (
     (
         ('"up.bias"] : f32[40] tp:S(0)', '"up.bias"] : f32[40] tp:S(0: 20 | !20)'),
         LayoutError,
-        "%up_bias (up): on axis tp: S(0: 20 | !20) has a segment that every rank holds, whose gradient nothing would "
-        "sum; make the segment a parameter of its own and insert fxpar.copy_to[tp] behind it",
+        "%up_bias (up): on axis tp: S(0: 20 | !20) has blocks that several ranks hold, whose gradients nothing would "
+        "sum; write tp:S(0: 20 | !20; I) and insert fxpar.share[tp](%up_bias)",
     ),
     (
         ("aten.linear.default(%drop, %down_weight)", "aten.linear.default(%gelu, %gelu)"),

@@ -1,0 +1,79 @@
+"""Which coercion converts one placement to another, and what of a value it is about.
+
+Enters: two placements on one axis. Leaves: the row of SPEC section 2.1's table, or of a factored axis, or None.
+
+Where the ranks of an axis share blocks (`kv / c`, `!kv`) the axis is factored: n/c blocks over the outer factor, and
+on the inner one the blocks are invariant (settled) or replicated. Its coercions are those of the inner factor:
+
+================  ========================  ==========================================  ===========
+from → to         forward                   backward                                    name
+================  ========================  ==========================================  ===========
+S / c; I → S / c  identity                  all-reduce of the shared blocks' gradients  `share`
+S / c → S / d     each rank keeps its part  zero-pad (partial)                          `take_part`
+================  ========================  ==========================================  ===========
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fxpar.layout import Piece, Placement
+from fxpar.operators import COERCIONS, FACTORED, Coercion
+
+_SHARE, _TAKE_PART = FACTORED
+
+
+def unsettled(placement: Placement) -> Placement:
+    """The same shard as operations hold it: the gradients of shared blocks are summands."""
+    return replace(placement, settled=False) if placement.settled else placement
+
+
+def at_rest(placement: Placement) -> Placement:
+    """The same shard as a parameter holds it: the gradients of shared blocks are the same on the ranks that share."""
+    return replace(placement, settled=True) if placement.is_shared else placement
+
+
+def coercion(source: Placement, target: Placement) -> Coercion | None:
+    """The row that converts `source` to `target`; None where nothing does, or where they are the same."""
+    if source == target:
+        return None
+    if source.settled or target.settled:
+        return _SHARE if source.settled and unsettled(source) == target else None
+    if not source.is_shared and not target.is_shared:
+        return COERCIONS.get((source.kind, target.kind))
+    return _TAKE_PART if _is_finer(source, target) else None
+
+
+def _is_finer(source: Placement, target: Placement) -> bool:
+    """Whether every rank holds in `source` all that it holds in `target`, piece by piece."""
+    if source.dim != target.dim or len(source.pieces) != len(target.pieces):
+        return False
+    return all(_is_part(a, b) for a, b in zip(source.pieces, target.pieces, strict=True))
+
+
+def _is_part(piece: Piece, part: Piece) -> bool:
+    if piece == part:
+        return True
+    if piece.padded or part.padded or not part.sharded:
+        return False
+    if not piece.sharded:
+        return piece.length == part.length
+    alike = replace(piece, copies=part.copies) == part
+    return alike and piece.copies > part.copies and piece.copies % part.copies == 0
+
+
+def shared_fraction(placement: Placement) -> tuple[int, int]:
+    """What part of a dimension several ranks hold, as a fraction of whole numbers (parameters have no symbols)."""
+    shared = sum(int(p.length) for p in placement.pieces if not p.sharded or p.copies > 1)
+    return shared, sum(int(p.length) for p in placement.pieces)
+
+
+def held_fraction(placement: Placement, n: int) -> float:
+    """What part of a value a rank holds: 1/n of a plain shard, c/n where c ranks share blocks, 1 where it is whole."""
+    if not placement.is_shard:
+        return 1.0
+    parts = [(p.length, p.copies / n if p.sharded else 1.0) for p in placement.pieces]
+    total = sum(int(length) for length, _ in parts if isinstance(length, int))
+    if len({part for _, part in parts}) == 1 or any(not isinstance(length, int) for length, _ in parts):
+        return max(part for _, part in parts)
+    return sum(int(length) * part for length, part in parts) / total

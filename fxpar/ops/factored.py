@@ -1,0 +1,125 @@
+"""The coercions of shards whose blocks several ranks hold, on local tensors (`fxpar.coercions`).
+
+Enters: a rank's tensor, its cut as *runs* (outer, elements of a rank's block, blocks, …), a process group by name and
+the rank's index on the axis as a tensor. Leaves: the rank's tensor in the other placement.
+
+No sub-groups are needed: the ranks' summands of shared blocks travel as one tensor in which each rank fills its own
+block and leaves zeros elsewhere, over the whole axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxpar.ops.collectives import Group, sum_over
+
+
+@dataclass(frozen=True)
+class Shared:
+    """One piece of a cut in a rank's tensor.
+
+    Attributes:
+        length: elements along the dimension; None for all that there are.
+        outer: repetitions of the run.
+        copies: ranks that hold the same block: 1 of a plain piece, all of a whole segment.
+        parts: how many parts of a block `take_part` makes, of which a rank keeps one.
+    """
+
+    length: int | None
+    outer: int
+    copies: int
+    parts: int = 1
+
+
+Pieces = Sequence[Shared]
+
+
+def _segments(x: Tensor, dim: int, lengths: Sequence[int | None]) -> list[Tensor]:
+    return [x] if len(lengths) == 1 else list(x.split([length for length in lengths if length is not None], dim))
+
+
+def _placed(x: Tensor, dim: int, outer: int, count: int, position: Tensor) -> Tensor:
+    """A tensor in which each run of `x` is the one at `position` of `count`, the others zero."""
+    runs = x.unflatten(dim, (outer, x.shape[dim] // outer)).unsqueeze(dim + 1)
+    places = torch.arange(count, device=x.device).view(-1, *[1] * (x.dim() - dim))
+    return torch.where(places == position, runs, x.new_zeros(())).flatten(dim, dim + 2)
+
+
+def _picked(x: Tensor, dim: int, outer: int, count: int, position: Tensor) -> Tensor:
+    """The inverse of `_placed`."""
+    runs: Tensor = x.unflatten(dim, (outer, count, x.shape[dim] // (outer * count)))
+    return runs.index_select(dim + 1, position.reshape(1)).flatten(dim, dim + 2)
+
+
+class Share(torch.autograd.Function):
+    """S; I → S: identity; all-reduce of the gradients of shared blocks among the ranks that hold them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, pieces: Pieces, group: Group, index: Tensor) -> Tensor:
+        """The same value."""
+        ctx.dim, ctx.pieces, ctx.group = dim, pieces, group
+        ctx.save_for_backward(index)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+        """Of shared blocks the sums, of others the gradient as it is."""
+        dim, n = ctx.dim, ctx.group.size
+        (index,) = ctx.saved_tensors
+        parts = _segments(grad, dim, [piece.length for piece in ctx.pieces])
+        shared = [i for i, piece in enumerate(ctx.pieces) if piece.copies > 1]
+        placed = []
+        for i in shared:
+            piece = ctx.pieces[i]
+            placed.append(_placed(parts[i], dim, piece.outer, n // piece.copies, index // piece.copies))
+        total = sum_over(torch.cat(placed, dim), ctx.group)
+        sums = total.split([part.shape[dim] for part in placed], dim)
+        for i, whole in zip(shared, sums, strict=True):
+            piece = ctx.pieces[i]
+            parts[i] = _picked(whole, dim, piece.outer, n // piece.copies, index // piece.copies)
+        return torch.cat(parts, dim), None, None, None, None
+
+
+class TakePart(torch.autograd.Function):
+    """S / c → S / d: each rank keeps its part of its blocks; padded with zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, pieces: Pieces, index: Tensor) -> Tensor:
+        """The rank's parts."""
+        ctx.dim, ctx.pieces = dim, pieces
+        ctx.save_for_backward(index)
+        found = []
+        for piece, own in zip(pieces, _segments(x, dim, [piece.length for piece in pieces]), strict=True):
+            found.append(own if piece.parts == 1 else _picked(own, dim, piece.outer, piece.parts, _part(index, piece)))
+        return torch.cat(found, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        """The rank's summand of its blocks' gradient."""
+        dim, pieces = ctx.dim, ctx.pieces
+        (index,) = ctx.saved_tensors
+        lengths = [None if piece.length is None else piece.length // piece.parts for piece in pieces]
+        found = []
+        for piece, own in zip(pieces, _segments(grad, dim, lengths), strict=True):
+            found.append(own if piece.parts == 1 else _placed(own, dim, piece.outer, piece.parts, _part(index, piece)))
+        return torch.cat(found, dim), None, None, None
+
+
+def _part(index: Tensor, piece: Shared) -> Tensor:
+    """Which part of its block a rank keeps: neighbours that share the part count as one."""
+    return index % piece.copies // (piece.copies // piece.parts)
+
+
+def share(x: Tensor, dim: int, pieces: Sequence[Sequence[Any]], group: str, size: int, index: Tensor) -> Tensor:
+    """`fxpar.share`; pieces as tuples of `Shared`'s fields."""
+    return Share.apply(x, dim, [Shared(*p) for p in pieces], Group(group, size), index)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def take_part(x: Tensor, dim: int, pieces: Sequence[Sequence[Any]], index: Tensor) -> Tensor:
+    """`fxpar.take_part`; pieces as tuples of `Shared`'s fields."""
+    return TakePart.apply(x, dim, [Shared(*p) for p in pieces], index)  # type: ignore[no-any-return, no-untyped-call]
