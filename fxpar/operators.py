@@ -127,6 +127,11 @@ def attention(
     _unbound("attention")
 
 
+def sum_gradients(*weights: Any, axis: str) -> Any:
+    """Several parameters, each coerced as `copy_to` or `share` would: identity; one all-reduce of all gradients."""
+    _unbound("sum_gradients")
+
+
 def embedding(weight: Any, indices: Any, padding_idx: int = -1, *, axis: str) -> Any:
     """`aten.embedding` of a table whose rows are cut over the axis: a partial sum (SPEC section 2.3)."""
     _unbound("embedding")
@@ -198,6 +203,7 @@ OPERATORS: Mapping[str, Callable[..., Any]] = {
         axis_index,
         dropout,
         attention,
+        sum_gradients,
         embedding,
         cross_entropy,
         nll_loss,

@@ -10,6 +10,7 @@ from fxpar.manager import Pass
 from fxpar.passes.annotate import annotate
 from fxpar.passes.assign_rng import assign_rng
 from fxpar.passes.canonicalize import canonicalize
+from fxpar.passes.coalesce import coalesce
 from fxpar.passes.divide_sequence import divide_sequence
 from fxpar.passes.insert_collectives import insert_collectives
 from fxpar.passes.localize import localize
@@ -20,6 +21,7 @@ DEFAULT_PASSES: tuple[Pass, ...] = (
     divide_sequence,
     annotate,
     insert_collectives,
+    coalesce,
     vocab_parallel,
     assign_rng,
     localize,
@@ -30,6 +32,7 @@ __all__ = [
     "annotate",
     "assign_rng",
     "canonicalize",
+    "coalesce",
     "divide_sequence",
     "insert_collectives",
     "localize",

@@ -137,10 +137,10 @@ def comm(
     program = start.program
     sizes = _sizes(program, size or [])
     if "collectives" not in program.properties:
-        program, _ = run_passes(ui, start, DEFAULT_PASSES, until="insert_collectives")
+        program, _ = run_passes(ui, start, DEFAULT_PASSES, until="vocab_parallel")
     warn_unsplit(ui, program)
     found = collectives(program, sizes)
-    values = {s.name: s.example for s in program.symbols} | sizes
+    values = {s.name: s.example * s.multiple for s in program.symbols} | sizes
     return Report([c.to_json() for c in found], lambda stdout: _show_comm(stdout, start.name, program, found, values))
 
 

@@ -69,20 +69,29 @@ class Share(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         """Of shared blocks the sums, of others the gradient as it is."""
-        dim, n = ctx.dim, ctx.group.size
         (index,) = ctx.saved_tensors
-        parts = _segments(grad, dim, [piece.length for piece in ctx.pieces])
-        shared = [i for i, piece in enumerate(ctx.pieces) if piece.copies > 1]
-        placed = []
-        for i in shared:
-            piece = ctx.pieces[i]
-            placed.append(_placed(parts[i], dim, piece.outer, n // piece.copies, index // piece.copies))
-        total = sum_over(torch.cat(placed, dim), ctx.group)
-        sums = total.split([part.shape[dim] for part in placed], dim)
-        for i, whole in zip(shared, sums, strict=True):
-            piece = ctx.pieces[i]
-            parts[i] = _picked(whole, dim, piece.outer, n // piece.copies, index // piece.copies)
-        return torch.cat(parts, dim), None, None, None, None
+        total = sum_over(summand(grad, ctx.dim, ctx.pieces, ctx.group.size, index), ctx.group)
+        return restored(grad, total, ctx.dim, ctx.pieces, ctx.group.size, index), None, None, None, None
+
+
+def summand(grad: Tensor, dim: int, pieces: Pieces, n: int, index: Tensor) -> Tensor:
+    """A rank's summand of the gradients of the shared blocks: its own in their places, zeros elsewhere."""
+    found = []
+    for piece, part in zip(pieces, _segments(grad, dim, [piece.length for piece in pieces]), strict=True):
+        if piece.copies > 1:
+            found.append(_placed(part, dim, piece.outer, n // piece.copies, index // piece.copies))
+    return torch.cat(found, dim)
+
+
+def restored(grad: Tensor, total: Tensor, dim: int, pieces: Pieces, n: int, index: Tensor) -> Tensor:
+    """A rank's gradient with the sums of the shared blocks in place of its own."""
+    parts = _segments(grad, dim, [piece.length for piece in pieces])
+    shared = [i for i, piece in enumerate(pieces) if piece.copies > 1]
+    sizes = [parts[i].shape[dim] * (n // pieces[i].copies) for i in shared]
+    for i, whole in zip(shared, total.split(sizes, dim), strict=True):
+        piece = pieces[i]
+        parts[i] = _picked(whole, dim, piece.outer, n // piece.copies, index // piece.copies)
+    return torch.cat(parts, dim)
 
 
 class TakePart(torch.autograd.Function):

@@ -18,7 +18,7 @@ from torch import fx, nn
 
 from fxpar import operators as ops
 from fxpar.layout import Placement, share_of
-from fxpar.ops import bound, factored, random, vocabulary
+from fxpar.ops import bound, coalesced, factored, random, vocabulary
 from fxpar.ops.collectives import Group
 from fxpar.program import Program, note, operands, output_layouts
 from fxpar.rules import bind_arguments
@@ -86,6 +86,7 @@ class _Lowering:
             ops.dropout: self._dropout,
             ops.attention: self._attention,
             ops.function: self._function,
+            ops.sum_gradients: self._gradients,
             **dict.fromkeys(_VOCABULARY, self._vocabulary),
         }
         for node in list(self.graph.nodes):
@@ -128,6 +129,15 @@ class _Lowering:
         # FX writes calls by name: each function needs one of its own.
         call.__name__ = call.__qualname__ = path.replace(".", "_")
         self._set(node, call, *node.args)
+
+    def _gradients(self, node: fx.Node) -> None:
+        axis = str(node.kwargs["axis"])
+        group, held = self.groups[axis], []
+        for source in operands(node):
+            placement = output_layouts(source)[0].on(axis)
+            pieces = self._shared(placement, placement, group.size) if placement.is_shard else []
+            held.append((placement.dim, pieces) if placement.is_shard else None)
+        self._set(node, coalesced.sum_gradients, list(node.args), held, group.name, group.size, self.indices[axis])
 
     def _vocabulary(self, node: fx.Node) -> None:
         """The composite operators: arguments as in the graph with defaults, then the vocabulary's block."""

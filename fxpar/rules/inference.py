@@ -16,7 +16,7 @@ from torch import fx
 from fxpar.coercions import coercion, unsettled
 from fxpar.errors import LayoutError
 from fxpar.layout import I, Layout, Placement, R, V, fits
-from fxpar.operators import COERCION_OF, axis_index
+from fxpar.operators import COERCION_OF, axis_index, sum_gradients
 from fxpar.program import note, operands, output_layouts, output_types
 from fxpar.rules.engine import Call, Refusal, call_of
 from fxpar.rules.local import whole_call
@@ -71,6 +71,15 @@ def coerced(node: fx.Node, source: Placement, target: Placement, axis: str, n: i
     if wanted is not row:
         _fail(node, axis, f"does not convert {source} to {target}", remedy or "convert the segments one by one")
     return target
+
+
+def _summed(node: fx.Node, placement: Placement, axis: str) -> Placement:
+    """What a bucket makes of a parameter: I → R, or of shared blocks that are settled ones that are not."""
+    if placement == I:
+        return R
+    if not placement.settled:
+        _fail(node, axis, f"sums gradients of what is {placement}", "leave it out of the bucket")
+    return unsettled(placement)
 
 
 def _judged(
@@ -134,6 +143,10 @@ def infer_node(node: fx.Node, given: Context) -> tuple[Layout, ...]:
             found: Sequence[Placement] = (placements[int(node.args[1])],)  # type: ignore[arg-type]
         elif node.target is axis_index:
             found = (V if node.kwargs["axis"] == axis else R,)
+        elif node.target is sum_gradients:
+            found = placements
+            if node.kwargs["axis"] == axis:
+                found = tuple(_summed(node, placement, axis) for placement in placements)
         elif node.target in COERCION_OF:
             found = placements
             if node.kwargs["axis"] == axis:

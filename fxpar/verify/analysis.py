@@ -16,12 +16,12 @@ from torch import fx
 from fxpar.coercions import held_fraction, shared_fraction
 from fxpar.flops import matmul_flops
 from fxpar.gradients import carried
-from fxpar.layout import Layout
-from fxpar.operators import COERCION_OF, OPERATORS, all_to_all, share
-from fxpar.program import Program, note, operands, output_layouts, output_types
+from fxpar.layout import Layout, Placement
+from fxpar.operators import COERCION_OF, OPERATORS, all_to_all, sum_gradients
+from fxpar.program import Program, TensorType, note, operands, output_layouts, output_types
 from fxpar.rules import call_of, key_of, rule_of
 from fxpar.rules.vocabulary import ATEN_OF, traffic
-from fxpar.symbols import evaluate, product, simplify
+from fxpar.symbols import Size, evaluate, product, simplify, symbol
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,9 @@ def collectives(program: Program, sizes: Mapping[str, int] | None = None) -> lis
     """All collectives in program order, each coercion's backward behind its forward.
 
     Args:
-        sizes: values of the symbols; the example's by default.
+        sizes: sizes of the inputs by symbol; the example's by default.
     """
-    values = {s.name: s.example for s in program.symbols} | dict(sizes or {})
+    values = _values(program, sizes)
     flags = carried(program)
     weights = {program.node(p.node) for p in program.parameters}
     found = []
@@ -64,22 +64,41 @@ def collectives(program: Program, sizes: Mapping[str, int] | None = None) -> lis
             weights.add(node)
         if node.target in ATEN_OF:
             found += _inside(program, node, flags[node], values)
-        if node.op != "call_function" or node.target not in COERCION_OF:
+        if node.op != "call_function" or node.target not in (*COERCION_OF, sum_gradients):
             continue
-        kind = output_types(node)[0]
-        size = simplify(product(kind.shape) * kind.dtype.itemsize)
-        if node.target is share:
-            part, total = shared_fraction(output_layouts(node)[0].on(str(node.kwargs["axis"])))
-            size = int(size) * part // total
+        axis = str(node.kwargs["axis"])
+        kinds = zip(output_types(node), output_layouts(node), strict=True)
+        size = simplify(sum(_bytes(kind, layout.on(axis)) for kind, layout in kinds))
         of_parameter = node in weights
         forward, backward = _operations(node)
         for phase, op in (("forward", forward), ("backward", backward if flags[node][0] else "")):
             if op:
                 where = "parameter" if of_parameter else phase
-                found.append(
-                    Collective(op, str(node.kwargs["axis"]), where, node.name, evaluate(size, values), str(size))
-                )
+                found.append(Collective(op, axis, where, node.name, evaluate(size, values), _formula(program, size)))
     return found
+
+
+def _formula(program: Program, size: Size) -> str:
+    """A size in closed form, in the sizes of the inputs and not of a rank's share of them."""
+    if isinstance(size, int):
+        return str(size)
+    own = {symbol(s.name): symbol(s.name) / s.multiple for s in program.symbols}
+    return str(simplify(size.subs(own, simultaneous=True)))
+
+
+def _values(program: Program, sizes: Mapping[str, int] | None) -> dict[str, int]:
+    """Values of the symbols: a size that ranks share out is divided, rounded up where they do not divide it."""
+    given = dict(sizes or {})
+    return {s.name: -(-given[s.name] // s.multiple) if s.name in given else s.example for s in program.symbols}
+
+
+def _bytes(kind: TensorType, placement: Placement) -> Size:
+    """Of a whole value; of one of which ranks share a part, of that."""
+    size = simplify(product(kind.shape) * kind.dtype.itemsize)
+    if not placement.is_shared:
+        return size
+    part, total = shared_fraction(placement)
+    return int(size) * part // total
 
 
 def _inside(program: Program, node: fx.Node, flags: tuple[bool, ...], values: Mapping[str, int]) -> list[Collective]:
@@ -89,12 +108,14 @@ def _inside(program: Program, node: fx.Node, flags: tuple[bool, ...], values: Ma
     for op, phase, elements in traffic(call_of(node, program.axes[axis])):
         size = simplify(elements * max(kind.dtype.itemsize, 4))  # halves are summed in float32
         if phase == "forward" or flags[0]:
-            found.append(Collective(op, axis, phase, node.name, evaluate(size, values), str(size)))
+            found.append(Collective(op, axis, phase, node.name, evaluate(size, values), _formula(program, size)))
     return found
 
 
 def _operations(node: fx.Node) -> tuple[str, str]:
     """The collectives of a coercion, forward and backward; one dimension is cut anew by way of the whole."""
+    if node.target is sum_gradients:
+        return "", "all_reduce"
     row, axis = COERCION_OF[node.target], str(node.kwargs["axis"])  # type: ignore[index]
     before, after = (output_layouts(n)[0].on(axis) for n in (operands(node)[0], node))
     if row.operator is all_to_all and before.dim == after.dim:
@@ -109,7 +130,7 @@ def split_flops(program: Program, axis: str = "tp", sizes: Mapping[str, int] | N
     """
     if axis not in program.axes:
         return 1.0
-    values = {s.name: s.example for s in program.symbols} | dict(sizes or {})
+    values = _values(program, sizes)
     n, total, split = program.axes[axis], 0, 0.0
     for node, flops in matmul_flops(program):
         amount = evaluate(flops, values)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from torch import fx
 
 from fxpar.errors import CheckFailed
-from fxpar.operators import COERCION_OF, attention, axis_index, dropout
+from fxpar.operators import COERCION_OF, attention, axis_index, dropout, sum_gradients
 from fxpar.program import Program, output_layouts
 from fxpar.rules.inference import describe
 
@@ -44,7 +44,7 @@ def check_header(program: Program) -> None:
 
 def _check_node(program: Program, node: fx.Node) -> None:
     shown = ""
-    if node.op == "call_function" and node.target in COERCION_OF:
+    if node.op == "call_function" and node.target in (*COERCION_OF, sum_gradients):
         shown = "collectives"
     elif node.op == "call_function" and node.target in (dropout, attention, axis_index):
         shown = "rng"

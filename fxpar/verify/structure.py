@@ -13,7 +13,7 @@ from torch import fx
 
 from fxpar.errors import CheckFailed
 from fxpar.layout import Layout, Placement, pieces_of
-from fxpar.operators import COERCION_OF, OPERATORS, attention, axis_index, dropout
+from fxpar.operators import COERCION_OF, OPERATORS, attention, axis_index, dropout, sum_gradients
 from fxpar.passes.assign_rng import RNG_PATH
 from fxpar.program import (
     Program,
@@ -95,6 +95,12 @@ def _check_note(program: Program, node: fx.Node) -> None:
         given = [kind for operand in operands(node) for kind in output_types(operand)]
         if len(given) != 1 or count != 1:
             raise CheckFailed(f"a coercion converts one tensor and not {len(given)}", where=describe(node))
+    if node.target is sum_gradients and [k for o in operands(node) for k in output_types(o)] != list(
+        output_types(node)
+    ):
+        raise CheckFailed(
+            f"gives {count} tensors that are not its {len(operands(node))} operands", where=describe(node)
+        )
 
 
 def _sizes(kind: ValueType) -> Iterator[object]:
@@ -128,10 +134,11 @@ def _check_conversions(program: Program) -> None:
     """No value is converted to one placement twice: its values would be right, the communication doubled."""
     seen: dict[tuple[fx.Node, str, Placement], fx.Node] = {}
     for node in program.graph.nodes:
-        layouts = output_layouts(node) if node.op == "call_function" and node.target in COERCION_OF else ()
-        if layouts:
-            source, axis = operands(node)[0], str(node.kwargs["axis"])
-            target = layouts[0].on(axis)
+        is_one = node.op == "call_function" and node.target in (*COERCION_OF, sum_gradients)
+        pairs = zip(operands(node), output_layouts(node), strict=True) if is_one and output_layouts(node) else ()
+        for source, layout in pairs:
+            axis = str(node.kwargs["axis"])
+            target = layout.on(axis)
             first = seen.setdefault((source, axis, target), node)
             if first is not node:
                 raise CheckFailed(

@@ -1,0 +1,86 @@
+"""coalesce: one reduction for the gradients of many parameters."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import fx
+
+from fxpar.manager import register_pass
+from fxpar.operators import copy_to, share, sum_gradients
+from fxpar.program import Note, Program, note, operands, set_note, tensor_type
+from fxpar.symbols import product
+
+# Bytes of gradients that one reduction sums at most: large enough for bandwidth, small enough to start early.
+BUCKET = 64 * 2**20
+
+
+@register_pass("coalesce", requires={"collectives"}, provides={"coalesced"})
+def coalesce(program: Program) -> Program:
+    """Gathers the coercions of parameters whose backward is a reduction into buckets.
+
+    Before::
+
+        %w_copy_to = fxpar.copy_to[tp](%w) : f32[96] tp:I→R
+        %v_copy_to = fxpar.copy_to[tp](%v) : f32[96] tp:I→R
+
+    After::
+
+        %tp_gradients = fxpar.sum_gradients[tp](%w, %v) : (f32[96] tp:R; f32[96] tp:R)
+        %w_copy_to = operator.getitem(%tp_gradients, 0) : f32[96] tp:R
+        %v_copy_to = operator.getitem(%tp_gradients, 1) : f32[96] tp:R
+
+    Under sequence parallelism every norm weight and row bias is used on a part of the tokens, and its gradient is a
+    summand on each rank; so are those of kv heads that ranks share. One flat reduction of a bucket takes the place of a
+    hundred small ones. Values and gradients stay equal. Coercions of anything but parameters stay where they are.
+
+    Algorithm: the coercions of one axis and element type, in the reverse order of use, which is that in which backward
+    makes their gradients; a bucket is closed when it is full.
+    """
+    found = [node for node in program.graph.nodes if _is_reduction(program, node)]
+    for bucket in _buckets(found):
+        _merge(program, bucket)
+    return program
+
+
+def _is_reduction(program: Program, node: fx.Node) -> bool:
+    if node.op != "call_function" or node.target not in (copy_to, share):
+        return False
+    parameter = program.parameter(operands(node)[0])
+    return parameter is not None and parameter.trainable
+
+
+def _buckets(nodes: Sequence[fx.Node]) -> Iterator[list[fx.Node]]:
+    """Nodes of one axis and element type, of `BUCKET` bytes at most where there are several."""
+    groups: dict[tuple[str, torch.dtype], list[list[fx.Node]]] = {}
+    sizes: dict[int, int] = {}
+    for node in reversed(nodes):
+        kind = tensor_type(node)
+        buckets = groups.setdefault((str(node.kwargs["axis"]), kind.dtype), [[]])
+        size = int(product(kind.shape)) * kind.dtype.itemsize
+        if buckets[-1] and sizes[id(buckets[-1])] + size > BUCKET:
+            buckets.append([])
+        buckets[-1].append(node)
+        sizes[id(buckets[-1])] = sizes.get(id(buckets[-1]), 0) + size
+    for buckets in groups.values():
+        yield from (bucket for bucket in buckets if len(bucket) > 1)
+
+
+def _merge(program: Program, bucket: Sequence[fx.Node]) -> None:
+    """One node in front of the first use, and an item of it in place of each coercion."""
+    first = next(node for node in program.graph.nodes if node.op != "placeholder")
+    axis = str(bucket[0].kwargs["axis"])
+    with program.graph.inserting_before(first):
+        merged = program.graph.create_node(
+            "call_function",
+            sum_gradients,
+            tuple(operands(node)[0] for node in bucket),
+            {"axis": axis},
+            name=f"{axis}_gradients",
+        )
+    layouts = [note(node).layout for node in bucket]
+    set_note(merged, Note(type=tuple(tensor_type(node) for node in bucket), layout=tuple(layouts), origin="bucket"))  # type: ignore[arg-type]
+    for index, node in enumerate(bucket):
+        node.target, node.args, node.kwargs = operator.getitem, (merged, index), {}
