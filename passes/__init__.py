@@ -10,9 +10,10 @@ from fxpar.manager import Pass
 from fxpar.passes.annotate import annotate
 from fxpar.passes.assign_rng import assign_rng
 from fxpar.passes.canonicalize import canonicalize
+from fxpar.passes.fold_masks import fold_masks
 from fxpar.passes.insert_collectives import insert_collectives
 from fxpar.passes.localize import localize
 
-DEFAULT_PASSES: tuple[Pass, ...] = (canonicalize, annotate, insert_collectives, assign_rng, localize)
+DEFAULT_PASSES: tuple[Pass, ...] = (canonicalize, fold_masks, annotate, insert_collectives, assign_rng, localize)
 
-__all__ = ["DEFAULT_PASSES", "annotate", "assign_rng", "canonicalize", "insert_collectives", "localize"]
+__all__ = ["DEFAULT_PASSES", "annotate", "assign_rng", "canonicalize", "fold_masks", "insert_collectives", "localize"]
