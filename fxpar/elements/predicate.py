@@ -70,12 +70,17 @@ def settled(clauses: Iterable[Clause], shape: Sequence[Size]) -> Predicate:
     """
     shape = tuple(shape)
     short = {c for c in (_shortened(clause, shape) for clause in clauses) if c is not None}
-    kept = {c for c in short if not any(d != c and _implies(c, d, shape) for d in short)}
-    if len(kept) > _MOST:
+    if len(short) > _MOST:
         raise UnknownElements
-    alone = [size for clause in kept if len(clause) == 1 for size in clause]
+    alone = [size for clause in short if len(clause) == 1 for size in clause]
+    # Where `a` holds nothing more is asked; where it does not, what covers the rest of `a` holds.
+    open_ = {frozenset(x for x in c if c == {x} or not any(_cover(a, x, shape) for a in alone)) for c in short}
     if any(_cover(a, b, shape) for a, b in combinations(alone, 2)):
         return TRUE
+    kept = sorted(open_, key=lambda clause: sorted(map(str, clause)))
+    for clause in list(kept):
+        if any(other != clause and _implies(clause, other, shape) for other in kept):
+            kept.remove(clause)
     return Predicate(frozenset(kept))
 
 
