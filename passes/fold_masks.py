@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
-from fxpar.elements import TRUE, Element, Predicate, elements, index, spread
+from fxpar.elements import TRUE, Element, Numbers, Predicate, broadcast, elements, index
 from fxpar.errors import PassError
 from fxpar.manager import register_pass
 from fxpar.program import Note, Program, ScalarType, TensorType, note, set_note, tensor_type
@@ -20,7 +20,7 @@ aten = torch.ops.aten
 
 # What a mask is: `none` allows all, `causal` what is not later, a number the last so many up to the row's own.
 _Kind: TypeAlias = str | int
-# What transformers add where nothing may be seen: the smallest number of a type, which another type may hold as -inf.
+# What authors add where nothing may be seen: the smallest number of a type, here of that with the shortest mantissa.
 _SMALLEST = torch.finfo(torch.bfloat16).min
 
 
@@ -41,9 +41,9 @@ def fold_masks(program: Program) -> Program:
     A mask is *constant* if its elements follow from sizes alone. Transformers build one in every trace; with it, no
     flash kernel can run. Of row i and column j a constant mask that allows all is dropped; one that allows j <= i,
     where queries and keys are equally many, becomes `is_causal`; one that allows i - w < j <= i, a *window*, becomes
-    `%window`, made once for each w. Floating masks count where they add 0 or at least the smallest number of bfloat16:
-    in none of these masks a row is all masked, so that values stay equal; smaller penalties stay. So does each mask
-    with another alignment, and each that depends on an input, a parameter or a buffer: buffers are state.
+    `%window`, made once for each w. Floating masks count if they add 0 or the smallest number of their type (or less):
+    in none of these masks a row is all masked, so that values stay equal. Smaller penalties stay, and so does each
+    mask with another alignment, and each that depends on an input, a parameter or a buffer: buffers are state.
 
     Elements are found as formulas in i, j and the sizes (`fxpar.elements`): an `arange` is its index, a comparison of
     indices a predicate. A mask is folded if its formula is proved equal for all sizes; samples prove nothing. What
@@ -97,14 +97,12 @@ def _kind(node: fx.Node, mask: fx.Node, element: Element) -> _Kind | None:
     rows, cols = tensor_type(given["query"]).shape[-2], tensor_type(given["key"]).shape[-2]
     if given["is_causal"] or tensor_type(given["query"]).shape[:-1] != result[:-1]:
         return None  # not both, and a mask with a larger batch than the query enlarges the result
-    allowed = element if isinstance(element, Predicate) else _allowed(element)
-    if allowed is None:
-        return None
+    allowed = element if isinstance(element, Predicate) else _allowed(element, tensor_type(mask).dtype)
     scores = (*result[:-1], cols)
-    found = spread(allowed, tensor_type(mask).shape, scores)
+    found = broadcast(allowed, tensor_type(mask).shape, scores) if allowed is not None else None
     if found == TRUE:
         return "none"
-    if simplify(rows - cols) != 0 or not isinstance(found, Predicate) or len(found.clauses) != 1:
+    if not isinstance(found, Predicate) or len(found.clauses) != 1 or simplify(rows - cols) != 0:
         return None
     distance = index(len(scores) - 2) - index(len(scores) - 1)
     clause = next(iter(found.clauses))
@@ -116,13 +114,14 @@ def _kind(node: fx.Node, mask: fx.Node, element: Element) -> _Kind | None:
     return None
 
 
-def _allowed(element: Any) -> Predicate | None:
+def _allowed(element: Numbers, dtype: torch.dtype) -> Predicate | None:
     """Where a floating mask adds 0; None if it adds anything else than that or what no score outweighs."""
+    smallest = max(_SMALLEST, torch.finfo(dtype).min) if dtype.is_floating_point else _SMALLEST
     clauses: frozenset[Any] = frozenset()
     for condition, leaf in element.cases:
         if leaf == 0:
             clauses |= condition.clauses
-        elif not isinstance(leaf, float) or not leaf <= _SMALLEST:
+        elif not isinstance(leaf, float) or not leaf <= smallest:
             return None
     return Predicate(clauses)
 

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from fxpar.elements.affine import UnknownElements, index
-from fxpar.elements.calls import Call, exactly, filled, normal
+from fxpar.elements.calls import Call, exactly, filled, normal, spread
 from fxpar.elements.numbers import (
     Element,
     Leaf,
@@ -54,6 +54,14 @@ def elements(program: Program, nodes: Iterable[fx.Node]) -> dict[fx.Node, Elemen
         except UnknownElements:
             continue
     return found
+
+
+def broadcast(element: Element, shape: Sequence[Size], onto: Sequence[Size]) -> Element | None:
+    """The elements of a tensor of one shape, broadcast to another; None if it is not certain that they can be."""
+    try:
+        return spread(element, shape, onto)
+    except UnknownElements:
+        return None
 
 
 def _constant(program: Program, node: fx.Node) -> Element:

@@ -176,6 +176,42 @@ def test_a_mask_that_enlarges_the_result_stays() -> None:
     assert attentions(fold_masks(written(*lines))) == [("mask", False)]
 
 
+def masked_in(kind: str, low: float) -> Program:
+    """With a causal mask of 0 and another number, in a type."""
+    return written(
+        "%s = aten.sym_size.int(%q, 2) : s",
+        f"%h = aten._to_copy.default(%q, dtype=dtype.{kind}) : {kind}[b, 2, s, 4]",
+        f"%full = aten.full.default([%s, %s], {low}, dtype=dtype.{kind}) : {kind}[s, s]",
+        f"%mask = aten.triu.default(%full, 1) : {kind}[s, s]",
+        f"%out = aten.scaled_dot_product_attention.default(%h, %h, %h, %mask) : {kind}[b, 2, s, 4]",
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "low", "goes"),
+    [
+        ("f16", torch.finfo(torch.float16).min, True),
+        ("f32", torch.finfo(torch.float16).min, False),
+        ("f32", torch.finfo(torch.bfloat16).min, True),
+        ("bf16", torch.finfo(torch.float32).min, True),
+        ("bf16", -1e30, False),
+    ],
+)
+def test_the_smallest_number_of_a_type_masks(kind: str, low: float, goes: bool) -> None:
+    assert attentions(only(masked_in(kind, low), fold_masks)) == [("", True) if goes else ("mask", False)]
+
+
+def test_a_mask_whose_sizes_are_another_input_s_stays() -> None:
+    """Sizes that a call makes equal, but no name says so."""
+    lines = [
+        "%k = aten.slice.Tensor(%q, 2, 1, 9223372036854775807) : f32[b, 2, s - 1, 4]",
+        "%s = aten.sym_size.int(%q, 2) : s",
+        "%mask = aten.ones.default([%s, %s], dtype=dtype.bool) : bool[s, s]",
+        "%out = aten.scaled_dot_product_attention.default(%k, %k, %k, %mask) : f32[b, 2, s - 1, 4]",
+    ]
+    assert attentions(fold_masks(written(*lines))) == [("mask", False)]
+
+
 def test_programs_with_layouts_are_refused() -> None:
     found = canonical(SelfAttention({"causal": causal})).with_(plan=Plan(tp=2))
     with pytest.raises(PassError, match="fold_masks: layouts are chosen already; run it before annotate"):
