@@ -12,12 +12,14 @@ from fxpar.passes.assign_rng import assign_rng
 from fxpar.passes.canonicalize import canonicalize
 from fxpar.passes.coalesce import coalesce
 from fxpar.passes.divide_sequence import divide_sequence
+from fxpar.passes.fold_masks import fold_masks
 from fxpar.passes.insert_collectives import insert_collectives
 from fxpar.passes.localize import localize
 from fxpar.passes.vocab_parallel import vocab_parallel
 
 DEFAULT_PASSES: tuple[Pass, ...] = (
     canonicalize,
+    fold_masks,
     divide_sequence,
     annotate,
     insert_collectives,
@@ -34,6 +36,7 @@ __all__ = [
     "canonicalize",
     "coalesce",
     "divide_sequence",
+    "fold_masks",
     "insert_collectives",
     "localize",
     "vocab_parallel",

@@ -313,7 +313,7 @@ def _tokens(config: Any, samples: int, length: int, has_loss: bool, decodes: boo
     """Ids and labels, some ignored; a decoder's own sequence is shorter, so that it has a symbol of its own."""
     first = min(_FIRST_PLAIN_TOKEN, config.vocab_size - 1)
     ids = torch.randint(first, config.vocab_size, (samples, length))
-    target = torch.randint(first, config.vocab_size, (samples, max(2, 2 * length // 3))) if decodes else ids
+    target = torch.randint(first, config.vocab_size, (samples, max(2, 3 * length // 4))) if decodes else ids
     if not has_loss:
         return {"input_ids": ids, "decoder_input_ids": target} if decodes else {"input_ids": ids}
     labels = target.clone()
