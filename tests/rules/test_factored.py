@@ -10,9 +10,11 @@ import torch
 from fxpar.coercions import at_rest, coercion, held_fraction, shared_fraction, unsettled
 from fxpar.layout import I, Placement, R, parse_placement, shard
 from fxpar.operators import share, take_part
+from fxpar.rules import Call
 from fxpar.verify.oracle import check_operation, sample
 from fxpar.verify.oracle_ranks import held
 from fxpar.verify.oracle_table import operations
+from tests.rules.test_rules import answer, attention
 
 
 def cut(text: str, size: int) -> Placement:
@@ -80,6 +82,24 @@ def test_grouped_attention_with_shared_heads_agrees_with_brute_force(heads: int,
     missed = {finding.signature for finding in report.missed}
     # With as many heads as pieces it is seen that ranks could share other blocks too; none of them is ever made.
     assert all("/" in signature or "|" in signature or " x " in signature or "R" in signature for signature in missed)
+
+
+@pytest.mark.parametrize(
+    ("found", "placements", "expected"),
+    [
+        (attention(8, 2, n=4), "S(1), S(1: 2 / 2), S(1: 2 / 2)", "S(1)"),
+        (attention(8, 2, n=4), "S(1: 8 / 2), S(1: 2 / 2), S(1: 2 / 2)", "S(1: 8 / 2)"),
+        (attention(8, 4, n=4), "S(1), S(1: 4 / 2), R", "operand key is S(1: 4 / 2) where S(1) fits S(1) of query"),
+        (attention(12, 6, n=4), "S(1), R, R", "a dimension of 6 cannot follow the cut S(1) over 4 ranks"),
+        (
+            attention(8, 2, n=4),
+            "S(1), S(1: 2 / 2; I), R",
+            "operand key has settled blocks (I), of which no rank has the whole gradient: share it",
+        ),
+    ],
+)
+def test_signatures_of_grouped_attention(found: Call, placements: str, expected: str) -> None:
+    assert answer(found, placements) == expected
 
 
 # What weights, their products and views are; the rest is element-wise.
