@@ -55,7 +55,8 @@ class Options:
         trails: where a cut of a parameter goes.
         uncut: why a parameter with two or more dimensions cannot be cut.
         shared: symbols of sizes that ranks share out: activations may be cut over them.
-        products: matrix products and attention, which are never cut over tokens: that is another axis' work.
+        products: matrix products and attention.
+        over_tokens: whether they may be cut over tokens; that is another axis' work.
         headed: parameters whose heads n does not divide, and the dimension that makes them.
     """
 
@@ -67,6 +68,7 @@ class Options:
     uncut: dict[fx.Node, str] = field(default_factory=dict)
     shared: Set[Size] = frozenset()
     products: Set[fx.Node] = frozenset()
+    over_tokens: bool = False
     headed: dict[fx.Node, int] = field(default_factory=dict)
 
     def carries(self, value: Value) -> bool:
@@ -110,17 +112,20 @@ def list_options(
     flags: Mapping[fx.Node, tuple[bool, ...]],
     pins: Mapping[fx.Node, Placement],
     is_free: bool,
+    data_parallel: bool = False,
 ) -> Options:
     """The options of every node.
 
     Args:
         pins: placements of parameters that are decided.
         is_free: whether the other parameters may be cut; else they stay whole.
+        data_parallel: whether matrix products may be cut over tokens, the weights being whole.
     """
     owned = [program.node(p.node) for p in program.parameters]
     found = Options(n, flags, weights_of(program.graph, owned))
     found.shared = {s.size for s in program.symbols if s.multiple == n}
     found.products = {node for node, _ in matmul_flops(program)}
+    found.over_tokens = data_parallel
     parameters = [program.node(p.node) for p in program.parameters if p.kind == "parameter"]
     free = {node: _cuts(found, node) for node in parameters if is_free and node not in pins}
     _keep_attention_whole(found, free)
@@ -209,7 +214,7 @@ def _signatures(found: Options, node: fx.Node, inputs: list[Value]) -> Iterator[
     call = call_of(node, found.n)
     carries = [found.carries(value) for value in inputs]
     seen = set()
-    for wanted, why in _wanted(found, call, inputs, node in found.products):
+    for wanted, why in _wanted(found, call, inputs, node in found.products and not found.over_tokens):
         settled = tuple(resting(placement, flag) for placement, flag in zip(wanted, carries, strict=True))
         if settled in seen:
             continue
