@@ -91,7 +91,8 @@ def list_options(
         pins: placements of parameters that are decided.
         is_free: whether the other parameters may be cut; else they stay whole.
     """
-    owned = [program.node(p.node) for p in program.parameters]
+    held = {p.node for p in program.parameters}
+    owned = [node for node in program.graph.nodes if node.op == "placeholder" and node.name in held]
     found = Options(n, flags, weights_of(program.graph, owned))
     reached = set()
     for node in program.graph.nodes:
@@ -118,18 +119,18 @@ def list_options(
 def _cuts(found: Options, node: fx.Node) -> Iterator[Placement]:
     """For each dimension the simplest cut that no view or split behind it tears."""
     is_table = any(user.target is aten.embedding.default for user in node.users)
-    shape, refused = output_types(node)[0].shape, ""
+    shape, refused, is_cut = output_types(node)[0].shape, "", False
     for dim in range(len(shape)):
         for cut in candidates(node, dim, found.weights):
             trail = follow(node, cut, found.n, found.weights)
             # What an embedding looks up would be gathered at once.
             if not trail.torn and not (trail.inner and trail.refused) and not (is_table and trail.refused):
-                found.trails[node, cut] = trail
+                found.trails[node, cut], is_cut = trail, True
                 yield cut
                 break
             user, refusal = (trail.torn or trail.refused)[0]
             refused = refused or f"at {describe(user)} {refusal.reason}"
-    if len(shape) > 1 and not any(other is node for other, _ in found.trails):
+    if len(shape) > 1 and not is_cut:
         found.uncut[node] = refused
 
 

@@ -73,15 +73,14 @@ def follow(node: fx.Node, placement: Placement, n: int, weights: Set[fx.Node], a
             accept both.
     """
     trail = Trail()
-    order = {other: i for i, other in enumerate(node.graph.nodes)}
     trail.seen[node] = (placement,)
     trail.weights.add(node)
     pending = [node]
     visited: set[tuple[fx.Node, fx.Node]] = set()
     while pending:
-        current = min(pending, key=order.__getitem__)
+        current = min(pending)  # in the order of the graph
         pending.remove(current)
-        for user in sorted(current.users, key=order.__getitem__):
+        for user in sorted(current.users):
             if user.op == "output" or (current, user) in visited:
                 continue
             visited.add((current, user))
