@@ -21,7 +21,7 @@ from fxpar.layout import I, Placement, R
 from fxpar.program import Program, operands, output_types
 from fxpar.rules import Refusal, call_of, infer, rule_of, seed_signature
 from fxpar.rules.engine import Call, Rule, partial_signatures
-from fxpar.rules.follow import Trail, candidates, follow, weights_of
+from fxpar.rules.follow import Steps, Trail, candidates, follow, weights_of
 from fxpar.rules.inference import describe, resting
 
 aten = torch.ops.aten
@@ -50,6 +50,7 @@ class Options:
         of: the options of each node that has any; of a `getitem` those of the node that it takes an item of.
         trails: where a cut of a parameter goes.
         uncut: why a parameter with two or more dimensions cannot be cut.
+        steps: what the trails have in common.
     """
 
     n: int
@@ -58,6 +59,7 @@ class Options:
     of: dict[fx.Node, tuple[Option, ...]] = field(default_factory=dict)
     trails: dict[tuple[fx.Node, Placement], Trail] = field(default_factory=dict)
     uncut: dict[fx.Node, str] = field(default_factory=dict)
+    steps: Steps = field(default_factory=dict)
 
     def carries(self, value: Value) -> bool:
         """Whether a gradient flows through a value."""
@@ -122,7 +124,7 @@ def _cuts(found: Options, node: fx.Node) -> Iterator[Placement]:
     shape, refused, is_cut = output_types(node)[0].shape, "", False
     for dim in range(len(shape)):
         for cut in candidates(node, dim, found.weights):
-            trail = follow(node, cut, found.n, found.weights)
+            trail = follow(node, cut, found.n, found.weights, steps=found.steps)
             # What an embedding looks up would be gathered at once.
             if not trail.torn and not (trail.inner and trail.refused) and not (is_table and trail.refused):
                 found.trails[node, cut], is_cut = trail, True

@@ -16,7 +16,7 @@ from torch import fx
 
 from fxpar.layout import Piece, Placement, pieces_of, shard
 from fxpar.program import operands, output_types, tensor_type
-from fxpar.rules.engine import Labelling, Refusal, bind_arguments, call_of, seed_signature
+from fxpar.rules.engine import Labelling, Refusal, Signature, bind_arguments, call_of, seed_signature
 from fxpar.rules.table import rule_of
 from fxpar.symbols import divide, product
 
@@ -53,6 +53,9 @@ class Trail:
 
 
 Arrived = Mapping[fx.Node, tuple[Placement, ...]]
+# What an operation makes of a shard of its operand of that index, and whether its dimension is summed. Trails of
+# parameters of one graph meet in the residual stream and share these.
+Steps = dict[tuple[fx.Node, int, Placement], tuple[Signature | Refusal, bool]]
 
 
 def weights_of(graph: fx.Graph, owned: Iterable[fx.Node]) -> set[fx.Node]:
@@ -64,15 +67,23 @@ def weights_of(graph: fx.Graph, owned: Iterable[fx.Node]) -> set[fx.Node]:
     return found
 
 
-def follow(node: fx.Node, placement: Placement, n: int, weights: Set[fx.Node], arrived: Arrived | None = None) -> Trail:
+def follow(
+    node: fx.Node,
+    placement: Placement,
+    n: int,
+    weights: Set[fx.Node],
+    arrived: Arrived | None = None,
+    steps: Steps | None = None,
+) -> Trail:
     """Follows a shard over n ranks until it is summed or refused. With n = 1 every division comes out even.
 
     Args:
         weights: the values that are made from parameters alone.
         arrived: placements that other parameters' shards gave to values. An operation at which they meet this one must
             accept both.
+        steps: known from other trails over n ranks in the same graph; filled.
     """
-    trail = Trail()
+    trail, known = Trail(), {} if steps is None else steps
     trail.seen[node] = (placement,)
     trail.weights.add(node)
     pending = [node]
@@ -84,7 +95,7 @@ def follow(node: fx.Node, placement: Placement, n: int, weights: Set[fx.Node], a
             if user.op == "output" or (current, user) in visited:
                 continue
             visited.add((current, user))
-            outputs = _step(trail, current, user, weights, arrived or {}, n)
+            outputs = _step(trail, current, user, weights, arrived or {}, n, known)
             if user in weights:
                 trail.weights.add(user)
             if outputs and any(p.is_shard for p in outputs) and user not in trail.seen:
@@ -94,7 +105,7 @@ def follow(node: fx.Node, placement: Placement, n: int, weights: Set[fx.Node], a
 
 
 def _step(
-    trail: Trail, current: fx.Node, user: fx.Node, weights: Set[fx.Node], arrived: Arrived, n: int
+    trail: Trail, current: fx.Node, user: fx.Node, weights: Set[fx.Node], arrived: Arrived, n: int, steps: Steps
 ) -> tuple[Placement, ...]:
     found = trail.seen[current]
     if user.target is operator.getitem:
@@ -105,17 +116,22 @@ def _step(
     if rule is None:
         trail.refused.append((user, Refusal("no rule says how the operation treats shards")))
         return ()
-    call = call_of(user, n)
-    signature = seed_signature(rule, call, operands(user).index(current), found[0])
+    inputs = operands(user)
+    key = user, inputs.index(current), found[0]
+    if key not in steps:
+        call = call_of(user, n)
+        labelling = rule.labels(call) if rule.labels else None
+        is_sum = isinstance(labelling, Labelling) and bool(labelling.summed)
+        steps[key] = seed_signature(rule, call, key[1], found[0]), is_sum
+    signature, is_sum = steps[key]
     if isinstance(signature, Refusal):
         trail.refused.append((user, signature))
         return ()
-    for other, wanted in zip(operands(user), signature.operands, strict=True):
+    for other, wanted in zip(inputs, signature.operands, strict=True):
         given = trail.seen.get(other) or arrived.get(other)
         if given and given[0].is_shard and given[0] != wanted:
             trail.refused.append((user, Refusal(f"%{other.name} arrives as {given[0]} where {wanted} fits")))
-    labelling = rule.labels(call) if rule.labels else None
-    if isinstance(labelling, Labelling) and labelling.summed and current in trail.weights and len(operands(user)) > 1:
+    if is_sum and current in trail.weights and len(inputs) > 1:
         _note_product(trail, user, "row" if signature.outputs[0].kind == "P" else "column", weights)
     _note_view(trail, user, found[0], signature.outputs[0])
     return signature.outputs
