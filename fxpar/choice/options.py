@@ -23,7 +23,7 @@ from fxpar.layout import I, Placement, R, shard
 from fxpar.program import Program, operands, output_types
 from fxpar.rules import Refusal, call_of, inferred, rule_of, seeded
 from fxpar.rules.engine import Call, partial_signatures
-from fxpar.rules.follow import Trail, follow, weights_of
+from fxpar.rules.follow import Trail, Weights, follow, weights_of
 from fxpar.rules.heads import all_cuts, farthest, heads_of, met_heads, natural_cut, shares_attention
 from fxpar.rules.inference import describe, resting
 from fxpar.symbols import Size, names
@@ -62,7 +62,7 @@ class Options:
 
     n: int
     flags: Mapping[fx.Node, tuple[bool, ...]]
-    weights: Set[fx.Node]
+    weights: Weights
     of: dict[fx.Node, tuple[Option, ...]] = field(default_factory=dict)
     trails: dict[tuple[fx.Node, Placement], Trail] = field(default_factory=dict)
     uncut: dict[fx.Node, str] = field(default_factory=dict)
@@ -121,7 +121,8 @@ def list_options(
         is_free: whether the other parameters may be cut; else they stay whole.
         data_parallel: whether matrix products may be cut over tokens, the weights being whole.
     """
-    owned = [program.node(p.node) for p in program.parameters]
+    held = {p.node for p in program.parameters}
+    owned = [node for node in program.graph.nodes if node.op == "placeholder" and node.name in held]
     found = Options(n, flags, weights_of(program.graph, owned))
     found.shared = {s.size for s in program.symbols if s.multiple == n}
     found.products = {node for node, _ in matmul_flops(program)}
