@@ -115,7 +115,7 @@ def list_options(
 
     Args:
         pins: placements of parameters that are decided.
-        is_free: whether the other parameters may be cut; else they stay whole.
+        is_free: whether the other parameters may be cut; else they stay whole, as do those that nothing uses.
     """
     owned = [program.node(p.node) for p in program.parameters]
     found = Options(n, flags, weights_of(program.graph, owned))
@@ -161,9 +161,10 @@ def _cuts(found: Options, node: fx.Node) -> list[Placement]:
     the heads are divided plainly.
     """
     is_table = any(user.target is aten.embedding.default for user in node.users)
-    shape, refused = output_types(node)[0].shape, ""
+    shape, refused = output_types(node)[0].shape, "" if node.users else "no operation uses it"
     cuts: list[Placement] = []
-    for dim in range(len(shape)):
+    # No operation tells which cuts fit what nothing uses.
+    for dim in range(len(shape) if node.users else 0):
         tried = []
         for cut in all_cuts(node, dim, found.weights, found.n):
             trail = follow(node, cut, found.n, found.weights)
