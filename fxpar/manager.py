@@ -16,6 +16,7 @@ from pathlib import Path
 
 from torch import fx
 
+from fxpar.collector import at_rest
 from fxpar.errors import FxparError, PassError
 from fxpar.program import PassRecord, Program, has_note, note
 from fxpar.text import print_program
@@ -131,6 +132,10 @@ class PassManager:
         names = [item.name for item in self.passes]
         if until is not None and until not in names:
             raise PassError("there is no such pass", where=until, remedy=f"choose from {', '.join(names)}")
+        with at_rest():
+            return self._run(program, until)
+
+    def _run(self, program: Program, until: str | None) -> Program:
         self._verify(program, "capture")
         self._write(program, 0, "capture")
         for index, item in enumerate(self.passes, 1):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import torch
@@ -299,7 +300,11 @@ class Program:
 
     def parameter(self, node: fx.Node) -> Parameter | None:
         """The parameter whose placeholder the node is, if any."""
-        return next((p for p in self.parameters if p.node == node.name), None)
+        return self._by_node.get(node.name)
+
+    @cached_property
+    def _by_node(self) -> Mapping[str, Parameter]:
+        return {p.node: p for p in reversed(self.parameters)}
 
     def output_nodes(self) -> dict[str, fx.Node]:
         """The returned nodes by output name."""

@@ -35,6 +35,11 @@ def simplify(size: Size) -> Size:
 
 def product(sizes: Iterable[Size]) -> Size:
     """Product of sizes, 1 for none."""
+    return _product(tuple(sizes))
+
+
+@lru_cache(maxsize=65536)
+def _product(sizes: tuple[Size, ...]) -> Size:
     result: Size = 1
     for size in sizes:
         result = result * size
@@ -57,9 +62,12 @@ def divide(size: Size, by: Size) -> Size | None:
 
 def evaluate(size: Size, values: Mapping[str, int]) -> int:
     """The size for given values of the symbols."""
-    if isinstance(size, int):
-        return size
-    result = size.subs({symbol(name): value for name, value in values.items()})
+    return size if isinstance(size, int) else _evaluate(size, tuple(values.items()))
+
+
+@lru_cache(maxsize=65536)
+def _evaluate(size: sympy.Expr, values: tuple[tuple[str, int], ...]) -> int:
+    result = size.subs({symbol(name): value for name, value in values})
     if not result.is_Integer:
         missing = sorted(str(s) for s in result.free_symbols)
         raise ValueError(f"size {size} is no integer: symbols without a value: {missing}")

@@ -10,6 +10,7 @@ from functools import partial
 from fxpar.choice.choose import Choice, choose
 from fxpar.choice.explain import reason_of
 from fxpar.choice.options import Option, value_of
+from fxpar.errors import PassError
 from fxpar.layout import Layout
 from fxpar.manager import Pass, register_pass
 from fxpar.program import Program, operands, output_types, update
@@ -53,6 +54,10 @@ def keeping(layouts: Mapping[str, Layout]) -> Pass:
 
 
 def _annotate(program: Program, layouts: Mapping[str, Layout]) -> Program:
+    if program.plan.sequence_parallel and program.axes and "sequence" not in program.properties:
+        raise PassError(
+            "no pass has divided the sequence lengths", where="annotate", remedy="run divide_sequence before"
+        )
     lines = match_lines(program)
     solved = {axis: choose(program, axis, lines, layouts) for axis in program.axes}
     for choice in solved.values():
@@ -73,7 +78,7 @@ def _note_reasons(choice: Choice) -> None:
             update(node, role=decided.role)
             if decided.product is not None and decided.role:
                 update(decided.product, role=decided.role)
-        if pin is not None or node in choice.options.uncut or len(choice.options.of[node]) > 1:
+        if pin is not None or option.why or node in choice.options.uncut or len(choice.options.of[node]) > 1:
             update(node, origin=reason_of(choice, node))
 
 

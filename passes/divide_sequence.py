@@ -34,9 +34,12 @@ def divide_sequence(program: Program) -> Program:
     Refuses an example whose sequence the ranks do not divide.
     """
     n = program.axes.get("tp", 1)
-    if not program.plan.sequence_parallel or n == 1:
-        return program
-    divided = {s.name: _divided(s, n) for s in program.symbols if s.dim == 1}
+    return divide(program, n, 1) if program.plan.sequence_parallel and n > 1 else program
+
+
+def divide(program: Program, n: int, dim: int) -> Program:
+    """Writes the symbolic sizes that inputs have in dimension `dim` as n times a symbol; see `divide_sequence`."""
+    divided = {s.name: _divided(s, n) for s in program.symbols if s.dim == dim}
     sizes = {symbol(name): n * symbol(name) for name in divided}
     for node in program.graph.nodes:
         if node.op != "output" and note(node).type is not None:

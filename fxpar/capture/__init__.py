@@ -15,6 +15,7 @@ from torch import nn
 from fxpar.capture.convert import CallSpec, SizeError, convert
 from fxpar.capture.guards import check_samples
 from fxpar.capture.trace import arguments, trace
+from fxpar.collector import at_rest
 from fxpar.plan import Plan
 from fxpar.program import Program
 
@@ -54,12 +55,17 @@ def capture(
     Raises:
         CaptureError: the model cannot be captured with the same values and gradients; says where and what to do.
     """
+    with at_rest():
+        return _capture(model, batch, plan or Plan(), loss)
+
+
+def _capture(model: nn.Module, batch: Any, plan: Plan, loss: Callable[..., Any] | str | None) -> Captured:
     function = loss if callable(loss) else None
     name = loss if isinstance(loss, str) else None
     for symbolic in (None, 2, 1, 0):
         traced = trace(model, batch, function, symbolic)
         try:
-            program, spec = convert(traced, model, plan or Plan(), name)
+            program, spec = convert(traced, model, plan, name)
         except SizeError:
             if symbolic == 0:
                 raise

@@ -24,6 +24,7 @@ from torch.export import Dim, ExportedProgram
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from fxpar.capture.dynamo import Assumption, dynamo_graph, symbolic_dims
+from fxpar.capture.functional import functional_form
 from fxpar.capture.guards import (
     bound_arguments,
     check_example,
@@ -178,7 +179,7 @@ def _functional(module: nn.Module, call: _Call, prefix: str) -> tuple[ExportedPr
             raise CaptureError(error.reason, where=place_of(error), remedy=error.remedy) from error
         settle(exported, prefix)
         with _loss_shapes():
-            functional = exported.run_decompositions({})
+            functional = functional_form(exported)
         refuse_mutation(functional, prefix)
         replace_copies(functional)
     return functional, recorder

@@ -23,7 +23,7 @@ from fxpar.layout import I, Placement, R, shard
 from fxpar.program import Program, operands, output_types
 from fxpar.rules import Refusal, call_of, inferred, rule_of, seeded
 from fxpar.rules.engine import Call, partial_signatures
-from fxpar.rules.follow import Trail, follow, weights_of
+from fxpar.rules.follow import Trail, Weights, follow, weights_of
 from fxpar.rules.heads import all_cuts, farthest, heads_of, met_heads, natural_cut, shares_attention
 from fxpar.rules.inference import describe, resting
 from fxpar.symbols import Size, names
@@ -55,18 +55,20 @@ class Options:
         trails: where a cut of a parameter goes.
         uncut: why a parameter with two or more dimensions cannot be cut.
         shared: symbols of sizes that ranks share out: activations may be cut over them.
-        products: matrix products and attention, which are never cut over tokens: that is another axis' work.
+        products: matrix products and attention.
+        over_tokens: whether they may be cut over tokens; that is another axis' work.
         headed: parameters whose heads n does not divide, and the dimension that makes them.
     """
 
     n: int
     flags: Mapping[fx.Node, tuple[bool, ...]]
-    weights: Set[fx.Node]
+    weights: Weights
     of: dict[fx.Node, tuple[Option, ...]] = field(default_factory=dict)
     trails: dict[tuple[fx.Node, Placement], Trail] = field(default_factory=dict)
     uncut: dict[fx.Node, str] = field(default_factory=dict)
     shared: Set[Size] = frozenset()
     products: Set[fx.Node] = frozenset()
+    over_tokens: bool = False
     headed: dict[fx.Node, int] = field(default_factory=dict)
 
     def carries(self, value: Value) -> bool:
@@ -110,17 +112,21 @@ def list_options(
     flags: Mapping[fx.Node, tuple[bool, ...]],
     pins: Mapping[fx.Node, Placement],
     is_free: bool,
+    data_parallel: bool = False,
 ) -> Options:
     """The options of every node.
 
     Args:
         pins: placements of parameters that are decided.
         is_free: whether the other parameters may be cut; else they stay whole, as do those that nothing uses.
+        data_parallel: whether matrix products may be cut over tokens, the weights being whole.
     """
-    owned = [program.node(p.node) for p in program.parameters]
+    held = {p.node for p in program.parameters}
+    owned = [node for node in program.graph.nodes if node.op == "placeholder" and node.name in held]
     found = Options(n, flags, weights_of(program.graph, owned))
     found.shared = {s.size for s in program.symbols if s.multiple == n}
     found.products = {node for node, _ in matmul_flops(program)}
+    found.over_tokens = data_parallel
     parameters = [program.node(p.node) for p in program.parameters if p.kind == "parameter"]
     free = {node: _cuts(found, node) for node in parameters if is_free and node not in pins}
     _keep_attention_whole(found, free)
@@ -133,7 +139,8 @@ def list_options(
         if parameter is not None and parameter.kind == "parameter":
             reached.add(node)
             cuts = (pins[node],) if node in pins else _offered(found, node, free.get(node, []))
-            found.of[node] = tuple(Option((), (resting(cut, flags[node][0]),)) for cut in cuts)
+            why = "" if node in pins or I in cuts else "a vocabulary that can be cut is cut"
+            found.of[node] = tuple(Option((), (resting(cut, flags[node][0]),), why) for cut in cuts)
         elif node.op == "placeholder":
             found.of[node] = (Option((), (R,)),)
         else:
@@ -210,7 +217,7 @@ def _signatures(found: Options, node: fx.Node, inputs: list[Value]) -> Iterator[
     call = call_of(node, found.n)
     carries = [found.carries(value) for value in inputs]
     seen = set()
-    for wanted, why in _wanted(found, call, inputs, node in found.products):
+    for wanted, why in _wanted(found, call, inputs, node in found.products and not found.over_tokens):
         settled = tuple(resting(placement, flag) for placement, flag in zip(wanted, carries, strict=True))
         if settled in seen:
             continue

@@ -43,16 +43,21 @@ TIE_WHOLE = 2e-9
 
 @dataclass
 class Prices:
-    """Prices on one axis."""
+    """Prices on one axis.
+
+    Attributes:
+        width: what the commonest width is taken for.
+    """
 
     program: Program
     options: Options
     cost: Cost
+    width: int = _WIDTH
 
     def __post_init__(self) -> None:
         self._symbols = reference_sizes(self.program)
         self._stored = materialised(self.program, self.options.products, self.options.weights)
-        self._scale = _WIDTH / common_width(self.program)
+        self._scale = self.width / common_width(self.program)
         self._flops = {
             node: evaluate(count, self._symbols) * self._scale**2 for node, count in matmul_flops(self.program)
         }

@@ -51,8 +51,8 @@ def explain(
         )
     if not program.axes:
         raise InputError("one rank holds everything whole", where=start.name, remedy="give --tp N")
-    if "masks" not in program.properties:
-        program, _ = run_passes(ui, start, DEFAULT_PASSES, until="fold_masks")
+    if "sequence" not in program.properties:
+        program, _ = run_passes(ui, start, DEFAULT_PASSES, until="divide_sequence")
     nodes = _named(program, name)
     lines = match_lines(program)
     found = {}

@@ -7,7 +7,7 @@ which dimension it means and how a fused dimension must be cut.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -17,7 +17,7 @@ from torch import fx
 from fxpar.coercions import coercion, unsettled
 from fxpar.layout import Piece, Placement, padded_shard, pieces_of, shard
 from fxpar.program import operands, output_types, tensor_type
-from fxpar.rules.engine import Labelling, Refusal, bind_arguments, call_of
+from fxpar.rules.engine import Labelling, Refusal, Signature, bind_arguments, call_of
 from fxpar.rules.table import rule_of, seeded
 from fxpar.symbols import divide, product
 
@@ -60,16 +60,44 @@ class Trail:
 Arrived = Mapping[fx.Node, tuple[Placement, ...]]
 
 
-def weights_of(graph: fx.Graph, owned: Iterable[fx.Node]) -> set[fx.Node]:
+@dataclass(frozen=True)
+class Step:
+    """What an operation makes of a shard of one of its operands.
+
+    Attributes:
+        is_sum: whether it is a product, which sums a dimension.
+        is_composite: whether it takes the shard for a part of a vocabulary.
+    """
+
+    signature: Signature | Refusal
+    is_sum: bool
+    is_composite: bool
+
+
+class Weights(set[fx.Node]):
+    """Values of one graph that are made from parameters alone, and what trails learnt of its operations.
+
+    Trails of the parameters meet in the residual stream.
+
+    Attributes:
+        steps: by number of ranks, operation, index of the operand and shard.
+    """
+
+    def __init__(self, nodes: Iterable[fx.Node]) -> None:
+        super().__init__(nodes)
+        self.steps: dict[tuple[int, fx.Node, int, Placement], Step] = {}
+
+
+def weights_of(graph: fx.Graph, owned: Iterable[fx.Node]) -> Weights:
     """The placeholders `owned` and all values that are made from them alone."""
-    found = set(owned)
+    found = Weights(owned)
     for node in graph.nodes:
         if node.op == "call_function" and operands(node) and all(other in found for other in operands(node)):
             found.add(node)
     return found
 
 
-def follow(node: fx.Node, placement: Placement, n: int, weights: Set[fx.Node], arrived: Arrived | None = None) -> Trail:
+def follow(node: fx.Node, placement: Placement, n: int, weights: Weights, arrived: Arrived | None = None) -> Trail:
     """Follows a shard over n ranks until it is summed or refused. With n = 1 every division comes out even.
 
     Args:
@@ -78,15 +106,14 @@ def follow(node: fx.Node, placement: Placement, n: int, weights: Set[fx.Node], a
             accept both.
     """
     trail = Trail()
-    order = {other: i for i, other in enumerate(node.graph.nodes)}
     trail.seen[node] = (unsettled(placement),)
     trail.weights.add(node)
     pending = [node]
     visited: set[tuple[fx.Node, fx.Node]] = set()
     while pending:
-        current = min(pending, key=order.__getitem__)
+        current = min(pending)  # in the order of the graph
         pending.remove(current)
-        for user in sorted(current.users, key=order.__getitem__):
+        for user in sorted(current.users):
             if user.op == "output" or (current, user) in visited:
                 continue
             visited.add((current, user))
@@ -100,32 +127,35 @@ def follow(node: fx.Node, placement: Placement, n: int, weights: Set[fx.Node], a
 
 
 def _step(
-    trail: Trail, current: fx.Node, user: fx.Node, weights: Set[fx.Node], arrived: Arrived, n: int
+    trail: Trail, current: fx.Node, user: fx.Node, weights: Weights, arrived: Arrived, n: int
 ) -> tuple[Placement, ...]:
     found = trail.seen[current]
     if user.target is operator.getitem:
         return (found[int(user.args[1])],)  # type: ignore[arg-type]
     if not found[0].is_shard:
         return ()
-    rule, call = rule_of(user.target), call_of(user, n)
     if _is_inside(current, user, found[0], weights):
         trail.refused.append((user, Refusal(INSIDE, structural=True)))
         return ()
-    signature, is_composite = seeded(call, operands(user).index(current), found[0])
+    inputs = operands(user)
+    key = n, user, inputs.index(current), found[0]
+    if key not in weights.steps:
+        weights.steps[key] = _judged(user, inputs.index(current), found[0], n)
+    step = weights.steps[key]
+    signature = step.signature
     if isinstance(signature, Refusal):
         trail.refused.append((user, signature))
         return ()
-    for other, wanted in zip(operands(user), signature.operands, strict=True):
+    for other, wanted in zip(inputs, signature.operands, strict=True):
         given = trail.seen.get(other) or arrived.get(other)
         if given and given[0].is_shard and not _can_meet(given[0], wanted):
             reason = f"%{other.name} arrives as {given[0]} where {wanted} fits"
             # Parts of one weight that are cut in ways that do not fit each other.
             trail.refused.append((user, Refusal(reason, structural=other in trail.seen)))
-    if is_composite:
+    if step.is_composite:
         trail.vocabulary.append(user)
         return signature.outputs
-    labelling = rule.labels(call) if rule is not None and rule.labels else None
-    if isinstance(labelling, Labelling) and labelling.summed and current in trail.weights and len(operands(user)) > 1:
+    if step.is_sum and current in trail.weights and len(inputs) > 1:
         _note_product(trail, user, "row" if signature.outputs[0].kind == "P" else "column", weights)
     _note_view(trail, user, found[0], signature.outputs[0])
     return signature.outputs
@@ -138,7 +168,7 @@ def _can_meet(given: Placement, wanted: Placement) -> bool:
     return (given.is_shared or wanted.is_shared) and bool(coercion(given, wanted) or coercion(wanted, given))
 
 
-def _is_inside(current: fx.Node, user: fx.Node, placement: Placement, weights: Set[fx.Node]) -> bool:
+def _is_inside(current: fx.Node, user: fx.Node, placement: Placement, weights: Weights) -> bool:
     """Whether a product of activations, batched by heads, takes the cut dimension for the features of a head."""
     given = operands(user)
     rank = len(output_types(current)[0].shape)
@@ -149,7 +179,14 @@ def _is_inside(current: fx.Node, user: fx.Node, placement: Placement, weights: S
     return placement.dim == rank - 1 or (current is given[1] and placement.dim == rank - 2)
 
 
-def _note_product(trail: Trail, user: fx.Node, role: str, weights: Set[fx.Node]) -> None:
+def _judged(user: fx.Node, index: int, placement: Placement, n: int) -> Step:
+    rule, call = rule_of(user.target), call_of(user, n)
+    signature, is_composite = seeded(call, index, placement)
+    labelling = rule.labels(call) if rule is not None and rule.labels else None
+    return Step(signature, isinstance(labelling, Labelling) and bool(labelling.summed), is_composite)
+
+
+def _note_product(trail: Trail, user: fx.Node, role: str, weights: Weights) -> None:
     """The first product with an activation gives the role, else the first one (of two weights, of a table)."""
     if not trail.role or (trail.product in weights and user not in weights):
         trail.role, trail.product = role, user
@@ -172,7 +209,7 @@ def _note_view(trail: Trail, user: fx.Node, source: Placement, result: Placement
     trail.inner |= block == 1 and parts not in (None, 1) and result.dim + 1 == len(after)
 
 
-def candidates(node: fx.Node, dim: int, n: int, weights: Set[fx.Node]) -> Iterator[Placement]:
+def candidates(node: fx.Node, dim: int, n: int, weights: Weights) -> Iterator[Placement]:
     """Ways to cut a dimension over n ranks, simplest first.
 
     A vocabulary is padded. Other dimensions are cut plainly, into k equal parts, then at the splits and slices
@@ -193,12 +230,12 @@ def candidates(node: fx.Node, dim: int, n: int, weights: Set[fx.Node]) -> Iterat
         yield Placement("S", dim, pieces_of([Piece(1, b - a) for a, b in pairwise([0, *edges, size])]))
 
 
-def cut_points(node: fx.Node, dim: int, weights: Set[fx.Node]) -> list[int]:
+def cut_points(node: fx.Node, dim: int, weights: Weights) -> list[int]:
     """Positions at which splits and slices downstream cut the dimension, in order."""
     return sorted(set(_edges(node, dim, weights)))
 
 
-def _edges(node: fx.Node, dim: int, weights: Set[fx.Node]) -> Iterator[int]:
+def _edges(node: fx.Node, dim: int, weights: Weights) -> Iterator[int]:
     size = tensor_type(node).shape[dim]
     for value, placements in follow(node, shard(dim, size), 1, weights).seen.items():
         piece = placements[0].piece

@@ -9,7 +9,7 @@ segment beside others (`q | !k | !v`) on every rank. Where neither divides, noth
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from torch import fx
@@ -17,11 +17,11 @@ from torch import fx
 from fxpar.layout import Piece, Placement, fits, pieces_of, shard
 from fxpar.program import operands, output_types, tensor_type
 from fxpar.rules.engine import Refusal
-from fxpar.rules.follow import INSIDE, Trail, candidates, cut_points, follow
+from fxpar.rules.follow import INSIDE, Trail, Weights, candidates, cut_points, follow
 from fxpar.symbols import Size, product, simplify
 
 
-def all_cuts(node: fx.Node, dim: int, weights: Set[fx.Node], n: int) -> Iterator[Placement]:
+def all_cuts(node: fx.Node, dim: int, weights: Weights, n: int) -> Iterator[Placement]:
     """`candidates` and, where they tear heads, cuts whose blocks are shared; segments each as finely as it can be."""
     is_segmented = False
     for cut in candidates(node, dim, n, weights):
@@ -42,7 +42,7 @@ def _divisors(n: int) -> list[int]:
     return [c for c in range(2, n) if n % c == 0]
 
 
-def _is_fit(node: fx.Node, cut: Placement, weights: Set[fx.Node], n: int) -> bool:
+def _is_fit(node: fx.Node, cut: Placement, weights: Weights, n: int) -> bool:
     """Whether nothing tears the cut, and what ranks share of it are single heads."""
     if not fits(cut, tensor_type(node).shape, n):
         return False
@@ -55,7 +55,7 @@ def _is_fit(node: fx.Node, cut: Placement, weights: Set[fx.Node], n: int) -> boo
     return any(piece.copies > 1 and piece.size == n // piece.copies for piece in found)
 
 
-def _segmented(node: fx.Node, dim: int, weights: Set[fx.Node], n: int) -> Iterator[Placement]:
+def _segmented(node: fx.Node, dim: int, weights: Weights, n: int) -> Iterator[Placement]:
     """The segments at which splits downstream cut the dimension, some of them shared or whole."""
     size = tensor_type(node).shape[dim]
     edges = cut_points(node, dim, weights)
@@ -82,7 +82,7 @@ def _alone(dim: int, lengths: Sequence[int], index: int, piece: Piece) -> Placem
     return Placement("S", dim, pieces_of([piece if i == index else Piece(1, k, False) for i, k in enumerate(lengths)]))
 
 
-def heads_of(node: fx.Node, cut: Placement, weights: Set[fx.Node]) -> Size:
+def heads_of(node: fx.Node, cut: Placement, weights: Weights) -> Size:
     """How many heads the first view of the products makes of what is cut; 0 where none makes any."""
     trail = follow(node, cut, 1, weights)
     for value, placements in trail.seen.items():
@@ -95,7 +95,7 @@ def heads_of(node: fx.Node, cut: Placement, weights: Set[fx.Node]) -> Size:
     return 0
 
 
-def splits(user: fx.Node, value: fx.Node, placement: Placement, weights: Set[fx.Node]) -> int | None:
+def splits(user: fx.Node, value: fx.Node, placement: Placement, weights: Weights) -> int | None:
     """Where a view of an activation makes several dimensions of the one that is cut: the first of them."""
     if user.op != "call_function" or user in weights or operands(user) != [value] or not placement.is_shard:
         return None
@@ -108,7 +108,7 @@ def splits(user: fx.Node, value: fx.Node, placement: Placement, weights: Set[fx.
     return None if first is None or after[first] == before[placement.dim] else first
 
 
-def met_heads(trails: Sequence[Trail], weights: Set[fx.Node]) -> bool:
+def met_heads(trails: Sequence[Trail], weights: Weights) -> bool:
     """Whether views took one of the cuts apart, or it met a product of activations inside of heads."""
     for trail in trails:
         for value, placements in trail.seen.items():
@@ -127,7 +127,7 @@ def farthest(trails: Sequence[Trail]) -> tuple[fx.Node, Refusal]:
     return max(torn, key=lambda item: order[item[0]])
 
 
-def natural_cut(node: fx.Node, dim: int, weights: Set[fx.Node]) -> tuple[Placement, Trail]:
+def natural_cut(node: fx.Node, dim: int, weights: Weights) -> tuple[Placement, Trail]:
     """The simplest cut that the shapes alone do not tear, were every division even; and where it goes."""
     for cut in candidates(node, dim, 1, weights):
         trail = follow(node, cut, 1, weights)

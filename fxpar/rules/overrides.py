@@ -6,7 +6,7 @@ an error that names the plan line.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import NoReturn
@@ -17,7 +17,7 @@ from fxpar.coercions import at_rest
 from fxpar.errors import PlanError
 from fxpar.layout import I, Placement
 from fxpar.program import Parameter, Program, operands, tensor_type
-from fxpar.rules.follow import Arrived, Trail, candidates, follow, weights_of
+from fxpar.rules.follow import Arrived, Trail, Weights, candidates, follow, weights_of
 from fxpar.rules.heads import all_cuts
 from fxpar.rules.inference import describe
 
@@ -138,7 +138,7 @@ def match_lines(program: Program) -> Lines:
 
 
 def _pin_matrix(
-    node: fx.Node, parameter: Parameter, line: tuple[str, str], n: int, weights: Set[fx.Node], arrived: Arrived
+    node: fx.Node, parameter: Parameter, line: tuple[str, str], n: int, weights: Weights, arrived: Arrived
 ) -> tuple[Pin, Arrived]:
     """The dimension that has the role, cut so that nothing downstream tears it; and where the shard goes."""
     glob, how = line
@@ -160,7 +160,7 @@ def _pin_matrix(
     return Pin(at_rest(placement), how, f"plan: {glob} = {how}", trail.product, tuple(trail.products)), trail.seen
 
 
-def _roles(node: fx.Node, dim: int, weights: Set[fx.Node]) -> set[str]:
+def _roles(node: fx.Node, dim: int, weights: Weights) -> set[str]:
     """The roles of a dimension: some cut of it reaches a product, where others are torn on the way (a fused weight)."""
     for placement in candidates(node, dim, 1, weights):
         trail = follow(node, placement, 1, weights)
@@ -203,7 +203,7 @@ def _pin_vector(
     parameter: Parameter,
     line: tuple[str, str],
     n: int,
-    weights: Set[fx.Node],
+    weights: Weights,
     arrived: Arrived,
     pins: Mapping[fx.Node, Pin],
 ) -> Pin:
@@ -227,7 +227,7 @@ def _pin_vector(
     return Pin(at_rest(cuts[costs.index(min(costs))]), pin.role, f"plan: {glob} = {how}")
 
 
-def _meets(node: fx.Node, weights: Set[fx.Node], products: Mapping[fx.Node, Pin]) -> Pin | None:
+def _meets(node: fx.Node, weights: Weights, products: Mapping[fx.Node, Pin]) -> Pin | None:
     """The pin of the first product that meets the vector, or a part or view of it."""
     pending = [node]
     for current in pending:

@@ -115,6 +115,8 @@ def _slice(call: Call, index: int, placement: Placement) -> Signature | Refusal:
     dim = _wrap(call.get("dim", 0), len(shape))
     if placement.dim != dim:
         return Signature((placement,), (placement,))
+    if placement.is_padded:
+        return Refusal(f"the slice of {placement} would count its padding", structural=True)
     start, end = _bounds(call, shape[dim])
     step = call.get("step", 1)
     if (start, end) == (0, shape[dim]) and step == 1:
@@ -133,6 +135,8 @@ def _split(call: Call, index: int, placement: Placement) -> Signature | Refusal:
     dim = _wrap(call.get("dim", 0), rank)
     if placement.dim != dim:
         return Signature((placement,), (placement,) * len(call.outputs))
+    if placement.is_padded:
+        return Refusal(f"the parts of {placement} would count its padding", structural=True)
     cuts: list[tuple[Size, Size]] = []
     offset: Size = 0
     for kind in call.outputs:

@@ -57,7 +57,8 @@ def collectives(program: Program, sizes: Mapping[str, int] | None = None) -> lis
     """
     values = _values(program, sizes)
     flags = carried(program)
-    weights = {program.node(p.node) for p in program.parameters}
+    held = {p.node for p in program.parameters}
+    weights = {node for node in program.graph.nodes if node.op == "placeholder" and node.name in held}
     found = []
     for node in program.graph.nodes:
         if node.op == "call_function" and operands(node) and weights.issuperset(operands(node)):

@@ -157,6 +157,12 @@ def candidates(
     return found
 
 
+def _padded(t: torch.Tensor, n: int) -> list[Placement]:
+    """Each dimension in blocks with one or two elements of padding behind."""
+    sizes = [(dim, size, -(-size // n) * n + n) for dim, size in enumerate(t.shape) if size > 1]
+    return [Placement("S", dim, (Piece(1, size, padded=padded),)) for dim, size, padded in sizes]
+
+
 def _choices(trial: Trial, call: Call, outers: Sequence[int], halves: bool) -> list[list[Placement]]:
     """Placements to try for each operand of a call."""
     found = [candidates(t, trial.n, outers, trial.sample.segments, halves) for t in trial.operands]
@@ -214,7 +220,8 @@ class _Judge:
             return
         found = partial_signatures(self.rule, self.call)
         for index, t in enumerate(self.trial.operands):
-            for placement in candidates(t, self.trial.n, (2, 3), self.trial.sample.segments, True):
+            tried = candidates(t, self.trial.n, (2, 3), self.trial.sample.segments, True)
+            for placement in (*tried, *_padded(t, self.trial.n)):
                 if placement.is_shard:
                     signature = seed_signature(self.rule, self.call, index, placement)
                     found += [] if isinstance(signature, Refusal) else [signature]

@@ -10,6 +10,7 @@ The values (left) and the gradients (right) that the ranks must hold for a globa
 I      x on every rank                 g on every rank
 R      x on every rank                 summands of g
 S      the rank's positions of x       the same positions of g; summands where several ranks hold them
+~      the same and anything behind    the same and zeros behind
 S; I   the rank's positions of x       the same positions of g
 P      summands of x                   g on every rank
 V      the rank's index                none
@@ -95,12 +96,16 @@ def divides(placement: Placement, shape: Sequence[int], n: int) -> bool:
         return True
     total = sum(int(p.outer) * int(p.size) for p in placement.pieces)
     cut = [p for p in placement.pieces if p.sharded]
+    if placement.is_padded:
+        (only,) = cut
+        share = int(only.padded) // n
+        return total == shape[placement.dim] and only.padded % n == 0 and share * n >= total and -(-total // n) <= share
     even = all(n % p.copies == 0 and p.copies < n and int(p.size) % (n // p.copies) == 0 for p in cut)
     return 0 <= placement.dim < len(shape) and total == shape[placement.dim] and even
 
 
 def _block(x: torch.Tensor, placement: Placement, n: int, rank: int) -> torch.Tensor:
-    return x.index_select(placement.dim, torch.tensor(held(placement, n, rank)))
+    return x.index_select(placement.dim, torch.tensor(held(placement, n, rank), dtype=torch.int64))
 
 
 def _summands(x: torch.Tensor, n: int, generator: torch.Generator) -> list[torch.Tensor]:
@@ -111,12 +116,29 @@ def _summands(x: torch.Tensor, n: int, generator: torch.Generator) -> list[torch
     return [*parts, x - sum(parts)]
 
 
+def _padded(
+    part: torch.Tensor, placement: Placement, n: int, rank: int, generator: torch.Generator | None
+) -> torch.Tensor:
+    """The part with its padding: anything, or zeros where there is no generator."""
+    count = padding(placement, n, rank)
+    if not count:
+        return part
+    shape = [count if dim == placement.dim else size for dim, size in enumerate(part.shape)]
+    more = torch.zeros(shape) if generator is None else torch.randn(shape, generator=generator)
+    return torch.cat([part, more.to(part.dtype)], placement.dim)
+
+
+def _unpadded(part: torch.Tensor, placement: Placement, n: int, rank: int) -> torch.Tensor:
+    count = padding(placement, n, rank)
+    return part.narrow(placement.dim, 0, part.shape[placement.dim] - count) if count else part
+
+
 def place(x: torch.Tensor, placement: Placement, n: int, generator: torch.Generator) -> list[torch.Tensor]:
     """What each rank holds of the value x."""
     if placement.kind == "P":
         return _summands(x, n, generator)
     if placement.is_shard:
-        return [_block(x, placement, n, rank) for rank in range(n)]
+        return [_padded(_block(x, placement, n, rank), placement, n, rank, generator) for rank in range(n)]
     if placement.kind == "V":
         return [torch.full_like(x, rank) for rank in range(n)]
     return [x] * n
@@ -128,8 +150,8 @@ def place_gradient(g: torch.Tensor, placement: Placement, n: int, generator: tor
         return [g] * n
     if not placement.is_shard:
         return _summands(g, n, generator)
-    if placement.settled:
-        return [_block(g, placement, n, rank) for rank in range(n)]
+    if placement.settled or placement.is_padded:
+        return [_padded(_block(g, placement, n, rank), placement, n, rank, None) for rank in range(n)]
     return _shared_summands(g, placement, n, generator)
 
 
@@ -162,7 +184,8 @@ def agree(parts: Sequence[torch.Tensor], placement: Placement, x: torch.Tensor) 
     if placement.kind == "P":
         return all(p.shape == x.shape for p in parts) and _close(torch.stack(list(parts)).sum(0, dtype=x.dtype), x)
     if placement.is_shard:
-        return all(_close(part, _block(x, placement, n, rank)) for rank, part in enumerate(parts))
+        own = (_unpadded(part, placement, n, rank) for rank, part in enumerate(parts))
+        return all(_close(part, _block(x, placement, n, rank)) for rank, part in enumerate(own))
     return all(_close(part, x) for part in parts)
 
 
@@ -173,11 +196,14 @@ def agree_gradient(parts: Sequence[torch.Tensor], placement: Placement, g: torch
         return all(_close(part, g) for part in parts)
     if not placement.is_shard:
         return _close(torch.stack(list(parts)).sum(0), g)
+    if placement.is_padded:
+        wanted = place_gradient(g, placement, n, torch.Generator())
+        return all(_close(part, own) for part, own in zip(parts, wanted, strict=True))
     if placement.settled:
         return agree(parts, placement, g)
     whole = torch.zeros_like(g)
     for rank, part in enumerate(parts):
-        whole.index_add_(placement.dim, torch.tensor(held(placement, n, rank)), part)
+        whole.index_add_(placement.dim, torch.tensor(held(placement, n, rank), dtype=torch.int64), part)
     return _close(whole, g)
 
 

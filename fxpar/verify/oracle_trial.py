@@ -22,6 +22,7 @@ from fxpar.verify.oracle_ranks import (
     agree_gradient,
     divides,
     held,
+    padding,
     place,
     place_gradient,
     tensors_of,
@@ -154,7 +155,7 @@ class Trial:
 def _local_shape(trial: Trial, out: Placement) -> list[int]:
     shape = list(trial.outputs[0].shape)
     if out.is_shard:
-        shape[out.dim] = len(held(out, trial.n, 0))
+        shape[out.dim] = len(held(out, trial.n, 0)) + padding(out, trial.n, 0)
     return shape
 
 

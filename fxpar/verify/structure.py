@@ -6,6 +6,7 @@ Enters: a program. Leaves: nothing, or `CheckFailed` that names the node.
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Iterator
 
 import torch
@@ -55,7 +56,7 @@ def check_structure(program: Program) -> None:
 
 
 def _check_placeholders(program: Program) -> None:
-    holders = [*(p.node for p in program.parameters), *(i.node for i in program.inputs)]
+    holders = Counter([*(p.node for p in program.parameters), *(i.node for i in program.inputs)])
     missing = set(holders) - {node.name for node in program.graph.nodes if node.op == "placeholder"}
     if missing:
         raise CheckFailed("a table names a placeholder that is missing", where=f"%{min(missing)}")
@@ -66,8 +67,8 @@ def _check_placeholders(program: Program) -> None:
             continue
         if body:
             raise CheckFailed("a placeholder stands behind an operation", where=describe(node))
-        if holders.count(node.name) != 1:
-            raise CheckFailed(f"the placeholder is in {holders.count(node.name)} tables", where=describe(node))
+        if holders[node.name] != 1:
+            raise CheckFailed(f"the placeholder is in {holders[node.name]} tables", where=describe(node))
         if not isinstance(note(node).type, TensorType):
             raise CheckFailed(f"the placeholder is {note(node).type} and no tensor", where=describe(node))
 

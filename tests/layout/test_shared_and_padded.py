@@ -7,7 +7,7 @@ import torch
 
 from fxpar.layout import Piece, Placement, fits, local_size, padded_shard, parse_placement, slice_pieces, through_view
 from fxpar.ops.collectives import _collect, _spread
-from fxpar.shards import block, whole
+from fxpar.shards import block, counted, whole
 from fxpar.verify.oracle_ranks import held, padding
 
 SHARED = [
@@ -34,6 +34,14 @@ def test_shared_blocks_hold_what_is_counted_and_come_back(placement: Placement) 
         assert torch.equal(part, x.index_select(placement.dim, torch.tensor(held(placement, n, rank))))
     assert torch.equal(whole(parts, placement), x)
     assert parse_placement(str(placement), shape) == placement
+
+
+@pytest.mark.parametrize("placement", SHARED, ids=str)
+def test_of_what_ranks_share_one_of_them_counts(placement: Placement) -> None:
+    size, n = length(placement), 4
+    x = torch.arange(2 * size).view((size, 2) if placement.dim == 0 else (2, size))
+    parts = [part for rank in range(n) for part in counted(block(x, placement, n, rank), placement, n, rank)]
+    assert sorted(value for part in parts for value in part.flatten().tolist()) == list(range(2 * size))
 
 
 @pytest.mark.parametrize(("size", "n", "padded"), [(50257, 4, 50688), (50257, 8, 51200), (259, 2, 512), (5, 4, 8)])

@@ -21,6 +21,8 @@ from fxpar.verify.analysis import Collective, collectives, split_flops, unsplit
 from fxpar.verify.check import Verification, compile_program
 from fxpar.verify.values import TOLERANCE, call_inputs, program_state, verify_values
 from tests.models.table import Record, add_row
+from tests.verify.cases import prepared
+from tests.verify.cases import program as split
 
 VOCABULARY, LAYERS = 256, 1
 _USUAL = {
@@ -76,12 +78,11 @@ _BIASES = {"q_proj.bias": "tp:S(0)", "k_proj.bias": "tp:S(0: 24 / 2; I)"}
 MODELS: dict[str, Model] = {
     "kv1": Model("Llama", _llama(1, attention_bias=True), {2: _ONE, 4: _ONE}),
     "kv2": Model("Llama", _llama(2, attention_bias=True), {2: _PLAIN, 4: {**_PAIRS, **_BIASES}}),
-    "kv2eager": Model("Llama", _llama(2, attn_implementation="eager"), {4: _PAIRS}),
     "kv3": Model("Llama", _llama(3, 6), {2: _WHOLE, 4: _WHOLE}),
     "kv6of12": Model("Llama", _llama(6, 12), {4: _WHOLE}),
     "heads6": Model("Llama", _llama(6, 6), {2: _PLAIN, 4: _WHOLE}),
     "qwen2": Model("Qwen2", _llama(2), {4: {**_PAIRS, **_BIASES}}),
-    "mistral": Model("Mistral", _llama(2, sliding_window=8), {4: _PAIRS}),
+    "mistral": Model("Mistral", _llama(2, sliding_window=8, attn_implementation="eager"), {4: _PAIRS}),
     "phi3": Model(
         "Phi3",
         _llama(2, resid_pdrop=0.1),
@@ -137,16 +138,15 @@ def layouts(name: str, tp: int) -> dict[str, str]:
 @pytest.mark.parametrize(("name", "tp"), CASES)
 def test_heads_of_all_numbers_by_value(name: str, tp: int, record_property: Record) -> None:
     model, found = captured(name)
-    split = program(name, tp)
+    mine = program(name, tp)
     state, inputs = program_state(found.program, model), call_inputs(found, model, batch())
-    report = verify_values(found.program, split, state, inputs)
+    report = verify_values(found.program, mine, state, inputs)
     assert report.ok, report
     assert max(report.loss_error, report.output_error, report.max_grad_error) <= TOLERANCE
-    assert {c.op for c in in_layers(split)} == {"all_reduce"}
-    mine = layouts(name, tp)
+    assert {c.op for c in in_layers(mine)} == {"all_reduce"}
     for end, wanted in MODELS[name].cuts[tp].items():
-        assert {layout for fqn, layout in mine.items() if fqn.endswith(end)} == {wanted}, end
-    add_row(record_property, name, tp, "none", Verification(True, "values", split, split_flops(split), (), report))
+        assert {layout for fqn, layout in layouts(name, tp).items() if fqn.endswith(end)} == {wanted}, end
+    add_row(record_property, name, tp, "none", Verification(True, "values", mine, split_flops(mine), (), report))
 
 
 def in_layers(found: Program) -> list[Collective]:
@@ -171,16 +171,15 @@ def test_of_a_fused_weight_just_the_shared_part_is_summed() -> None:
     assert (shared.op, shared.bytes) == ("all_reduce", 2 * 24 * 96 * 4)
 
 
-@pytest.mark.parametrize("name", ["kv1", "kv2", "kv2eager", "qwen2", "mistral", "phi3"])
+@pytest.mark.parametrize("name", ["kv1", "kv2", "qwen2", "mistral", "phi3"])
 def test_all_is_split_but_what_few_kv_heads_leave_to_several_ranks(name: str) -> None:
-    split, heads, tokens = split_flops(program(name, 4)), 8, 256
     kv = 1 if name == "kv1" else 2
-    # In columns and rows of hidden size 96, heads of 12: q, k, v, o, the attention, gate, up and down, the head.
-    kv_part, rest = 2 * 12 * kv, 2 * 96 + 2 * 16 * heads * 12 / 96 + 3 * 160 + tokens
-    shared = (1 - kv / 4) / (1 - 1 / 4) if kv == 1 else (1 - 2 / 4) / (1 - 1 / 4)
-    divided = rest + kv_part * (shared if kv > 1 else 0)
-    assert split == pytest.approx(divided / (rest + kv_part), abs=0.01)
-    assert split > 0.95
+    # In columns of width 96: k and v; q, o, the attention over 16 tokens, gate, up, down and the output head.
+    few, rest = 2 * 12 * kv, 2 * 96 + 2 * 16 + 3 * 160 + VOCABULARY
+    divided = 0.0 if kv == 1 else (1 - 2 / 4) / (1 - 1 / 4)  # one head is on all ranks, each of two on two of four
+    share = split_flops(program(name, 4))
+    assert share == pytest.approx((rest + divided * few) / (rest + few), abs=0.001)
+    assert share > 0.95
 
 
 @pytest.mark.parametrize(
@@ -227,15 +226,22 @@ def test_a_plan_s_lines_find_shared_blocks_too(name: str, split: dict[str, str])
     assert verify_values(found.program, given, state, inputs).ok
 
 
+def test_grouped_attention_of_the_fused_kernel_by_value() -> None:
+    found = split("grouped", 4)
+    assert prepared("grouped").compare(found).ok
+    mine = {p.fqn: str(output_layouts(found.node(p.node))[0]) for p in found.parameters}
+    assert (mine["k.weight"], mine["qkv.bias"]) == ("tp:S(0: 8 / 2; I)", "tp:S(0: 32 | !8; I)")
+
+
 def test_frozen_weights_share_blocks_without_a_collective() -> None:
-    model = MODELS["kv2"].build()
+    case = prepared("grouped").case
+    model, example = case.model(), case.example()
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_("k_proj" not in name)
-    found = capture(model, batch(), Plan(tp=4))
+        parameter.requires_grad_(not name.startswith("k."))
+    found = capture(model, example, Plan(tp=4))
     frozen = compile_program(found)
-    (mine,) = {
-        str(output_layouts(frozen.node(p.node))[0]) for p in frozen.parameters if p.fqn.endswith("k_proj.weight")
-    }
-    assert mine == "tp:S(0: 24 / 2)"
-    state, inputs = program_state(found.program, model), call_inputs(found, model, batch())
+    (mine,) = {str(output_layouts(frozen.node(p.node))[0]) for p in frozen.parameters if p.fqn == "k.weight"}
+    assert mine == "tp:S(0: 8 / 2)"
+    assert not any("k_weight" in collective.node for collective in collectives(frozen))
+    state, inputs = program_state(found.program, model), call_inputs(found, model, example)
     assert verify_values(found.program, frozen, state, inputs).ok

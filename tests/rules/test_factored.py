@@ -8,11 +8,18 @@ import pytest
 import torch
 
 from fxpar.coercions import at_rest, coercion, held_fraction, shared_fraction, unsettled
+from fxpar.errors import LayoutError
 from fxpar.layout import I, Placement, R, parse_placement, shard
 from fxpar.operators import share, take_part
+from fxpar.parse import parse_program
+from fxpar.rules import Call
+from fxpar.text import print_program
 from fxpar.verify.oracle import check_operation, sample
 from fxpar.verify.oracle_ranks import held
 from fxpar.verify.oracle_table import operations
+from fxpar.verify.types import check_types
+from tests.rules.test_rules import answer, attention
+from tests.verify.cases import program
 
 
 def cut(text: str, size: int) -> Placement:
@@ -82,6 +89,24 @@ def test_grouped_attention_with_shared_heads_agrees_with_brute_force(heads: int,
     assert all("/" in signature or "|" in signature or " x " in signature or "R" in signature for signature in missed)
 
 
+@pytest.mark.parametrize(
+    ("found", "placements", "expected"),
+    [
+        (attention(8, 2, n=4), "S(1), S(1: 2 / 2), S(1: 2 / 2)", "S(1)"),
+        (attention(8, 2, n=4), "S(1: 8 / 2), S(1: 2 / 2), S(1: 2 / 2)", "S(1: 8 / 2)"),
+        (attention(8, 4, n=4), "S(1), S(1: 4 / 2), R", "operand key is S(1: 4 / 2) where S(1) fits S(1) of query"),
+        (attention(12, 6, n=4), "S(1), R, R", "a dimension of 6 cannot follow the cut S(1) over 4 ranks"),
+        (
+            attention(8, 2, n=4),
+            "S(1), S(1: 2 / 2; I), R",
+            "operand key has settled blocks (I), of which no rank has the whole gradient: share it",
+        ),
+    ],
+)
+def test_signatures_of_grouped_attention(found: Call, placements: str, expected: str) -> None:
+    assert answer(found, placements) == expected
+
+
 # What weights, their products and views are; the rest is element-wise.
 OPERATIONS = (
     *(f"aten.{name}.default" for name in ("linear", "mm", "matmul", "view", "expand", "permute", "cat", "repeat", "t")),
@@ -104,3 +129,12 @@ def test_rules_agree_with_brute_force_on_shared_blocks(name: str) -> None:
     assert [str(finding) for finding in report.missed if " / " in finding.signature] == []
     shared = [text for text in report.accepted if " / 2" in text]
     assert shared
+
+
+def test_shared_blocks_that_nothing_sums_are_refused_with_the_remedy() -> None:
+    text = print_program(program("grouped", 4))
+    line = next(line for line in text.splitlines() if line.startswith("%k_weight_share = "))
+    broken = text.replace(line + "\n", "").replace("%k_weight_share", "%k_weight")
+    remedy = r"insert fxpar\.share\[tp\]\(%k_weight\) : tp:S\(0: 8 / 2; I\)→S\(0: 8 / 2\)"
+    with pytest.raises(LayoutError, match=remedy):
+        check_types(parse_program(broken))

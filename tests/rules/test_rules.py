@@ -167,19 +167,6 @@ ATTENTION = [
     (attention(8, 4, n=4), "S(1), S(1), S(1)", "S(1)"),
     (attention(8, 4), "S(1: 2 x 4), S(1: 2 x 2), S(1: 2 x 2)", "S(1: 2 x 4)"),
     (attention(8, 2, n=4), "S(1), R, R", "operand key is R where S(1: 2 / 2) fits S(1) of query"),
-    (attention(8, 2, n=4), "S(1), S(1: 2 / 2), S(1: 2 / 2)", "S(1)"),
-    (attention(8, 2, n=4), "S(1: 8 / 2), S(1: 2 / 2), S(1: 2 / 2)", "S(1: 8 / 2)"),
-    (
-        attention(8, 4, n=4),
-        "S(1), S(1: 4 / 2), S(1: 4 / 2)",
-        "operand key is S(1: 4 / 2) where S(1) fits S(1) of query",
-    ),
-    (attention(12, 6, n=4), "S(1), R, R", "a dimension of 6 cannot follow the cut S(1) over 4 ranks"),
-    (
-        attention(8, 2, n=4),
-        "S(1), S(1: 2 / 2; I), R",
-        "operand key has settled blocks (I), of which no rank has the whole gradient: share it",
-    ),
     (attention(8, 4), "S(1), R, R", "operand key is R where S(1) fits S(1) of query"),
     # multi-query: one kv head serves the query heads of every rank
     (attention(8, 1, n=4), "S(1), R, R", "S(1)"),

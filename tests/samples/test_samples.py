@@ -54,6 +54,11 @@ def test_my_pass_fuses_both_layers_and_is_proved_right() -> None:
     assert float(found[1]) < 1e-10
 
 
+def test_a_plan_for_512_ranks_compiles_here() -> None:
+    text = run("samples/bench_compile.py", "--model", "llama-512", "--layers", "1")
+    assert re.search(r"│ llama-512 +│ +512 │ +1 │ +85\.5 G │ .* GiB │ 100\.0% │ +\d+ KiB │", text), text
+
+
 def test_the_command_line_takes_the_passes_of_the_sample() -> None:
     split = ["--split", "*.[gu]*_proj=column", "--split", "*.down*=row"]
     text = run("-m", "fxpar", "run", "hf:llama", "--tp", "2", *split, "--passes", "samples/my_pass.py:PASSES", "--json")

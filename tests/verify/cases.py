@@ -69,8 +69,8 @@ class Grouped(nn.Module):
         mixed = functional.scaled_dot_product_attention(q, k, v, None, 0.1, is_causal=True, enable_gqa=True)
         x = x + self.o(mixed.transpose(1, 2).reshape(b, s, 32))
         q, k, v = self.qkv(x).split([32, 4, 4], -1)
-        few = [p.unsqueeze(1) for p in (k, v)]
-        mixed = functional.scaled_dot_product_attention(q.view(b, s, 8, 4).transpose(1, 2), *few, dropout_p=0.1)
+        q, k, v = q.view(b, s, 8, 4).transpose(1, 2), k.unsqueeze(1), v.unsqueeze(1)
+        mixed = functional.scaled_dot_product_attention(q, k, v, dropout_p=0.1)
         y = x + self.out(mixed.transpose(1, 2).reshape(b, s, 32))
         return {"loss": ((y - target) ** 2).mean(), "y": y}
 

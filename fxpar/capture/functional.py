@@ -1,0 +1,151 @@
+"""Functional form of an exported graph: no changes in place, and none of the operators that may return their operand.
+
+Enters: an exported program whose regions are settled. Leaves: one in functional form with the same values, gradients,
+order of random nodes and metadata.
+
+torch's own way traces the graph twice more, which takes most of the time of a capture. It is needed where something
+changes in place, and where an operator occurs that torch takes apart and this file does not know. Elsewhere a handful
+of operators is rewritten as torch would, each by what the trace recorded of its operand and result, and all other
+nodes stay as they are.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch._decomp
+from torch import Tensor, fx
+from torch.export import ExportedProgram
+from torch.multiprocessing.reductions import StorageWeakRef
+
+aten = torch.ops.aten
+
+
+def functional_form(exported: ExportedProgram) -> ExportedProgram:
+    """The program in functional form; the one that is given may be changed.
+
+    Args:
+        exported: a flat graph.
+    """
+    nodes = [node for node in exported.graph.nodes if node.op == "call_function"]
+    if not all(_is_known(node) for node in nodes):
+        retraced: ExportedProgram = exported.run_decompositions({})
+        return retraced
+    for node in nodes:
+        rewrite = _REWRITES.get(node.target)
+        if rewrite is not None:
+            node.replace_all_uses_with(rewrite(exported.graph, node))
+            exported.graph.erase_node(node)
+    exported.graph.eliminate_dead_code()
+    _number(exported)
+    exported.graph_module.recompile()
+    return exported
+
+
+def _is_known(node: fx.Node) -> bool:
+    """Whether the node can stay as it is, or is one of those that are rewritten."""
+    target: Any = node.target
+    if target in _REWRITES or not isinstance(target, torch._ops.OpOverload):
+        return target in _REWRITES or not isinstance(target, torch._ops.OperatorBase)
+    arguments = target._schema.arguments
+    if target._schema.is_mutable or torch.Tag.maybe_aliasing_or_mutating in target.tags:
+        return False
+    is_alias = any(argument.alias_info is not None for argument in arguments)
+    # Functional operators stay, however they are composed; a view stays where it is an operator of its own.
+    return not (is_alias and _is_composite(target))
+
+
+def _is_composite(target: torch._ops.OpOverload) -> bool:
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    return key in target.py_kernels or torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), key)
+
+
+def _number(exported: ExportedProgram) -> None:
+    """Names nodes by operator, counted in the order of the graph, as a trace would."""
+    free = fx.Graph()._graph_namespace
+    for node in exported.graph.nodes:
+        target: Any = node.target
+        is_call = isinstance(target, torch._ops.OpOverload) and target is not aten.sym_size.int
+        base = exported.graph._target_to_str(target.overloadpacket.__name__) if is_call else node.name
+        name = free.create_name(base, None)
+        if name != node.name:
+            node.name = name
+    returned: Any = next(node for node in reversed(exported.graph.nodes) if node.op == "output").args[0]
+    for spec, value in zip(exported.graph_signature.output_specs, returned, strict=True):
+        if isinstance(value, fx.Node):
+            spec.arg.name = value.name
+
+
+def _value(node: Any) -> Tensor:
+    found: Tensor = node.meta["val"]
+    return found
+
+
+def _made(graph: fx.Graph, node: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    """A call before `node` with its metadata."""
+    with graph.inserting_before(node):
+        new = graph.call_function(target, args, kwargs)
+    new.meta = dict(node.meta)
+    return new
+
+
+def _is_same(node: fx.Node) -> bool:
+    """Whether the result is the operand itself or a view of it."""
+    mine, other = (StorageWeakRef(_value(n).untyped_storage()) for n in (node, node.args[0]))
+    return bool(mine == other)
+
+
+def _cast(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """`to`: the operand, or a copy in another type."""
+    source: Any = node.args[0]
+    if _is_same(node):
+        return source  # type: ignore[no-any-return]
+    options: dict[str, Any] = {"dtype": _value(node).dtype} if _value(node).dtype != _value(source).dtype else {}
+    if _value(node).device != _value(source).device:
+        options["device"] = _value(node).device
+    return _made(graph, node, aten._to_copy.default, source, **options)
+
+
+def _contiguous(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """`contiguous`: the operand, or a copy."""
+    if _is_same(node):
+        return node.args[0]  # type: ignore[return-value]
+    return _made(graph, node, aten.clone.default, node.args[0], memory_format=torch.contiguous_format)
+
+
+def _reshape(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """`reshape`: a view, or a view of a copy."""
+    if _is_same(node):
+        return _made(graph, node, aten.view.default, *node.args[:2])
+    copy = _made(graph, node, aten.clone.default, node.args[0], memory_format=torch.contiguous_format)
+    copy.meta["val"] = _value(node.args[0])
+    return _made(graph, node, aten._unsafe_view.default, copy, node.args[1])
+
+
+def _dropout(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """`dropout`: values and mask, or a copy of the operand."""
+    source, p, training = node.args
+    if not training or p == 0:
+        return _made(graph, node, aten.clone.default, source)
+    new = _made(graph, node, aten.native_dropout.default, source, p, True)
+    value = _value(node)
+    new.meta["val"] = (value, torch.empty_like(value, dtype=torch.bool))
+    with graph.inserting_before(node):
+        item = graph.call_function(operator.getitem, (new, 0))
+    item.meta = dict(node.meta)
+    return item
+
+
+_Rewrite = Callable[[fx.Graph, fx.Node], fx.Node]
+_REWRITES: Mapping[Any, _Rewrite] = {
+    aten.to.dtype: _cast,
+    aten.to.dtype_layout: _cast,
+    aten.to.device: _cast,
+    aten.to.other: _cast,
+    aten.contiguous.default: _contiguous,
+    aten.reshape.default: _reshape,
+    aten.dropout.default: _dropout,
+}

@@ -1,0 +1,264 @@
+"""The choice as numbers: what each node's options cost, and what conversions between them cost.
+
+Enters: options and prices. Leaves: a `Problem`, in which nodes are positions and placements are numbers, so that equal
+layers make equal problems; and its exact minimum, as a mixed integer program.
+
+One binary variable for each option of a node; exactly one of them is 1. For each use of a value a flow from the
+placements that its producer may give to those that its user may want, whose sums are those variables. A conversion is
+paid once for each value and pair of placements, however many users share it: its variable is at least each flow. In
+this form the linear relaxation is integral but for few instances, so that the solver rarely has to branch.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field
+
+import numpy as np
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import csr_array
+from torch import fx
+
+from fxpar.choice.options import Options, Value, value_of
+from fxpar.choice.prices import Prices
+from fxpar.layout import Placement
+from fxpar.program import operands
+
+# How far from a whole number the solver leaves a variable that is one.
+_INTEGRAL = 1e-6
+
+# A value: the position of its node, and which of its outputs it is.
+Place = tuple[int, int]
+# A conversion of a value, from one placement to another.
+Conversion = tuple[Place, int, int]
+
+
+@dataclass(frozen=True)
+class Use:
+    """One use of a value.
+
+    Attributes:
+        user: position of the node that uses it; None where the value leaves the program.
+        value: what is used.
+        wanted: for each placement in which it may be wanted the user's options that want it; none where it leaves: any
+            of the placements will do then.
+        prices: the conversions that are offered: from, to, seconds.
+    """
+
+    user: int | None
+    value: Place
+    wanted: tuple[tuple[int, tuple[int, ...]], ...]
+    prices: tuple[tuple[int, int, float], ...]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Options by number; their order is that of `Options.of`.
+
+    Attributes:
+        costs: of each option of each node.
+        outputs: placements of the outputs of each option of each node.
+        uses: in the order of their users.
+    """
+
+    costs: tuple[tuple[float, ...], ...]
+    outputs: tuple[tuple[tuple[int, ...], ...], ...]
+    uses: tuple[Use, ...]
+
+    def placements(self, value: Place) -> tuple[int, ...]:
+        """What a value may be."""
+        return tuple(dict.fromkeys(option[value[1]] for option in self.outputs[value[0]]))
+
+
+@dataclass(frozen=True)
+class Given:
+    """What is decided already.
+
+    Attributes:
+        allowed: the options of a node that are left.
+        paid: conversions that cost nothing more.
+        barred: conversions that are not to be used.
+    """
+
+    allowed: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    paid: Set[Conversion] = frozenset()
+    barred: Set[Conversion] = frozenset()
+
+
+def problem_of(
+    graph: fx.Graph, options: Options, prices: Prices, ends: Mapping[Value, tuple[Placement, ...]]
+) -> tuple[list[fx.Node], Problem]:
+    """The nodes in the order of their positions, and the problem.
+
+    Parameters and inputs stand right before their first user, so that what belongs together stands together.
+    """
+    nodes = _ordered(graph, options)
+    position = {node: i for i, node in enumerate(nodes)}
+    numbers: dict[Placement, int] = {}
+    known: dict[tuple[Value, Placement, Placement], float | None] = {}
+
+    def number(placement: Placement) -> int:
+        return numbers.setdefault(placement, len(numbers))
+
+    def use(user: fx.Node | None, value: Value, wanted: Mapping[Placement, list[int]]) -> Use:
+        offered = []
+        for source in options.placements(value):
+            for target in wanted:
+                key = (value, source, target)
+                if key not in known:
+                    known[key] = prices.conversion(value, source, target)
+                price = known[key]
+                if price is not None:
+                    offered.append((number(source), number(target), price))
+        place = (position[value[0]], value[1])
+        numbered = tuple((number(placement), tuple(users)) for placement, users in wanted.items())
+        return Use(None if user is None else position[user], place, numbered, tuple(offered))
+
+    uses = []
+    for node in nodes:
+        for index, operand in enumerate(operands(node) if node.op == "call_function" else ()):
+            wanted: dict[Placement, list[int]] = defaultdict(list)
+            for i, option in enumerate(options.of[node]):
+                wanted[option.operands[index]].append(i)
+            uses.append(use(node, value_of(operand), wanted))
+    uses += [use(None, value, {placement: [] for placement in placements}) for value, placements in ends.items()]
+    costs = tuple(tuple(prices.node(node, option) for option in options.of[node]) for node in nodes)
+    outputs = tuple(tuple(tuple(map(number, option.outputs)) for option in options.of[node]) for node in nodes)
+    return nodes, Problem(costs, outputs, tuple(uses))
+
+
+def _ordered(graph: fx.Graph, options: Options) -> list[fx.Node]:
+    found: dict[fx.Node, None] = {}
+    for node in graph.nodes:
+        if node.op == "call_function" and node in options.of:
+            found.update((source, None) for source, _ in map(value_of, operands(node)))
+            found[node] = None
+    return [*found, *(node for node in options.of if node not in found)]
+
+
+def cost_of(problem: Problem, picks: Sequence[int], given: Given | None = None) -> float:
+    """Seconds of a choice of one option for each node."""
+    given = given or Given()
+    total = sum(costs[pick] for costs, pick in zip(problem.costs, picks, strict=True))
+    paid = set(given.paid)
+    for use in sorted(problem.uses, key=lambda use: use.user is None):
+        source = problem.outputs[use.value[0]][picks[use.value[0]]][use.value[1]]
+        offered = {
+            target: 0.0 if (use.value, source, target) in paid else price
+            for start, target, price in use.prices
+            if start == source and (use.value, source, target) not in given.barred
+        }
+        wanted = [t for t, users in use.wanted if use.user is None or picks[use.user] in users]
+        target = min((t for t in wanted if t in offered), key=offered.__getitem__)
+        total += offered[target]
+        paid.add((use.value, source, target))
+    return total
+
+
+@dataclass
+class _Model:
+    """Rows and columns as they are collected."""
+
+    costs: list[float] = field(default_factory=list)
+    integral: list[int] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+    columns: list[int] = field(default_factory=list)
+    factors: list[float] = field(default_factory=list)
+    lower: list[float] = field(default_factory=list)
+    upper: list[float] = field(default_factory=list)
+
+    def variable(self, cost: float, integral: bool) -> int:
+        self.costs.append(cost)
+        self.integral.append(int(integral))
+        return len(self.costs) - 1
+
+    def row(self, ones: Sequence[int], others: Sequence[int], lower: float, upper: float) -> None:
+        """The sum of some variables less that of others."""
+        self.rows += [len(self.lower)] * (len(ones) + len(others))
+        self.columns += [*ones, *others]
+        self.factors += [1.0] * len(ones) + [-1.0] * len(others)
+        self.lower.append(lower)
+        self.upper.append(upper)
+
+
+def minimum(problem: Problem, given: Given | None = None) -> tuple[int, ...] | None:
+    """The cheapest option of each node; None where there is no choice."""
+    given, model = given or Given(), _Model()
+    picks: list[dict[int, int]] = []
+    for node, costs in enumerate(problem.costs):
+        left = given.allowed.get(node, range(len(costs)))
+        picks.append({option: model.variable(costs[option], True) for option in left})
+        model.row([*picks[node].values()], [], 1.0, 1.0)
+    conversions: dict[Conversion, int] = {}
+    for use in problem.uses:
+        if not _connect(model, problem, given, picks, conversions, use):
+            return None
+    chosen = _solved(model)
+    if chosen is None:
+        return None
+    return tuple(max(columns, key=lambda option: chosen[columns[option]]) for columns in picks)
+
+
+def _connect(
+    model: _Model,
+    problem: Problem,
+    given: Given,
+    picks: Sequence[Mapping[int, int]],
+    conversions: dict[Conversion, int],
+    use: Use,
+) -> bool:
+    """The flows of one use; False where nothing the value may be can become what is wanted."""
+    node, index = use.value
+    makers: dict[int, list[int]] = defaultdict(list)
+    for option, column in picks[node].items():
+        makers[problem.outputs[node][option][index]].append(column)
+    users: dict[int, list[int] | None] = {}
+    for target, options in use.wanted:
+        columns = None if use.user is None else [picks[use.user][o] for o in options if o in picks[use.user]]
+        if columns is None or columns:
+            users[target] = columns
+    if len(makers) == len(users) == 1 and makers.keys() == users.keys():
+        return True
+    out: dict[int, list[int]] = defaultdict(list)
+    into: dict[int, list[int]] = defaultdict(list)
+    for source, target, price in use.prices:
+        key = (use.value, source, target)
+        if source not in makers or target not in users or key in given.barred:
+            continue
+        flow = model.variable(0.0, False)
+        out[source].append(flow)
+        into[target].append(flow)
+        if price > 0.0 and key not in given.paid:
+            if key not in conversions:
+                conversions[key] = model.variable(price, False)
+            model.row([conversions[key]], [flow], 0.0, np.inf)
+    for source, columns in makers.items():
+        model.row(out[source], columns, 0.0, 0.0)
+    for target, wanting in users.items():
+        if wanting is not None:
+            model.row(into[target], wanting, 0.0, 0.0)
+    return bool(out)
+
+
+def _solved(model: _Model) -> np.ndarray | None:
+    """Values of the variables at the minimum; None where there is no solution."""
+    shape = (len(model.lower), len(model.costs))
+    matrix = csr_array((model.factors, (model.rows, model.columns)), shape=shape)
+    # Microseconds: the solver's tolerances are absolute.
+    costs, integral = np.asarray(model.costs) * 1e6, np.asarray(model.integral)
+    constraints = LinearConstraint(matrix, np.asarray(model.lower), np.asarray(model.upper))
+    found: np.ndarray | None = None
+    # A relaxation whose solution is integral is solved in a fraction of the time and is the minimum.
+    for integrality in (np.zeros_like(integral), integral):
+        result = milp(
+            costs,
+            integrality=integrality,
+            bounds=Bounds(0.0, 1.0),
+            constraints=constraints,
+            options={"mip_rel_gap": 0.0},
+        )
+        found = None if result.x is None else np.asarray(result.x)
+        if found is None or np.all(np.abs(found - np.round(found))[integral > 0] < _INTEGRAL):
+            break
+    return found

@@ -1,0 +1,80 @@
+"""The quick way to functional form gives what torch's own gives."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from fxpar.capture import capture
+from fxpar.passes import canonicalize
+from fxpar.program import Program, note
+from tests.zoo import CASES
+
+QUICK = importlib.import_module("fxpar.capture.functional")
+
+
+def lines(program: Program) -> list[str]:
+    """The canonical program with numbers for names, which count other things in a retrace."""
+    program = canonicalize(program.copy())
+    for index, node in enumerate(program.graph.nodes):
+        if node.op == "call_function":
+            node.name = f"n{index}"
+    return [
+        f"{node.target if node.op == 'call_function' else node.op} {node.args} {node.kwargs} "
+        f"{note(node) if node.op != 'output' else ''}"
+        for node in program.graph.nodes
+    ]
+
+
+@pytest.fixture
+def retraced(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Filled, while a graph is made functional, with whether each node is known."""
+    taken: list[bool] = []
+    known = QUICK._is_known
+
+    def watched(node: torch.fx.Node) -> bool:
+        taken.append(known(node))
+        return taken[-1]
+
+    monkeypatch.setattr(QUICK, "_is_known", watched)
+    return taken
+
+
+@pytest.mark.parametrize(("name", "train"), [("gpt2", False), ("llama", True)])
+def test_the_graph_is_that_of_a_retrace(
+    name: str, train: bool, retraced: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = CASES[name]
+    model = case.model().train(train)
+    quick = capture(model, case.example(), loss=case.loss)
+    assert all(retraced)
+    monkeypatch.setattr(QUICK, "_is_known", lambda node: False)
+    slow = capture(model, case.example(), loss=case.loss)
+    assert lines(quick.program) == lines(slow.program)
+    assert quick.spec.conditions == slow.spec.conditions
+
+
+class InPlace(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        """[b, 8]."""
+        h = x * 2
+        h += 1
+        return h.sum()
+
+
+class Chunks(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        """[b, 8]."""
+        a, b = x.chunk(2, -1)
+        return functional.relu(a * b).sum()
+
+
+@pytest.mark.parametrize("kind", [InPlace, Chunks])
+def test_what_is_not_known_is_retraced(kind: type[nn.Module], retraced: list[bool]) -> None:
+    program = capture(kind(), (torch.randn(3, 8),)).program
+    assert not all(retraced)
+    assert not any("_.Tensor" in str(node.target) or "chunk" in str(node.target) for node in program.graph.nodes)
