@@ -35,10 +35,10 @@ def annotate(program: Program) -> Program:
     *needs* are the layouts in which an operation wants its operands. Values stay equal: the pass changes notes only. It
     refuses plan lines that match nothing, contradict each other or ask for a cut that the model cannot carry.
 
-    Algorithm: overrides become pins (a fused dimension is cut in the way that nothing downstream tears). Under a plan
-    with overrides the other parameters stay whole; under one without any every parameter may be cut. Of all choices of
-    legal signatures that one is taken which costs the fewest seconds of a training step (`fxpar.choice`): collectives,
-    forward and backward, matrix products and the optimizer's memory traffic. Shards of weights are never converted.
+    Algorithm: overrides become pins (a fused dimension is cut in the way that nothing downstream tears). Every other
+    parameter that an operation uses may be cut. Of all choices of legal signatures that one is taken which costs the
+    fewest seconds of a training step (`fxpar.choice`): collectives, forward and backward, matrix products and memory
+    traffic, the optimizer's too. Shards of weights are never converted.
     """
     return _annotate(program, {})
 
@@ -78,7 +78,7 @@ def _note_reasons(choice: Choice) -> None:
             update(node, role=decided.role)
             if decided.product is not None and decided.role:
                 update(decided.product, role=decided.role)
-        if pin is not None or node in choice.options.uncut or len(choice.options.of[node]) > 1:
+        if pin is not None or option.why or node in choice.options.uncut or len(choice.options.of[node]) > 1:
             update(node, origin=reason_of(choice, node))
 
 

@@ -70,9 +70,7 @@ def reason_of(choice: Choice, node: fx.Node) -> str:
         return pin.origin
     if node in choice.options.uncut:
         return f"no cut fits: {choice.options.uncut[node]}"
-    if len(choice.options.of[node]) == 1:
-        return "nothing else is legal"
-    return option.why or "cheapest"
+    return option.why or ("cheapest" if len(choice.options.of[node]) > 1 else "nothing else is legal")
 
 
 def _chain(choice: Choice, node: fx.Node) -> list[tuple[str, str]]:

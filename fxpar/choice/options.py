@@ -118,7 +118,7 @@ def list_options(
 
     Args:
         pins: placements of parameters that are decided.
-        is_free: whether the other parameters may be cut; else they stay whole.
+        is_free: whether the other parameters may be cut; else they stay whole, as do those that nothing uses.
         data_parallel: whether matrix products may be cut over tokens, the weights being whole.
     """
     held = {p.node for p in program.parameters}
@@ -139,7 +139,8 @@ def list_options(
         if parameter is not None and parameter.kind == "parameter":
             reached.add(node)
             cuts = (pins[node],) if node in pins else _offered(found, node, free.get(node, []))
-            found.of[node] = tuple(Option((), (resting(cut, flags[node][0]),)) for cut in cuts)
+            why = "" if node in pins or I in cuts else "a vocabulary that can be cut is cut"
+            found.of[node] = tuple(Option((), (resting(cut, flags[node][0]),), why) for cut in cuts)
         elif node.op == "placeholder":
             found.of[node] = (Option((), (R,)),)
         else:
@@ -167,9 +168,10 @@ def _cuts(found: Options, node: fx.Node) -> list[Placement]:
     the heads are divided plainly.
     """
     is_table = any(user.target is aten.embedding.default for user in node.users)
-    shape, refused = output_types(node)[0].shape, ""
+    shape, refused = output_types(node)[0].shape, "" if node.users else "no operation uses it"
     cuts: list[Placement] = []
-    for dim in range(len(shape)):
+    # No operation tells which cuts fit what nothing uses.
+    for dim in range(len(shape) if node.users else 0):
         tried = []
         for cut in all_cuts(node, dim, found.weights, found.n):
             trail = follow(node, cut, found.n, found.weights)

@@ -150,7 +150,7 @@ def unsplit(program: Program, axis: str = "tp") -> list[tuple[str, str]]:
         layouts = output_layouts(node)
         is_matrix = parameter.kind == "parameter" and len(parameter.type.shape) > 1
         if is_matrix and layouts and axis in program.axes and not layouts[0].on(axis).is_shard:
-            found.append((parameter.fqn, note(node).origin or "no line of the plan's split names it"))
+            found.append((parameter.fqn, note(node).origin or "nothing else is legal"))
     return found
 
 

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fxpar.capture import Captured, capture
-from fxpar.cost import Cost
 from fxpar.manager import Pass, PassManager
 from fxpar.passes import DEFAULT_PASSES
 from fxpar.plan import Plan
@@ -267,6 +266,18 @@ class SometimesUsed(nn.Module):
         return squares(self.down(functional.gelu(self.up(x))))
 
 
+class Behind(nn.Module):
+    """A layer behind what stands before one in a model: words. Its input carries a gradient, which f must sum."""
+
+    def __init__(self, layer: Callable[..., nn.Module], *args: Any) -> None:
+        super().__init__()
+        self.words, self.layer = nn.Embedding(64, WIDTH), layer(*args)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        loss: Tensor = self.layer(self.words(ids))
+        return loss
+
+
 def x() -> Tensor:
     """Activations [b, s, h]."""
     return torch.randn(BATCH, SEQUENCE, WIDTH, generator=torch.Generator().manual_seed(2))
@@ -274,6 +285,8 @@ def x() -> Tensor:
 
 def batch_of(module: nn.Module) -> dict[str, Tensor]:
     """A batch that the module takes."""
+    if isinstance(module, Behind):
+        return {"ids": torch.randint(64, (BATCH, SEQUENCE), generator=torch.Generator().manual_seed(2))}
     return {"x": x()} | ({"slopes": torch.randn(HEADS, 1, 1)} if isinstance(module, InterleavedAttention) else {})
 
 
@@ -288,14 +301,9 @@ def build(kind: Callable[..., nn.Module], *args: Any) -> tuple[nn.Module, Captur
     return module, capture(module, batch_of(module), Plan(tp=2))
 
 
-# What stands before these modules in a model, an embedding, is large: to sum its gradients costs more than to sum those
-# of the activations. Here the number of collectives decides instead of their size.
-FEW = Cost(latency=1.0)
-
-
 def run(captured: Captured, split: Mapping[str, str], tp: int = 2, until: str | None = None, **options: Any) -> Program:
     """The program after the default passes, or after `until`, with every static check."""
-    program = captured.program.with_(plan=Plan(tp=tp, split=split, cost=FEW, **options))
+    program = captured.program.with_(plan=Plan(tp=tp, split=split, **options))
     return PassManager(DEFAULT_PASSES, STATIC).run(program, until=until)
 
 

@@ -18,6 +18,7 @@ from fxpar.verify.analysis import collectives, split_flops
 from tests.passes.modules import (
     MLP,
     WIDTH,
+    Behind,
     FusedAttention,
     GatedMLP,
     GroupedAttention,
@@ -37,22 +38,25 @@ from tests.passes.modules import (
 )
 
 ATTENTION = {"qkv": "head", "out": "row"}
+UP_DOWN = {"*up": "column", "*down": "row"}
 
 MLP_ANNOTATED = """\
-%norm_weight = parameter["norm.weight"] : f32[96] tp:I
-%norm_bias = parameter["norm.bias"] : f32[96] tp:I
-%up_weight = parameter["up.weight"] : f32[160, 96] tp:S(0) {role="column", origin="plan: up = column"}
-%up_bias = parameter["up.bias"] : f32[160] tp:S(0) {role="column", origin="plan: up = column"}
-%down_weight = parameter["down.weight"] : f32[96, 160] tp:S(1) {role="row", origin="plan: down = row"}
-%down_bias = parameter["down.bias"] : f32[96] tp:I {role="row", origin="plan: down = row"}
-%x = input["x"] : f32[b, s, 96] tp:R
-%layer_norm = aten.layer_norm.default(%x, [96], %norm_weight, %norm_bias, 1e-05, False) : f32[b, s, 96] tp:I {needs=tp:R ; tp:I ; tp:I}
-%linear = aten.linear.default(%layer_norm, %up_weight) : f32[b, s, 160] tp:S(2) {needs=tp:R ; tp:S(0), role="column", origin="follows operand weight"}
-%linear_bias = aten.add.Tensor(%linear, %up_bias) : f32[b, s, 160] tp:S(2) {needs=tp:S(2) ; tp:S(0), role="bias", origin="follows operand self"}
+%words_weight = parameter["words.weight"] : f32[64, 96] tp:S(0) {origin="a vocabulary that can be cut is"}
+%layer_norm_weight = parameter["layer.norm.weight"] : f32[96] tp:I {origin="cheapest"}
+%layer_norm_bias = parameter["layer.norm.bias"] : f32[96] tp:I {origin="cheapest"}
+%layer_up_weight = parameter["layer.up.weight"] : f32[160, 96] tp:S(0) {role="column", origin="plan: *up = column"}
+%layer_up_bias = parameter["layer.up.bias"] : f32[160] tp:S(0) {role="column", origin="plan: *up = column"}
+%layer_down_weight = parameter["layer.down.weight"] : f32[96, 160] tp:S(1) {role="row", origin="plan: *down = row"}
+%layer_down_bias = parameter["layer.down.bias"] : f32[96] tp:I {role="row", origin="plan: *down = row"}
+%ids = input["ids"] : i64[b, s] tp:R
+%embedding = aten.embedding.default(%words_weight, %ids) : f32[b, s, 96] tp:P {needs=tp:S(0) ; tp:R, origin="follows operand weight"}
+%layer_norm = aten.layer_norm.default(%embedding, [96], %layer_norm_weight, %layer_norm_bias, 1e-05, False) : f32[b, s, 96] tp:I {needs=tp:I ; tp:I ; tp:I}
+%linear = aten.linear.default(%layer_norm, %layer_up_weight) : f32[b, s, 160] tp:S(2) {needs=tp:R ; tp:S(0), role="column", origin="follows operand weight"}
+%linear_bias = aten.add.Tensor(%linear, %layer_up_bias) : f32[b, s, 160] tp:S(2) {needs=tp:S(2) ; tp:S(0), role="bias", origin="follows operand self"}
 %gelu = aten.gelu.default(%linear_bias) : f32[b, s, 160] tp:S(2) {needs=tp:S(2), origin="follows operand self"}
-%linear_1 = aten.linear.default(%gelu, %down_weight) : f32[b, s, 96] tp:P {needs=tp:S(2) ; tp:S(1), role="row", origin="follows operand input"}
-%linear_1_bias = aten.add.Tensor(%linear_1, %down_bias) : f32[b, s, 96] tp:I {needs=tp:I ; tp:I, role="bias"}
-%dropout = aten.dropout.default(%linear_1_bias, 0.1, True) : f32[b, s, 96] tp:I {needs=tp:I, random=325815778}
+%linear_1 = aten.linear.default(%gelu, %layer_down_weight) : f32[b, s, 96] tp:P {needs=tp:S(2) ; tp:S(1), role="row", origin="follows operand input"}
+%linear_1_bias = aten.add.Tensor(%linear_1, %layer_down_bias) : f32[b, s, 96] tp:I {needs=tp:I ; tp:I, role="bias"}
+%dropout = aten.dropout.default(%linear_1_bias, 0.1, True) : f32[b, s, 96] tp:I {needs=tp:I, random=1341095393}
 %square = aten.square.default(%dropout) : f32[b, s, 96] tp:I {needs=tp:I}
 %sum_1 = aten.sum.default(%square) : f32[] tp:I {needs=tp:I}
 return output=%sum_1
@@ -61,7 +65,7 @@ return output=%sum_1
 NORMED_HEADS_ANNOTATED = """\
 %q_weight = parameter["q.weight"] : f32[96, 96] tp:S(0) {role="head", origin="plan: q = head"}
 %out_weight = parameter["out.weight"] : f32[96, 96] tp:S(1) {role="row", origin="plan: out = row"}
-%norm_weight = parameter["norm.weight"] : f32[12] tp:I
+%norm_weight = parameter["norm.weight"] : f32[12] tp:I {origin="cheapest"}
 %x = input["x"] : f32[b, s, 96] tp:R
 %b = aten.sym_size.int(%x, 0) : b
 %s = aten.sym_size.int(%x, 1) : s
@@ -77,7 +81,7 @@ return output=%sum_1
 
 
 def test_golden_mlp() -> None:
-    result = run(build(MLP)[1], {"up": "column", "down": "row"}, until="annotate")
+    result = run(build(Behind, MLP)[1], UP_DOWN, until="annotate")
     assert shown(result, origins=True) == MLP_ANNOTATED
 
 
@@ -127,8 +131,15 @@ CUTS: list[tuple[str, Callable[..., nn.Module], tuple[Any, ...], dict[str, str],
         "linear by parameter",
         MLP,
         (),
-        {"up.weight": COLUMN, "down.weight": ROW},
+        {"up.weight": COLUMN, "down.weight": ROW, "up.bias": "replicate"},
         {"up.weight": "tp:S(0)", "up.bias": "tp:I", "down.weight": "tp:S(1)", "down.bias": "tp:I"},
+    ),
+    (
+        "linear alone",
+        MLP,
+        (),
+        {"up.weight": COLUMN},
+        {"up.weight": "tp:S(0)", "up.bias": "tp:S(0)", "down.weight": "tp:S(1)", "down.bias": "tp:I"},
     ),
     (
         "biases by parameter",
@@ -147,7 +158,14 @@ CUTS: list[tuple[str, Callable[..., nn.Module], tuple[Any, ...], dict[str, str],
     ("transposed", TransposedMLP, (), {"up": COLUMN, "down": ROW}, {"up": "tp:S(0)", "down": "tp:S(0)"}),
     ("fused by head", FusedAttention, (), ATTENTION, {"qkv.weight": EQUAL, "qkv.bias": EQUAL, "out.weight": "tp:S(1)"}),
     ("fused by column", FusedAttention, (), {"qkv": COLUMN}, {"qkv.weight": EQUAL, "qkv.bias": EQUAL}),
-    ("fused by parameter", FusedAttention, (), {"qkv.weight": HEAD}, {"qkv.weight": EQUAL, "qkv.bias": "tp:I"}),
+    (
+        "fused by parameter",
+        FusedAttention,
+        (),
+        {"qkv.weight": HEAD, "qkv.bias": "replicate"},
+        {"qkv.weight": EQUAL, "qkv.bias": "tp:I"},
+    ),
+    ("fused alone", FusedAttention, (), {"qkv.weight": HEAD}, {"qkv.bias": EQUAL, "out.weight": "tp:S(1)"}),
     ("fused by row", FusedAttention, (), {"qkv": ROW}, {"qkv.weight": "tp:S(1)", "qkv.bias": "tp:I"}),
     ("interleaved", InterleavedAttention, (), ATTENTION, {"qkv.weight": "tp:S(0)", "qkv.bias": "tp:S(0)"}),
     ("unequal by split", UnequalAttention, (False,), ATTENTION, {"qkv.weight": UNEQUAL}),
@@ -209,8 +227,8 @@ def test_roles_and_origins_name_the_plan_line() -> None:
 # ------------------------------------------------------------------ what follows
 
 
-def test_without_a_plan_everything_is_invariant_and_free() -> None:
-    result = run(build(FusedAttention)[1], {})
+def test_whole_parameters_make_everything_invariant_and_free() -> None:
+    result = run(build(FusedAttention)[1], {"*": "replicate"})
     assert collectives(result) == []
     assert split_flops(result) == 0.0
     assert set(layouts(result).values()) == {"tp:I"}
@@ -226,22 +244,38 @@ def kinds(result: Any) -> list[str]:
     return [f"{c.phase} {c.op}" for c in collectives(result)]
 
 
+LOOKUP = "forward all_reduce"
+
+
 @pytest.mark.parametrize(
     ("split", "wanted"),
     [
-        ({"up": "column", "down": "row"}, ["backward all_reduce", "forward all_reduce"]),
+        (UP_DOWN, ["backward all_reduce", "forward all_reduce"]),
         # The other matrix is whole, and no rank takes a part of a whole matrix.
-        ({"up": "column"}, ["backward all_reduce", "forward all_gather"]),
+        ({"*up": "column", "*down": "replicate"}, ["backward all_reduce", "forward all_gather"]),
         # Alone on an input that is whole: each rank takes its part, whose gradient is gathered.
-        ({"down": "row"}, ["backward all_gather", "forward all_reduce"]),
+        ({"*up": "replicate", "*down": "row"}, ["backward all_gather", "forward all_reduce"]),
         # Nothing behind needs the whole: one number is reduced, the loss.
-        ({"down": "column"}, ["backward all_reduce", "forward all_reduce"]),
-        ({"up": "row"}, ["backward all_gather", "forward all_reduce"]),
+        ({"*up": "replicate", "*down": "column"}, ["backward all_reduce", "forward all_reduce"]),
+        ({"*up": "row", "*down": "replicate"}, ["backward all_gather", "forward all_reduce"]),
     ],
 )
 def test_partial_plans_work(split: dict[str, str], wanted: list[str]) -> None:
-    assert kinds(run(build(MLP)[1], split)) == wanted
-    assert values(MLP, split=split).ok
+    assert kinds(run(build(Behind, MLP)[1], split)) == [LOOKUP, *wanted]
+    assert values(Behind, MLP, split=split).ok
+
+
+@pytest.mark.parametrize("split", [{}, {"*up": "column"}, {"*up.weight": "column"}, {"*down": "row"}, {"words": "vocab"}])
+def test_what_no_line_names_is_chosen_by_cost(split: dict[str, str]) -> None:
+    """The rest of Megatron's split, biases included, from any part of it or none."""
+    whole = run(build(Behind, MLP)[1], UP_DOWN | {"words": "vocab"})
+    result = run(build(Behind, MLP)[1], split)
+    assert (layouts(result), kinds(result)) == (layouts(whole), kinds(whole))
+
+
+def test_a_line_is_carried_out_where_another_split_would_be_cheaper() -> None:
+    found = layouts(run(build(Behind, MLP)[1], {"*down": "column"}))
+    assert (found["layer.up.weight"], found["layer.down.weight"]) == ("tp:S(0)", "tp:S(0)")
 
 
 @pytest.mark.parametrize(
@@ -276,8 +310,17 @@ class Biased(nn.Module):
 
 def test_a_value_that_is_wanted_cut_is_cut_where_nothing_is_sent() -> None:
     """The weight's gradient [4, 8] is summed, not that of the scores [b, 8, s, s], and each rank takes its heads."""
-    result = run(build(Biased)[1], ATTENTION)
+    split = ATTENTION | {"bias": "replicate"}
+    result = run(build(Biased)[1], split)
     assert kinds(result) == ["parameter all_reduce", "forward all_reduce"]
+    assert values(Biased, split=split).ok
+
+
+def test_a_table_of_heads_is_cut_by_heads() -> None:
+    """Its words have no rows to be shared out that would be worth a sum of scores: nothing is sent at all."""
+    result = run(build(Biased)[1], ATTENTION)
+    assert layouts(result)["bias.weight"] == "tp:S(1)"
+    assert kinds(result) == ["forward all_reduce"]
     assert values(Biased, split=ATTENTION).ok
 
 
@@ -296,11 +339,10 @@ def test_frozen_parameters_are_split_and_cost_no_reduction() -> None:
             self.requires_grad_(False)
             self.down.requires_grad_(True)
 
-    split = {"up": "column", "down": "row"}
-    assert kinds(run(build(Frozen)[1], split)) == ["backward all_reduce", "forward all_reduce"]
-    assert kinds(run(build(AllFrozen)[1], split)) == ["forward all_reduce"]
-    assert values(Frozen, split=split).ok
-    assert values(AllFrozen, split=split).ok
+    assert kinds(run(build(Behind, Frozen)[1], UP_DOWN)) == [LOOKUP, "backward all_reduce", "forward all_reduce"]
+    assert kinds(run(build(AllFrozen)[1], UP_DOWN)) == ["forward all_reduce"]
+    assert values(Behind, Frozen, split=UP_DOWN).ok
+    assert values(AllFrozen, split=UP_DOWN).ok
 
 
 def test_annotate_changes_notes_only() -> None:

@@ -15,6 +15,7 @@ from fxpar.passes import canonicalize
 from fxpar.passes.annotate import keeping
 from fxpar.plan import Plan
 from fxpar.program import Program, output_layouts
+from fxpar.verify.analysis import unsplit
 from fxpar.verify.oracle import check_operation, sample
 from fxpar.verify.static import STATIC
 from tests.passes.modules import (
@@ -122,9 +123,15 @@ def test_the_product_of_a_table_and_its_bias_are_split() -> None:
     assert values(Table, split=split).ok
 
 
-def test_unused_parameters_stay_whole() -> None:
-    found = layouts(run(build(SometimesUsed)[1], {"*up": "column", "down": "row"}))
+@pytest.mark.parametrize("split", [{"*up": "column", "down": "row"}, UP_DOWN])
+def test_unused_parameters_stay_whole(split: dict[str, str]) -> None:
+    found = layouts(run(build(SometimesUsed)[1], split))
     assert (found["up.weight"], found["spare_up.weight"], found["spare_up.bias"]) == ("tp:S(0)", "tp:I", "tp:I")
+
+
+def test_unused_parameters_are_reported() -> None:
+    result = run(build(SometimesUsed)[1], UP_DOWN)
+    assert unsplit(result) == [("spare_up.weight", "no cut fits: no operation uses it")]
 
 
 def test_a_line_for_unused_parameters_alone_is_refused() -> None:
