@@ -265,7 +265,9 @@ def test_partial_plans_work(split: dict[str, str], wanted: list[str]) -> None:
     assert values(Behind, MLP, split=split).ok
 
 
-@pytest.mark.parametrize("split", [{}, {"*up": "column"}, {"*up.weight": "column"}, {"*down": "row"}, {"words": "vocab"}])
+@pytest.mark.parametrize(
+    "split", [{}, {"*up": "column"}, {"*up.weight": "column"}, {"*down": "row"}, {"words": "vocab"}]
+)
 def test_what_no_line_names_is_chosen_by_cost(split: dict[str, str]) -> None:
     """The rest of Megatron's split, biases included, from any part of it or none."""
     whole = run(build(Behind, MLP)[1], UP_DOWN | {"words": "vocab"})
