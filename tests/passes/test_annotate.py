@@ -41,7 +41,7 @@ ATTENTION = {"qkv": "head", "out": "row"}
 UP_DOWN = {"*up": "column", "*down": "row"}
 
 MLP_ANNOTATED = """\
-%words_weight = parameter["words.weight"] : f32[64, 96] tp:S(0) {origin="a vocabulary that can be cut is"}
+%words_weight = parameter["words.weight"] : f32[64, 96] tp:S(0) {origin="a vocabulary that can be cut is cut"}
 %layer_norm_weight = parameter["layer.norm.weight"] : f32[96] tp:I {origin="cheapest"}
 %layer_norm_bias = parameter["layer.norm.bias"] : f32[96] tp:I {origin="cheapest"}
 %layer_up_weight = parameter["layer.up.weight"] : f32[160, 96] tp:S(0) {role="column", origin="plan: *up = column"}
@@ -265,7 +265,9 @@ def test_partial_plans_work(split: dict[str, str], wanted: list[str]) -> None:
     assert values(Behind, MLP, split=split).ok
 
 
-@pytest.mark.parametrize("split", [{}, {"*up": "column"}, {"*up.weight": "column"}, {"*down": "row"}, {"words": "vocab"}])
+@pytest.mark.parametrize(
+    "split", [{}, {"*up": "column"}, {"*up.weight": "column"}, {"*down": "row"}, {"words": "vocab"}]
+)
 def test_what_no_line_names_is_chosen_by_cost(split: dict[str, str]) -> None:
     """The rest of Megatron's split, biases included, from any part of it or none."""
     whole = run(build(Behind, MLP)[1], UP_DOWN | {"words": "vocab"})
