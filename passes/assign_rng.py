@@ -34,9 +34,9 @@ def assign_rng(program: Program) -> Program:
         %o = fxpar.dropout(%y, %rng, 0.1, [%tp_index]) : f32[b, 8, s, s] tp:S(1) {random=17}
 
     On an axis over which the value is a shard the node gets the rank's index, so that each rank draws the bits of its
-    own elements; on the others it gets none and all ranks draw the same (SPEC section 2.4). The masks are therefore
-    those of the single device, in distribution equal to PyTorch's and never the same bits. Partial values are refused
-    by the type check; random operators other than dropout and attention are refused here.
+    own elements; on the others it gets none and all ranks draw the same (SPEC section 2.4), which drops the same
+    elements of each summand of a partial value. The masks are therefore those of the single device, in distribution
+    equal to PyTorch's and never the same bits. Random operators other than dropout and attention are refused.
     """
     state = _State(program)
     for node in list(program.graph.nodes):

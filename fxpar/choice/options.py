@@ -139,8 +139,7 @@ def list_options(
         if parameter is not None and parameter.kind == "parameter":
             reached.add(node)
             cuts = (pins[node],) if node in pins else _offered(found, node, free.get(node, []))
-            why = "" if node in pins or I in cuts else "a vocabulary that can be cut is cut"
-            found.of[node] = tuple(Option((), (resting(cut, flags[node][0]),), why) for cut in cuts)
+            found.of[node] = tuple(Option((), (resting(cut, flags[node][0]),), _why(found, node, cut)) for cut in cuts)
         elif node.op == "placeholder":
             found.of[node] = (Option((), (R,)),)
         else:
@@ -155,10 +154,16 @@ def list_options(
 
 def _offered(found: Options, node: fx.Node, cuts: list[Placement]) -> tuple[Placement, ...]:
     """What a parameter may be. A vocabulary that can be cut is: one value for each token decides what it costs."""
-    trails = [found.trails[node, cut] for cut in cuts]
-    if len(output_types(node)[0].shape) > 1 and any(trail.vocabulary and not trail.refused for trail in trails):
-        return tuple(cuts)
-    return (I, *cuts)
+    return tuple(cuts) if any(_is_vocabulary(found, node, cut) for cut in cuts) else (I, *cuts)
+
+
+def _is_vocabulary(found: Options, node: fx.Node, cut: Placement) -> bool:
+    trail = found.trails.get((node, cut), Trail())
+    return len(output_types(node)[0].shape) > 1 and bool(trail.vocabulary) and not trail.refused
+
+
+def _why(found: Options, node: fx.Node, cut: Placement) -> str:
+    return "a vocabulary that can be cut is cut" if _is_vocabulary(found, node, cut) else ""
 
 
 def _cuts(found: Options, node: fx.Node) -> list[Placement]:

@@ -41,7 +41,7 @@ ATTENTION = {"qkv": "head", "out": "row"}
 UP_DOWN = {"*up": "column", "*down": "row"}
 
 MLP_ANNOTATED = """\
-%words_weight = parameter["words.weight"] : f32[64, 96] tp:S(0) {origin="a vocabulary that can be cut is"}
+%words_weight = parameter["words.weight"] : f32[64, 96] tp:S(0) {origin="a vocabulary that can be cut is cut"}
 %layer_norm_weight = parameter["layer.norm.weight"] : f32[96] tp:I {origin="cheapest"}
 %layer_norm_bias = parameter["layer.norm.bias"] : f32[96] tp:I {origin="cheapest"}
 %layer_up_weight = parameter["layer.up.weight"] : f32[160, 96] tp:S(0) {role="column", origin="plan: *up = column"}

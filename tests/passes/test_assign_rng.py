@@ -15,7 +15,7 @@ from fxpar.passes import assign_rng
 from fxpar.passes.assign_rng import RNG_PATH
 from fxpar.plan import Plan
 from fxpar.program import Program, note
-from fxpar.verify.simulate import run_single
+from fxpar.verify.simulate import run_ranks, run_single
 from fxpar.verify.static import verify_static
 from fxpar.verify.values import call_inputs, program_state, reference_program, rng_state
 from tests.passes.modules import (
@@ -44,9 +44,11 @@ MLP_WITH_GENERATOR = """\
 %down_bias = parameter["down.bias"] : f32[96] tp:I {role="row"}
 %x = input["x"] : f32[b, s, 96] tp:R
 %rng = input["fxpar.rng"] : i64[3] tp:R
-%layer_norm = aten.layer_norm.default(%x, [96], %norm_weight, %norm_bias, 1e-05, False) : f32[b, s, 96] tp:I
-%layer_norm_copy_to = fxpar.copy_to[tp](%layer_norm) : f32[b, s, 96] tp:I→R
-%linear = aten.linear.default(%layer_norm_copy_to, %up_weight) : f32[b, s, 160] tp:S(2) {role="column"}
+%tp_gradients = fxpar.sum_gradients[tp](%norm_bias, %norm_weight) : (f32[96] tp:R; f32[96] tp:R)
+%norm_weight_copy_to = operator.getitem(%tp_gradients, 1) : f32[96] tp:R
+%norm_bias_copy_to = operator.getitem(%tp_gradients, 0) : f32[96] tp:R
+%layer_norm = aten.layer_norm.default(%x, [96], %norm_weight_copy_to, %norm_bias_copy_to, 1e-05, False) : f32[b, s, 96] tp:R
+%linear = aten.linear.default(%layer_norm, %up_weight) : f32[b, s, 160] tp:S(2) {role="column"}
 %linear_bias = aten.add.Tensor(%linear, %up_bias) : f32[b, s, 160] tp:S(2) {role="bias"}
 %gelu = aten.gelu.default(%linear_bias) : f32[b, s, 160] tp:S(2)
 %linear_1 = aten.linear.default(%gelu, %down_weight) : f32[b, s, 96] tp:P {role="row"}
@@ -56,7 +58,7 @@ MLP_WITH_GENERATOR = """\
 %square = aten.square.default(%dropout) : f32[b, s, 96] tp:I
 %sum_1 = aten.sum.default(%square) : f32[] tp:I
 return output=%sum_1
-"""
+"""  # noqa: E501
 
 INTERLEAVED_WITH_GENERATOR = """\
 %qkv_weight = parameter["qkv.weight"] : f32[288, 96] tp:S(0) {role="head"}
@@ -204,16 +206,34 @@ def test_other_random_operators_are_refused(line: str) -> None:
         assign_rng(program)
 
 
-def test_random_bits_for_a_partial_value_are_refused() -> None:
-    program = by_hand(
-        "%x_take = fxpar.take[tp](%x) : f32[b, 6] tp:R→S(1)",
-        "%p = aten.linear.default(%x_take, %w) : f32[b, 4] tp:P",
-        "%d = aten.dropout.default(%p, 0.5, True) : f32[b, 4] tp:P {random=5}",
-        "%y = fxpar.reduce_from[tp](%d) : f32[b, 4] tp:P→I",
-        "return y=%y",
-    )
-    result = assign_rng(program)
-    with pytest.raises(LayoutError, match="random bits for a partial"):
+SUMMANDS = [
+    "%x_take = fxpar.take[tp](%x) : f32[b, 6] tp:R→S(1)",
+    "%p = aten.linear.default(%x_take, %w) : f32[b, 4] tp:P",
+    "%d = aten.dropout.default(%p, 0.5, True) : f32[b, 4] tp:P {random=5}",
+    "%y = fxpar.reduce_from[tp](%d) : f32[b, 4] tp:P→I",
+    "return y=%y",
+]
+
+
+def test_all_ranks_drop_the_same_elements_of_the_summands_of_a_partial_value() -> None:
+    result = assign_rng(by_hand(*SUMMANDS))
+    result = result.with_(properties=result.properties | {"rng"})
+    verify_static(result)
+    assert "%d = fxpar.dropout(%p, %rng, 0.5) : f32[b, 4] tp:P {random=5}" in shown(result)
+    state, inputs = {"w": torch.randn(4, 6).double()}, {"x": torch.randn(4, 6).double(), RNG_PATH: rng_state()}
+    whole = functional.linear(inputs["x"], state["w"])
+    for rank in run_ranks(result, state, inputs, {"b": 4}):
+        is_kept = rank.outputs["y"] != 0
+        assert 0 < is_kept.sum() < is_kept.numel()
+        torch.testing.assert_close(rank.outputs["y"], 2 * whole * is_kept)
+
+
+def test_an_index_for_a_partial_value_is_refused() -> None:
+    """Each rank would drop other elements of its summand."""
+    result = assign_rng(by_hand("%tp_index = fxpar.axis_index[tp]() : i64[] tp:V", *SUMMANDS))
+    node = result.node("d")
+    node.args = (*node.args, [result.node("tp_index")])
+    with pytest.raises(LayoutError, match="would draw different bits: drop the axis index"):
         verify_static(result.with_(properties=result.properties | {"rng"}))
 
 

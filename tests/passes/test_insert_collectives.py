@@ -17,6 +17,7 @@ from fxpar.verify.static import verify_static
 from tests.passes.modules import (
     MLP,
     WIDTH,
+    Behind,
     FusedAttention,
     NormedHeads,
     build,
@@ -28,29 +29,32 @@ from tests.passes.modules import (
     values,
 )
 
-MLP_SPLIT = {"up": "column", "down": "row"}
+MLP_SPLIT = {"*up": "column", "*down": "row"}
 
 MLP_WITH_COLLECTIVES = """\
-%norm_weight = parameter["norm.weight"] : f32[96] tp:I
-%norm_bias = parameter["norm.bias"] : f32[96] tp:I
-%up_weight = parameter["up.weight"] : f32[160, 96] tp:S(0) {role="column"}
-%up_bias = parameter["up.bias"] : f32[160] tp:S(0) {role="column"}
-%down_weight = parameter["down.weight"] : f32[96, 160] tp:S(1) {role="row"}
-%down_bias = parameter["down.bias"] : f32[96] tp:I {role="row"}
-%x = input["x"] : f32[b, s, 96] tp:R
-%layer_norm = aten.layer_norm.default(%x, [96], %norm_weight, %norm_bias, 1e-05, False) : f32[b, s, 96] tp:I
+%words_weight = parameter["words.weight"] : f32[64, 96] tp:S(0)
+%layer_norm_weight = parameter["layer.norm.weight"] : f32[96] tp:I
+%layer_norm_bias = parameter["layer.norm.bias"] : f32[96] tp:I
+%layer_up_weight = parameter["layer.up.weight"] : f32[160, 96] tp:S(0) {role="column"}
+%layer_up_bias = parameter["layer.up.bias"] : f32[160] tp:S(0) {role="column"}
+%layer_down_weight = parameter["layer.down.weight"] : f32[96, 160] tp:S(1) {role="row"}
+%layer_down_bias = parameter["layer.down.bias"] : f32[96] tp:I {role="row"}
+%ids = input["ids"] : i64[b, s] tp:R
+%embedding = aten.embedding.default(%words_weight, %ids) : f32[b, s, 96] tp:P
+%embedding_reduce_from = fxpar.reduce_from[tp](%embedding) : f32[b, s, 96] tp:P→I
+%layer_norm = aten.layer_norm.default(%embedding_reduce_from, [96], %layer_norm_weight, %layer_norm_bias, 1e-05, False) : f32[b, s, 96] tp:I
 %layer_norm_copy_to = fxpar.copy_to[tp](%layer_norm) : f32[b, s, 96] tp:I→R
-%linear = aten.linear.default(%layer_norm_copy_to, %up_weight) : f32[b, s, 160] tp:S(2) {role="column"}
-%linear_bias = aten.add.Tensor(%linear, %up_bias) : f32[b, s, 160] tp:S(2) {role="bias"}
+%linear = aten.linear.default(%layer_norm_copy_to, %layer_up_weight) : f32[b, s, 160] tp:S(2) {role="column"}
+%linear_bias = aten.add.Tensor(%linear, %layer_up_bias) : f32[b, s, 160] tp:S(2) {role="bias"}
 %gelu = aten.gelu.default(%linear_bias) : f32[b, s, 160] tp:S(2)
-%linear_1 = aten.linear.default(%gelu, %down_weight) : f32[b, s, 96] tp:P {role="row"}
+%linear_1 = aten.linear.default(%gelu, %layer_down_weight) : f32[b, s, 96] tp:P {role="row"}
 %linear_1_reduce_from = fxpar.reduce_from[tp](%linear_1) : f32[b, s, 96] tp:P→I
-%linear_1_bias = aten.add.Tensor(%linear_1_reduce_from, %down_bias) : f32[b, s, 96] tp:I {role="bias"}
-%dropout = aten.dropout.default(%linear_1_bias, 0.1, True) : f32[b, s, 96] tp:I {random=325815778}
+%linear_1_bias = aten.add.Tensor(%linear_1_reduce_from, %layer_down_bias) : f32[b, s, 96] tp:I {role="bias"}
+%dropout = aten.dropout.default(%linear_1_bias, 0.1, True) : f32[b, s, 96] tp:I {random=1341095393}
 %square = aten.square.default(%dropout) : f32[b, s, 96] tp:I
 %sum_1 = aten.sum.default(%square) : f32[] tp:I
 return output=%sum_1
-"""
+"""  # noqa: E501
 
 FUSED_WITH_COLLECTIVES = """\
 %norm_weight = parameter["norm.weight"] : f32[96] tp:I
@@ -62,9 +66,10 @@ FUSED_WITH_COLLECTIVES = """\
 %x = input["x"] : f32[b, s, 96] tp:R
 %b = aten.sym_size.int(%x, 0) : b
 %s = aten.sym_size.int(%x, 1) : s
-%layer_norm = aten.layer_norm.default(%x, [96], %norm_weight, %norm_bias, 1e-05, False) : f32[b, s, 96] tp:I
-%layer_norm_copy_to = fxpar.copy_to[tp](%layer_norm) : f32[b, s, 96] tp:I→R
-%linear = aten.linear.default(%layer_norm_copy_to, %qkv_weight) : f32[b, s, 288] tp:S(2: 3 x 96) {role="head"}
+%norm_weight_copy_to = fxpar.copy_to[tp](%norm_weight) : f32[96] tp:I→R
+%norm_bias_copy_to = fxpar.copy_to[tp](%norm_bias) : f32[96] tp:I→R
+%layer_norm = aten.layer_norm.default(%x, [96], %norm_weight_copy_to, %norm_bias_copy_to, 1e-05, False) : f32[b, s, 96] tp:R
+%linear = aten.linear.default(%layer_norm, %qkv_weight) : f32[b, s, 288] tp:S(2: 3 x 96) {role="head"}
 %linear_bias = aten.add.Tensor(%linear, %qkv_bias) : f32[b, s, 288] tp:S(2: 3 x 96) {role="bias"}
 %split = aten.split.Tensor(%linear_bias, 96, -1) : (f32[b, s, 96] tp:S(2); f32[b, s, 96] tp:S(2); f32[b, s, 96] tp:S(2))
 %getitem = operator.getitem(%split, 0) : f32[b, s, 96] tp:S(2)
@@ -108,10 +113,12 @@ return output=%sum_1
 
 
 def test_golden_mlp() -> None:
-    assert shown(run(build(MLP)[1], MLP_SPLIT, until="insert_collectives")) == MLP_WITH_COLLECTIVES
+    """Megatron's f in front of the first matrix and g behind the second; one more g for the words."""
+    assert shown(run(build(Behind, MLP)[1], MLP_SPLIT, until="insert_collectives")) == MLP_WITH_COLLECTIVES
 
 
 def test_golden_fused_attention() -> None:
+    """No gradient flows into the input: the norm's are summed, two vectors, and not those of the activations."""
     result = run(build(FusedAttention)[1], {"qkv": "head", "out": "row"}, until="insert_collectives")
     assert shown(result) == FUSED_WITH_COLLECTIVES
 
@@ -136,7 +143,7 @@ class Block(nn.Module):
         return squares(self.norm(y + self.out(attended * self.gate(y).sigmoid())))
 
 
-BLOCK_SPLIT = {"[qkv]": "head", "gate": "column", "out": "row"}
+BLOCK_SPLIT = {"*.[qkv]": "head", "*gate": "column", "*out": "row"}
 
 
 def coercions(program: Program) -> Iterator[fx.Node]:
@@ -144,14 +151,15 @@ def coercions(program: Program) -> Iterator[fx.Node]:
 
 
 def test_one_node_serves_all_users() -> None:
-    result = run(build(Block)[1], BLOCK_SPLIT, until="insert_collectives")
-    assert [node.name for node in coercions(result)] == ["layer_norm_copy_to", "linear_4_reduce_from"]
+    result = run(build(Behind, Block)[1], BLOCK_SPLIT, until="insert_collectives")
+    names = [node.name for node in coercions(result)]
+    assert names == ["embedding_reduce_from", "layer_norm_copy_to", "linear_4_reduce_from"]
     assert len(result.node("layer_norm_copy_to").users) == 4
-    assert values(Block, split=BLOCK_SPLIT).ok
+    assert values(Behind, Block, split=BLOCK_SPLIT).ok
 
 
 def test_a_conversion_stands_before_its_first_use() -> None:
-    result = run(build(Block)[1], BLOCK_SPLIT, until="insert_collectives")
+    result = run(build(Behind, Block)[1], BLOCK_SPLIT, until="insert_collectives")
     order = [node.name for node in result.graph.nodes]
     assert order.index("layer_norm_copy_to") + 1 == order.index("linear")
 
@@ -171,10 +179,10 @@ def is_partial(node: fx.Node) -> bool:
 
 
 def test_every_operation_gets_what_it_needs_and_needs_are_gone() -> None:
-    annotated = run(build(Block)[1], BLOCK_SPLIT, until="annotate")
+    annotated = run(build(Behind, Block)[1], BLOCK_SPLIT, until="annotate")
     calls = [node for node in annotated.graph.nodes if node.op == "call_function"]
     wanted = {node.name: note(node).needs for node in calls if note(node).needs}
-    result = run(build(Block)[1], BLOCK_SPLIT, until="insert_collectives")
+    result = run(build(Behind, Block)[1], BLOCK_SPLIT, until="insert_collectives")
     for name, needs in wanted.items():
         node = result.node(name)
         assert note(node).needs == ()
@@ -182,10 +190,10 @@ def test_every_operation_gets_what_it_needs_and_needs_are_gone() -> None:
 
 
 def test_a_coercion_says_what_it_is_for_and_where_it_comes_from() -> None:
-    result = run(build(Block)[1], BLOCK_SPLIT, until="insert_collectives")
+    result = run(build(Behind, Block)[1], BLOCK_SPLIT, until="insert_collectives")
     down, f = note(result.node("linear_4_reduce_from")), note(result.node("layer_norm_copy_to"))
-    assert (down.origin, down.fqn) == ("P to I for %linear_4_bias", "out")
-    assert (f.origin, f.fqn) == ("I to R for %linear", "q")
+    assert (down.origin, down.fqn) == ("P to I for %linear_4_bias", "layer.out")
+    assert (f.origin, f.fqn) == ("I to R for %linear", "layer.q")
 
 
 # ------------------------------------------------------------------ programs by hand
@@ -295,9 +303,10 @@ def test_a_missing_reduction_is_found_by_the_type_check() -> None:
 
 
 def test_collectives_are_listed_with_bytes_in_closed_form() -> None:
-    result = run(build(MLP)[1], MLP_SPLIT)
+    result = run(build(Behind, MLP)[1], MLP_SPLIT)
     found = [(c.phase, c.op, c.node, c.bytes_formula, c.bytes) for c in collectives(result, {"b": 2, "s": 5})]
     assert found == [
+        ("forward", "all_reduce", "embedding_reduce_from", "384*b*s", 3840),
         ("backward", "all_reduce", "layer_norm_copy_to", "384*b*s", 3840),
         ("forward", "all_reduce", "linear_1_reduce_from", "384*b*s", 3840),
     ]

@@ -40,11 +40,13 @@ FUSED_LOCAL = """\
 %out_weight = parameter["out.weight"] : f32[96, 96] tp:S(1) {role="row"}
 %out_bias = parameter["out.bias"] : f32[96] tp:I {role="row"}
 %x = input["x"] : f32[b, s, 96] tp:R
+%tp_gradients = fxpar.sum_gradients[tp](%norm_bias, %norm_weight) : (f32[96] tp:R; f32[96] tp:R)
 %b = aten.sym_size.int(%x, 0) : b
 %s = aten.sym_size.int(%x, 1) : s
-%layer_norm = aten.layer_norm.default(%x, [96], %norm_weight, %norm_bias, 1e-05, False) : f32[b, s, 96] tp:I
-%layer_norm_copy_to = fxpar.copy_to[tp](%layer_norm) : f32[b, s, 96] tp:I→R
-%linear = aten.linear.default(%layer_norm_copy_to, %qkv_weight) : f32[b, s, 288] tp:S(2: 3 x 96) {role="head"}
+%norm_weight_copy_to = operator.getitem(%tp_gradients, 1) : f32[96] tp:R
+%norm_bias_copy_to = operator.getitem(%tp_gradients, 0) : f32[96] tp:R
+%layer_norm = aten.layer_norm.default(%x, [96], %norm_weight_copy_to, %norm_bias_copy_to, 1e-05, False) : f32[b, s, 96] tp:R
+%linear = aten.linear.default(%layer_norm, %qkv_weight) : f32[b, s, 288] tp:S(2: 3 x 96) {role="head"}
 %linear_bias = aten.add.Tensor(%linear, %qkv_bias) : f32[b, s, 288] tp:S(2: 3 x 96) {role="bias"}
 %split = aten.split_with_sizes.default(%linear_bias, [48, 48, 48], 2) : (f32[b, s, 96] tp:S(2); f32[b, s, 96] tp:S(2); f32[b, s, 96] tp:S(2))
 %getitem = operator.getitem(%split, 0) : f32[b, s, 96] tp:S(2)
@@ -183,7 +185,7 @@ def nodes(program: Program) -> list[fx.Node]:
 
 HEAD = """fxpar 1
 plan {"tp": 2}
-properties canonical collectives layouts rng
+properties canonical collectives layouts rng vocabulary
 symbol b = x.0 like 4
 %w = parameter["w"] : f32[24, 6] tp:S(0)
 %f = parameter["f"] : f32[24, 6] tp:S(0: 3 x 8)

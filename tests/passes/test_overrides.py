@@ -87,7 +87,7 @@ def test_key_heads_that_the_ranks_do_not_divide_are_refused() -> None:
 
 
 class Vocabulary(nn.Module):
-    """An embedding and a head, tied or not."""
+    """An embedding, a norm and a head, tied or not."""
 
     def __init__(self, size: int, tied: bool) -> None:
         super().__init__()
@@ -97,30 +97,36 @@ class Vocabulary(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         ids = x[..., 0].abs().long()
-        return functional.cross_entropy(self.head(self.embed(ids)).flatten(0, 1), ids.flatten())
+        hidden = functional.layer_norm(self.embed(ids), (WIDTH,))
+        return functional.cross_entropy(self.head(hidden).flatten(0, 1), ids.flatten())
 
 
-def test_an_odd_vocabulary_is_refused() -> None:
-    with pytest.raises(
-        PlanError, match=r"head\.weight .* over 2 ranks: at %linear .*f32\[259, 96\] is not divisible by 2"
-    ):
-        run(build(Vocabulary, 259, False)[1], {"head": "column"}, until="annotate")
+def test_an_odd_vocabulary_is_padded() -> None:
+    found = layouts(run(build(Vocabulary, 259, False)[1], {"head": "column"}))
+    assert found == {"embed.weight": "tp:S(0: 259 ~ 512)", "head.weight": "tp:S(0: 259 ~ 512)"}
+    assert values(Vocabulary, 259, False, split={"head": "column"}).ok
 
 
+@pytest.mark.parametrize("how", ["column", "vocab"])
 @pytest.mark.parametrize("tp", [2, 4])
-def test_an_even_vocabulary_gathers_the_logits(tp: int) -> None:
-    result = run(build(Vocabulary, 260, False)[1], {"head": "column"}, tp)
-    # The embedding is all that stands before it: its gradient is summed, not that of what it looks up.
-    assert [(c.op, c.phase) for c in collectives(result)] == [("all_reduce", "parameter"), ("all_gather", "forward")]
-    assert values(Vocabulary, 260, False, split={"head": "column"}, tp=tp).ok
+def test_logits_of_a_cut_vocabulary_are_never_gathered(tp: int, how: str) -> None:
+    result = run(build(Vocabulary, 260, False)[1], {"head": how}, tp)
+    found = [(c.op, c.phase, c.node) for c in collectives(result)]
+    # The words' sum, and backward the head's; of each row its maximum, then its sum of exponentials and its label.
+    assert found == [
+        ("all_reduce", "forward", "embedding_all_reduce"),
+        ("all_reduce", "backward", "embedding_all_reduce"),
+        ("all_reduce", "forward", "cross_entropy_loss"),
+        ("all_reduce", "forward", "cross_entropy_loss"),
+    ]
+    assert values(Vocabulary, 260, False, split={"head": how}, tp=tp).ok
 
 
-def test_a_tied_vocabulary_that_the_embedding_needs_whole_is_refused() -> None:
-    reason = (
-        r"plan: head = column: %embedding \(embed.*\) cannot work with a part of %embed_weight, which the plan cuts"
-    )
-    with pytest.raises(PlanError, match=reason):
-        run(build(Vocabulary, 260, True)[1], {"head": "column"}, until="annotate")
+@pytest.mark.parametrize("line", ["head", "embed"])
+def test_a_tied_vocabulary_is_cut_once_for_both(line: str) -> None:
+    split = {line: "vocab"}
+    assert layouts(run(build(Vocabulary, 260, True)[1], split)) == {"embed.weight": "tp:S(0: 260 ~ 512)"}
+    assert values(Vocabulary, 260, True, split=split).ok
 
 
 @pytest.mark.parametrize("how", ["column", "row"])

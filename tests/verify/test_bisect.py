@@ -19,6 +19,9 @@ from tests.verify.cases import prepared, program
 
 aten = torch.ops.aten
 
+# How many passes run until the collectives stand.
+INSERTED = [item.name for item in DEFAULT_PASSES].index("insert_collectives") + 1
+
 
 def made(name: str, change: Callable[[Program], object], preserves: str = "values") -> Pass:
     """A pass that changes the program."""
@@ -109,7 +112,7 @@ def test_the_first_of_two_wrong_passes_is_named() -> None:
     assert culprit.name == "first"
 
 
-@pytest.mark.parametrize("behind", range(4, len(DEFAULT_PASSES) + 1))
+@pytest.mark.parametrize("behind", range(INSERTED, len(DEFAULT_PASSES) + 1))
 def test_what_a_static_check_sees_needs_no_values(behind: int) -> None:
     culprit = find(*with_pass(made("wrong", drop_reduction), behind))
     assert culprit is not None
@@ -149,19 +152,19 @@ def test_a_pass_that_declares_to_change_values_is_no_culprit_and_what_follows_is
 def test_behind_a_pass_that_changes_a_split_program_static_checks_go_on() -> None:
     """Such a pass leaves nothing to compare with, which the result says; it is no proof that what follows is right."""
     free = made("free", to_relu, preserves="nothing")
-    found = search(*with_pass(free, 4))
+    passes = with_pass(free, INSERTED)
+    found = search(*passes)
     assert found.culprit is None
-    assert found.compared == ("canonicalize", "fold_masks", "annotate", "insert_collectives")
-    assert found.untested == ("assign_rng", "localize")
+    assert found.compared == tuple(item.name for item in passes[:INSERTED])
+    assert found.untested == tuple(item.name for item in passes[INSERTED + 1 :])
     wrong = made("wrong", drop_reduction)
-    passes = with_pass(free, 4)
-    culprit = find(*passes[:5], wrong, *passes[5:])
+    culprit = find(*passes[: INSERTED + 1], wrong, *passes[INSERTED + 1 :])
     assert culprit is not None
     assert culprit.name == "wrong"
 
 
 def test_complete_runs_the_default_passes_that_are_missing() -> None:
-    for until in ("canonicalize", "fold_masks", "annotate", "insert_collectives", "assign_rng", "localize"):
+    for until in (item.name for item in DEFAULT_PASSES):
         finished = complete(program("tail", 2, until))
         assert finished is not None
         assert finished.properties == program("tail", 2).properties

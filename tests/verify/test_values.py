@@ -64,21 +64,21 @@ def test_another_activation_deviates_in_the_loss_and_in_gradients() -> None:
     assert report.worst
 
 
-def detach_norm(found: Program) -> None:
-    norm = target_of(found, aten.layer_norm.default)
-    weight = norm.args[2]
-    assert isinstance(weight, torch.fx.Node)
-    with found.graph.inserting_before(norm):
-        cut = found.graph.call_function(aten.detach.default, (weight,))
-    cut.meta = dict(weight.meta)
-    norm.args = (*norm.args[:2], cut, *norm.args[3:])
+def detach_bias(found: Program) -> None:
+    added = found.node("linear_bias")
+    bias = added.args[1]
+    assert isinstance(bias, torch.fx.Node)
+    with found.graph.inserting_before(added):
+        cut = found.graph.call_function(aten.detach.default, (bias,))
+    cut.meta = dict(bias.meta)
+    added.args = (added.args[0], cut)
 
 
 def test_a_gradient_that_nothing_makes_is_named() -> None:
-    report = prepared("tail").compare(changed("tail", detach_norm))
+    report = prepared("tail").compare(changed("tail", detach_bias))
     assert not report.ok
     assert (report.loss_error, report.max_grad_error) == (0.0, float("inf"))
-    assert report.worst == "gradients of norm.weight"
+    assert report.worst == "gradients of up.bias"
 
 
 def run_of(outputs: dict[str, Tensor], gradients: dict[str, Tensor] | None = None) -> Run:
