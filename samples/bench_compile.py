@@ -109,19 +109,19 @@ def measure(size: Size, layers: int, tp: int) -> dict[str, Any]:
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     model, watch = build(size, layers), Watch()
     ids = torch.zeros(2, size.sequence, dtype=torch.long, device="meta")
-    start = time.perf_counter()
+    start, worked = time.perf_counter(), time.process_time()
     captured = capture(model, {"input_ids": ids, "labels": ids.clone()}, fxpar.Plan(tp=tp))
     seconds = {"capture": time.perf_counter() - start}
     verifiers = [watch.timed(verifier) for verifier in STATIC]
     program = PassManager(DEFAULT_PASSES, verifiers, on_pass=watch.passed).run(captured.program)
-    total = time.perf_counter() - start
+    total, cpu = time.perf_counter() - start, time.process_time() - worked
     unit = 1 if sys.platform == "darwin" else 1024
     return {
         "layers": layers,
         "tp": tp,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "nodes": len(program.graph.nodes),
-        "seconds": {**seconds, **watch.seconds, "total": total},
+        "seconds": {**seconds, **watch.seconds, "total": total, "cpu": cpu},
         "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit,
         "split_flops": split_flops(program),
         "text_bytes": len(print_program(program).encode()),
@@ -140,7 +140,7 @@ def measure_apart(name: str, layers: int, tp: int) -> dict[str, Any]:
 
 def report(rows: Sequence[Mapping[str, Any]]) -> None:
     """Prints a line for each compilation."""
-    columns = ("capture", *PASSES, "checks", "total")
+    columns = ("capture", *PASSES, "checks", "total", "cpu")
     table = Table(title="seconds from a model to the program of each rank")
     for title in ("model", "tp", "layers", "weights", "nodes", *columns, "peak", "split", "text"):
         table.add_column(title.replace("_", " "), justify="left" if title == "model" else "right")
@@ -150,6 +150,7 @@ def report(rows: Sequence[Mapping[str, Any]]) -> None:
         ends = [f"{row['peak_bytes'] / 2**30:.1f} GiB", f"{row['split_flops']:.1%}", f"{row['text_bytes'] >> 10} KiB"]
         table.add_row(row["model"], *sizes, *seconds, *ends)
     Console(width=None if sys.stdout.isatty() else 180).print(table)
+    print("cpu: of the total, the seconds that the process ran; the others it waited for its turn.")
     print("split: share of the matrix FLOPs that tp divides. text: of the program, the same for every rank.")
 
 
