@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from fxpar.errors import PassError
-from fxpar.layout import Layout, local_bounds, local_shape
+from fxpar.layout import Layout, local_shape
 from fxpar.manager import register_pass
 from fxpar.program import (
     Note,
@@ -23,6 +23,7 @@ from fxpar.program import (
     set_note,
 )
 from fxpar.rules import bind_arguments
+from fxpar.slices import local_bounds
 from fxpar.symbols import divide
 
 aten = torch.ops.aten

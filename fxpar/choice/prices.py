@@ -37,6 +37,8 @@ _VOLUME = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0}
 # Ties are broken in favour of less work that is the same on every rank: f late, g early, residual streams invariant.
 TIE = {"I": 0.0, "S": 0.0, "R": 1e-9, "P": 4e-9}
 TIE_CONVERSION = 1e-9
+# A parameter is converted rather than what is made from it, so that the gradients of many are summed together.
+TIE_MADE = 2e-8
 # Where ranks may share out tokens, a stream that is cut over them is preferred to one that is not.
 TIE_WHOLE = 2e-9
 
@@ -134,6 +136,8 @@ class Prices:
             part, total = shared_fraction(source)
             size *= part / total
         seconds = TIE_CONVERSION
+        if value[0] in self.options.weights and value[0].op != "placeholder":
+            seconds += TIE_MADE
         if row.forward:  # what it yields is stored as other activations are
             seconds += self._accesses(value, target)
         for collective in filter(None, collectives):

@@ -88,7 +88,9 @@ def _log_sum_exp(x: Tensor, block: Block) -> tuple[Tensor, Tensor]:
 class Statistics(torch.autograd.Function):
     """log Σ exp, the target's logit, and the sum of weighted logits, for each row; the same on every rank.
 
-    Two all-reduces of N and 2·N (with weighted logits 3·N) values. Saves the logits themselves and no probabilities.
+    All three are of the logits less the row's largest, which cancels in a loss: a model that is sure of its words has
+    logits that are large against their loss. Two all-reduces of N and 2·N (with weighted logits 3·N) values. Saves the
+    logits themselves and no probabilities.
     """
 
     @staticmethod
@@ -98,22 +100,22 @@ class Statistics(torch.autograd.Function):
         """x [N, words a rank]; position and own [N] as of `Block.local`; weights [words a rank] or None."""
         wide = _wide(x)
         largest, total = _log_sum_exp(wide, block)
-        picked = wide.gather(-1, position.unsqueeze(-1)).squeeze(-1).masked_fill(~own, 0.0)
-        parts = [total, picked]
+        picked = wide.gather(-1, position.unsqueeze(-1)).squeeze(-1) - largest
+        parts = [total, picked.masked_fill(~own, 0.0)]
         if weights is not None:
-            parts.append(block.hide_padding(wide * weights, -1, 0.0).sum(-1))
+            parts.append(block.hide_padding((wide - largest.unsqueeze(-1)) * weights, -1, 0.0).sum(-1))
         sums = sum_over(torch.stack(parts), block.group).unbind(0)
-        log_sum = largest + sums[0].log()
-        ctx.save_for_backward(x, position, own, weights, log_sum, block.index)
+        log_sum = sums[0].log()
+        ctx.save_for_backward(x, position, own, weights, largest, log_sum, block.index)
         ctx.size, ctx.group = block.size, block.group
         return log_sum, *sums[1:]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """The rank's block of the gradient; padding gets none."""
-        x, position, own, weights, log_sum, index = ctx.saved_tensors
+        x, position, own, weights, largest, log_sum, index = ctx.saved_tensors
         block = Block(ctx.size, ctx.group, index)
-        found = (_wide(x) - log_sum.unsqueeze(-1)).exp() * grads[0].unsqueeze(-1)
+        found = (_wide(x) - largest.unsqueeze(-1) - log_sum.unsqueeze(-1)).exp() * grads[0].unsqueeze(-1)
         if weights is not None:
             found = found + weights * grads[2].unsqueeze(-1)
         found = block.hide_padding(found, -1, 0.0)

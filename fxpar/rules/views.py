@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from fxpar.layout import P, Piece, Placement, R, local_size, pieces_of, slice_pieces, strided_pieces, through_view
+from fxpar.layout import P, Piece, Placement, R, local_size, pieces_of, through_view
 from fxpar.rules.engine import Call, Labelling, Labels, Refusal, Rule, Signature, transfer
 from fxpar.rules.pointwise import broadcast, keeps_sums
+from fxpar.slices import slice_pieces, strided_pieces
 from fxpar.symbols import Size, divide, simplify
 
 _SELF = (("self",),)
@@ -318,16 +319,14 @@ def view_rules() -> dict[str, Rule]:
         **dict.fromkeys(["aten.permute.default", "aten.transpose.int", "aten.t.default"], permute),
         "aten.expand.default": Rule(_expand, _SELF),
         **dict.fromkeys(["aten.repeat.default", "aten.tile.default"], Rule(partial=_SELF, seed=_repeat)),
-        "aten.select.int": Rule(_without_dim, _SELF, padding=padded),
-        "aten.unbind.int": Rule(_without_dim, _SELF),
+        **dict.fromkeys(["aten.select.int", "aten.unbind.int"], Rule(_without_dim, _SELF, padding=padded)),
         "aten.slice.Tensor": Rule(partial=_SELF, seed=_slice, padding=padded),
         **dict.fromkeys(
             ["aten.split.Tensor", "aten.split_with_sizes.default", "aten.split.sizes", "aten.chunk.default"], split
         ),
         "aten.cat.default": Rule(partial=(("tensors",),), seed=_cat, check=_cat_segments),
         "aten.stack.default": Rule(_stack, (("tensors",),)),
-        "aten.flip.default": linear_keeping,
-        "aten.roll.default": linear_keeping,
+        **dict.fromkeys(["aten.flip.default", "aten.roll.default"], linear_keeping),
         "aten.cumsum.default": Rule(_keeping_dim, _SELF, check=keeps_sums),
         "aten.diff.default": Rule(_difference, (("self", "prepend?", "append?"),)),
         **dict.fromkeys(
@@ -345,8 +344,7 @@ def view_rules() -> dict[str, Rule]:
         "aten.index_select.default": Rule(_index_select, _SELF),
         "aten.embedding.default": Rule(_embedding, (("weight",),)),
         **dict.fromkeys(["aten.pad.default", "aten.constant_pad_nd.default"], pad),
-        "aten.tril.default": Rule(_triangle, _SELF),
-        "aten.triu.default": Rule(_triangle, _SELF),
+        **dict.fromkeys(["aten.tril.default", "aten.triu.default"], Rule(_triangle, _SELF)),
         **dict.fromkeys(
             ["aten.new_ones.default", "aten.new_zeros.default", "aten.new_full.default", "aten.new_empty.default"],
             Rule(seed=_made, check=_made_anyway),

@@ -70,20 +70,41 @@ def _others(program: Program) -> Iterator[dict[str, int]]:
 
 def _run(program: Program, sizes: Mapping[str, int]) -> None:
     values: dict[fx.Node, Any] = {}
+    # Equal layers repeat types and calls: what these give is worked out once.
+    types: dict[tuple[TensorType, Layout], Tensor] = {}
+    calls: dict[Any, Any] = {}
     for node in program.graph.nodes:
         if node.op == "output" or note(node).type is None:  # the return and asserts
             continue
-        wanted = _expected(program, node, sizes)
+        wanted = _expected(program, node, sizes, types)
         if node.op == "placeholder":
             values[node] = wanted[0]
             continue
         try:
             args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
-            values[node] = _call(node, args, kwargs, wanted)
+            key = _identity(node, args, kwargs)
+            if key is None or key not in calls:
+                calls[key] = _call(node, args, kwargs, wanted)
+            values[node] = calls[key]
         except _FAILURES as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise CheckFailed(f"cannot run on a rank's shapes: {reason}", where=describe(node)) from None
         _compare(node, values[node], wanted, sizes)
+
+
+def _identity(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What the result of a torch operator on shapes depends on; None for calls that are to be made each time."""
+    if not isinstance(node.target, torch._ops.OpOverload) or node.target._schema.is_mutable:
+        return None
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.dtype, value.shape, value.stride(), value.storage_offset(), value.device
+        if isinstance(value, (list, tuple)):
+            return tuple(plain(item) for item in value)
+        return type(value), value  # 1, 1.0 and True are equal and give different types
+
+    return node.target, plain(args), plain([*kwargs.items()])
 
 
 def _call(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: Sequence[Tensor]) -> Any:
@@ -128,14 +149,18 @@ def _makes_tensors(node: fx.Node) -> bool:
     return any(a.name == "device" for a in target._schema.arguments)
 
 
-def _expected(program: Program, node: fx.Node, sizes: Mapping[str, int]) -> list[Tensor]:
+def _expected(
+    program: Program, node: fx.Node, sizes: Mapping[str, int], known: dict[tuple[TensorType, Layout], Tensor]
+) -> list[Tensor]:
     layouts = output_layouts(node) if "local" in program.properties else ()
     found = []
     for i, kind in enumerate(output_types(node)):
         layout = layouts[i] if layouts else Layout()
         try:
-            shape = [evaluate(size, sizes) for size in local_shape(kind.shape, layout, program.axes)]
-            found.append(torch.empty(shape, dtype=kind.dtype, device="meta"))
+            if (kind, layout) not in known:
+                shape = [evaluate(size, sizes) for size in local_shape(kind.shape, layout, program.axes)]
+                known[kind, layout] = torch.empty(shape, dtype=kind.dtype, device="meta")
+            found.append(known[kind, layout])
         except (ValueError, IndexError, RuntimeError, OverflowError, TypeError) as error:
             reason = str(error).splitlines()[0]
             raise CheckFailed(f"{layout} does not fit {kind}: {reason}", where=describe(node)) from None

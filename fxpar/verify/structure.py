@@ -96,12 +96,23 @@ def _check_note(program: Program, node: fx.Node) -> None:
         given = [kind for operand in operands(node) for kind in output_types(operand)]
         if len(given) != 1 or count != 1:
             raise CheckFailed(f"a coercion converts one tensor and not {len(given)}", where=describe(node))
-    if node.target is sum_gradients and [k for o in operands(node) for k in output_types(o)] != list(
-        output_types(node)
-    ):
-        raise CheckFailed(
-            f"gives {count} tensors that are not its {len(operands(node))} operands", where=describe(node)
-        )
+    if node.target is sum_gradients:
+        _check_bucket(program, node)
+
+
+def _check_bucket(program: Program, node: fx.Node) -> None:
+    """It gives its operands again, and these are parameters: its reduction runs once a step, not in each microbatch."""
+    given, kinds = operands(node), output_types(node)
+    if [kind for operand in given for kind in output_types(operand)] != list(kinds):
+        raise CheckFailed(f"gives {len(kinds)} tensors that are not its {len(given)} operands", where=describe(node))
+    for operand in given:
+        parameter = program.parameter(operand)
+        if parameter is None or not parameter.trainable:
+            raise CheckFailed(
+                f"sums gradients of %{operand.name}, which is no trainable parameter",
+                where=describe(node),
+                remedy="leave it out of the bucket and convert it apart",
+            )
 
 
 def _sizes(kind: ValueType) -> Iterator[object]:
@@ -140,13 +151,13 @@ def _check_conversions(program: Program) -> None:
         for source, layout in pairs:
             axis = str(node.kwargs["axis"])
             target = layout.on(axis)
-            first = seen.setdefault((source, axis, target), node)
-            if first is not node:
+            if (source, axis, target) in seen:
                 raise CheckFailed(
                     f"converts %{source.name} to {target} on axis {axis} a second time",
                     where=describe(node),
-                    remedy=f"use %{first.name}",
+                    remedy=f"use %{seen[source, axis, target].name}",
                 )
+            seen[source, axis, target] = node
 
 
 def _check_random(program: Program) -> None:

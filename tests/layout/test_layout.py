@@ -22,17 +22,14 @@ from fxpar.layout import (
     R,
     V,
     fits,
-    local_bounds,
-    local_position,
     local_shape,
     local_size,
     parse_placement,
     pieces_of,
     shard,
-    slice_pieces,
-    strided_pieces,
     through_view,
 )
+from fxpar.slices import local_bounds, local_position, slice_pieces, strided_pieces
 from fxpar.symbols import Size, divide, evaluate, parse_size
 from fxpar.verify.oracle_ranks import divides, held
 

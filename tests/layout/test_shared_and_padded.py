@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fxpar.layout import Piece, Placement, fits, local_size, padded_shard, parse_placement, slice_pieces, through_view
+from fxpar.layout import Piece, Placement, fits, local_size, padded_shard, parse_placement, through_view
 from fxpar.ops.collectives import _collect, _spread
 from fxpar.shards import block, counted, whole
+from fxpar.slices import slice_pieces
 from fxpar.verify.oracle_ranks import held, padding
 
 SHARED = [

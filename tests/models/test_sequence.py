@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from functools import cache
 from typing import Any
 
@@ -13,11 +12,12 @@ from fxpar.cli.models import LoadedModel, load_model
 from fxpar.errors import PlanError
 from fxpar.passes import DEFAULT_PASSES
 from fxpar.plan import Plan
-from fxpar.program import Program, note, operands, output_layouts, output_types
+from fxpar.program import Program, operands, output_layouts, output_types
 from fxpar.symbols import names
 from fxpar.verify.analysis import collectives, split_flops, unsplit
 from fxpar.verify.check import compile_program
 from fxpar.verify.values import call_inputs, program_state, reference_run, verify_values
+from tests.layers import by_layer
 
 # Pairs of all-reduces of activations in a layer, where both halves of it have one or share one.
 PAIRS = {"gpt2": 2, "bert": 2, "llama": 2, "qwen2": 2, "gpt_neox": 1, "gptj": 1, "falcon": 1}
@@ -109,21 +109,10 @@ def test_a_layer_has_megatron_s_collectives(name: str, pairs: int) -> None:
     """Also where attention and MLP run side by side: partial sums, and what is dropped of them, add up."""
     for sequence in (False, True):
         counts = by_layer(compiled(name, Plan(tp=2, sequence_parallel=sequence)))
+        counts.pop("")
         plain = {("all_reduce", "forward"): pairs, ("all_reduce", "backward"): pairs}
         half = {(op, phase): pairs for op in ("all_gather", "reduce_scatter") for phase in ("forward", "backward")}
         assert list(counts.values()) == [half if sequence else plain] * 2
-
-
-def by_layer(program: Program) -> dict[str, dict[tuple[str, str], int]]:
-    """Collectives of activations by the layer whose coercion they are."""
-    found: dict[str, Counter[tuple[str, str]]] = {}
-    for one in collectives(program):
-        fqn = note(program.node(one.node)).fqn
-        numbers = [i for i, part in enumerate(fqn.split(".")) if part.isdigit()]
-        if numbers and one.phase != "parameter":
-            layer = ".".join(fqn.split(".")[: numbers[0] + 1])
-            found.setdefault(layer, Counter())[one.op, one.phase] += 1
-    return {layer: dict(counts) for layer, counts in found.items()}
 
 
 def test_streams_are_cut_between_the_matrices() -> None:

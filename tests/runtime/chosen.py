@@ -19,7 +19,7 @@ def module(name: str, **options: Any) -> fxpar.ParallelModule:
 
 
 def train(name: str, steps: int) -> Found:
-    """Trains with sequence parallelism, AdamW and clipping, with dropout; and what is said of tokens that do not fit."""
+    """Trains with sequence parallelism, AdamW and clipping, with dropout; and what odd tokens are told."""
     model = module(name, sequence_parallel=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-6)
     batch, losses, norms = CASES[name].example(), [], []

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import fxpar
 from fxpar.errors import FxparError
@@ -151,6 +152,11 @@ def named_loss() -> Found:
     return {"loss": loss, "task": task, "penalty": gradients(model), "keys": sorted(evaluated)}
 
 
+def whole(value: Tensor) -> Tensor:
+    """The tensor itself, or what the ranks hold of it together."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
 def evaluate(name: str, rows: int, length: int) -> Found:
     """Logits of a case in evaluation mode without labels, twice, for another batch."""
     model = case_module(name).eval()
@@ -159,8 +165,8 @@ def evaluate(name: str, rows: int, length: int) -> Found:
         first, second = model(input_ids=ids), model(input_ids=ids)
     return {
         "ids": ids,
-        "first": first.logits,
-        "second": second.logits,
+        "first": whole(first.logits),
+        "second": whole(second.logits),
         "type": type(first).__name__,
         "loss": first.loss,
     }

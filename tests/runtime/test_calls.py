@@ -50,8 +50,8 @@ def test_a_sharded_output_is_a_dtensor(world2: World) -> None:
 def test_train_and_eval_switch_programs(world2: World) -> None:
     wanted = jobs.modes()
     for found in world2.run(jobs.modes):
-        assert found["training"] == pytest.approx(wanted["training"], abs=1e-6)
-        assert found["evaluated"] == pytest.approx(wanted["evaluated"], abs=1e-6)
+        assert found["training"] == pytest.approx(wanted["training"], rel=1e-6)
+        assert found["evaluated"] == pytest.approx(wanted["evaluated"], rel=1e-6)
         assert found["training"][0] == found["training"][1]
         assert found["evaluated"][0] == found["evaluated"][1] != found["training"][0]
         assert found["graph"] == (True, False)

@@ -1,21 +1,25 @@
 """Captured models with what a comparison by value needs, and a sequence-parallel program written by hand.
 
-Enters: names of cases. Leaves: programs after each pass, weights, inputs and the single device's results, made once.
+Enters: names of cases, or of types of transformers. Leaves: programs after each pass, weights, inputs and the single
+device's results, made once.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fxpar.capture import capture
+from fxpar.capture import Captured, capture
+from fxpar.cli.models import load_model
 from fxpar.manager import PassManager
 from fxpar.parse import parse_program
 from fxpar.passes import DEFAULT_PASSES
+from fxpar.plan import Plan
 from fxpar.program import Program, note
 from fxpar.verify.simulate import Run
 from fxpar.verify.static import STATIC
@@ -24,10 +28,9 @@ from tests.zoo import CASES, Case
 
 
 @dataclass(frozen=True)
-class Prepared:
+class Known:
     """A captured model with weights, a batch and the results of one device."""
 
-    case: Case
     captured: Program
     state: dict[str, Tensor]
     inputs: dict[str, Tensor]
@@ -36,6 +39,13 @@ class Prepared:
     def compare(self, program: Program) -> ValueReport:
         """A localised program of this model against the single device."""
         return verify_values(self.captured, program, self.state, self.inputs, reference=self.reference)
+
+
+@dataclass(frozen=True)
+class Prepared(Known):
+    """A case of the zoo, with the plan that its author would write."""
+
+    case: Case
 
 
 class Tail(nn.Module):
@@ -93,8 +103,12 @@ def prepared(name: str) -> Prepared:
     case = CASES.get(name) or _OWN[name]
     model, batch = case.model(), case.example()
     captured = capture(model, batch, case.plan(2), case.loss)
+    return Prepared(*_run(captured, model, batch), case)
+
+
+def _run(captured: Captured, model: nn.Module, batch: Any) -> tuple[Program, dict[str, Tensor], dict[str, Tensor], Run]:
     state, inputs = program_state(captured.program, model), call_inputs(captured, model, batch)
-    return Prepared(case, captured.program, state, inputs, reference_run(captured.program, state, inputs))
+    return captured.program, state, inputs, reference_run(captured.program, state, inputs)
 
 
 @cache
@@ -102,6 +116,20 @@ def program(name: str, tp: int, until: str = "localize") -> Program:
     """A case's program after the pass `until`, statically checked after each."""
     captured = prepared(name).captured.with_(plan=prepared(name).case.plan(tp))
     return PassManager(DEFAULT_PASSES, STATIC).run(captured, until=until)
+
+
+@cache
+def known(kind: str) -> Known:
+    """A tiny model of a type of transformers, which no plan line splits."""
+    loaded = load_model(f"hf:{kind}", 3, 16, 0, True)
+    return Known(*_run(capture(loaded.model, loaded.batch, None, loaded.loss), loaded.model, loaded.batch))
+
+
+@cache
+def chosen(kind: str, sequence_parallel: bool, until: str = "localize") -> Program:
+    """Such a model's program for 4 ranks after the pass `until`, of layouts that the passes chose."""
+    captured = known(kind).captured.with_(plan=Plan(tp=4, sequence_parallel=sequence_parallel))
+    return PassManager(DEFAULT_PASSES).run(captured, until=until)
 
 
 _SEQUENCE = """fxpar 1

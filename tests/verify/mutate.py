@@ -9,14 +9,10 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from fxpar.errors import LayoutError, TextError
-from fxpar.gradients import carried
-from fxpar.parse import parse_program
-from fxpar.program import operands, output_layouts, output_types, update
-from fxpar.rules.inference import Context, infer_node
-from fxpar.text import print_program
+from tests.verify import mutate_buckets, mutate_chosen
+from tests.verify.edits import Edit, Edits, Mutant
 from tests.verify.lines import ROWS, Line, Source
 
 _CUT = re.compile(r"S\((\d+)(?:: ([^)]*))?\)")
@@ -28,31 +24,6 @@ _SIZED = (
     "aten.slice.Tensor",
     "aten.split_with_sizes.default",
 )
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """An edited text, the kind of fault and the edit in words."""
-
-    kind: str
-    edit: str
-    text: str
-
-
-@dataclass(frozen=True)
-class Edit:
-    """An edit in words and the lines after it; `behind` names a node whose users' notes are to follow it."""
-
-    what: str
-    source: Source
-    behind: str = ""
-
-    def text(self) -> str:
-        """The mutant's text."""
-        return str(renamed(self.source, self.behind) if self.behind else self.source)
-
-
-Edits = Iterator[Edit]
 
 
 def delete(source: Source) -> Edits:
@@ -313,28 +284,6 @@ def literal(source: Source, before: Source) -> Edits:
                 yield Edit(f"{line.name}: {found[0]} doubled", source.edited((line, [replace(line, head=head)])))
 
 
-def renamed(source: Source, name: str) -> Source:
-    """The notes behind a changed node say what follows from it, as far as that is legal."""
-    try:
-        program = parse_program(str(source))
-    except TextError:
-        return source
-    flags, behind = carried(program), False
-    for node in program.graph.nodes:
-        if node.op == "call_function" and behind and output_types(node):
-            inputs = operands(node)
-            layouts = [layout for o in inputs for layout in output_layouts(o)]
-            carries = [flag for o in inputs for flag in flags[o]]
-            given = Context(layouts, carries, flags[node], program.axes, "local" in program.properties)
-            try:
-                found = infer_node(node, given)
-            except LayoutError:
-                break
-            update(node, layout=found if len(found) > 1 else found[0])
-        behind |= node.name == name
-    return Source.of(print_program(program))
-
-
 KINDS: dict[str, Callable[[Source], Edits]] = {
     "delete": delete,
     "apply twice": repeat,
@@ -352,6 +301,8 @@ KINDS: dict[str, Callable[[Source], Edits]] = {
     "parameter sum": parameter_sum,
     "random bits": random_bits,
     "loss": loss,
+    **mutate_chosen.KINDS,
+    **mutate_buckets.KINDS,
 }
 ALL = (*KINDS, "literal")
 

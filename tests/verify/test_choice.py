@@ -16,7 +16,7 @@ WRONG = (
     ("f32[b, 16, 24] tp:P {needs=tp:S(2) ; tp:S(1)", "f32[b, 16, 24] tp:I {needs=tp:S(2) ; tp:S(1)", "the note says I"),
     ("{needs=tp:S(2) ; tp:S(1)", "{needs=tp:R ; tp:S(1)", "operand input is R where S(2) fits S(1) of weight"),
     ("{needs=tp:R ; tp:S(0), role", "{needs=tp:I ; tp:S(0), role", "invariant (I) operands meet S"),
-    ("{needs=tp:S(2), origin", "{needs=tp:P, origin", "%gelu (cases.py:53): on axis tp: needs %linear_bias as P"),
+    ("{needs=tp:S(2), origin", "{needs=tp:P, origin", "): on axis tp: needs %linear_bias as P"),
     ('"norm.weight"] : f32[24] tp:I', '"norm.weight"] : f32[24] tp:R', "a parameter cannot be R"),
     ('"target"] : f32[b, 16, 24] tp:R', '"target"] : f32[b, 16, 24] tp:S(1)', "an input cannot be S(1)"),
 )
