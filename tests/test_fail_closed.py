@@ -59,15 +59,15 @@ class Heads(nn.Module):
         return self.out(heads.flatten(1))  # type: ignore[no-any-return]
 
 
-class Words(nn.Module):
-    """An embedding and a head of 15 words."""
+class Odd(nn.Module):
+    """15 hidden features."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.head = nn.Embedding(15, 6), nn.Linear(6, 15)
+        self.up, self.down = nn.Linear(6, 15), nn.Linear(15, 6)
 
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.head(self.embed(ids))  # type: ignore[no-any-return]
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).relu())  # type: ignore[no-any-return]
 
 
 class Branches(Mlp):
@@ -262,7 +262,8 @@ TABLE = [
     ),
     Bad("three heads on two ranks", lambda: check(Heads(), {"query": "head"}), "PlanError", "cannot be split by head"),
     Bad("norm weight by column", lambda: check(Mlp(), {"norm": "column"}), "PlanError", "norm.weight"),
-    Bad("15 words on two ranks", lambda: check(Words(), {"head": "column"}, (X.long(),)), "PlanError", "head.weight"),
+    Bad("15 features on two ranks", lambda: check(Odd(), SPLIT), "PlanError", "down.weight cannot be split"),
+    Bad("words where there are none", lambda: check(Mlp(), {"up": "vocab"}), "PlanError", "in no lookup or loss"),
     Bad("heads where there are none", lambda: check(Mlp(), {"up": "head"}), "PlanError", "no view makes heads"),
     # models
     Bad("branch on a value", lambda: check(Branches()), "CaptureError", "branches on values of tensors"),

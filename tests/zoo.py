@@ -196,6 +196,9 @@ class NanoGPT(nn.Module):
         self.h = nn.ModuleList(_Block(width, heads) for _ in range(layers))
         self.ln_f, self.lm_head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY, bias=False)
         self.lm_head.weight = self.wte.weight
+        # As GPT-2 does. With the default each word would predict itself, and the loss be smaller than its rounding.
+        for table in (self.wte, self.wpe):
+            nn.init.normal_(table.weight, std=0.02)
 
     def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         x = self.wte(idx)
