@@ -32,6 +32,7 @@ from fxpar.verify.check import verify
 from fxpar.verify.static import STATIC, verify_static
 
 X = torch.randn(4, 6)
+IDS = torch.arange(24).view(4, 6) % 15
 SPLIT = {"up": "column", "down": "row"}
 
 
@@ -68,6 +69,14 @@ class Words(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.head(self.embed(ids))  # type: ignore[no-any-return]
+
+
+class Odd(Mlp):
+    """Fifteen features in the middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 15), nn.Linear(15, 6)
 
 
 class Branches(Mlp):
@@ -262,7 +271,8 @@ TABLE = [
     ),
     Bad("three heads on two ranks", lambda: check(Heads(), {"query": "head"}), "PlanError", "cannot be split by head"),
     Bad("norm weight by column", lambda: check(Mlp(), {"norm": "column"}), "PlanError", "norm.weight"),
-    Bad("15 words on two ranks", lambda: check(Words(), {"head": "column"}, (X.long(),)), "PlanError", "head.weight"),
+    Bad("words that no loss reads", lambda: check(Words(), {"head": "vocab"}, (IDS,)), "PlanError", "in no lookup"),
+    Bad("15 inputs on two ranks", lambda: check(Odd(), {"down": "row"}), "PlanError", "down.weight cannot be split"),
     Bad("heads where there are none", lambda: check(Mlp(), {"up": "head"}), "PlanError", "no view makes heads"),
     # models
     Bad("branch on a value", lambda: check(Branches()), "CaptureError", "branches on values of tensors"),
@@ -352,6 +362,14 @@ def test_bad_input_gives_one_error_that_says_where_why_and_what_to_do(bad: Bad) 
     assert error.where
     assert error.reason
     assert error.remedy
+
+
+def test_a_vocabulary_that_the_ranks_do_not_divide_is_padded() -> None:
+    """What was refused in plans once is compiled, and right."""
+    proof = verify(Words(), (IDS,), Plan(tp=2, split={"head": "column"}))
+    assert proof.ok
+    wanted = '%head_weight = parameter["head.weight"] : f32[15, 6] tp:S(0: 15 ~ 16) {role="column"'
+    assert wanted in print_program(proof.program)
 
 
 def remedies_missing(file: Path, classes: set[str]) -> list[str]:
