@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from fxpar.operators import OPERATORS
+from fxpar.rules.vocabulary import vocabulary_rules
 from fxpar.verify.oracle_composite import composite
 from fxpar.verify.oracle_moves import creation, indexing, parts, views
 from fxpar.verify.oracle_ranks import Sample
@@ -71,23 +72,21 @@ EXEMPT: Mapping[str, str] = {
     **dict.fromkeys((f"aten.new_{name}.default" for name in ("ones", "zeros", "full", "empty")), _NO_VALUES),
 }
 
+# What stands for an operation over a vocabulary that is cut. It communicates inside, so that the oracle, which runs one
+# rank after the other, cannot call it: tests run all ranks jointly and compare with torch's own.
+BY_ALL_RANKS = tuple(vocabulary_rules())
+
 # Legal signatures that the rules leave out, and why.
 LEFT_OUT: Mapping[str, str] = {
     **dict.fromkeys(
         (f"aten.{name}.default" for name in ("linear", "addmm", "baddbmm", "conv1d", "conv2d")),
         "a row-split product with a partial bias: canonicalize separates biases, which are added after the reduction",
     ),
-    **dict.fromkeys(
-        ("aten.dropout.default", "aten.native_dropout.default"),
-        "linear only where it is switched off; random bits for a partial value are refused",
-    ),
+    "aten.native_dropout.default": "linear only where it is switched off",
     "aten.broadcast_tensors.default": "parts of equal size, cut in ways that have nothing to do with each other",
     "fxpar.function": "an author's function that is linear is not known to be",
-    "fxpar.dropout": "linear where all ranks draw the same bits; random bits for a partial value are refused",
     "aten.cross_entropy_loss.default": "linear in class weights and probabilities, which no model computes as sums",
     "aten.gather.default": "an index shorter than the values that reaches to the end of one of their runs",
-    "aten.scaled_dot_product_attention.default": "whole kv heads with query heads cut inside each group: "
-    "the axis is factored instead",
 }
 
 
