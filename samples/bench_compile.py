@@ -139,17 +139,18 @@ def measure_apart(name: str, layers: int, tp: int) -> dict[str, Any]:
 
 
 def report(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Prints a line for each compilation."""
-    columns = ("capture", *PASSES, "checks", "total", "cpu")
+    """Prints a line for each compilation; the passes besides the choice of layouts are quick, and stand in one sum."""
+    columns = ("capture", "annotate", "other passes", "checks", "total", "cpu")
     table = Table(title="seconds from a model to the program of each rank")
     for title in ("model", "tp", "layers", "weights", "nodes", *columns, "peak", "split", "text"):
-        table.add_column(title.replace("_", " "), justify="left" if title == "model" else "right")
+        table.add_column(title, justify="left" if title == "model" else "right")
     for row in rows:
-        seconds = [f"{row['seconds'][column]:.1f}" for column in columns]
+        spent = row["seconds"] | {"other passes": sum(row["seconds"][name] for name in PASSES if name != "annotate")}
+        seconds = [f"{spent[column]:.1f}" for column in columns]
         sizes = [str(row["tp"]), str(row["layers"]), f"{row['parameters'] / 1e9:.1f} G", str(row["nodes"])]
         ends = [f"{row['peak_bytes'] / 2**30:.1f} GiB", f"{row['split_flops']:.1%}", f"{row['text_bytes'] >> 10} KiB"]
         table.add_row(row["model"], *sizes, *seconds, *ends)
-    Console(width=None if sys.stdout.isatty() else 180).print(table)
+    Console(width=None if sys.stdout.isatty() else 140).print(table)
     print("cpu: of the total, the seconds that the process ran; the others it waited for its turn.")
     print("split: share of the matrix FLOPs that tp divides. text: of the program, the same for every rank.")
 

@@ -31,7 +31,8 @@ from fxpar.verify.analysis import collectives
 BATCH, LENGTH, TOLERANCE = 8, 128, 1e-4
 
 # How the user wants the layers split: which matrices by their output features, which by their input features. In
-# `head`, every rank gets whole attention heads. GPT-2 keeps q, k and v in one matrix; fxpar sees that by itself.
+# `head`, every rank gets whole attention heads. GPT-2 keeps q, k and v in one matrix; fxpar sees that by itself. What
+# no line names is chosen: here the embedding tables, which are cut too.
 SPLIT = {"*.c_attn": "head", "*.attn.c_proj": "row", "*.c_fc": "column", "*.mlp.c_proj": "row"}
 
 

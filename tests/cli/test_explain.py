@@ -33,10 +33,19 @@ def test_a_line_of_the_plan_is_its_own_reason() -> None:
     assert found["runner_up"] is None
 
 
-def test_what_cannot_be_cut_says_where_it_tears() -> None:
+def test_a_vocabulary_is_cut_because_it_can_be() -> None:
     (found,) = fxpar("explain", TINY, "transformer.wte.weight", "--tp", "4", "--json").document
+    assert found["placement"] == "S(0: 259 ~ 260)"
+    assert found["reason"] == "a vocabulary that can be cut is cut"
+    assert found["runner_up"] is None
+
+
+def test_what_cannot_be_cut_says_where_it_tears() -> None:
+    words = ("explain", f"{TINY},n_head=3", "transformer.h.0.attn.c_attn.weight", "--tp", "2")
+    (found,) = fxpar(*words, "--json").document
     assert found["placement"] == "I"
-    assert found["reason"].startswith("no cut fits: at %embedding")
+    assert found["reason"].startswith("no cut fits: at %view_")
+    assert "[b, s, 3, 32] tears S(2) over 2 ranks" in found["reason"]
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ def test_quickstart_trains_the_same_on_two_processes(launcher: tuple[str, ...]) 
     assert float(rows[1][1]) < float(rows[0][1]) - 0.1
     assert all(abs(float(a) - float(b)) <= 1e-4 for _, a, b in rows)
     assert "collectives a layer: 2 all_reduce forward, 2 all_reduce backward" in text
-    assert "parameters a rank: 447,488 of 842,496" in text
+    assert "parameters a rank: 422,912 of 842,496" in text
     assert "losses equal within 0.0001" in text
 
 
