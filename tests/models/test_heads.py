@@ -106,7 +106,13 @@ MODELS: dict[str, Model] = {
     "gpt2": Model("GPT2", {}, {4: {"c_attn.weight": "tp:S(1: 3 x 96)", "c_attn.bias": "tp:S(0: 3 x 96)"}}),
     "gpt2of6": Model("GPT2", {"n_head": 6}, {4: {"c_attn.weight": "tp:I", "attn.c_proj.weight": "tp:I"}}),
 }
-CASES = [(name, tp) for name, model in MODELS.items() for tp in model.cuts]
+# What runs every time; `make test-matrix` runs all.
+FEW = {*((f"kv{k}", tp) for k in (1, 2, 3) for tp in (2, 4)), *((n, 4) for n in ("heads6", "phi3", "falcon1", "gpt2"))}
+CASES = [
+    pytest.param(name, tp, marks=[] if (name, tp) in FEW else [pytest.mark.matrix])
+    for name, model in MODELS.items()
+    for tp in model.cuts
+]
 
 
 def batch() -> dict[str, torch.Tensor]:
@@ -158,7 +164,13 @@ def in_layers(found: Program) -> list[Collective]:
 @pytest.mark.parametrize(
     ("name", "tp", "parameters"),
     # k and v, their weights and biases: of shared blocks the gradients are summed, and of whole weights.
-    [("kv1", 2, 4), ("kv1", 4, 4), ("kv2", 2, 0), ("kv2", 4, 4), ("phi3", 4, 1), ("mistral", 4, 2), ("bigcode", 4, 2)],
+    [
+        *[("kv1", 4, 4), ("kv2", 2, 0), ("kv2", 4, 4), ("phi3", 4, 1)],
+        *(
+            pytest.param(*case, marks=pytest.mark.matrix)
+            for case in [("kv1", 2, 4), ("mistral", 4, 2), ("bigcode", 4, 2)]
+        ),
+    ],
 )
 def test_a_layer_costs_two_all_reduces_each_way_whatever_its_kv_heads(name: str, tp: int, parameters: int) -> None:
     found = program(name, tp)
@@ -177,7 +189,9 @@ def test_of_a_fused_weight_just_the_shared_part_is_summed() -> None:
     assert (shared.op, shared.bytes) == ("all_reduce", 2 * 24 * 96 * 4)
 
 
-@pytest.mark.parametrize("name", ["kv1", "kv2", "qwen2", "mistral", "phi3"])
+@pytest.mark.parametrize(
+    "name", ["kv1", "kv2", "phi3", *(pytest.param(name, marks=pytest.mark.matrix) for name in ("qwen2", "mistral"))]
+)
 def test_all_is_split_but_what_few_kv_heads_leave_to_several_ranks(name: str) -> None:
     kv = 1 if name == "kv1" else 2
     # In columns of width 96: k and v; q, o, the attention over 16 tokens, gate, up, down and the output head.
@@ -192,9 +206,9 @@ def test_all_is_split_but_what_few_kv_heads_leave_to_several_ranks(name: str) ->
     ("name", "tp", "reason"),
     [
         ("kv3", 2, r"to f32\[b, s, 3, 16\] tears S\(2\) over 2 ranks"),
-        ("kv6of12", 4, r"to f32\[b, s, 6, 8\] tears S\(2\) over 4 ranks"),
         ("heads6", 4, r"to f32\[b, s, 6, 16\] tears S\(2\) over 4 ranks"),
-        ("gpt2of6", 4, r"to f32\[b, s, 6, 16\] tears S\(2\) over 4 ranks"),
+        pytest.param("kv6of12", 4, r"to f32\[b, s, 6, 8\] tears S\(2\) over 4 ranks", marks=pytest.mark.matrix),
+        pytest.param("gpt2of6", 4, r"to f32\[b, s, 6, 16\] tears S\(2\) over 4 ranks", marks=pytest.mark.matrix),
     ],
 )
 def test_heads_that_do_not_divide_leave_attention_whole_and_the_rest_split(name: str, tp: int, reason: str) -> None:

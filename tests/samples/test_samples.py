@@ -21,7 +21,10 @@ def run(*command: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("launcher", [(), ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")])
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+
+
+@pytest.mark.parametrize("launcher", [(), pytest.param(TORCHRUN, marks=pytest.mark.matrix)])
 def test_quickstart_trains_the_same_on_two_processes(launcher: tuple[str, ...]) -> None:
     text = run(*launcher, "samples/quickstart.py", "--steps", "3")
     rows = re.findall(r"│ +(\d+) │ +(\d\.\d{6}) │ +(\d\.\d{6}) │", text)
