@@ -243,7 +243,7 @@ def random_bits(source: Source) -> Edits:
         new = replace(line, head=head or line.head, rest=rest or line.rest)
         return Edit(f"{line.name} {what}", source.edited((line, [new])))
 
-    for line, other in zip(drawing, [*drawing[1:], drawing[0]], strict=True):
+    for line, other in zip(drawing, [*drawing[1:], *drawing[:1]], strict=True):
         if ", [%tp_index])" in line.head:
             yield change(line, "without index", line.head.replace(", [%tp_index])", ")"))
             yield change(line, "with two indices", line.head.replace("[%tp_index]", "[%tp_index, %tp_index]"))
