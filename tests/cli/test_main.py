@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fxpar.cli import models
-from tests.cli.tool import fxpar
+from tests.cli.tool import LOCAL, fxpar
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = ("trace", "passes", "run", "diff", "verify", "bisect", "explain", "comm")
@@ -102,7 +102,7 @@ def test_the_working_folder_is_importable_only_while_a_command_runs(
 
 def test_a_terminal_without_arrows_gets_them_escaped(dump: Path) -> None:
     ascii_only = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    words = [sys.executable, "-m", "fxpar", "trace", str(dump / "06-localize.txt")]
+    words = [sys.executable, "-m", "fxpar", "trace", str(dump / LOCAL)]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, env=ascii_only, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "tp:P\\u2192I" in done.stdout

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from fxpar.passes import DEFAULT_PASSES
-from tests.cli.tool import SPLIT, TINY, Result, fxpar
+from tests.cli.tool import LOCAL, SPLIT, TINY, Result, fxpar
 
 NAMES = [item.name for item in DEFAULT_PASSES]
 
@@ -147,12 +147,12 @@ def test_comm_lists_megatrons_collectives(communicated: Any) -> None:
 
 
 def test_comm_takes_sizes_of_symbols(dump: Path) -> None:
-    found = fxpar("comm", str(dump / "06-localize.txt"), "--size", "b=8", "--size", "s=1024", "--json").document
+    found = fxpar("comm", str(dump / LOCAL), "--size", "b=8", "--size", "s=1024", "--json").document
     assert {c["bytes"] for c in found} == {8 * 1024 * 96 * 4}
 
 
 def test_comm_prints_totals_by_layer(dump: Path) -> None:
-    result = fxpar("comm", str(dump / "06-localize.txt"))
+    result = fxpar("comm", str(dump / LOCAL))
     assert "transformer.h.0  2: 36.0 KiB  2: 36.0 KiB  4: 72.0 KiB" in result.out
     assert "384*b*s" in result.out
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.tool import fxpar
+from tests.cli.tool import ANNOTATED, INSERTED, LOCAL, TEXTS, fxpar
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def scaled(path: Path) -> None:
 
 
 def test_trace_of_a_text_is_the_text(dump: Path) -> None:
-    path = dump / "04-insert_collectives.txt"
+    path = dump / INSERTED
     assert fxpar("trace", str(path)).out == path.read_text()
     assert fxpar("trace", str(path), "--json").document["how"] == "text"
 
@@ -50,7 +50,7 @@ def test_verify_accepts_what_was_dumped(dump: Path) -> None:
         assert result.document["ok"] is True
 
 
-@pytest.mark.parametrize("name", ["06-localize.txt", "03-annotate.txt"])
+@pytest.mark.parametrize("name", [LOCAL, ANNOTATED])
 def test_a_dumped_text_is_verified_by_value(dump: Path, name: str) -> None:
     result = fxpar("verify", str(dump / name), "--level", "values", "--json")
     assert result.status == 0, result.err
@@ -60,8 +60,8 @@ def test_a_dumped_text_is_verified_by_value(dump: Path, name: str) -> None:
 
 
 def test_a_text_without_its_reduction_is_rejected_by_name(copy: Path) -> None:
-    user = without_reduction(copy / "06-localize.txt")
-    result = fxpar("verify", str(copy / "06-localize.txt"))
+    user = without_reduction(copy / LOCAL)
+    result = fxpar("verify", str(copy / LOCAL))
     assert result.status == 1
     assert result.out == ""
     assert user in result.err
@@ -69,8 +69,8 @@ def test_a_text_without_its_reduction_is_rejected_by_name(copy: Path) -> None:
 
 
 def test_a_rejected_text_with_json_is_a_document(copy: Path) -> None:
-    user = without_reduction(copy / "06-localize.txt")
-    result = fxpar("verify", str(copy / "06-localize.txt"), "--json")
+    user = without_reduction(copy / LOCAL)
+    result = fxpar("verify", str(copy / LOCAL), "--json")
     assert result.status == 1
     assert result.document["ok"] is False
     error = result.document["error"]
@@ -80,7 +80,7 @@ def test_a_rejected_text_with_json_is_a_document(copy: Path) -> None:
 
 
 def test_a_text_with_other_values_passes_statically_and_fails_by_value(copy: Path) -> None:
-    path = copy / "06-localize.txt"
+    path = copy / LOCAL
     scaled(path)
     assert fxpar("verify", str(path)).status == 0
     result = fxpar("verify", str(path), "--level", "values", "--json")
@@ -95,42 +95,40 @@ def test_a_text_with_other_values_passes_statically_and_fails_by_value(copy: Pat
 
 
 def test_run_goes_on_where_a_text_stops(dump: Path, tmp_path: Path) -> None:
-    result = fxpar("run", str(dump / "03-annotate.txt"), "--dump", str(tmp_path / "d"), "--json")
+    result = fxpar("run", str(dump / ANNOTATED), "--dump", str(tmp_path / "d"), "--json")
     assert result.status == 0, result.err
     assert [record["name"] for record in result.document["passes"]] == ["insert_collectives", "assign_rng", "localize"]
     names = sorted(path.name for path in (tmp_path / "d").glob("*.txt"))
     assert names == [
         "00-capture.txt",
-        *("03-annotate.txt", "04-insert_collectives.txt", "05-assign_rng.txt", "06-localize.txt"),
+        *list(TEXTS.values())[list(TEXTS).index("annotate") :],
     ]
-    assert (tmp_path / "d" / "06-localize.txt").read_text() == (dump / "06-localize.txt").read_text()
-    assert fxpar("verify", str(tmp_path / "d" / "06-localize.txt"), "--level", "values").status == 0
+    assert (tmp_path / "d" / LOCAL).read_text() == (dump / LOCAL).read_text()
+    assert fxpar("verify", str(tmp_path / "d" / LOCAL), "--level", "values").status == 0
 
 
 def test_run_of_a_finished_text_has_nothing_to_do(dump: Path) -> None:
-    path = dump / "06-localize.txt"
+    path = dump / LOCAL
     assert fxpar("run", str(path), "--print", "--json").document["text"] == path.read_text()
     assert fxpar("run", str(path), "--json").document["passes"] == []
 
 
 def test_a_rejected_program_is_dumped_too(copy: Path, tmp_path: Path) -> None:
-    edit(copy / "03-annotate.txt", ", 0.5) : f32[b, s, 160]", ", 0.5) : f32[b, s, 96]")
-    result = fxpar("run", str(copy / "03-annotate.txt"), "--dump", str(tmp_path / "d"))
+    edit(copy / ANNOTATED, ", 0.5) : f32[b, s, 160]", ", 0.5) : f32[b, s, 96]")
+    result = fxpar("run", str(copy / ANNOTATED), "--dump", str(tmp_path / "d"))
     assert result.status == 1
     assert "found by the check 'shapes'" in result.err
-    assert (tmp_path / "d" / "03-annotate.txt").is_file()
+    assert (tmp_path / "d" / ANNOTATED).is_file()
 
 
 def test_comm_of_a_text_runs_the_passes_that_are_left(dump: Path) -> None:
-    captured, finished = (
-        fxpar("comm", str(dump / name), "--json").document for name in ("00-capture.txt", "06-localize.txt")
-    )
+    captured, finished = (fxpar("comm", str(dump / name), "--json").document for name in ("00-capture.txt", LOCAL))
     assert len(finished) == 4
     assert captured == finished
 
 
 def test_diff_of_a_text_with_itself_is_empty(dump: Path) -> None:
-    path = str(dump / "06-localize.txt")
+    path = str(dump / LOCAL)
     result = fxpar("diff", path, path)
     assert (result.status, result.out) == (0, "the programs are the same\n")
     assert fxpar("diff", path, path, "--json").document["same"] is True
@@ -148,8 +146,8 @@ def test_diff_between_two_passes_of_a_dump(dump: Path) -> None:
 
 
 def test_diff_shows_both_lines_of_a_changed_node(copy: Path, dump: Path) -> None:
-    scaled(copy / "06-localize.txt")
-    result = fxpar("diff", str(dump / "06-localize.txt"), str(copy / "06-localize.txt"))
+    scaled(copy / LOCAL)
+    result = fxpar("diff", str(dump / LOCAL), str(copy / LOCAL))
     assert result.status == 1
     assert [line[0] for line in result.out.splitlines()] == ["-", "+", "n"]
     assert ", 0.25)" in result.out.splitlines()[1]
@@ -157,12 +155,12 @@ def test_diff_shows_both_lines_of_a_changed_node(copy: Path, dump: Path) -> None
 
 
 def test_diff_sees_that_two_lines_changed_places(copy: Path, dump: Path) -> None:
-    path = copy / "06-localize.txt"
+    path = copy / LOCAL
     lines = path.read_text().splitlines()
     at = next(i for i, line in enumerate(lines) if line.startswith("%labels"))
     lines[at - 1], lines[at] = lines[at], lines[at - 1]
     path.write_text("\n".join(lines) + "\n")
-    result = fxpar("diff", str(dump / "06-localize.txt"), str(path), "--json")
+    result = fxpar("diff", str(dump / LOCAL), str(path), "--json")
     assert result.status == 1
     assert len(result.document["moved"]) == 1
     assert not result.document["changed"]
@@ -176,8 +174,8 @@ def test_bisect_of_an_untouched_folder_finds_nothing(dump: Path) -> None:
 
 
 def test_bisect_names_the_first_text_that_is_rejected(copy: Path) -> None:
-    user = without_reduction(copy / "04-insert_collectives.txt")
-    without_reduction(copy / "06-localize.txt")
+    user = without_reduction(copy / INSERTED)
+    without_reduction(copy / LOCAL)
     result = fxpar("bisect", str(copy), "--json")
     assert result.status == 1
     assert result.document["culprit"] == "insert_collectives"
@@ -185,7 +183,7 @@ def test_bisect_names_the_first_text_that_is_rejected(copy: Path) -> None:
 
 
 def test_bisect_names_the_first_text_with_other_values(copy: Path) -> None:
-    for name in ("03-annotate.txt", "06-localize.txt"):
+    for name in (ANNOTATED, LOCAL):
         scaled(copy / name)
     result = fxpar("bisect", str(copy))
     assert result.status == 1
@@ -199,6 +197,6 @@ def test_a_dump_without_memory_is_checked_statically(tmp_path: Path) -> None:
     assert fxpar("run", big, "--tp", "2", "--split", "*.c_fc=column", "--dump", str(folder)).status == 0
     assert not (folder / "values.safetensors").exists()
     assert "no values.safetensors" in fxpar("bisect", str(folder), "--json").document["reason"]
-    refused = fxpar("verify", str(folder / "06-localize.txt"), "--level", "values")
+    refused = fxpar("verify", str(folder / LOCAL), "--level", "values")
     assert refused.status == 2
     assert "values.safetensors is missing" in refused.err
