@@ -75,11 +75,12 @@ def forgetful(program):
     return program
 
 
+INSERTED = [item.name for item in DEFAULT_PASSES].index("insert_collectives") + 1
 GOOD = [*DEFAULT_PASSES[:1], nothing, *DEFAULT_PASSES[1:]]
-WRONG = [*DEFAULT_PASSES[:4], halve, *DEFAULT_PASSES[4:]]
+WRONG = [*DEFAULT_PASSES[:INSERTED], halve, *DEFAULT_PASSES[INSERTED:]]
 FAULTY = [DEFAULT_PASSES[0], faulty, *DEFAULT_PASSES[1:]]
 FORGETFUL = [DEFAULT_PASSES[0], forgetful, *DEFAULT_PASSES[1:]]
-SHORT = DEFAULT_PASSES[:3]
+SHORT = DEFAULT_PASSES[: INSERTED - 1]
 UNREGISTERED = [build]
 EMPTY = []
 NUMBER = 3

@@ -7,6 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from fxpar.cli.main import main
+from fxpar.passes import DEFAULT_PASSES
+
+# The texts of a dump folder, by pass.
+TEXTS = {item.name: f"{number:02d}-{item.name}.txt" for number, item in enumerate(DEFAULT_PASSES, 1)}
+ANNOTATED, INSERTED, LOCAL = (TEXTS[name] for name in ("annotate", "insert_collectives", "localize"))
 
 TINY = "hf:gpt2,n_layer=1"
 SPLIT = (
