@@ -89,8 +89,6 @@ LEFT_OUT: Mapping[str, str] = {
     "fxpar.function": "an author's function that is linear is not known to be",
     "aten.cross_entropy_loss.default": "linear in class weights and probabilities, which no model computes as sums",
     "aten.gather.default": "an index shorter than the values that reaches to the end of one of their runs",
-    "aten.scaled_dot_product_attention.default": "whole kv heads with query heads cut inside each group: "
-    "the axis is factored instead",
 }
 
 

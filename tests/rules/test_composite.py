@@ -60,10 +60,13 @@ def plain(report: OracleReport) -> list[str]:
     return sorted(text for text in report.accepted if " x " not in text and "|" not in text)
 
 
-def test_dropout_of_a_shard_takes_an_index_and_of_a_whole_or_a_sum_none() -> None:
+def test_dropout_of_a_shard_takes_an_index_and_of_a_sum_the_bits_of_all() -> None:
     indexed = check_operation(operators.dropout, [sample(x(6, 12), STATE, 0.4, INDEX)])
-    accepted = ["x P, rng R, indices R → P", "x S(0), rng R, indices V → S(0)", "x S(1), rng R, indices V → S(1)"]
-    assert plain(indexed) == accepted
+    assert plain(indexed) == [
+        "x P, rng R, indices R → P",
+        "x S(0), rng R, indices V → S(0)",
+        "x S(1), rng R, indices V → S(1)",
+    ]
     bare = check_operation(operators.dropout, [sample(x(6, 12), STATE, 0.4)])
     assert plain(bare) == ["x P, rng R → P"]
     assert indexed.missed == bare.missed == []
@@ -89,6 +92,13 @@ WRONG: dict[str, tuple[Callable[..., object], tuple[object, ...], Rule, str, str
         (x(6, 12), STATE, 0.4, INDEX),
         Rule(dropout_labels, check=lambda call, placements: (R,), varying=("indices",)),
         "x R, rng R, indices V → R",
+        "the index says nothing of a whole value",
+    ),
+    "ranks that draw bits of their own for a partial sum": (
+        operators.dropout,
+        (x(6, 12), STATE, 0.4, INDEX),
+        Rule(dropout_labels, (("x",),), check=any_bits, varying=("indices",)),
+        "x P, rng R, indices V → P",
         "the index says nothing of a whole value",
     ),
     "a partial state": (
