@@ -20,34 +20,38 @@ Held = tuple[int, Sequence[Sequence[Any]]] | None
 
 
 class SumGradients(torch.autograd.Function):
-    """Identity; one all-reduce of all gradients."""
+    """Identity; one all-reduce of all gradients.
+
+    A weight that the loss does not reach gets none, as without a bucket: an optimizer leaves it alone then. Which ones
+    those are follows from the program, so that all ranks sum the same.
+    """
 
     @staticmethod
     def forward(ctx: Any, group: Group, held: Sequence[Held], index: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
         """The same values."""
+        ctx.set_materialize_grads(False)
         ctx.group = group
         ctx.held = [None if item is None else (item[0], [Shared(*piece) for piece in item[1]]) for item in held]
         ctx.save_for_backward(index)
         return tuple(weight.view_as(weight) for weight in weights)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         """The sums of the ranks' gradients; of what a rank holds alone its own."""
         (index,) = ctx.saved_tensors
         n = ctx.group.size
-        parts = [
-            grad if item is None else summand(grad, item[0], item[1], n, index)
-            for grad, item in zip(grads, ctx.held, strict=True)
-        ]
+        given = [(grad, item) for grad, item in zip(grads, ctx.held, strict=True) if grad is not None]
+        if not given:
+            return None, None, None, *grads
+        parts = [grad if item is None else summand(grad, item[0], item[1], n, index) for grad, item in given]
         flat = sum_over(torch.cat([part.reshape(-1) for part in parts]), ctx.group)
-        sums = [
-            total.view(part.shape) for total, part in zip(flat.split([p.numel() for p in parts]), parts, strict=True)
-        ]
-        found = [
-            total if item is None else restored(grad, total, item[0], item[1], n, index)
-            for grad, total, item in zip(grads, sums, ctx.held, strict=True)
-        ]
-        return None, None, None, *found
+        totals = flat.split([part.numel() for part in parts])
+        found = []
+        for (grad, item), part, sums in zip(given, parts, totals, strict=True):
+            total = sums.view(part.shape)
+            found.append(total if item is None else restored(grad, total, item[0], item[1], n, index))
+        remaining = iter(found)
+        return None, None, None, *(None if grad is None else next(remaining) for grad in grads)
 
 
 def sum_gradients(weights: Sequence[Tensor], held: Sequence[Held], group: str, size: int, index: Tensor) -> Any:

@@ -78,10 +78,16 @@ def embedding(weight: Tensor, words: Tensor, padding_idx: int, block: Block) -> 
     return rows.masked_fill(~own.unsqueeze(-1), 0.0)
 
 
-def _log_sum_exp(x: Tensor, block: Block) -> tuple[Tensor, Tensor]:
-    """Largest value and sum of exponentials (of the rank's block) of each row of `x` [N, words a rank]."""
+def _log_sum_exp(x: Tensor, block: Block, finite: bool = False) -> tuple[Tensor, Tensor]:
+    """Largest value and sum of exponentials (of the rank's block) of each row of `x` [N, words a rank].
+
+    Args:
+        finite: an infinite largest value counts as 0, so that a row of nothing but infinities has its sum.
+    """
     hidden = block.hide_padding(x, -1, float("-inf"))
     largest = max_over(hidden.amax(-1), block.group)
+    if finite:
+        largest = largest.masked_fill(largest.isinf(), 0.0)
     return largest, (hidden - largest.unsqueeze(-1)).exp().sum(-1)
 
 
@@ -191,11 +197,11 @@ def nll_loss(
     rows, words = _rows(x, target)
     counted = _counted(words, ignore_index, block)
     position, own = block.local(torch.where(counted, words, 0))
-    picked = rows.gather(-1, position.unsqueeze(-1)).squeeze(-1).masked_fill(~(own & counted), 0.0)
-    scale = counted.to(x.dtype)
+    picked = _wide(rows.gather(-1, position.unsqueeze(-1)).squeeze(-1).masked_fill(~(own & counted), 0.0))
+    scale = counted.to(picked.dtype)
     if weight is not None:
-        scale = scale * sum_over(weight[position].masked_fill(~own, 0.0), block.group)
-    return _reduced(-picked * scale, scale, reduction).reshape(target.shape if reduction == 0 else ())
+        scale = scale * sum_over(_wide(weight)[position].masked_fill(~own, 0.0), block.group)
+    return _reduced(-picked * scale, scale, reduction).reshape(target.shape if reduction == 0 else ()).to(x.dtype)
 
 
 class LogSumExp(torch.autograd.Function):
@@ -204,7 +210,7 @@ class LogSumExp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, block: Block) -> Tensor:
         """[..., words a rank] → [...]."""
-        largest, total = _log_sum_exp(_wide(x), block)
+        largest, total = _log_sum_exp(_wide(x), block, finite=True)
         found = largest + sum_over(total, block.group).log()
         ctx.save_for_backward(x, found, block.index)
         ctx.size, ctx.group = block.size, block.group
@@ -214,6 +220,7 @@ class LogSumExp(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         """The rank's block of the gradient."""
         x, found, index = ctx.saved_tensors
+        found = found.masked_fill(found == float("-inf"), 0.0)
         spread = (_wide(x) - found.unsqueeze(-1)).exp() * grad.unsqueeze(-1)
         return Block(ctx.size, ctx.group, index).hide_padding(spread, -1, 0.0).to(x.dtype), None
 
@@ -255,19 +262,39 @@ def log_softmax(x: Tensor, dim: int, dtype: torch.dtype | None, block: Block) ->
 
 def argmax(x: Tensor, dim: int, keepdim: bool, block: Block) -> Tensor:
     """`torch.argmax` over the cut dimension; of equal values the first."""
-    hidden = block.hide_padding(x.detach().movedim(dim, -1), -1, float("-inf"))
-    value, position = hidden.max(-1, keepdim=True)
-    values = _all(value, block).argmax(-1, keepdim=True)
-    found = _all(position + block.first, block).gather(-1, values).squeeze(-1)
+    value, position = _searched(x.detach(), dim, True, block).max(-1, keepdim=True)
+    # Padding may tie with the least value that there is.
+    own = (block.size - block.first).clamp(min=1, max=block.share)
+    best = _all(value, block).argmax(-1, keepdim=True)
+    words = (torch.minimum(position, own - 1) + block.first).clamp(max=block.size - 1)
+    found = _all(words, block).gather(-1, best).squeeze(-1)
     return found.unsqueeze(dim) if keepdim else found
 
 
 def topk(x: Tensor, k: int, dim: int, largest: bool, ordered: bool, block: Block) -> tuple[Tensor, Tensor]:
-    """`torch.topk` over the cut dimension: of each rank's best the best."""
-    hidden = block.hide_padding(x.movedim(dim, -1), -1, float("-inf") if largest else float("inf"))
-    values, position = hidden.topk(min(k, hidden.shape[-1]), -1, largest)
-    best, which = _all(values, block).topk(k, -1, largest, ordered)
-    return best.movedim(-1, dim), _all(position + block.first, block).gather(-1, which).movedim(-1, dim)
+    """`torch.topk` over the cut dimension: of each rank's best the best; of equal values the first.
+
+    Stable sorts keep padding, which stands behind the words, behind words of the same value.
+    """
+    values, position = torch.sort(_searched(x, dim, largest, block), dim=-1, descending=largest, stable=True)
+    count = min(k, values.shape[-1])
+    words = position[..., :count] + block.first
+    is_padding = (position[..., :count] >= block.share) | (words >= block.size)
+    all_words = _all(words.masked_fill(is_padding, block.size), block)
+    front = torch.sort(all_words == block.size, dim=-1, stable=True)[1]
+    candidates = _all(values[..., :count], block).gather(-1, front)
+    best, which = torch.sort(candidates, dim=-1, descending=largest, stable=True)
+    found = all_words.gather(-1, front).gather(-1, which[..., :k])
+    return best[..., :k].movedim(-1, dim), found.movedim(-1, dim)
+
+
+def _searched(x: Tensor, dim: int, largest: bool, block: Block) -> Tensor:
+    """The searched dimension last, padding last of all values."""
+    if x.is_floating_point():
+        worst = float("-inf") if largest else float("inf")
+    else:
+        worst = torch.iinfo(x.dtype).min if largest else torch.iinfo(x.dtype).max
+    return block.hide_padding(x.movedim(dim, -1), -1, worst)
 
 
 def with_block(function: Callable[..., Any]) -> Callable[..., Any]:

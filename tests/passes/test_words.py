@@ -169,3 +169,28 @@ def test_a_full_bucket_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(coalesce.run.__globals__, "BUCKET", 48)
     (bucket,) = (node for node in coalesce(before.copy()).graph.nodes if node.target is sum_gradients)
     assert [node.name for node in operands(bucket)] == ["norm_bias", "norm_weight"]
+
+
+class Detached(nn.Module):
+    """A weight on the residual stream that the loss does not differentiate, among norms that it does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.up, self.down = nn.Embedding(40, 16), nn.Linear(16, 64), nn.Linear(64, 16)
+        self.scale, self.norms = nn.Parameter(torch.ones(16)), nn.ModuleList(nn.LayerNorm(16) for _ in range(3))
+
+    def forward(self, ids: Tensor) -> dict[str, Tensor]:
+        """[b, s]."""
+        x = self.words(ids)
+        for norm in self.norms:
+            x = x * (x * self.scale).detach() + self.down(self.up(norm(x)))
+        return {"loss": x.square().mean()}
+
+
+def test_a_weight_in_a_bucket_that_the_loss_does_not_reach_gets_no_gradient() -> None:
+    torch.manual_seed(1)
+    ids = torch.randint(0, 40, (3, 8))
+    proof = verify(Detached(), {"ids": ids}, Plan(tp=4, sequence_parallel=True))
+    (bucket,) = (node for node in proof.program.graph.nodes if node.target is sum_gradients)
+    assert "scale" in {node.name for node in operands(bucket)}
+    assert proof.ok, proof.values

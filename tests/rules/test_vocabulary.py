@@ -6,19 +6,21 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from fxpar import operators
 from fxpar.errors import LayoutError
 from fxpar.layout import I, P, Placement, R, padded_shard, shard
 from fxpar.parse import parse_program
+from fxpar.plan import Plan
 from fxpar.program import Program, TensorType, output_layouts
 from fxpar.rules import Call, Refusal, infer, rule_of
 from fxpar.rules.vocabulary import ATEN_OF
 from fxpar.shards import local_block
 from fxpar.symbols import shape_text
 from fxpar.text import placement_text
+from fxpar.verify.check import verify
 from fxpar.verify.simulate import Run, coordinates, run_ranks
 from fxpar.verify.static import verify_static
 
@@ -218,6 +220,39 @@ def test_topk_is_torch_s(n: int, k: int, largest: bool) -> None:
     same(ranks_of(first, x, {}), first, x, values, upstream)
     second = program(n, x, 1, "operator.getitem(%both, 1)", f"i64[4, {k}] tp:R", {}, before)
     assert all(torch.equal(run.outputs["out"], indices) for run in ranks_of(second, x, {}))
+
+
+class Banned(nn.Module):
+    """Logits of which words, or whole rows, are infinite; an odd vocabulary."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.words, self.head = kind, nn.Embedding(37, 12), nn.Linear(12, 37)
+        banned = torch.ones(37, dtype=torch.bool)
+        banned[[10, 35]] = False
+        self.register_buffer("banned", banned)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        """[b, s] twice."""
+        logits = self.head(self.words(ids).tanh())
+        loss = functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        if self.kind == "rows":
+            sums = logits.masked_fill((ids % 3 == 0).unsqueeze(-1), float("-inf")).logsumexp(-1)
+            return {"loss": loss + sums.exp().mean() * 0.01, "sums": sums}
+        if self.kind == "integers":
+            return {"loss": loss, "best": (logits * 4).long().argmax(-1)}
+        few: Tensor = logits.masked_fill(self.banned, float("-inf"))
+        values, found = few.topk(37 if self.kind == "all words" else 14, -1)
+        spread = torch.full_like(few, -1e9).scatter(-1, found, values)
+        return {"loss": loss, "chances": spread.softmax(-1), "values": values, "best": few.argmax(-1)}
+
+
+@pytest.mark.parametrize("kind", ["rows", "integers", "all words", "some words"])
+def test_padding_is_behind_infinite_and_least_values(kind: str) -> None:
+    torch.manual_seed(3)
+    ids = torch.randint(0, 37, (3, 8))
+    proof = verify(Banned(kind), {"ids": ids, "labels": ids.roll(1, 1)}, Plan(tp=4))
+    assert proof.ok, proof.values
 
 
 @pytest.mark.parametrize("composite", ATEN_OF, ids=lambda f: f.__name__)
