@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import replace
 
 import sympy
+import torch
 
 from fxpar.errors import PlanError
 from fxpar.manager import register_pass
-from fxpar.program import Input, Parameter, Program, ScalarType, Symbol, TensorType, ValueType, note, update
+from fxpar.program import (
+    Input,
+    Parameter,
+    Program,
+    ScalarType,
+    Symbol,
+    TensorType,
+    ValueType,
+    note,
+    operands,
+    output_types,
+    update,
+)
+from fxpar.rules import bind_arguments
 from fxpar.symbols import Size, simplify, symbol
+
+aten = torch.ops.aten
 
 
 @register_pass("divide_sequence", requires={"canonical"}, provides={"sequence"}, invalidates={"layouts"})
@@ -27,19 +43,33 @@ def divide_sequence(program: Program) -> Program:
         symbol s = input_ids.1 / 2 like 8
         %x = aten.embedding.default(%wte, %ids) : f32[b, 2*s, 96]
 
-    Terms: a *sequence length* is a symbolic size that an input has behind its batch. Notes alone change. A shard of the
+    Terms: a *sequence length* is a symbolic size over which attention runs, whichever dimension of an input it is; in a
+    model without attention the size that an input has behind its batch. Notes alone change. A shard of the
     sequence then has an even size for every value of the symbol, so that nothing later assumes what it cannot prove;
     batches of other lengths are refused when they come. Without `sequence_parallel` nothing changes.
 
     Refuses an example whose sequence the ranks do not divide.
     """
     n = program.axes.get("tp", 1)
-    return divide(program, n, 1) if program.plan.sequence_parallel and n > 1 else program
+    return divide(program, n, _lengths(program)) if program.plan.sequence_parallel and n > 1 else program
 
 
-def divide(program: Program, n: int, dim: int) -> Program:
-    """Writes the symbolic sizes that inputs have in dimension `dim` as n times a symbol; see `divide_sequence`."""
-    divided = {s.name: _divided(s, n) for s in program.symbols if s.dim == dim}
+def _lengths(program: Program) -> set[str]:
+    """Names of the symbols that are sequence lengths."""
+    sizes: set[Size] = set()
+    for node in program.graph.nodes:
+        if node.target is aten.scaled_dot_product_attention.default:
+            sizes |= {output_types(operand)[0].shape[-2] for operand in operands(node)[:2]}
+        elif node.target in (aten.softmax.int, aten._softmax.default):
+            shape = output_types(node)[0].shape
+            sizes.add(shape[int(bind_arguments(node)["dim"])] if shape else 1)
+    found = {s.name for s in program.symbols if s.size in sizes}
+    return found or {s.name for s in program.symbols if s.dim == 1}
+
+
+def divide(program: Program, n: int, lengths: Set[str]) -> Program:
+    """Writes the named symbolic sizes as n times a symbol; see `divide_sequence`."""
+    divided = {s.name: _divided(s, n) for s in program.symbols if s.name in lengths}
     sizes = {symbol(name): n * symbol(name) for name in divided}
     for node in program.graph.nodes:
         if node.op != "output" and note(node).type is not None:

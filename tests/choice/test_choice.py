@@ -171,7 +171,7 @@ def test_with_the_batch_allowed_cutting_it_is_cheaper_for_the_small_model_of_the
     plan = Plan(tp=8)
     program = canonicalize(capture(model, batch, plan, loss).program.copy())
     for allowed in (False, True):
-        given = divide(program.copy(), 8, 0) if allowed else program
+        given = divide(program.copy(), 8, {"b"}) if allowed else program
         options = list_options(given, 8, carried(given), {}, is_free=True, data_parallel=allowed)
         prices = Prices(given, options, plan.cost, width=1536)
         found = solve(given.graph, options, prices, {})

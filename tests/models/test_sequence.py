@@ -15,9 +15,10 @@ from fxpar.plan import Plan
 from fxpar.program import Program, operands, output_layouts, output_types
 from fxpar.symbols import names
 from fxpar.verify.analysis import collectives, split_flops, unsplit
-from fxpar.verify.check import compile_program
+from fxpar.verify.check import compile_program, verify
 from fxpar.verify.values import call_inputs, program_state, reference_run, verify_values
 from tests.layers import by_layer
+from tests.zoo import CASES
 
 # Pairs of all-reduces of activations in a layer, where both halves of it have one or share one.
 PAIRS = {"gpt2": 2, "bert": 2, "llama": 2, "qwen2": 2, "gpt_neox": 1, "gptj": 1, "falcon": 1}
@@ -99,6 +100,20 @@ def test_values_are_those_of_one_device(name: str, tp: int, sequence: bool) -> N
 @pytest.mark.parametrize("name", MODELS)
 def test_values_of_all_models(name: str, tp: int, sequence: bool) -> None:
     check(name, tp, sequence)
+
+
+@pytest.mark.parametrize("tp", [4, pytest.param(2, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("name", ["encoder", pytest.param("nanogpt", marks=pytest.mark.matrix)])
+def test_the_sequence_is_what_attention_runs_over(name: str, tp: int) -> None:
+    """In torch.nn's encoder the first dimension of its input."""
+    case = CASES[name]
+    proof = verify(case.model(), case.example(), Plan(tp=tp, sequence_parallel=True), loss=case.loss)
+    assert proof.ok, proof.values
+    assert {s.dim: s.multiple for s in proof.program.symbols} == ({0: tp, 1: 1} if name == "encoder" else {0: 1, 1: tp})
+    counts = by_layer(proof.program)
+    counts.pop("", None)
+    half = {(op, phase): 2 for op in ("all_gather", "reduce_scatter") for phase in ("forward", "backward")}
+    assert list(counts.values())[1:] == [half]
 
 
 @pytest.mark.parametrize(
