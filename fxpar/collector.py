@@ -13,8 +13,8 @@ from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def at_rest() -> Iterator[None]:
-    """No collections inside; afterwards as before."""
+def without_collections() -> Iterator[None]:
+    """The collector is off inside; afterwards as before."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from torch import fx
 
-from fxpar.collector import at_rest
+from fxpar.collector import without_collections
 from fxpar.errors import FxparError, PassError
 from fxpar.program import PassRecord, Program, has_note, note
 from fxpar.text import print_program
@@ -132,7 +132,7 @@ class PassManager:
         names = [item.name for item in self.passes]
         if until is not None and until not in names:
             raise PassError("there is no such pass", where=until, remedy=f"choose from {', '.join(names)}")
-        with at_rest():
+        with without_collections():
             return self._run(program, until)
 
     def _run(self, program: Program, until: str | None) -> Program:

@@ -15,7 +15,7 @@ from torch import nn
 from fxpar.capture.convert import CallSpec, SizeError, convert
 from fxpar.capture.guards import check_samples
 from fxpar.capture.trace import arguments, trace
-from fxpar.collector import at_rest
+from fxpar.collector import without_collections
 from fxpar.plan import Plan
 from fxpar.program import Program
 
@@ -55,7 +55,7 @@ def capture(
     Raises:
         CaptureError: the model cannot be captured with the same values and gradients; says where and what to do.
     """
-    with at_rest():
+    with without_collections():
         return _capture(model, batch, plan or Plan(), loss)
 
 
