@@ -16,6 +16,7 @@ import yaml
 
 from fxpar.cost import Cost
 from fxpar.errors import PlanError
+from fxpar.mesh import Mesh
 
 SPLITS = ("column", "row", "head", "vocab", "replicate")
 RNGS = ("fused", "exact")
@@ -126,7 +127,12 @@ class Plan:
     @property
     def world_size(self) -> int:
         """Ranks the plan needs."""
-        return self.tp * self.dp * self.cp * self.pp
+        return len(self.mesh.ranks)
+
+    @property
+    def mesh(self) -> Mesh:
+        """Which ranks communicate with which."""
+        return Mesh(tp=self.tp, cp=self.cp, dp=self.dp, pp=self.pp, ep=self.ep)
 
     def replace(self, **changes: Any) -> Plan:
         """A checked copy with other options."""

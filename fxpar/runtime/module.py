@@ -313,7 +313,7 @@ class ParallelModule(nn.Module):
             shape = torch.Size([evaluate(size, call.sizes) for size in kind.shape])
             return DTensor.from_local(
                 own,
-                self.world.mesh,
+                self.world.device_mesh["tp"],
                 [Shard(placement.dim)],
                 run_check=False,
                 shape=shape,
