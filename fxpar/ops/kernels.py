@@ -19,28 +19,31 @@ from fxpar.ops import random
 from fxpar.ops.random import IndexCut
 
 _BLOCK = 2048
+# Numbers of 32 bits travel as signed ones: torch.compile (2.11) takes no larger ones for kernels.
+_SIGN = 2**31
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _dropout_kernel(
-    x_ptr: Any,
-    y_ptr: Any,
-    rng_ptr: Any,
-    rank_ptr: Any,
-    count: Any,
-    run: Any,
-    ranks: Any,
-    origin: Any,
-    threshold: Any,
-    scale: Any,
+def _dropout_kernel(  # type: ignore[no-untyped-def]
+    x_ptr,
+    y_ptr,
+    rng_ptr,
+    rank_ptr,
+    count,
+    run,
+    ranks,
+    origin,
+    threshold,
+    scale,
     IS_CUT: tl.constexpr,
     IN_FOURS: tl.constexpr,
     BLOCK: tl.constexpr,
-) -> None:
+):
     """A program keeps or drops `BLOCK` consecutive elements of the rank's tensor.
 
     `run` elements that are neighbours here are neighbours in the whole tensor; the next run there is another rank's.
     Where runs consist of whole counters (`IN_FOURS`), a lane draws the four words of one counter for four elements.
+    `threshold` is that of 32-bit words, less 2^31.
     """
     start = tl.program_id(0).to(tl.int64) * BLOCK
     STRIDE: tl.constexpr = 4 if IN_FOURS else 1
@@ -63,7 +66,7 @@ def _dropout_kernel(
         word = tl.where((index & 2) == 0, tl.where(is_odd, w1, w0), tl.where(is_odd, w3, w2))
     place = start + tl.arange(0, BLOCK).to(tl.int64)
     x = tl.load(x_ptr + place, mask=place < count, other=0.0)
-    y = tl.where(word.to(tl.int64) >= threshold, x.to(tl.float32) * scale, 0.0)
+    y = tl.where(word.to(tl.int64) - 2147483648 >= threshold, x.to(tl.float32) * scale, 0.0)
     tl.store(y_ptr + place, y.to(x.dtype), mask=place < count)
 
 
@@ -81,8 +84,8 @@ def _dropout(x: Tensor, rng: Tensor, rank: Tensor, p: float, origin: int, run: i
         x.numel(),
         run,
         ranks,
-        origin,
-        int(p * 2**32),
+        (origin ^ _SIGN) - _SIGN,
+        int(p * 2**32) - _SIGN,
         1.0 / (1.0 - p),
         IS_CUT=ranks > 1,
         IN_FOURS=is_in_fours,
@@ -106,9 +109,9 @@ _dropout.register_autograd(_backward, setup_context=_keep)
 def dropout(x: Tensor, rng: Tensor, p: float, origin: int, cuts: list[IndexCut]) -> Tensor:
     """`fxpar.ops.random.dropout`, the same bits.
 
-    Float64 and tensors that several axes cut take the plain form.
+    Float64, tensors that several axes cut and those of more than 2^31 elements take the plain form.
     """
-    if p >= 1.0 or x.dtype == torch.float64 or len(cuts) > 1 or x.numel() == 0:
+    if p >= 1.0 or x.dtype == torch.float64 or len(cuts) > 1 or not 0 < x.numel() < _SIGN:
         return random.dropout(x, rng, p, origin, cuts)
     run, ranks, rank = 1, 1, rng
     if cuts:
