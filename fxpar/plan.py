@@ -52,7 +52,7 @@ class Plan:
         sequence_parallel: whether activations between the split matrices may be cut over the sequence, so that norms,
             dropout and residuals are shared out too: all-reduces become pairs of reduce-scatter and all-gather. tp must
             divide the sequence length.
-        seed: seed of dropout and other random nodes.
+        seed: of dropout and other random nodes, and of the initial weights of a model on the meta device.
         precision: element type the model is cast to before it is captured; `as_is` leaves it alone.
         cost: constants by which layouts are chosen; in YAML a mapping of those that differ.
     """
