@@ -78,24 +78,26 @@ def materialize(model: nn.Module, seed: int = 0, device: torch.device | str = "c
     Raises:
         InputError: a tensor that no initialiser fills, or an initialiser that fails without the values of others.
     """
-    replaced = {entry.first: entry for entry in named_tensors(model)}
+    made: dict[str, Tensor] = {}
     for values in initialised(model, seed):
-        for name, value in values.items():
-            entry = replaced[name]
-            made = value.to(device)
+        made.update({name: value.to(device) for name, value in values.items()})
+    for entry in named_tensors(model):
+        if entry.first in made:
+            value = made[entry.first]
             if entry.is_parameter:
-                made = nn.Parameter(made, requires_grad=entry.tensor.requires_grad)
-            for other in entry.names:
-                store, leaf = _place(model, other)
-                store[leaf] = made
+                value = nn.Parameter(value, requires_grad=entry.tensor.requires_grad)
+            for name in entry.names:
+                store, leaf = _place(model, name)
+                store[leaf] = value
     return model
 
 
 def initialised(model: nn.Module, seed: int, names: set[str] | None = None) -> Iterator[dict[str, Tensor]]:
     """Initial values of a model's meta tensors on the CPU by first name, one module after the other.
 
-    Only the module at hand has memory, and the model is as before whenever a dict is yielded; a caller that empties it
-    never holds two modules. See `materialize`.
+    Only the module at hand has memory, and the model is as before whenever a dict is yielded. It must stay so until the
+    end: initialisers draw numbers for what has memory. A caller that empties the dict never holds two modules. See
+    `materialize`.
 
     Args:
         names: first names of the tensors that are wanted; None for all of the meta device.

@@ -101,8 +101,8 @@ def embed_split(plan: fxpar.Plan, query: str) -> list[Embedded]:
     inputs = batches(folder, list(SENTENCES))
     config = transformers.AutoConfig.from_pretrained(folder)
     with torch.device("meta"):
-        model = transformers.BertModel(config).eval()
-    split = fxpar.parallelize(model, plan, example=inputs[0], checkpoint=folder)
+        model: Any = transformers.BertModel(config)
+    split = fxpar.parallelize(model.eval(), plan, example=inputs[0], checkpoint=folder)
     asked = {name: value.repeat(2, 1) for name, value in batches(folder, [query])[0].items()}
     found = Embedded(embed(split, inputs), embed(split, [asked])[0], split.loading)
     everyone: list[Any] = [found]
