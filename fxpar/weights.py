@@ -236,12 +236,12 @@ class _Module:
 
     def _refuse(self, leaf: str) -> None:
         kind = type(self._module).__name__
-        buffer = leaf in self._module._buffers
-        other = "make it with device='cpu' in the constructor" if buffer else "initialise the model on the CPU"
+        what = "buffer" if leaf in self._module._buffers else "parameter"
         raise InputError(
-            f"is a {'buffer' if buffer else 'parameter'} of a {kind}, which has no initialiser that fills it",
+            f"is a {what} of a {kind}, which has no initialiser that fills it",
             where=f"{self._path}.{leaf}".lstrip("."),
-            remedy=f"fill it in {kind}.reset_parameters() or the model's _init_weights(), or {other}",
+            remedy=f"fill it in {kind}.reset_parameters() or the model's _init_weights(), or give it values before: "
+            "tensors that have some keep them",
         )
 
 

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 import transformers
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 import fxpar
 from fxpar.runtime.module import ParallelModule
@@ -52,8 +53,8 @@ class Resettable(models.Tiny):
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.unused)
-        self.scale.fill_(0.5)
-        self.shift.copy_(torch.arange(6.0))
+        self.get_buffer("scale").fill_(0.5)
+        self.get_buffer("shift").copy_(torch.arange(6.0))
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {"llama": llama, "gpt2": gpt2, "tiny": Resettable}
@@ -98,7 +99,7 @@ def initialise(name: str) -> Found:
 def save_sharded(name: str, folder: Path) -> Found:
     """Saves with torch.distributed.checkpoint; what kinds of tensors that were."""
     model = initial(name)
-    dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
+    save({"model": model.state_dict()}, checkpoint_id=folder)
     return {n: type(value).__name__ for n, value in model.state_dict().items()}
 
 
@@ -107,7 +108,7 @@ def load_sharded(name: str, folder: Path) -> Found:
     model = initial(name)
     _forget(model)
     state = {"model": model.state_dict()}
-    dcp.load(state, checkpoint_id=folder)
+    load(state, checkpoint_id=folder)
     model.load_state_dict(state["model"])
     return model.full_state_dict()
 

