@@ -5,9 +5,10 @@
     python samples/embed_minilm_tp.py --tp 3 --query "What do cats eat?"
     torchrun --nproc-per-node 4 samples/embed_minilm_tp.py  # in processes that are there already
 
-The model is the BERT of the transformers library, unchanged, built on the meta device: no process ever holds the whole
-of it. Each reads its shards from the safetensors file. The program prints the sentences that are nearest to the query,
-and what the weights took in memory; it exits with status 1 if an embedding differs by more than 1e-5 from the unsplit
+The model is the BERT of the transformers library, unchanged, built on the meta device: each process reads its shards
+from the safetensors file, and none holds the whole (but for the comparison, at the end). The program prints the
+sentences that are nearest to the query, and the bytes of weights that each rank read and held; what it reads from is
+mapped into memory and counts as held. It exits with status 1 if an embedding differs by more than 1e-5 from the unsplit
 model's.
 """
 

@@ -27,9 +27,9 @@ from fxpar.passes.assign_rng import RNG_PATH
 from fxpar.plan import Plan
 from fxpar.program import PRECISION_DTYPES, Program, TensorType, note, output_layouts
 from fxpar.runtime import batch as calls
+from fxpar.runtime import distributed_state
 from fxpar.runtime.adopt import adopt, load
 from fxpar.runtime.checkpoint import Checkpoint
-from fxpar.runtime.distributed_state import load_state_dict, state_dict
 from fxpar.runtime.export import save_checkpoint
 from fxpar.runtime.recompute import apply_recompute
 from fxpar.runtime.skeleton import attach, skeleton_of
@@ -312,13 +312,12 @@ class ParallelModule(nn.Module):
         load_full_state_dict(self, state)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:  # type: ignore[override]
-        """What `torch.distributed.checkpoint` saves and loads in place: this rank's part under the author's names.
+        """This rank's part under the author's names, as `torch.distributed.checkpoint` saves it and loads it in place.
 
-        A plain even shard is a DTensor, any other a `TensorPart` of the original shape, a whole tensor itself; all
-        share memory with the module's. Tied names appear once. No collective call.
+        A plain even shard is a DTensor, any other a `TensorPart` of the original shape; tied names appear once.
 
         Raises:
-            InputError: arguments of `nn.Module.state_dict`, with which a module around this one would call it.
+            InputError: arguments, with which a module around this one would call it.
         """
         if args or kwargs:
             raise InputError(
@@ -326,27 +325,24 @@ class ParallelModule(nn.Module):
                 where="state_dict()",
                 remedy="save this module by itself, not as a part of another",
             )
-        return state_dict(self)
+        return distributed_state.state_dict(self)
 
-    def load_state_dict(self, state: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
-        """Loads what `state_dict` of a module of the same plan gave, after `torch.distributed.checkpoint.load` say.
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Loads what `state_dict` of a module of the same plan gave.
 
         Raises:
-            CheckpointError: a name is missing or unknown, or a tensor is another part or of another shape; nothing is
-                loaded then.
-            InputError: arguments of `nn.Module.load_state_dict`.
+            CheckpointError: a name is missing or unknown, or a tensor is another part; nothing is loaded then.
+            InputError: further arguments.
         """
         if args or kwargs:
-            raise InputError(
-                "takes the whole state dict and nothing else", where="load_state_dict()", remedy="pass that alone"
-            )
-        load_state_dict(self, state)
+            raise InputError("takes the state dict alone", where="load_state_dict()", remedy="leave the others out")
+        distributed_state.load_state_dict(self, state_dict)
 
     def save_checkpoint(self, folder: str | Path, shard_size: int | str = "5GB") -> None:
         """Writes safetensors under the author's names, as transformers' `from_pretrained` and `load_checkpoint` read.
 
-        Rank 0 writes, one file after the other, and holds one file's tensors at most; each is gathered by itself. Tied
-        tensors are written once. A model of transformers has its configuration written too. All ranks must call it.
+        Rank 0 writes and holds one file's tensors at most. A model of transformers has its configuration written too.
+        All ranks must call it.
 
         Args:
             folder: is made if it is not there.
@@ -365,8 +361,7 @@ class ParallelModule(nn.Module):
             checkpoint: a file, an index, a folder with either, or a `fxpar.Checkpoint`.
 
         Raises:
-            CheckpointError: it cannot be read, a name is missing or unknown, or a shape differs; nothing is loaded
-                then.
+            CheckpointError: it cannot be read, or has other names or shapes; nothing is loaded then.
         """
         load(self, checkpoint)
 

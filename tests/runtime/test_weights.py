@@ -99,7 +99,7 @@ def test_a_checkpoint_of_transformers_is_read_by_shards(world2: World, tmp_path:
     original.save_pretrained(tmp_path)
     wanted = original.state_dict()
     whole = sum(value.nbytes for value in original.parameters())
-    for found in world2.run(weight_jobs.from_checkpoint, "gpt2", tmp_path, "as_is"):
+    for found in world2.run(weight_jobs.from_checkpoint, "gpt2", tmp_path, "as_is", tmp_path / "again"):
         assert_equal_states(found["state"], wanted)
         assert found["loading"].read < 0.7 * whole
         assert found["loading"].peak < 0.9 * whole
@@ -110,9 +110,12 @@ def test_a_checkpoint_is_cast_to_the_plan_s_precision(tmp_path: Path, saved: tor
     original = models.tiny(weight_jobs.Resettable).to(saved)
     state = {n: v.contiguous() for n, v in original.state_dict().items() if n != "head.weight"}
     save_file({**state, "shift": torch.zeros(6)}, tmp_path / "model.safetensors")
-    found = weight_jobs.from_checkpoint("tiny", tmp_path / "model.safetensors", "bf16")
+    found = weight_jobs.from_checkpoint("tiny", tmp_path / "model.safetensors", "bf16", tmp_path / "again")
     for name, value in original.state_dict().items():
         assert torch.equal(found["state"][name], value.to(torch.float32 if name == "scale" else torch.bfloat16)), name
+    saved_again = load_file(tmp_path / "again" / "model.safetensors")
+    assert all(torch.equal(value, found["state"][name]) for name, value in saved_again.items())
+    assert {value.dtype for value in saved_again.values()} == {torch.bfloat16, torch.float32}
     assert found["buffers"]["shift"].tolist() == list(range(6))  # not saved: the module's own
 
 

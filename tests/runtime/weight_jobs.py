@@ -104,12 +104,10 @@ def save_sharded(name: str, folder: Path) -> Found:
 
 
 def load_sharded(name: str, folder: Path) -> Found:
-    """Forgets the weights, loads them, and gathers them."""
+    """Forgets the weights, loads them (the module is a `Stateful` by its methods), and gathers them."""
     model = initial(name)
     _forget(model)
-    state = {"model": model.state_dict()}
-    load(state, checkpoint_id=folder)
-    model.load_state_dict(state["model"])
+    load({"model": model}, checkpoint_id=folder)
     return model.full_state_dict()
 
 
@@ -157,11 +155,12 @@ def read_back(name: str, folder: Path) -> Found:
     return model.full_state_dict()
 
 
-def from_checkpoint(name: str, folder: Path, precision: str) -> Found:
-    """Splits a meta model with the weights of a checkpoint."""
+def from_checkpoint(name: str, folder: Path, precision: str, again: Path) -> Found:
+    """Splits a meta model with the weights of a checkpoint, and saves it again."""
     split = models.SPLIT if name == "tiny" and tp() > 1 else {}
     plan = fxpar.Plan(tp=tp(), split=split, precision=precision)
     model = fxpar.parallelize(meta(name), plan, batch(name), checkpoint=folder)
+    model.save_checkpoint(again)
     return {"state": model.full_state_dict(), "loading": model.loading, "buffers": dict(model.named_buffers())}
 
 
