@@ -138,6 +138,8 @@ class Reader:
 
 def _entries(path: Path) -> list[_Entry]:
     """All tensors of a checkpoint."""
+    if not path.exists():
+        raise CheckpointError("there is no such file or folder", where=str(path), remedy="check the path")
     if path.is_dir():
         found = [path / name for name in (FILE, INDEX) if (path / name).is_file()]
         if len(found) != 1:
@@ -188,7 +190,7 @@ def _indexed(path: Path) -> list[_Entry]:
 def _headers(path: Path) -> list[_Entry]:
     """The tensors of one file."""
     if not path.is_file():
-        raise CheckpointError("there is no such file", where=str(path), remedy="check the path")
+        raise CheckpointError("there is no such file", where=str(path), remedy="download or save it again")
     try:
         with safe_open(path, "pt", device="cpu") as file:
             slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 - it is no mapping

@@ -158,10 +158,11 @@ def test_an_index_is_believed_where_it_is_right(tmp_path: Path) -> None:
     one, both = fxpar.Checkpoint(tmp_path / "one.safetensors"), fxpar.Checkpoint(tmp_path)
     assert one.digest != both.digest == fxpar.Checkpoint(index).digest
     save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
+    (tmp_path / "one.bin").touch()
     refused: dict[Any, str] = {
         tmp_path: "the folder holds both",
         tmp_path / "missing.safetensors": "there is no such file",
-        tmp_path / "missing": "is no safetensors checkpoint",
+        tmp_path / "one.bin": "is no safetensors checkpoint",
     }
     for path, reason in refused.items():
         with pytest.raises(CheckpointError, match=reason):
