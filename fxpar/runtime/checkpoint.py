@@ -127,7 +127,9 @@ class Reader:
                 piece.within(part).copy_(own)
             return slices[tuple(slice(0, 0) for _ in shape)].new_zeros(shape) if part is None else part
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"cannot be read: {error}", where=f"{entry.file}: {entry.key}") from error
+            raise CheckpointError(
+                f"cannot be read: {error}", where=f"{entry.file}: {entry.key}", remedy="download or save it again"
+            ) from error
 
     def _counted(self, value: Tensor) -> Tensor:
         size = value.numel() * value.element_size()
