@@ -70,11 +70,15 @@ def fit(
         counts: what was counted there, by name.
     """
     keys = list(dict.fromkeys(key for found in counts for key in found))
-    rows = [[prod(size**e for size, e in zip(point.values(), power, strict=True)) for power in powers] for point in where]
+    rows = [
+        [prod(size**e for size, e in zip(point.values(), power, strict=True)) for power in powers] for point in where
+    ]
     values = [[found.get(key, 0) for key in keys] for found in counts]
     solved = sympy.Matrix(rows[:-1]).LUsolve(sympy.Matrix(values[:-1]))
     wanted = sympy.Matrix([rows[-1]]) * solved
-    monomials = [prod((symbol(n) ** e for n, e in zip(where[0], power, strict=True)), start=sympy.Integer(1)) for power in powers]
+    monomials = [
+        prod((symbol(n) ** e for n, e in zip(where[0], power, strict=True)), start=sympy.Integer(1)) for power in powers
+    ]
     found: dict[str, Size | None] = {}
     for column, key in enumerate(keys):
         terms = [solved[row, column] * monomial for row, monomial in enumerate(monomials)]

@@ -224,7 +224,7 @@ def measure(
         run: `lowered.module`, with its checkpointed regions.
         sizes: values of the program's symbols.
         device: decides which kernels attention chooses, and with it what they keep.
-        backward: whether to differentiate; else `kept` alone is complete.
+        backward: whether to differentiate; else only `kept` is counted, which is quicker.
 
     Raises:
         InputError: an operator's result has a size that only its values tell.
@@ -238,7 +238,7 @@ def measure(
             own = {value.untyped_storage()._cdata for value in (*values.values(), *indices)}
             ledger = Ledger(own)
             arguments = [values[name] for name in lowered.inputs] + indices
-            with ledger, _packed(ledger) as packed:
+            with ledger if backward else contextlib.nullcontext(), _packed(ledger) as packed:
                 roots = _forward(program, _Walk(run, ledger, regions), arguments)
             # What belongs to outputs that nothing differentiates has gone with them.
             kept = tuple(entry for entry, storage in packed if storage() is not None)
