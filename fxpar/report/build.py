@@ -15,6 +15,7 @@ from torch import nn
 from fxpar.errors import CheckFailed, InputError
 from fxpar.layout import local_shape
 from fxpar.ops.lower import Lowered
+from fxpar.passes.assign_rng import RNG_PATH
 from fxpar.program import Parameter, Program, output_layouts
 from fxpar.report import closed_form
 from fxpar.report.figures import ModelSize, ModuleMemory, Moment, PassLine, RankMemory, Report, Traffic
@@ -252,6 +253,8 @@ def _modules(
 def _input_bytes(program: Program, sizes: Mapping[str, int]) -> int:
     total = 0
     for entry in program.inputs:
+        if entry.path == RNG_PATH:  # made for each step, not given
+            continue
         layout = output_layouts(program.node(entry.node))[0]
         size = product(local_shape(entry.type.shape, layout, program.axes))
         total += evaluate(size, sizes) * entry.type.dtype.itemsize

@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fxpar.errors import InputError
 from fxpar.layout import local_shape
 from fxpar.ops.lower import Lowered
+from fxpar.passes.assign_rng import RNG_PATH
 from fxpar.program import Program, has_note, note, output_layouts, tensor_type
 from fxpar.symbols import evaluate
 
@@ -101,7 +102,7 @@ class Ledger(TorchDispatchMode):
     """Counts live bytes and collectives of everything that runs under it; `own` are storages that do not count."""
 
     def __init__(self, own: set[int]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.own = own
         self.place = Place("forward", "", "")
         self.peak = self.largest = Peak(0, self.place, "")
@@ -234,12 +235,9 @@ def measure(
     try:
         with FakeTensorMode(), torch.enable_grad():
             values = _placeholders(program, sizes, device)
-            indices = [torch.zeros((), dtype=torch.int64, device=device) for _ in lowered.indices]
-            own = {value.untyped_storage()._cdata for value in (*values.values(), *indices)}
-            ledger = Ledger(own)
-            arguments = [values[name] for name in lowered.inputs] + indices
+            ledger = Ledger({value.untyped_storage()._cdata for value in values.values()})
             with ledger if backward else contextlib.nullcontext(), _packed(ledger) as packed:
-                roots = _forward(program, _Walk(run, ledger, regions), arguments)
+                roots = _forward(program, lowered, _Walk(run, ledger, regions), values, device)
             # What belongs to outputs that nothing differentiates has gone with them.
             kept = tuple(entry for entry, storage in packed if storage() is not None)
             if backward and roots:
@@ -262,11 +260,12 @@ def measure(
 
 
 def _placeholders(program: Program, sizes: Mapping[str, int], device: torch.device) -> dict[str, Tensor]:
-    """A rank's parameters and inputs."""
+    """A rank's parameters and the batch."""
     trained = {p.node for p in program.parameters if p.trainable}
+    drawn = {entry.node for entry in program.inputs if entry.path == RNG_PATH}
     found = {}
     for node in program.graph.nodes:
-        if node.op == "placeholder":
+        if node.op == "placeholder" and node.name not in drawn:
             kind = tensor_type(node)
             shape = [evaluate(size, sizes) for size in local_shape(kind.shape, output_layouts(node)[0], program.axes)]
             wants = node.name in trained and kind.is_float
@@ -274,9 +273,20 @@ def _placeholders(program: Program, sizes: Mapping[str, int], device: torch.devi
     return found
 
 
-def _forward(program: Program, run: _Walk, arguments: list[Tensor]) -> tuple[list[Tensor], list[Tensor]] | None:
+def _forward(
+    program: Program, lowered: Lowered, run: _Walk, values: Mapping[str, Tensor], device: torch.device
+) -> tuple[list[Tensor], list[Tensor]] | None:
     """What is differentiated, with upstream gradients: the loss, without one all outputs. Other outputs are let go."""
-    outputs = dict(zip(program.outputs, run.run(*arguments), strict=True))
+    # As in a real call, the state of the random numbers and the rank's indices are made for each step.
+    state = {
+        entry.node: torch.zeros(3, dtype=torch.int64, device=device)
+        for entry in program.inputs
+        if entry.path == RNG_PATH
+    }
+    indices = [torch.zeros((), dtype=torch.int64, device=device) for _ in lowered.indices]
+    given = {**values, **state}
+    results = run.run(*[given[name] for name in lowered.inputs], *indices)
+    outputs = dict(zip(program.outputs, results, strict=True))
     roots = [value for name, value in outputs.items() if name == program.loss or not program.loss]
     roots = [value for value in roots if value.requires_grad]
     return (roots, [torch.ones_like(value) for value in roots]) if roots else None

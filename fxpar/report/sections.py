@@ -40,7 +40,7 @@ def all_sections(report: Report) -> list[Section]:
 
 def memory_sections(report: Report) -> list[Section]:
     """Memory by rank and by part of the model."""
-    return [_ranks(report), _modules(report)]
+    return [_ranks(report), _modules(report), _activations(report)]
 
 
 def summary(report: Report) -> Section:
@@ -81,26 +81,37 @@ def _collectives(report: Report) -> Section:
 
 
 def _ranks(report: Report) -> Section:
-    parts = ("parameters", "whole", "shared", "padding", "buffers", "gradients", "optimizer", "activations", "peak")
-    shown = [part for part in parts if part not in ("shared", "padding") or any(getattr(r, part) for r in report.ranks)]
-    rows = [(label, *[amount(getattr(rank, part)) for part in shown]) for label, rank in _alike(report.ranks)]
+    groups = _alike(report.ranks)
+    labels = tuple(f"rank {label}" for label, _ in groups)
+    rows = []
+    for part, title in _PARTS.items():
+        sizes = [getattr(rank, part) for _, rank in groups]
+        if any(sizes) or title == part:
+            rows.append((title, *[amount(size) for size in sizes]))
     notes = [
-        f"optimizer {report.optimizer}; kernels of {report.device}, eager: a compiled program keeps at most as much. "
+        f"State of {report.optimizer}; kernels of {report.device}, eager: a compiled program keeps at most as much. "
         "What kernels use inside and the allocator's rounding come on top."
     ]
     peak, largest = report.peak, report.largest
     if peak.bytes:
         notes.append(
-            f"Peak: {amount(peak.bytes)} {_where(peak)} beside parameters, buffers, optimizer and the batch; "
-            f"the largest tensor is {amount(largest.bytes)} {_where(largest)}."
+            f"Peak: {amount(peak.bytes)} {_where(peak)}, beside parameters, buffers, optimizer and batch. "
+            f"The largest tensor: {amount(largest.bytes)} {_where(largest)}."
         )
-    if report.activations:
-        notes.append(f"activations = {report.activations} bytes, for sizes of two or more")
-    columns = ("rank", *[_TITLES.get(part, part) for part in shown])
-    return Section("memory a rank", columns, tuple(rows), columns[1:], tuple(notes))
+    return Section("memory a rank", ("what", *labels), tuple(rows), labels, tuple(notes))
 
 
-_TITLES = {"whole": "of which whole", "shared": "shared", "padding": "padding"}
+_PARTS = {
+    "parameters": "parameters",
+    "whole": "  whole on every rank",
+    "shared": "  blocks that neighbours hold too",
+    "padding": "  padding",
+    "buffers": "buffers",
+    "gradients": "gradients",
+    "optimizer": "optimizer",
+    "activations": "activations",
+    "peak": "peak",
+}
 
 
 def _where(moment: Moment) -> str:
@@ -125,15 +136,27 @@ def _span(names: Sequence[str]) -> str:
 
 
 def _modules(report: Report) -> Section:
-    numbers = ("parameters", "gradients", "optimizer", "activations", "tensors")
-    rows = []
-    for label, module in _layers(report.modules):
-        sizes = [amount(getattr(module, part)) for part in numbers[:-1]]
-        rows.append((label, *sizes, str(module.tensors), module.formula or ("0" if not module.activations else "none")))
-    sums = [sum(getattr(module, part) for module in report.modules) for part in numbers]
-    rows.append(("all", *[amount(total) for total in sums[:-1]], str(sums[-1]), report.activations))
-    columns = ("module", *numbers, "activations in closed form")
-    return Section("memory by module", columns, tuple(rows), numbers)
+    numbers = ("parameters", "gradients", "optimizer", "activations")
+    rows = [(label, *[amount(getattr(module, part)) for part in numbers]) for label, module in _layers(report.modules)]
+    sums = [amount(sum(getattr(module, part) for module in report.modules)) for part in numbers]
+    return Section("memory by module", ("module", *numbers), (*rows, ("all", *sums)), numbers)
+
+
+def _activations(report: Report) -> Section:
+    rows = [
+        (label, str(module.tensors), f"{module.activations:,}", module.formula or "none")
+        for label, module in _layers(report.modules)
+        if module.activations
+    ]
+    if not rows:
+        return Section("activations kept for the backward", notes=("None.",))
+    tensors, total = (sum(getattr(module, part) for module in report.modules) for part in ("tensors", "activations"))
+    rows.append(("all", str(tensors), f"{total:,}", report.activations or "none"))
+    numbers = ("tensors", "bytes")
+    note = "A tensor counts where it is first asked for. The closed form holds for sizes of two or more."
+    return Section(
+        "activations kept for the backward", ("module", *numbers, "closed form"), tuple(rows), numbers, (note,)
+    )
 
 
 def _layers(modules: Iterable[ModuleMemory]) -> list[tuple[str, ModuleMemory]]:

@@ -72,9 +72,9 @@ def collectives(program: Program, sizes: Mapping[str, int] | None = None) -> lis
         if node.op != "call_function" or node.target not in (*COERCION_OF, sum_gradients):
             continue
         axis = str(node.kwargs["axis"])
-        kinds = zip(output_types(node), output_layouts(node), strict=True)
+        kinds = list(zip(output_types(node), output_layouts(node), strict=True))
         if node.target is sum_gradients:  # it leaves out what the loss does not reach
-            kinds = (pair for index, pair in enumerate(kinds) if _takes(node, index, wanted))
+            kinds = [pair for index, pair in enumerate(kinds) if _takes(node, index, wanted)]
         size = simplify(sum(_bytes(kind, layout.on(axis)) for kind, layout in kinds))
         of_parameter = node in weights
         forward, backward = _operations(node)
