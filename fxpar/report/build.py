@@ -16,7 +16,7 @@ from fxpar.errors import CheckFailed, InputError
 from fxpar.layout import local_shape
 from fxpar.ops.lower import Lowered
 from fxpar.passes.assign_rng import RNG_PATH
-from fxpar.program import Parameter, Program, output_layouts
+from fxpar.program import Parameter, Program, note, output_layouts
 from fxpar.report import closed_form
 from fxpar.report.figures import ModelSize, ModuleMemory, Moment, PassLine, RankMemory, Report, Traffic
 from fxpar.report.measure import Kept, Measured, Peak, measure
@@ -69,7 +69,7 @@ def make_report(
     given = input_sizes(program, sizes or {})
     local = {s.name: given[s.name] // s.multiple for s in program.symbols}
     step = measure(program, lowered, run, local, device)
-    listed = _with_recomputed(collectives(program, given), step)
+    listed = _with_recomputed(program, collectives(program, given), step)
     _check_counts(listed, step)
 
     def count(where: Mapping[str, int]) -> Measured:
@@ -126,13 +126,18 @@ def input_sizes(program: Program, given: Mapping[str, int]) -> dict[str, int]:
 # ---------------------------------------------------------------------- collectives
 
 
-def _with_recomputed(listed: list[Collective], step: Measured) -> list[Collective]:
+def _with_recomputed(program: Program, listed: list[Collective], step: Measured) -> list[Collective]:
     """Those of a step, with the forward ones that checkpointed regions send again before they have what they need."""
+    numbers = {node.name: note(node).recompute for node in program.graph.nodes if node.op == "call_function"}
+    inside: dict[int, list[Collective]] = {}
+    for c in listed:
+        if c.phase == "forward":
+            inside.setdefault(numbers[c.node], []).append(c)
     found = list(listed)
-    for nodes, count in step.recomputed:
-        inside = set(nodes)
-        forward = [c for c in listed if c.phase == "forward" and c.node in inside]
-        found += [replace(c, phase="recompute") for c in forward[:count]]
+    for region in step.regions:
+        mine = inside.get(region.number, [])
+        found += [replace(c, phase="recompute") for c in mine[: region.again]]
+        inside[region.number] = mine[region.forward :]  # what is left is of a later part of the region
     return found
 
 

@@ -12,7 +12,7 @@ import contextlib
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -77,6 +77,15 @@ class Peak:
 
 
 @dataclass(frozen=True)
+class Checkpointed:
+    """A region that keeps its inputs only: its number in the nodes' notes; collectives forward, and of these again."""
+
+    number: int
+    forward: int
+    again: int
+
+
+@dataclass(frozen=True)
 class Measured:
     """One step on one rank.
 
@@ -86,8 +95,7 @@ class Measured:
         peak: of the whole step, gradients included, which do not exist at its start.
         largest: the largest storage that is made, where and by which operator.
         collectives: how often, by name and bytes of the whole value.
-        recomputed: collectives that run again in the backward, by checkpointed region: names of the region's nodes in
-            order, and how many.
+        regions: the checkpointed regions in the order in which they ran.
     """
 
     kept: tuple[Kept, ...]
@@ -95,7 +103,7 @@ class Measured:
     peak: Peak
     largest: Peak
     collectives: Mapping[tuple[str, int], int]
-    recomputed: tuple[tuple[tuple[str, ...], int], ...]
+    regions: tuple[Checkpointed, ...]
 
 
 class Ledger(TorchDispatchMode):
@@ -107,7 +115,7 @@ class Ledger(TorchDispatchMode):
         self.place = Place("forward", "", "")
         self.peak = self.largest = Peak(0, self.place, "")
         self.collectives: Counter[tuple[str, int]] = Counter()
-        self.again = 0
+        self.sent = 0
         self._live = 0
         self._storages: dict[int, weakref.ref[Any]] = {}
 
@@ -128,7 +136,7 @@ class Ledger(TorchDispatchMode):
         whole = out if name == "all_gather" else args[0]
         ranks = len(args[1]) if name == "all_to_all" else 1
         self.collectives[name, whole.nbytes * ranks] += 1
-        self.again += self.place.phase == "recompute"
+        self.sent += 1
 
     def _enter(self, storage: torch.UntypedStorage, operator: str) -> None:
         key, size = storage._cdata, storage.nbytes()
@@ -174,11 +182,12 @@ class _Region:
 
     def __init__(self, part: nn.Module, ledger: Ledger) -> None:
         self.body = next(module for module in part.modules() if isinstance(module, fx.GraphModule))
-        self.nodes = tuple(node.name for node in self.body.graph.nodes if node.op == "call_function")
-        self.ledger, self.runs, self.collectives = ledger, 0, 0
-        modules = [note(node).fqn for node in self.body.graph.nodes if node.op == "call_function" and has_note(node)]
-        ledger.place = Place("forward", _common(modules), self.nodes[0] if self.nodes else "")
-        self.home, self._before = ledger.place, ledger.place
+        noted = [node for node in self.body.graph.nodes if node.op == "call_function" and has_note(node)]
+        self.number = next((note(node).recompute for node in noted), 0)
+        self.home = Place("forward", _common([note(node).fqn for node in noted]), noted[0].name if noted else "")
+        self.ledger, self.sent = ledger, list[int]()
+        self._before, self._start = ledger.place, 0
+        ledger.place = self.home
         # A recomputation is broken off as soon as nothing more is needed of it.
         self.handles = [
             self.body.register_forward_pre_hook(self._enter),
@@ -186,15 +195,16 @@ class _Region:
         ]
 
     def _enter(self, *_: Any) -> None:
-        self._before, phase = self.ledger.place, "recompute" if self.runs else "forward"
-        self.ledger.place = Place(phase, self.home.module, self.home.node)
-        self.ledger.again = 0
+        self._before, self._start = self.ledger.place, self.ledger.sent
+        self.ledger.place = replace(self.home, phase="recompute" if self.sent else "forward")
 
     def _leave(self, *_: Any) -> None:
-        if self.runs:
-            self.collectives = self.ledger.again
-        self.runs += 1
+        self.sent.append(self.ledger.sent - self._start)
         self.ledger.place = self._before
+
+    def summary(self) -> Checkpointed:
+        """How it went."""
+        return Checkpointed(self.number, sum(self.sent[:1]), sum(self.sent[1:]))
 
 
 def _common(modules: Sequence[str]) -> str:
@@ -255,8 +265,8 @@ def measure(
         for region in regions:
             for handle in region.handles:
                 handle.remove()
-    again = tuple((region.nodes, region.collectives) for region in regions if region.collectives)
-    return Measured(kept, gradients, ledger.peak, ledger.largest, dict(ledger.collectives), again)
+    checkpointed = tuple(region.summary() for region in regions)
+    return Measured(kept, gradients, ledger.peak, ledger.largest, dict(ledger.collectives), checkpointed)
 
 
 def _placeholders(program: Program, sizes: Mapping[str, int], device: torch.device) -> dict[str, Tensor]:
