@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxpar
 from fxpar.verify.analysis import collectives
+from tests.runtime import chosen
 from tests.runtime.jobs import Found, case_module, kept, tp
 from tests.zoo import CASES
 
@@ -117,19 +118,15 @@ def account(name: str, how: str = "lines") -> Found:
     """
     case = CASES[name]
 
-    def sequence() -> fxpar.ParallelModule:
-        plan = fxpar.Plan(tp=tp(), sequence_parallel=True)
-        return fxpar.parallelize(case.model(), plan, case.example(), case.loss)
-
     def checkpointed() -> fxpar.ParallelModule:
         model: Any = case.model()
         model.gradient_checkpointing_enable()
         return fxpar.parallelize(model, case.plan(tp()), case.example(), case.loss)
 
-    if how == "lines":
-        model = case_module(name)
+    if how == "checkpointed":
+        model = kept((how, name), checkpointed)
     else:
-        model = kept((how, name), {"sequence": sequence, "checkpointed": checkpointed}[how])
+        model = chosen.module(name, sequence_parallel=True) if how == "sequence" else case_module(name)
     found = _step(model, case.example())
     if dist.get_rank() == 0:
         found["report"] = model.report().to_dict()
