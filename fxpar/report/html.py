@@ -25,14 +25,15 @@ h1 { font-size: 1.7rem; margin: 0 0 1.2rem; overflow-wrap: anywhere; }
 h2 { font-size: 1.15rem; margin: 2.4rem 0 .6rem; }
 p { color: var(--dim); margin: .5rem 0; max-width: 62rem; }
 p.remark { color: var(--text); border-left: 4px solid var(--c2); padding: .3rem .8rem; background: var(--card); }
-dl { display: grid; grid-template-columns: repeat(auto-fit, minmax(15rem, 1fr)); gap: .8rem; margin: 0 0 1rem; }
-dl div { background: var(--card); border-radius: .5rem; padding: .6rem .9rem; }
+dl { display: flex; flex-wrap: wrap; gap: .8rem; margin: 0 0 1rem; }
+dl div { flex: 1 1 15rem; background: var(--card); border-radius: .5rem; padding: .6rem .9rem; }
 dt { color: var(--dim); font-size: .8rem; } dd { margin: 0; font-weight: 600; overflow-wrap: anywhere; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; width: 100%; font-size: .88rem; }
 th { text-align: left; color: var(--dim); font-weight: 600; border-bottom: 2px solid var(--line); }
 th, td { padding: .35rem .8rem .35rem 0; vertical-align: top; }
 td { border-bottom: 1px solid var(--line); font-variant-numeric: tabular-nums; }
+td.part { padding-left: 1.2rem; color: var(--dim); }
 th.right, td.right { text-align: right; white-space: nowrap; }
 tr.all td { font-weight: 600; border-top: 2px solid var(--line); }
 .bar { display: flex; height: 1.6rem; border-radius: .4rem; overflow: hidden; background: var(--card); }
@@ -78,7 +79,7 @@ def _bar(report: Report) -> Iterator[str]:
         f'<span><i style="background:var(--c{index})"></i>{part} {amount(size)}</span>'
         for index, (part, size) in enumerate(sizes)
     )
-    yield f"<h2>a rank: {amount(total)} at rest between forward and backward, {amount(fullest.peak)} at the peak</h2>"
+    yield f"<h2>a rank: {amount(total)} of state and activations, {amount(fullest.peak)} at the peak of a step</h2>"
     yield f'<div class="bar">{pieces}</div><div class="legend">{legend}</div>'
 
 
@@ -89,7 +90,8 @@ def _section(section: Section) -> Iterator[str]:
         head = "".join(f"<th {kind}>{escape(name)}</th>" for name, kind in zip(section.columns, kinds, strict=True))
         yield f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>'
         for row in section.rows:
-            cells = "".join(f"<td {kind}>{escape(cell)}</td>" for cell, kind in zip(row, kinds, strict=True))
+            marks = ['class="part"' if row[0].startswith(" ") else kinds[0], *kinds[1:]]  # a part of the row above
+            cells = "".join(f"<td {mark}>{escape(cell.strip())}</td>" for cell, mark in zip(row, marks, strict=True))
             yield f'<tr class="all">{cells}</tr>' if row[0] == "all" else f"<tr>{cells}</tr>"
         yield "</tbody></table></div>"
     for note in section.notes:

@@ -52,16 +52,15 @@ _NAMES: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Place:
-    """Where a step is: forward, backward or recompute; the module; the node that ran last in the forward."""
+    """Where a step is: phase (forward, backward, recompute) and module, which the backward does not tell."""
 
     phase: str
     module: str
-    node: str
 
 
 @dataclass(frozen=True)
 class Kept:
-    """A storage that autograd keeps for the backward: its bytes, and the node that first asked for it."""
+    """A storage that autograd keeps for the backward: its bytes, and where it was first asked for."""
 
     place: Place
     bytes: int
@@ -112,7 +111,7 @@ class Ledger(TorchDispatchMode):
     def __init__(self, own: set[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.own = own
-        self.place = Place("forward", "", "")
+        self.place = Place("forward", "")
         self.peak = self.largest = Peak(0, self.place, "")
         self.collectives: Counter[tuple[str, int]] = Counter()
         self.sent = 0
@@ -165,7 +164,7 @@ class _Walk(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         """Notes the place."""
         if has_note(n):
-            self.ledger.place = Place("forward", note(n).fqn, n.name)
+            self.ledger.place = Place("forward", note(n).fqn)
         return super().run_node(n)
 
     def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -184,7 +183,7 @@ class _Region:
         self.body = next(module for module in part.modules() if isinstance(module, fx.GraphModule))
         noted = [node for node in self.body.graph.nodes if node.op == "call_function" and has_note(node)]
         self.number = next((note(node).recompute for node in noted), 0)
-        self.home = Place("forward", _common([note(node).fqn for node in noted]), noted[0].name if noted else "")
+        self.home = Place("forward", _common([note(node).fqn for node in noted]))
         self.ledger, self.sent = ledger, list[int]()
         self._before, self._start = ledger.place, 0
         ledger.place = self.home
@@ -251,7 +250,7 @@ def measure(
             # What belongs to outputs that nothing differentiates has gone with them.
             kept = tuple(entry for entry, storage in packed if storage() is not None)
             if backward and roots:
-                ledger.place = Place("backward", "", "")
+                ledger.place = Place("backward", "")
                 with ledger:
                     torch.autograd.backward(*roots)
             gradients = frozenset(name for name, value in values.items() if value.grad is not None)
