@@ -96,8 +96,8 @@ def _ranks(report: Report) -> Section:
     if peak.bytes:
         notes.append(
             f"Peak: {amount(peak.bytes)} {_where(peak)}, beside parameters, buffers, optimizer and batch. "
-            f"The largest tensor: {amount(largest.bytes)} {_where(largest)}. The step starts without gradients: where they "
-            "are accumulated, at most their bytes come on top."
+            f"The largest tensor: {amount(largest.bytes)} {_where(largest)}. The step starts without gradients: where "
+            "they are accumulated, at most their bytes come on top."
         )
     return Section("memory a rank", ("what", *labels), tuple(rows), labels, tuple(notes))
 

@@ -85,7 +85,7 @@ class Saved:
         return value
 
 
-def _step(model: fxpar.ParallelModule, batch: Any) -> Found:
+def step(model: fxpar.ParallelModule, batch: Any) -> Found:
     """One step of training, counted; then AdamW's state."""
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     tensors = [*named.values(), *pytree.tree_leaves(batch)]
@@ -127,7 +127,7 @@ def account(name: str, how: str = "lines") -> Found:
         model = kept((how, name), checkpointed)
     else:
         model = chosen.module(name, sequence_parallel=True) if how == "sequence" else case_module(name)
-    found = _step(model, case.example())
+    found = step(model, case.example())
     if dist.get_rank() == 0:
         found["report"] = model.report().to_dict()
         found["listed"] = Counter((c.phase, c.op, c.bytes) for c in collectives(model.program))

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
-from tests.runtime import accounting
+from tests.runtime import accounting, jobs, models
 from tests.runtime.world import World
+
+PARTS = ("parameters", "buffers", "gradients", "optimizer", "activations")
 
 
 def directions(listed: Counter[tuple[str, str, int]]) -> Counter[tuple[str, str, int]]:
@@ -39,8 +41,7 @@ def assert_agrees(found: list[Any]) -> Any:
         if not any(c["phase"] == "recompute" for c in report["collectives"]):
             assert mine["sent"] == directions(listed)
         memory = report["ranks"][rank]
-        for part in ("parameters", "buffers", "gradients", "optimizer", "activations"):
-            assert (part, memory[part]) == (part, mine[part])
+        assert {part: memory[part] for part in PARTS} == {part: mine[part] for part in PARTS}
         assert report["peak"]["bytes"] == mine["peak"]
     assert sum(module["activations"] for module in report["modules"]) == found[0]["activations"] > 0
     return report
@@ -67,3 +68,14 @@ def test_checkpointed_layers_keep_their_input_and_send_again_what_they_recompute
     again = [c for c in report["collectives"] if c["phase"] == "recompute"]
     # Both sums of both layers: dropout is behind the last, and the backward needs its mask.
     assert [(c["op"], c["count"], c["formula"]) for c in again] == [("all_reduce", 4, "1536*b*s")]
+
+
+def test_one_process_is_as_reported() -> None:
+    """A tied head, buffers, and a parameter without a gradient."""
+    model = jobs.tiny_module()
+    found, report = accounting.step(model, models.batch()), model.report()
+    (memory,) = report.ranks
+    assert {part: getattr(memory, part) for part in PARTS} == {part: found[part] for part in PARTS}
+    assert report.peak.bytes == found["peak"]
+    assert memory.gradients == memory.parameters - model.get_parameter("unused").nbytes
+    assert "Tiny" in str(report)
