@@ -1,12 +1,14 @@
 """Which values carry a gradient.
 
-Enters: a program. Leaves: for each node whether a gradient flows through it from a trainable parameter. Values that
-carry none (ids, masks, rotary tables, frozen parameters) are invariant and replicated at once (DESIGN section 3).
+Enters: a program. Leaves: for each node whether a gradient flows through it from a trainable parameter, and whether the
+loss sends one there. Values that carry none (ids, masks, rotary tables, frozen parameters) are invariant and replicated
+at once (DESIGN section 3).
 """
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 
 import torch
 from torch import fx
@@ -47,4 +49,19 @@ def carried(program: Program) -> dict[fx.Node, tuple[bool, ...]]:
         else:
             flows = node.target not in _STOPS and any(any(found[o]) for o in operands(node))
             found[node] = tuple(flows and kind.is_float for kind in kinds)
+    return found
+
+
+def reached(program: Program, flags: Mapping[fx.Node, tuple[bool, ...]]) -> set[fx.Node]:
+    """The nodes that get a gradient in the backward of the loss; without a loss, of all outputs.
+
+    Args:
+        flags: as of `carried`.
+    """
+    ends = program.output_nodes()
+    roots = [ends[program.loss]] if program.loss else list(ends.values())
+    found = {node for node in roots if any(flags[node])}
+    for node in reversed(program.graph.nodes):
+        if any(flags[node]) and any(user in found for user in node.users):
+            found.add(node)
     return found

@@ -6,7 +6,6 @@ Enters: texts or a model. Leaves: what differs node by node, or every collective
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -24,8 +23,11 @@ if TYPE_CHECKING:
     from fxpar.program import Program
     from fxpar.verify.analysis import Collective
 
-_LAYER = re.compile(r"(?:.*?\.)?\d+(?=\.|$)")
 _ELSEWHERE = "elsewhere"
+Sizes = Annotated[
+    list[str] | None,
+    typer.Option(metavar="SYMBOL=N", help="value of a symbol, for example b=8; the example's otherwise; repeatable"),
+]
 
 
 def register(app: typer.Typer) -> None:
@@ -123,28 +125,33 @@ def _show_difference(stdout: Console, document: dict[str, Any]) -> None:
 def comm(
     ui: Ui,
     request: Request,
-    size: Annotated[
-        list[str] | None,
-        typer.Option(metavar="SYMBOL=N", help="value of a symbol, for example b=8; the example's otherwise"),
-    ] = None,
+    size: Sizes = None,
 ) -> Report:
     """Lists every collective of a training step, with its bytes."""
     from fxpar.cli.files import open_start, run_passes
     from fxpar.passes import DEFAULT_PASSES
+    from fxpar.program import note
     from fxpar.verify.analysis import collectives
 
     start = open_start(ui, request)
     program = start.program
-    sizes = _sizes(program, size or [])
+    sizes = sizes_of(program, size or [])
     if "collectives" not in program.properties:
         program, _ = run_passes(ui, start, DEFAULT_PASSES, until="vocab_parallel")
     warn_unsplit(ui, program)
+    if any(note(node).recompute for node in program.graph.nodes if node.op == "call_function"):
+        ui.warn("checkpointed regions send some of these again in the backward: 'fxpar report' counts them")
     found = collectives(program, sizes)
     values = {s.name: s.example * s.multiple for s in program.symbols} | sizes
     return Report([c.to_json() for c in found], lambda stdout: _show_comm(stdout, start.name, program, found, values))
 
 
-def _sizes(program: Program, given: Sequence[str]) -> dict[str, int]:
+def sizes_of(program: Program, given: Sequence[str]) -> dict[str, int]:
+    """Sizes by symbol of the options `--size SYMBOL=N`.
+
+    Raises:
+        InputError: an unknown symbol, or no positive integer.
+    """
     known, found = [s.name for s in program.symbols], {}
     for text in given:
         name, _, number = text.partition("=")
@@ -160,16 +167,11 @@ def _sizes(program: Program, given: Sequence[str]) -> dict[str, int]:
     return found
 
 
-def layer_of(fqn: str) -> str:
-    """The layer a module belongs to: its name up to the first number, `model.layers.0`."""
-    found = _LAYER.match(fqn)
-    return found[0] if found else _ELSEWHERE
-
-
 def _show_comm(
     stdout: Console, name: str, program: Program, found: Sequence[Collective], values: dict[str, int]
 ) -> None:
     from fxpar.program import note
+    from fxpar.verify.analysis import layer_of
 
     at = ", ".join(f"{symbol} = {value}" for symbol, value in values.items()) or "fixed sizes"
     if not found:
@@ -178,7 +180,7 @@ def _show_comm(
     modules = {node.name: note(node).fqn for node in program.graph.nodes if node.op != "output"}
     layers: dict[str, list[Collective]] = {}
     for c in found:
-        layers.setdefault(layer_of(modules[c.node]), []).append(c)
+        layers.setdefault(layer_of(modules[c.node]) or _ELSEWHERE, []).append(c)
     phases = sorted({c.phase for c in found}, key=["forward", "backward", "parameter"].index)
     axes = dict.fromkeys(c.axis for c in found)
     title = f"{name}: collectives over {', '.join(axes)} at {at}"

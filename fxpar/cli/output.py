@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from fxpar.errors import CheckFailed, FxparError, InputError, LayoutError
+from fxpar.tables import amount as amount
+from fxpar.tables import table as table
 
 FINE, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
@@ -125,16 +126,6 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def table(*columns: str, right: tuple[str, ...] = (), whole: tuple[str, ...] = ()) -> Table:
-    """An empty table. Columns in `right` are numbers; these and those in `whole` are broken last. Nothing is cut."""
-    result = Table(header_style="bold", box=box.SIMPLE_HEAD)
-    result.show_edge, result.padding = False, (0, 1, 0, 0)
-    for name in columns:
-        whole_line = name in right or name in whole
-        result.add_column(name, justify="right" if name in right else "left", overflow="fold", no_wrap=whole_line)
-    return result
-
-
 def print_table(out: Console, title: str, rows: Table) -> None:
     """A table under its title, which may be wider."""
     out.print(Text(title, style="bold"), soft_wrap=True)
@@ -144,12 +135,3 @@ def print_table(out: Console, title: str, rows: Table) -> None:
 def print_text(out: Console, text: str) -> None:
     """A program's text, one line a node however long."""
     out.file.write(text)
-
-
-def amount(size: float) -> str:
-    """Bytes for people: `512 B`, `9.0 KiB`, `1.5 MiB`."""
-    units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]
-    power = 0
-    while size >= 1024 and power < len(units) - 1:
-        size, power = size / 1024, power + 1
-    return f"{size:.0f} {units[power]}" if power == 0 else f"{size:.1f} {units[power]}"

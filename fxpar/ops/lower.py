@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
@@ -47,13 +47,23 @@ class Lowered:
         module: called with `inputs` in order, then the indices.
         inputs: names of the program's placeholders.
         indices: axes whose rank index (i64 scalar) follows.
+        outputs: names of the results.
         draws: whether fused kernels draw from the device's generator, which must be seeded apart for each rank.
     """
 
     module: fx.GraphModule
     inputs: tuple[str, ...]
     indices: tuple[str, ...]
+    outputs: tuple[str, ...]
     draws: bool
+
+    def only(self, wanted: tuple[str, ...]) -> Lowered:
+        """A copy, with code of its own, that returns some of the outputs."""
+        graph = fx.Graph()
+        results: Any = graph.graph_copy(self.module.graph, {})
+        by_name = dict(zip(self.outputs, results, strict=True))
+        graph.output(tuple(by_name[name] for name in wanted))
+        return replace(self, module=fx.GraphModule(self.module, graph), outputs=wanted)
 
 
 def lower(program: Program, groups: Mapping[str, Group], device: torch.device | str = "cpu") -> Lowered:
@@ -102,7 +112,7 @@ class _Lowering:
             elif isinstance(node.target, torch._ops.OpOverload):
                 self._place(node)
         module = fx.GraphModule(nn.Module(), self.graph)
-        return Lowered(module, self.inputs, tuple(self.indices), self.draws)
+        return Lowered(module, self.inputs, tuple(self.indices), tuple(self.program.outputs), self.draws)
 
     def _set(self, node: fx.Node, target: Callable[..., Any], *args: Any) -> None:
         node.target, node.args, node.kwargs = target, args, {}

@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
+from fxpar.ops.lower import Lowered
+from fxpar.ops.recompute import apply_recompute
 from fxpar.plan import Plan
 from fxpar.runtime.overlap import Overlap
-from fxpar.runtime.recompute import apply_recompute
 from fxpar.runtime.world import World
 
 
@@ -28,14 +29,12 @@ class Executor:
     be compiled is an error of torch.compile. It is compiled on its first call with new shapes.
 
     Attributes:
-        module: what `lower` made.
-        outputs: names of its outputs.
+        lowered: what `lower` made.
         plan: whether to compile.
         made: callables by shapes and wanted outputs.
     """
 
-    module: fx.GraphModule
-    outputs: tuple[str, ...]
+    lowered: Lowered
     plan: Plan
     made: dict[Hashable, Callable[..., Any]] = field(default_factory=dict)
 
@@ -55,11 +54,7 @@ class Executor:
 
     def _make(self, wanted: tuple[str, ...]) -> Callable[..., Any]:
         # Each has code of its own: torch.compile counts the variants of one code, and refuses many.
-        graph = fx.Graph()
-        results: Any = graph.graph_copy(self.module.graph, {})
-        by_name = dict(zip(self.outputs, results, strict=True))
-        graph.output(tuple(by_name[name] for name in wanted))
-        module = apply_recompute(fx.GraphModule(self.module, graph))
+        module = apply_recompute(self.lowered.only(wanted).module)
         if not self.plan.compile:
             return module
         options: dict[str, Any] = {"post_grad_custom_post_pass": Overlap(self.plan.cost, self.plan.tp)}

@@ -27,6 +27,7 @@ from fxpar.passes.annotate import annotate, keeping
 from fxpar.passes.assign_rng import RNG_PATH
 from fxpar.plan import Plan
 from fxpar.program import PRECISION_DTYPES, Program, TensorType, note, output_layouts
+from fxpar.report import Report, make_report
 from fxpar.runtime import batch as calls
 from fxpar.runtime import distributed_state
 from fxpar.runtime.adopt import adopt, load
@@ -190,9 +191,7 @@ class ParallelModule(nn.Module):
         lowered = lower(program, self.world.groups, self.world.device)
         constants = {name: value.to(self.world.device) for name, value in program.constants.items()}
         indices = tuple(self._index(axis) for axis in lowered.indices)
-        return Compiled(
-            captured, program, lowered, Executor(lowered.module, tuple(program.outputs), self.plan), constants, indices
-        )
+        return Compiled(captured, program, lowered, Executor(lowered, self.plan), constants, indices)
 
     def _loss_name(self, program: Program) -> str:
         """The output to differentiate; a plain call may be without (no labels)."""
@@ -389,6 +388,22 @@ class ParallelModule(nn.Module):
         Every logical parameter counts once (SPEC section 2.5). All ranks must call it.
         """
         return clip_grad_norm_(self, max_norm)
+
+    def report(self, sizes: Mapping[str, int] | None = None, optimizer: str = "adamw") -> Report:
+        """Passes, collectives, memory of each rank, and what is not split and why; printed, it is a table.
+
+        Of the program of the example's mode and structure. Counted, not run: nothing communicates.
+
+        Args:
+            sizes: of the inputs by symbol (`b`, `s`); the example's where they are not given.
+            optimizer: adamw, sgd, sgd-momentum or none.
+
+        Raises:
+            InputError: an unknown optimizer or symbol, or a size that the ranks cannot share out.
+        """
+        compiled = next(iter(self._programs.values()))[0]
+        given: dict[str, Any] = {"device": self.world.device, "sizes": sizes, "optimizer": optimizer}
+        return make_report(compiled.program, compiled.lowered, name=type(self._skeleton).__name__, **given)
 
     # ------------------------------------------------------------------ refusals
 

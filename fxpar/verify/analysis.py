@@ -7,7 +7,8 @@ matrix FLOPs that an axis divides.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Set
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,13 +16,15 @@ from torch import fx
 
 from fxpar.coercions import held_fraction, shared_fraction
 from fxpar.flops import matmul_flops
-from fxpar.gradients import carried
+from fxpar.gradients import carried, reached
 from fxpar.layout import Layout, Placement
 from fxpar.operators import COERCION_OF, OPERATORS, all_to_all, sum_gradients
 from fxpar.program import Program, TensorType, note, operands, output_layouts, output_types
 from fxpar.rules import call_of, key_of, rule_of
 from fxpar.rules.vocabulary import ATEN_OF, traffic
 from fxpar.symbols import Size, evaluate, product, simplify, symbol
+
+_LAYER = re.compile(r"(?:.*?\.)?\d+(?=\.|$)")
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,8 @@ class Collective:
     Attributes:
         op: all_reduce, all_gather, reduce_scatter or all_to_all.
         axis: mesh axis.
-        phase: forward or backward (activations), or parameter (value or gradient of what parameters alone make).
+        phase: forward or backward (activations), parameter (value or gradient of what parameters alone make), or
+            recompute (a forward one that a checkpointed region sends again, which `fxpar.report` finds).
         node: the coercion it belongs to.
         bytes: size of the whole value (what an all-gather yields, a reduction takes in) at the given sizes.
         bytes_formula: the same in closed form, symbols as in the program.
@@ -56,7 +60,7 @@ def collectives(program: Program, sizes: Mapping[str, int] | None = None) -> lis
         sizes: sizes of the inputs by symbol; the example's by default.
     """
     values = _values(program, sizes)
-    flags = carried(program)
+    wanted = reached(program, carried(program))
     held = {p.node for p in program.parameters}
     weights = {node for node in program.graph.nodes if node.op == "placeholder" and node.name in held}
     found = []
@@ -64,22 +68,26 @@ def collectives(program: Program, sizes: Mapping[str, int] | None = None) -> lis
         if node.op == "call_function" and operands(node) and weights.issuperset(operands(node)):
             weights.add(node)
         if node.target in ATEN_OF:
-            found += _inside(program, node, flags[node], values)
+            found += _inside(program, node, node in wanted, values)
         if node.op != "call_function" or node.target not in (*COERCION_OF, sum_gradients):
             continue
         axis = str(node.kwargs["axis"])
-        kinds = zip(output_types(node), output_layouts(node), strict=True)
+        kinds = list(zip(output_types(node), output_layouts(node), strict=True))
+        if node.target is sum_gradients:  # it leaves out what the loss does not reach
+            kinds = [pair for index, pair in enumerate(kinds) if _takes(node, index, wanted)]
         size = simplify(sum(_bytes(kind, layout.on(axis)) for kind, layout in kinds))
         of_parameter = node in weights
         forward, backward = _operations(node)
-        for phase, op in (("forward", forward), ("backward", backward if flags[node][0] else "")):
+        for phase, op in (("forward", forward), ("backward", backward if node in wanted else "")):
             if op:
                 where = "parameter" if of_parameter else phase
-                found.append(Collective(op, axis, where, node.name, evaluate(size, values), _formula(program, size)))
+                found.append(
+                    Collective(op, axis, where, node.name, evaluate(size, values), in_input_sizes(program, size))
+                )
     return found
 
 
-def _formula(program: Program, size: Size) -> str:
+def in_input_sizes(program: Program, size: Size) -> str:
     """A size in closed form, in the sizes of the inputs and not of a rank's share of them."""
     if isinstance(size, int):
         return str(size)
@@ -102,14 +110,18 @@ def _bytes(kind: TensorType, placement: Placement) -> Size:
     return int(size) * part // total
 
 
-def _inside(program: Program, node: fx.Node, flags: tuple[bool, ...], values: Mapping[str, int]) -> list[Collective]:
+def _takes(node: fx.Node, index: int, wanted: Set[fx.Node]) -> bool:
+    return any(user in wanted and user.args[1] == index for user in node.users)
+
+
+def _inside(program: Program, node: fx.Node, is_reached: bool, values: Mapping[str, int]) -> list[Collective]:
     """The collectives of a composite operator."""
     axis, found = str(node.kwargs["axis"]), []
     kind = output_types(operands(node)[0])[0]
     for op, phase, elements in traffic(call_of(node, program.axes[axis])):
         size = simplify(elements * max(kind.dtype.itemsize, 4))  # halves are summed in float32
-        if phase == "forward" or flags[0]:
-            found.append(Collective(op, axis, phase, node.name, evaluate(size, values), _formula(program, size)))
+        if phase == "forward" or is_reached:
+            found.append(Collective(op, axis, phase, node.name, evaluate(size, values), in_input_sizes(program, size)))
     return found
 
 
@@ -164,3 +176,9 @@ def without_rule(program: Program) -> list[str]:
         if operands(node) and output_types(node):
             found.add(key_of(node.target))
     return sorted(found)
+
+
+def layer_of(fqn: str) -> str:
+    """The layer a module belongs to: its name up to the first number, `model.layers.0`; empty outside of layers."""
+    found = _LAYER.match(fqn)
+    return found[0] if found else ""

@@ -8,14 +8,14 @@ import torch
 from torch.distributed.tensor import DTensor
 
 import fxpar
-from tests.runtime.jobs import Found, refusal, tp
+from tests.runtime.jobs import Found, kept, refusal, tp
 from tests.zoo import CASES
 
 
 def module(name: str, **options: Any) -> fxpar.ParallelModule:
     """A case of the zoo under a plan that names nothing."""
-    case = CASES[name]
-    return fxpar.parallelize(case.model(), fxpar.Plan(tp=tp(), **options), case.example(), case.loss)
+    case, plan = CASES[name], fxpar.Plan(tp=tp(), **options)
+    return kept((name, plan), lambda: fxpar.parallelize(case.model(), plan, case.example(), case.loss))
 
 
 def train(name: str, steps: int) -> Found:

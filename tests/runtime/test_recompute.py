@@ -12,12 +12,12 @@ from torch.utils.checkpoint import checkpoint
 from fxpar.capture import Captured, capture
 from fxpar.manager import PassManager
 from fxpar.ops.lower import lower
+from fxpar.ops.recompute import apply_recompute
 from fxpar.passes.annotate import annotate
 from fxpar.passes.assign_rng import RNG_PATH, assign_rng
 from fxpar.passes.canonicalize import canonicalize
 from fxpar.passes.insert_collectives import insert_collectives
 from fxpar.program import Program
-from fxpar.runtime.recompute import apply_recompute
 from fxpar.verify.values import call_inputs, program_state, rng_state
 from tests.capture.functions import Counting
 

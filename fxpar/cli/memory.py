@@ -1,0 +1,96 @@
+"""Commands about what a split program costs: memory, report.
+
+Enters: a model or a program's text. Leaves: bytes a rank, or the whole report, as tables, JSON or one HTML file.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from fxpar.cli.inspection import Sizes, sizes_of
+from fxpar.cli.options import Request, command
+from fxpar.cli.output import Report, Ui
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from fxpar.report import Report as Figures
+
+Optimizer = Annotated[
+    str, typer.Option(metavar="KIND", help="adamw, sgd, sgd-momentum or none: what state a parameter has")
+]
+_MEMORY = ("name", "plan", "sizes", "optimizer", "device", "ranks", "modules", "activations", "peak", "largest")
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the commands of this file."""
+    command(app, "memory")(memory)
+    command(app, "report")(report)
+
+
+def memory(ui: Ui, request: Request, size: Sizes = None, optimizer: Optimizer = "adamw") -> Report:
+    """Counts the memory of a rank: parameters, gradients, optimizer, activations and the peak of a training step."""
+    found = _figures(ui, request, size or [], optimizer)
+    document = found.to_dict()
+
+    def show(stdout: Console) -> None:
+        from fxpar.report.sections import memory_sections, summary
+        from fxpar.report.text import as_group
+
+        stdout.print(as_group([summary(found), *memory_sections(found)]))
+
+    return Report({key: document[key] for key in _MEMORY}, show)
+
+
+def report(
+    ui: Ui,
+    request: Request,
+    size: Sizes = None,
+    optimizer: Optimizer = "adamw",
+    html: Annotated[str | None, typer.Option(metavar="FILE", help="write the report as one HTML file too")] = None,
+) -> Report:
+    """Reports on a split model: passes, collectives, memory a rank, and what is not split and why."""
+    found = _figures(ui, request, size or [], optimizer)
+    if html is not None:
+        from fxpar.cli.output import write_text
+        from fxpar.report.html import as_html
+
+        write_text(Path(html), as_html(found))
+
+    def show(stdout: Console) -> None:
+        stdout.print(found)
+        if html is not None:
+            stdout.print(f"\nwritten to {html}", soft_wrap=True)
+
+    document: dict[str, Any] = {**found.to_dict(), "html": html}
+    return Report(document, show)
+
+
+def _figures(ui: Ui, request: Request, size: Sequence[str], optimizer: str) -> Figures:
+    """The report of a model or text after all passes; nothing of it is run."""
+    import torch
+
+    from fxpar.cli.files import open_start, run_passes
+    from fxpar.ops.collectives import Group
+    from fxpar.ops.lower import lower
+    from fxpar.passes import DEFAULT_PASSES
+    from fxpar.report import make_report
+
+    start = open_start(ui, request)
+    sizes = sizes_of(start.program, size)
+    program, _ = run_passes(ui, start, DEFAULT_PASSES)
+    with ui.working(f"counting {request.model}"):
+        # Nothing is sent: the groups have names alone.
+        lowered = lower(program, {axis: Group(axis, n) for axis, n in program.axes.items()})
+        return make_report(
+            program,
+            lowered,
+            name=start.name,
+            device=torch.device("cpu"),
+            sizes=sizes,
+            optimizer=optimizer,
+        )

@@ -1,0 +1,276 @@
+"""Makes reports.
+
+Enters: a program as a rank runs it, sizes and an optimizer's kind. Leaves: a `Report`. No process group, no values.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from fxpar.errors import CheckFailed, InputError
+from fxpar.layout import local_shape
+from fxpar.ops.lower import Lowered
+from fxpar.passes.assign_rng import RNG_PATH
+from fxpar.program import Parameter, Program, note, output_layouts
+from fxpar.report import closed_form
+from fxpar.report.figures import ModelSize, ModuleMemory, Moment, PassLine, RankMemory, Report, Traffic
+from fxpar.report.measure import Kept, Measured, Peak, measure
+from fxpar.report.parameters import OPTIMIZERS, OptimizerKind, held_by, local_elements, places
+from fxpar.report.reasons import remarks, whole_matrices
+from fxpar.symbols import evaluate, parse_size, product, simplify
+from fxpar.verify.analysis import Collective, collectives, in_input_sizes, layer_of, split_flops, without_rule
+
+_TOTAL = "all"
+
+
+@dataclass(frozen=True)
+class Activations:
+    """What autograd keeps, by part of the model: storages and their bytes, and bytes in closed form."""
+
+    tensors: Mapping[str, int]
+    bytes: Mapping[str, int]
+    formulas: Mapping[str, str]
+
+
+def make_report(
+    program: Program,
+    lowered: Lowered,
+    *,
+    name: str,
+    device: torch.device,
+    sizes: Mapping[str, int] | None = None,
+    optimizer: str = "adamw",
+) -> Report:
+    """Counts everything; nothing is allocated and nothing communicates.
+
+    Args:
+        program: with property `local`, or without mesh axes.
+        lowered: the program as a rank runs it, on `device`; the names of its groups may be any.
+        name: of the model.
+        device: whose kernels are assumed.
+        sizes: of the inputs by symbol (`b`, `s`); the example's where they are not given.
+        optimizer: a key of `OPTIMIZERS`.
+
+    Raises:
+        InputError: an unknown symbol or optimizer, a size that the ranks cannot share out, or an operator whose memory
+            cannot be counted without values.
+        CheckFailed: the step sends other collectives than those that the program lists.
+    """
+    if optimizer not in OPTIMIZERS:
+        known = ", ".join(OPTIMIZERS)
+        raise InputError("is no optimizer of the report", where=f"optimizer {optimizer}", remedy=f"choose from {known}")
+    given = input_sizes(program, sizes or {})
+    local = {s.name: given[s.name] // s.multiple for s in program.symbols}
+    if program.loss:  # a training step keeps nothing of other outputs
+        lowered = lowered.only((program.loss,))
+    step = measure(program, lowered, local, device)
+    listed = _with_recomputed(program, collectives(program, given), step)
+    _check_counts(listed, step)
+
+    def count(where: Mapping[str, int]) -> Measured:
+        return measure(program, lowered, where, device, backward=False)
+
+    activations = _activations(program, step, local, count)
+    share = split_flops(program, sizes=given)
+    inputs = _input_bytes(program, local)
+    ranks = _ranks(program, step, OPTIMIZERS[optimizer], inputs)
+    return Report(
+        name,
+        program.plan.to_dict(),
+        given,
+        optimizer,
+        device.type,
+        tuple(PassLine(r.name, r.seconds, len(r.added), len(r.erased), len(r.changed)) for r in program.history),
+        _traffic(listed),
+        _model_size(program, share),
+        ranks,
+        _modules(program, step, activations, OPTIMIZERS[optimizer]),
+        activations.formulas.get(_TOTAL, ""),
+        _moment(step.peak),
+        _moment(step.largest),
+        inputs,
+        whole_matrices(program),
+        tuple(without_rule(program)) if program.axes else (),
+        remarks(program, share),
+    )
+
+
+def input_sizes(program: Program, given: Mapping[str, int]) -> dict[str, int]:
+    """Sizes of the inputs by symbol: those given, else the example's.
+
+    Raises:
+        InputError: an unknown symbol, no positive integer, or a size that the ranks cannot share out.
+    """
+    found = {s.name: s.example * s.multiple for s in program.symbols}
+    for name, size in given.items():
+        if name not in found:
+            known = ", ".join(found) or "none"
+            raise InputError("is no symbol of the program", where=f"size {name}", remedy=f"choose from {known}")
+        if type(size) is not int or size < 1:
+            raise InputError(f"{size!r} is no positive integer", where=f"size {name}", remedy="give a number")
+    for s in program.symbols:
+        if given.get(s.name, 0) % s.multiple:
+            raise InputError(
+                f"{given[s.name]} cannot be shared out by {s.multiple} ranks",
+                where=f"size {s.name}",
+                remedy=f"give a multiple of {s.multiple}",
+            )
+    return {**found, **given}
+
+
+# ---------------------------------------------------------------------- collectives
+
+
+def _with_recomputed(program: Program, listed: list[Collective], step: Measured) -> list[Collective]:
+    """Those of a step, with the forward ones that checkpointed regions send again before they have what they need."""
+    numbers = {node.name: note(node).recompute for node in program.graph.nodes if node.op == "call_function"}
+    inside: dict[int, list[Collective]] = {}
+    for c in listed:
+        if c.phase == "forward":
+            inside.setdefault(numbers[c.node], []).append(c)
+    found = list(listed)
+    for region in step.regions:
+        mine = inside.get(region.number, [])
+        found += [replace(c, phase="recompute") for c in mine[: region.again]]
+        inside[region.number] = mine[region.forward :]  # what is left is of a later part of the region
+    return found
+
+
+def _check_counts(listed: Iterable[Collective], step: Measured) -> None:
+    wanted, found = Counter((c.op, c.bytes) for c in listed), Counter(step.collectives)
+    for op, size in (*(wanted - found), *(found - wanted)):
+        raise CheckFailed(
+            f"the program lists {wanted[op, size]} {op} of {size} bytes, and a step has {found[op, size]}",
+            where="collectives",
+            remedy="compare 'fxpar comm' with the operators' backward: an autograd function may return no gradient",
+        )
+
+
+def _traffic(listed: Iterable[Collective]) -> tuple[Traffic, ...]:
+    groups: dict[tuple[str, str, str], list[Collective]] = {}
+    for c in listed:
+        groups.setdefault((c.axis, c.phase, c.op), []).append(c)
+    return tuple(
+        Traffic(
+            op,
+            axis,
+            phase,
+            len(mine),
+            sum(c.bytes for c in mine),
+            str(simplify(sum(parse_size(c.bytes_formula) for c in mine))),
+        )
+        for (axis, phase, op), mine in groups.items()
+    )
+
+
+# ---------------------------------------------------------------------- memory
+
+
+def part_of(module: str) -> str:
+    """The part of the model that a module belongs to: its layer, or itself outside of the layers."""
+    return layer_of(module) or module
+
+
+def _activations(
+    program: Program, step: Measured, sizes: Mapping[str, int], count: Callable[[Mapping[str, int]], Measured]
+) -> Activations:
+    powers = closed_form.exponents(program)
+    where = closed_form.points(powers, sizes)
+    found = [_by_part(step.kept if point == sizes else count(point).kept) for point in where]
+    fitted = closed_form.fit(powers, where, found)
+    formulas = {part: in_input_sizes(program, size) for part, size in fitted.items() if size is not None}
+    tensors = Counter(part_of(kept.place.module) for kept in step.kept)
+    return Activations(tensors, _by_part(step.kept), formulas)
+
+
+def _by_part(kept: Iterable[Kept]) -> dict[str, int]:
+    found: dict[str, int] = {_TOTAL: 0}
+    for entry in kept:
+        part = part_of(entry.place.module)
+        found[part] = found.get(part, 0) + entry.bytes
+        found[_TOTAL] += entry.bytes
+    return found
+
+
+def _state(kind: OptimizerKind, held: int) -> int:
+    return kind.copies * held + kind.extra
+
+
+def _bytes(program: Program, parameter: Parameter) -> int:
+    return local_elements(program, parameter) * parameter.type.dtype.itemsize
+
+
+def _weights(program: Program) -> list[Parameter]:
+    return [p for p in program.parameters if p.kind == "parameter"]
+
+
+def _ranks(program: Program, step: Measured, kind: OptimizerKind, inputs: int) -> tuple[RankMemory, ...]:
+    weights = _weights(program)
+    held = sum(_bytes(program, p) for p in weights)
+    buffers = sum(_bytes(program, p) for p in program.parameters if p.kind != "parameter")
+    trained = [p for p in weights if p.node in step.gradients]
+    gradients = sum(_bytes(program, p) for p in trained)
+    state = sum(_state(kind, _bytes(program, p)) for p in trained)
+    activations = sum(kept.bytes for kept in step.kept)
+    peak = held + buffers + state + inputs + step.peak.bytes
+    found = []
+    for rank, place in enumerate(places(program)):
+        mine = [held_by(program, p, place) for p in weights]
+        whole, shared, padding = (sum(getattr(h, part) for h in mine) for part in ("whole", "shared", "padding"))
+        found.append(RankMemory(rank, held, whole, shared, padding, buffers, gradients, state, activations, peak))
+    return tuple(found)
+
+
+def _modules(
+    program: Program, step: Measured, activations: Activations, kind: OptimizerKind
+) -> tuple[ModuleMemory, ...]:
+    """By part, in the order in which the model runs."""
+    parts: dict[str, list[Parameter]] = {}
+    for node in program.graph.nodes:
+        parameter = program.parameter(node) if node.op == "placeholder" else None
+        if parameter is not None and parameter.kind == "parameter":
+            parts.setdefault(part_of(parameter.fqn.rpartition(".")[0]), []).append(parameter)
+    for part in activations.bytes:
+        if part != _TOTAL:
+            parts.setdefault(part, [])
+    found = []
+    for part, mine in parts.items():
+        trained = [_bytes(program, p) for p in mine if p.node in step.gradients]
+        found.append(
+            ModuleMemory(
+                part,
+                sum(_bytes(program, p) for p in mine),
+                sum(trained),
+                sum(_state(kind, held) for held in trained),
+                activations.bytes.get(part, 0),
+                activations.tensors.get(part, 0),
+                activations.formulas.get(part, ""),
+            )
+        )
+    return tuple(found)
+
+
+def _input_bytes(program: Program, sizes: Mapping[str, int]) -> int:
+    total = 0
+    for entry in program.inputs:
+        if entry.path == RNG_PATH:  # made for each step, not given
+            continue
+        layout = output_layouts(program.node(entry.node))[0]
+        size = product(local_shape(entry.type.shape, layout, program.axes))
+        total += evaluate(size, sizes) * entry.type.dtype.itemsize
+    return total
+
+
+def _model_size(program: Program, share: float) -> ModelSize:
+    weights = _weights(program)
+    elements = [evaluate(product(p.type.shape), {}) for p in weights]
+    in_all = sum(count * p.type.dtype.itemsize for count, p in zip(elements, weights, strict=True))
+    return ModelSize(sum(elements), in_all, sum(local_elements(program, p) for p in weights), share)
+
+
+def _moment(peak: Peak) -> Moment:
+    return Moment(peak.bytes, peak.place.phase, peak.place.module, peak.operator)

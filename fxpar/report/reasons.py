@@ -1,0 +1,66 @@
+"""What a program leaves whole, and why.
+
+Enters: a program with layouts. Leaves: reasons in words.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fxpar import operators
+from fxpar.program import Program, operands, output_layouts, output_types
+from fxpar.report.figures import Whole
+from fxpar.report.parameters import local_elements
+from fxpar.symbols import Size, names
+from fxpar.verify.analysis import unsplit
+
+aten = torch.ops.aten
+_ATTENTION = frozenset({operators.attention, aten.scaled_dot_product_attention.default})
+_SOFTMAX = frozenset({aten.softmax.int, aten._softmax.default})
+_IN_WORDS = {
+    "cheapest": "a step with it cut would take longer (fxpar explain tells by how much)",
+    "nothing else is legal": "no operation that uses it can take a part of it",
+}
+
+
+def whole_matrices(program: Program) -> tuple[Whole, ...]:
+    """Parameters of two or more dimensions that every rank of tp holds whole."""
+    sizes = {p.fqn: local_elements(program, p) * p.type.dtype.itemsize for p in program.parameters}
+    return tuple(Whole(name, sizes[name], _IN_WORDS.get(reason, reason)) for name, reason in unsplit(program))
+
+
+def remarks(program: Program, split_flops: float) -> tuple[str, ...]:
+    """What the plan asked for and did not get."""
+    found = []
+    if program.axes and split_flops == 0:
+        found.append("No matrix product is split: every rank computes everything.")
+    if program.plan.sequence_parallel and program.axes:
+        found += [f"sequence_parallel cut nothing: {reason}." for reason in _uncut_sequence(program)]
+    return tuple(found)
+
+
+def _uncut_sequence(program: Program) -> list[str]:
+    shared = {s.name for s in program.symbols if s.multiple > 1}
+    if not shared:
+        lengths = sorted({int(size) for size in _lengths(program) if not names((size,))})
+        if not lengths:
+            return ["no input has a sequence length that may vary"]
+        tokens = " and ".join(str(length) for length in lengths)
+        return [f"attention runs over {tokens} tokens, a number fixed by the model that no input's size gives"]
+    for node in program.graph.nodes:
+        for layout in output_layouts(node) if node.op == "call_function" else ():
+            cuts = [piece for _, placement in layout for piece in placement.pieces if piece.sharded]
+            if any(not names((piece.size,)).isdisjoint(shared) for piece in cuts):
+                return []
+    return ["values that are whole over the sequence make the step shorter, or no operation between matrices allows it"]
+
+
+def _lengths(program: Program) -> set[Size]:
+    """Sizes over which attention runs."""
+    found: set[Size] = set()
+    for node in program.graph.nodes:
+        if node.target in _ATTENTION:
+            found |= {output_types(operand)[0].shape[-2] for operand in operands(node)[:2]}
+        elif node.target in _SOFTMAX and output_types(node)[0].shape:
+            found.add(output_types(node)[0].shape[-1])
+    return found

@@ -1,0 +1,203 @@
+"""A report as tables of texts, for every medium.
+
+Enters: a `Report`. Leaves: sections: titled tables with notes. Runs of equal rows (layers, ranks) become one row.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from fxpar.report.figures import ModuleMemory, Moment, RankMemory, Report
+from fxpar.tables import amount
+
+_NUMBER = re.compile(r"\d+")
+_FEW = 4
+
+
+@dataclass(frozen=True)
+class Section:
+    """A table: rows of texts under columns, those in `right` numbers, and sentences below."""
+
+    title: str
+    columns: tuple[str, ...] = ()
+    rows: tuple[tuple[str, ...], ...] = ()
+    right: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def all_sections(report: Report) -> list[Section]:
+    """The whole report."""
+    return [
+        summary(report),
+        _passes(report),
+        _collectives(report),
+        *memory_sections(report),
+        *_not_split(report),
+    ]
+
+
+def memory_sections(report: Report) -> list[Section]:
+    """Memory by rank and by part of the model."""
+    return [_ranks(report), _modules(report), _activations(report)]
+
+
+def summary(report: Report) -> Section:
+    """What was asked for, and the size of it."""
+    size, ranks = report.size, len(report.ranks)
+    plan = ", ".join(f"{key}={value}" for key, value in report.plan.items()) or "one rank"
+    rows = [
+        ("plan", plan),
+        ("sizes", ", ".join(f"{name} = {value}" for name, value in report.sizes.items()) or "fixed"),
+        ("parameters", f"{size.elements:,} ({amount(size.bytes)}); {size.rank_elements:,} a rank"),
+    ]
+    if ranks > 1:
+        rows.append(("split", f"{size.split_flops:.1%} of the matrix FLOPs over {ranks} ranks"))
+    return Section(report.name, ("what", "is"), tuple(rows), notes=report.remarks)
+
+
+def _passes(report: Report) -> Section:
+    columns = ("time", "added", "erased", "changed")
+    rows = [
+        (line.name, f"{1000 * line.seconds:.0f} ms", str(line.added), str(line.erased), str(line.changed))
+        for line in report.passes
+    ]
+    notes = () if rows else ("The program was read from a text, which does not tell how it came about.",)
+    return Section("passes", ("pass", *columns), tuple(rows), columns, notes)
+
+
+def _collectives(report: Report) -> Section:
+    rows = [
+        (c.axis, c.phase, c.op, str(c.count), amount(c.bytes), f"{c.bytes:,}", c.formula) for c in report.collectives
+    ]
+    if not rows:
+        return Section("collectives of a step", notes=("None.",))
+    count, total = sum(c.count for c in report.collectives), sum(c.bytes for c in report.collectives)
+    rows.append(("all", "", "", str(count), amount(total), f"{total:,}", ""))
+    columns = ("axis", "phase", "op", "count", "size", "bytes", "closed form")
+    note = "Bytes are those of the whole values: what an all-gather yields, a reduction takes in."
+    return Section("collectives of a step", columns, tuple(rows), ("count", "size", "bytes"), (note,))
+
+
+def _ranks(report: Report) -> Section:
+    groups = _alike(report.ranks)
+    labels = tuple(f"rank {label}" for label, _ in groups)
+    rows = []
+    for part, title in _PARTS.items():
+        sizes = [getattr(rank, part) for _, rank in groups]
+        if any(sizes) or title == part:
+            rows.append((title, *[amount(size) for size in sizes]))
+    notes = [
+        f"State of {report.optimizer}; kernels of {report.device}, eager: a compiled program keeps at most as much. "
+        "What kernels use inside and the allocator's rounding come on top."
+    ]
+    peak, largest = report.peak, report.largest
+    if peak.bytes:
+        notes.append(
+            f"Peak: {amount(peak.bytes)} {_where(peak)}, beside parameters, buffers, optimizer and batch. "
+            f"The largest tensor: {amount(largest.bytes)} {_where(largest)}. The step starts without gradients: where "
+            "they are accumulated, at most their bytes come on top."
+        )
+    return Section("memory a rank", ("what", *labels), tuple(rows), labels, tuple(notes))
+
+
+_PARTS = {
+    "parameters": "parameters",
+    "whole": "  whole on every rank",
+    "shared": "  blocks that neighbours hold too",
+    "padding": "  padding",
+    "buffers": "buffers",
+    "gradients": "gradients",
+    "optimizer": "optimizer",
+    "activations": "activations",
+    "peak": "peak",
+}
+
+
+def _where(moment: Moment) -> str:
+    operator = moment.operator.removesuffix(".default")
+    place = f" of {moment.module}" if moment.module else ""
+    return f"at {operator} in the {moment.phase}{place}"
+
+
+def _alike(ranks: Sequence[RankMemory]) -> list[tuple[str, RankMemory]]:
+    """Neighbours that hold the same as one row."""
+    groups: list[list[RankMemory]] = []
+    for rank in ranks:
+        if groups and replace(groups[-1][0], rank=rank.rank) == rank:
+            groups[-1].append(rank)
+        else:
+            groups.append([rank])
+    return [(_span([str(rank.rank) for rank in group]), group[0]) for group in groups]
+
+
+def _span(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]}–{names[-1]}, each"
+
+
+def _modules(report: Report) -> Section:
+    numbers = ("parameters", "gradients", "optimizer", "activations")
+    rows = [(label, *[amount(getattr(module, part)) for part in numbers]) for label, module in _layers(report.modules)]
+    sums = [amount(sum(getattr(module, part) for module in report.modules)) for part in numbers]
+    return Section("memory by module", ("module", *numbers), (*rows, ("all", *sums)), numbers)
+
+
+def _activations(report: Report) -> Section:
+    rows = [
+        (label, str(module.tensors), f"{module.activations:,}", module.formula or "none")
+        for label, module in _layers(report.modules)
+        if module.activations
+    ]
+    if not rows:
+        return Section("activations kept for the backward", notes=("None.",))
+    tensors, total = (sum(getattr(module, part) for module in report.modules) for part in ("tensors", "activations"))
+    rows.append(("all", str(tensors), f"{total:,}", report.activations or "none"))
+    numbers = ("tensors", "bytes")
+    note = "A tensor counts where it is first asked for. The closed form holds for sizes of two or more."
+    return Section(
+        "activations kept for the backward", ("module", *numbers, "closed form"), tuple(rows), numbers, (note,)
+    )
+
+
+def _layers(modules: Iterable[ModuleMemory]) -> list[tuple[str, ModuleMemory]]:
+    """Layers in a row that differ in their number alone as one row."""
+    groups: list[list[ModuleMemory]] = []
+    for module in modules:
+        pattern = _NUMBER.sub("#", module.module)
+        last = groups[-1][-1] if groups else None
+        alike = last is not None and pattern != module.module and _NUMBER.sub("#", last.module) == pattern
+        if last is not None and alike and replace(last, module=module.module) == module:
+            groups[-1].append(module)
+        else:
+            groups.append([module])
+    return [(_modules_text(group), group[0]) for group in groups]
+
+
+def _modules_text(group: Sequence[ModuleMemory]) -> str:
+    first = group[0].module or "(the model itself)"
+    if len(group) == 1:
+        return first
+    numbers = _NUMBER.findall(group[-1].module)
+    return f"{first}–{numbers[-1]}, each"
+
+
+def _not_split(report: Report) -> list[Section]:
+    if len(report.ranks) < 2:
+        return []
+    reasons: dict[str, list[str]] = {}
+    sizes: dict[str, int] = {}
+    for whole in report.unsplit:
+        reasons.setdefault(whole.reason, []).append(whole.parameter)
+        sizes[whole.reason] = sizes.get(whole.reason, 0) + whole.bytes
+    rows = [(_few(names), amount(sizes[reason]), reason) for reason, names in reasons.items()]
+    rows += [(name, "", "operator without a rule: it takes whole operands") for name in report.without_rule]
+    notes = () if rows else ("Every matrix is split, and every operator has a rule.",)
+    return [
+        Section("not split", ("what", "bytes a rank", "why") if rows else (), tuple(rows), ("bytes a rank",), notes)
+    ]
+
+
+def _few(names: Sequence[str]) -> str:
+    rest = f" and {len(names) - _FEW} more" if len(names) > _FEW else ""
+    return ", ".join(names[:_FEW]) + rest

@@ -1,0 +1,126 @@
+"""memory and report at the command line."""
+
+from pathlib import Path
+
+import pytest
+
+from fxpar.symbols import evaluate, parse_size
+from tests.cli.tool import LOCAL, fxpar
+
+HALVES = ("--tp", "2", "--split", "fc=column", "--split", "proj=row")
+
+LARGE = (
+    "hf:llama,hidden_size=4096,intermediate_size=11008,num_hidden_layers=1,num_attention_heads=32,"
+    "num_key_value_heads=8,vocab_size=32000,attention_dropout=0.0"
+)
+
+
+@pytest.fixture(scope="module")
+def folder(small: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Texts of the small model, split."""
+    path = tmp_path_factory.mktemp("memory") / "dump"
+    assert fxpar("run", f"{small}:build", *HALVES, "--dump", str(path)).status == 0
+    return path
+
+
+def test_memory_json_has_ranks_and_modules(small: str) -> None:
+    found = fxpar(
+        "memory", f"{small}:build", *HALVES, "--json", "--size", "b=5", "--optimizer", "sgd-momentum"
+    ).document
+    assert set(found) == {
+        *("name", "plan", "sizes", "optimizer", "device"),
+        *("ranks", "modules", "activations", "peak", "largest"),
+    }
+    assert found["sizes"]["b"] == 5
+    assert [rank["rank"] for rank in found["ranks"]] == [0, 1]
+    # A column of 12 by 20 with its bias, a row, and the whole bias behind the sum.
+    weights = (10 * 12 + 10 + 12 * 10 + 12) * 4
+    for rank in found["ranks"]:
+        assert rank["optimizer"] == rank["gradients"] == rank["parameters"] == weights
+        assert rank["activations"] == sum(module["activations"] for module in found["modules"])
+        assert rank["activations"] == evaluate(parse_size(found["activations"]), found["sizes"])
+
+
+def test_memory_prints_tables_that_fit_the_line(folder: Path) -> None:
+    result = fxpar("memory", str(folder / LOCAL))
+    assert result.status == 0
+    lines = [" ".join(line.split()) for line in result.out.splitlines()]
+    assert "memory a rank" in lines
+    assert "what rank 0–1, each" in lines
+    assert "parameters 1.0 KiB" in lines
+    assert any(line.startswith("proj 528 B 528 B 1.0 KiB") for line in lines)
+    assert max(len(line) for line in result.out.splitlines()) <= 80
+    assert "passes" not in lines
+
+
+def test_report_of_a_text_is_that_of_its_model(small: str, folder: Path, tmp_path: Path) -> None:
+    page = tmp_path / "new" / "report.html"
+    result = fxpar("report", str(folder / LOCAL), "--html", str(page), "--json")
+    assert result.status == 0
+    text = result.document
+    assert text["html"] == str(page)
+    assert page.read_text().startswith("<!doctype html>")
+    words = (f"{small}:build", *HALVES, "--json")
+    model = fxpar("report", *words).document
+    assert [entry["name"] for entry in model["passes"]][-1] == "localize"
+    assert text["passes"] == []
+    for key in ("collectives", "ranks", "modules", "sizes", "unsplit", "activations", "size"):
+        assert text[key] == model[key]
+    listed = fxpar("comm", *words).document
+    assert sum(c["count"] for c in model["collectives"]) == len(listed) == 1
+    assert sum(c["bytes"] for c in model["collectives"]) == sum(c["bytes"] for c in listed)
+
+
+def test_report_prints_all_of_it(folder: Path) -> None:
+    result = fxpar("report", str(folder / LOCAL))
+    for title in ("passes", "collectives of a step", "memory a rank", "memory by module", "not split"):
+        assert f"\n{title}\n" in result.out
+
+
+def test_a_large_model_needs_no_memory() -> None:
+    found = fxpar("memory", LARGE, "--tp", "8", "--precision", "bf16", "--size", "s=8192", "--size", "b=1", "--json")
+    assert found.status == 0
+    (first, *_) = found.document["ranks"]
+    attention, mlp, words, norms = 2 * 4096 * 512 + 2 * 4096 * 128, 3 * 4096 * 1376, 2 * 4096 * 4096, 3 * 4096
+    assert first["parameters"] == 2 * (attention + mlp + words + norms)
+    assert first["padding"] == 2 * 2 * 96 * 4096
+    assert first["activations"] > 2**28  # 8192 tokens, of which the model was traced with 16
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("memory", "--optimizer", "lion"), "choose from adamw, sgd, sgd-momentum, none"),
+        (("memory", "--size", "c=3"), "is no symbol of the program"),
+        (("report", "--size", "b=0"), "is no positive integer"),
+        (("report", "--html", "/dev/null/report.html"), "name a place that can be written"),
+    ],
+)
+def test_bad_input_is_told(folder: Path, words: tuple[str, ...], message: str) -> None:
+    command, *options = words
+    result = fxpar(command, str(folder / LOCAL), *options)
+    assert result.status == 2
+    assert message in result.err
+
+
+def test_comm_tells_of_what_it_leaves_to_the_report(tmp_path: Path) -> None:
+    path = tmp_path / "checkpointed_model.py"
+    path.write_text(
+        "import torch\n"
+        "from torch import nn\n"
+        "from torch.utils.checkpoint import checkpoint\n\n\n"
+        "class Model(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.fc, self.proj = nn.Linear(12, 20), nn.Linear(20, 12)\n\n"
+        "    def part(self, x):\n"
+        "        return self.proj(self.fc(x).relu()).sigmoid()\n\n"
+        "    def forward(self, x):\n"
+        "        return checkpoint(self.part, x, use_reentrant=False).sum()\n\n\n"
+        "def build():\n"
+        "    return Model(), (torch.randn(3, 5, 12),)\n"
+    )
+    words = (f"{path}:build", "--tp", "2", "--split", "fc=column", "--split", "proj=row")
+    assert "fxpar report" in fxpar("comm", *words).err
+    again = [c for c in fxpar("report", *words, "--json").document["collectives"] if c["phase"] == "recompute"]
+    assert [(c["op"], c["count"]) for c in again] == [("all_reduce", 1)]

@@ -1,0 +1,272 @@
+"""What is counted: saved tensors by hand, optimizers and shards by the real thing, closed forms by sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from fxpar.capture import capture
+from fxpar.errors import CheckFailed, InputError
+from fxpar.layout import Layout, Piece, Placement, padded_shard, shard
+from fxpar.manager import PassManager
+from fxpar.ops.collectives import Group
+from fxpar.ops.lower import Lowered, lower
+from fxpar.passes import DEFAULT_PASSES
+from fxpar.plan import Plan
+from fxpar.program import Parameter, Program, TensorType, update
+from fxpar.report import Report, closed_form, make_report
+from fxpar.report.measure import Measured, measure
+from fxpar.report.parameters import OPTIMIZERS, held_by, places
+from fxpar.shards import local_block, without_padding
+from fxpar.symbols import evaluate, parse_size
+
+CPU = torch.device("cpu")
+ROWS, COLUMNS, WIDTH = 3, 5, 12
+
+
+class Two(nn.Module):
+    """Two matrices around an activation."""
+
+    def __init__(self, middle: Callable[[Tensor], Tensor] = functional.gelu) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 20), nn.Linear(20, WIDTH)
+        self.middle = middle
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.middle(self.up(x))).square().sum()  # type: ignore[no-any-return]
+
+
+class Aside(Two):
+    """A second output, through matrices of its own, which the loss does not reach."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.left, self.right = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 20), nn.Linear(20, WIDTH)
+
+    def forward(self, x: Tensor) -> Any:
+        return {"loss": super().forward(x), "aside": self.right(self.left(self.norm(x)))}
+
+
+class Residual(Two):
+    """With a norm and a residual stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + self.down(functional.gelu(self.up(self.norm(x))))).square().sum()  # type: ignore[no-any-return]
+
+
+def compiled(model: nn.Module, plan: Plan, columns: int = COLUMNS) -> tuple[Program, Lowered]:
+    captured = capture(model, {"x": torch.randn(ROWS, columns, WIDTH)}, plan, None)
+    program = PassManager(DEFAULT_PASSES).run(captured.program)
+    return program, lower(program, {axis: Group(axis, n) for axis, n in program.axes.items()})
+
+
+def counted(model: nn.Module, plan: Plan | None = None) -> Measured:
+    program, lowered = compiled(model, plan or Plan())
+    sizes = {s.name: s.example for s in program.symbols}
+    return measure(program, lowered, sizes, CPU)
+
+
+def reported(model: nn.Module, plan: Plan, columns: int = COLUMNS, **options: Any) -> Report:
+    program, lowered = compiled(model, plan, columns)
+    return make_report(program, lowered, name="two", device=CPU, **options)
+
+
+# ---------------------------------------------------------------------- activations
+
+
+def test_saved_tensors_are_those_that_each_derivative_needs() -> None:
+    rows = ROWS * COLUMNS
+    # gelu and the second matrix keep their operands, the square keeps its own; the batch is no activation.
+    assert [kept.bytes for kept in counted(Two()).kept] == [rows * 20 * 4, rows * 20 * 4, rows * WIDTH * 4]
+    # relu keeps its result, which the second matrix keeps too: once.
+    assert [kept.bytes for kept in counted(Two(functional.relu)).kept] == [rows * 20 * 4, rows * WIDTH * 4]
+
+
+def test_a_view_counts_with_what_it_is_a_view_of() -> None:
+    rows = ROWS * COLUMNS
+    half = counted(Two(lambda x: functional.pad(functional.gelu(x[..., :10]), (0, 10))))
+    # gelu sees half of each row, and the whole result of the matrix stays alive for it.
+    assert next(kept.bytes for kept in half.kept) == rows * 20 * 4
+
+
+def test_dropout_keeps_its_mask_alone() -> None:
+    rows = ROWS * COLUMNS
+    found = counted(Two(lambda x: functional.dropout(x, 0.5)))
+    assert [kept.bytes for kept in found.kept] == [rows * 20, rows * 20 * 4, rows * WIDTH * 4]
+
+
+def test_a_checkpointed_region_keeps_its_inputs() -> None:
+    def region(x: Tensor) -> Any:
+        return checkpoint(lambda y: functional.gelu(functional.gelu(y)), x, use_reentrant=False)
+
+    rows = ROWS * COLUMNS
+    found = counted(Two(region))
+    assert [kept.bytes for kept in found.kept] == [rows * 20 * 4, rows * 20 * 4, rows * WIDTH * 4]
+    assert [(region.forward, region.again) for region in found.regions] == [(0, 0)]
+
+
+def test_frozen_parameters_have_no_gradient_and_no_state() -> None:
+    model = Two()
+    model.up.requires_grad_(False)
+    (rank,) = reported(model, Plan()).ranks
+    held = (20 * WIDTH + WIDTH) * 4
+    assert (rank.gradients, rank.optimizer) == (held, 2 * held + 2 * 4)
+    assert rank.parameters == held + (20 * WIDTH + 20) * 4
+
+
+# ---------------------------------------------------------------------- collectives
+
+
+def test_what_the_loss_does_not_reach_sends_nothing_in_the_backward() -> None:
+    split = {"up": "column", "down": "row", "left": "column", "right": "row"}
+    report = reported(Aside(), Plan(tp=2, split=split))
+    assert {(c.phase, c.op): c.count for c in report.collectives} == {("forward", "all_reduce"): 2}
+    assert report.ranks[0].gradients < report.ranks[0].parameters
+
+
+def test_a_step_that_sends_something_else_is_no_report() -> None:
+    program, lowered = compiled(Two(), Plan(tp=2, split={"up": "column", "down": "row"}))
+    (sent,) = [node for node in lowered.module.graph.nodes if getattr(node.target, "__name__", "") == "reduce_from"]
+    sent.replace_all_uses_with(sent.args[0])
+    lowered.module.graph.erase_node(sent)
+    lowered.module.recompile()
+    with pytest.raises(CheckFailed, match="the program lists 1 all_reduce of 720 bytes, and a step has 0"):
+        make_report(program, lowered, name="two", device=CPU)
+
+
+# ---------------------------------------------------------------------- closed forms
+
+
+def test_closed_forms_hold_at_other_sizes() -> None:
+    program, lowered = compiled(Two(lambda x: x @ x.transpose(1, 2) @ x), Plan())
+    powers = closed_form.exponents(program)
+    assert powers == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
+
+    def count(sizes: dict[str, int]) -> dict[str, int]:
+        return {"all": sum(k.bytes for k in measure(program, lowered, sizes, CPU).kept)}
+
+    where = closed_form.points(powers, {s.name: s.example for s in program.symbols})
+    formula = closed_form.fit(powers, where, [count(point) for point in where])["all"]
+    assert formula is not None
+    names = [s.name for s in program.symbols]
+    assert formula == parse_size("4*{0}*{1}**2 + 208*{0}*{1}".format(*names))
+    for sizes in ((2, 2), (7, 31)):
+        point = dict(zip(names, sizes, strict=True))
+        assert evaluate(formula, point) == count(point)["all"]
+
+
+def test_what_is_no_polynomial_of_these_powers_has_no_closed_form() -> None:
+    powers = [(0,), (1,)]
+    where = closed_form.points(powers, {"s": 10})
+    assert where == [{"s": 10}, {"s": 9}, {"s": 8}]
+    found = closed_form.fit(powers, where, [{"a": 3 * p["s"] + 1, "b": p["s"] ** 2} for p in where])
+    assert str(found["a"]) == "3*s + 1"
+    assert found["b"] is None
+
+
+def test_points_have_two_of_everything_at_least() -> None:
+    assert closed_form.points([(0, 0), (1, 1)], {"b": 1, "s": 1}) == [
+        {"b": 2, "s": 2},
+        {"b": 3, "s": 3},
+        {"b": 4, "s": 4},
+    ]
+
+
+def test_formulas_are_in_the_sizes_of_the_inputs() -> None:
+    plan = Plan(tp=2, sequence_parallel=True, split={"up": "column", "down": "row"})
+    report = reported(Residual(), plan, columns=4, sizes={"b": 6, "s": 8})
+    assert {(c.phase, c.op, c.formula) for c in report.collectives} == {
+        ("forward", "reduce_scatter", "48*b*s"),
+        ("backward", "all_gather", "48*b*s"),
+        ("forward", "all_reduce", "4"),
+        ("parameter", "all_reduce", "96"),
+    }
+    assert report.sizes == {"b": 6, "s": 8}
+    for c in report.collectives:
+        assert evaluate(parse_size(c.formula), report.sizes) == c.bytes
+    assert evaluate(parse_size(report.activations), report.sizes) == report.ranks[0].activations
+    with pytest.raises(InputError, match="7 cannot be shared out by 2 ranks"):
+        reported(Residual(), plan, columns=4, sizes={"s": 7})
+
+
+# ---------------------------------------------------------------------- parameters
+
+
+@pytest.mark.parametrize(
+    ("name", "build"),
+    [
+        ("adamw", lambda p: torch.optim.AdamW(p)),
+        ("sgd", lambda p: torch.optim.SGD(p, lr=0.1)),
+        ("sgd-momentum", lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_optimizers_have_the_state_that_torch_gives_them(name: str, build: Any, dtype: torch.dtype) -> None:
+    weight = nn.Parameter(torch.ones(7, 3, dtype=dtype))
+    weight.grad = torch.ones_like(weight)
+    optimizer = build([weight])
+    optimizer.step()
+    held = sum(value.nbytes for value in optimizer.state[weight].values() if isinstance(value, Tensor))
+    kind = OPTIMIZERS[name]
+    assert kind.copies * weight.nbytes + kind.extra == held
+
+
+@pytest.mark.parametrize(
+    "placement",
+    [
+        Placement("I"),
+        shard(0, 24),
+        shard(1, 8),
+        Placement("S", 0, (Piece(3, 8),)),
+        Placement("S", 0, (Piece(1, 24, copies=2),), settled=True),
+        Placement("S", 0, (Piece(1, 16), Piece(1, 8, sharded=False)), settled=True),
+    ],
+    ids=str,
+)
+def test_a_rank_holds_its_block(placement: Placement) -> None:
+    check_held(placement, torch.randn(24, 8), 4)
+
+
+@pytest.mark.parametrize(("size", "n"), [(259, 4), (259, 2), (1031, 8), (7, 4)])
+def test_padding_is_counted_on_the_ranks_that_have_it(size: int, n: int) -> None:
+    check_held(padded_shard(0, size, n), torch.randn(size, 8), n)
+
+
+def check_held(placement: Placement, whole: Tensor, n: int) -> None:
+    program, _ = compiled(Two(), Plan(tp=n, split={"up": "replicate", "down": "replicate"}))
+    kind = TensorType(whole.dtype, tuple(whole.shape))
+    parameter = Parameter("weight", "up_weight", "parameter", kind, True)
+    layout = Layout.of({"tp": placement})
+    update(program.node("up_weight"), type=kind, layout=layout)
+    for place in places(program):
+        part = local_block(whole, layout, program.axes, place)
+        found = held_by(program, parameter, place)
+        assert found.bytes == part.nbytes
+        assert found.padding == part.nbytes - without_padding(part, layout, program.axes, place).numel() * 4
+        alike = [local_block(whole, layout, program.axes, other) for other in places(program) if other != place]
+        rows = [(part.unsqueeze(1) == other.unsqueeze(0)).flatten(2).all(-1).any(1) for other in alike]
+        shared = torch.stack(rows).any(0) if placement.is_shared or not placement.is_shard else torch.zeros(1)
+        assert found.whole + found.shared == int(shared.sum()) * whole[0].nbytes
+
+
+def test_one_rank_splits_and_sends_nothing() -> None:
+    report = reported(Two(), Plan(), optimizer="sgd")
+    assert report.collectives == ()
+    assert [rank.optimizer for rank in report.ranks] == [0]
+    assert report.ranks[0].parameters == report.size.bytes
+    assert "not split" not in str(report)
+
+
+def test_an_unknown_optimizer_is_refused() -> None:
+    with pytest.raises(InputError, match="choose from adamw, sgd, sgd-momentum, none"):
+        reported(Two(), Plan(), optimizer="adafactor")

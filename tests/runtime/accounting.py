@@ -1,0 +1,135 @@
+"""What a real step sends, keeps and holds, counted by its own means, beside the report of the same module."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.utils._pytree as pytree
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fxpar
+from fxpar.verify.analysis import collectives
+from tests.runtime import chosen
+from tests.runtime.jobs import Found, case_module, kept, tp
+from tests.zoo import CASES
+
+_OPS = {
+    "all_reduce": "all_reduce",
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+}
+
+
+class Counting(TorchDispatchMode):
+    """Collectives by direction, name and bytes, and the most bytes that are alive besides `own` storages."""
+
+    def __init__(self, own: Mapping[int, Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.own, self.alive = own, dict[int, tuple[Any, int]]()
+        self.sent: Counter[tuple[str, str, int]] = Counter()
+        self.live = self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = func._schema.name
+        if name.startswith("_c10d_functional::") and name.partition("::")[2] in _OPS:
+            op = _OPS[name.partition("::")[2]]
+            size = out.nbytes if op == "all_gather" else args[0].nbytes * (tp() if op == "all_to_all" else 1)
+            # Inside of a backward a graph task is under way.
+            direction = "forward" if torch._C._current_graph_task_id() == -1 else "backward"
+            self.sent[direction, op, size] += 1
+        for leaf in pytree.tree_leaves(out):
+            if isinstance(leaf, Tensor):
+                self.enter(leaf.untyped_storage())
+        return out
+
+    def enter(self, storage: torch.UntypedStorage) -> None:
+        """Counts a storage until it dies."""
+        key = storage._cdata
+        if key in self.own or key in self.alive:
+            return
+
+        def leave(_: Any) -> None:
+            self.live -= self.alive.pop(key)[1]
+
+        self.alive[key] = weakref.ref(storage, leave), storage.nbytes()
+        self.live += storage.nbytes()
+        self.most = max(self.most, self.live)
+
+
+class Saved:
+    """Storages that autograd saves, and their bytes at the moment at which the backward asks for the first."""
+
+    def __init__(self, own: Mapping[int, Any]) -> None:
+        self.own, self.storages, self.bytes = own, dict[int, Any](), -1
+
+    def pack(self, value: Tensor) -> Tensor:
+        storage = value.untyped_storage()
+        known = self.storages.get(storage._cdata)
+        if self.bytes < 0 and storage._cdata not in self.own and (known is None or known() is None):
+            self.storages[storage._cdata] = weakref.ref(storage)
+        return value
+
+    def unpack(self, value: Tensor) -> Tensor:
+        if self.bytes < 0:
+            alive = [ref() for ref in self.storages.values() if ref() is not None]
+            self.bytes = sum(storage.nbytes() for storage in alive)
+        return value
+
+
+def step(model: fxpar.ParallelModule, batch: Any) -> Found:
+    """One step of training, counted; then AdamW's state."""
+    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    indices = [t for known in model._programs.values() for compiled in known for t in compiled.indices]
+    tensors = [*named.values(), *pytree.tree_leaves(batch), *indices]
+    own = {t.untyped_storage()._cdata: t for t in tensors}
+    saved = Saved(own)
+    with saved_tensors_hooks(saved.pack, saved.unpack):
+        model.train_step(batch)
+    model.zero_grad()
+    with Counting(own) as counting:
+        model.train_step(batch)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer.step()
+    states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    return {
+        "sent": counting.sent,
+        "peak": counting.most,
+        "activations": saved.bytes,
+        "parameters": sum(p.nbytes for p in model.parameters()),
+        "buffers": sum(b.nbytes for b in model.buffers()),
+        "gradients": sum(p.grad.nbytes for p in model.parameters() if p.grad is not None),
+        "optimizer": sum(value.nbytes for value in states),
+    }
+
+
+def account(name: str, how: str = "lines") -> Found:
+    """A step of a case and, from rank 0, its report and the program's collectives.
+
+    Args:
+        how: the case's lines, a chosen plan with sequence parallelism, or with checkpointed layers.
+    """
+    case = CASES[name]
+
+    def checkpointed() -> fxpar.ParallelModule:
+        model: Any = case.model()
+        model.gradient_checkpointing_enable()
+        return fxpar.parallelize(model, case.plan(tp()), case.example(), case.loss)
+
+    if how == "checkpointed":
+        model = kept((how, name), checkpointed)
+    else:
+        model = chosen.module(name, sequence_parallel=True) if how == "sequence" else case_module(name)
+    found = step(model, case.example())
+    if dist.get_rank() == 0:
+        found["report"] = model.report().to_dict()
+        found["listed"] = Counter((c.phase, c.op, c.bytes) for c in collectives(model.program))
+    return found
