@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from fxpar.manager import Pass
 from fxpar.passes import DEFAULT_PASSES
 from fxpar.plan import Plan
 from fxpar.runtime.module import ParallelModule
-from fxpar.runtime.world import join
+from fxpar.runtime.world import connect, join
 
 
 def parallelize(
@@ -23,6 +24,8 @@ def parallelize(
     example: Any,
     loss: Callable[[Any, Any], Tensor] | str | None = None,
     passes: Sequence[Pass] = DEFAULT_PASSES,
+    check_inputs: bool = False,
+    timeout: float = 600.0,
 ) -> ParallelModule:
     """Compiles a single-device model into the part that this process runs.
 
@@ -36,14 +39,26 @@ def parallelize(
         loss: a callable `(outputs, batch) → scalar` traced with the model, the name of a scalar output, or None for the
             output `loss`, else the only scalar.
         passes: the compiler's passes in order; see `fxpar.passes`.
+        check_inputs: whether every call first compares the ranks' batches, modes and kinds of call. It costs one small
+            all-gather and a copy of the batch to the CPU; without it, calls that differ can hang or give wrong results.
+        timeout: seconds that ranks wait for each other to compile, here and when a call needs another program. Also the
+            timeout of the process group's collectives, if the group is initialised here and not by the caller.
 
     Raises:
-        InputError: the model, plan, example or world cannot be used; the text names what and the remedy.
+        InputError: the model, plan, example or world cannot be used, or differs between ranks; the text names what and
+            the remedy.
+        RankError: another rank failed, has ended or did not come in time; names it, and its reason.
         LayoutError, CheckFailed: a static check rejected the program, which is a bug of a pass.
     """
-    _check(model, plan, loss)
-    check_samples(example)
-    return ParallelModule(model, plan, join(plan), example, loss, passes)
+    if not isinstance(timeout, int | float) or not 0 < timeout < math.inf:
+        raise InputError(f"{timeout!r} is no number of seconds", where="timeout", remedy="pass a positive number")
+    agreement = connect(timeout)
+    with agreement.call("parallelize"):
+        _check(model, plan, loss)
+        check_samples(example)
+        module = ParallelModule(model, plan, join(plan, agreement), example, loss, passes, check_inputs)
+        agreement.agree({}, "")  # every rank holds its shards
+    return module
 
 
 def _check(model: Any, plan: Any, loss: Any) -> None:

@@ -6,6 +6,7 @@ and an example of it to trace; or an error that names the entry.
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 from collections.abc import Mapping
 from typing import Any, NoReturn
@@ -132,6 +133,20 @@ def structure(batch: Any) -> tuple[Any, ...]:
 def example(batch: Any) -> Any:
     """A batch of the same shapes on the meta device, to trace."""
     return pytree.tree_map_only(Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"), batch)
+
+
+def batch_facts(batch: Any, values: bool) -> dict[str, str]:
+    """A batch by entries, for ranks to compare: types and shapes, and with `values` a digest of the elements."""
+    found = {"the batch": str(pytree.tree_structure(batch))}
+    for path, value in leaves(batch):
+        text = repr(value) if isinstance(value, _CONSTANTS) else type(value).__name__
+        if isinstance(value, Tensor):
+            text = f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+            if values and not value.is_meta:
+                data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+                text += f" of values {hashlib.sha256(data.tobytes()).hexdigest()[:12]}"
+        found[f"batch entry {path}"] = text
+    return found
 
 
 def bind(spec: CallSpec, call: Any, device: torch.device) -> dict[str, Tensor]:
