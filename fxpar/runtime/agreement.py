@@ -13,9 +13,10 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
@@ -99,7 +100,7 @@ class Agreement:
         store.set(f"{point}/lost/{self.rank}", "")
         _poll(lambda: store.check([f"{point}/lost/{rank}" for rank in others]), _ROLL_CALL)
         found = [_first_line(error)]
-        if said.get("rank") != self.rank and "reason" in said:
+        if said.get("kind") == "failed" and said["rank"] != self.rank:
             found.append(f"{said['where']}: {said['reason']}")
         compiling = [rank for rank in others if store.check([f"{point}/{rank}"])] if not self.points else []
         for rank in compiling:
@@ -148,7 +149,7 @@ class Agreement:
             self._tell(store, self._absent(store, point, facts))
         verdict: dict[str, Any] = json.loads(store.get(f"{point}/verdict"))
         rank = verdict.get("rank", self.rank)
-        if verdict.get("kind") == "failed" and facts and not store.check([f"{point}/{rank}"]):
+        if verdict.get("kind") in ("failed", "lost") and self.calls and facts and not store.check([f"{point}/{rank}"]):
             verdict["reason"] += f"; this rank had compiled a program ({_brief(facts)})"
         return verdict
 
@@ -208,9 +209,11 @@ class Agreement:
         return stands
 
     def _failure(self, error: BaseException) -> dict[str, Any]:
+        is_lost = _is_lost(error)
         text = str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
+        text = f"a collective failed: {_first_line(error)}" if is_lost else text
         return {
-            "kind": "failed",
+            "kind": "lost" if is_lost else "failed",  # a loss has its cause elsewhere: others do not repeat it
             "rank": self.rank,
             "where": f"rank {self.rank}",
             "reason": f"failed in {self.what}: {text[:_LONGEST_REASON]}",
@@ -229,7 +232,9 @@ def connected(seconds: float) -> Agreement:
 
 def plan_facts(plan: Plan) -> dict[str, str]:
     """What a plan asks for, by option, and the version of torch that carries it out."""
-    return {"torch's version": torch.__version__} | {f"plan {name}": str(what) for name, what in plan.to_dict().items()}
+    options = {field.name: getattr(plan, field.name) for field in fields(plan)}
+    texts = {f"plan {n}": str(dict(what) if isinstance(what, Mapping) else what) for n, what in options.items()}
+    return {"torch's version": torch.__version__, **texts}
 
 
 def together(method: Callable[Concatenate[Any, _P], _R]) -> Callable[Concatenate[Any, _P], _R]:
@@ -284,9 +289,12 @@ def _shown(text: str | None) -> str:
 
 
 def _brief(facts: Mapping[str, str]) -> str:
-    shown = [f"{name}: {text}" for name, text in facts.items() if len(text) <= _LONGEST_FACT]
-    return ", ".join(shown[:6])
+    """Which call a program is for."""
+    shown = [f"{name}: {text}" for name, text in facts.items() if name.startswith(("the call", "the mode", "batch "))]
+    return ", ".join(shown)[:_LONGEST_REASON]
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]
+    """The error in short: without gloo's source file before it and its advice behind it."""
+    line = (str(error) or type(error).__name__).splitlines()[0]
+    return re.sub(r"^\[\S*/gloo/\S*\] ", "gloo: ", line).split(". This is")[0]

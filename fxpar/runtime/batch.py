@@ -137,7 +137,7 @@ def example(batch: Any) -> Any:
 
 def batch_facts(batch: Any, values: bool) -> dict[str, str]:
     """A batch by entries, for ranks to compare: types and shapes, and with `values` a digest of the elements."""
-    found = {"the batch": str(pytree.tree_structure(batch))}
+    found = {"the batch": f"{type(batch).__name__} of {', '.join(path for path, _ in leaves(batch))}"}
     for path, value in leaves(batch):
         text = repr(value) if isinstance(value, _CONSTANTS) else type(value).__name__
         if isinstance(value, Tensor):
