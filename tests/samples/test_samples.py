@@ -1,12 +1,16 @@
 """The samples do what they print, run as a user runs them."""
 
+import argparse
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import transformers
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -45,6 +49,21 @@ def test_quickstart_fails_where_the_runs_differ() -> None:
         print(sample["report"](one, split, 2))
     """
     assert run("-c", "\n".join(line.strip() for line in code.splitlines())).splitlines()[-1] == "0.5"
+
+
+def test_train_llama_learns_and_its_checkpoint_is_a_llama(tmp_path: Path) -> None:
+    size = ["--layers", "1", "--hidden", "64", "--length", "64", "--batch", "4"]
+    schedule = ["--steps", "4", "--warmup", "2", "--evaluate-every", "2", "--lr", "0.01", "--out", str(tmp_path)]
+    text = run("samples/train_llama_tp.py", "--tp", "2", "--sequence-parallel", *size, *schedule)
+    rows = re.findall(r"step (\d): loss \d\.\d{4}, held out (\d\.\d{4}), norm \d+\.\d\d, [\d,]+ tokens/s", text)
+    assert [step for step, _ in rows] == ["2", "4"]
+    assert float(rows[1][1]) < float(rows[0][1]) - 0.1
+    assert "saved 12 tensors" in text
+    # The whole model in transformers, with the sample's own evaluation.
+    sample = runpy.run_path(str(ROOT / "samples" / "train_llama_tp.py"))
+    saved: Any = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
+    found = sample["evaluate"](saved, sample["read_corpus"]()[1], argparse.Namespace(length=64, batch=4))
+    assert found == pytest.approx(float(rows[1][1]), abs=2e-4)
 
 
 def test_my_pass_fuses_both_layers_and_is_proved_right() -> None:
