@@ -83,12 +83,12 @@ def batch_of(text: torch.Tensor, number: int, chosen: argparse.Namespace) -> dic
     return {"input_ids": ids, "labels": ids}
 
 
-def learning_rate(step: int, chosen: argparse.Namespace) -> float:
+def learning_rate(step: int, warmup: int, steps: int) -> float:
     """A share of the highest rate: linear warmup, then half a cosine down to a tenth."""
-    if step < chosen.warmup:
-        return (step + 1) / chosen.warmup
-    done: float = (step - chosen.warmup) / max(1, chosen.steps - chosen.warmup)
-    return 0.1 + 0.45 * (1.0 + math.cos(math.pi * done))
+    if step < warmup:
+        return (step + 1) / warmup
+    done = (step - warmup) / max(1, steps - warmup)
+    return 0.1 + 0.45 * (1 + math.cos(math.pi * done))
 
 
 @torch.no_grad()
@@ -111,7 +111,9 @@ def train(chosen: argparse.Namespace) -> None:
     vectors = [p for p in model.parameters() if p.dim() <= 1]
     groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=chosen.lr, betas=BETAS)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate(step, chosen))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: learning_rate(step, chosen.warmup, chosen.steps)
+    )
     is_first, start, since = model.world.rank == 0, time.perf_counter(), 0
     for step in range(1, chosen.steps + 1):
         loss = model.train_step(batch_of(training, step, chosen))

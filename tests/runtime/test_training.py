@@ -12,7 +12,7 @@ from tests.runtime import jobs, table
 from tests.runtime.jobs import Found
 from tests.runtime.world import World
 
-STEPS = 5
+STEPS = 20
 
 
 def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float = 1e-6) -> None:
@@ -49,13 +49,13 @@ def alone(name: str) -> Found:
 
 
 TABLE = list(itertools.product((2, 4), ("gpt2", "bert", "llama"), (True, False), (False, True)))
-# One at each number of ranks, sequence-parallel and chosen; tests above train by lines, and `make test-matrix` all.
-EVERY_TIME = [(2, "bert", False, True), (4, "llama", False, True)]
+# The test above is of two ranks by lines, and test_chosen of two with sequence parallelism: here four, without lines.
+EVERY_TIME = (4, "bert", False, True)
 
 
 @pytest.mark.parametrize(
     ("tp", "name", "by_lines", "sequence_parallel"),
-    [pytest.param(*row, marks=() if row in EVERY_TIME else pytest.mark.matrix) for row in TABLE],
+    [pytest.param(*row, marks=() if row == EVERY_TIME else pytest.mark.matrix) for row in TABLE],
 )
 def test_twenty_steps_with_dropout_have_the_losses_of_one_process(
     request: pytest.FixtureRequest, tp: int, name: str, by_lines: bool, sequence_parallel: bool
