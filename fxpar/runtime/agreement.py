@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
-# Seconds in which the ranks that lost a collective find each other; who is not there by then is named.
+# Seconds in which ranks that fail find each other; who is not there by then is named.
 _ROLL_CALL = 2.0
 _LONGEST_POLL = 0.25
 _LONGEST_REASON = 2000
@@ -82,7 +82,7 @@ class Agreement:
         if self.size == 1 or store is None or isinstance(error, RankError):
             return
         try:
-            signs = self._signs(store, error) if is_lost else str(self._tell(store, self._failure(error)))
+            signs = self._signs(store, error) if is_lost else self._explain(store, error)
         except dist.DistError:
             signs = f"{_first_line(error)}; the store is gone too, and so the process that kept it, most often rank 0"
         if is_lost:
@@ -91,6 +91,16 @@ class Agreement:
                 where=f"rank {self.rank}, {self.what}",
                 remedy="look at the output of the ranks that are named",
             ) from error
+
+    def _explain(self, store: Store, error: BaseException) -> str:
+        self._tell(store, self._failure(error))
+        self._stay(store, self._point)
+        return ""
+
+    def _stay(self, store: Store, point: str) -> None:
+        """Waits a moment for the others to read why: the store may end with this process."""
+        store.add(f"{point}/read", 1)
+        _poll(lambda: store.add(f"{point}/read", 0) >= self.size, _ROLL_CALL)
 
     def _signs(self, store: Store, error: BaseException) -> str:
         """What the other ranks have said about this call."""
@@ -131,11 +141,7 @@ class Agreement:
         try:
             verdict = self._verdict(store, point, facts, remedy)
         except dist.DistError as error:
-            raise RankError(
-                f"the process group's store does not answer: {_first_line(error)}",
-                where=f"rank {self.rank}, {self.what}",
-                remedy="look at the output of the process that keeps it, most often rank 0",
-            ) from error
+            raise _unreachable(error, f"rank {self.rank}, {self.what}") from error
         self.points += 1
         if verdict:
             kind = InputError if verdict["kind"] == "differs" else RankError
@@ -151,6 +157,8 @@ class Agreement:
         rank = verdict.get("rank", self.rank)
         if verdict.get("kind") in ("failed", "lost") and self.calls and facts and not store.check([f"{point}/{rank}"]):
             verdict["reason"] += f"; this rank had compiled a program ({_brief(facts)})"
+        if verdict:
+            self._stay(store, point)
         return verdict
 
     def _compared(self, store: Store, point: str, remedy: str) -> dict[str, Any]:
@@ -222,11 +230,18 @@ class Agreement:
 
 
 def connected(seconds: float) -> Agreement:
-    """The agreement of the next module on the processes that are there."""
+    """The agreement of the next module on the processes that are there.
+
+    Raises:
+        RankError: the process that keeps the group's store has ended.
+    """
     if dist.group.WORLD is None:
         return Agreement(0, 1, seconds)
     rank, size = dist.get_rank(), dist.get_world_size()
-    module = dist.group.WORLD.get_group_store().add(f"fxpar/modules/{rank}", 1) if size > 1 else 0
+    try:
+        module = dist.group.WORLD.get_group_store().add(f"fxpar/modules/{rank}", 1) if size > 1 else 0
+    except dist.DistError as error:
+        raise _unreachable(error, f"rank {rank}, start-up") from error
     return Agreement(rank, size, seconds, module)
 
 
@@ -265,6 +280,14 @@ class _Call:
 def _is_lost(error: BaseException) -> bool:
     """Whether a collective failed because of another rank: gloo's errors have no type, but name its source files."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in str(error))
+
+
+def _unreachable(error: BaseException, where: str) -> RankError:
+    return RankError(
+        f"the process group's store does not answer: {_first_line(error)}",
+        where=where,
+        remedy="look at the output of the process that keeps it, most often rank 0",
+    )
 
 
 def _poll(is_done: Callable[[], bool], seconds: float) -> bool:

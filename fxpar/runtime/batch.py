@@ -21,6 +21,8 @@ from fxpar.passes.assign_rng import RNG_PATH
 from fxpar.program import Input, Program
 from fxpar.symbols import evaluate
 
+# What transformers calls a cache, and the flag that asks for one.
+_CACHES = ("past_key_values", "past_key_value", "cache_params", "use_cache")
 _CONSTANTS = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
 
@@ -68,6 +70,7 @@ def check(model: nn.Module, batch: Any, has_loss: bool) -> None:
     """
     signature = inspect.signature(model.forward)
     if isinstance(batch, Mapping):
+        _check_caches(batch)
         _check_names(signature, batch, has_loss)
     elif not has_loss:
         values = batch if isinstance(batch, tuple) else (batch,)
@@ -85,6 +88,16 @@ def check(model: nn.Module, batch: Any, has_loss: bool) -> None:
                 f"a {type(value).__name__} cannot be part of a program",
                 where=f"batch entry {path}",
                 remedy="pass tensors, numbers, strings or None",
+            )
+
+
+def _check_caches(batch: Mapping[str, Any]) -> None:
+    for name in _CACHES:
+        if batch.get(name) is not None and batch[name] is not False:
+            raise InputError(
+                "caches are for generation, which is not supported",
+                where=f"batch entry {name}",
+                remedy="leave it out; generate with the plain model, loaded from full_state_dict()",
             )
 
 

@@ -18,7 +18,7 @@ from tests.runtime import models
 from tests.runtime.jobs import Found, refusal, tp
 
 ODD = 1
-SECONDS = 3.0
+SECONDS, COLLECTIVE_SECONDS = 3.0, 15.0
 
 
 def is_odd() -> bool:
@@ -27,8 +27,7 @@ def is_odd() -> bool:
 
 
 def parallel(model: Any = None, **options: Any) -> fxpar.ParallelModule:
-    """A tiny model on all ranks, which wait for each other but shortly."""
-    options = {"timeout": SECONDS, **options}
+    """A tiny model on all ranks."""
     return fxpar.parallelize(models.tiny() if model is None else model, models.plan(tp()), models.batch(), **options)
 
 
@@ -62,9 +61,7 @@ def at_start_up() -> Found:
         "other world": lambda: fxpar.parallelize(tiny, wrong if is_odd() else plan, batch),
         "no module": lambda: fxpar.parallelize(None if is_odd() else tiny, plan, batch),  # type: ignore[arg-type]
         "other configuration": lambda: parallel(models.tiny(Wider if is_odd() else models.Tiny)),
-        "other option": lambda: fxpar.parallelize(tiny, plan.replace(seed=dist.get_rank()), batch),
         "other mode": lambda: parallel(models.tiny().train(not is_odd())),
-        "other sizes": lambda: fxpar.parallelize(tiny, plan, models.batch(5 if is_odd() else 4)),
     }
     return {name: refusal(action) for name, action in actions.items()}
 
@@ -79,7 +76,12 @@ def later() -> Found:
     found["other mode"] = refusal(lambda: plain.train(not is_odd())(ids=batch["ids"]))
     found["other sizes"] = refusal(lambda: model.train_step(models.batch(*((1, 5) if is_odd() else (4, 1)))))
     model.step = 0
+    assert dist.group.WORLD is not None
+    dist.barrier()
+    keys = dist.group.WORLD.get_group_store().num_keys()
+    dist.barrier()
     found["goes on"] = torch.equal(model.train_step(batch), first)
+    found["keys"] = dist.group.WORLD.get_group_store().num_keys() - keys
     return found
 
 
@@ -111,7 +113,7 @@ def ends_while_it_compiles() -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             return super().forward(ids, targets, scaled=scaled)
 
-    parallel(models.tiny(Ends))
+    parallel(models.tiny(Ends), timeout=SECONDS)
 
 
 def ends_in_a_step() -> None:
@@ -126,7 +128,7 @@ def ends_in_a_step() -> None:
 def stays_away() -> None:
     """The odd rank never calls `parallelize`."""
     if not is_odd():
-        parallel()
+        parallel(timeout=SECONDS)
 
 
 def is_busy() -> None:
@@ -134,7 +136,7 @@ def is_busy() -> None:
     model, batch = parallel(), models.batch()
     model.train_step(batch)
     if is_odd():
-        time.sleep(3 * SECONDS)
+        time.sleep(2 * COLLECTIVE_SECONDS)
     model.train_step(batch)
 
 
@@ -150,7 +152,13 @@ def is_refused() -> None:
 
 
 def compiles_alone() -> None:
-    """The odd rank's batch needs a program that the others do not need."""
+    """The odd rank's batch needs a program that the others do not need; it waits for them, is told, and ends."""
     model = parallel()
     model.train_step(models.batch())
-    model.train_step(models.batch(1) if is_odd() else models.batch())
+    model.world.agreement.seconds = SECONDS
+    if not is_odd():
+        model.train_step(models.batch())
+    else:
+        kind, _, reason, _ = refusal(lambda: model.train_step(models.batch(1)))
+        is_told = kind == "RankError" and reason.startswith("rank 0 did not come within 3 s to agree on a program")
+        os._exit(7 if is_told else 1)
