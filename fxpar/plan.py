@@ -16,8 +16,10 @@ import yaml
 
 from fxpar.cost import Cost
 from fxpar.errors import PlanError
+from fxpar.mesh import Mesh
 
 SPLITS = ("column", "row", "head", "vocab", "replicate")
+RNGS = ("fused", "exact")
 PRECISIONS = ("as_is", "fp32", "bf16", "fp16")
 
 # Axes of DESIGN's mesh whose passes do not exist yet; asking for them is refused by name.
@@ -53,7 +55,12 @@ class Plan:
             dropout and residuals are shared out too: all-reduces become pairs of reduce-scatter and all-gather. tp must
             divide the sequence length.
         seed: seed of dropout and other random nodes.
+        rng: where dropout inside of attention draws its bits on GPUs: `fused`, in the fused kernel, from seeds of each
+            rank's own, so that masks depend on the number of ranks; `exact`, in the plain form, slower, with the masks
+            of the single device. All other dropout is exact always.
         precision: element type the model is cast to before it is captured; `as_is` leaves it alone.
+        compile: whether a rank's program runs through `torch.compile`: one forward and one backward graph, compiled on
+            the first call with new shapes (minutes for a large model). Otherwise it runs operator by operator.
         cost: constants by which layouts are chosen; in YAML a mapping of those that differ.
     """
 
@@ -65,7 +72,9 @@ class Plan:
     split: Mapping[str, str] = field(default_factory=dict)
     sequence_parallel: bool = False
     seed: int = 0
+    rng: str = "fused"
     precision: str = "as_is"
+    compile: bool = False
     cost: Cost = field(default_factory=Cost)
 
     def __post_init__(self) -> None:
@@ -96,10 +105,13 @@ class Plan:
                     yield f"split has the key {glob!r}: write a glob on module or parameter names"
                 if how not in SPLITS:
                     yield f"split[{glob!r}]={how!r} is unknown: choose one of {', '.join(SPLITS)}"
-        if type(self.sequence_parallel) is not bool:
-            yield f"sequence_parallel={self.sequence_parallel!r} is neither True nor False: write one of them"
+        for name in ("sequence_parallel", "compile"):
+            if type(getattr(self, name)) is not bool:
+                yield f"{name}={getattr(self, name)!r} is neither True nor False: write one of them"
         if type(self.seed) is not int or not 0 <= self.seed < 2**63:
             yield f"seed={self.seed!r} is no integer in [0, 2^63): choose another seed"
+        if self.rng not in RNGS:
+            yield f"rng={self.rng!r} is unknown: choose one of {', '.join(RNGS)}"
         if self.precision not in PRECISIONS:
             yield f"precision={self.precision!r} is unknown: choose one of {', '.join(PRECISIONS)}"
         if isinstance(self.cost, Cost):
@@ -115,7 +127,12 @@ class Plan:
     @property
     def world_size(self) -> int:
         """Ranks the plan needs."""
-        return self.tp * self.dp * self.cp * self.pp
+        return len(self.mesh.ranks)
+
+    @property
+    def mesh(self) -> Mesh:
+        """Which ranks communicate with which."""
+        return Mesh(tp=self.tp, cp=self.cp, dp=self.dp, pp=self.pp, ep=self.ep)
 
     def replace(self, **changes: Any) -> Plan:
         """A checked copy with other options."""

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from fxpar.cli.options import Passes, Request, command
-from fxpar.cli.output import Report, Ui, print_table, print_text, table
+from fxpar.cli.output import Report, Ui, print_table, print_text, table, write_text
 
 if TYPE_CHECKING:
     from fxpar.manager import Pass
@@ -32,7 +32,7 @@ def trace(
     out: Annotated[str | None, typer.Option(metavar="FILE", help="write the text here and print a summary")] = None,
 ) -> Report:
     """Captures a model and prints the program's text, one line a node."""
-    from fxpar.cli.files import open_start, write_text
+    from fxpar.cli.files import open_start
     from fxpar.text import print_program
 
     start = open_start(ui, request)

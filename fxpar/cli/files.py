@@ -23,7 +23,7 @@ from fxpar.capture import Captured, capture, check_samples
 from fxpar.capture.precision import cast_parameters
 from fxpar.cli.models import LoadedModel, load_model
 from fxpar.cli.options import EXAMPLE_FLAGS, MODE_FLAG, PLAN_FLAGS, Request
-from fxpar.cli.output import Ui
+from fxpar.cli.output import Ui, write_text
 from fxpar.errors import InputError
 from fxpar.manager import Pass, PassManager, Verifier
 from fxpar.parse import parse_program
@@ -187,19 +187,6 @@ def read_text(path: Path) -> Program:
     except UnicodeDecodeError:
         raise InputError("is no text in UTF-8", where=str(path), remedy="name a program's text file") from None
     return parse_program(text, where=str(path))
-
-
-def write_text(path: Path, text: str) -> None:
-    """Writes a file, with the folders above it.
-
-    Raises:
-        InputError: that is not possible.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise InputError(str(error.strerror), where=str(path), remedy="name a place that can be written") from None
 
 
 def load_values(folder: Path) -> Values:

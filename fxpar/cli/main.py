@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import typer
 
-from fxpar.cli import build, check, explain, inspection
+from fxpar.cli import build, check, explain, groups, inspection
 from fxpar.cli.output import BAD_INPUT, INTERRUPTED, print_error, print_json
 
 # typer gives the errors of usage no public name but this subclass.
@@ -27,7 +27,7 @@ def _application() -> typer.Typer:
         add_completion=False,
         pretty_exceptions_enable=False,
     )
-    for family in (build, check, explain, inspection):
+    for family in (build, check, explain, inspection, groups):
         family.register(app)
     return app
 

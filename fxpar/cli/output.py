@@ -1,7 +1,7 @@
 """What a command prints: reports on stdout; progress, warnings and errors on stderr.
 
-Enters: reports and errors of commands. Leaves: one JSON document or tables for people. No text of a user's file or
-model is read as markup. Needs no torch.
+Enters: reports and errors of commands. Leaves: one JSON document, tables for people, or a file. No text of a user's
+file or model is read as markup. Needs no torch.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TextIO
 
 from rich import box
@@ -19,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fxpar.errors import CheckFailed, FxparError, LayoutError
+from fxpar.errors import CheckFailed, FxparError, InputError, LayoutError
 
 FINE, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
@@ -99,6 +100,19 @@ def error_text(error: FxparError) -> str:
 def print_json(document: Any, stream: TextIO) -> None:
     """One JSON document; numbers that JSON lacks (infinite, undefined) become null."""
     stream.write(json.dumps(_plain(document), indent=2, allow_nan=False, ensure_ascii=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a file, with the folders above it.
+
+    Raises:
+        InputError: that is not possible.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InputError(str(error.strerror), where=str(path), remedy="name a place that can be written") from None
 
 
 def _plain(value: Any) -> Any:

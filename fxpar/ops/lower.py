@@ -47,11 +47,13 @@ class Lowered:
         module: called with `inputs` in order, then the indices.
         inputs: names of the program's placeholders.
         indices: axes whose rank index (i64 scalar) follows.
+        draws: whether fused kernels draw from the device's generator, which must be seeded apart for each rank.
     """
 
     module: fx.GraphModule
     inputs: tuple[str, ...]
     indices: tuple[str, ...]
+    draws: bool
 
 
 def lower(program: Program, groups: Mapping[str, Group], device: torch.device | str = "cpu") -> Lowered:
@@ -76,6 +78,7 @@ class _Lowering:
         self.first = next(node for node in self.graph.nodes if node.op != "placeholder")
         self.indices: dict[str, fx.Node] = {}
         self.sizes: dict[str, fx.Node] = {}
+        self.draws = False
 
     def run(self) -> Lowered:
         for axis in self.groups:
@@ -99,7 +102,7 @@ class _Lowering:
             elif isinstance(node.target, torch._ops.OpOverload):
                 self._place(node)
         module = fx.GraphModule(nn.Module(), self.graph)
-        return Lowered(module, self.inputs, tuple(self.indices))
+        return Lowered(module, self.inputs, tuple(self.indices), self.draws)
 
     def _set(self, node: fx.Node, target: Callable[..., Any], *args: Any) -> None:
         node.target, node.args, node.kwargs = target, args, {}
@@ -242,9 +245,32 @@ class _Lowering:
     def _dropout(self, node: fx.Node) -> None:
         x, rng, p, *ranks = node.args
         cuts = self._cuts(node, ranks[0] if ranks else [])
-        self._set(node, random.dropout, x, rng, p, note(node).random, cuts)
+        self._set(node, self._dropout_form(), x, rng, p, note(node).random, cuts)
+
+    def _dropout_form(self) -> Callable[..., Any]:
+        """One kernel on NVIDIA GPUs; elsewhere PyTorch's operators, the same bits."""
+        if self.device.type != "cuda":
+            return random.dropout
+        from fxpar.ops import kernels  # needs Triton
+
+        return kernels.dropout
 
     def _attention(self, node: fx.Node) -> None:
         query, key, value, mask, rng, p, causal, scale, gqa, *ranks = node.args
         cuts = self._cuts(node, ranks[0] if ranks else [])
+        if self._may_fuse(node):
+            self.draws = True
+            self._set(node, random.fused_attention, query, key, value, mask, p, causal, scale, gqa)
+            return
         self._set(node, random.attention, query, key, value, mask, rng, p, note(node).random, causal, scale, gqa, cuts)
+
+    def _may_fuse(self, node: fx.Node) -> bool:
+        """Whether a fused kernel may draw bits of its own.
+
+        There are such kernels on GPUs. They cannot give ranks that hold the same heads the same bits, nor the same
+        again to a region that is recomputed.
+        """
+        layout = output_layouts(node)[0]
+        is_apart = all(layout.on(axis).is_shard and not layout.on(axis).is_shared for axis in self.program.axes)
+        is_asked = self.program.plan.rng == "fused" and self.device.type == "cuda"
+        return is_asked and is_apart and not note(node).recompute

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 _M0, _M1 = 0xD2511F53, 0xCD9E8D57
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85
@@ -70,14 +71,17 @@ def random_words(shape: Sequence[int], rng: Tensor, origin: int, cuts: Sequence[
     """
     index = global_index(shape, cuts, rng.device)
     seed, step, microbatch = rng[0], rng[1], rng[2]
-    # Elements past 2^32 share the word of the microbatch, whose number is far below 2^16.
+    # Four elements share a counter and take one word each. Elements past 2^34 share the word of the microbatch, whose
+    # number is far below 2^16.
     counter = (
-        index & _MASK,
+        (index >> 2) & _MASK,
         torch.full_like(index, origin),
         step & _MASK,
-        (microbatch + ((index >> 32) << 16)) & _MASK,
+        (microbatch + ((index >> 34) << 16)) & _MASK,
     )
-    return philox(counter, (seed & _MASK, (seed >> 32) & _MASK))[0]
+    w0, w1, w2, w3 = philox(counter, (seed & _MASK, (seed >> 32) & _MASK))
+    is_odd = (index & 1) == 1
+    return torch.where((index & 2) == 0, torch.where(is_odd, w1, w0), torch.where(is_odd, w3, w2))
 
 
 def dropout(x: Tensor, rng: Tensor, p: float, origin: int, cuts: Sequence[IndexCut]) -> Tensor:
@@ -86,6 +90,25 @@ def dropout(x: Tensor, rng: Tensor, p: float, origin: int, cuts: Sequence[IndexC
         return x * 0.0
     keep = random_words(x.shape, rng, origin, cuts) >= int(p * 2**32)
     return torch.where(keep, x * (1.0 / (1.0 - p)), x.new_zeros(()))
+
+
+def fused_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Tensor:
+    """Scaled dot-product attention in a fused kernel, which draws from the device's own generator.
+
+    Shapes as of `attention`. The masks are equal to those of `attention` in distribution only.
+    """
+    return functional.scaled_dot_product_attention(
+        query, key, value, mask, p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
 
 
 def attention(

@@ -175,7 +175,7 @@ class Agreement:
 
     def _absent(self, store: Store, point: str, facts: Mapping[str, str]) -> dict[str, Any]:
         missing = [rank for rank in range(self.size) if not store.check([f"{point}/{rank}"])]
-        program = f" to agree on a program ({_brief(facts)})" if facts else ""
+        program = f" to agree on a program ({_brief(facts)})" if _brief(facts) else ""
         return {
             "kind": "absent",
             "rank": self.rank,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
@@ -26,8 +27,8 @@ from fxpar.passes.assign_rng import RNG_PATH
 from fxpar.plan import Plan
 from fxpar.program import PRECISION_DTYPES, Program, TensorType, note, output_layouts
 from fxpar.runtime import batch as calls
-from fxpar.runtime.agreement import plan_facts, together
-from fxpar.runtime.recompute import apply_recompute
+from fxpar.runtime.agreement import together
+from fxpar.runtime.execution import Executor, own_generator
 from fxpar.runtime.skeleton import attach, skeleton_of
 from fxpar.runtime.state import clip_grad_norm_, fingerprints, full_state_dict, load_full_state_dict
 from fxpar.runtime.world import World
@@ -43,14 +44,16 @@ class Compiled:
 
     Attributes:
         constants: the program's constants on the device.
+        indices: the rank's index on each axis, on the device.
         admitted: sizes at which the trace is known to be the model.
     """
 
     captured: Captured
     program: Program
     lowered: Lowered
-    run: nn.Module
+    run: Executor
     constants: Mapping[str, Tensor]
+    indices: tuple[Tensor, ...]
     admitted: set[tuple[int, ...]] = field(default_factory=set)
 
     def admits(self, sizes: Mapping[str, int]) -> bool:
@@ -98,6 +101,9 @@ class ParallelModule(nn.Module):
         super().__init__()
         self.plan, self.world = plan, world
         self.step = 0
+        # The step before which a state was drawn, that state, and what is added to it for the next one.
+        self._counted: tuple[int, Tensor] = (-1, torch.empty(0))
+        self._one = torch.tensor([0, 1, 0], device=world.device)
         self.saved_names = list(model.state_dict().keys())
         self.layouts: dict[str, Layout] = {}
         self._loss, self._passes, self._check_inputs = loss, tuple(passes), check_inputs
@@ -107,11 +113,8 @@ class ParallelModule(nn.Module):
         self._twins = ((skeleton, self), *attach(self, skeleton))  # in a tuple: the skeletons are not children
         example = calls.canonical(example)
         first = self._compile(example, callable(loss), loss)
-        facts = {**plan_facts(plan), **self._facts(example, values=False), **fingerprints(model)}
-        world.agreement.agree(
-            {**facts, "the program": _digest(first)},
-            "build model, plan and example alike on every rank: seed the model, or load one checkpoint",
-        )
+        facts = {**self._facts(example, values=False), **fingerprints(model), "the program": _digest(first)}
+        world.agreement.agree(facts, "build the model alike on every rank: seed it, or load one checkpoint")
         self.layouts = _parameter_layouts(first.program)
         self._aliases = {other: p.fqn for p in first.program.parameters for other in p.tied}
         self._adopt(model, PRECISION_DTYPES[plan.precision])
@@ -209,7 +212,8 @@ class ParallelModule(nn.Module):
             raise InputError("this call would need another split", where=odd[0], remedy="call it as the example")
         lowered = lower(program, self.world.groups, self.world.device)
         constants = {name: value.to(self.world.device) for name, value in program.constants.items()}
-        return Compiled(captured, program, lowered, apply_recompute(lowered.module), constants)
+        indices = tuple(self._index(axis) for axis in lowered.indices)
+        return Compiled(captured, program, lowered, Executor(lowered.module, self.plan), constants, indices)
 
     def _loss_name(self, program: Program) -> str:
         """The output to differentiate; a plain call may be without (no labels)."""
@@ -288,17 +292,27 @@ class ParallelModule(nn.Module):
             values[parameter.node] = value
         for entry in program.inputs:
             values[entry.node] = self._random_state() if entry.path == RNG_PATH else call.inputs[entry.path]
-        results = compiled.run(*[values[name] for name in compiled.lowered.inputs], *self._indices(compiled))
+        ordered = [values[name] for name in compiled.lowered.inputs]
+        with own_generator(self.world, self.plan.seed, self.step) if compiled.lowered.draws else nullcontext():
+            results = compiled.run(tuple(call.sizes.items()), *ordered, *compiled.indices)
         return dict(zip(program.outputs, results, strict=True))
 
-    def _indices(self, compiled: Compiled) -> list[Tensor]:
-        coordinates, device = self.world.coordinates, self.world.device
-        return [torch.tensor(coordinates[axis], device=device) for axis in compiled.lowered.indices]
+    def _index(self, axis: str) -> Tensor:
+        return torch.tensor(self.world.coordinates[axis], device=self.world.device)
 
     def _random_state(self) -> Tensor:
-        """Seed, step and microbatch; each call in training mode is a step of its own."""
+        """Seed, step and microbatch; each call in training mode is a step of its own.
+
+        From one step to the next it is counted on the device: a copy from the host would wait for the device.
+        """
+        known, state = self._counted
+        if known == self.step:
+            state = state + self._one
+        else:
+            state = torch.tensor([self.plan.seed, self.step, 0], dtype=torch.int64, device=self.world.device)
         self.step += 1
-        return torch.tensor([self.plan.seed, self.step - 1, 0], dtype=torch.int64, device=self.world.device)
+        self._counted = (self.step, state)
+        return state
 
     def _returned(self, name: str, value: Tensor, layout: Layout, call: _Call) -> Any:
         """A sharded output as DTensor where its shard is an even block of the dimension, else gathered."""
@@ -313,7 +327,7 @@ class ParallelModule(nn.Module):
             shape = torch.Size([evaluate(size, call.sizes) for size in kind.shape])
             return DTensor.from_local(
                 own,
-                self.world.mesh,
+                self.world.device_mesh["tp"],
                 [Shard(placement.dim)],
                 run_check=False,
                 shape=shape,
@@ -322,8 +336,8 @@ class ParallelModule(nn.Module):
         if placement.is_shared:
             raise InputError(f"the ranks hold {placement} of it", where=f"output {name}", remedy="do not return it")
         pieces = [(evaluate(p.outer, call.sizes), evaluate(p.size, call.sizes)) for p in placement.pieces]
-        group, index = self.world.groups["tp"], torch.tensor(self.world.coordinates["tp"], device=value.device)
-        return bound.gather(value, placement.dim, pieces, group.name, group.size, index)
+        group = self.world.groups["tp"]
+        return bound.gather(value, placement.dim, pieces, group.name, group.size, self._index("tp"))
 
     # ------------------------------------------------------------------ state
 

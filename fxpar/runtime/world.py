@@ -10,16 +10,17 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cached_property
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fxpar.errors import PlanError, RankError
+from fxpar.mesh import Mesh
 from fxpar.ops.collectives import Group
 from fxpar.plan import Plan
-from fxpar.runtime.agreement import Agreement, connected
+from fxpar.runtime.agreement import Agreement, connected, plan_facts
+from fxpar.runtime.groups import create_groups, device_mesh, process_group
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class World:
         rank: of all processes.
         size: number of processes.
         device: of parameters and inputs.
+        mesh: which ranks communicate with which.
         groups: name and size of the process group by axis; axes of one rank have none.
         coordinates: the rank's index on each of these axes.
         agreement: where the ranks compare their programs and leave the reasons of failures.
@@ -38,6 +40,7 @@ class World:
     rank: int
     size: int
     device: torch.device
+    mesh: Mesh
     groups: Mapping[str, Group]
     coordinates: Mapping[str, int]
     agreement: Agreement
@@ -45,12 +48,12 @@ class World:
     @property
     def process_groups(self) -> Mapping[str, dist.ProcessGroup]:
         """The groups themselves. Not kept: a group whose threads outlive the process's exit handlers aborts it."""
-        return {axis: dist.group.WORLD for axis in self.groups if dist.group.WORLD is not None}
+        return {axis: process_group(group) for axis, group in self.groups.items()}
 
-    @cached_property
-    def mesh(self) -> DeviceMesh:
-        """The device mesh of axis tp, for sharded outputs."""
-        return DeviceMesh.from_group(self.process_groups["tp"], self.device.type, mesh_dim_names=("tp",))
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The device mesh of the dense part, for sharded outputs. Not kept: it may hold its groups."""
+        return device_mesh(self.mesh.dense, self.groups, self.device)
 
 
 def connect(seconds: float) -> Agreement:
@@ -75,6 +78,7 @@ def join(plan: Plan, agreement: Agreement) -> World:
 
     Raises:
         PlanError: the number of processes is not the plan's.
+        InputError: another rank has another plan.
     """
     size = dist.get_world_size() if dist.is_initialized() else 1
     if size != plan.world_size:
@@ -88,11 +92,11 @@ def join(plan: Plan, agreement: Agreement) -> World:
         device = torch.device("cpu")
     else:
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    found: dict[str, dist.ProcessGroup] = {}
-    if plan.tp > 1 and dist.group.WORLD is not None:
-        found["tp"] = dist.group.WORLD
-    groups = {axis: Group(group.group_name, group.size()) for axis, group in found.items()}
-    return World(rank, size, device, groups, dict.fromkeys(groups, rank), agreement)
+    agreement.agree(plan_facts(plan), "pass the same plan on every rank")  # before groups are created by it
+    mesh = plan.mesh
+    groups = create_groups(mesh, plan.axes, timedelta(seconds=agreement.seconds))
+    index = mesh.coordinates(rank)
+    return World(rank, size, device, mesh, groups, {axis: index[axis] for axis in groups}, agreement)
 
 
 def _initialise(seconds: float) -> None:

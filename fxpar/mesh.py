@@ -1,0 +1,288 @@
+"""The mesh: which ranks communicate with which, for the dense and for the expert part of a model (SPEC section 1).
+
+Enters: sizes of axes and their order. Leaves: a checked `Mesh` and its groups of ranks. Needs no torch.
+
+One world is cut twice. The dense part is tp·cp·dp·pp ranks, the expert part etp·ep·edp·pp; both have the same pipeline
+groups, and within a stage the experts are folded over the ranks that cp and dp spread out.
+
+A group is named by its axes, in any order: `tp-pp`, `dp-cp`. A name with ep, etp or edp is of the expert part, where tp
+and dp stand for etp and edp: `tp-ep` is `etp-ep`. cp and the factors of cp and tp have no counterpart there, so that
+`ep-cp` means nothing and is refused. `pp` alone and `tp-pp` are of the dense part. `embedding` are the first and the
+last stage of each pipeline group.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from fxpar.axes import Axes, Groups
+from fxpar.errors import PlanError
+
+DENSE, EXPERT = "dense", "expert"
+ORDER = "tp-cp-ep-dp-pp"
+EMBEDDING = "embedding"
+
+DENSE_AXES = ("tp", "cp", "dp", "pp")
+EXPERT_AXES = ("etp", "ep", "edp", "pp")
+
+# What an axis of the order string is called in the expert part.
+_IN_EXPERTS = {"tp": "etp", "ep": "ep", "dp": "edp", "pp": "pp"}
+
+_Problem = tuple[str, str, str]
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """A world of ranks and how its axes are laid out in it.
+
+    Attributes:
+        tp: tensor parallel ranks.
+        cp: context parallel ranks.
+        dp: data parallel ranks; None for what tp, cp and pp leave of the world, or 1 where `world_size` is None too.
+        pp: pipeline parallel ranks, of both parts.
+        ep: expert parallel ranks.
+        etp: tensor parallel ranks within an expert; None for tp.
+        world_size: all ranks; None for tp·cp·dp·pp.
+        order: the axes from the fastest, whose neighbours are neighbouring ranks, to the slowest. Axes of size 1 may be
+            left out. In the expert part etp stands in tp's place and edp in dp's.
+        rank_offset: number of the first rank.
+        virtual: stages of the pipeline that each rank holds; more than one needs pp > 1.
+        hierarchical_cp: sizes of the levels of cp, from the fastest; their product is cp. The levels are the axes
+            `cp1`, `cp2`, ….
+        kv_heads: key and value heads of the attention that tp splits. Where they are fewer than tp, that is
+            kv_in·kv_out, kv_in fast: kv_out ranks apart hold different heads, kv_in neighbours the same (SPEC section
+            2.2). None leaves tp whole.
+
+    Raises:
+        PlanError: the sizes contradict each other; names the axis and the numbers that clash.
+    """
+
+    tp: int = 1
+    cp: int = 1
+    dp: int | None = None
+    pp: int = 1
+    ep: int = 1
+    etp: int | None = None
+    world_size: int | None = None
+    order: str = ORDER
+    rank_offset: int = 0
+    virtual: int = 1
+    hierarchical_cp: tuple[int, ...] = ()
+    kv_heads: int | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.hierarchical_cp, list):
+            object.__setattr__(self, "hierarchical_cp", tuple(self.hierarchical_cp))
+        # A later stage may rely on what an earlier one found in order.
+        for stage in (self._wrong_values, self._wrong_products, self._wrong_order):
+            problems = list(stage())
+            if problems:
+                axes, reasons, remedies = (dict.fromkeys(texts) for texts in zip(*problems, strict=True))
+                raise PlanError("; ".join(reasons), where=", ".join(axes), remedy="; ".join(remedies))
+
+    # ------------------------------------------------------------------ checks
+
+    def _wrong_values(self) -> Iterator[_Problem]:
+        counts = {name: getattr(self, name) for name in ("tp", "cp", "pp", "ep", "virtual")}
+        maybe = {name: getattr(self, name) for name in ("dp", "etp", "world_size", "kv_heads")}
+        counts |= {name: value for name, value in maybe.items() if value is not None}
+        if isinstance(self.hierarchical_cp, tuple):
+            counts |= {f"hierarchical_cp[{level}]": size for level, size in enumerate(self.hierarchical_cp)}
+        else:
+            yield "cp", f"hierarchical_cp={self.hierarchical_cp!r} is no list of sizes", "give the size of each level"
+        for name, value in counts.items():
+            if type(value) is not int or value < 1:
+                yield name, f"{name}={value!r} is no positive integer", "give a number of at least 1"
+        if type(self.rank_offset) is not int or self.rank_offset < 0:
+            yield "rank_offset", f"rank_offset={self.rank_offset!r} is no rank", "give a number of at least 0"
+        if isinstance(self.order, str):
+            yield from self._wrong_words(self.order.split("-"))
+        else:
+            yield "order", f"order={self.order!r} is no text", f"write axes as in {ORDER!r}"
+
+    def _wrong_words(self, words: list[str]) -> Iterator[_Problem]:
+        known = ORDER.split("-")
+        for word in dict.fromkeys(words):
+            places = [place for place, other in enumerate(words, 1) if other == word]
+            if word not in known:
+                reason = f"the order {self.order!r} has the unknown axis {word!r} in place {places[0]}"
+                yield "order", reason, f"choose from {', '.join(known)}"
+            elif len(places) > 1:
+                reason = f"the order {self.order!r} has {word} in places {' and '.join(map(str, places))}"
+                yield word, reason, f"name {word} once"
+
+    def _wrong_products(self) -> Iterator[_Problem]:
+        for left, axes in (("dp", ("tp", "cp", "pp")), ("edp", ("etp", "ep", "pp"))):
+            sizes = [self._given(axis) for axis in axes]
+            product, total = math.prod(sizes), self._total
+            text = f"{'·'.join(axes)} = {'·'.join(map(str, sizes))} = {product}"
+            if total % product:
+                reason = f"the world size {total} is no multiple of {text}, so that {left} is no whole number"
+                yield left, reason, f"change the world size or {', '.join(axes)}"
+            elif left == "dp" and self.dp not in (None, total // product):
+                reason = f"dp={self.dp} differs from the world size {total} / ({text}) = {total // product}"
+                yield "dp", reason, f"leave dp out or give {total // product}"
+        if self.virtual > 1 and self.pp == 1:
+            reason = f"virtual={self.virtual} stages a rank need a pipeline, and pp={self.pp}"
+            yield "pp", reason, "give pp of at least 2, or leave virtual=1"
+        levels = math.prod(self.hierarchical_cp)
+        if self.hierarchical_cp and levels != self.cp:
+            sizes = list(self.hierarchical_cp)
+            reason = f"cp={self.cp} differs from the product of its levels {'·'.join(map(str, sizes))} = {levels}"
+            yield "cp", reason, "give levels whose product is cp"
+        if self.kv_heads is not None and self.kv_heads % self.tp and self.tp % self.kv_heads:
+            reason = f"neither of tp={self.tp} and {self.kv_heads} key and value heads divides the other"
+            yield "tp", reason, "change tp: with this one, attention stays whole on every rank"
+
+    def _wrong_order(self) -> Iterator[_Problem]:
+        words = self.order.split("-")
+        for name in ORDER.split("-"):
+            axes = dict.fromkeys((name, _IN_EXPERTS.get(name, name)))
+            wide = [f"{axis}={self.sizes[axis]}" for axis in axes if self.sizes[axis] > 1]
+            if name not in words and wide:
+                reason = f"the order {self.order!r} lacks {name}, whose size is not 1: {', '.join(wide)}"
+                yield name, reason, f"put {name} into the order"
+        if self.pp == 1 or "pp" not in words:
+            return
+        dense, expert = self.dense.groups(["pp"]), self.expert.groups(["pp"])
+        if dense != expert:
+            reason = (
+                f"the pipeline groups of the dense part, {_some(dense)}, differ from those of the expert part, "
+                f"{_some(expert)}: with the order {self.order!r} neighbours are {_stride(self.dense)} ranks apart in "
+                f"the one and {_stride(self.expert)} in the other"
+            )
+            yield "pp", reason, "put pp last in the order, or make the two products equal"
+
+    # ------------------------------------------------------------------ sizes
+
+    def _given(self, axis: str) -> int:
+        """An axis that is not derived."""
+        value = self.tp if axis == "etp" and self.etp is None else getattr(self, axis)
+        return int(value)
+
+    @property
+    def _total(self) -> int:
+        return self.world_size or self.tp * self.cp * (self.dp or 1) * self.pp
+
+    @cached_property
+    def sizes(self) -> Mapping[str, int]:
+        """Size of every axis of the two parts, derived ones included."""
+        found = {axis: self._given(axis) for axis in ("tp", "cp", "pp", "etp", "ep")}
+        found["dp"] = self._total // (self.tp * self.cp * self.pp)
+        found["edp"] = self._total // (found["etp"] * self.ep * self.pp)
+        return {axis: found[axis] for axis in dict.fromkeys((*DENSE_AXES, *EXPERT_AXES))}
+
+    @property
+    def ranks(self) -> range:
+        """All ranks."""
+        return range(self.rank_offset, self.rank_offset + self._total)
+
+    # ------------------------------------------------------------------ parts
+
+    def _ordered(self, of: Mapping[str, str]) -> Axes:
+        words = self.order.split("-")
+        words += [name for name in ORDER.split("-") if name not in words]  # of size 1: their place says nothing
+        return Axes(tuple((of[name], self.sizes[of[name]]) for name in words if name in of), self.rank_offset)
+
+    @cached_property
+    def dense(self) -> Axes:
+        """The dense part: tp, cp, dp and pp in the order."""
+        return self._ordered({axis: axis for axis in DENSE_AXES})
+
+    @cached_property
+    def expert(self) -> Axes:
+        """The expert part: etp, ep, edp and pp in the order."""
+        return self._ordered(_IN_EXPERTS)
+
+    @cached_property
+    def factors(self) -> Mapping[str, tuple[tuple[str, int], ...]]:
+        """Names and sizes of the factors of cp and tp, from the fastest; empty where these are whole."""
+        found: dict[str, tuple[tuple[str, int], ...]] = {}
+        if self.kv_heads is not None:
+            different = math.gcd(self.kv_heads, self.tp)
+            found["tp"] = (("kv_in", self.tp // different), ("kv_out", different))
+        if self.hierarchical_cp:
+            found["cp"] = tuple((f"cp{level}", size) for level, size in enumerate(self.hierarchical_cp, 1))
+        return found
+
+    @cached_property
+    def _factored(self) -> Axes:
+        axes = self.dense
+        for axis, factors in self.factors.items():
+            axes = axes.factored(axis, factors)
+        return axes
+
+    # ------------------------------------------------------------------ groups
+
+    def part(self, name: str) -> str:
+        """`dense` or `expert`: the part whose axes the name of a group speaks of."""
+        return EXPERT if set(name.split("-")) & {"etp", "ep", "edp"} else DENSE
+
+    def groups(self, name: str) -> Groups:
+        """The groups of that name, ordered by their first ranks; ranks ascend.
+
+        Of use are, besides the axes, `tp-pp` (the ranks of one copy of the model), `dp-cp` and `edp` (sum the gradients
+        of dense and of expert parameters), and `embedding` (tied embeddings; holds one rank where pp is 1, and else
+        leaves out the stages between).
+
+        Raises:
+            PlanError: the name has no meaning; the module's text says which names do.
+        """
+        if name == EMBEDDING:
+            return tuple(tuple(dict.fromkeys((group[0], group[-1]))) for group in self.dense.groups(["pp"]))
+        words = name.split("-")
+        if self.part(name) == EXPERT:
+            axes, found = self.expert, [_IN_EXPERTS.get(word, word) for word in words]
+        else:
+            axes, found = self._factored, self._pieces(words)
+        twice = next((axis for axis in found if found.count(axis) > 1), None)
+        if twice is not None:
+            raise PlanError(
+                f"the group {name!r} has {twice} {found.count(twice)} times", where=twice, remedy="name each axis once"
+            )
+        missing = next((axis for axis in found if axis not in axes.names), None)
+        if missing is not None:
+            known = dict.fromkeys((*axes.names, *(self.factors if self.part(name) == DENSE else ())))
+            raise PlanError(
+                f"the group {name!r} has no meaning: {missing!r} is no axis of the {self.part(name)} part",
+                where=f"group {name}",
+                remedy=f"combine axes of one part, here {', '.join(known)}",
+            )
+        return axes.groups(found)
+
+    def _pieces(self, words: list[str]) -> list[str]:
+        """The axes, with the factors instead of factored ones."""
+        return [piece for word in words for piece in dict(self.factors.get(word, ((word, 0),)))]
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """The rank's index on every axis of both parts, factors included.
+
+        Raises:
+            PlanError: there is no such rank.
+        """
+        parts = (self.dense, self._factored, self.expert)
+        return {axis: index for axes in parts for axis, index in axes.coordinates(rank).items()}
+
+    def stages(self, rank: int) -> tuple[int, ...]:
+        """The pipeline stages that the rank holds: its c-th is c·pp + its index on pp (SPEC section 3).
+
+        Raises:
+            PlanError: there is no such rank.
+        """
+        own = self.dense.coordinates(rank)["pp"]
+        return tuple(chunk * self.pp + own for chunk in range(self.virtual))
+
+
+def _stride(axes: Axes) -> str:
+    """How far apart neighbours on pp are, and why."""
+    before = axes.names[: axes.names.index("pp")]
+    return f"{'·'.join(before)} = {axes.stride('pp')}" if before else "1"
+
+
+def _some(groups: Groups) -> str:
+    """The first groups, in brackets."""
+    some = ", ".join(f"[{', '.join(map(str, group))}]" for group in groups[:2])
+    return some + (", …" if len(groups) > 2 else "")

@@ -1,0 +1,82 @@
+"""Process groups of a mesh.
+
+Enters: a mesh, and the names of groups as `Mesh.groups` takes them. Leaves: this rank's process groups by name, and
+`torch.distributed` device meshes over them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import _resolve_process_group
+from torch.distributed.device_mesh import DeviceMesh
+
+from fxpar.axes import Axes, Groups
+from fxpar.mesh import Mesh
+from fxpar.ops.collectives import Group
+
+
+def create_groups(mesh: Mesh, names: Iterable[str], timeout: timedelta | None = None) -> dict[str, Group]:
+    """Creates process groups. A collective call: every process of the world makes it with the same mesh and names.
+
+    Names of the same ranks share one group, and a group of all processes is the one that is there already: a
+    communicator costs memory on the device and time to set up.
+
+    Args:
+        mesh: its world is that of the processes.
+        names: as `Mesh.groups` takes them.
+        timeout: of the collectives in groups that are new; None for torch's own.
+
+    Returns:
+        This rank's group by name, without those of one rank and those that the rank is not in.
+
+    Raises:
+        PlanError: a name has no meaning.
+    """
+    made: dict[Groups, Group | None] = {}
+    found = {}
+    for name in names:
+        ranks = mesh.groups(name)
+        if ranks not in made:
+            made[ranks] = _create(ranks, name, timeout)
+        group = made[ranks]
+        if group is not None:
+            found[name] = group
+    return found
+
+
+def _create(ranks: Groups, name: str, timeout: timedelta | None) -> Group | None:
+    several = [list(group) for group in ranks if len(group) > 1]
+    if not several:
+        return None
+    own = dist.group.WORLD
+    if several != [list(range(dist.get_world_size()))]:
+        own, _ = dist.new_subgroups_by_enumeration(several, timeout=timeout, group_desc=name)
+    return None if own is None else Group(own.group_name, own.size())
+
+
+def process_group(group: Group) -> dist.ProcessGroup:
+    """The group itself. Do not keep it: a group whose threads outlive the process's exit handlers aborts it."""
+    name: Any = group.name  # newer versions of torch want a type of their own, which is a text
+    return _resolve_process_group(name)
+
+
+def device_mesh(axes: Axes, groups: Mapping[str, Group], device: torch.device) -> DeviceMesh:
+    """The device mesh of the axes of more than one rank, the slowest first, over groups that exist.
+
+    `init_device_mesh` would create groups of its own, and those of the same ranks twice.
+
+    Args:
+        axes: a part of a mesh; this rank is among its ranks and at least one axis has more than one.
+        groups: what `create_groups` made for at least these axes.
+        device: of this rank.
+    """
+    wide = [(axis, size) for axis, size in reversed(axes.sizes) if size > 1]
+    ranks = torch.tensor(axes.ranks).view([size for _, size in wide])
+    names = tuple(axis for axis, _ in wide)
+    own = [process_group(groups[axis]) for axis in names]
+    return DeviceMesh.from_group(own, device.type, mesh=ranks, mesh_dim_names=names)

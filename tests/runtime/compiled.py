@@ -1,0 +1,68 @@
+"""What the ranks of a test world do with compiled programs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dynamo.utils import counters
+from torch._inductor import config
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+import fxpar
+from tests.runtime.jobs import Found, gradients, tp
+from tests.zoo import CASES
+
+
+class Seen(CustomGraphPass):
+    """Counts the operations of each graph that Inductor compiles."""
+
+    def __init__(self) -> None:
+        self.graphs: list[Counter[str]] = []
+
+    def __call__(self, graph: fx.Graph) -> None:
+        self.graphs.append(Counter(str(node.target) for node in graph.nodes))
+
+    def uuid(self) -> None:
+        """Nothing is taken from a cache."""
+        return
+
+
+def module(name: str, **options: Any) -> fxpar.ParallelModule:
+    """A case of the zoo under a plan that names no weight."""
+    case = CASES[name]
+    model: Any = case.model()
+    if options.pop("recompute", False):
+        model.gradient_checkpointing_enable()
+    return fxpar.parallelize(model, fxpar.Plan(tp=tp(), **options), case.example(), case.loss)
+
+
+def train(name: str, options: dict[str, Any]) -> Found:
+    """Losses and gradients of two steps, eager and compiled, and the compiled graphs."""
+    found: Found = {}
+    for kind in ("eager", "compiled"):
+        model = module(name, compile=kind == "compiled", **options)
+        seen, batch = Seen(), CASES[name].example()
+        counters.clear()
+        with config.patch(post_grad_custom_pre_pass=seen, compile_threads=1):
+            losses = [float(model.train_step(batch)) for _ in range(2)]
+        found[kind] = {"losses": losses, "gradients": gradients(model)}
+    found["graphs"] = [dict(graph) for graph in seen.graphs]
+    found["breaks"] = dict(counters["graph_break"])
+    return found
+
+
+def shapes(name: str) -> Found:
+    """Evaluation at two shapes, twice each: outputs, eager and compiled, and how many graphs were compiled."""
+    found: Found = {"eager": [], "compiled": [], "graphs": []}
+    for kind in ("eager", "compiled"):
+        model, seen = module(name, compile=kind == "compiled").eval(), Seen()
+        with config.patch(post_grad_custom_pre_pass=seen, compile_threads=1), torch.no_grad():
+            for rows in (2, 5, 2, 5):
+                ids = torch.arange(rows * 8).reshape(rows, 8) % 259
+                output = model(input_ids=ids).logits
+                found[kind].append(output.full_tensor() if hasattr(output, "full_tensor") else output)
+                found["graphs"].append(len(seen.graphs))
+    return found

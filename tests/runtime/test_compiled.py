@@ -1,0 +1,52 @@
+"""Compiled programs are the eager ones: one forward and one backward graph, no break, again only for new shapes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.runtime import compiled
+from tests.runtime.test_training import assert_same
+from tests.runtime.world import World
+
+ALL_REDUCE = "_c10d_functional.all_reduce.default"
+GATHER, SCATTER = (
+    "_c10d_functional.all_gather_into_tensor.default",
+    "_c10d_functional.reduce_scatter_tensor.default",
+)
+
+
+def assert_equal_and_whole(found: Any) -> None:
+    """Two graphs without a break, whose losses and gradients are the eager program's."""
+    assert found["compiled"]["losses"] == pytest.approx(found["eager"]["losses"], abs=1e-5)
+    assert_same(found["compiled"]["gradients"], found["eager"]["gradients"], 1e-5)
+    assert found["breaks"] == {}
+    assert len(found["graphs"]) == 2
+
+
+def test_a_compiled_program_is_the_eager_one(world2: World) -> None:
+    for found in world2.run(compiled.train, "gpt2", {}, seconds=600):
+        assert_equal_and_whole(found)
+        forward, backward = found["graphs"]
+        # Two a layer and the embedding's; two of the loss. Backward: two a layer and the head's.
+        assert (forward[ALL_REDUCE], backward[ALL_REDUCE]) == (7, 5)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_compiled_programs_under_sequence_parallelism(world2: World, name: str, recompute: bool) -> None:
+    for found in world2.run(compiled.train, name, {"sequence_parallel": True, "recompute": recompute}, seconds=600):
+        assert_equal_and_whole(found)
+        forward, backward = found["graphs"]
+        assert forward[SCATTER] >= 4
+        assert backward[GATHER] >= 4
+
+
+def test_a_new_shape_is_compiled_once() -> None:
+    found = compiled.shapes("llama")
+    for a, b in zip(found["eager"], found["compiled"], strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
+    assert found["graphs"] == [0, 0, 0, 0, 1, 2, 2, 2]
