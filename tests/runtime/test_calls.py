@@ -19,7 +19,7 @@ from tests.zoo import CASES
 def test_a_loss_by_name_among_several_scalars(world2: World) -> None:
     wanted = jobs.named_loss()
     for found in world2.run(jobs.named_loss):
-        assert float(found["loss"]) == pytest.approx(float(wanted["loss"]), abs=1e-6)
+        assert float(found["loss"]) == pytest.approx(float(wanted["loss"]), rel=1e-6)
         assert_same(found["task"], wanted["task"])
         assert_same(found["penalty"], wanted["penalty"])
         assert found["keys"] == ["logits", "penalty"]
