@@ -17,17 +17,21 @@ if TYPE_CHECKING:
     from fxpar.plan import Plan as Plan
     from fxpar.program import Program as Program
     from fxpar.rules import register_rule as register_rule
+    from fxpar.runtime.checkpoint import Checkpoint as Checkpoint
     from fxpar.runtime.module import ParallelModule as ParallelModule
+    from fxpar.weights import materialize as materialize
 
 __version__ = "0.1.0"
 
 _WHERE = {
+    "Checkpoint": "fxpar.runtime.checkpoint",
     "Cost": "fxpar.cost",
     "FxparError": "fxpar.errors",
     "ParallelModule": "fxpar.runtime.module",
     "PassManager": "fxpar.manager",
     "Plan": "fxpar.plan",
     "Program": "fxpar.program",
+    "materialize": "fxpar.weights",
     "parallelize": "fxpar.api",
     "register_pass": "fxpar.manager",
     "register_rule": "fxpar.rules",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,6 +15,8 @@ from fxpar.errors import InputError
 from fxpar.manager import Pass
 from fxpar.passes import DEFAULT_PASSES
 from fxpar.plan import Plan
+from fxpar.runtime.adopt import open_alike
+from fxpar.runtime.checkpoint import Checkpoint
 from fxpar.runtime.module import ParallelModule
 from fxpar.runtime.world import connect, join
 
@@ -24,6 +27,7 @@ def parallelize(
     example: Any,
     loss: Callable[[Any, Any], Tensor] | str | None = None,
     passes: Sequence[Pass] = DEFAULT_PASSES,
+    checkpoint: str | Path | Checkpoint | None = None,
     check_inputs: bool = False,
     timeout: float = 600.0,
 ) -> ParallelModule:
@@ -32,22 +36,28 @@ def parallelize(
     Args:
         model: any `nn.Module` on the CPU or a device, in the mode (training, evaluation) to compile first. It must hold
             the same weights on every rank; this rank keeps copies of its shards, bit for bit, and the model is left as
-            it is (delete it to free its memory).
+            it is (delete it to free its memory). Built under `torch.device("meta")`, it is never whole: its modules are
+            initialised one after the other, as `fxpar.materialize(model, plan.seed)` does, and this rank keeps its
+            shards.
         plan: how to split; its world size must be the number of processes.
         example: a batch as `train_step` will see it (a mapping, a tuple or a tensor), at least two samples; only its
             structure, types and which sizes are equal matter.
         loss: a callable `(outputs, batch) → scalar` traced with the model, the name of a scalar output, or None for the
             output `loss`, else the only scalar.
         passes: the compiler's passes in order; see `fxpar.passes`.
+        checkpoint: safetensors from which the weights are read instead, each rank its shards: a file, an index, a
+            folder with `model.safetensors` or its index, or a `fxpar.Checkpoint` (other names). Values are cast to the
+            model's types and the plan's precision. Buffers that are not saved keep the model's values.
         check_inputs: whether every call first compares the ranks' batches, modes and kinds of call. It costs one small
             all-gather and a copy of the batch to the CPU; without it, calls that differ can hang or give wrong results.
         timeout: seconds that ranks wait for each other to compile, here and when a call needs another program. Also the
-            timeout of the process group's collectives, if the group is initialised here and not by the caller.
+            timeout of the process groups' collectives, where groups are created here and not by the caller.
 
     Raises:
         InputError: the model, plan, example or world cannot be used, or differs between ranks; the text names what and
             the remedy.
         RankError: another rank failed, has ended or did not come in time; names it, and its reason.
+        CheckpointError: the checkpoint cannot be read, lacks or has more names than the model, or has other shapes.
         LayoutError, CheckFailed: a static check rejected the program, which is a bug of a pass.
     """
     if not isinstance(timeout, int | float) or not 0 < timeout < math.inf:
@@ -56,7 +66,9 @@ def parallelize(
     with agreement.call("parallelize"):
         _check(model, plan, loss)
         check_samples(example)
-        module = ParallelModule(model, plan, join(plan, agreement), example, loss, passes, check_inputs)
+        world = join(plan, agreement)
+        opened = None if checkpoint is None else open_alike(checkpoint, model, world)
+        module = ParallelModule(model, plan, world, example, loss, passes, opened, check_inputs)
         agreement.agree({}, "")  # every rank holds its shards
     return module
 
@@ -75,11 +87,5 @@ def _check(model: Any, plan: Any, loss: Any) -> None:
             "the model is parallelised already", where="parallelize", remedy="pass the author's model, once"
         )
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.is_meta:
-            raise InputError(
-                "has no memory: models on the meta device can be captured and verified, not yet run",
-                where=name,
-                remedy="initialise the model on the CPU",
-            )
         if isinstance(tensor, DTensor):
             raise InputError("is a DTensor, split already", where=name, remedy="pass the unsplit model")

@@ -54,7 +54,7 @@ class Plan:
         sequence_parallel: whether activations between the split matrices may be cut over the sequence, so that norms,
             dropout and residuals are shared out too: all-reduces become pairs of reduce-scatter and all-gather. tp must
             divide the sequence length.
-        seed: seed of dropout and other random nodes.
+        seed: of dropout and other random nodes, and of the initial weights of a model on the meta device.
         rng: where dropout inside of attention draws its bits on GPUs: `fused`, in the fused kernel, from seeds of each
             rank's own, so that masks depend on the number of ranks; `exact`, in the plain form, slower, with the masks
             of the single device. All other dropout is exact always.

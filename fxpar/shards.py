@@ -1,17 +1,19 @@
 """A rank's block of a whole tensor, and the whole from all blocks, by placement.
 
 Enters: tensors and placements with concrete sizes. Leaves: slices and their inverse. Used to cut parameters, to compare
-the ranks of a simulation with the single device, and to put a full state dict together.
+the ranks of a simulation with the single device, to put a full state dict together, and to read and write checkpoints.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from fxpar.layout import Layout, Piece, Placement, share_of
+from fxpar.layout import Layout, Piece, Placement, local_shape, share_of
 from fxpar.symbols import evaluate
 
 
@@ -92,10 +94,14 @@ def counted(own: Tensor, placement: Placement, n: int, rank: int) -> list[Tensor
     found, start = [], 0
     for piece in placement.pieces:
         length = int(share_of(piece, n) or 0)
-        if rank % (piece.copies if piece.sharded else n) == 0:
+        if _is_first(piece, n, rank):
             found.append(own.narrow(placement.dim, start, length))
         start += length
     return found
+
+
+def _is_first(piece: Piece, n: int, rank: int) -> bool:
+    return rank % (piece.copies if piece.sharded else n) == 0
 
 
 def local_block(
@@ -109,6 +115,74 @@ def local_block(
     for axis, placement in layout:
         whole_ = block(whole_, placement, axes[axis], coordinates[axis], sizes)
     return whole_
+
+
+@dataclass(frozen=True)
+class Box:
+    """Elements that lie side by side in a whole tensor and in a rank's part of it.
+
+    Attributes:
+        offsets: of its first element in the whole.
+        local: of its first element in the part.
+        sizes: in each dimension.
+        stands: whether this rank is the first of those that hold it, on the axes that cut the tensor.
+    """
+
+    offsets: tuple[int, ...]
+    local: tuple[int, ...]
+    sizes: tuple[int, ...]
+    stands: bool
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """Where it is in the whole."""
+        return tuple(slice(o, o + n) for o, n in zip(self.offsets, self.sizes, strict=True))
+
+    def within(self, part: Tensor) -> Tensor:
+        """The view of it in the part."""
+        for dim, (start, size) in enumerate(zip(self.local, self.sizes, strict=True)):
+            part = part.narrow(dim, start, size)
+        return part
+
+
+def boxes(shape: Sequence[int], layout: Layout, axes: Mapping[str, int], coordinates: Mapping[str, int]) -> list[Box]:
+    """What a rank's part consists of, less the padding: the boxes with `stands` of all ranks fill the whole once."""
+    dims = [_runs(dim, size, layout, axes, coordinates) for dim, size in enumerate(shape)]
+    found = []
+    for runs in itertools.product(*dims):
+        columns = list(zip(*runs, strict=True)) or [(), (), (), ()]
+        found.append(Box(columns[0], columns[1], columns[2], all(columns[3])))
+    return found
+
+
+def _runs(
+    dim: int, size: int, layout: Layout, axes: Mapping[str, int], coordinates: Mapping[str, int]
+) -> list[tuple[int, int, int, bool]]:
+    """The part of a dimension as runs of neighbours: start in the whole and in the part, length, `stands`."""
+    cuts = [(axis, placement) for axis, placement in layout if placement.is_shard and placement.dim == dim]
+    if not cuts:
+        return [(0, 0, size, True)]
+    index, stands = torch.arange(1, size + 1), torch.ones(size, dtype=torch.bool)  # 0 is padding
+    for axis, placement in cuts:
+        flat, n, rank = placement.at(0), axes[axis], coordinates[axis]
+        index, stands = block(index, flat, n, rank), block(stands, flat, n, rank).clone()
+        start = 0
+        for piece in flat.pieces:
+            length = int(share_of(piece, n) or 0)
+            if not _is_first(piece, n, rank):
+                stands[start : start + length] = False
+            start += length
+    places = index.nonzero().flatten()
+    index, stands = index[places] - 1, stands[places]
+    breaks = (index.diff() != 1) | (places.diff() != 1) | (stands[1:] != stands[:-1])
+    starts = [0, *(breaks.nonzero().flatten() + 1).tolist()] if len(places) else []
+    ends = [*starts[1:], len(places)] if starts else []
+    return [(int(index[a]), int(places[a]), b - a, bool(stands[a])) for a, b in zip(starts, ends, strict=True)]
+
+
+def part_shape(shape: Sequence[int], layout: Layout, axes: Mapping[str, int]) -> tuple[int, ...]:
+    """Shape of what every rank holds of a whole tensor, padding included."""
+    return tuple(int(size) for size in local_shape(shape, layout, axes))
 
 
 def _concrete(piece: Piece, sizes: Mapping[str, int] | None) -> tuple[int, int]:

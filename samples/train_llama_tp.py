@@ -5,7 +5,8 @@
 
 The model is the one of the transformers library, over bytes; the text is the source of Python's standard library, of
 which the last twentieth is held out. Every process runs this program alike; fxpar runs its part of the model in each.
-At the end `checkpoint/` holds the whole model: `LlamaForCausalLM.from_pretrained("checkpoint")` reads it.
+At the end the folder `checkpoint`, which must be new, holds the whole model under the names that it has in transformers:
+`LlamaForCausalLM.from_pretrained("checkpoint")` reads it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors.torch import save_file
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import fxpar
@@ -44,7 +44,9 @@ def options() -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=128, help="width; heads have 16 (128)")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--evaluate-every", type=int, default=50, help="steps between evaluations (50)")
-    parser.add_argument("--out", type=Path, default=Path("checkpoint"), help="folder of the checkpoint (checkpoint)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("checkpoint"), help="new folder for the checkpoint (checkpoint)"
+    )
     chosen = parser.parse_args()
     if chosen.steps < 1 or chosen.evaluate_every < 1 or chosen.hidden % 32:
         parser.error("--steps and --evaluate-every must be at least 1, --hidden a multiple of 32")
@@ -104,9 +106,8 @@ def train(chosen: argparse.Namespace) -> None:
     """What every process does."""
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     training, held_out = read_corpus()
-    original = build_model(chosen)
     plan = fxpar.Plan(tp=chosen.tp, sequence_parallel=chosen.sequence_parallel, precision=chosen.precision)
-    model = fxpar.parallelize(original, plan, example=batch_of(training, 0, chosen))
+    model = fxpar.parallelize(build_model(chosen), plan, example=batch_of(training, 0, chosen))
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() <= 1]
     groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]
@@ -130,11 +131,9 @@ def train(chosen: argparse.Namespace) -> None:
                 speed = since * chosen.batch * chosen.length / seconds
                 print(f"step {step}: loss {value:.4f}, held out {held:.4f}, norm {norm:.2f}, {speed:,.0f} tokens/s")
             start, since = time.perf_counter(), 0
-    state = model.full_state_dict()  # all ranks take part; each gets the whole, on its CPU
+    model.save_checkpoint(chosen.out)  # all ranks take part; the first one writes
     if is_first:
-        original.config.save_pretrained(chosen.out)
-        save_file(state, chosen.out / "model.safetensors", metadata={"format": "pt"})
-        print(f"saved {len(state)} tensors to {chosen.out}")
+        print(f"saved to {chosen.out}")
 
 
 def main() -> None:

@@ -47,6 +47,14 @@ class Mlp(nn.Module):
         return y if scale is None else y * scale
 
 
+class Bare(Mlp):
+    """A parameter that no initialiser fills."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(6))
+
+
 class Heads(nn.Module):
     """Projects to three heads of four."""
 
@@ -282,7 +290,12 @@ TABLE = [
     Bad("no module", lambda: fxpar.parallelize(torch.relu, Plan(), (X,)), "InputError", "is no nn.Module"),  # type: ignore[arg-type]
     Bad("no plan", lambda: fxpar.parallelize(Mlp(), {"tp": 2}, (X,)), "InputError", "is no Plan"),  # type: ignore[arg-type]
     Bad("no loss", lambda: fxpar.parallelize(Mlp(), Plan(), (X,), loss=3), "InputError", "3 is no loss"),  # type: ignore[arg-type]
-    Bad("meta device", lambda: fxpar.parallelize(Mlp().to("meta"), Plan(), (X,)), "InputError", "has no memory"),
+    Bad(
+        "no initialiser",
+        lambda: fxpar.parallelize(Bare().to("meta"), Plan(), (X,)),
+        "InputError",
+        "gain: is a parameter of a Bare, which has no initialiser",
+    ),
     # batches
     Bad("example without tensors", lambda: check(Mlp(), {}, {"x": None}), "CaptureError", "holds no tensor"),
     Bad("empty example", lambda: check(Mlp(), {}, (X[:0],)), "CaptureError", "has the empty shape"),
@@ -307,6 +320,13 @@ TABLE = [
     ),
     Bad("name too many", lambda: trained().load_full_state_dict(state(gate=X)), "CheckpointError", "unknown gate"),
     Bad("other shape", lambda: trained().load_full_state_dict(state(up_bias=X)), "CheckpointError", "shape [4, 6]"),
+    Bad(
+        "no checkpoint",
+        lambda: fxpar.parallelize(Mlp(), Plan(), (X,), checkpoint="/nowhere"),
+        "CheckpointError",
+        "/nowhere: there is no such file or folder",
+    ),
+    Bad("file left out", lambda: trained().load_checkpoint("a.safetensors"), "CheckpointError", "no such file"),
     # worlds
     Bad(
         "two ranks in one process", lambda: fxpar.parallelize(Mlp(), Plan(tp=2), (X,)), "PlanError", "needs 2 processes"

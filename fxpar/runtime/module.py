@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -27,12 +28,16 @@ from fxpar.passes.assign_rng import RNG_PATH
 from fxpar.plan import Plan
 from fxpar.program import PRECISION_DTYPES, Program, TensorType, note, output_layouts
 from fxpar.runtime import batch as calls
+from fxpar.runtime import distributed_state
+from fxpar.runtime.adopt import adopt, load
 from fxpar.runtime.agreement import together
+from fxpar.runtime.checkpoint import Checkpoint
 from fxpar.runtime.execution import Executor, own_generator
+from fxpar.runtime.export import save_checkpoint
 from fxpar.runtime.skeleton import attach, skeleton_of
 from fxpar.runtime.state import clip_grad_norm_, fingerprints, full_state_dict, load_full_state_dict
 from fxpar.runtime.world import World
-from fxpar.shards import local_block, without_padding
+from fxpar.shards import without_padding
 from fxpar.symbols import evaluate
 from fxpar.text import print_program
 from fxpar.verify.static import STATIC
@@ -85,6 +90,7 @@ class ParallelModule(nn.Module):
         world: the processes.
         layouts: layout of each parameter, buffer and constant by its first name.
         saved_names: the keys of the unsplit model's state dict, in order.
+        loading: memory that this rank's weights took while they were put in their places.
         step: calls so far that drew random bits; set it when a run is resumed, so that its masks go on.
     """
 
@@ -96,6 +102,7 @@ class ParallelModule(nn.Module):
         example: Any,
         loss: Callable[[Any, Any], Tensor] | str | None,
         passes: Sequence[Pass],
+        checkpoint: Checkpoint | None = None,
         check_inputs: bool = False,
     ) -> None:
         super().__init__()
@@ -117,7 +124,7 @@ class ParallelModule(nn.Module):
         world.agreement.agree(facts, "build the model alike on every rank: seed it, or load one checkpoint")
         self.layouts = _parameter_layouts(first.program)
         self._aliases = {other: p.fqn for p in first.program.parameters for other in p.tied}
-        self._adopt(model, PRECISION_DTYPES[plan.precision])
+        self.loading = adopt(self, model, PRECISION_DTYPES[plan.precision], checkpoint)
         self._programs[self._key(example, callable(loss))] = [first]
 
     @property
@@ -125,24 +132,6 @@ class ParallelModule(nn.Module):
         return self._twins[0][0]
 
     # ------------------------------------------------------------------ weights
-
-    def _adopt(self, model: nn.Module, dtype: torch.dtype | None) -> None:
-        """Takes this rank's shards of the model's parameters, and its buffers whole."""
-        owned: dict[int, nn.Parameter] = {}
-        for name, value in model.named_parameters(remove_duplicate=False):
-            if id(value) not in owned:
-                part = local_block(value.detach(), self.layout_of(name), self.plan.axes, self.world.coordinates)
-                kind = dtype if dtype is not None and value.is_floating_point() else value.dtype
-                fresh = part.to(self.world.device, kind, copy=True).contiguous()
-                owned[id(value)] = nn.Parameter(fresh, requires_grad=value.requires_grad)
-            path, _, leaf = name.rpartition(".")
-            self.get_submodule(path).register_parameter(leaf, owned[id(value)])
-        kept = set(self.saved_names)
-        copies: dict[int, Tensor] = {}
-        for name, buffer in model.named_buffers(remove_duplicate=False):
-            fresh = copies.setdefault(id(buffer), buffer.detach().to(self.world.device, copy=True))
-            path, _, leaf = name.rpartition(".")
-            self.get_submodule(path).register_buffer(leaf, fresh, persistent=name in kept)
 
     def layout_of(self, name: str) -> Layout:
         """Layout of a parameter or buffer under any of its names; empty for those that no program uses."""
@@ -354,6 +343,62 @@ class ParallelModule(nn.Module):
         """
         load_full_state_dict(self, state)
 
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:  # type: ignore[override]
+        """This rank's part under the author's names, as `torch.distributed.checkpoint` saves it and loads it in place.
+
+        A plain even shard is a DTensor, any other a `TensorPart` of the original shape; tied names appear once.
+
+        Raises:
+            InputError: arguments, with which a module around this one would call it.
+        """
+        if args or kwargs:
+            raise InputError(
+                "is made for torch.distributed.checkpoint alone and takes no arguments",
+                where="state_dict()",
+                remedy="save this module by itself, not as a part of another",
+            )
+        return distributed_state.state_dict(self)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Loads what `state_dict` of a module of the same plan gave.
+
+        Raises:
+            CheckpointError: a name is missing or unknown, or a tensor is another part; nothing is loaded then.
+            InputError: further arguments.
+        """
+        if args or kwargs:
+            raise InputError("takes the state dict alone", where="load_state_dict()", remedy="leave the others out")
+        distributed_state.load_state_dict(self, state_dict)
+
+    @together
+    def save_checkpoint(self, folder: str | Path, shard_size: int | str = "5GB") -> None:
+        """Writes safetensors under the author's names, as transformers' `from_pretrained` and `load_checkpoint` read.
+
+        Rank 0 writes and holds one file's tensors at most. A model of transformers has its configuration written too.
+        All ranks must call it.
+
+        Args:
+            folder: is made if it is not there.
+            shard_size: the most bytes of tensors in a file (a larger tensor has one of its own), such as "500MB".
+
+        Raises:
+            CheckpointError: the folder holds a checkpoint already or cannot be written.
+            InputError: `shard_size` is no size.
+        """
+        save_checkpoint(self, self._skeleton, folder, shard_size)
+
+    @together
+    def load_checkpoint(self, checkpoint: str | Path | Checkpoint) -> None:
+        """Loads safetensors; each rank reads its parts. Tied names may be left out. All ranks must call it.
+
+        Args:
+            checkpoint: a file, an index, a folder with either, or a `fxpar.Checkpoint`.
+
+        Raises:
+            CheckpointError: it cannot be read, or has other names or shapes; nothing is loaded then.
+        """
+        load(self, checkpoint)
+
     @together
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scales all gradients so that their global norm is at most `max_norm`; returns the norm before.
@@ -367,14 +412,6 @@ class ParallelModule(nn.Module):
     def generate(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refused: generation needs caches."""
         raise InputError("is not supported", where="generate()", remedy="load full_state_dict() into the plain model")
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused: a dict of one rank's shards under the author's names would be taken for the whole."""
-        raise InputError("would hold one rank's shards", where="state_dict()", remedy="use full_state_dict()")
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused, see `state_dict`."""
-        raise InputError("would take one rank's shards", where="load_state_dict()", remedy="use load_full_state_dict()")
 
     def _apply(self, fn: Any, recurse: bool = True) -> NoReturn:
         raise InputError(

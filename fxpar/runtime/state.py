@@ -7,7 +7,7 @@ each logical parameter counts once.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from fxpar.errors import CheckpointError
 from fxpar.layout import Layout
 from fxpar.shards import counted, local_block, whole
+from fxpar.weights import named_tensors
 
 if TYPE_CHECKING:
     from fxpar.runtime.module import ParallelModule
@@ -47,12 +48,7 @@ def full_state_dict(module: ParallelModule) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     done: dict[int, Tensor] = {}
     for name in module.saved_names:
-        if name not in tensors:
-            raise CheckpointError(
-                "is in the model's state dict and is no parameter or buffer",
-                where=name,
-                remedy="keep extra state and renaming hooks out of the model",
-            )
+        check_saved(name, tensors)
         value = tensors[name]
         if id(value) not in done:
             gathered = gather_parameter(module, value.detach(), module.layout_of(name)).cpu()
@@ -71,17 +67,17 @@ def load_full_state_dict(module: ParallelModule, state: Mapping[str, Any]) -> No
             values; nothing is loaded then.
     """
     tensors = _all_tensors(module)
-    _check_names(module, state, tensors)
+    groups = [entry.names for entry in named_tensors(module)]
+    check_names(state, module.saved_names, groups, "state dict", "load the model it was saved from")
     first: dict[int, str] = {}
     for name, value in state.items():
-        shape = module.shape_of(name)
-        if not isinstance(value, Tensor) or tuple(value.shape) != shape:
-            found = f"shape {list(value.shape)}" if isinstance(value, Tensor) else f"the type {type(value).__name__}"
+        if not isinstance(value, Tensor):
             raise CheckpointError(
-                f"has {found} and must be a tensor of shape {list(shape)}",
+                f"has the type {type(value).__name__} and must be a tensor of shape {list(module.shape_of(name))}",
                 where=name,
                 remedy="load the state dict of a model of the same configuration",
             )
+        check_shape(name, tuple(value.shape), module.shape_of(name))
         known = first.setdefault(id(tensors[name]), name)
         if state[known] is not value and not torch.equal(state[known], value):
             raise CheckpointError(
@@ -93,14 +89,64 @@ def load_full_state_dict(module: ParallelModule, state: Mapping[str, Any]) -> No
             tensors[name].copy_(part)
 
 
-def _check_names(module: ParallelModule, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    unknown = sorted(state.keys() - set(module.saved_names))
-    present = {id(tensors[name]) for name in state if name in tensors}
-    missing = [name for name in module.saved_names if name not in state and id(tensors[name]) not in present]
+def check_saved(name: str, tensors: Collection[str]) -> None:
+    """Checks a name that the unsplit model saves.
+
+    Raises:
+        CheckpointError: it is no tensor's.
+    """
+    if name not in tensors:
+        raise CheckpointError(
+            "is in the model's state dict and is no parameter or buffer",
+            where=name,
+            remedy="keep extra state and renaming hooks out of the model",
+        )
+
+
+def check_names(
+    given: Collection[str], saved: Sequence[str], groups: Sequence[Sequence[str]], where: str, remedy: str
+) -> None:
+    """Checks the names of what is to be loaded.
+
+    Args:
+        saved: the names that the model saves.
+        groups: all names of each tensor of the model; one of them is enough.
+
+    Raises:
+        CheckpointError: a name is missing or unknown.
+    """
+    missing, unknown = _misfits(given, saved, groups)
     if missing or unknown:
         parts = [f"lacks {_some(missing)}"] if missing else []
         parts += [f"has the unknown {_some(unknown)}"] if unknown else []
-        raise CheckpointError(" and ".join(parts), where="state dict", remedy="load the model it was saved from")
+        raise CheckpointError(" and ".join(parts), where=where, remedy=remedy)
+
+
+def names_fit(given: Collection[str], saved: Sequence[str], groups: Sequence[Sequence[str]]) -> bool:
+    """Whether `check_names` takes them."""
+    return not any(_misfits(given, saved, groups))
+
+
+def _misfits(
+    given: Collection[str], saved: Sequence[str], groups: Sequence[Sequence[str]]
+) -> tuple[list[str], list[str]]:
+    known = set(given)
+    present = {name for names in groups if not known.isdisjoint(names) for name in names} | known
+    return [name for name in saved if name not in present], sorted(known - set(saved))
+
+
+def check_shape(name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:
+    """Checks the whole shape of what is to be loaded.
+
+    Raises:
+        CheckpointError: it is another one.
+    """
+    if found != wanted:
+        raise CheckpointError(
+            f"has shape {list(found)} and must be a tensor of shape {list(wanted)}",
+            where=name,
+            remedy="load the state dict of a model of the same configuration",
+        )
 
 
 def _some(names: list[str]) -> str:
@@ -145,9 +191,15 @@ def clip_grad_norm_(module: ParallelModule, max_norm: float) -> Tensor:
 
 
 def fingerprints(model: nn.Module) -> dict[str, str]:
-    """A digest of each parameter's and buffer's type and of up to 1024 of its elements, evenly spread."""
+    """A digest of each parameter's and buffer's type and of up to 1024 of its elements, evenly spread.
+
+    Of meta tensors the type and shape alone: their values follow from the plan's seed.
+    """
     found = {}
     for name, value in (*model.named_parameters(), *model.named_buffers()):
+        if value.is_meta:
+            found[name] = f"meta {value.dtype}{tuple(value.shape)}"
+            continue
         flat = value.detach().reshape(-1)
         some = flat[:: max(1, flat.numel() // _SAMPLES)].contiguous().cpu()
         data = some.view(torch.uint8).numpy().tobytes() if some.numel() else b""

@@ -12,6 +12,7 @@ from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 import fxpar
+from tests.runtime import models
 from tests.runtime.jobs import Found, gradients, tp
 from tests.zoo import CASES
 
@@ -30,8 +31,15 @@ class Seen(CustomGraphPass):
         return
 
 
+def batch_of(name: str) -> Any:
+    """What a model is called with."""
+    return models.batch() if name == "tiny" else CASES[name].example()
+
+
 def module(name: str, **options: Any) -> fxpar.ParallelModule:
-    """A case of the zoo under a plan that names no weight."""
+    """The tiny model, or a case of the zoo under a plan that names no weight."""
+    if name == "tiny":
+        return fxpar.parallelize(models.tiny(), models.plan(tp(), **options), models.batch())
     case = CASES[name]
     model: Any = case.model()
     if options.pop("recompute", False):
@@ -44,7 +52,7 @@ def train(name: str, options: dict[str, Any]) -> Found:
     found: Found = {}
     for kind in ("eager", "compiled"):
         model = module(name, compile=kind == "compiled", **options)
-        seen, batch = Seen(), CASES[name].example()
+        seen, batch = Seen(), batch_of(name)
         counters.clear()
         with config.patch(post_grad_custom_pre_pass=seen, compile_threads=1):
             losses = [float(model.train_step(batch)) for _ in range(2)]
@@ -54,15 +62,14 @@ def train(name: str, options: dict[str, Any]) -> Found:
     return found
 
 
-def shapes(name: str) -> Found:
+def shapes() -> Found:
     """Evaluation at two shapes, twice each: outputs, eager and compiled, and how many graphs were compiled."""
     found: Found = {"eager": [], "compiled": [], "graphs": []}
     for kind in ("eager", "compiled"):
-        model, seen = module(name, compile=kind == "compiled").eval(), Seen()
+        model, seen = module("tiny", compile=kind == "compiled").eval(), Seen()
         with config.patch(post_grad_custom_pre_pass=seen, compile_threads=1), torch.no_grad():
             for rows in (2, 5, 2, 5):
-                ids = torch.arange(rows * 8).reshape(rows, 8) % 259
-                output = model(input_ids=ids).logits
-                found[kind].append(output.full_tensor() if hasattr(output, "full_tensor") else output)
+                ids = torch.arange(rows * 8).reshape(rows, 8) % models.VOCABULARY
+                found[kind].append(model(ids=ids)["logits"])
                 found["graphs"].append(len(seen.graphs))
     return found

@@ -295,11 +295,8 @@ def refused_calls() -> dict[str, tuple[str, str, str, str]]:
     actions: dict[str, Callable[[], Any]] = {
         "double": lambda: fxpar.parallelize(model, models.plan(tp()), batch),
         "nested": lambda: fxpar.parallelize(nn.Sequential(model), models.plan(tp()), batch),
-        "meta": lambda: fxpar.parallelize(models.tiny().to("meta"), models.plan(tp()), batch),
         "world": lambda: fxpar.parallelize(models.tiny(), models.plan(tp() + 1), batch),
         "generate": lambda: model.generate(ids),
-        "state_dict": model.state_dict,
-        "load_state_dict": lambda: model.load_state_dict({}),
         "deepcopy": lambda: copy.deepcopy(model),
         "pickle": lambda: pickle.dumps(model),
         "cast": lambda: model.half(),

@@ -27,11 +27,11 @@ def assert_equal_and_whole(found: Any) -> None:
 
 
 def test_a_compiled_program_is_the_eager_one(world2: World) -> None:
-    for found in world2.run(compiled.train, "gpt2", {}, seconds=600):
+    for found in world2.run(compiled.train, "tiny", {}):
         assert_equal_and_whole(found)
         forward, backward = found["graphs"]
-        # Two a layer and the embedding's; two of the loss. Backward: two a layer and the head's.
-        assert (forward[ALL_REDUCE], backward[ALL_REDUCE]) == (7, 5)
+        # Of the embedding, the MLP and twice of the loss; backward: of the MLP and the head.
+        assert (forward[ALL_REDUCE], backward[ALL_REDUCE]) == (4, 2)
 
 
 @pytest.mark.matrix
@@ -46,7 +46,7 @@ def test_compiled_programs_under_sequence_parallelism(world2: World, name: str, 
 
 
 def test_a_new_shape_is_compiled_once() -> None:
-    found = compiled.shapes("llama")
+    found = compiled.shapes()
     for a, b in zip(found["eager"], found["compiled"], strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
     assert found["graphs"] == [0, 0, 0, 0, 1, 2, 2, 2]

