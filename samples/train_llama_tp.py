@@ -5,7 +5,7 @@
 
 The model is the one of the transformers library, over bytes; the text is the source of Python's standard library, of
 which the last twentieth is held out. Every process runs this program alike; fxpar runs its part of the model in each.
-At the end the folder `checkpoint`, which must be new, holds the whole model under the names that it has in transformers:
+At the end the folder `checkpoint`, which must be new, holds the whole model under its names in transformers:
 `LlamaForCausalLM.from_pretrained("checkpoint")` reads it.
 """
 

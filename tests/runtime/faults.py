@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -66,8 +67,12 @@ def at_start_up() -> Found:
     return {name: refusal(action) for name, action in actions.items()}
 
 
-def later() -> Found:
-    """What each rank is told when a later call fails or differs on the odd one; and that training goes on."""
+def later(folder: Path) -> Found:
+    """What each rank is told when a later call fails or differs on one; and that training goes on.
+
+    Args:
+        folder: has a checkpoint, so that rank 0, which writes, is refused.
+    """
     model, batch = parallel(models.tiny(Fails, in_training=False)), models.batch()
     first = model.train_step(batch)
     found: Found = {"forward raises": refusal(lambda: model.eval()(**batch))}
@@ -75,6 +80,7 @@ def later() -> Found:
     plain = parallel()
     found["other mode"] = refusal(lambda: plain.train(not is_odd())(ids=batch["ids"]))
     found["other sizes"] = refusal(lambda: model.train_step(models.batch(*((1, 5) if is_odd() else (4, 1)))))
+    found["no room"] = refusal(lambda: model.save_checkpoint(folder))
     model.step = 0
     assert dist.group.WORLD is not None
     dist.barrier()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -52,8 +53,9 @@ def test_a_rank_that_comes_with_something_else_is_named(world2: World) -> None:
         assert first[name][2] == f"differs between rank 0{texts}"
 
 
-def test_a_later_call_that_fails_or_differs_is_told_and_training_goes_on(world2: World) -> None:
-    first, odd = world2.run(faults.later)
+def test_a_later_call_that_fails_or_differs_is_told_and_training_goes_on(world2: World, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").touch()
+    first, odd = world2.run(faults.later, tmp_path)
     assert odd["forward raises"][0] == "CaptureError"
     assert first["forward raises"][:2] == ("RankError", "rank 1")
     assert "failed in forward: " in first["forward raises"][2]
@@ -65,6 +67,9 @@ def test_a_later_call_that_fails_or_differs_is_told_and_training_goes_on(world2:
         "batch entry ids",
         "differs between rank 0 (int64[4, 1]) and rank 1 (int64[1, 5])",
     )
+    assert first["no room"][0] == "CheckpointError"
+    assert odd["no room"][:2] == ("RankError", "rank 0")
+    assert "the folder holds model.safetensors already" in odd["no room"][2]
     assert first["goes on"]
     assert odd["goes on"]
     assert first["keys"] == odd["keys"] == 0  # a call whose program is there writes nothing to the store
