@@ -6,14 +6,13 @@ Enters: a lowered module and the plan. Leaves: a callable for each set of shapes
 from __future__ import annotations
 
 import contextlib
-import copy
 import hashlib
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from fxpar.plan import Plan
 from fxpar.runtime.overlap import Overlap
@@ -26,33 +25,41 @@ class Executor:
     """Runs a lowered module.
 
     Compiled, a module is one forward and one backward graph for each set of shapes, without graph breaks: what cannot
-    be compiled is an error of torch.compile. A program is compiled on its first call with new shapes.
+    be compiled is an error of torch.compile. It is compiled on its first call with new shapes.
 
     Attributes:
         module: what `lower` made.
+        outputs: names of its outputs.
         plan: whether to compile.
-        compiled: callables by shapes.
+        made: callables by shapes and wanted outputs.
     """
 
     module: fx.GraphModule
+    outputs: tuple[str, ...]
     plan: Plan
-    compiled: dict[Hashable, Callable[..., Any]] = field(default_factory=dict)
+    made: dict[Hashable, Callable[..., Any]] = field(default_factory=dict)
 
-    def __call__(self, shapes: Hashable, *values: Any) -> Any:
-        """Outputs of the module.
+    def __call__(self, shapes: Hashable, wanted: tuple[str, ...], values: Sequence[Tensor]) -> dict[str, Tensor]:
+        """The wanted outputs by name.
 
         Args:
             shapes: equal for calls whose tensors have the same shapes.
+            wanted: names of outputs. Of the others nothing is kept: a compiled backward would start from zeros for
+                each output that has no gradient.
             values: the module's inputs.
         """
-        key = shapes if self.plan.compile else None
-        if key not in self.compiled:
-            self.compiled[key] = self._made()
-        return self.compiled[key](*values)
+        key = (shapes if self.plan.compile else None, wanted)
+        if key not in self.made:
+            self.made[key] = self._make(wanted)
+        return dict(zip(wanted, self.made[key](*values), strict=True))
 
-    def _made(self) -> Callable[..., Any]:
+    def _make(self, wanted: tuple[str, ...]) -> Callable[..., Any]:
         # Each has code of its own: torch.compile counts the variants of one code, and refuses many.
-        module = apply_recompute(copy.copy(self.module))
+        graph = fx.Graph()
+        results: Any = graph.graph_copy(self.module.graph, {})
+        by_name = dict(zip(self.outputs, results, strict=True))
+        graph.output(tuple(by_name[name] for name in wanted))
+        module = apply_recompute(fx.GraphModule(self.module, graph))
         if not self.plan.compile:
             return module
         options: dict[str, Any] = {"post_grad_custom_post_pass": Overlap(self.plan.cost, self.plan.tp)}

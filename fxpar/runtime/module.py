@@ -202,7 +202,9 @@ class ParallelModule(nn.Module):
         lowered = lower(program, self.world.groups, self.world.device)
         constants = {name: value.to(self.world.device) for name, value in program.constants.items()}
         indices = tuple(self._index(axis) for axis in lowered.indices)
-        return Compiled(captured, program, lowered, Executor(lowered.module, self.plan), constants, indices)
+        return Compiled(
+            captured, program, lowered, Executor(lowered.module, tuple(program.outputs), self.plan), constants, indices
+        )
 
     def _loss_name(self, program: Program) -> str:
         """The output to differentiate; a plain call may be without (no labels)."""
@@ -223,7 +225,7 @@ class ParallelModule(nn.Module):
             InputError: an argument that the model's forward does not take, or a value that no program can.
         """
         call = self._bound(calls.called_with(self._skeleton, args, kwargs), False)
-        outputs = self._outputs(call)
+        outputs = self._outputs(call, tuple(call.compiled.program.outputs))
         spec, nodes = call.compiled.captured.spec, call.compiled.program.output_nodes()
         leaves = [
             self._returned(str(what), outputs[str(what)], output_layouts(nodes[str(what)])[0], call)
@@ -254,7 +256,7 @@ class ParallelModule(nn.Module):
                 where="train_step",
                 remedy="pass labels, or name the loss: parallelize(…, loss=…)",
             )
-        loss = self._outputs(call)[name]
+        loss = self._outputs(call, (name,))[name]
         if not loss.requires_grad:
             raise InputError(
                 "no parameter that the loss reaches requires a gradient", where="train_step", remedy="unfreeze some"
@@ -262,7 +264,7 @@ class ParallelModule(nn.Module):
         loss.backward()
         return loss.detach()
 
-    def _outputs(self, call: _Call) -> dict[str, Tensor]:
+    def _outputs(self, call: _Call, wanted: tuple[str, ...]) -> dict[str, Tensor]:
         compiled, program = call.compiled, call.compiled.program
         if torch.is_autocast_enabled(self.world.device.type):
             raise InputError(
@@ -283,8 +285,7 @@ class ParallelModule(nn.Module):
             values[entry.node] = self._random_state() if entry.path == RNG_PATH else call.inputs[entry.path]
         ordered = [values[name] for name in compiled.lowered.inputs]
         with own_generator(self.world, self.plan.seed, self.step) if compiled.lowered.draws else nullcontext():
-            results = compiled.run(tuple(call.sizes.items()), *ordered, *compiled.indices)
-        return dict(zip(program.outputs, results, strict=True))
+            return compiled.run(tuple(call.sizes.items()), wanted, (*ordered, *compiled.indices))
 
     def _index(self, axis: str) -> Tensor:
         return torch.tensor(self.world.coordinates[axis], device=self.world.device)
