@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from fxpar.plan import Plan
 from fxpar.runtime.adopt import open_alike
 from fxpar.runtime.checkpoint import Checkpoint
 from fxpar.runtime.module import ParallelModule
-from fxpar.runtime.world import join
+from fxpar.runtime.world import connect, join
 
 
 def parallelize(
@@ -27,6 +28,8 @@ def parallelize(
     loss: Callable[[Any, Any], Tensor] | str | None = None,
     passes: Sequence[Pass] = DEFAULT_PASSES,
     checkpoint: str | Path | Checkpoint | None = None,
+    check_inputs: bool = False,
+    timeout: float = 600.0,
 ) -> ParallelModule:
     """Compiles a single-device model into the part that this process runs.
 
@@ -45,17 +48,29 @@ def parallelize(
         checkpoint: safetensors from which the weights are read instead, each rank its shards: a file, an index, a
             folder with `model.safetensors` or its index, or a `fxpar.Checkpoint` (other names). Values are cast to the
             model's types and the plan's precision. Buffers that are not saved keep the model's values.
+        check_inputs: whether every call first compares the ranks' batches, modes and kinds of call. It costs one small
+            all-gather and a copy of the batch to the CPU; without it, calls that differ can hang or give wrong results.
+        timeout: seconds that ranks wait for each other to compile, here and when a call needs another program. Also the
+            timeout of the process groups' collectives, where groups are created here and not by the caller.
 
     Raises:
-        InputError: the model, plan, example or world cannot be used; the text names what and the remedy.
+        InputError: the model, plan, example or world cannot be used, or differs between ranks; the text names what and
+            the remedy.
+        RankError: another rank failed, has ended or did not come in time; names it, and its reason.
         CheckpointError: the checkpoint cannot be read, lacks or has more names than the model, or has other shapes.
         LayoutError, CheckFailed: a static check rejected the program, which is a bug of a pass.
     """
-    _check(model, plan, loss)
-    check_samples(example)
-    world = join(plan)
-    opened = None if checkpoint is None else open_alike(checkpoint, model, world)
-    return ParallelModule(model, plan, world, example, loss, passes, opened)
+    if not isinstance(timeout, int | float) or not 0 < timeout < math.inf:
+        raise InputError(f"{timeout!r} is no number of seconds", where="timeout", remedy="pass a positive number")
+    agreement = connect(timeout)
+    with agreement.call("parallelize"):
+        _check(model, plan, loss)
+        check_samples(example)
+        world = join(plan, agreement)
+        opened = None if checkpoint is None else open_alike(checkpoint, model, world)
+        module = ParallelModule(model, plan, world, example, loss, passes, opened, check_inputs)
+        agreement.agree({}, "")  # every rank holds its shards
+    return module
 
 
 def _check(model: Any, plan: Any, loss: Any) -> None:

@@ -34,6 +34,10 @@ class PlanError(InputError):
     """A plan contradicts itself, the model or the world it runs in."""
 
 
+class RankError(InputError):
+    """Another rank is why this one cannot go on: it failed, has ended, or makes other calls."""
+
+
 class CaptureError(InputError):
     """A model cannot be captured into one graph that computes the same values and gradients."""
 

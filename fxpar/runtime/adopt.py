@@ -189,7 +189,7 @@ def open_alike(checkpoint: str | Path | Checkpoint, model: nn.Module, world: Wor
 
 def _open_alike(checkpoint: str | Path | Checkpoint, world: World) -> Checkpoint:
     found = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint(checkpoint)
-    world.agree({"the checkpoint": found.digest}, "give every rank the same files")
+    world.agreement.agree({"the checkpoint": found.digest}, "give every rank the same files")
     return found
 
 

@@ -6,6 +6,7 @@ and an example of it to trace; or an error that names the entry.
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 from collections.abc import Mapping
 from typing import Any, NoReturn
@@ -20,6 +21,8 @@ from fxpar.passes.assign_rng import RNG_PATH
 from fxpar.program import Input, Program
 from fxpar.symbols import evaluate
 
+# What transformers calls a cache, and the flag that asks for one.
+_CACHES = ("past_key_values", "past_key_value", "cache_params", "use_cache")
 _CONSTANTS = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
 
@@ -67,6 +70,7 @@ def check(model: nn.Module, batch: Any, has_loss: bool) -> None:
     """
     signature = inspect.signature(model.forward)
     if isinstance(batch, Mapping):
+        _check_caches(batch)
         _check_names(signature, batch, has_loss)
     elif not has_loss:
         values = batch if isinstance(batch, tuple) else (batch,)
@@ -84,6 +88,16 @@ def check(model: nn.Module, batch: Any, has_loss: bool) -> None:
                 f"a {type(value).__name__} cannot be part of a program",
                 where=f"batch entry {path}",
                 remedy="pass tensors, numbers, strings or None",
+            )
+
+
+def _check_caches(batch: Mapping[str, Any]) -> None:
+    for name in _CACHES:
+        if batch.get(name) is not None and batch[name] is not False:
+            raise InputError(
+                "caches are for generation, which is not supported",
+                where=f"batch entry {name}",
+                remedy="leave it out; generate with the plain model, loaded from full_state_dict()",
             )
 
 
@@ -132,6 +146,20 @@ def structure(batch: Any) -> tuple[Any, ...]:
 def example(batch: Any) -> Any:
     """A batch of the same shapes on the meta device, to trace."""
     return pytree.tree_map_only(Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"), batch)
+
+
+def batch_facts(batch: Any, values: bool) -> dict[str, str]:
+    """A batch by entries, for ranks to compare: types and shapes, and with `values` a digest of the elements."""
+    found = {"the batch": f"{type(batch).__name__} of {', '.join(path for path, _ in leaves(batch))}"}
+    for path, value in leaves(batch):
+        text = repr(value) if isinstance(value, _CONSTANTS) else type(value).__name__
+        if isinstance(value, Tensor):
+            text = f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+            if values and not value.is_meta:
+                data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+                text += f" of values {hashlib.sha256(data.tobytes()).hexdigest()[:12]}"
+        found[f"batch entry {path}"] = text
+    return found
 
 
 def bind(spec: CallSpec, call: Any, device: torch.device) -> dict[str, Tensor]:

@@ -48,6 +48,8 @@ def save_checkpoint(module: ParallelModule, model: nn.Module, folder: str | Path
     path, is_writer = Path(folder), module.world.rank == 0
     if is_writer:
         _prepare(path)
+    # What the writer is refused, the others hear here and not in a gather that it never joins.
+    module.world.agreement.agree({"the files": " ".join(files)}, "save the same model on every rank")
     for file, names in files.items():
         held: dict[str, Tensor] = {}
         for name in names:
@@ -59,7 +61,7 @@ def save_checkpoint(module: ParallelModule, model: nn.Module, folder: str | Path
             _write(path / file, held)
     if is_writer:
         _describe(path, model, tensors, files)
-    module.world.agree({"the files": " ".join(files)}, "save the same model on every rank")  # all of them are there
+    module.world.agreement.agree({}, "")  # all files are there
 
 
 def _bytes_of(size: int | str) -> int:

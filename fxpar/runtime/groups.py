@@ -7,6 +7,7 @@ Enters: a mesh, and the names of groups as `Mesh.groups` takes them. Leaves: thi
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -19,11 +20,16 @@ from fxpar.mesh import Mesh
 from fxpar.ops.collectives import Group
 
 
-def create_groups(mesh: Mesh, names: Iterable[str]) -> dict[str, Group]:
+def create_groups(mesh: Mesh, names: Iterable[str], timeout: timedelta | None = None) -> dict[str, Group]:
     """Creates process groups. A collective call: every process of the world makes it with the same mesh and names.
 
     Names of the same ranks share one group, and a group of all processes is the one that is there already: a
     communicator costs memory on the device and time to set up.
+
+    Args:
+        mesh: its world is that of the processes.
+        names: as `Mesh.groups` takes them.
+        timeout: of the collectives in groups that are new; None for torch's own.
 
     Returns:
         This rank's group by name, without those of one rank and those that the rank is not in.
@@ -36,20 +42,20 @@ def create_groups(mesh: Mesh, names: Iterable[str]) -> dict[str, Group]:
     for name in names:
         ranks = mesh.groups(name)
         if ranks not in made:
-            made[ranks] = _create(ranks, name)
+            made[ranks] = _create(ranks, name, timeout)
         group = made[ranks]
         if group is not None:
             found[name] = group
     return found
 
 
-def _create(ranks: Groups, name: str) -> Group | None:
+def _create(ranks: Groups, name: str, timeout: timedelta | None) -> Group | None:
     several = [list(group) for group in ranks if len(group) > 1]
     if not several:
         return None
     own = dist.group.WORLD
     if several != [list(range(dist.get_world_size()))]:
-        own, _ = dist.new_subgroups_by_enumeration(several, group_desc=name)
+        own, _ = dist.new_subgroups_by_enumeration(several, timeout=timeout, group_desc=name)
     return None if own is None else Group(own.group_name, own.size())
 
 

@@ -31,6 +31,7 @@ from fxpar.report import Report, make_report
 from fxpar.runtime import batch as calls
 from fxpar.runtime import distributed_state
 from fxpar.runtime.adopt import adopt, load
+from fxpar.runtime.agreement import together
 from fxpar.runtime.checkpoint import Checkpoint
 from fxpar.runtime.execution import Executor, own_generator
 from fxpar.runtime.export import save_checkpoint
@@ -103,6 +104,7 @@ class ParallelModule(nn.Module):
         loss: Callable[[Any, Any], Tensor] | str | None,
         passes: Sequence[Pass],
         checkpoint: Checkpoint | None = None,
+        check_inputs: bool = False,
     ) -> None:
         super().__init__()
         self.plan, self.world = plan, world
@@ -112,16 +114,15 @@ class ParallelModule(nn.Module):
         self._one = torch.tensor([0, 1, 0], device=world.device)
         self.saved_names = list(model.state_dict().keys())
         self.layouts: dict[str, Layout] = {}
-        self._loss, self._passes = loss, tuple(passes)
+        self._loss, self._passes, self._check_inputs = loss, tuple(passes), check_inputs
         self._programs: dict[Any, list[Compiled]] = {}
         self._shapes = {n: tuple(t.shape) for n, t in _tensors(model, everything=True).items()}
         skeleton = skeleton_of(model, PRECISION_DTYPES[plan.precision])
         self._twins = ((skeleton, self), *attach(self, skeleton))  # in a tuple: the skeletons are not children
         example = calls.canonical(example)
         first = self._compile(example, callable(loss), loss)
-        text = hashlib.sha256(print_program(first.program).encode()).hexdigest()
-        world.agree({"the program": text}, "build the model, plan and example alike on every rank")
-        world.agree(fingerprints(model), "build the model alike on every rank: seed it, or load one checkpoint")
+        facts = {**self._facts(example, values=False), **fingerprints(model), "the program": _digest(first)}
+        world.agreement.agree(facts, "build the model alike on every rank: seed it, or load one checkpoint")
         self.layouts = _parameter_layouts(first.program)
         self._aliases = {other: p.fqn for p in first.program.parameters for other in p.tied}
         self.loading = adopt(self, model, PRECISION_DTYPES[plan.precision], checkpoint)
@@ -152,17 +153,28 @@ class ParallelModule(nn.Module):
         return tuple(own.training for _, own in self._twins), with_loss, calls.structure(batch)
 
     def _bound(self, batch: Any, with_loss: bool) -> _Call:
-        """The program for a call; it is compiled where none fits."""
+        """The program for a call; it is compiled where none fits, on all ranks or on none."""
+        if self._check_inputs:
+            self.world.agreement.compare(self._facts(batch, values=True), self.world.device)
         calls.check(self._skeleton, batch, with_loss)
         known = self._programs.setdefault(self._key(batch, with_loss), [])
         for compiled in known:
             call = self._fit(compiled, batch)
             if call is not None:
                 return call
-        known.append(self._compile(batch, with_loss))
-        call = self._fit(known[-1], batch)
+        compiled = self._compile(batch, with_loss)
+        facts = {**self._facts(batch, values=False), "the program": _digest(compiled)}
+        self.world.agreement.agree(facts, "make the same calls on every rank, with batches of the same sizes")
+        known.append(compiled)
+        call = self._fit(compiled, batch)
         assert call is not None, "a program does not fit the batch it was compiled for"
         return call
+
+    def _facts(self, batch: Any, values: bool) -> dict[str, str]:
+        """What must be the same on all ranks in a call."""
+        modes = [own.training for _, own in self._twins]
+        mode = "training" if all(modes) else f"modules in training {modes}" if any(modes) else "evaluation"
+        return {"the call": self.world.agreement.what, "the mode": mode, **calls.batch_facts(batch, values)}
 
     def _fit(self, compiled: Compiled, batch: Any) -> _Call | None:
         """The call by a program; None where the program is for other sizes."""
@@ -204,6 +216,7 @@ class ParallelModule(nn.Module):
 
     # ------------------------------------------------------------------ calls
 
+    @together
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own output for a call as the author defined it; sharded tensors come as DTensor.
 
@@ -221,6 +234,7 @@ class ParallelModule(nn.Module):
         ]
         return pytree.tree_unflatten(leaves, spec.out_spec)
 
+    @together
     def train_step(self, batch: Any) -> Tensor:
         """Forward and backward of one batch; gradients are added to `.grad`. Returns the loss, detached.
 
@@ -316,6 +330,7 @@ class ParallelModule(nn.Module):
 
     # ------------------------------------------------------------------ state
 
+    @together
     def full_state_dict(self) -> dict[str, Tensor]:
         """What `state_dict()` of the unsplit model would hold, on the CPU of every rank. All ranks must call it."""
         return full_state_dict(self)
@@ -355,6 +370,7 @@ class ParallelModule(nn.Module):
             raise InputError("takes the state dict alone", where="load_state_dict()", remedy="leave the others out")
         distributed_state.load_state_dict(self, state_dict)
 
+    @together
     def save_checkpoint(self, folder: str | Path, shard_size: int | str = "5GB") -> None:
         """Writes safetensors under the author's names, as transformers' `from_pretrained` and `load_checkpoint` read.
 
@@ -371,6 +387,7 @@ class ParallelModule(nn.Module):
         """
         save_checkpoint(self, self._skeleton, folder, shard_size)
 
+    @together
     def load_checkpoint(self, checkpoint: str | Path | Checkpoint) -> None:
         """Loads safetensors; each rank reads its parts. Tied names may be left out. All ranks must call it.
 
@@ -382,6 +399,7 @@ class ParallelModule(nn.Module):
         """
         load(self, checkpoint)
 
+    @together
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scales all gradients so that their global norm is at most `max_norm`; returns the norm before.
 
@@ -431,6 +449,10 @@ def _tensors(module: nn.Module, everything: bool = False) -> dict[str, Tensor]:
         **dict(module.named_buffers(remove_duplicate=not everything)),
         **dict(module.named_parameters(remove_duplicate=not everything)),
     }
+
+
+def _digest(compiled: Compiled) -> str:
+    return hashlib.sha256(print_program(compiled.program).encode()).hexdigest()
 
 
 def _parameter_layouts(program: Program) -> dict[str, Layout]:

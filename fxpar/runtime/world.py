@@ -9,15 +9,17 @@ import atexit
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fxpar.errors import InputError, PlanError
+from fxpar.errors import PlanError, RankError
 from fxpar.mesh import Mesh
 from fxpar.ops.collectives import Group
 from fxpar.plan import Plan
+from fxpar.runtime.agreement import Agreement, connected, plan_facts
 from fxpar.runtime.groups import create_groups, device_mesh, process_group
 
 
@@ -32,6 +34,7 @@ class World:
         mesh: which ranks communicate with which.
         groups: name and size of the process group by axis; axes of one rank have none.
         coordinates: the rank's index on each of these axes.
+        agreement: where the ranks compare their programs and leave the reasons of failures.
     """
 
     rank: int
@@ -40,6 +43,7 @@ class World:
     mesh: Mesh
     groups: Mapping[str, Group]
     coordinates: Mapping[str, int]
+    agreement: Agreement
 
     @property
     def process_groups(self) -> Mapping[str, dist.ProcessGroup]:
@@ -51,33 +55,31 @@ class World:
         """The device mesh of the dense part, for sharded outputs. Not kept: it may hold its groups."""
         return device_mesh(self.mesh.dense, self.groups, self.device)
 
-    def agree(self, mine: Mapping[str, str], remedy: str) -> None:
-        """Compares texts by name over all ranks. A collective call.
 
-        Raises:
-            InputError: a rank has another text; names the first that differs and the two ranks.
-        """
-        if self.size == 1:
-            return
-        everyone: list[Mapping[str, str]] = [{}] * self.size
-        dist.all_gather_object(everyone, dict(mine))
-        for rank, other in enumerate(everyone):
-            for name in dict.fromkeys((*everyone[0], *other)):
-                if everyone[0].get(name) != other.get(name):
-                    raise InputError(f"differs between rank 0 and rank {rank}", where=name, remedy=remedy)
+def connect(seconds: float) -> Agreement:
+    """Meets the other processes; initialises the process group where the launcher left that to us.
 
-
-def join(plan: Plan) -> World:
-    """Joins the processes that the plan asks for; initialises the process group where the launcher left that to us.
-
-    A plan of ones in a process that no launcher started needs none.
+    Args:
+        seconds: how long ranks wait for each other; also the timeout of the group, where we initialise it.
 
     Raises:
-        PlanError: the number of processes is not the plan's, or there are more ranks than GPUs on a machine that has
-            some.
+        PlanError: there are more ranks than GPUs on a machine that has some.
+        RankError: not all processes came in time.
     """
     if not dist.is_initialized() and "WORLD_SIZE" in os.environ and "RANK" in os.environ:
-        _initialise()
+        _initialise(seconds)
+    return connected(seconds)
+
+
+def join(plan: Plan, agreement: Agreement) -> World:
+    """This rank's place among the processes that the plan asks for.
+
+    A plan of ones in a process that no launcher started needs no group.
+
+    Raises:
+        PlanError: the number of processes is not the plan's.
+        InputError: another rank has another plan.
+    """
     size = dist.get_world_size() if dist.is_initialized() else 1
     if size != plan.world_size:
         raise PlanError(
@@ -90,13 +92,14 @@ def join(plan: Plan) -> World:
         device = torch.device("cpu")
     else:
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    agreement.agree(plan_facts(plan), "pass the same plan on every rank")  # before groups are created by it
     mesh = plan.mesh
-    groups = create_groups(mesh, plan.axes)
+    groups = create_groups(mesh, plan.axes, timedelta(seconds=agreement.seconds))
     index = mesh.coordinates(rank)
-    return World(rank, size, device, mesh, groups, {axis: index[axis] for axis in groups})
+    return World(rank, size, device, mesh, groups, {axis: index[axis] for axis in groups}, agreement)
 
 
-def _initialise() -> None:
+def _initialise(seconds: float) -> None:
     """One GPU a local rank with NCCL where there are GPUs, else gloo. The group is left when the process ends."""
     if torch.cuda.is_available():
         local, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
@@ -109,7 +112,15 @@ def _initialise() -> None:
                 remedy="start one process for each GPU, or hide the GPUs (CUDA_VISIBLE_DEVICES=) to run on CPUs",
             )
         torch.cuda.set_device(local)
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    try:
+        dist.init_process_group(backend, timeout=timedelta(seconds=seconds))
+    except dist.DistError as error:
+        raise RankError(
+            f"{os.environ['WORLD_SIZE']} processes did not meet within {seconds:g} s: {str(error).splitlines()[0]}",
+            where=f"rank {os.environ['RANK']}, start-up",
+            remedy="look at the output of the other processes: one ended, or does not call parallelize",
+        ) from error
     atexit.register(_leave)
 
 

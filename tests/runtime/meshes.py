@@ -12,7 +12,7 @@ from fxpar.mesh import Mesh
 from fxpar.ops.collectives import Group
 from fxpar.plan import Plan
 from fxpar.runtime.groups import create_groups, device_mesh, process_group
-from fxpar.runtime.world import join
+from fxpar.runtime.world import connect, join
 
 
 def _facts(group: Group) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def device_meshes(mesh: Mesh) -> dict[str, Any]:
 
 def joined() -> dict[str, Any]:
     """The world of a plan that splits each layer over all ranks."""
-    world = join(Plan(tp=dist.get_world_size()))
+    world = join(Plan(tp=dist.get_world_size()), connect(60.0))
     made = world.device_mesh
     return {
         "same": {axis: group is dist.group.WORLD for axis, group in world.process_groups.items()},

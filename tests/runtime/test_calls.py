@@ -166,6 +166,22 @@ def test_flags_of_a_call_reach_the_model() -> None:
     torch.testing.assert_close(found, eager(ids, return_dict=False))
 
 
+def test_caches_are_refused_by_name() -> None:
+    ids = torch.arange(12).reshape(2, 6)
+    eager: Any = models.wide_llama().eval()
+    model = fxpar.parallelize(eager, fxpar.Plan(), {"input_ids": ids})
+    cache = eager(ids, use_cache=True).past_key_values
+    for name, value in {"use_cache": True, "past_key_values": cache}.items():
+        with pytest.raises(InputError, match="caches are for generation, which is not supported") as caught:
+            model(ids, **{name: value})
+        assert caught.value.where == f"batch entry {name}"
+    torch.testing.assert_close(model(ids, use_cache=False, past_key_values=None).logits, eager(ids).logits)
+    eager.config.use_cache = True
+    with pytest.raises(InputError, match="the model returns a cache") as caught:
+        fxpar.parallelize(eager, fxpar.Plan(), {"input_ids": ids})
+    assert caught.value.where == "model.config.use_cache"
+
+
 def test_a_tensor_that_the_model_ignores_is_refused() -> None:
     batch = {"input_ids": torch.ones(2, 6, dtype=torch.long), "token_type": torch.zeros(2, 6)}
     with pytest.raises(InputError, match="does nothing with it") as caught:

