@@ -34,7 +34,7 @@ def _dropout_kernel(  # type: ignore[no-untyped-def]
     ranks,
     origin,
     threshold,
-    scale,
+    SCALE: tl.constexpr,
     IS_CUT: tl.constexpr,
     IN_FOURS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -66,7 +66,8 @@ def _dropout_kernel(  # type: ignore[no-untyped-def]
         word = tl.where((index & 2) == 0, tl.where(is_odd, w1, w0), tl.where(is_odd, w3, w2))
     place = start + tl.arange(0, BLOCK).to(tl.int64)
     x = tl.load(x_ptr + place, mask=place < count, other=0.0)
-    y = tl.where(word.to(tl.int64) - 2147483648 >= threshold, x.to(tl.float32) * scale, 0.0)
+    scaled = x.to(tl.float32) * SCALE
+    y = tl.where(word.to(tl.int64) - 2147483648 >= threshold, scaled, 0.0)
     tl.store(y_ptr + place, y.to(x.dtype), mask=place < count)
 
 
@@ -86,7 +87,7 @@ def _dropout(x: Tensor, rng: Tensor, rank: Tensor, p: float, origin: int, run: i
         ranks,
         (origin ^ _SIGN) - _SIGN,
         int(p * 2**32) - _SIGN,
-        1.0 / (1.0 - p),
+        SCALE=1.0 / (1.0 - p),  # torch.compile would pass a variable as float64
         IS_CUT=ranks > 1,
         IN_FOURS=is_in_fours,
         BLOCK=_BLOCK,
