@@ -88,7 +88,7 @@ class Saved:
 def step(model: fxpar.ParallelModule, batch: Any) -> Found:
     """One step of training, counted; then AdamW's state."""
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    indices = [t for known in model._programs.values() for compiled in known for t in compiled.indices]
+    indices = [t for compiled in model._programs for t in compiled.indices]
     tensors = [*named.values(), *pytree.tree_leaves(batch), *indices]
     own = {t.untyped_storage()._cdata: t for t in tensors}
     saved = Saved(own)

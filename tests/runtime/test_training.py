@@ -38,6 +38,7 @@ def test_two_ranks_train_like_one_process(world2: World, name: str) -> None:
     assert_trains_like_one_process(world2, name)
 
 
+@pytest.mark.matrix
 def test_four_ranks_train_like_one_process_with_a_callable_loss(world4: World) -> None:
     assert_trains_like_one_process(world4, "encoder")
 

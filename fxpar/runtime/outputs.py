@@ -1,0 +1,67 @@
+"""What a call returns: the model's own output, with sharded tensors as DTensor.
+
+Enters: a rank's results by name. Leaves: the nest that the author's forward returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+
+from fxpar.errors import InputError
+from fxpar.layout import Layout, Placement, shard
+from fxpar.ops import bound
+from fxpar.program import TensorType, note, output_layouts
+from fxpar.runtime.programs import Call
+from fxpar.runtime.world import World
+from fxpar.shards import without_padding
+from fxpar.symbols import evaluate
+
+
+def returned(call: Call, outputs: Mapping[str, Tensor], world: World) -> Any:
+    """The nest of a call's outputs.
+
+    Raises:
+        InputError: an output of which ranks share parts.
+    """
+    spec, nodes = call.compiled.captured.spec, call.compiled.program.output_nodes()
+    leaves = [
+        _whole_or_dtensor(str(what), outputs[str(what)], output_layouts(nodes[str(what)])[0], call, world)
+        if kind == "output"
+        else what
+        for kind, what in spec.out_leaves
+    ]
+    return pytree.tree_unflatten(leaves, spec.out_spec)
+
+
+def _whole_or_dtensor(name: str, value: Tensor, layout: Layout, call: Call, world: World) -> Any:
+    """A sharded output as DTensor where its shard is an even block of the dimension, else gathered."""
+    program = call.compiled.program
+    placement = layout.on("tp") if "tp" in program.axes else Placement("I")
+    if not placement.is_shard:
+        return value
+    kind = note(program.output_nodes()[name]).type
+    assert isinstance(kind, TensorType)
+    if placement.is_padded or placement == shard(placement.dim, kind.shape[placement.dim]):
+        # The last ranks may hold less than the first: the whole shape cannot be told from the part.
+        own = without_padding(value, layout, program.axes, world.coordinates)
+        shape = torch.Size([evaluate(size, call.sizes) for size in kind.shape])
+        return DTensor.from_local(
+            own,
+            world.device_mesh["tp"],
+            [Shard(placement.dim)],
+            run_check=False,
+            shape=shape,
+            stride=torch.empty(shape, device="meta").stride(),
+        )
+    if placement.is_shared:
+        raise InputError(f"the ranks hold {placement} of it", where=f"output {name}", remedy="do not return it")
+    pieces = [(evaluate(p.outer, call.sizes), evaluate(p.size, call.sizes)) for p in placement.pieces]
+    group = world.groups["tp"]
+    index = call.compiled.indices[call.compiled.lowered.indices.index("tp")]
+    return bound.gather(value, placement.dim, pieces, group.name, group.size, index)
