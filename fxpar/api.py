@@ -60,7 +60,7 @@ def parallelize(
         CheckpointError: the checkpoint cannot be read, lacks or has more names than the model, or has other shapes.
         LayoutError, CheckFailed: a static check rejected the program, which is a bug of a pass.
     """
-    if not isinstance(timeout, int | float) or not 0 < timeout < math.inf:
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < math.inf:
         raise InputError(f"{timeout!r} is no number of seconds", where="timeout", remedy="pass a positive number")
     agreement = connect(timeout)
     with agreement.call("parallelize"):

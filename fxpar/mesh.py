@@ -34,6 +34,10 @@ _IN_EXPERTS = {"tp": "etp", "ep": "ep", "dp": "edp", "pp": "pp"}
 _Problem = tuple[str, str, str]
 
 
+# Groups are listed rank by rank: beyond any cluster there is only a slip of the keyboard.
+MOST_RANKS = 2**20
+
+
 @dataclass(frozen=True)
 class Mesh:
     """A world of ranks and how its axes are laid out in it.
@@ -115,6 +119,8 @@ class Mesh:
                 yield word, reason, f"name {word} once"
 
     def _wrong_products(self) -> Iterator[_Problem]:
+        if self._total > MOST_RANKS:
+            yield "world size", f"{self._total} ranks are more than {MOST_RANKS}", "check the sizes of the axes"
         for left, axes in (("dp", ("tp", "cp", "pp")), ("edp", ("etp", "ep", "pp"))):
             sizes = [self._given(axis) for axis in axes]
             product, total = math.prod(sizes), self._total

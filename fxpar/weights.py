@@ -68,7 +68,8 @@ def materialize(model: nn.Module, seed: int = 0, device: torch.device | str = "c
     Tensors that have values keep them. `fxpar.parallelize` gives each rank its part of the same bits.
 
     What a constructor does to weights by itself (a loop that rescales some of them, say) is no initialiser, and is
-    lost on the meta device: it belongs into `_init_weights` or `reset_parameters`.
+    lost on the meta device: it belongs into `_init_weights` or `reset_parameters`. A constructor that writes
+    `torch.Tensor(n, m)` passes the meta device by: such a tensor counts as one that has values, whatever they are.
 
     Args:
         model: changed in place: its meta parameters and buffers are replaced by new ones.
@@ -276,8 +277,9 @@ def _is_written(value: Any, meta: Tensor) -> bool:
         return False
     if value.is_floating_point() or value.is_complex():
         return not bool(value.isnan().any())
-    elements = value.detach().contiguous().reshape(-1, 1).view(torch.uint8)
-    return not bool((elements == _UNWRITTEN).all(-1).any())
+    elements = (value.detach().contiguous().reshape(-1, 1).view(torch.uint8) == _UNWRITTEN).all(-1)
+    # In one byte it is a value like others.
+    return not bool(elements.all() if value.element_size() == 1 and value.numel() else elements.any())
 
 
 @contextlib.contextmanager

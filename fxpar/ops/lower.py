@@ -8,7 +8,7 @@ The module is the same on every rank: ranks differ by the index tensors they pas
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -62,8 +62,38 @@ class Lowered:
         graph = fx.Graph()
         results: Any = graph.graph_copy(self.module.graph, {})
         by_name = dict(zip(self.outputs, results, strict=True))
+        _prune_buckets(graph, [by_name[name] for name in wanted])
         graph.output(tuple(by_name[name] for name in wanted))
         return replace(self, module=fx.GraphModule(self.module, graph), outputs=wanted)
+
+
+def _prune_buckets(graph: fx.Graph, results: Sequence[fx.Node]) -> None:
+    """Takes weights that no result needs out of the reductions of gradients.
+
+    A compiled backward would give them zeros in place of no gradient, and an optimizer would move them.
+    """
+    needed: set[fx.Node] = set()
+    pending = list(results)
+    while pending:
+        node = pending.pop()
+        if node not in needed:
+            needed.add(node)
+            pending += node.all_input_nodes
+    for node in list(graph.nodes):
+        if node.target is not coalesced.sum_gradients:
+            continue
+        weights, held, *rest = node.args
+        items = {user.args[1]: user for user in node.users}
+        kept = [index for index in range(len(weights)) if items.get(index) in needed]
+        for index, item in items.items():
+            if index in kept:
+                item.args = (node, kept.index(index))
+            else:
+                item.replace_all_uses_with(weights[index])
+                graph.erase_node(item)
+        node.args = ([weights[i] for i in kept], [held[i] for i in kept], *rest)
+        if not kept:
+            graph.erase_node(node)
 
 
 def lower(program: Program, groups: Mapping[str, Group], device: torch.device | str = "cpu") -> Lowered:

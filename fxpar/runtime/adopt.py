@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fxpar.errors import CheckpointError
 from fxpar.layout import Layout
-from fxpar.runtime.checkpoint import Checkpoint
+from fxpar.runtime.checkpoint import Checkpoint, kind_of
 from fxpar.runtime.state import check_names, check_shape, names_fit
 from fxpar.runtime.world import World
 from fxpar.shards import local_block
@@ -207,6 +207,14 @@ def _matched(
         check_shape(name, checkpoint.shapes[name], shape_of(name))
     present = set(given)
     matched = [(entry, [name for name in entry.names if name in present]) for entry in entries]
+    for entry, name in ((entry, name) for entry, names in matched for name in names):
+        found, wanted = checkpoint.kinds[name], kind_of(entry.tensor.dtype)
+        if found != wanted:
+            raise CheckpointError(
+                f"holds numbers of the kind {found}, and the model's are {wanted}",
+                where=f"{where}: {name}",
+                remedy="convert it (quantised weights, say) and save it again",
+            )
     return [(entry, names) for entry, names in matched if names]
 
 

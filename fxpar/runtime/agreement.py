@@ -265,9 +265,10 @@ def together(method: Callable[Concatenate[Any, _P], _R]) -> Callable[Concatenate
 
 class _Call:
     def __init__(self, agreement: Agreement, what: str) -> None:
-        self._agreement, self._what = agreement, what
+        self._agreement, self._what, self._around = agreement, what, ""
 
     def __enter__(self) -> None:
+        self._around = self._agreement.what
         self._agreement.begin(self._what)
 
     def __exit__(
@@ -275,6 +276,7 @@ class _Call:
     ) -> None:
         if error is not None:
             self._agreement.failed(error)
+        self._agreement.what = self._around  # of the call that this one is part of
 
 
 def _is_lost(error: BaseException) -> bool:

@@ -166,7 +166,8 @@ def bind(spec: CallSpec, call: Any, device: torch.device) -> dict[str, Tensor]:
     """A program's inputs by path for a call `(args, kwargs)` of its structure, on the device."""
     flat, _ = pytree.tree_flatten(call)
     pairs = zip(spec.in_leaves, flat, strict=True)
-    return {str(what): value.to(device) for (kind, what), value in pairs if kind == "input"}
+    # A compiled program is one for each memory layout too: there is to be one.
+    return {str(what): value.to(device).contiguous() for (kind, what), value in pairs if kind == "input"}
 
 
 def sizes_of(program: Program, inputs: Mapping[str, Tensor]) -> dict[str, int] | None:

@@ -49,6 +49,7 @@ class Checkpoint:
 
     Attributes:
         shapes: whole shape of each tensor by the model's name.
+        kinds: of numbers that each tensor holds: "float", "int", "bool" or "complex".
 
     Raises:
         CheckpointError: there is no such checkpoint, its files cannot be read or contradict its index, or two tensors
@@ -70,6 +71,7 @@ class Checkpoint:
                 )
             self._entries[name] = entry
         self.shapes: Mapping[str, tuple[int, ...]] = {name: entry.shape for name, entry in self._entries.items()}
+        self.kinds: Mapping[str, str] = {name: _kind(entry.dtype) for name, entry in self._entries.items()}
 
     @property
     def digest(self) -> str:
@@ -136,6 +138,20 @@ class Reader:
         self.bytes_read += size
         self.latest = max(self.latest, size)
         return value
+
+
+def _kind(dtype: str) -> str:
+    """The kind of a type by its name in safetensors: F32, BF16, F8_E4M3, I64, U8, BOOL, C64."""
+    if dtype.startswith(("F", "BF")):
+        return "float"
+    return {"B": "bool", "C": "complex"}.get(dtype[0], "int")
+
+
+def kind_of(dtype: torch.dtype) -> str:
+    """The kind of an element type, as `Checkpoint.kinds` names it."""
+    if dtype.is_floating_point:
+        return "float"
+    return "complex" if dtype.is_complex else "bool" if dtype == torch.bool else "int"
 
 
 def _entries(path: Path) -> list[_Entry]:

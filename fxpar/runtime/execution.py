@@ -31,7 +31,7 @@ class Executor:
     Attributes:
         lowered: what `lower` made.
         plan: whether to compile.
-        made: callables by shapes and wanted outputs.
+        made: callables by wanted outputs and, compiled, by all for which there is a graph of its own.
     """
 
     lowered: Lowered
@@ -47,7 +47,11 @@ class Executor:
                 each output that has no gradient.
             values: the module's inputs.
         """
-        key = (shapes if self.plan.compile else None, wanted)
+        key: Hashable = wanted
+        if self.plan.compile:
+            # What torch.compile would compile anew for; of one code it makes few variants, and then refuses.
+            trained = tuple(value.requires_grad for value in values)
+            key = (wanted, shapes, trained, torch.is_grad_enabled(), torch.is_inference_mode_enabled())
         if key not in self.made:
             self.made[key] = self._make(wanted)
         return dict(zip(wanted, self.made[key](*values), strict=True))

@@ -70,7 +70,8 @@ class ParallelModule(nn.Module):
         self._shapes = {n: tuple(t.shape) for n, t in _tensors(model, everything=True).items()}
         self._programs = Programs(model, self, plan, world, loss, passes)
         self._programs.start(calls.canonical(example), fingerprints(model))
-        self.loading = adopt(self, model, PRECISION_DTYPES[plan.precision], checkpoint)
+        with torch.device("cpu"):  # and not that of a context in which the model was built
+            self.loading = adopt(self, model, PRECISION_DTYPES[plan.precision], checkpoint)
 
     @property
     def layouts(self) -> dict[str, Layout]:

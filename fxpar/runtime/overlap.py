@@ -118,9 +118,8 @@ class Overlap(CustomGraphPass):
 
     def _seconds(self, node: fx.Node) -> float:
         """Of a collective or of a matrix product; anything else takes next to nothing."""
-        first: Any = node.args[0]
         if node.target in _SENT:
-            operand: Tensor = first.meta["val"]
+            operand: Tensor = node.all_input_nodes[0].meta["val"]
             sent = operand.numel() * operand.element_size() * _SENT[node.target](self.ranks)
             return self.cost.latency + sent / self.cost.bandwidth
         if not _is_product(node):

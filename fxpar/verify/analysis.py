@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -75,11 +75,12 @@ def collectives(program: Program, sizes: Mapping[str, int] | None = None) -> lis
         kinds = list(zip(output_types(node), output_layouts(node), strict=True))
         if node.target is sum_gradients:  # it leaves out what the loss does not reach
             kinds = [pair for index, pair in enumerate(kinds) if _takes(node, index, wanted)]
-        size = simplify(sum(_bytes(kind, layout.on(axis)) for kind, layout in kinds))
         of_parameter = node in weights
         forward, backward = _operations(node)
         for phase, op in (("forward", forward), ("backward", backward if node in wanted else "")):
             if op:
+                cuts = [] if node.target is sum_gradients else _padded_cuts(node, axis, phase)
+                size = simplify(sum(_bytes(kind, layout.on(axis), cuts) for kind, layout in kinds))
                 where = "parameter" if of_parameter else phase
                 found.append(
                     Collective(op, axis, where, node.name, evaluate(size, values), in_input_sizes(program, size))
@@ -101,9 +102,20 @@ def _values(program: Program, sizes: Mapping[str, int] | None) -> dict[str, int]
     return {s.name: -(-given[s.name] // s.multiple) if s.name in given else s.example for s in program.symbols}
 
 
-def _bytes(kind: TensorType, placement: Placement) -> Size:
-    """Of a whole value; of one of which ranks share a part, of that."""
-    size = simplify(product(kind.shape) * kind.dtype.itemsize)
+def _padded_cuts(node: fx.Node, axis: str, phase: str) -> list[Placement]:
+    """The cuts of a coercion whose padding travels too."""
+    before, after = (output_layouts(n)[0].on(axis) for n in (operands(node)[0], node))
+    if node.target is all_to_all and before.dim == after.dim:  # each way by the whole, from the other cut
+        return [p for p in (before if phase == "forward" else after,) if p.is_padded]
+    return [p for p in (before, after) if p.is_padded]
+
+
+def _bytes(kind: TensorType, placement: Placement, cuts: Sequence[Placement]) -> Size:
+    """Of a whole value with the padding of its cuts; of one of which ranks share a part, of that."""
+    shape = list(kind.shape)
+    for cut in cuts:
+        shape[cut.dim] = cut.pieces[0].padded
+    size = simplify(product(shape) * kind.dtype.itemsize)
     if not placement.is_shared:
         return size
     part, total = shared_fraction(placement)

@@ -57,6 +57,11 @@ def test_shared_key_heads_and_padding_are_counted(llama: Report) -> None:
     assert [rank.padding for rank in llama.ranks] == [0] * 7 + [2 * 5 * 96 * 4]
 
 
+def test_the_padding_of_activations_travels_and_is_counted() -> None:
+    """160 features over three ranks are gathered as 162: the listed bytes are checked against the step's."""
+    assert report_of("gpt2", Plan(tp=3)).collectives
+
+
 def test_what_sequence_parallelism_could_not_cut_is_said(vit: Report) -> None:
     (remark,) = vit.remarks
     assert remark.startswith("sequence_parallel cut nothing: attention runs over 17 tokens")

@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch._dynamo.utils import counters
 from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass
@@ -73,3 +73,42 @@ def shapes() -> Found:
                 found[kind].append(model(ids=ids)["logits"])
                 found["graphs"].append(len(seen.graphs))
     return found
+
+
+class Aside(nn.Module):
+    """A norm that the loss does not reach, beside two that it does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.aside = (nn.LayerNorm(8) for _ in range(3))
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        h = self.second(x + self.down(torch.relu(self.up(self.first(x)))))
+        return {"loss": h.square().mean(), "aside": self.aside(h)}
+
+
+def without_gradient() -> Found:
+    """The parameters that a step under sequence parallelism leaves without a gradient, eager and compiled."""
+    found: Found = {}
+    batch = {"x": torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(0))}
+    for kind in ("eager", "compiled"):
+        torch.manual_seed(0)
+        plan = fxpar.Plan(tp=tp(), sequence_parallel=True, compile=kind == "compiled")
+        model = fxpar.parallelize(Aside(), plan, batch)
+        with config.patch(compile_threads=1):
+            model.train_step(batch)
+        found[kind] = sorted(name for name, p in model.named_parameters() if p.grad is None)
+    return found
+
+
+def variants() -> Found:
+    """Steps with more memory layouts than torch.compile makes variants of one code, and the graphs they took."""
+    model, losses = module("tiny", compile=True), []
+    batch = models.batch()
+    with config.patch(compile_threads=1):
+        for width in range(6, 16):
+            wide = torch.zeros(batch["ids"].shape[0], width, dtype=torch.long)
+            wide[:, : batch["ids"].shape[1]] = batch["ids"]
+            losses.append(float(model.train_step({**batch, "ids": wide[:, : batch["ids"].shape[1]]})))
+    return {"losses": losses, "graphs": len(next(iter(model._programs)).run.made)}

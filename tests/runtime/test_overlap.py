@@ -123,3 +123,14 @@ def test_a_tied_weight_s_products_are_not_one_with_their_sum() -> None:
 def test_the_pass_is_named_by_its_code_and_constants() -> None:
     assert Overlap(Cost(), 2).uuid() == Overlap(Cost(), 2).uuid()
     assert Overlap(Cost(), 2).uuid() != Overlap(Cost(), 4).uuid()
+
+
+def test_an_operation_whose_arguments_are_all_named_is_postponed_too() -> None:
+    """Kernels of one's own have no others; one that reads a postponed product waits with it."""
+    b = Backward()
+    grad, x, w = b.give("grad", TOKENS, HIDDEN), b.give("x", TOKENS, HIDDEN), b.give("w", HIDDEN, HIDDEN)
+    dx, dw = b.linear("up", grad, x, w, True)
+    named = b.graph.create_node("call_function", aten.relu.default, (), {"self": dw}, name="named")
+    named.meta["val"] = dw.meta["val"]
+    norm = b.call("norm", aten.relu.default, dx)
+    assert b.order(norm, named) == ["up_dx", "up_t", "up_sum", "up_dw", "named", "up_wait", "norm"]

@@ -148,6 +148,21 @@ def test_initialisers_may_assign_and_draw_as_they_like() -> None:
     assert not torch.equal(first.own, fxpar.materialize(meta(Drawing), 1).own)  # type: ignore[arg-type]
 
 
+class Bytes(nn.Module):
+    """A buffer of single bytes, of which one is the pattern of what is unfilled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.zeros(256, dtype=torch.uint8))
+
+    def reset_parameters(self) -> None:
+        self.table = torch.arange(256, dtype=torch.uint8)
+
+
+def test_single_bytes_may_have_any_value() -> None:
+    assert fxpar.materialize(meta(Bytes)).table.tolist() == list(range(256))  # type: ignore[operator]
+
+
 def test_tensors_that_have_values_keep_them() -> None:
     model = meta(Filled)
     model.own = nn.Parameter(torch.full((3,), 7.0))

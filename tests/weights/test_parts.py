@@ -148,6 +148,18 @@ def test_ranks_read_their_parts_and_hold_one_tensor_more(tmp_path: Path, dtype: 
     assert 0 <= loading.held * (1 if dtype is None else 2) - loading.read <= 4 * 96 * 2
 
 
+def test_other_kinds_of_numbers_are_refused(tmp_path: Path) -> None:
+    reference = fxpar.materialize(meta("gpt2"), SEED)
+    state = {name: value.detach().clone() for name, value in reference.named_parameters()}
+    name = "transformer.h.0.mlp.c_fc.weight"
+    save_file({**state, name: (state[name] * 100).to(torch.int8)}, tmp_path / "model.safetensors")
+    own = share(meta("gpt2"), layouts("gpt2", 4), 4, 1)
+    with pytest.raises(CheckpointError) as caught:
+        parts(meta("gpt2"), own, 0, _CPU, None, fxpar.Checkpoint(tmp_path), Loading())
+    assert caught.value.where.endswith(name)
+    assert caught.value.reason == "holds numbers of the kind int, and the model's are float"
+
+
 def test_an_index_is_believed_where_it_is_right(tmp_path: Path) -> None:
     save_file({"a": torch.ones(2)}, tmp_path / "one.safetensors")
     save_file({"b": torch.ones(3), "c": torch.ones(4)}, tmp_path / "two.safetensors")
