@@ -7,6 +7,7 @@ The module is the same on every rank: ranks differ by the index tensors they pas
 
 from __future__ import annotations
 
+import importlib.util
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ import torch
 from torch import fx, nn
 
 from fxpar import operators as ops
+from fxpar.errors import InputError
 from fxpar.layout import Placement, share_of
 from fxpar.ops import bound, coalesced, factored, random, vocabulary
 from fxpar.ops.collectives import Group
@@ -291,7 +293,13 @@ class _Lowering:
         """One kernel on NVIDIA GPUs; elsewhere PyTorch's operators, the same bits."""
         if self.device.type != "cuda":
             return random.dropout
-        from fxpar.ops import kernels  # needs Triton
+        if importlib.util.find_spec("triton") is None:
+            raise InputError(
+                "dropout on a GPU is a Triton kernel, and Triton is not installed",
+                where="dropout",
+                remedy="pip install triton, or run on the CPU",
+            )
+        from fxpar.ops import kernels
 
         return kernels.dropout
 

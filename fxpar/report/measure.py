@@ -247,7 +247,8 @@ def measure(
             values.update({axis: torch.zeros((), dtype=torch.int64, device=device) for axis in lowered.indices})
             ledger = Ledger({value.untyped_storage()._cdata for value in values.values()})
             with ledger if backward else contextlib.nullcontext(), _packed(ledger) as packed:
-                roots = _forward(program, lowered, _Walk(run, ledger, regions), values, device)
+                state = _random_state(program, device)  # kept by the module until the next step
+                roots = _forward(program, lowered, _Walk(run, ledger, regions), {**values, **state})
             # What belongs to outputs that nothing differentiates has gone with them.
             kept = tuple(entry for entry, storage in packed if storage() is not None)
             if backward and roots:
@@ -283,18 +284,17 @@ def _placeholders(program: Program, sizes: Mapping[str, int], device: torch.devi
     return found
 
 
+def _random_state(program: Program, device: torch.device) -> dict[str, Tensor]:
+    """The state of the random numbers, which is made for each step."""
+    drawn = [entry.node for entry in program.inputs if entry.path == RNG_PATH]
+    return {name: torch.zeros(3, dtype=torch.int64, device=device) for name in drawn}
+
+
 def _forward(
-    program: Program, lowered: Lowered, run: _Walk, values: Mapping[str, Tensor], device: torch.device
+    program: Program, lowered: Lowered, run: _Walk, values: Mapping[str, Tensor]
 ) -> tuple[list[Tensor], list[Tensor]] | None:
     """What is differentiated, with upstream gradients: the loss, without one all outputs. Other outputs are let go."""
-    # As in a real call, the state of the random numbers is made for each step.
-    state = {
-        entry.node: torch.zeros(3, dtype=torch.int64, device=device)
-        for entry in program.inputs
-        if entry.path == RNG_PATH
-    }
-    given = {**values, **state}
-    results = run.run(*[given[name] for name in (*lowered.inputs, *lowered.indices)])
+    results = run.run(*[values[name] for name in (*lowered.inputs, *lowered.indices)])
     outputs = dict(zip(lowered.outputs, results, strict=True))
     roots = [value for name, value in outputs.items() if name == program.loss or not program.loss]
     roots = [value for value in roots if value.requires_grad]

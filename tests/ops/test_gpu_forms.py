@@ -1,0 +1,58 @@
+"""What a program calls on a GPU, lowered without one: fused attention where its bits may be its own, else exact."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import pytest
+
+from fxpar.capture import capture
+from fxpar.errors import InputError
+from fxpar.manager import PassManager
+from fxpar.ops import random
+from fxpar.ops.collectives import Group
+from fxpar.ops.lower import Lowered, lower
+from fxpar.passes import DEFAULT_PASSES
+from fxpar.plan import Plan
+from tests.zoo import CASES
+
+
+def lowered(name: str, plan: Plan, device: str = "cuda", is_checkpointed: bool = False) -> Lowered:
+    case = CASES[name]
+    model: Any = case.model()
+    if is_checkpointed:
+        model.gradient_checkpointing_enable()
+    program = PassManager(DEFAULT_PASSES).run(capture(model, case.example(), plan, case.loss).program)
+    return lower(program, {axis: Group(axis, n) for axis, n in program.axes.items()}, device)
+
+
+def attention_forms(found: Lowered) -> set[Any]:
+    return {node.target for node in found.module.graph.nodes} & {random.attention, random.fused_attention}
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_attention_with_dropout_is_fused_on_gpus(tp: int) -> None:
+    found = lowered("llama", Plan(tp=tp))
+    assert attention_forms(found) == {random.fused_attention}
+    assert found.draws
+
+
+def test_attention_keeps_the_exact_form_where_it_must() -> None:
+    # Asked for; on a CPU; recomputed; with eight heads that three ranks hold alike.
+    exact = [
+        lowered("llama", Plan(tp=2, rng="exact")),
+        lowered("llama", Plan(tp=2), "cpu"),
+        lowered("llama", Plan(tp=2), is_checkpointed=True),
+        lowered("llama", Plan(tp=3)),
+    ]
+    for found in exact:
+        assert attention_forms(found) == {random.attention}
+        assert not found.draws
+
+
+def test_dropout_on_a_gpu_asks_for_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(InputError, match="Triton is not installed") as caught:
+        lowered("gpt2", Plan())
+    assert caught.value.where == "dropout"
