@@ -37,8 +37,8 @@ def parallelize(
         model: any `nn.Module` on the CPU or a device, in the mode (training, evaluation) to compile first. It must hold
             the same weights on every rank; this rank keeps copies of its shards, bit for bit, and the model is left as
             it is (delete it to free its memory). Built under `torch.device("meta")`, it is never whole: its modules are
-            initialised one after the other, as `fxpar.materialize(model, plan.seed)` does, and this rank keeps its
-            shards.
+            initialised one after the other on the run's device, as `fxpar.materialize(model, plan.seed, device)` does,
+            and this rank keeps its shards.
         plan: how to split; its world size must be the number of processes.
         example: a batch as `train_step` will see it (a mapping, a tuple or a tensor), at least two samples; only its
             structure, types and which sizes are equal matter.

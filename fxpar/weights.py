@@ -1,7 +1,8 @@
 """Initial weights of models that were built on the meta device (SPEC section 2.4).
 
 Enters: a model whose tensors have shapes and no values. Leaves: the values that its authors' initialisers give, one
-module at a time, from a seed and the module's name alone: whoever initialises the module gets the same bits.
+module at a time, from a seed and the module's name alone: whoever initialises the module on a device of the same kind
+gets the same bits.
 """
 
 from __future__ import annotations

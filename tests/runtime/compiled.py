@@ -12,6 +12,7 @@ from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 import fxpar
+from fxpar.operators import sum_gradients
 from tests.runtime import models
 from tests.runtime.jobs import Found, gradients, tp
 from tests.zoo import CASES
@@ -85,7 +86,7 @@ class Aside(nn.Module):
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
         h = self.second(x + self.down(torch.relu(self.up(self.first(x)))))
-        return {"loss": h.square().mean(), "aside": self.aside(h)}
+        return {"loss": h.square().mean(), "aside": self.aside(x)}
 
 
 def without_gradient() -> Found:
@@ -96,6 +97,10 @@ def without_gradient() -> Found:
         torch.manual_seed(0)
         plan = fxpar.Plan(tp=tp(), sequence_parallel=True, compile=kind == "compiled")
         model = fxpar.parallelize(Aside(), plan, batch)
+        (bucket,) = (n for n in model.program.graph.nodes if n.target is sum_gradients)
+        found["bucket"] = sorted(
+            str(parameter.fqn) for parameter in map(model.program.parameter, bucket.args) if parameter
+        )
         with config.patch(compile_threads=1):
             model.train_step(batch)
         found[kind] = sorted(name for name, p in model.named_parameters() if p.grad is None)
