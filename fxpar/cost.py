@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
+from fxpar.errors import shown
+
 
 @dataclass(frozen=True)
 class Cost:
@@ -29,5 +31,5 @@ class Cost:
         """What is wrong with the values."""
         for entry in fields(self):
             value = getattr(self, entry.name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
-                yield f"cost.{entry.name}={value!r} is no positive number: give it in SI units"
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e100:
+                yield f"cost.{entry.name}={shown(value)} is no positive number: give it in SI units"

@@ -12,10 +12,14 @@ from dataclasses import dataclass
 from torch import fx
 
 from fxpar.choice.choose import Choice
+from fxpar.choice.legal import blocked
 from fxpar.choice.options import value_of
 from fxpar.layout import Placement
 from fxpar.program import Program, operands
 from fxpar.rules.inference import describe
+
+# Reasons: of several legal layouts that of the shortest step; the only legal one.
+CHEAPEST, ONLY = "cheapest", "nothing else is legal"
 
 
 @dataclass(frozen=True)
@@ -27,7 +31,8 @@ class Explanation:
         placement: what was chosen.
         reason: why: a plan's line, the cost, or that there was nothing to choose.
         terms: what the node and the conversions of its operands cost.
-        runner_up: what it would be otherwise; None where nothing else is legal.
+        compared: what else the operation offers. The whole program was solved again with these alone.
+        runner_up: which of them the cheapest such program has; None where there is none, for `reason` then says why.
         extra: by how much the whole step would be longer then.
         chain: the nodes behind it whose layouts it follows, nearest first, with their placements.
     """
@@ -36,6 +41,7 @@ class Explanation:
     placement: Placement
     reason: str
     terms: Mapping[str, float]
+    compared: tuple[Placement, ...]
     runner_up: Placement | None
     extra: float
     chain: tuple[tuple[str, str], ...]
@@ -52,11 +58,15 @@ def explain(program: Program, choice: Choice, node: fx.Node) -> Explanation:
         if source != target and price:
             terms[f"%{operand.name}: {source} to {target}"] = price
     other = choice.without(program.graph, maker)
+    reason = reason_of(choice, maker)
+    if other is None and reason == CHEAPEST:
+        reason = f"{ONLY}: all else would contradict the layouts of other values"
     return Explanation(
         describe(node),
         option.outputs[index],
-        reason_of(choice, maker),
+        reason,
         terms,
+        tuple(dict.fromkeys(outputs[index] for outputs in compared(choice, maker))),
         other.chosen[maker].outputs[index] if other is not None else None,
         other.cost - choice.solution.cost if other is not None else 0.0,
         tuple(_chain(choice, maker)),
@@ -70,7 +80,19 @@ def reason_of(choice: Choice, node: fx.Node) -> str:
         return pin.origin
     if node in choice.options.uncut:
         return f"no cut fits: {choice.options.uncut[node]}"
-    return option.why or ("cheapest" if len(choice.options.of[node]) > 1 else "nothing else is legal")
+    if option.why:
+        return option.why
+    others = compared(choice, node)
+    stops = [blocked(choice.options, choice.prices, choice.ends, node, outputs) for outputs in others]
+    if not all(stops):
+        return CHEAPEST
+    return f"{ONLY}: {stops[0]}" if stops else ONLY
+
+
+def compared(choice: Choice, node: fx.Node) -> list[tuple[Placement, ...]]:
+    """What else the outputs of a node may be, by its own operation."""
+    mine = choice.chosen[node].outputs
+    return list(dict.fromkeys(o.outputs for o in choice.options.of[node] if o.outputs != mine))
 
 
 def _chain(choice: Choice, node: fx.Node) -> list[tuple[str, str]]:

@@ -18,14 +18,16 @@ import torch
 from torch import fx
 
 from fxpar.coercions import at_rest, unsettled
-from fxpar.flops import matmul_flops
-from fxpar.layout import I, Placement, R, shard
+from fxpar.layout import I, Placement, R, fits, shard
 from fxpar.program import Program, operands, output_types
 from fxpar.rules import Refusal, call_of, inferred, rule_of, seeded
 from fxpar.rules.engine import Call, partial_signatures
-from fxpar.rules.follow import Trail, Weights, follow, weights_of
+from fxpar.rules.flops import matmul_flops
+from fxpar.rules.follow import Trail, Weights, follow
 from fxpar.rules.heads import all_cuts, farthest, heads_of, met_heads, natural_cut, shares_attention
 from fxpar.rules.inference import describe, resting
+from fxpar.rules.segments import met_cut
+from fxpar.rules.tokens import tokens_of
 from fxpar.symbols import Size, names
 
 aten = torch.ops.aten
@@ -50,13 +52,15 @@ class Options:
     Attributes:
         n: ranks of the axis.
         flags: which outputs carry a gradient.
-        weights: values that are made from parameters alone.
+        weights: values that are made from parameters alone, tokens excepted.
         of: the options of each node that has any; of a `getitem` those of the node that it takes an item of.
         trails: where a cut of a parameter goes.
         uncut: why a parameter with two or more dimensions cannot be cut.
         shared: symbols of sizes that ranks share out: activations may be cut over them.
         products: matrix products and attention.
         over_tokens: whether they may be cut over tokens; that is another axis' work.
+        tokens: dimensions of parameters that stand for tokens, and why.
+        tables: those parameters, and views of them.
         headed: parameters whose heads n does not divide, and the dimension that makes them.
     """
 
@@ -69,6 +73,8 @@ class Options:
     shared: Set[Size] = frozenset()
     products: Set[fx.Node] = frozenset()
     over_tokens: bool = False
+    tokens: Mapping[tuple[fx.Node, int], str] = field(default_factory=dict)
+    tables: set[fx.Node] = field(default_factory=set)
     headed: dict[fx.Node, int] = field(default_factory=dict)
 
     def carries(self, value: Value) -> bool:
@@ -123,7 +129,9 @@ def list_options(
     """
     held = {p.node for p in program.parameters}
     owned = [node for node in program.graph.nodes if node.op == "placeholder" and node.name in held]
-    found = Options(n, flags, weights_of(program.graph, owned))
+    tokens, weights = tokens_of(program, owned)
+    found = Options(n, flags, weights, tokens=tokens)
+    found.tables = _tables(program.graph, tokens)
     found.shared = {s.size for s in program.symbols if s.multiple == n}
     found.products = {node for node, _ in matmul_flops(program)}
     found.over_tokens = data_parallel
@@ -152,6 +160,15 @@ def list_options(
     return found
 
 
+def _tables(graph: fx.Graph, tokens: Mapping[tuple[fx.Node, int], str]) -> set[fx.Node]:
+    """Parameters with tokens, and what is made of one of them alone."""
+    found = {node for node, _ in tokens}
+    for node in graph.nodes:
+        if node.op == "call_function" and len(operands(node)) == 1 and operands(node)[0] in found:
+            found.add(node)
+    return found
+
+
 def _offered(found: Options, node: fx.Node, cuts: list[Placement]) -> tuple[Placement, ...]:
     """What a parameter may be. A vocabulary that can be cut is: one value for each token decides what it costs."""
     return tuple(cuts) if any(_is_vocabulary(found, node, cut) for cut in cuts) else (I, *cuts)
@@ -175,8 +192,12 @@ def _cuts(found: Options, node: fx.Node) -> list[Placement]:
     is_table = any(user.target is aten.embedding.default for user in node.users)
     shape, refused = output_types(node)[0].shape, "" if node.users else "no operation uses it"
     cuts: list[Placement] = []
+    headed: int | None = None
     # No operation tells which cuts fit what nothing uses.
     for dim in range(len(shape) if node.users else 0):
+        if (node, dim) in found.tokens:
+            refused = refused or found.tokens[node, dim]
+            continue
         tried = []
         for cut in all_cuts(node, dim, found.weights, found.n):
             trail = follow(node, cut, found.n, found.weights)
@@ -186,19 +207,39 @@ def _cuts(found: Options, node: fx.Node) -> list[Placement]:
             if not trail.torn and not is_gathered:
                 found.trails[node, cut] = found.trails[node, at_rest(cut)] = trail
                 cuts.append(at_rest(cut))
+                _add_met(found, node, dim, cuts)
                 break
             user, refusal = (trail.torn or trail.refused)[0]
             refused = refused or f"at {describe(user)} {refusal.reason}"
         else:
             if met_heads(tried, found.weights):
-                found.headed[node] = dim
+                headed = dim
                 user, refusal = farthest(tried)
                 refused = f"at {describe(user)} {refusal.reason}"
+    if headed is not None and not _has_head_dim(found, node, cuts):
+        found.headed[node] = headed
     shared = [cut for cut in cuts if cut.is_shared]
     cuts = [] if node in found.headed else shared or cuts
     if len(shape) > 1 and not cuts:
         found.uncut[node] = refused
     return cuts
+
+
+def _add_met(found: Options, node: fx.Node, dim: int, cuts: list[Placement]) -> None:
+    """Adds the cut of the parts that a sum over the dimension takes in, beside the plain one."""
+    met = met_cut(node, dim, found.weights)
+    if met is None or met in cuts or not fits(met, output_types(node)[0].shape, found.n):
+        return
+    trail = follow(node, met, found.n, found.weights)
+    if not trail.torn:
+        found.trails[node, met] = trail
+        cuts.append(met)
+
+
+def _has_head_dim(found: Options, node: fx.Node, cuts: list[Placement]) -> bool:
+    """Whether a weight of three dimensions or more has its heads in one of their own, and that can be cut."""
+    is_stacked = len(output_types(node)[0].shape) > 2
+    return is_stacked and any(found.trails[node, cut].role == "column" for cut in cuts)
 
 
 def _keep_attention_whole(found: Options, free: dict[fx.Node, list[Placement]]) -> None:

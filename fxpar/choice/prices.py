@@ -16,12 +16,13 @@ from torch import fx
 
 from fxpar.choice.options import Option, Options, Value
 from fxpar.choice.traffic import materialised
-from fxpar.coercions import coercion, held_fraction, shared_fraction
+from fxpar.coercions import coercion, computed_fraction, held_fraction, shared_fraction
 from fxpar.cost import Cost
-from fxpar.flops import matmul_flops
 from fxpar.layout import I, Placement
-from fxpar.operators import all_to_all, reduce_scatter, share
+from fxpar.mixed import held_type
+from fxpar.operators import all_to_all, copy_to, reduce_scatter, share
 from fxpar.program import Program, TensorType, output_types
+from fxpar.rules.flops import matmul_flops
 from fxpar.symbols import evaluate, names, product
 
 _BATCH, _SEQUENCE, _WIDTH = 8, 1024, 4096
@@ -76,10 +77,10 @@ class Prices:
     def terms(self, node: fx.Node, option: Option) -> Mapping[str, float]:
         """Seconds of a node under an option, by what takes them."""
         n = self.options.n
-        held = min((held_fraction(placement, n) for placement in (*option.operands, *option.outputs)), default=1.0)
         found = {}
         if node in self._flops:
-            found["matrix product"] = _PASSES * self._flops[node] * held / self.cost.flops
+            part = computed_fraction(option.operands, n)
+            found["matrix product"] = _PASSES * self._flops[node] * part / self.cost.flops
         if node in self._stored:
             found["memory"] = sum(
                 self._accesses((node, i), placement)
@@ -89,7 +90,7 @@ class Prices:
         if node.op == "placeholder" and self.options.flags[node][0] and len(output_types(node)[0].shape) > 1:
             kind = output_types(node)[0]
             count = self.bytes_of((node, 0)) / kind.dtype.itemsize
-            found["optimizer"] = _OPTIMIZER * count * held / self.cost.memory
+            found["optimizer"] = _OPTIMIZER * count * held_fraction(option.outputs[0], n) / self.cost.memory
         return found
 
     def _accesses(self, value: Value, placement: Placement) -> float:
@@ -126,12 +127,16 @@ class Prices:
         if row.operator is reduce_scatter and not self.options.is_token_cut(value, target):
             return None
         whole_matrix = target.is_shard and carries and is_matrix(output_types(value[0])[value[1]])
-        if value[0] in self.options.weights and (source.is_shard or whole_matrix) and row.operator is not share:
+        is_held = value[0] in self.options.weights or value[0] in self.options.tables
+        if is_held and (source.is_shard or whole_matrix) and row.operator is not share:
             return None
         collectives = [row.forward] if not carries else [row.forward, row.backward]
         n, size = self.options.n, self.bytes_of(value)
         # Gradients of parameters are summed many at once.
         latency = 0.0 if value[0] in self.options.weights else self.cost.latency
+        if row.operator in (copy_to, share) and value[0] in self.options.weights:
+            kind = output_types(value[0])[value[1]]
+            size *= held_type(self.program.plan, kind).dtype.itemsize / kind.dtype.itemsize
         if row.operator is share:
             part, total = shared_fraction(source)
             size *= part / total

@@ -7,7 +7,7 @@ A rule is data. Most are *labels*, one for each dimension (`... k, o k -> ... o`
 operand that has the label a shard, leaves the others replicated, and yields a shard, or a partial value where the
 label is summed. `_` marks dimensions that cannot be sharded. `partial` lists the operands in which the operation is
 linear, jointly (`add`: both at once) or each by itself (`mul`: one of them); `bias?` belongs to its group where it is
-passed.
+passed, `tensors*` stands for each item of a list by itself.
 """
 
 from __future__ import annotations
@@ -292,24 +292,35 @@ def _infer_partial(rule: Rule, call: Call, kinds: Sequence[str]) -> tuple[Placem
     if "S" in kinds:
         return Refusal("partial (P) operands meet shards (S)")
     partial = {i for i, kind in enumerate(kinds) if kind == "P"}
-    if partial in (_members(call, group) for group in rule.partial):
+    if partial in _groups(rule, call):
         return (P,) * len(call.outputs)
     return Refusal("the operation is not linear in its partial (P) operands: reduce them first")
 
 
+def _groups(rule: Rule, call: Call) -> list[set[int]]:
+    """The operands that may be partial together, for each group of the rule and each item of a list."""
+    found = []
+    for group in rule.partial:
+        if group[0].endswith("*"):
+            name = group[0].removesuffix("*")
+            found += [{i} for i, other in enumerate(call.names) if other == name]
+        else:
+            found.append(_members(call, group))
+    return [members for members in found if not any(call.operands[i].dtype == torch.bool for i in members)]
+
+
 def _members(call: Call, group: Sequence[str]) -> set[int]:
-    """Operands of a group of `Rule.partial`; none where one that it needs was not passed or cannot be a sum."""
+    """Operands of a group of `Rule.partial`; none where one that it needs was not passed."""
     if any(not name.endswith("?") and name not in call.names for name in group):
         return set()
     wanted = {name.removesuffix("?") for name in group}
-    found = {i for i, name in enumerate(call.names) if name in wanted}
-    return set() if any(call.operands[i].dtype == torch.bool for i in found) else found
+    return {i for i, name in enumerate(call.names) if name in wanted}
 
 
 def partial_signatures(rule: Rule, call: Call) -> list[Signature]:
     """All signatures with partial operands, the others being replicated."""
     found = []
-    for members in (_members(call, group) for group in rule.partial):
+    for members in _groups(rule, call):
         ins = tuple(P if i in members else R for i in range(len(call.operands)))
         outs = infer(rule, call, ins, [True] * len(ins)) if members else Refusal("")
         if not isinstance(outs, Refusal):

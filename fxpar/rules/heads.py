@@ -17,7 +17,8 @@ from torch import fx
 from fxpar.layout import Piece, Placement, fits, pieces_of, shard
 from fxpar.program import operands, output_types, tensor_type
 from fxpar.rules.engine import Refusal
-from fxpar.rules.follow import INSIDE, Trail, Weights, candidates, cut_points, follow
+from fxpar.rules.follow import INSIDE, Trail, Weights, follow
+from fxpar.rules.segments import MOST_PARTS, alone, candidates, cut_points
 from fxpar.symbols import Size, product, simplify
 
 
@@ -56,7 +57,7 @@ def _is_fit(node: fx.Node, cut: Placement, weights: Weights, n: int) -> bool:
 
 
 def _segmented(node: fx.Node, dim: int, weights: Weights, n: int) -> Iterator[Placement]:
-    """The segments at which splits downstream cut the dimension, some of them shared or whole."""
+    """The segments at which splits downstream cut the dimension, some of them in equal parts, shared or whole."""
     size = tensor_type(node).shape[dim]
     edges = cut_points(node, dim, weights)
     if n == 1 or not edges or not isinstance(size, int):
@@ -65,21 +66,18 @@ def _segmented(node: fx.Node, dim: int, weights: Weights, n: int) -> Iterator[Pl
     found: list[Piece] = []
     for i, length in enumerate(lengths):
         options = [Piece(1, length), *(Piece(1, length, copies=c) for c in _divisors(n))]
-        own = (piece for piece in options if _is_fit(node, _alone(dim, lengths, i, piece), weights, n))
+        options += [Piece(k, length // k) for k in range(2, MOST_PARTS + 1) if length % k == 0]
+        own = (piece for piece in options if _is_fit(node, alone(dim, lengths, i, piece), weights, n))
         piece = next(own, None)
         if piece is None:
-            if heads_of(node, _alone(dim, lengths, i, Piece(1, length)), weights) not in (0, 1):
+            if heads_of(node, alone(dim, lengths, i, Piece(1, length)), weights) not in (0, 1):
                 return
             piece = Piece(1, length, False)
         found.append(piece)
     cut = Placement("S", dim, pieces_of(found))
-    if cut.is_shared and fits(cut, tensor_type(node).shape, n):
+    is_plain = all(piece.is_plain and piece.outer == 1 for piece in found)
+    if not is_plain and fits(cut, tensor_type(node).shape, n):
         yield cut
-
-
-def _alone(dim: int, lengths: Sequence[int], index: int, piece: Piece) -> Placement:
-    """One segment cut, the others whole."""
-    return Placement("S", dim, pieces_of([piece if i == index else Piece(1, k, False) for i, k in enumerate(lengths)]))
 
 
 def heads_of(node: fx.Node, cut: Placement, weights: Weights) -> Size:
@@ -120,9 +118,14 @@ def met_heads(trails: Sequence[Trail], weights: Weights) -> bool:
 
 
 def farthest(trails: Sequence[Trail]) -> tuple[fx.Node, Refusal]:
-    """What stopped the cut between heads that came farthest: it stops all the others too."""
+    """What stopped the cut between heads that came farthest: it stops all the others too.
+
+    Args:
+        trails: of which each is torn or refused somewhere.
+    """
     torn = [trail.torn[-1] for trail in trails if trail.torn and not trail.inner]
     torn = torn or [trail.torn[0] for trail in trails if trail.torn]
+    torn = torn or [trail.refused[0] for trail in trails if trail.refused]
     order = {node: i for i, node in enumerate(torn[0][0].graph.nodes)}
     return max(torn, key=lambda item: order[item[0]])
 

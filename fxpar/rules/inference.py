@@ -23,7 +23,7 @@ from fxpar.rules.local import whole_call
 from fxpar.rules.suggest import suggest
 from fxpar.rules.table import inferred, rule_of
 
-_ILL_TYPED = (IndexError, KeyError, TypeError, ValueError)
+_ILL_TYPED = (IndexError, KeyError, TypeError, ValueError, ArithmeticError, AttributeError)
 
 
 def describe(node: fx.Node) -> str:

@@ -140,5 +140,6 @@ def matmul_rules() -> dict[str, Rule]:
     for key in ("aten.linear.default", "aten.mm.default", "aten.matmul.default"):
         rules[key] = replace(rules[key], padding=("weight", "mat2", "other", "self", "input"))
     for name in ("conv1d", "conv2d", "conv3d"):
-        rules[f"aten.{name}.default"] = Rule(_without("bias", _convolution), either)
+        for overload in ("default", "padding"):
+            rules[f"aten.{name}.{overload}"] = Rule(_without("bias", _convolution), either)
     return rules

@@ -17,9 +17,10 @@ from fxpar.coercions import at_rest
 from fxpar.errors import PlanError
 from fxpar.layout import I, Placement
 from fxpar.program import Parameter, Program, operands, tensor_type
-from fxpar.rules.follow import Arrived, Trail, Weights, candidates, follow, weights_of
+from fxpar.rules.follow import Arrived, Trail, Weights, follow, weights_of
 from fxpar.rules.heads import all_cuts
 from fxpar.rules.inference import describe
+from fxpar.rules.segments import candidates
 
 
 @dataclass(frozen=True)

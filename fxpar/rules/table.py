@@ -12,20 +12,25 @@ from typing import Any
 
 import torch
 
-from fxpar.errors import InputError
+from fxpar.errors import InputError, shown
 from fxpar.layout import Placement
 from fxpar.operators import OPERATORS
 from fxpar.rules.composite import composite_rules
+from fxpar.rules.contraction import contraction_rules
 from fxpar.rules.engine import Call, Refusal, Rule, Signature, infer, seed_signature
+from fxpar.rules.functions import nonlinearity
 from fxpar.rules.matmul import formula, matmul_rules
 from fxpar.rules.pointwise import pointwise_labels, pointwise_rules
+from fxpar.rules.randomness import random_rules
 from fxpar.rules.reduce import reduction_rules
 from fxpar.rules.views import view_rules
 from fxpar.rules.vocabulary import COMPOSITE_OF, vocabulary_rules
 
 _RULES: dict[str, Rule] = {
     **pointwise_rules(),
+    **random_rules(),
     **matmul_rules(),
+    **contraction_rules(),
     **view_rules(),
     **reduction_rules(),
     **composite_rules(),
@@ -68,6 +73,11 @@ def inferred(
     Args:
         composite: an operation that its own rule refuses stands for its composite operator.
     """
+    summands = {p.kind for p, carried in zip(placements, carries, strict=True) if carried} == {"R"}
+    if summands and not any(p.is_shard for p in placements):
+        reason = nonlinearity(call, rule_of)
+        if reason:
+            return Refusal(f"{reason}, and replicated (R) operands have partial gradients: keep them invariant (I)")
     found = infer(rule_of(call.target), call, placements, carries)
     if isinstance(found, Refusal) and composite and call.target in COMPOSITE_OF:
         other = COMPOSITE_OF[call.target]
@@ -95,6 +105,10 @@ def register_rule(
     Raises:
         InputError: the operator has a rule already, or the labels do not match its schema.
     """
+    if not isinstance(target, torch._ops.OpOverload):
+        raise InputError("is no overload of an operator", where=shown(target), remedy="write torch.ops.mylib.f.default")
+    if labels is not None and not isinstance(labels, str):
+        raise InputError(f"{shown(labels)} are no labels", where=str(target), remedy="write '... h, h -> ... h'")
     key = key_of(target)
     if key in _RULES:
         raise InputError("the operator has a rule already", where=key, remedy="unregister_rule takes back one of yours")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from fxpar.layout import P, Piece, Placement, R, local_size, pieces_of, through_view
-from fxpar.rules.engine import Call, Labelling, Labels, Refusal, Rule, Signature, transfer
+from fxpar.rules.engine import Call, Labelling, Labels, Refusal, Rule, Signature, seed_signature, transfer
 from fxpar.rules.pointwise import broadcast, keeps_sums
 from fxpar.slices import slice_pieces, strided_pieces
 from fxpar.symbols import Size, divide, simplify
@@ -65,6 +65,13 @@ def _without_dim(call: Call) -> Labelling | Refusal:
     rest = [label for i, label in enumerate(labels) if i != dim]
     labels[dim] = None
     return Labelling((tuple(labels),), tuple(tuple(rest) for _ in call.outputs))
+
+
+def _select(call: Call, index: int, placement: Placement) -> Signature | Refusal:
+    """A rank holds some of what is taken one by one: the cut is torn."""
+    if placement.dim == _wrap(call.get("dim", 0), len(call.operands[0].shape)):
+        return Refusal(f"one element of dimension {placement.dim} is taken, and {placement} cuts it", structural=True)
+    return seed_signature(Rule(_without_dim, _SELF, padding=("self",)), call, index, placement)
 
 
 def _keeping_dim(call: Call) -> Labelling | Refusal:
@@ -297,6 +304,7 @@ def view_rules() -> dict[str, Rule]:
     view, permute = Rule(partial=_SELF, seed=_view, padding=padded), Rule(_permute, _SELF, padding=padded)
     squeeze = Rule(partial=_SELF, seed=_squeeze, padding=padded)
     split = Rule(partial=_SELF, seed=_split, padding=padded)
+    select = Rule(_without_dim, _SELF, seed=_select, padding=padded)
     pad = Rule(_pad, _SELF, check=_pad_with_zeros)
     keeping = Rule(_keeping_dim)
     linear_keeping = Rule(_keeping_dim, _SELF)
@@ -319,7 +327,7 @@ def view_rules() -> dict[str, Rule]:
         **dict.fromkeys(["aten.permute.default", "aten.transpose.int", "aten.t.default"], permute),
         "aten.expand.default": Rule(_expand, _SELF),
         **dict.fromkeys(["aten.repeat.default", "aten.tile.default"], Rule(partial=_SELF, seed=_repeat)),
-        **dict.fromkeys(["aten.select.int", "aten.unbind.int"], Rule(_without_dim, _SELF, padding=padded)),
+        **dict.fromkeys(["aten.select.int", "aten.unbind.int"], select),
         "aten.slice.Tensor": Rule(partial=_SELF, seed=_slice, padding=padded),
         **dict.fromkeys(
             ["aten.split.Tensor", "aten.split_with_sizes.default", "aten.split.sizes", "aten.chunk.default"], split
@@ -346,7 +354,7 @@ def view_rules() -> dict[str, Rule]:
         **dict.fromkeys(["aten.pad.default", "aten.constant_pad_nd.default"], pad),
         **dict.fromkeys(["aten.tril.default", "aten.triu.default"], Rule(_triangle, _SELF)),
         **dict.fromkeys(
-            ["aten.new_ones.default", "aten.new_zeros.default", "aten.new_full.default", "aten.new_empty.default"],
+            ["aten.new_ones.default", "aten.new_zeros.default", "aten.new_full.default"],
             Rule(seed=_made, check=_made_anyway),
         ),
     }

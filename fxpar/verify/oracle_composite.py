@@ -16,7 +16,8 @@ from torch import Tensor
 from fxpar import operators
 from fxpar.ops import random
 from fxpar.ops.random import IndexCut
-from fxpar.rules.composite import resolve_function
+from fxpar.rules.functions import resolve_function
+from fxpar.rules.randomness import SHAPED, VALUED
 from fxpar.verify.oracle_ranks import sample
 from fxpar.verify.oracle_samples import Draw, Samples
 
@@ -26,6 +27,34 @@ _IDENTITY = 17
 def dropout(x: Tensor, rng: Tensor, p: float, indices: object = (), *, cuts: Sequence[IndexCut] = ()) -> Tensor:
     """`fxpar.dropout` of a node with some identity; `cuts` say which block of the whole `x` is."""
     return random.dropout(x, rng, p, _IDENTITY, cuts)
+
+
+def uniform(size: Sequence[int], rng: Tensor, dtype: torch.dtype) -> Tensor:
+    """`fxpar.uniform` of a node with some identity."""
+    return random.uniform(size, rng, dtype, _IDENTITY)
+
+
+def uniform_like(
+    x: Tensor, rng: Tensor, dtype: torch.dtype, indices: object = (), *, cuts: Sequence[IndexCut] = ()
+) -> Tensor:
+    """`fxpar.uniform_like`, as `dropout`."""
+    return random.uniform_like(x, rng, dtype, _IDENTITY, cuts)
+
+
+def drawn(x: Tensor, *args: Any, cuts: Sequence[IndexCut] = (), **kwargs: Any) -> Tensor:
+    """Any operator of torch that draws bits for the shape of `x`, until the counter generator stands in for it."""
+    return uniform_like(x, torch.tensor([3, 1, 2]), torch.float64, cuts=cuts)
+
+
+def drawn_below(*args: Any, cuts: Sequence[IndexCut] = ()) -> Tensor:
+    """One that draws bits for the values of its last operand, as `bernoulli` does."""
+    probability = next(value for value in reversed(args) if isinstance(value, Tensor))
+    return (drawn(args[0], cuts=cuts) < probability).to(args[0].dtype)
+
+
+def rrelu(x: Tensor, *args: Any, cuts: Sequence[IndexCut] = ()) -> Tensor:
+    """With slopes of the counter generator."""
+    return torch.where(x >= 0, x, x * drawn(x, cuts=cuts))
 
 
 def attention(
@@ -56,13 +85,29 @@ def weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
     return v * (g / torch.norm_except_dim(v, 2, dim))
 
 
+def overload(name: str) -> torch._ops.OpOverload:
+    """The operator `bernoulli.p` of aten; `uniform` is `uniform.default`."""
+    packet, _, which = name.partition(".")
+    return getattr(getattr(torch.ops.aten, packet), which or "default")  # type: ignore[no-any-return]
+
+
 KERNELS: Mapping[Any, Callable[..., Any]] = {
     operators.dropout: dropout,
+    operators.uniform: uniform,
+    operators.uniform_like: uniform_like,
     operators.attention: attention,
+    **dict.fromkeys(map(overload, SHAPED), drawn),
+    **dict.fromkeys(map(overload, VALUED), drawn_below),
+    torch.ops.aten.rrelu.default: rrelu,
     operators.function: function,
     torch.ops.aten._weight_norm.default: weight_norm,
-    # Its values are undefined: shape, element type and placement are what there is to compare.
-    torch.ops.aten.new_empty.default: torch.ops.aten.new_zeros.default,
+}
+
+
+_RANDOM_ARGUMENTS: Mapping[str, tuple[float, ...]] = {
+    **dict.fromkeys(("bernoulli.p", "geometric"), (0.4,)),
+    "randint_like": (5,),
+    "randint_like.low_dtype": (2, 5),
 }
 
 
@@ -94,6 +139,13 @@ def composite(d: Draw) -> dict[str, Samples]:
     bias = d.normal(1, s, t)
     return {
         "fxpar.dropout": [sample(x, state, 0.4), sample(d.x(h, s, t), state, 0.4, index)],
+        "fxpar.uniform": [sample([h, s], state, torch.float64)],
+        "fxpar.uniform_like": [sample(x, state, torch.float64), sample(x, state, torch.float64, index)],
+        **{name: [sample(x, *_RANDOM_ARGUMENTS.get(name, ()))] for name in SHAPED},
+        "bernoulli": [sample(x)],
+        "bernoulli.Tensor": [sample(x, d.x(h, s)), sample(x, d.x(s))],
+        "normal.Tensor_float": [sample(x)],
+        "rrelu": [sample(d.normal(h, s), 0.1, 0.3, True)],
         "fxpar.attention": [
             sample(q, k, v, None, state, 0.4, False, None, False),
             sample(q, k, v, None, state, 0.4, *causal, index),

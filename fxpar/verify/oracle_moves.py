@@ -138,5 +138,4 @@ def creation(d: Draw) -> dict[str, Samples]:
         "new_ones": [sample(x, [c])],
         "new_zeros": [sample(x, [c, a])],
         "new_full": [sample(x, [b], 2.0)],
-        "new_empty": [sample(x, [c, b])],
     }

@@ -190,6 +190,48 @@ def products(d: Draw) -> dict[str, Samples]:
         ],
         "conv2d": [sample(image, kernel), sample(image, kernel, d.x(n), [2, 2], [1, 1])],
         "conv3d": [sample(d.x(b, m, 3, 3, 4), d.x(n, m, 2, 2, 2))],
+        "conv1d.padding": [sample(d.x(b, m, 5), d.x(n, m, 3), d.x(n), [1], "same")],
+        "conv2d.padding": [sample(image, kernel, None, [1, 1], "valid")],
+        "conv3d.padding": [sample(d.x(b, m, 3, 2, 3), d.x(n, m, 2, 2, 2), None, [1, 1, 1], "same")],
+    }
+
+
+_EQUATIONS = words("""
+bmk,kn->bmn ...k,nk->...n bkm,bkn->bmn ...km,...kn->...mn bm,bk,bn->mkn mk,bk,nk->mbn kk->k kk kkm,km->m bm->mb b...->b
+bm,b,m ...m->m m,k ,mk->k ...,...->... mKn,Kb m...k,k...n->m...n bm,bm->bm mk,bn-> bkm,mnk->bn
+""")
+
+
+def contractions(d: Draw) -> dict[str, Samples]:
+    """Products whose labels stand in the call: batched, broadcast, diagonal, of one operand and of many."""
+    size = dict(zip("bmkn", (6, 6, 12, 6) if d.even else d.sizes(4), strict=True))
+    size |= {"K": size["m"]}
+
+    def operand(labels: str, dots: tuple[int, ...]) -> torch.Tensor:
+        before, _, behind = labels.partition("...")
+        return d.x(*(size[c] for c in before), *(dots if "..." in labels else ()), *(size[c] for c in behind))
+
+    equations = []
+    for equation in _EQUATIONS:
+        left = equation.partition("->")[0].split(",")
+        few = len(left) < 3
+        shown = equation.replace(",", " , ").replace("->", " -> ") if few else equation
+        dots = [(2,), (1, 2)] if few else [(), ()]
+        equations.append(sample(shown, [operand(labels, dots[i % 2]) for i, labels in enumerate(left)]))
+    b, m, k, n = (size[c] for c in "bmkn")
+    one = [sample("mk,mk->m", [d.x(m, k), d.x(1, k)]), sample("mk,k->m", [d.x(m, k), d.x(1)])]
+    path = sample("bm,mk,kn->bn", [d.x(b, m), d.x(m, 2), d.x(2, n)], path=[1, 2, 0, 1])
+    return {
+        "einsum": [*equations, *one, path],
+        "tensordot": [
+            sample(d.x(b, 2, k), d.x(k, n), [-1], [0]),
+            sample(d.x(m, 2, k), d.x(2, m, n), [0, 1], [1, 0]),
+            sample(d.x(b, 1), d.x(m, n), [1], [0]),
+            sample(d.x(m), d.x(n), [], []),
+        ],
+        "inner": [sample(d.x(b, 2, k), d.x(m, k)), sample(d.x(k), d.x(k)), sample(d.x(), d.x(m))],
+        "outer": [sample(d.x(m), d.x(n))],
+        "bilinear": [sample(d.x(2, b, m), d.x(2, b, k), d.x(n, m, k)), sample(d.x(m), d.x(k), d.x(n, m, k), d.x(n))],
     }
 
 

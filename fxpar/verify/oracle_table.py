@@ -20,6 +20,7 @@ from fxpar.verify.oracle_samples import (
     Draw,
     attention,
     binary,
+    contractions,
     losses,
     masked_attention,
     products,
@@ -49,6 +50,7 @@ _BUILDERS: Sequence[Build] = (
     unary,
     binary,
     products,
+    contractions,
     attention,
     masked_attention,
     reductions,
@@ -69,7 +71,8 @@ WITHOUT_OPERANDS = (
 _NO_VALUES = "the result does not depend on the operand's values"
 EXEMPT: Mapping[str, str] = {
     **dict.fromkeys(WITHOUT_OPERANDS, "it has no tensor operand"),
-    **dict.fromkeys((f"aten.new_{name}.default" for name in ("ones", "zeros", "full", "empty")), _NO_VALUES),
+    "fxpar.uniform": "its operand is the generator's state",
+    **dict.fromkeys((f"aten.new_{name}.default" for name in ("ones", "zeros", "full")), _NO_VALUES),
 }
 
 # Operators that the oracle cannot run on one rank alone, and why.
@@ -81,7 +84,7 @@ COMMUNICATING: Mapping[str, str] = dict.fromkeys(
 # Legal signatures that the rules leave out, and why.
 LEFT_OUT: Mapping[str, str] = {
     **dict.fromkeys(
-        (f"aten.{name}.default" for name in ("linear", "addmm", "baddbmm", "conv1d", "conv2d")),
+        (f"aten.{name}.default" for name in ("linear", "addmm", "baddbmm", "conv1d", "conv2d", "bilinear")),
         "a row-split product with a partial bias: canonicalize separates biases, which are added after the reduction",
     ),
     "aten.native_dropout.default": "linear only where it is switched off",
@@ -116,9 +119,9 @@ cross_entropy_loss mse_loss conv2d fxpar.dropout fxpar.attention fxpar.function
 ELSEWHERE = tuple(
     full_name(name)
     for name in words("""
-mul.Scalar t chunk unbind.int stack rms_norm pow.Scalar sigmoid sqrt exp log abs sum.dim_IntList
+mul.Scalar einsum t chunk unbind.int stack rms_norm pow.Scalar sigmoid sqrt exp log abs sum.dim_IntList
 log_softmax.int argmax amax where.self zeros_like ones_like full_like lt.Tensor gt.Tensor ne.Tensor logical_not
-logical_and index_select triu flip roll
+logical_and index_select triu flip roll tensordot inner outer bilinear
 """)
 )
 

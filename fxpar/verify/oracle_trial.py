@@ -15,6 +15,7 @@ import torch
 
 from fxpar.layout import Placement
 from fxpar.rules import key_of
+from fxpar.rules.randomness import SHAPED, VALUED
 from fxpar.verify.oracle_composite import KERNELS
 from fxpar.verify.oracle_ranks import (
     Sample,
@@ -225,15 +226,28 @@ def _own_bits(trial: Trial, placements: Sequence[Placement], out: Placement) -> 
     )
 
 
+def _bits_of_elements(trial: Trial, placements: Sequence[Placement], out: Placement) -> Runner | str:
+    """A shard draws as for its block of the result, and anything else as for the whole."""
+    if not out.is_shard:
+        return trial.run_with
+    if len(out.pieces) != 1:
+        return "random bits for a dimension of several segments"
+    outer, copies = int(out.pieces[0].outer), out.pieces[0].copies
+    blocks = trial.n // copies
+    ranks = iter(range(trial.n))
+    return lambda leaves: trial.run_with(leaves, cuts=[(out.dim, outer, blocks, torch.tensor(next(ranks) // copies))])
+
+
 # The operations whose arguments hold sizes, which a rank's program has as its own, and those that take its index.
 _LITERALS: Mapping[str, Callable[[Trial, Sequence[Placement], Placement], Runner | str]] = {
     **dict.fromkeys(("aten::view", "aten::_unsafe_view", "aten::expand"), _shaped("size")),
-    **{f"aten::new_{name}": _shaped("size") for name in ("ones", "zeros", "full", "empty")},
+    **{f"aten::new_{name}": _shaped("size") for name in ("ones", "zeros", "full")},
     "aten::reshape": _shaped("shape"),
     "aten::unflatten": _unflatten,
     "aten::slice": _slice,
     **{f"aten::{name}": _split for name in ("split", "split_with_sizes", "chunk")},
-    **dict.fromkeys(("fxpar.dropout", "fxpar.attention"), _own_bits),
+    **dict.fromkeys(("fxpar.dropout", "fxpar.uniform_like", "fxpar.attention"), _own_bits),
+    **{f"aten::{name.partition('.')[0]}": _bits_of_elements for name in (*SHAPED, *VALUED)},
 }
 # Those among them whose literals follow from the placement of the output.
 _BY_OUTPUT = frozenset(name for name, literal in _LITERALS.items() if literal not in (_slice, _split, _own_bits))

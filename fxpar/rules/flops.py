@@ -1,0 +1,206 @@
+"""The arithmetic of matrix products.
+
+Enters: a program. Leaves: floating point operations of every matrix product and attention, in closed form, and the
+operators that may hold products of which nothing is known. The choice of layouts and all reports count with these.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+from torch import fx
+
+from fxpar import operators
+from fxpar.program import Program, TensorType
+from fxpar.rules.contraction import contracted_dims, einsum_steps
+from fxpar.rules.engine import Call, Labelling, Refusal, call_of
+from fxpar.rules.table import key_of, rule_of
+from fxpar.symbols import Size, product, simplify
+
+Formula = Callable[[Call], Size]
+
+
+def matmul_flops(program: Program) -> Iterator[tuple[fx.Node, Size]]:
+    """Forward FLOPs (2 a multiply-add) of every matrix product and attention, over global shapes."""
+    for node in program.graph.nodes:
+        if node.op == "call_function":
+            flops = simplify(_flops(node))
+            if flops != 0:
+                yield node, flops
+
+
+def uncounted(program: Program) -> dict[str, int]:
+    """Operators that may multiply matrices and that no formula knows, with the number of their calls."""
+    return dict(sorted(Counter(_name(node) for node in program.graph.nodes if _is_unknown(node)).items()))
+
+
+def _flops(node: fx.Node) -> Size:
+    formula = _FORMULAS.get(key_of(node.target))
+    if formula is not None:
+        return formula(call_of(node, 1))
+    return _by_labels(node) if _is_foreign(node) else 0
+
+
+def _is_foreign(node: fx.Node) -> bool:
+    """Whether it is an operator of neither torch nor fxpar."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace not in ("aten", "prims")
+
+
+def _by_labels(node: fx.Node) -> Size:
+    """Of an operator with a registered rule: what several operands have in common and the result lacks is summed."""
+    rule = rule_of(node.target)
+    call = call_of(node, 1)
+    labelling = rule.labels(call) if rule is not None and rule.labels is not None and call.outputs else None
+    if not isinstance(labelling, Labelling):
+        return 0
+    sizes = {}
+    for label in labelling.summed:
+        holding = [
+            kind.shape[own.index(label)]
+            for kind, own in zip(call.operands, labelling.operands, strict=True)
+            if label in own
+        ]
+        if len(holding) > 1:
+            sizes[label] = holding[0]
+    return 2 * product((*call.outputs[0].shape, *sizes.values())) if sizes else 0
+
+
+def _size(call: Call) -> Size:
+    return product(call.outputs[0].shape)
+
+
+def _operand(call: Call, name: str) -> TensorType:
+    return call.operands[call.names.index(name)]
+
+
+def _contracting(name: str, *, batch: bool = False) -> Formula:
+    """Every element of the result sums over the last dimension of operand `name`; `batch`: over the first one too."""
+
+    def flops(call: Call) -> Size:
+        shape = _operand(call, name).shape
+        return 2 * _size(call) * shape[-1] * (shape[0] if batch else 1)
+
+    return flops
+
+
+def _attention(call: Call) -> Size:
+    rows, columns = product(call.outputs[0].shape[:-1]), _operand(call, "key").shape[-2]
+    return 2 * rows * columns * (_operand(call, "query").shape[-1] + _operand(call, "value").shape[-1])
+
+
+def _convolution(call: Call) -> Size:
+    """Every element of the result, of a transposed one of the input, meets the whole kernel."""
+    spread = bool(call.get("transposed", "conv_transpose" in key_of(call.target)))
+    rows = product(_operand(call, "input").shape) if spread else _size(call)
+    return 2 * rows * product(_operand(call, "weight").shape[1:])
+
+
+def _grouped(call: Call) -> Size:
+    """Groups of rows `[t, k] × [e, k, n]`, of columns `[e, m, k] × [k, t]`, or of what is summed `[m, t] × [t, n]`."""
+    first, second = (kind.shape for kind in call.operands[:2])
+    if len(first) == len(second) == 2:
+        return 2 * first[0] * first[1] * second[1]
+    return 2 * _size(call) * first[-1]
+
+
+def _einsum(call: Call) -> Size:
+    steps = einsum_steps(call)
+    if isinstance(steps, Refusal):
+        return 0
+    return sum(2 * product(list(step.sizes.values())) for step in steps if step.summed and step.operands > 1)
+
+
+def _tensordot(call: Call) -> Size:
+    shape, (dims, _) = call.operands[0].shape, contracted_dims(call)
+    return 2 * _size(call) * product([shape[d] for d in dims]) if dims else 0
+
+
+def _bilinear(call: Call) -> Size:
+    _, i, j = _operand(call, "weight").shape
+    return 2 * _size(call) * (i * j + j)
+
+
+def _recurrent(call: Call) -> Size:
+    """Every matrix meets every row of the input once."""
+    rows = product(call.operands[0].shape[:-1])
+    pairs = zip(call.names, call.operands, strict=True)
+    return 2 * rows * sum(product(kind.shape) for name, kind in pairs if name == "params" and len(kind.shape) == 2)
+
+
+def _cell(call: Call) -> Size:
+    rows = product(call.operands[0].shape[:-1])
+    return 2 * rows * (product(_operand(call, "w_ih").shape) + product(_operand(call, "w_hh").shape))
+
+
+def _formulas() -> dict[str, Formula]:
+    aten = {
+        **dict.fromkeys(("mm", "bmm", "matmul", "mv", "dot", "vdot", "inner", "_scaled_mm", "_int_mm"), "self"),
+        "linear": "input",
+        **dict.fromkeys(("addmm", "_addmm_activation"), "mat1"),
+        "addmv": "mat",
+        "baddbmm": "batch1",
+    }
+    found = {f"aten.{name}.default": _contracting(operand) for name, operand in aten.items()}
+    for which in ("default", "padding"):
+        found |= dict.fromkeys((f"aten.conv{d}d.{which}" for d in (1, 2, 3)), _convolution)
+    kernels = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu", "attention_math")
+    return {
+        **found,
+        "aten.addbmm.default": _contracting("batch1", batch=True),
+        "aten.conv_transpose1d.default": _convolution,
+        **dict.fromkeys(("aten.conv_transpose2d.input", "aten.conv_transpose3d.input"), _convolution),
+        **dict.fromkeys(("aten.convolution.default", "aten._convolution.default"), _convolution),
+        "aten.scaled_dot_product_attention.default": _attention,
+        f"fxpar.{operators.attention.__name__}": _attention,
+        **dict.fromkeys((f"aten._scaled_dot_product_{name}.default" for name in kernels), _attention),
+        **dict.fromkeys(("aten._grouped_mm.default", "aten._scaled_grouped_mm.default"), _grouped),
+        "transformers.grouped_mm_fallback.default": _grouped,
+        "aten.einsum.default": _einsum,
+        "aten.tensordot.default": _tensordot,
+        "aten.bilinear.default": _bilinear,
+        **dict.fromkeys((f"aten.{name}.input" for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")), _recurrent),
+        **dict.fromkeys(
+            (f"aten.{name}.default" for name in ("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell")), _cell
+        ),
+    }
+
+
+_FORMULAS: Mapping[str, Formula] = _formulas()
+
+# Operators of torch that take several floating tensors, have no rule, and multiply no matrices.
+_NO_PRODUCTS = (
+    "scatter index masked_scatter slice_scatter select_scatter diagonal_scatter as_strided_scatter put batch_norm "
+    "instance_norm native_batch_norm cudnn_batch_norm native_group_norm grid_sampler take cross dist pairwise_distance "
+    "cosine_similarity embedding_bag quantize bucketize searchsorted where cat stack block_diag cartesian_prod hstack "
+    "vstack dstack column_stack meshgrid broadcast copy fill isclose allclose equal kron ger outer heaviside hypot "
+    "fmax fmin complex polar nextafter ldexp copysign rnn_pad lerp addr trapezoid renorm normal bernoulli poisson"
+).split()
+# Those that multiply matrices of one operand.
+_OF_ONE = ("linalg_", "matrix_", "cov", "corrcoef", "inverse", "pinverse", "pdist", "cdist", "chain_matmul")
+
+
+def _is_unknown(node: fx.Node) -> bool:
+    if node.op != "call_function":
+        return False
+    call = call_of(node, 1)
+    if not any(kind.is_float for kind in call.outputs) or not any(kind.is_float for kind in call.operands):
+        return False
+    rule = rule_of(node.target)
+    if node.target is operators.function:
+        return rule is None or rule.labels is None or isinstance(rule.labels(call), Refusal)
+    if rule is not None or key_of(node.target) in _FORMULAS or not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    if node.target.namespace not in ("aten", "prims"):
+        return True
+    name = node.target._schema.name.partition("::")[2].lstrip("_")
+    if name.startswith(_OF_ONE):
+        return True
+    is_elementwise = torch.Tag.pointwise in node.target.tags
+    several = sum(kind.is_float for kind in call.operands) > 1
+    return several and not is_elementwise and not name.startswith(tuple(_NO_PRODUCTS))
+
+
+def _name(node: fx.Node) -> str:
+    return str(node.kwargs["path"]) if node.target is operators.function else key_of(node.target)
