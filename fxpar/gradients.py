@@ -13,11 +13,12 @@ from collections.abc import Mapping
 import torch
 from torch import fx
 
+from fxpar.operators import uniform, uniform_like
 from fxpar.program import Program, operands, output_types
 
 _aten = torch.ops.aten
 # Operations whose derivative is zero: the result ignores the values of the operand or is piecewise constant.
-_STOPS = frozenset(
+_STOPS: frozenset[object] = frozenset(
     {
         _aten.detach.default,
         _aten.argmax.default,
@@ -31,6 +32,24 @@ _STOPS = frozenset(
         _aten.full_like.default,
         _aten.ones_like.default,
         _aten.zeros_like.default,
+        _aten.bernoulli.default,
+        _aten.bernoulli.p,
+        _aten.bernoulli.Tensor,
+        _aten.cauchy.default,
+        _aten.exponential.default,
+        _aten.geometric.default,
+        _aten.log_normal.default,
+        _aten.normal.Tensor_float,
+        _aten.normal.Tensor_Tensor,
+        _aten.normal.float_Tensor,
+        _aten.normal_functional.default,
+        _aten.rand_like.default,
+        _aten.randint_like.default,
+        _aten.randint_like.low_dtype,
+        _aten.randn_like.default,
+        _aten.uniform.default,
+        uniform,
+        uniform_like,
     }
 )
 

@@ -108,6 +108,25 @@ def dropout(x: Any, rng: Any, p: float, indices: Any = ()) -> Any:
     _unbound("dropout")
 
 
+def uniform(size: Any, rng: Any, dtype: Any) -> Any:
+    """Uniform numbers in (0, 1), the same on every rank, from the counter generator (SPEC section 2.4).
+
+    Args:
+        size: the shape.
+        rng: i64[3], (seed, step, microbatch).
+        dtype: floating type of the numbers.
+    """
+    _unbound("uniform")
+
+
+def uniform_like(x: Any, rng: Any, dtype: Any, indices: Any = ()) -> Any:
+    """Uniform numbers in (0, 1), one for each element of `x`, whose values do not matter.
+
+    Arguments as in `uniform`; `indices` as in `dropout`.
+    """
+    _unbound("uniform_like")
+
+
 def attention(
     query: Any,
     key: Any,
@@ -183,6 +202,9 @@ def function(*args: Any, path: str) -> Any:
     _unbound("function")
 
 
+# What draws bits of the counter generator.
+DRAWS: tuple[Callable[..., Any], ...] = (dropout, uniform, uniform_like, attention)
+
 OPERATORS: Mapping[str, Callable[..., Any]] = {
     f.__name__: f
     for f in (
@@ -202,6 +224,8 @@ OPERATORS: Mapping[str, Callable[..., Any]] = {
         take_part,
         axis_index,
         dropout,
+        uniform,
+        uniform_like,
         attention,
         sum_gradients,
         embedding,

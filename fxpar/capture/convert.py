@@ -23,8 +23,9 @@ from torch.fx.node import map_arg
 from fxpar.capture.conditions import conditions
 from fxpar.capture.places import module_of, source_of
 from fxpar.capture.recording import RECOMPUTE_KEY, refuse_foreign
+from fxpar.capture.sizes import SizeError, written
 from fxpar.capture.trace import Trace
-from fxpar.errors import CaptureError, TextError
+from fxpar.errors import CaptureError
 from fxpar.operators import function
 from fxpar.plan import Plan
 from fxpar.program import (
@@ -41,11 +42,7 @@ from fxpar.program import (
     tensor_type,
 )
 from fxpar.rules.randomness import draws_bits
-from fxpar.symbols import Size, names, parse_size, simplify, symbol
-
-
-class SizeError(CaptureError):
-    """A size that a program cannot write; with fewer symbols it could be a number."""
+from fxpar.symbols import Size, names, simplify, symbol
 
 
 @dataclass(frozen=True)
@@ -65,6 +62,16 @@ class CallSpec:
     out_spec: pytree.TreeSpec
     out_leaves: tuple[tuple[str, Any], ...]
     conditions: tuple[Any, ...] = ()
+
+    def admits(self, program: Program, sizes: Mapping[str, int]) -> bool:
+        """Whether the trace is the model at these values of the program's symbols.
+
+        A trace takes it for granted that symbols are not 1, and records none of the branches that are decided by that.
+        """
+        values = {symbol.name: sizes[symbol.name] * symbol.multiple for symbol in program.symbols}
+        if 1 in values.values():
+            return False
+        return all(bool(r.subs({s: values[str(s)] for s in r.free_symbols})) for r in self.conditions)
 
 
 class _Converter:
@@ -86,13 +93,7 @@ class _Converter:
     def size(self, value: Any) -> Size:
         if isinstance(value, int):
             return value
-        try:
-            parsed = parse_size(str(value.node.expr))
-        except TextError:
-            raise SizeError(
-                f"the size {value.node.expr} is no polynomial in the inputs' sizes",
-                remedy="reshape with explicit sizes",
-            ) from None
+        parsed = written(value)
         if isinstance(parsed, int):
             return parsed
         unknown = names([parsed]) - {str(s) for s in self.substitution}
@@ -356,6 +357,8 @@ def _outputs(
             raise CaptureError("an output is a size that varies", where=path, remedy="return tensors or constants")
         else:
             leaves.append(("constant", value))
+    if not nodes:
+        raise CaptureError("the model returns no tensor", where="outputs", remedy="return the loss, or outputs")
     graph.output(tuple(nodes))
     return names_, leaves
 

@@ -48,6 +48,10 @@ def functional_form(exported: ExportedProgram) -> ExportedProgram:
 def _is_known(node: fx.Node) -> bool:
     """Whether the node can stay as it is, or is one of those that are rewritten."""
     target: Any = node.target
+    if getattr(target, "__module__", "").startswith(
+        "torch._functorch"
+    ):  # a region under vmap, which the trace resolves
+        return False
     if target in _REWRITES or not isinstance(target, torch._ops.OpOverload):
         return target in _REWRITES or not isinstance(target, torch._ops.OperatorBase)
     arguments = target._schema.arguments

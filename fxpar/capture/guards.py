@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from fxpar.errors import CaptureError
 
@@ -30,13 +31,12 @@ def check_model(model: nn.Module) -> None:
     """Refuses models whose training step is more than their forward and its gradient.
 
     Raises:
-        CaptureError: hooks on gradients, a wrapper that communicates or compiles by itself, TorchScript.
+        CaptureError: hooks on gradients, a wrapper that communicates or compiles by itself, TorchScript, a forward that
+            was replaced, autocast around the call.
     """
-    if isinstance(model, torch._dynamo.OptimizedModule):
-        raise CaptureError(
-            "is compiled already", where=type(model).__name__, remedy="pass the model inside it (model._orig_mod)"
-        )
+    _check_modes()
     for name, module in model.named_modules():
+        _check_forward(name, module)
         if isinstance(module, torch.jit.ScriptModule):
             raise CaptureError(
                 "is TorchScript", where=name or "model", remedy="pass the Python module it was made from"
@@ -47,11 +47,17 @@ def check_model(model: nn.Module) -> None:
                 where=name or type(model).__name__,
                 remedy="remove them; change the gradients after backward",
             )
-        if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel, FullyShardedDataParallel)):
             raise CaptureError(
                 f"{type(module).__name__} communicates by itself",
                 where=name or "model",
                 remedy="pass the model inside it (model.module)",
+            )
+        if isinstance(module, FSDPModule):
+            raise CaptureError(
+                "was sharded by fully_shard, and communicates by itself",
+                where=name or "model",
+                remedy="pass the model as it was before",
             )
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
@@ -62,12 +68,64 @@ def check_model(model: nn.Module) -> None:
             )
 
 
+def _check_modes() -> None:
+    """Autocast around a trace would cast in the trace and not where the model runs."""
+    for device in ("cpu", "cuda"):
+        if torch.is_autocast_enabled(device):
+            raise CaptureError(
+                "is switched on around the call, and would cast in the trace alone",
+                where=f"autocast on {device}",
+                remedy="leave it before, and set Plan(precision=…)",
+            )
+
+
+def _check_forward(name: str, module: nn.Module) -> None:
+    """Refuses what `torch.compile` made, and functions in forward's place that call the module they were made for."""
+    own = vars(module).get("forward")
+    compiled = isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None
+    if compiled or hasattr(own, "_torchdynamo_orig_callable"):
+        raise CaptureError(
+            "is compiled already, by torch.compile",
+            where=name or type(module).__name__,
+            remedy="pass the model as it was before, with Plan(compile=True) to have each rank's program compiled",
+        )
+    if _holds_module(own):
+        raise CaptureError(
+            f"its forward was replaced by the function {getattr(own, '__qualname__', own)}, which calls the forward "
+            "that it was made around and not that of a copy",
+            where=name or type(module).__name__,
+            remedy="pass the model as it was before it was wrapped (by accelerate, say), or write a class for it",
+        )
+
+
+def _holds_module(function: Any, seen: frozenset[int] = frozenset()) -> bool:
+    """Whether a function speaks of a module, or of a method of one: copies of it speak of the same."""
+    if not inspect.isfunction(function) or id(function) in seen:
+        return False
+    names = inspect.getclosurevars(function)
+    for held in (*names.nonlocals.values(), *names.globals.values(), getattr(function, "__wrapped__", None)):
+        if isinstance(held, nn.Module) or isinstance(getattr(held, "__self__", None), nn.Module):
+            return True
+        if _holds_module(held, seen | {id(function)}):
+            return True
+    return False
+
+
 def check_loss(loss: Any) -> None:
-    """Refuses losses that would learn: their parameters belong to no model.
+    """Refuses losses that take other arguments, or that would learn: their parameters belong to no model.
 
     Raises:
-        CaptureError: names the parameter.
+        CaptureError: names the parameter, or the arguments.
     """
+    if loss is not None:
+        try:
+            inspect.signature(loss).bind(None, None)
+        except TypeError as error:
+            raise CaptureError(
+                f"cannot be called with outputs and batch: {error}", where="loss", remedy="take two arguments"
+            ) from None
+        except ValueError:  # a function in C tells nothing of itself
+            pass
     parameters = loss.named_parameters() if isinstance(loss, nn.Module) else ()
     for name, parameter in parameters:
         if parameter.requires_grad:

@@ -7,6 +7,7 @@ functions is one operator and each node of a checkpointed region carries the reg
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -16,14 +17,19 @@ from unittest import mock
 import torch
 import torch.utils._pytree as pytree
 import torch.utils.checkpoint
-from torch import Tensor
+from torch import Tensor, nn
+from torch._functorch.autograd_function import custom_function_call
 from torch._subclasses.fake_tensor import is_fake
 from torch.fx.traceback import annotate, preserve_node_meta
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fxpar.capture.decided import Decided
+from fxpar.capture.places import is_foreign_file
+from fxpar.capture.sizes import Sizes
+from fxpar.capture.versions import apply_of, checkpoint_generator, owner_of_apply
 from fxpar.errors import CaptureError, InputError
-from fxpar.rules.composite import resolve_function
+from fxpar.rules.functions import resolve_function
 
 NAMESPACE = "fxpar_capture"
 RECOMPUTE_KEY = "fxpar_recompute"
@@ -49,20 +55,29 @@ def recording() -> Iterator[Recorder]:
     """While active, `autograd.Function.apply` and activation checkpointing leave marks in the trace.
 
     A trace runs a function's forward and differentiates what it saw, so that a hand-written backward would be lost.
-    Each call is therefore kept as one operator with the function's own name. Checkpointed regions would be inlined
+    Each call is therefore kept as one operator with the function's own name, whether `apply` is looked up now or was
+    bound long before (`gelu = Gelu.apply` in a module). Checkpointed regions would be inlined
     and forgotten: their nodes are annotated with the region's number. `inference_mode`, which a trace does not see,
     is traced as the `no_grad` that it includes.
     """
     recorder = Recorder()
     library = torch.library.Library(NAMESPACE, "FRAGMENT")
-    original = torch.autograd.Function.__dict__["apply"].__func__
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if cls is torch.utils.checkpoint.CheckpointFunction:  # (run_function, preserve_rng_state, *args)
             return _reentrant(recorder, args[0], args[2:])
-        if cls.__module__.startswith("torch._") or not torch.compiler.is_exporting():
-            return original(cls, *args, **kwargs)
-        return _apply_as_operator(cls, original, library, recorder, args, kwargs)
+        if is_internal(cls) or not torch.compiler.is_exporting():
+            return apply_of(cls, *args, **kwargs)
+        return _apply_as_operator(cls, library, recorder, args, kwargs)
+
+    def transformed(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_internal(cls):
+            return custom_function_call(cls, *args, **kwargs)
+        raise CaptureError(
+            "an autograd function under a transform (vmap, grad, jvp) cannot be kept whole",
+            where=f"{cls.__module__}.{cls.__qualname__}",
+            remedy="write out the batch dimension, or use the function outside of the transform",
+        )
 
     def marked(*args: Any, **kwargs: Any) -> Iterator[None]:
         # The original saves tensors by hooks that a trace cannot hold (nested regions would lose their gradient).
@@ -75,13 +90,40 @@ def recording() -> Iterator[Recorder]:
     try:
         with (
             mock.patch.object(torch.inference_mode, "__enter__", without_gradient),
-            mock.patch.object(torch.autograd.Function, "apply", classmethod(apply)),
-            mock.patch.object(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", marked),
+            mock.patch.object(owner_of_apply(), "apply", classmethod(apply)),
+            mock.patch.object(torch.autograd.function, "custom_function_call", transformed),
+            mock.patch.object(torch.utils.checkpoint, checkpoint_generator(), marked),
+            mock.patch.object(torch._C._autograd, "_push_saved_tensors_default_hooks", _refuse_saved_hooks),
+            _without_module_hooks(),
             preserve_node_meta(),
         ):
             yield recorder
     finally:
         library._destroy()
+
+
+def is_internal(cls: type) -> bool:
+    """Whether an autograd function is a part of torch that a trace differentiates rightly (operators of libraries)."""
+    return cls.__module__.startswith("torch._")
+
+
+def _refuse_saved_hooks(*hooks: Any) -> NoReturn:
+    _refuse_gradient("a hook on saved tensors")
+
+
+@contextlib.contextmanager
+def _without_module_hooks() -> Iterator[None]:
+    """While active, modules take no hooks on gradients, nor does the list of hooks for all of them."""
+
+    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+        _refuse_gradient("a hook on a module's gradient")
+
+    with contextlib.ExitStack() as stack:
+        for name in ("register_full_backward_hook", "register_full_backward_pre_hook", "register_backward_hook"):
+            stack.enter_context(mock.patch.object(nn.Module, name, refuse))
+        for name in ("full_backward_hook", "full_backward_pre_hook", "backward_hook"):
+            stack.enter_context(mock.patch.object(nn.modules.module, f"register_module_{name}", refuse))
+        yield
 
 
 @contextlib.contextmanager
@@ -130,6 +172,8 @@ class Watch(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.read: set[int] = set()
+        self._decided = Decided()
+        self._sizes = Sizes()
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -137,13 +181,38 @@ class Watch(TorchFunctionMode):
         is_data = func == Tensor.data.__get__  # type: ignore[attr-defined]
         if func in self._REFUSED:
             _refuse_gradient(self._REFUSED[func])
+        if func == Tensor.grad.__get__ and _is_own_call():  # type: ignore[union-attr]
+            raise CaptureError(
+                "reads a gradient of the step before, which a trace makes a constant",
+                remedy="look at gradients after the backward, outside of the forward",
+            )
+        if func == Tensor.random_:
+            raise CaptureError("random_ is an operator that no graph can name", remedy="use torch.randint_like")
+        if (kwargs or {}).get("generator") is not None:
+            raise CaptureError(
+                "draws from a generator of its own, whose state no plan could repeat",
+                remedy="leave generator= out: numbers are drawn from Plan(seed=…)",
+            )
+        decided = self._decided.branch(func, args)
+        if decided is not None:
+            return decided
         result = args[0].detach() if is_data else func(*args, **(kwargs or {}))
+        self._decided.see(func, args, result)
+        self._sizes.check(result)
         tensors = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, Tensor)]
         self.read.update(map(id, tensors))
         # Shapes and types of such a parameter are constants indeed.
         if any(_is_foreign(v) for v in tensors) and _has_values(result):
             refuse_foreign()
         return result
+
+
+def _is_own_call() -> bool:
+    """Whether the author's code called the function that a mode was asked for, and not torch's own."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_name in ("_is_own_call", "__torch_function__"):  # modes in modes
+        frame = frame.f_back
+    return frame is not None and is_foreign_file(frame.f_code.co_filename)
 
 
 def _is_foreign(value: Tensor) -> bool:
@@ -205,13 +274,19 @@ def _path_of(function: type) -> str:
 
 def _apply_as_operator(
     cls: Any,
-    original: Any,
     library: torch.library.Library,
     recorder: Recorder,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> Any:
     path = _path_of(cls)
+    own = cls.__mro__[: cls.__mro__.index(torch.autograd.Function)]
+    if any("apply" in vars(base) for base in own):
+        raise CaptureError(
+            "the autograd function has an `apply` of its own, whose work the trace would do twice",
+            where=path,
+            remedy="do it in a plain function around `apply`",
+        )
     if kwargs:
         raise CaptureError("keyword arguments of an autograd function are lost", where=path, remedy="pass by position")
     positions = tuple(i for i, a in enumerate(args) if isinstance(a, Tensor))
@@ -221,14 +296,14 @@ def _apply_as_operator(
             raise CaptureError(
                 f"an argument of type {type(value).__name__} cannot be recorded",
                 where=path,
-                remedy="pass tensors, numbers or strings; read sizes from the tensors inside the function",
+                remedy="pass tensors, numbers or strings, and make other things out of them inside the function",
             )
 
     def run(*tensors: Tensor) -> Any:
         full = list(constants)
         for position, tensor in zip(positions, tensors, strict=True):
             full[position] = tensor
-        return original(cls, *full)
+        return apply_of(cls, *full)
 
     outputs = _try(run, path, [args[i].detach() for i in positions])
     name = f"f{next(_serial)}"

@@ -7,17 +7,17 @@ which dimension it means and how a fused dimension must be cut.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 import torch
 from torch import fx
 
 from fxpar.coercions import coercion, unsettled
-from fxpar.layout import Piece, Placement, padded_shard, pieces_of, shard
-from fxpar.program import operands, output_types, tensor_type
-from fxpar.rules.engine import Labelling, Refusal, Signature, bind_arguments, call_of
+from fxpar.layout import Placement
+from fxpar.program import operands, output_types
+from fxpar.rules.contraction import einsum_labels
+from fxpar.rules.engine import Labelling, Refusal, Signature, call_of
 from fxpar.rules.table import rule_of, seeded
 from fxpar.symbols import divide, product
 
@@ -117,7 +117,7 @@ def follow(node: fx.Node, placement: Placement, n: int, weights: Weights, arrive
             if user.op == "output" or (current, user) in visited:
                 continue
             visited.add((current, user))
-            outputs = _step(trail, current, user, weights, arrived or {}, n)
+            outputs = advance(trail, current, user, weights, arrived or {}, n)
             if user in weights:
                 trail.weights.add(user)
             if outputs and any(p.is_shard for p in outputs) and user not in trail.seen:
@@ -126,9 +126,10 @@ def follow(node: fx.Node, placement: Placement, n: int, weights: Weights, arrive
     return trail
 
 
-def _step(
+def advance(
     trail: Trail, current: fx.Node, user: fx.Node, weights: Weights, arrived: Arrived, n: int
 ) -> tuple[Placement, ...]:
+    """Takes a trail from a value to an operation that uses it: the outputs, none where the shard ends there."""
     found = trail.seen[current]
     if user.target is operator.getitem:
         return (found[int(user.args[1])],)  # type: ignore[arg-type]
@@ -138,10 +139,7 @@ def _step(
         trail.refused.append((user, Refusal(INSIDE, structural=True)))
         return ()
     inputs = operands(user)
-    key = n, user, inputs.index(current), found[0]
-    if key not in weights.steps:
-        weights.steps[key] = _judged(user, inputs.index(current), found[0], n)
-    step = weights.steps[key]
+    step = step_of(user, inputs.index(current), found[0], n, weights)
     signature = step.signature
     if isinstance(signature, Refusal):
         trail.refused.append((user, signature))
@@ -174,9 +172,32 @@ def _is_inside(current: fx.Node, user: fx.Node, placement: Placement, weights: W
     rank = len(output_types(current)[0].shape)
     if user.target is _aten.scaled_dot_product_attention.default:
         return current in given[:3] and placement.dim == rank - 1
+    if user.target is _aten.einsum.default and weights.isdisjoint(given):
+        return len(given) == 2 and _is_inside_einsum(user, given.index(current), placement.dim)
     if user.target not in (_aten.matmul.default, _aten.bmm.default) or rank < 3 or not weights.isdisjoint(given):
         return False
     return placement.dim == rank - 1 or (current is given[1] and placement.dim == rank - 2)
+
+
+def _is_inside_einsum(user: fx.Node, index: int, dim: int) -> bool:
+    """The same of an equation, whose labels may stand in any order: batch and heads are the labels that stay in both.
+
+    Of a product without heads only what is summed is needed together.
+    """
+    labelling = einsum_labels(call_of(user, 1))
+    if isinstance(labelling, Refusal):
+        return False
+    label, both = labelling.operands[index][dim], set(labelling.operands[0]) & set(labelling.operands[1])
+    batched = both - labelling.summed - {None}
+    return label not in batched and bool(batched) and (label in labelling.summed or len(batched) > 1)
+
+
+def step_of(user: fx.Node, index: int, placement: Placement, n: int, weights: Weights) -> Step:
+    """What an operation makes of a shard of its operand `index`, over n ranks."""
+    key = n, user, index, placement
+    if key not in weights.steps:
+        weights.steps[key] = _judged(user, index, placement, n)
+    return weights.steps[key]
 
 
 def _judged(user: fx.Node, index: int, placement: Placement, n: int) -> Step:
@@ -207,59 +228,3 @@ def _note_view(trail: Trail, user: fx.Node, source: Placement, result: Placement
     trail.factored |= block not in (None, 1)
     parts = divide(before[source.dim], after[result.dim])
     trail.inner |= block == 1 and parts not in (None, 1) and result.dim + 1 == len(after)
-
-
-def candidates(node: fx.Node, dim: int, n: int, weights: Weights) -> Iterator[Placement]:
-    """Ways to cut a dimension over n ranks, simplest first.
-
-    A vocabulary is padded. Other dimensions are cut plainly, into k equal parts, then at the splits and slices
-    downstream; what n does not divide is padded where it can stay so to the program's end.
-    """
-    size = tensor_type(node).shape[dim]
-    if isinstance(size, int) and size > 1:
-        trail = follow(node, shard(dim, size), 1, weights)
-        if trail.vocabulary or (size % n and not trail.refused and trail.role != "row"):
-            yield padded_shard(dim, size, n)
-    yield shard(dim, size)
-    for k in range(2, 17):
-        share = divide(size, k)
-        if share is not None:
-            yield Placement("S", dim, (Piece(k, share),))
-    edges = cut_points(node, dim, weights)
-    if edges and isinstance(size, int):
-        yield Placement("S", dim, pieces_of([Piece(1, b - a) for a, b in pairwise([0, *edges, size])]))
-
-
-def cut_points(node: fx.Node, dim: int, weights: Weights) -> list[int]:
-    """Positions at which splits and slices downstream cut the dimension, in order."""
-    return sorted(set(_edges(node, dim, weights)))
-
-
-def _edges(node: fx.Node, dim: int, weights: Weights) -> Iterator[int]:
-    size = tensor_type(node).shape[dim]
-    for value, placements in follow(node, shard(dim, size), 1, weights).seen.items():
-        piece = placements[0].piece
-        if len(placements) > 1 or piece is None or piece.outer != 1 or not isinstance(size, int):
-            continue
-        unit = divide(size, piece.size)
-        for user in value.users:
-            if isinstance(unit, int) and user.op == "call_function":
-                yield from (
-                    position * unit for position in _cuts(user, placements[0].dim) if 0 < position * unit < size
-                )
-
-
-def _cuts(user: fx.Node, dim: int) -> Iterator[int]:
-    """Positions at which one operation cuts a dimension."""
-    kinds = output_types(user)
-    if user.target is _aten.slice.Tensor or str(user.target).startswith(("aten.split", "aten.chunk")):
-        source = output_types(operands(user)[0])[0].shape
-        given = bind_arguments(user)
-        if int(given.get("dim", 0)) % len(source) != dim or given.get("step", 1) != 1:
-            return
-        start = given.get("start") or 0
-        position = start + source[dim] if isinstance(start, int) and start < 0 else start
-        for kind in kinds:
-            end = position + kind.shape[dim]
-            yield from (edge for edge in (position, end) if isinstance(edge, int))
-            position = end

@@ -32,6 +32,8 @@ def whole_call(call: Call, placements: Sequence[Placement]) -> Call | Refusal:
     bounds = (0 if start is None else start, part if end is None else end)
     if not isinstance(part, int) or not all(isinstance(v, int) for v in (*bounds, step)):
         return Refusal(f"the slice {start}:{end} of {placement} is not known in numbers")
+    if not 0 < step <= part:
+        return Refusal(f"the step {step} is none of a rank's part of {part} elements")
     low, high = (max(0, min(part, v + part if v < 0 else v)) for v in bounds)
     found = global_bounds(placement.pieces, low, high, step, call.n)
     if found is None:

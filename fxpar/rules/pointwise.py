@@ -47,7 +47,7 @@ def _zero_only(name: str) -> Callable[[Call, Sequence[Placement]], Refusal | Non
     return check
 
 
-def _same_values(call: Call, placements: Sequence[Placement]) -> tuple[Placement, ...] | None:
+def same_values(call: Call, placements: Sequence[Placement]) -> tuple[Placement, ...] | None:
     """The values of the result do not depend on those of the operand: of a sum it is no sum."""
     return (R,) * len(call.outputs) if P in placements else None
 
@@ -79,7 +79,7 @@ __and__.Scalar __and__.Tensor __or__.Scalar __or__.Tensor __xor__.Tensor clamp c
 clamp_min div.Scalar_mode div.Tensor_mode eq.Scalar eq.Tensor floor_divide floor_divide.Scalar fmod.Scalar
 fmod.Tensor ge.Scalar ge.Tensor gt.Scalar gt.Tensor le.Scalar le.Tensor logical_and logical_or logical_xor
 lt.Scalar lt.Tensor maximum minimum ne.Scalar ne.Tensor nan_to_num pow.Scalar pow.Tensor_Scalar
-pow.Tensor_Tensor remainder.Scalar remainder.Tensor rsub.Scalar sub.Scalar where.Scalar dropout native_dropout
+pow.Tensor_Tensor remainder.Scalar remainder.Tensor rsub.Scalar sub.Scalar where.Scalar native_dropout
 """.split()
 
 _LINEAR: Mapping[str, tuple[tuple[str, ...], ...]] = {
@@ -139,10 +139,8 @@ def pointwise_rules() -> dict[str, Rule]:
     for name, (values, number) in _FILLING.items():
         rules[f"aten.{name}"] = Rule(pointwise_labels, ((values,),), check=_zero_only(number))
     for name in ("zeros_like", "ones_like", "full_like"):
-        rules[f"aten.{name}.default"] = Rule(pointwise_labels, check=_same_values)
+        rules[f"aten.{name}.default"] = Rule(pointwise_labels, check=same_values)
     rules["aten.broadcast_tensors.default"] = Rule(pointwise_labels, (("tensors",),), check=_each_for_itself)
-    # The ranks draw the same bits for the summands of a sum (`assign_rng`).
-    rules["aten.dropout.default"] = Rule(pointwise_labels, partial=(("input",),))
     rules["aten.prelu.default"] = Rule(_prelu_labels)
     for name in ("_to_copy.default", "to.dtype", "to.device"):
         rules[f"aten.{name}"] = Rule(pointwise_labels, partial=(("self",),), check=keeps_sums)

@@ -1,0 +1,220 @@
+"""The author's model as PyTorch runs and differentiates it, walked on fakes and compared with what was recorded.
+
+Enters: a model, its example, and the functions that its trace holds. Leaves: nothing, or an error that names what the
+trace has lost: a hand-written backward, or a hook on gradients or saved tensors. Fakes have no values: the walk costs
+no memory, and takes models of the meta device too.
+
+A trace sees what the forward does to tensors. What a backward does besides is known to autograd alone: every Python
+function and hook that it would call is one that it calls in a backward on fakes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any, Self
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import Node, _engine_run_backward
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fxpar.capture.decided import host_numbers
+from fxpar.capture.guards import no_host_random, separate
+from fxpar.capture.hooks import hooks_watched
+from fxpar.capture.memo import nothing_remembered
+from fxpar.capture.memory import plain_surrounding, without_values
+from fxpar.capture.places import is_foreign_file, place_of
+from fxpar.capture.recording import Watch, is_internal, recording
+from fxpar.capture.state import untouched
+from fxpar.capture.trace import FAILURES, called, quiet
+from fxpar.errors import CaptureError
+
+_ENGINE = _engine_run_backward.__code__
+_REGISTRATIONS = frozenset({"register_hook", "register_prehook", "_register_hook_dict"})
+# Code of torch that the engine calls for the author's hooks.
+_HOOKS = tuple(
+    f"{Path(torch.__file__).parent}/{part}"
+    for part in ("utils/hooks.py", "utils/checkpoint.py", "autograd/graph.py", "nn/", "distributed/")
+)
+# What the engine calls for the backward of an autograd function, by its versions of the call.
+_BACKWARDS = {vars(BackwardCFunction)[n].__code__ for n in ("apply", "apply_boxed") if n in vars(BackwardCFunction)}
+
+
+@dataclass
+class Eager:
+    """What the eager model's autograd graph holds.
+
+    Attributes:
+        functions: how often the gradients go through each autograd function of the author's, by path.
+        places: the line that called it first.
+        hooks: lines of hooks on gradients and saved tensors.
+        reason: why the model could not be walked; empty where it was.
+    """
+
+    functions: Counter[str] = field(default_factory=Counter)
+    places: dict[str, str] = field(default_factory=dict)
+    hooks: dict[str, None] = field(default_factory=dict)
+    reason: str = ""
+
+
+def walk(model: nn.Module, batch: Any, loss: Callable[..., Any] | None) -> Eager:
+    """Runs the model on fakes, forward and backward; it is left as it was.
+
+    Raises:
+        CaptureError: a hook on gradients or saved tensors, or random numbers in a backward.
+    """
+    found = Eager()
+    try:
+        with contextlib.ExitStack() as stack:
+            for context in (plain_surrounding(), quiet(), no_host_random(model), untouched(model)):
+                stack.enter_context(context)
+            stack.enter_context(nothing_remembered(model))
+            stack.enter_context(recording())
+            stack.enter_context(host_numbers())
+            batch = stack.enter_context(without_values(model, separate(batch)))
+            hooks = stack.enter_context(hooks_watched(model, batch))
+            call = called(model, batch, loss)
+            with Watch(), _Calls(found):
+                outputs = call.module(*call.args, **call.kwargs)
+            _differentiate(found, outputs)
+            del outputs
+            hooks.check()  # before what hooks have kept is put out of their containers
+    except CaptureError as error:
+        raise CaptureError(error.reason, where=error.where or place_of(error), remedy=error.remedy) from error
+    except FAILURES as error:
+        found.reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
+    if found.hooks:
+        raise CaptureError(
+            "a hook that a backward calls is lost when the forward is traced",
+            where=next(iter(found.hooks)),
+            remedy="write a torch.autograd.Function, or change the gradients after backward",
+        )
+    return found
+
+
+def _differentiate(found: Eager, outputs: Any) -> None:
+    roots = [v for v in pytree.tree_leaves(outputs) if isinstance(v, Tensor) and v.requires_grad and v.grad_fn]
+    for function in _functions(roots):
+        path = f"{function.__module__}.{function.__qualname__}"
+        if not is_internal(function) or function.__module__.startswith("torch._functorch"):
+            found.functions[path] += 1
+    if not roots:
+        return
+    upstream = [torch.ones_like(v) for v in roots]
+    with _Calls(found):
+        torch.autograd.backward(roots, upstream)
+
+
+def _functions(roots: list[Tensor]) -> Iterator[type]:
+    """The Python functions that the gradients of some tensors go through."""
+    pending: list[Any] = [root.grad_fn for root in roots]
+    seen: set[Any] = set()
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if isinstance(node, BackwardCFunction):
+            yield node._forward_cls  # type: ignore[attr-defined]
+        pending.extend(following for following, _ in node.next_functions)
+
+
+class _Calls(TorchDispatchMode):
+    """While active, notes who registers hooks on nodes of autograd's graph, and what the engine calls besides.
+
+    What runs below an operator is of no interest, and most of the calls: it is not looked at.
+    """
+
+    def __init__(self, found: Eager) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._found, self._kept, self._within = found, sys.getprofile(), ""
+
+    def __enter__(self) -> Self:
+        super().__enter__()  # type: ignore[no-untyped-call]
+        sys.setprofile(self._see)
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        sys.setprofile(self._kept)
+        super().__exit__(*args)  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        sys.setprofile(self._kept)
+        try:
+            if torch.Tag.nondeterministic_seeded in func.tags:
+                _check_draw(func)
+            return func(*args, **(kwargs or {}))
+        finally:
+            sys.setprofile(self._see)
+
+    def _see(self, frame: FrameType, event: str, arg: Any) -> None:
+        if event == "c_call":
+            name, owner = arg.__name__, getattr(arg, "__self__", None)
+            if name in _REGISTRATIONS and isinstance(owner, Node):
+                self._found.hooks.setdefault(_line(frame))
+            elif name == "apply" and isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
+                self._found.places.setdefault(f"{owner.__module__}.{owner.__qualname__}", _line(frame))
+        elif event == "call":
+            code = frame.f_code
+            if frame.f_back is not None and frame.f_back.f_code is _ENGINE:
+                self._within = _hook(code)
+            if self._within and is_foreign_file(code.co_filename):
+                self._found.hooks.setdefault(f"{Path(code.co_filename).name}:{code.co_firstlineno}")
+                self._within = ""
+        elif event == "return" and self._within and frame.f_back is not None and frame.f_back.f_code is _ENGINE:
+            self._found.hooks.setdefault(self._within)
+            self._within = ""
+
+
+def _check_draw(func: Any) -> None:
+    """Refuses random bits in the backward of an author's function: it can be no operator of a program.
+
+    Raises:
+        CaptureError: names the line.
+    """
+    if any(frame.f_code in _BACKWARDS for frame, _ in traceback.walk_stack(None)):
+        raise CaptureError(
+            f"the backward of an autograd function draws random numbers ({func}), which no plan could repeat",
+            where=_line(sys._getframe()),
+            remedy="draw them in the forward outside of the function, and pass them in",
+        )
+
+
+def _hook(code: CodeType) -> str:
+    """The name of a function that the engine calls for a hook; empty for what it calls to differentiate, or to free."""
+    file = code.co_filename
+    is_own = is_foreign_file(file) and not file.startswith("<eval_with_key>") and code.co_name != "__del__"
+    return code.co_qualname if is_own or file.startswith(_HOOKS) else ""
+
+
+def _line(frame: FrameType | None) -> str:
+    """The innermost line of the author's code."""
+    while frame is not None and not is_foreign_file(frame.f_code.co_filename):
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame is not None else "forward"
+
+
+def compare(eager: Eager, recorded: Mapping[str, int]) -> None:
+    """Compares the functions that gradients go through with those that a trace holds, by path.
+
+    Raises:
+        CaptureError: a function is not recorded, so that its backward would be lost; names where it is called.
+    """
+    for path, count in eager.functions.items():
+        if count > recorded.get(path, 0):
+            raise CaptureError(
+                f"the autograd function {path} is called where a trace does not see it, so that its backward is lost",
+                where=eager.places.get(path, path),
+                remedy="call it by `apply` of its class in the forward, outside of transforms and compiled regions",
+            )

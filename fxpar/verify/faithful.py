@@ -1,0 +1,142 @@
+"""Whether a captured graph is the model, by a forward and backward of both on a few samples.
+
+Enters: a captured model whose weights are at hand, and its batch. Leaves: nothing, or `CheckFailed` that names the
+tensor; where the run would cost too much, the reason why there was none.
+
+It is one step on two samples, cut in length where that would take long; the models and the generators are left as they
+were. What it adds to the walk of the eager autograd graph (`fxpar.capture.eager`) is the numbers.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+from fxpar.capture import Captured
+from fxpar.program import Program
+from fxpar.rules.flops import matmul_flops
+from fxpar.symbols import evaluate
+from fxpar.tables import amount
+from fxpar.verify.simulate import symbol_values
+from fxpar.verify.values import call_inputs, check_capture
+
+LARGEST = 2 << 30  # bytes of weights
+_WORK = 3e10  # FLOPs of a forward, of which some ten are run
+_ROWS, _LENGTH = 2, 8
+
+
+def compare(captured: Captured, model: nn.Module, batch: Any, run: bool = True) -> str:
+    """Compares values and gradients of the captured graph and the model.
+
+    Args:
+        captured: in the model's present mode.
+        model: in the plan's precision; is left as it was.
+        batch: as it was captured with.
+        run: whether this process is the one that runs them; otherwise it is only said whether one can.
+
+    Returns:
+        Empty where they are compared; else why not.
+
+    Raises:
+        CheckFailed: they differ; names the output, or the parameter whose gradient it is.
+        InputError: the model itself raises an error.
+    """
+    found = _hindrance(captured, model, batch)
+    if isinstance(found, str):
+        return found
+    if run:
+        inputs = call_inputs(captured, model, batch)
+        check_capture(captured, model, _cut(captured.program, inputs, batch, found), canonical=False)
+    return ""
+
+
+def compare_filled(
+    captured: Captured, skeleton: nn.Module, buffers: Mapping[str, Tensor], batch: Any, run: bool = True
+) -> str:
+    """As `compare`, for a model whose weights are elsewhere: with random ones.
+
+    Args:
+        skeleton: the model on the meta device.
+        buffers: their values by name.
+    """
+    found = _hindrance(captured, skeleton, batch, has_values=True)
+    return found if isinstance(found, str) else compare(captured, _filled(skeleton, buffers), batch) if run else ""
+
+
+def findings(captured: Captured, uncompared: str) -> tuple[str, ...]:
+    """What was checked of a capture, as sentences.
+
+    Args:
+        uncompared: what `compare` returned.
+    """
+    walked = "Functions and hooks of the model's autograd graph were compared with the captured graph."
+    compared = "Values and gradients of the captured graph were compared with the model's."
+    if captured.unwalked:
+        walked = f"The model's autograd graph could not be walked without values: {captured.unwalked}."
+    return walked, f"Values and gradients were not compared with the model's: {uncompared}." if uncompared else compared
+
+
+def _hindrance(captured: Captured, model: nn.Module, batch: Any, has_values: bool = False) -> str | dict[str, int]:
+    """Why a model is not run; else the sizes to run it at, the best that cost little."""
+    tensors = [*model.parameters(), *model.buffers()]
+    if not has_values and any(t.is_meta for t in tensors):
+        return "the model is on the meta device"
+    size = sum(t.numel() * t.element_size() for t in tensors)
+    if size >= LARGEST:
+        return f"its weights are {amount(size)}"
+    whole = symbol_values(captured.program, call_inputs(captured, model, batch))
+    for sizes in _smaller(captured, whole):
+        if _work(captured.program, sizes) <= _WORK:
+            return sizes
+    return f"a forward of it takes {_work(captured.program, whole):.1e} FLOPs"
+
+
+def _smaller(captured: Captured, whole: Mapping[str, int]) -> Iterator[dict[str, int]]:
+    """Sizes to run at, the best first: few rows of the whole length, of a short one, the example itself."""
+    program = captured.program
+    rows = {s.name: min(_ROWS, whole[s.name]) if s.dim == 0 else whole[s.name] for s in program.symbols}
+    short = {s.name: rows[s.name] if s.dim == 0 else min(_LENGTH, rows[s.name]) for s in program.symbols}
+    for sizes in (rows, short, dict(whole)):
+        if sizes == whole or captured.spec.admits(program, sizes):
+            yield sizes
+
+
+def _work(program: Program, sizes: Mapping[str, int]) -> float:
+    return math.fsum(evaluate(flops, sizes) for _, flops in matmul_flops(program))
+
+
+def _cut(program: Program, inputs: Mapping[str, Tensor], batch: Any, sizes: Mapping[str, int]) -> Any:
+    """The batch with its leading elements alone."""
+    shapes = {id(inputs[i.path]): [evaluate(size, sizes) for size in i.type.shape] for i in program.inputs}
+
+    def cut(value: Tensor) -> Tensor:
+        return value[tuple(slice(size) for size in shapes.get(id(value), value.shape))]
+
+    return pytree.tree_map_only(Tensor, cut, batch)
+
+
+def _filled(skeleton: nn.Module, buffers: Mapping[str, Tensor]) -> nn.Module:
+    """A model with the skeleton's modes and shapes, random weights, and the buffers of a model that has values.
+
+    What it computes means nothing; that two ways of computing it agree does.
+    """
+    generator = torch.Generator().manual_seed(1)
+
+    def fill(parameter: Tensor) -> nn.Parameter:
+        made = torch.empty(parameter.shape, dtype=parameter.dtype)
+        if made.is_floating_point() or made.is_complex():
+            spread = 0.1 if made.dim() < 2 else 1 / math.sqrt(max(made[0].numel(), 1))
+            made.normal_(1.0 if made.dim() < 2 else 0.0, spread, generator=generator)
+        else:
+            made.zero_()
+        return nn.Parameter(made, requires_grad=parameter.requires_grad)
+
+    memo: dict[int, Any] = {id(p): fill(p) for p in skeleton.parameters()}
+    memo |= {id(b): buffers[n].detach().cpu().clone() for n, b in skeleton.named_buffers() if n in buffers}
+    return copy.deepcopy(skeleton, memo)
