@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from fxpar.errors import PassError
 from fxpar.layout import Layout, R, V
 from fxpar.manager import register_pass
-from fxpar.operators import attention, axis_index, dropout
-from fxpar.program import Input, Note, Program, TensorType, note, operands, output_layouts, set_note
+from fxpar.operators import attention, axis_index, dropout, uniform, uniform_like
+from fxpar.passes.draws import DISTRIBUTIONS, Draw, refuse, without_gradient
+from fxpar.program import Input, Note, Program, TensorType, note, operands, output_layouts, set_note, tensor_type
 from fxpar.rules import bind_arguments
-from fxpar.rules.inference import describe
 
 aten = torch.ops.aten
 RNG_PATH = "fxpar.rng"
@@ -36,12 +36,16 @@ def assign_rng(program: Program) -> Program:
     On an axis over which the value is a shard the node gets the rank's index, so that each rank draws the bits of its
     own elements; on the others it gets none and all ranks draw the same (SPEC section 2.4), which drops the same
     elements of each summand of a partial value. The masks are therefore those of the single device, in distribution
-    equal to PyTorch's and never the same bits. Random operators other than dropout and attention are refused.
+    equal to PyTorch's and never the same bits. Uniform, normal and other numbers become `fxpar.uniform`, or
+    `fxpar.uniform_like` a value that may be a shard, and what follows from them (`fxpar.passes.draws`). Random
+    operators that cannot be had so are refused. Draws that nothing uses go.
     """
     state = _State(program)
     for node in list(program.graph.nodes):
         if node.op == "call_function" and note(node).random:
-            if node.target is aten.dropout.default:
+            if not node.users:
+                program.graph.erase_node(node)
+            elif node.target is aten.dropout.default:
                 state.replace(node, dropout, (node.args[0], state.rng, node.args[1]))
             elif node.target is aten.scaled_dot_product_attention.default:
                 given = bind_arguments(node)
@@ -49,11 +53,7 @@ def assign_rng(program: Program) -> Program:
                 options = (given["is_causal"], given["scale"], given["enable_gqa"])
                 state.replace(node, attention, (*ins, state.rng, given["dropout_p"], *options))
             else:
-                raise PassError(
-                    f"{node.target} draws random numbers that no rule can split",
-                    where=describe(node),
-                    remedy="use dropout, or draw the numbers outside the model and pass them in",
-                )
+                state.distribute(node)
     return program if state.input is None else program.with_(inputs=(*program.inputs, state.input))
 
 
@@ -92,7 +92,37 @@ class _State:
             self._indices[axis] = set_note(node, Note(type=TensorType(torch.int64, ()), layout=self._layout(axis)))
         return self._indices[axis]
 
+    def _own_indices(self, x: fx.Node) -> tuple[list[fx.Node], ...]:
+        """The last argument of a draw for the elements of `x`, if it has one."""
+        found = [self.index(axis) for axis, placement in output_layouts(x)[0] if placement.is_shard]
+        return (found,) if found else ()
+
     def replace(self, node: fx.Node, target: Any, args: tuple[Any, ...]) -> None:
-        layout = output_layouts(operands(node)[0])[0]
-        indices = [self.index(axis) for axis, placement in layout if placement.is_shard]
-        node.target, node.args, node.kwargs = target, (*args, indices) if indices else args, {}
+        node.target, node.args, node.kwargs = target, (*args, *self._own_indices(operands(node)[0])), {}
+
+    def distribute(self, node: fx.Node) -> None:
+        """Writes a random node in terms of uniform numbers; the last of them has its name."""
+        distribution = DISTRIBUTIONS.get(node.target)
+        if distribution is None:
+            refuse(node)
+        draw = Draw(node, lambda kind: self._uniform(node, kind))
+        value = draw.cast(distribution(draw))
+        node.replace_all_uses_with(value)
+        self.program.graph.erase_node(node)
+        value.name = node.name
+
+    def _uniform(self, node: fx.Node, kind: TensorType) -> fx.Node:
+        like = next((x for x in operands(node) if tensor_type(x).shape == kind.shape), None)
+        graph, layout = self.program.graph, self._layout()
+        if like is None and operands(node):
+            refuse(node)
+        size = bind_arguments(node).get("size", [node.args[0]])
+        rng = self.rng
+        with graph.inserting_before(node):
+            if like is None:
+                new = graph.create_node("call_function", uniform, (size, rng, kind.dtype), name="uniform")
+            else:
+                layout = without_gradient(output_layouts(node)[0])
+                args: tuple[Any, ...] = (like, rng, kind.dtype, *self._own_indices(like))
+                new = graph.create_node("call_function", uniform_like, args, name="uniform_like")
+        return set_note(new, replace(note(node), type=kind, layout=layout))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -36,8 +37,19 @@ _DROPPED = frozenset(
         aten.sym_constrain_range.default,
     }
 )
-_CONVOLUTIONS = frozenset({aten.conv1d.default, aten.conv2d.default, aten.conv3d.default})
+_CONVOLUTIONS = frozenset(
+    overload for packet in (aten.conv1d, aten.conv2d, aten.conv3d) for overload in (packet.default, packet.padding)
+)
 _SAME = frozenset({aten.alias.default, aten.lift_fresh_copy.default, aten.lift.default})
+# What nothing has written holds any values: zeros are such, and the same on every rank.
+_EMPTY: Mapping[Any, Any] = {
+    aten.empty.memory_format: aten.zeros.default,
+    aten.empty_strided.default: aten.zeros.default,
+    aten.empty_permuted.default: aten.zeros.default,
+    aten.empty_like.default: aten.zeros_like.default,
+    aten.new_empty.default: aten.new_zeros.default,
+    aten.new_empty_strided.default: aten.new_zeros.default,
+}
 _VIEWS = {aten._unsafe_view.default: aten.view.default}
 _WHERE_IT_RUNS = ("device", "pin_memory", "layout", "non_blocking")
 
@@ -58,10 +70,11 @@ def canonicalize(program: Program) -> Program:
         %y_bias = aten.add.Tensor(%y, %bias) : f32[b, s, 96]
         %o = aten.dropout.default(%y_bias, 0.1, True) : f32[b, s, 96]
 
-    Asserts, operations that return their operand, devices and dead code go; sizes `-1` become numbers where they are
-    numbers; indexing by neighbouring positions that the author wrote down becomes a slice; biases, those of
-    convolutions too, are separate additions, so that a row-split product can be reduced before its bias is added.
-    Values, gradients and the order of random nodes stay. Refuses sub-graphs: what is in them has no layout.
+    Asserts, operations that return their operand, devices and dead code go; memory that nothing has written is zeros;
+    sizes `-1` become numbers where they are numbers; indexing by neighbouring positions that the author wrote down
+    becomes a slice; biases, those of convolutions too, are separate additions, so that a row-split product can be
+    reduced before its bias is added. Values, gradients and the order of random nodes stay. Refuses sub-graphs: what is
+    in them has no layout.
     """
     for module, node in walk(program.graph_module):
         if module is not program.graph_module or node.op == "get_attr":
@@ -86,6 +99,8 @@ def _rewrite(graph: fx.Graph, node: fx.Node) -> None:
     if target is aten.type_as.default:
         node.target, node.args = aten._to_copy.default, node.args[:1]
         node.kwargs = {"dtype": tensor_type(node).dtype}
+    if target in _EMPTY:
+        _fill_with_zeros(node)
     if target in _SAME or _is_identity(node):
         node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
         graph.erase_node(node)
@@ -95,12 +110,22 @@ def _rewrite(graph: fx.Graph, node: fx.Node) -> None:
         _separate_bias(graph, node, node.args[2], (node.args[0], node.args[1]), aten.linear.default)
     elif target is aten.addmm.default and not node.kwargs:
         _separate_bias(graph, node, node.args[0], node.args[1:3], aten.mm.default)
+    elif target is aten.bilinear.default and node.args[3] is not None:
+        _separate_bias(graph, node, node.args[3], (*node.args[:3], None), target)
     elif target in _CONVOLUTIONS and len(node.args) > 2 and isinstance(node.args[2], fx.Node):
         bias = _along_channels(graph, node, node.args[2])
         _separate_bias(graph, node, bias, (*node.args[:2], None, *node.args[3:]), target)
     elif node.target in (aten.view.default, aten.expand.default, aten.reshape.default):
         sizes = [_literal(given, size) for given, size in zip(node.args[1], tensor_type(node).shape, strict=True)]  # type: ignore[arg-type]
         node.args = (node.args[0], sizes)
+
+
+def _fill_with_zeros(node: fx.Node) -> None:
+    """Strides and memory formats go: a program says nothing of how tensors lie in memory."""
+    filled = _EMPTY[node.target]
+    kept = [a.name for a in filled._schema.arguments]
+    node.target, node.args = filled, node.args[: 2 if filled is aten.new_zeros.default else 1]
+    node.kwargs = {k: v for k, v in node.kwargs.items() if k in kept}
 
 
 def _literal(given: Any, size: Any) -> Any:
@@ -199,6 +224,7 @@ def _name_sizes(program: Program) -> None:
 
 
 def _remove_dead(graph: fx.Graph) -> None:
+    """Draws that nothing uses stay: those behind them would take their bits."""
     for node in reversed(list(graph.nodes)):
-        if node.op == "call_function" and not node.users:
+        if node.op == "call_function" and not node.users and not note(node).random:
             graph.erase_node(node)

@@ -45,28 +45,19 @@ def localize(program: Program) -> Program:
         %v = aten.view.default(%q, [%b, %s, 4, 12]) : f32[b, s, 8, 12] tp:S(2)
 
     Types in notes stay global; a rank's shape is the type's with its layout applied. Parameters and inputs become
-    their shards by layout alone. Every rank gets the same text, because n divides what it cuts. Values stay equal.
-    Refuses a size that is read off a sharded dimension.
+    their shards by layout alone. Every rank gets the same text, because n divides what it cuts. Values stay equal. That
+    no size is read off a sharded dimension is a matter of types (`fxpar.verify.types`).
     """
     for node in list(program.graph.nodes):
         if node.op != "call_function":
             continue
-        if node.target is aten.sym_size.int:
-            _check_size(node)
-        elif node.target in _SIZED:
+        if node.target in _SIZED:
             _sizes(program, node)
         elif node.target in _SPLITS:
             _split(program, node)
         elif node.target is aten.slice.Tensor:
             _slice(program, node)
     return program
-
-
-def _check_size(node: fx.Node) -> None:
-    source, dim = operands(node)[0], node.args[1]
-    for axis, placement in output_layouts(source)[0]:
-        if placement.is_shard and placement.dim == dim:
-            raise PassError(f"reads a size that is cut over {axis}", where=f"%{node.name}")
 
 
 def _local(program: Program, node: fx.Node, output: int = 0) -> tuple[Any, ...]:

@@ -6,20 +6,25 @@ global shapes and the `CallSpec` of its calls. Nothing is computed and no weight
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
 
-from fxpar.capture.convert import CallSpec, SizeError, convert
-from fxpar.capture.guards import check_samples
+from fxpar import operators
+from fxpar.capture.convert import CallSpec, convert
+from fxpar.capture.eager import compare, walk
+from fxpar.capture.guards import check_model, check_samples
+from fxpar.capture.sizes import SizeError
 from fxpar.capture.trace import arguments, trace
 from fxpar.collector import without_collections
 from fxpar.plan import Plan
 from fxpar.program import Program
 
-__all__ = ["CallSpec", "Captured", "arguments", "capture", "check_samples"]
+__all__ = ["CallSpec", "Captured", "arguments", "capture", "check_model", "check_samples"]
 
 
 @dataclass(frozen=True)
@@ -31,12 +36,14 @@ class Captured:
         spec: how a call maps to the program's inputs and outputs.
         how: `export`, or `dynamo` where export failed.
         loss: the loss callable that was traced with the model, if any.
+        unwalked: why the eager model's autograd graph could not be walked and compared; empty where it was.
     """
 
     program: Program
     spec: CallSpec
     how: str
     loss: Callable[..., Any] | None
+    unwalked: str = ""
 
 
 def capture(
@@ -62,13 +69,16 @@ def capture(
 def _capture(model: nn.Module, batch: Any, plan: Plan, loss: Callable[..., Any] | str | None) -> Captured:
     function = loss if callable(loss) else None
     name = loss if isinstance(loss, str) else None
-    for symbolic in (None, 2, 1, 0):
-        traced = trace(model, batch, function, symbolic)
+    ranks = [value.dim() for value in pytree.tree_leaves(batch) if isinstance(value, Tensor)]
+    for symbolic in (None, *(count for count in (2, 1) if count < max(ranks, default=0)), 0):
         try:
+            traced = trace(model, batch, function, symbolic)
             program, spec = convert(traced, model, plan, name)
         except SizeError:
             if symbolic == 0:
                 raise
             continue
         break
-    return Captured(program, spec, traced.how, function)
+    eager = walk(model, batch, function)
+    compare(eager, Counter(str(n.kwargs["path"]) for n in program.graph.nodes if n.target is operators.function))
+    return Captured(program, spec, traced.how, function, eager.reason)

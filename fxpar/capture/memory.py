@@ -1,8 +1,9 @@
-"""Tracing models that have no memory.
+"""Models whose tensors have shapes and no memory.
 
-Enters: a model with tensors on the meta device, and its example. Leaves, for as long as it is traced: a model whose
-tensors are fakes on the CPU. On the meta device a constant made in `forward` (`torch.tensor([…], device=x.device)`)
-would lose its values; on a fake CPU it has them, and the trace is the one of the model with memory.
+Enters: a model, and its example. Leaves, for as long as it is traced or walked: a model whose tensors are fakes on the
+CPU, those on the meta device or all of them. On the meta device a constant made in `forward`
+(`torch.tensor([…], device=x.device)`) would lose its values; on a fake CPU it has them, and the trace is the one of the
+model with memory.
 """
 
 from __future__ import annotations
@@ -26,12 +27,8 @@ def with_memory(model: nn.Module, batch: Any) -> Iterator[tuple[Any, Mapping[int
         The batch, fakes in place of meta tensors (of all tensors where the model has no memory), and for the id of
         each fake of the model the tensor that it stands for.
     """
-    stores: list[dict[str, Any]] = []
-    for module in model.modules():
-        stores += [module._parameters, module._buffers]
-    places = [(store, name) for store in stores for name in store]
-    kept = [(store, name, store[name]) for store, name in places]
-    meta = [value for _, _, value in kept if value is not None and value.is_meta]
+    values = [value for store in _stores(model) for value in store.values()]
+    meta = [value for value in values if value is not None and value.is_meta]
     if not meta and not any(isinstance(v, Tensor) and v.is_meta for v in pytree.tree_leaves(batch)):
         yield batch, {}
         return
@@ -39,11 +36,62 @@ def with_memory(model: nn.Module, batch: Any) -> Iterator[tuple[Any, Mapping[int
     with mode:
         fakes = {id(value): _fake(value) for value in meta}
         batch = pytree.tree_map_only(Tensor, _fake, batch)
+    with swapped(model, fakes):
+        yield batch, {id(fakes[id(value)]): value for value in meta}
+
+
+@contextlib.contextmanager
+def without_values(model: nn.Module, batch: Any) -> Iterator[Any]:
+    """The model and its batch as fakes on the CPU, of fixed sizes: it runs as ever, and nothing is computed.
+
+    Yields:
+        The batch, inside the mode that makes fakes.
+    """
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        values = {id(v): v for store in _stores(model) for v in store.values() if v is not None}
+        fakes = {key: _fake(value) for key, value in values.items()}
+        with swapped(model, fakes):
+            yield pytree.tree_map_only(Tensor, _fake, batch)
+
+
+@contextlib.contextmanager
+def plain_surrounding() -> Iterator[None]:
+    """Gradients are on inside, and what a forward makes has values, whatever the caller has around the call."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(_without_saved_hooks())
+        if torch.get_default_device().type == "meta":
+            stack.enter_context(torch.device("cpu"))
+        yield
+
+
+@contextlib.contextmanager
+def _without_saved_hooks() -> Iterator[None]:
+    """Hooks on saved tensors that the caller has around the call are no part of the model: put aside for a while."""
+    autograd, kept = torch._C._autograd, []
+    while (hooks := autograd._top_saved_tensors_default_hooks(True)) is not None:
+        kept.append(hooks)
+        autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(kept):
+            autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+def _stores(model: nn.Module) -> list[dict[str, Any]]:
+    return [store for module in model.modules() for store in (module._parameters, module._buffers)]
+
+
+@contextlib.contextmanager
+def swapped(model: nn.Module, others: Mapping[int, Tensor]) -> Iterator[None]:
+    """Other tensors for those of the model, by their identities; back at the end."""
+    kept = [(store, name, value) for store in _stores(model) for name, value in store.items()]
     try:
         for store, name, value in kept:
-            if id(value) in fakes:
-                store[name] = fakes[id(value)]
-        yield batch, {id(fakes[id(value)]): value for value in meta}
+            store[name] = others.get(id(value), value)
+        yield
     finally:
         for store, name, value in kept:
             store[name] = value

@@ -6,12 +6,16 @@ author's, nor are those of the standard library.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch import fx
+
+from fxpar.errors import FxparError
 
 _FOREIGN = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[1]}/")
 _STANDARD_LIBRARY = f"{sysconfig.get_path('stdlib')}/"
@@ -19,15 +23,22 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _INDEX = re.compile(r"\[['\"]?([^\]'\"]+)['\"]?\]")
 
 
-def _is_own(file: str) -> bool:
+def is_own(file: str) -> bool:
+    """Whether a file may be the author's."""
     # Frames that torch makes up have a relative path.
     standard = file.startswith(_STANDARD_LIBRARY) and "-packages/" not in file
     return file.startswith("/") and not standard and not file.startswith(_FOREIGN)
 
 
+def is_foreign_file(file: str) -> bool:
+    """Whether a file is neither of torch, of fxpar nor of the standard library, be it a notebook's cell."""
+    standard = file.startswith((_STANDARD_LIBRARY, "<frozen ")) and "-packages/" not in file
+    return not standard and not file.startswith(_FOREIGN)
+
+
 def source_of(node: fx.Node) -> str:
     """The innermost line of the author's own code that made the node; empty where none did."""
-    frames = [(file, line) for file, line in _FRAME.findall(node.meta.get("stack_trace") or "") if _is_own(file)]
+    frames = [(file, line) for file, line in _FRAME.findall(node.meta.get("stack_trace") or "") if is_own(file)]
     if not frames:
         return ""
     file, line = frames[-1]
@@ -39,10 +50,28 @@ def place_of(error: BaseException) -> str:
     found, entry = "", error.__traceback__
     while entry is not None:
         file = entry.tb_frame.f_code.co_filename
-        if _is_own(file):
+        if is_own(file):
             found = f"{Path(file).name}:{entry.tb_lineno}"
         entry = entry.tb_next
     return found
+
+
+class Blamed(contextlib.AbstractContextManager[None]):
+    """Turns what the author's code raises, of whatever type, into one error that names its line.
+
+    Args:
+        error: makes the error of reason and place.
+    """
+
+    def __init__(self, error: Callable[[str, str], FxparError]) -> None:
+        self._error = error
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Errors of fxpar and interrupts stay what they are."""
+        if isinstance(error, Exception) and not isinstance(error, FxparError):
+            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+            shown = f": {lines[0][:300]}" if lines else ""
+            raise self._error(f"{type(error).__name__}{shown}", place_of(error)) from error
 
 
 def module_of(node: fx.Node) -> str:

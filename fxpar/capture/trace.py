@@ -23,6 +23,7 @@ from torch._dynamo.exc import TorchDynamoException
 from torch.export import Dim, ExportedProgram
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
+from fxpar.capture.decided import host_numbers
 from fxpar.capture.dynamo import Assumption, dynamo_graph, symbolic_dims
 from fxpar.capture.functional import functional_form
 from fxpar.capture.guards import (
@@ -33,8 +34,9 @@ from fxpar.capture.guards import (
     no_host_random,
     separate,
 )
+from fxpar.capture.memo import nothing_remembered
 from fxpar.capture.memory import with_memory
-from fxpar.capture.places import place_of
+from fxpar.capture.places import Blamed, place_of
 from fxpar.capture.recording import Recorder, Watch, recording
 from fxpar.capture.regions import refuse_mutation, replace_copies, settle
 from fxpar.capture.state import untouched, watched
@@ -42,7 +44,7 @@ from fxpar.errors import CaptureError
 
 # Arguments, keyword arguments, and how many leading dimensions are symbolic.
 _Call = tuple[tuple[Any, ...], dict[str, Any], int | None]
-_FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, KeyError, AssertionError, TorchDynamoException)
+FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, KeyError, AssertionError, TorchDynamoException)
 
 
 class WithLoss(nn.Module):
@@ -131,35 +133,61 @@ def trace(model: nn.Module, batch: Any, loss: Callable[..., Any] | None, symboli
     check_model(model)
     check_loss(loss)
     check_example(batch)
-    args, kwargs = arguments(model, batch, loss is not None)
-    bound_arguments(model, args, kwargs)
+    bound_arguments(model, *arguments(model, batch, loss is not None))
     safe = separate(batch)
-    with _quiet(), no_host_random(model), with_memory(model, safe) as (batch, originals):
-        module, prefix = model, ""
-        args, kwargs = arguments(model, batch, loss is not None)
-        if loss is not None:
-            module, prefix, args, kwargs = WithLoss(model, loss), "model.", (batch,), {}
-        parameters = inspect.signature(module.forward).parameters
-        keywords = any(name not in parameters for name in kwargs)
-        if keywords:
-            module, prefix, args, kwargs = WithKeywords(model), "model.", (kwargs,), {}
-        return replace(_trace(module, prefix, (args, kwargs, symbolic), originals), keywords=keywords)
+    with quiet(), no_host_random(model), with_memory(model, safe) as (batch, originals):
+        call = called(model, batch, loss)
+        with Blamed(_raised):
+            found = _trace(call.module, call.prefix, (call.args, call.kwargs, symbolic), originals)
+        return replace(found, keywords=isinstance(call.module, WithKeywords))
+
+
+@dataclass(frozen=True)
+class Called:
+    """What is run for a batch: the model, or a module around it, and its arguments.
+
+    Attributes:
+        prefix: what module paths begin with besides the author's names.
+    """
+
+    module: nn.Module
+    prefix: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def called(model: nn.Module, batch: Any, loss: Callable[..., Any] | None) -> Called:
+    """The call of a model, and with `loss` of `loss(outputs, batch)` too."""
+    if loss is not None:
+        return Called(WithLoss(model, loss), "model.", (batch,), {})
+    args, kwargs = arguments(model, batch, False)
+    if any(name not in inspect.signature(model.forward).parameters for name in kwargs):
+        return Called(WithKeywords(model), "model.", (kwargs,), {})
+    return Called(model, "", args, kwargs)
+
+
+def _raised(reason: str, place: str) -> CaptureError:
+    return CaptureError(
+        f"the model cannot be traced, it raises {reason}",
+        where=place,
+        remedy="make the forward run on one device, with sizes that may vary",
+    )
 
 
 def _trace(module: nn.Module, prefix: str, call: _Call, originals: Mapping[int, Tensor]) -> Trace:
     try:
-        with untouched(module):
+        with untouched(module), nothing_remembered(module):
             exported, recorder = _functional(module, call, prefix)
         return Trace(exported, "export", recorder, prefix, originals)
-    except _FAILURES as error:
+    except FAILURES as error:
         first = error
     _explain_now(first, module if originals else None)
     try:
-        with untouched(module):
+        with untouched(module), nothing_remembered(module, plain=True):
             graph_module, assumptions = dynamo_graph(module, prefix, *call)
         exported, recorder = _functional(graph_module, call, prefix)
         return Trace(exported, "dynamo", recorder, prefix, originals, assumptions)
-    except _FAILURES as error:
+    except FAILURES as error:
         raise _explained(first, error) from first
 
 
@@ -168,21 +196,43 @@ def _functional(module: nn.Module, call: _Call, prefix: str) -> tuple[ExportedPr
     args, kwargs, symbolic = call
     shapes = pytree.tree_map(lambda value: _offered(value, symbolic), bound_arguments(module, args, kwargs))
     watch = Watch()
-    with recording() as recorder:
+    with recording() as recorder, _draws_stay():
         try:
             # It prints the graph of a failed trace.
-            with watched(module, prefix, watch.read), watch, contextlib.redirect_stderr(io.StringIO()):
+            with (
+                watched(module, prefix, watch.read),
+                watch,
+                _plain_distributions(),
+                host_numbers(),
+                contextlib.redirect_stderr(io.StringIO()),
+            ):
                 exported = torch.export.export(module, args, kwargs, dynamic_shapes=shapes, strict=False)
         except CaptureError as error:
             if error.where:
                 raise
-            raise CaptureError(error.reason, where=place_of(error), remedy=error.remedy) from error
+            raise type(error)(error.reason, where=place_of(error), remedy=error.remedy) from error
         settle(exported, prefix)
         with _loss_shapes():
             functional = functional_form(exported)
         refuse_mutation(functional, prefix)
         replace_copies(functional)
     return functional, recorder
+
+
+def _plain_distributions() -> Any:
+    """While active, distributions do not check their parameters, which would branch on values."""
+    return mock.patch.object(torch.distributions.Distribution, "_validate_args", False)
+
+
+def _draws_stay() -> Any:
+    """While active, draws that nothing uses are no dead code: those behind them would take their bits."""
+    original = torch.fx.Node.is_impure
+
+    def is_impure(node: torch.fx.Node, *args: Any, **kwargs: Any) -> bool:
+        tags = getattr(node.target, "tags", ()) if node.op == "call_function" else ()
+        return torch.Tag.nondeterministic_seeded in tags or original(node, *args, **kwargs)
+
+    return mock.patch.object(torch.fx.Node, "is_impure", is_impure)
 
 
 @contextlib.contextmanager
@@ -209,9 +259,10 @@ def _offered(value: Any, symbolic: int | None) -> Any:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Tracing logs graphs and warnings about what becomes one error here."""
-    loggers = [logging.getLogger(f"torch.{name}") for name in ("fx.experimental.symbolic_shapes", "_dynamo", "export")]
+    names = ("fx.experimental.symbolic_shapes", "_dynamo", "_subclasses.fake_tensor", "export")
+    loggers = [logging.getLogger(f"torch.{name}") for name in names]
     kept = [logger.disabled for logger in loggers]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -274,7 +325,7 @@ def _explained(first: BaseException, second: BaseException) -> CaptureError:
     return CaptureError(
         f"the model cannot be traced: {_first_line(str(first))}; and with Dynamo: {_first_line(str(second))}",
         where=place_of(first),
-        remedy="make the forward depend on inputs and configuration alone",
+        remedy="see that the plain model runs on this batch; its forward may depend on inputs and configuration alone",
     )
 
 

@@ -1,7 +1,8 @@
 """One reduction for the gradients of many parameters, on local tensors (`fxpar.sum_gradients`).
 
-Enters: a rank's parameters, and for each what of it several ranks hold. Leaves: the parameters as they are; their
-gradients are summed over the axis in one flat tensor.
+Enters: a rank's parameters, and for each what of it several ranks hold; under mixed precision (`fxpar.mixed`) main
+values and their copies. Leaves: the parameters, or the copies, as they are; their gradients are summed over the axis in
+one flat tensor, in the type of the parameters.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxpar.mixed import MAIN
 from fxpar.ops.collectives import Group, sum_over
 from fxpar.ops.factored import Shared, restored, summand
 
@@ -27,22 +29,29 @@ class SumGradients(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, group: Group, held: Sequence[Held], index: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-        """The same values."""
+    def forward(
+        ctx: Any, dtype: torch.dtype, group: Group, held: Sequence[Held], index: Tensor, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        """The same values; those of the copies where they follow the weights.
+
+        Args:
+            dtype: in which gradients are summed.
+        """
         ctx.set_materialize_grads(False)
-        ctx.group = group
+        ctx.group, ctx.dtype = group, dtype
         ctx.held = [None if item is None else (item[0], [Shared(*piece) for piece in item[1]]) for item in held]
         ctx.save_for_backward(index)
-        return tuple(weight.view_as(weight) for weight in weights)
+        ctx.rest = len(tensors) - len(held)
+        return tuple(value.view_as(value) for value in tensors[-len(held) :])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         """The sums of the ranks' gradients; of what a rank holds alone its own."""
         (index,) = ctx.saved_tensors
-        n = ctx.group.size
-        given = [(grad, item) for grad, item in zip(grads, ctx.held, strict=True) if grad is not None]
+        n, rest = ctx.group.size, [None] * ctx.rest
+        given = [(grad.to(ctx.dtype), item) for grad, item in zip(grads, ctx.held, strict=True) if grad is not None]
         if not given:
-            return None, None, None, *grads
+            return None, None, None, None, *grads, *rest
         parts = [grad if item is None else summand(grad, item[0], item[1], n, index) for grad, item in given]
         flat = sum_over(torch.cat([part.reshape(-1) for part in parts]), ctx.group)
         totals = flat.split([part.numel() for part in parts])
@@ -51,9 +60,49 @@ class SumGradients(torch.autograd.Function):
             total = sums.view(part.shape)
             found.append(total if item is None else restored(grad, total, item[0], item[1], n, index))
         remaining = iter(found)
-        return None, None, None, *(None if grad is None else next(remaining) for grad in grads)
+        return None, None, None, None, *(None if grad is None else next(remaining) for grad in grads), *rest
 
 
-def sum_gradients(weights: Sequence[Tensor], held: Sequence[Held], group: str, size: int, index: Tensor) -> Any:
+def sum_gradients(
+    weights: Sequence[Tensor], held: Sequence[Held], group: str, size: int, index: Tensor, copies: Sequence[Tensor] = ()
+) -> Any:
     """`fxpar.sum_gradients`; pieces as tuples of `Shared`'s fields."""
-    return SumGradients.apply(Group(group, size), held, index, *weights)  # type: ignore[no-untyped-call]
+    return SumGradients.apply(weights[0].dtype, Group(group, size), held, index, *weights, *copies)  # type: ignore[no-untyped-call]
+
+
+def sum_gradient(main: Tensor, held: Held, group: str, size: int, index: Tensor, copy: Tensor) -> Tensor:
+    """`fxpar.copy_to` or `fxpar.share` of one parameter that has main values."""
+    (found,) = sum_gradients([main], [held], group, size, index, [copy])
+    return found  # type: ignore[no-any-return]
+
+
+def sum_widely(made: Tensor, held: Held, group: str, size: int, index: Tensor) -> Tensor:
+    """`fxpar.copy_to` or `fxpar.share` of what half-precision parameters make: summed in float32, rounded once."""
+    (found,) = SumGradients.apply(MAIN, Group(group, size), [held], index, made)  # type: ignore[no-untyped-call]
+    return found  # type: ignore[no-any-return]
+
+
+class Enter(torch.autograd.Function):
+    """The copies; gradients in the type of the main values."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Main values, then as many copies."""
+        ctx.set_materialize_grads(False)
+        ctx.dtype = tensors[0].dtype
+        return tuple(copy.view_as(copy) for copy in tensors[len(tensors) // 2 :])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        """The same gradients."""
+        return *(None if grad is None else grad.to(ctx.dtype) for grad in grads), *[None] * len(grads)
+
+
+def enter(mains: Sequence[Tensor], copies: Sequence[Tensor]) -> list[Tensor]:
+    """How parameters that have main values enter a program; those that are frozen by now as they are."""
+    pairs = [(main, copy) for main, copy in zip(mains, copies, strict=True) if main.requires_grad]
+    if not pairs:
+        return list(copies)
+    entered: Any = Enter.apply(*(main for main, _ in pairs), *(copy for _, copy in pairs))  # type: ignore[no-untyped-call]
+    remaining = iter(entered)
+    return [next(remaining) if main.requires_grad else copy for main, copy in zip(mains, copies, strict=True)]

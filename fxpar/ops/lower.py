@@ -1,8 +1,8 @@
 """From a program to a module that runs: graph operators become implementations bound to process groups.
 
 Enters: a program (a whole one, or a localised one) and the process groups of its axes. Leaves: a `GraphModule` whose
-inputs are the program's placeholders followed by one rank index for each axis, and whose outputs are the program's.
-The module is the same on every rank: ranks differ by the index tensors they pass.
+inputs are the program's placeholders, copies of main values under mixed precision, and one rank index for each axis,
+and whose outputs are the program's. The module is the same on every rank: ranks differ by the index tensors they pass.
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ from torch import fx, nn
 from fxpar import operators as ops
 from fxpar.errors import InputError
 from fxpar.layout import Placement, share_of
-from fxpar.ops import bound, coalesced, factored, random, vocabulary
+from fxpar.ops import bound, coalesced, factored, mixed, random, vocabulary
 from fxpar.ops.collectives import Group
 from fxpar.program import Program, note, operands, output_layouts
 from fxpar.rules import bind_arguments
-from fxpar.rules.composite import resolve_function
+from fxpar.rules.functions import resolve_function
 from fxpar.symbols import Size
 
+# Operators without a derivative, which Python's functions of that name do not ask for.
+_UNDERIVED = frozenset({torch.ops.aten.randint_like.default, torch.ops.aten.randint_like.low_dtype})
 _VOCABULARY: Mapping[Any, Callable[..., Any]] = {
     getattr(ops, f.__name__): vocabulary.with_block(f)
     for f in (
@@ -46,8 +48,9 @@ class Lowered:
     """A runnable module.
 
     Attributes:
-        module: called with `inputs` in order, then the indices.
-        inputs: names of the program's placeholders.
+        module: called with `inputs` in order, then the copies, then the indices.
+        inputs: names of the program's placeholders. Those that have copies are main values (`fxpar.mixed`).
+        copies: names of the placeholders whose copies, in the program's type, follow.
         indices: axes whose rank index (i64 scalar) follows.
         outputs: names of the results.
         draws: whether fused kernels draw from the device's generator, which must be seeded apart for each rank.
@@ -55,6 +58,7 @@ class Lowered:
 
     module: fx.GraphModule
     inputs: tuple[str, ...]
+    copies: tuple[str, ...]
     indices: tuple[str, ...]
     outputs: tuple[str, ...]
     draws: bool
@@ -70,7 +74,7 @@ class Lowered:
 
 
 def _prune_buckets(graph: fx.Graph, results: Sequence[fx.Node]) -> None:
-    """Takes weights that no result needs out of the reductions of gradients.
+    """Takes weights that no result needs out of what many share: reductions of gradients, and casts.
 
     A compiled backward would give them zeros in place of no gradient, and an optimizer would move them.
     """
@@ -82,38 +86,47 @@ def _prune_buckets(graph: fx.Graph, results: Sequence[fx.Node]) -> None:
             needed.add(node)
             pending += node.all_input_nodes
     for node in list(graph.nodes):
-        if node.target is not coalesced.sum_gradients:
+        if node.target not in (coalesced.sum_gradients, coalesced.enter):
             continue
-        weights, held, *rest = node.args
+        lists: list[Any] = [arg for arg in node.args if isinstance(arg, list) and arg]
+        values = lists[-1] if isinstance(lists[-1][0], fx.Node) else lists[0]  # copies, or weights that have none
         items = {user.args[1]: user for user in node.users}
-        kept = [index for index in range(len(weights)) if items.get(index) in needed]
+        kept = [index for index in range(len(values)) if items.get(index) in needed]
         for index, item in items.items():
             if index in kept:
                 item.args = (node, kept.index(index))
             else:
-                item.replace_all_uses_with(weights[index])
+                item.replace_all_uses_with(values[index])
                 graph.erase_node(item)
-        node.args = ([weights[i] for i in kept], [held[i] for i in kept], *rest)
+        node.args = tuple([arg[i] for i in kept] if isinstance(arg, list) and arg else arg for arg in node.args)
         if not kept:
             graph.erase_node(node)
 
 
-def lower(program: Program, groups: Mapping[str, Group], device: torch.device | str = "cpu") -> Lowered:
+def lower(
+    program: Program,
+    groups: Mapping[str, Group],
+    device: torch.device | str = "cpu",
+    *,
+    main_values: bool = False,
+) -> Lowered:
     """Lowers a program.
 
     Args:
         program: a program with property `local`, or one without mesh axes.
         groups: process group of each axis of the program.
         device: where factory operators put their tensors.
+        main_values: whether the plan's mixed precision is carried out: the module takes main values and copies. Else
+            it takes parameters in the program's own types.
 
     Raises:
         KeyError: an axis has no group.
     """
-    return _Lowering(program.copy(), groups, torch.device(device)).run()
+    return _Lowering(program.copy(), groups, torch.device(device), main_values).run()
 
 
 class _Lowering:
-    def __init__(self, program: Program, groups: Mapping[str, Group], device: torch.device) -> None:
+    def __init__(self, program: Program, groups: Mapping[str, Group], device: torch.device, main_values: bool) -> None:
         self.program, self.groups, self.device = program, groups, device
         self.graph = program.graph
         self.inputs = tuple(node.name for node in self.graph.nodes if node.op == "placeholder")
@@ -121,6 +134,7 @@ class _Lowering:
         self.indices: dict[str, fx.Node] = {}
         self.sizes: dict[str, fx.Node] = {}
         self.draws = False
+        self.mixed = mixed.Lowering(program, self.first) if main_values else None
 
     def run(self) -> Lowered:
         for axis in self.groups:
@@ -129,6 +143,8 @@ class _Lowering:
         handlers: dict[Any, Callable[[fx.Node], None]] = {
             ops.axis_index: self._index,
             ops.dropout: self._dropout,
+            ops.uniform: self._uniform,
+            ops.uniform_like: self._uniform_like,
             ops.attention: self._attention,
             ops.function: self._function,
             ops.sum_gradients: self._gradients,
@@ -143,8 +159,12 @@ class _Lowering:
                 handlers[node.target](node)
             elif isinstance(node.target, torch._ops.OpOverload):
                 self._place(node)
+        copies: tuple[str, ...] = ()
+        if self.mixed is not None:
+            self.mixed.enter()
+            copies = tuple(self.mixed.copies)
         module = fx.GraphModule(nn.Module(), self.graph)
-        return Lowered(module, self.inputs, tuple(self.indices), tuple(self.program.outputs), self.draws)
+        return Lowered(module, self.inputs, copies, tuple(self.indices), tuple(self.program.outputs), self.draws)
 
     def _set(self, node: fx.Node, target: Callable[..., Any], *args: Any) -> None:
         node.target, node.args, node.kwargs = target, args, {}
@@ -160,6 +180,9 @@ class _Lowering:
         """
         if node.target is torch.ops.aten.view.default:
             node.target = torch.ops.aten.reshape.default
+        if node.target in _UNDERIVED:
+            with self.graph.inserting_before(node):
+                node.args = (self.graph.call_function(torch.ops.aten.detach.default, node.args[:1]), *node.args[1:])
         schema = node.target._schema.arguments  # type: ignore[union-attr]
         if any(a.name == "device" for a in schema) and not operands(node):
             node.kwargs = {**node.kwargs, "device": self.device}
@@ -182,7 +205,9 @@ class _Lowering:
             placement = output_layouts(source)[0].on(axis)
             pieces = self._shared(placement, placement, group.size) if placement.is_shard else []
             held.append((placement.dim, pieces) if placement.is_shard else None)
-        self._set(node, coalesced.sum_gradients, list(node.args), held, group.name, group.size, self.indices[axis])
+        copies = [] if self.mixed is None else self.mixed.copies_of(node)
+        where = (group.name, group.size, self.indices[axis])
+        self._set(node, coalesced.sum_gradients, list(node.args), held, *where, *([copies] if copies else []))
 
     def _vocabulary(self, node: fx.Node) -> None:
         """The composite operators: arguments as in the graph with defaults, then the vocabulary's block."""
@@ -202,7 +227,12 @@ class _Lowering:
         group = (self.groups[axis].name, self.groups[axis].size)
         source = output_layouts(operands(node)[0])[0].on(axis)
         result = output_layouts(node)[0].on(axis)
-        if target in bound.WITH_GROUP:
+        if target in (ops.copy_to, ops.share) and self.mixed is not None and self.mixed.is_wide(node):
+            held = (source.dim, self._shared(source, source, group[1])) if target is ops.share else None
+            copies = self.mixed.copies_of(node)
+            summed = coalesced.sum_gradient if copies else coalesced.sum_widely
+            self._set(node, summed, x, held, *group, index, *copies)
+        elif target in bound.WITH_GROUP:
             self._set(node, bound.WITH_GROUP[target], x, *group)
         elif target in bound.WITH_INDEX:
             self._set(node, bound.WITH_INDEX[target], x, index)
@@ -302,6 +332,14 @@ class _Lowering:
         from fxpar.ops import kernels
 
         return kernels.dropout
+
+    def _uniform(self, node: fx.Node) -> None:
+        self._set(node, random.uniform, *node.args, note(node).random)
+
+    def _uniform_like(self, node: fx.Node) -> None:
+        x, rng, dtype, *ranks = node.args
+        cuts = self._cuts(node, ranks[0] if ranks else [])
+        self._set(node, random.uniform_like, x, rng, dtype, note(node).random, cuts)
 
     def _attention(self, node: fx.Node) -> None:
         query, key, value, mask, rng, p, causal, scale, gqa, *ranks = node.args

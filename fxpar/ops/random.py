@@ -109,6 +109,25 @@ def dropout(x: Tensor, rng: Tensor, p: float, origin: int, cuts: Sequence[IndexC
     return torch.where(keep, x * (1.0 / (1.0 - p)), x.new_zeros(()))
 
 
+# Bits of a uniform number's significand, less the one that keeps it off 0 and 1.
+_UNIFORM_BITS = {torch.float64: 32, torch.float32: 23, torch.float16: 10, torch.bfloat16: 7}
+
+
+def uniform_like(x: Tensor, rng: Tensor, dtype: torch.dtype, origin: int, cuts: Sequence[IndexCut]) -> Tensor:
+    """Uniform numbers in the open interval (0, 1) for the elements of a rank's `x`.
+
+    They are odd multiples of 2^-(bits + 1), exact in their type: no logarithm or inverse of them is infinite.
+    """
+    bits = _UNIFORM_BITS[dtype]
+    words = random_words(x.shape, rng, origin, cuts) >> (32 - bits)
+    return (2 * words + 1).to(dtype) * 2.0 ** -(bits + 1)
+
+
+def uniform(size: Sequence[int], rng: Tensor, dtype: torch.dtype, origin: int) -> Tensor:
+    """As `uniform_like`, for a whole tensor of that shape."""
+    return uniform_like(rng.new_empty(size), rng, dtype, origin, [])
+
+
 def fused_attention(
     query: Tensor,
     key: Tensor,

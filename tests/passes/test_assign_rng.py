@@ -194,14 +194,15 @@ def by_hand(*lines: str) -> Program:
 @pytest.mark.parametrize(
     "line",
     [
-        "aten.bernoulli.p(%x, 0.5) : f32[b, 6]",
-        "aten.rand_like.default(%x) : f32[b, 6]",
-        "aten.rrelu.default(%x, 0.1, 0.3, True) : f32[b, 6]",
+        "aten.poisson.default(%x) : f32[b, 6]",
+        "aten.binomial.default(%x, %x) : f32[b, 6]",
+        "aten.multinomial.default(%x, 3, True) : i64[b, 3]",
+        "aten.geometric.default(%x, 1.0) : f32[b, 6]",
     ],
 )
 def test_other_random_operators_are_refused(line: str) -> None:
     program = by_hand(f"%y = {line} tp:R {{random=5}}  # net.noise model.py:3", "return y=%y")
-    reason = r"%y \(net\.noise, model\.py:3\): .* draws random numbers that no rule can split; use dropout, or draw"
+    reason = r"%y \(net\.noise, model\.py:3\): .* draws random numbers that no rule can split; use dropout, uniform,"
     with pytest.raises(PassError, match=reason):
         assign_rng(program)
 
@@ -242,3 +243,73 @@ def test_a_seed_of_another_plan_leaves_the_text_as_it_is() -> None:
     captured = build(MLP)[1]
     assert shown(run(captured, MLP_SPLIT, seed=7)) == shown(run(captured, MLP_SPLIT))
     assert torch.equal(rng_state(7), torch.tensor([7, 0, 0]))
+
+
+# ------------------------------------------------------------------ distributions
+
+DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "stochastic depth": lambda x: x * (0.8 + torch.rand(x.shape[0], 1, 1)).floor() / 0.8,
+    "bernoulli": lambda x: x * x.new_empty(x.shape[0], 1, 1).bernoulli_(0.8),
+    "gates": lambda x: x * torch.bernoulli(x.sigmoid()),
+    "noise": lambda x: x + torch.randn_like(x) + torch.empty_like(x).uniform_(0.9, 1.1),
+    "gumbel": lambda x: x * functional.gumbel_softmax(x, dim=1),
+    "integers": lambda x: x[torch.randperm(x.shape[0])] * torch.randint_like(x, 1, 5),
+    "choice": lambda x: x + torch.multinomial(x[..., 0].softmax(-1), 2).sum(),
+    "slopes": lambda x: functional.rrelu(x, training=True),
+    "two segments": lambda x: torch.cat([p.relu() for p in functional.dropout(x, 0.3).split([32, 64], -1)], -1),
+}
+
+
+class Drawing(nn.Module):
+    """A draw between two matrices, where it is cut, and behind them, where it is not."""
+
+    def __init__(self, draw: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.draw = (draw,)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return squares(self.draw[0](self.down(self.draw[0](self.up(x)))))
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_other_numbers_are_those_of_one_device(name: str) -> None:
+    assert values(lambda: Drawing(DRAWS[name]), split={}, tp=2).ok
+
+
+def test_a_shard_draws_for_its_own_elements_and_what_is_whole_for_all() -> None:
+    def shapes(name: str) -> list[tuple[str, bool]]:
+        result = run(build(lambda: Drawing(DRAWS[name]))[1], {})
+        nodes = [n for n in result.graph.nodes if n.op == "call_function" and note(n).random]
+        return [(n.target.__name__, bool(indices(n.args))) for n in nodes]
+
+    assert shapes("stochastic depth") == [("uniform", False), ("uniform", False)]
+    assert ("uniform_like", True) in shapes("gates")
+
+
+def test_distributions_are_those_of_their_operators() -> None:
+    """Mean and variance of a hundred thousand numbers of each kind."""
+
+    class Kinds(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+            e = torch.empty_like
+            return (
+                torch.rand_like(x),
+                torch.randn_like(x),
+                e(x).uniform_(-2, 4),
+                e(x).normal_(3, 0.5),
+                e(x).exponential_(2.0),
+                torch.bernoulli(x.sigmoid()),
+                e(x).log_normal_(0.0, 0.5),
+                e(x).geometric_(0.25),
+                torch.randint(2, 12, (x.shape[0], 1000)).to(x),
+            )
+
+    module, x = Kinds(), torch.zeros(100, 1000)
+    captured = capture(module, {"x": x}, loss="")
+    program = reference_program(captured.program)
+    outputs = run_single(program, {}, {"x": x.double(), RNG_PATH: rng_state(3)}).outputs
+    for mine, torchs in zip(outputs.values(), module(x), strict=True):
+        spread = 6 * float(torchs.std()) / x.numel() ** 0.5
+        assert abs(float(mine.mean() - torchs.double().mean())) < 2 * spread
+        assert float(mine.std()) == pytest.approx(float(torchs.std()), rel=0.03)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import fx, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fxpar.errors import PassError
+from fxpar.errors import LayoutError
 from fxpar.manager import PassManager
 from fxpar.parse import parse_program
 from fxpar.passes import localize
@@ -280,7 +280,7 @@ def test_four_ranks_hold_a_quarter() -> None:
 
 def test_a_size_that_is_read_off_a_cut_dimension_is_refused() -> None:
     lines = ["%n = aten.sym_size.int(%y, 1) : 24", "%out = aten.expand.default(%y, [%b, %n]) : f32[b, 24] tp:S(1)"]
-    with pytest.raises(PassError, match="%n: reads a size that is cut over tp"):
+    with pytest.raises(LayoutError, match=r"%n: on axis tp: reads a number off %y, which is S\(1\)"):
         local(*lines)
 
 

@@ -1,0 +1,257 @@
+"""What a forward remembers outside of its module: a trace must neither fill it nor take from it what a call computes.
+
+Enters: a model about to be traced. Leaves: the author's process as it was: globals, attributes of classes, functions
+and objects, closures and containers that its code can name hold what they held, and memoised functions
+(`functools.lru_cache`) have forgotten nothing and learnt nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import sys
+import types
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from fxpar.capture.places import is_own
+
+_MISSING = object()
+_PLAIN = (Tensor, str, bytes, int, float, complex, bool, type(None), types.ModuleType, types.BuiltinFunctionType)
+_Memo = type(functools.lru_cache(lambda: None))
+_CONTAINERS = (OrderedDict, defaultdict, dict, list, set, deque)
+
+
+class Memory:
+    """What the author's code can name, as it is now.
+
+    The code is that of `forward` and of the functions that it names, by global names and by attributes.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._names = {"forward"}
+        self._seen: dict[int, Any] = {}  # kept, so that identities stay theirs
+        self._own: dict[type, bool] = {}
+        self._globals: dict[tuple[int, str], tuple[dict[str, Any], str, Any]] = {}
+        self._objects: dict[int, tuple[Any, dict[str, Any]]] = {}
+        self._cells: dict[int, tuple[Any, Any]] = {}
+        self._containers: dict[int, tuple[Any, Any]] = {}
+        # Classes, of whose attributes those that some function names are of interest.
+        self._open: list[tuple[Any, set[str]]] = []
+        pending: list[Any] = list(model.modules())
+        while pending:
+            while pending:
+                value = pending.pop()
+                if id(value) not in self._seen and not isinstance(value, _PLAIN):
+                    self._seen[id(value)] = value
+                    pending += self._inside(value)
+            for attributes, done in self._open:
+                special = {name for name in attributes if name.startswith("__")}  # which operators call
+                new = ((attributes.keys() & self._names) | special) - done
+                done |= new
+                pending += [attributes[name] for name in new]
+
+    def _inside(self, value: Any) -> Iterator[Any]:
+        if isinstance(value, types.FunctionType):
+            yield from self._function(value)
+        elif isinstance(value, _Memo):
+            yield value.__wrapped__
+        elif isinstance(value, (staticmethod, classmethod, types.MethodType)):
+            yield value.__func__
+            yield getattr(value, "__self__", None)
+        elif isinstance(value, property):
+            yield value.fget
+        elif isinstance(value, (functools.partial, functools.cached_property)):
+            yield value.func
+        elif isinstance(value, type):
+            yield from self._class(value)
+        elif type(value) in _CONTAINERS:
+            yield from self._container(value)
+        elif type(value) is tuple:
+            yield from value
+        elif isinstance(value, nn.Module) or self._is_own(type(value)):
+            yield type(value)
+            if isinstance(value, (dict, list, set, deque)):
+                yield from self._container(value)
+            if hasattr(value, "__dict__"):
+                self._objects[id(value)] = (value, dict(vars(value)))
+                yield from vars(value).values()
+
+    def _container(self, value: Any) -> list[Any]:
+        """Contents as they are kept: a class may make something else of them when it is asked."""
+        entries = dict(_base(value).items(value)) if isinstance(value, dict) else list(_base(value).__iter__(value))
+        self._containers[id(value)] = (value, entries)
+        return list(entries.values()) if isinstance(entries, dict) else entries
+
+    def _function(self, value: types.FunctionType) -> Iterator[Any]:
+        if not is_own(value.__code__.co_filename):
+            return
+        names = _names_in(value.__code__)
+        self._names |= names
+        for cell in value.__closure__ or ():
+            self._cells[id(cell)] = (cell, _contents(cell))
+            yield _contents(cell)
+        for name in names:
+            yield self._global(value.__globals__, name)
+        for module in [value.__globals__.get(name) for name in names]:
+            if isinstance(module, types.ModuleType) and is_own(getattr(module, "__file__", None) or ""):
+                for name in names:
+                    yield self._global(vars(module), name)
+        self._objects[id(value)] = (value, dict(vars(value)))
+        yield from vars(value).values()
+
+    def _global(self, space: dict[str, Any], name: str) -> Any:
+        present = space.get(name, _MISSING)
+        self._globals.setdefault((id(space), name), (space, name, present))
+        return present
+
+    def _class(self, value: type) -> Iterator[Any]:
+        for cls in value.__mro__:
+            if self._is_own(cls) and id(cls) not in self._objects:
+                self._objects[id(cls)] = (cls, dict(vars(cls)))
+                self._open.append((vars(cls), set()))
+        yield from ()
+
+    def _is_own(self, cls: type) -> bool:
+        if cls not in self._own:
+            self._own[cls] = is_own(getattr(sys.modules.get(cls.__module__), "__file__", None) or "")
+        return self._own[cls]
+
+    def restore(self) -> None:
+        """Puts back what held another value or held none."""
+        for space, name, before in self._globals.values():
+            if space.get(name, _MISSING) is before:
+                continue
+            if before is _MISSING:
+                del space[name]
+            else:
+                space[name] = before
+        for owner, attributes in self._objects.values():
+            _undo_attributes(owner, attributes)
+        for cell, before in self._cells.values():
+            if _contents(cell) is before:
+                continue
+            if before is _MISSING:
+                del cell.cell_contents
+            else:
+                cell.cell_contents = before
+        for value, entries in self._containers.values():
+            _undo(value, entries)
+
+    def replace_memos(self, new: Callable[[Any], Any]) -> None:
+        """Puts something else in the place of memoised functions."""
+        for space, name, value in self._globals.values():
+            if _is_memo(value):
+                space[name] = new(value)
+        for owner, attributes in self._objects.values():
+            for name, value in attributes.items():
+                if _is_memo(value):
+                    setattr(owner, name, new(value))
+
+
+def _is_memo(value: Any) -> bool:
+    if not isinstance(value, _Memo):
+        return False
+    function = value.__wrapped__
+    # The symbols of a trace remember a great deal, and nothing of the author's.
+    is_symbols = str(getattr(function, "__module__", "")).startswith("sympy.")
+    return not is_symbols and is_own(str(getattr(getattr(function, "__code__", None), "co_filename", "")))
+
+
+def _undo_attributes(owner: Any, before: dict[str, Any]) -> None:
+    now = vars(owner)
+    for name in now.keys() - before.keys():
+        if not name.startswith("__") and not isinstance(now[name], types.ModuleType):
+            delattr(owner, name)
+    for name, value in before.items():
+        if now.get(name, _MISSING) is not value:
+            setattr(owner, name, value)
+
+
+def _contents(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # an empty one
+        return _MISSING
+
+
+def _names_in(code: types.CodeType) -> set[str]:
+    found = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            found |= _names_in(constant)
+        elif isinstance(constant, str):  # of getattr and hasattr
+            found.add(constant)
+    return found
+
+
+def _base(value: Any) -> Any:
+    """The builtin class of a container."""
+    return next(cls for cls in _CONTAINERS if isinstance(value, cls))
+
+
+def _undo(value: Any, entries: Any) -> None:
+    """Takes out what was added and puts back what was replaced, each entry by itself."""
+    base = _base(value)
+    if isinstance(value, dict):
+        for key in [key for key in base.keys(value) if key not in entries]:
+            base.__delitem__(value, key)
+        for key, entry in entries.items():
+            if base.get(value, key, _MISSING) is not entry:
+                base.__setitem__(value, key, entry)
+    elif isinstance(value, set):
+        base.difference_update(value, base.difference(value, entries))
+        base.update(value, entries)
+    else:
+        now = list(base.__iter__(value))
+        if len(now) != len(entries) or any(a is not b for a, b in zip(now, entries, strict=True)):
+            base.clear(value)
+            base.extend(value, entries)
+
+
+def _computed(memo: Callable[..., Any]) -> Callable[..., Any]:
+    """The function itself where it gives tensors; else what it remembers."""
+    function = memo.__wrapped__  # type: ignore[attr-defined]
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        return result if any(isinstance(v, Tensor) for v in pytree.tree_leaves(result)) else memo(*args, **kwargs)
+
+    return call
+
+
+@contextlib.contextmanager
+def nothing_remembered(model: nn.Module, plain: bool = False) -> Iterator[None]:
+    """While active, memoised functions compute; at the end everything holds what it held before.
+
+    Args:
+        plain: memoised functions are replaced by the very functions that they wrap, which Dynamo follows.
+    """
+    memory = Memory(model)
+    try:
+        memory.replace_memos((lambda memo: memo.__wrapped__) if plain else _computed)
+        yield
+    finally:
+        memory.restore()
+        _forget()
+
+
+def _forget() -> None:
+    """Empties memoised functions that the author's code reached in another way and that hold what a trace made."""
+    for value in gc.get_objects():
+        if type(value) is _Memo and _is_memo(value) and value.cache_info().currsize:
+            reached = gc.get_referents(value)
+            for _ in range(3):  # the table, its entries, what they hold
+                if any(isinstance(item, FakeTensor) for item in reached):
+                    value.cache_clear()
+                    break
+                reached = [
+                    item for item in gc.get_referents(*reached) if not isinstance(item, (type, types.ModuleType))
+                ]

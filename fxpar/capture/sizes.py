@@ -1,0 +1,53 @@
+"""Sizes that a program can write: polynomials in the sizes of its inputs.
+
+Enters: sizes of a trace. Leaves: nothing, or a `SizeError` as soon as one is none; with fewer symbols it may be a
+number.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+from fxpar.errors import CaptureError, TextError
+from fxpar.symbols import Size, parse_size
+
+
+class SizeError(CaptureError):
+    """A size that a program cannot write; with fewer symbols it could be a number."""
+
+
+def written(size: torch.SymInt) -> Size:
+    """The size in the symbols of the trace.
+
+    Raises:
+        SizeError: it is no polynomial.
+    """
+    try:
+        return parse_size(str(size.node.expr))
+    except TextError:
+        raise SizeError(
+            f"the size {size.node.expr} is no polynomial in the inputs' sizes", remedy="reshape with explicit sizes"
+        ) from None
+
+
+class Sizes:
+    """Checks sizes while they arise: a trace that is no use takes long where every size is one of many terms."""
+
+    def __init__(self) -> None:
+        self._known: set[Any] = set()
+
+    def check(self, result: Any) -> None:
+        """Checks the shapes of what an operation gives.
+
+        Raises:
+            SizeError: one is no polynomial.
+        """
+        for value in pytree.tree_leaves(result):
+            for size in value.shape if isinstance(value, Tensor) else ():
+                if isinstance(size, torch.SymInt) and size.node.expr not in self._known:
+                    written(size)
+                    self._known.add(size.node.expr)

@@ -1,0 +1,64 @@
+"""Layer dropping that is switched off folds; one that may drop, and draws on the host, are refused."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from fxpar.capture import capture
+from fxpar.errors import CaptureError
+from fxpar.verify.values import check_capture
+
+
+class Dropping(nn.Module):
+    def __init__(self, skips: Callable[[], bool | Tensor]) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+        self.skips = skips
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.up(x)
+        if not self.skips():
+            hidden = functional.dropout(hidden * hidden, 0.2)
+        result: Tensor = self.down(hidden).square().sum()
+        return result
+
+
+def changed() -> Tensor:
+    drawn = torch.rand([])
+    drawn.mul_(-3.0)
+    return drawn < 0.0
+
+
+OFF: dict[str, Callable[[], bool | Tensor]] = {
+    "a tensor below zero": lambda: torch.rand([]) < 0.0,
+    "zero above a tensor": lambda: 0.0 > torch.rand(1),  # noqa: SIM300
+    "a number of the host": lambda: random.uniform(0, 1) < 0.0,
+    "not below one": lambda: not random.random() < 1.0,
+}
+ON: dict[str, tuple[Callable[[], bool | Tensor], str]] = {
+    "a tensor": (lambda: torch.rand([]) < 0.1, "branches on values of tensors"),
+    "a changed tensor": (changed, "branches on values of tensors"),
+    "the host": (lambda: random.random() < 0.1, "draws random numbers on the host"),
+    "a number of the host": (lambda: bool(torch.ones(()) * random.random() > 2), "draws random numbers on the host"),
+}
+
+
+@pytest.mark.parametrize("name", OFF)
+def test_what_never_drops_folds(name: str) -> None:
+    torch.manual_seed(0)
+    model, example = Dropping(OFF[name]), {"x": torch.randn(3, 5, 8)}
+    captured = capture(model, example)
+    check_capture(captured, model, example)
+
+
+@pytest.mark.parametrize("name", ON)
+def test_what_may_drop_is_refused(name: str) -> None:
+    skips, reason = ON[name]
+    with pytest.raises(CaptureError, match=reason):
+        capture(Dropping(skips), {"x": torch.randn(3, 5, 8)})
