@@ -15,6 +15,7 @@ S / c → S / d     each rank keeps its part  zero-pad (partial)                
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from fxpar.layout import Piece, Placement
@@ -66,6 +67,11 @@ def shared_fraction(placement: Placement) -> tuple[int, int]:
     """What part of a dimension several ranks hold, as a fraction of whole numbers (parameters have no symbols)."""
     shared = sum(int(p.length) for p in placement.pieces if not p.sharded or p.copies > 1)
     return shared, sum(int(p.length) for p in placement.pieces)
+
+
+def computed_fraction(operands: Iterable[Placement], n: int) -> float:
+    """What part of a product a rank computes: that of the operand of which it holds least."""
+    return min((held_fraction(placement, n) for placement in operands), default=1.0)
 
 
 def held_fraction(placement: Placement, n: int) -> float:

@@ -314,4 +314,6 @@ def _parse_piece(text: str) -> Piece:
     assert match is not None  # every part but the middle may be empty
     outer, mark, size = match[2].rpartition(" x ")
     copies, padded = int(match[3] or 1), int(match[4] or 0)
+    if copies < 1 or (match[4] is not None and padded < 1):
+        raise TextError(f"'{text.strip()}' is no piece of a dimension", remedy="write numbers from 1 on behind / and ~")
     return Piece(parse_size(outer) if mark else 1, parse_size(size), not match[1], copies, padded)

@@ -17,7 +17,7 @@ from pathlib import Path
 from torch import fx
 
 from fxpar.collector import without_collections
-from fxpar.errors import FxparError, PassError
+from fxpar.errors import FxparError, PassError, shown
 from fxpar.program import PassRecord, Program, has_note, note
 from fxpar.text import print_program
 
@@ -65,12 +65,20 @@ def register_pass(
     """Decorator that makes a function `Program → Program` a pass.
 
     Raises:
-        PassError: `preserves` is neither `values` nor `nothing`, or the function has no docstring.
+        PassError: `preserves` is neither `values` nor `nothing`, properties are no set, or there is no docstring.
     """
+    if not isinstance(name, str) or not name:
+        raise PassError(f"{shown(name)} is no name", where="register_pass", remedy='write @register_pass("name")')
+    for properties in (requires, provides, invalidates):
+        # A text is an iterable of letters.
+        if isinstance(properties, str) or not isinstance(properties, Iterable):
+            raise PassError(f"{shown(properties)} is no set of properties", where=name, remedy='write {"layouts"}')
 
     def wrap(function: PassFunction) -> Pass:
         if preserves not in ("values", "nothing"):
             raise PassError(f"preserves={preserves!r} is unknown", where=name, remedy="write 'values' or 'nothing'")
+        if not callable(function):
+            raise PassError(f"{shown(function)} is no function", where=name, remedy="decorate a function of programs")
         if not function.__doc__:
             raise PassError("the function has no docstring", where=name, remedy="say what the pass does")
         return Pass(name, function, frozenset(requires), frozenset(provides), frozenset(invalidates), preserves)
@@ -116,6 +124,9 @@ class PassManager:
     on_pass: Callable[[PassRecord], None] | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.passes, Sequence):
+            remedy = "pass a list such as DEFAULT_PASSES"
+            raise PassError(f"{shown(self.passes)} is no list of passes", where="passes", remedy=remedy)
         for item in self.passes:
             if not isinstance(item, Pass):
                 raise PassError(
@@ -132,6 +143,8 @@ class PassManager:
         names = [item.name for item in self.passes]
         if until is not None and until not in names:
             raise PassError("there is no such pass", where=until, remedy=f"choose from {', '.join(names)}")
+        if not isinstance(program, Program):
+            raise PassError(f"{shown(program)} is no Program", where="program", remedy="pass what capture returns")
         with without_collections():
             return self._run(program, until)
 

@@ -53,7 +53,7 @@ from fxpar.scan import (
     unquote,
 )
 from fxpar.symbols import product
-from fxpar.text import VERSION, need_shapes
+from fxpar.text import NO_LOSS, VERSION, has_scalar, need_shapes
 
 _INTEGER = r"[0-9]{1,18}"  # fits 64 bits
 _WORD = rf'({STRING}|[^\s",=]+)'
@@ -148,7 +148,7 @@ class _Reader:
             self.header[key] = frozenset(rest.split())
         else:
             found = _NAME.fullmatch(rest.strip()) or fail(f"'{rest}' is no output's name", "write one name")
-            self.header[key] = unquote(found[1])
+            self.header[key] = "" if found[1] == NO_LOSS else unquote(found[1])
 
     def finish(self) -> Program:
         """The program, once all lines are read."""
@@ -164,7 +164,7 @@ class _Reader:
             module = fx.GraphModule(torch.nn.Module(), self.graph)
         except SyntaxError:  # an operator whose overload is a word of Python (aten.random.from)
             fail("torch.fx cannot write this graph as Python code", "use operators whose names are Python names")
-        return Program(
+        program = Program(
             module,
             tuple(self.parameters),
             tuple(self.inputs),
@@ -175,6 +175,12 @@ class _Reader:
             constants=self.constants,
             loss=loss,
         )
+        if "loss" not in self.header and has_scalar(program):
+            fail(
+                "the loss line is missing, and an output is a scalar",
+                f"write 'loss name', or 'loss {NO_LOSS}' for none",
+            )
+        return program
 
     def _read_symbol(self, text: str) -> None:
         found = _SYMBOL.fullmatch(text)

@@ -36,12 +36,13 @@ DTYPES: Mapping[str, torch.dtype] = {
     "c64": torch.complex64,
     "c128": torch.complex128,
 }
-# What a plan's precision makes of floating parameters; None leaves them as they are.
+# Of a program's floating parameters by the plan's precision; None leaves them as they are.
 PRECISION_DTYPES: Mapping[str, torch.dtype | None] = {
     "as_is": None,
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
+    "bf16_weights": torch.bfloat16,
 }
 DTYPE_NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
 

@@ -13,8 +13,8 @@ explains it; in short::
     %out = fxpar.reduce_from[tp](%down) : f32[b, s, 64] tp:P→I  # mlp.down model.py:41
     return loss=%out
 
-A name with a space or another sign that the grammar uses stands in quotes. A plan without axes leaves values with an
-empty layout, written `-`.
+Without a loss the line `loss -` says so where an output is a scalar. A name with a space or another sign that the
+grammar uses stands in quotes. A plan without axes leaves values with an empty layout, written `-`.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from fxpar.operators import COERCION_OF, OPERATORS
 from fxpar.program import (
     DTYPE_NAMES,
     Program,
+    TensorType,
     note,
     operands,
     output_layouts,
@@ -44,15 +45,18 @@ from fxpar.program import (
 from fxpar.symbols import Size
 
 VERSION = "fxpar 1"
+NO_LOSS = "-"  # in place of the loss's name
 
 _ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "neg", "pos", "abs", "lshift", "rshift")
 _LOGIC = ("eq", "ne", "lt", "le", "gt", "ge", "and_", "or_", "xor", "not_", "invert")
+
+_ENDLESS = ("factorial", "comb", "perm")  # of a large number
 
 # Every callable besides torch.ops and fxpar's own that a text may name: functions of numbers without effects.
 FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     **{f"operator.{name}": getattr(operator, name) for name in (*_ARITHMETIC, *_LOGIC, "getitem")},
     **{f"torch.{name}": f for name, f in vars(torch).items() if name.startswith("sym_") and callable(f)},
-    **{f"math.{name}": f for name, f in vars(math).items() if not name.startswith("_") and callable(f)},
+    **{f"math.{n}": f for n, f in vars(math).items() if not n.startswith("_") and callable(f) and n not in _ENDLESS},
 }
 
 _PLAIN_WORD = re.compile(r"[^\s\",=]+")
@@ -216,6 +220,12 @@ def _attributes(node: fx.Node) -> list[str]:
     return found
 
 
+def has_scalar(program: Program) -> bool:
+    """Whether an output could be the loss, so that the text says which it is, or that there is none."""
+    kinds = [note(node).type for node in output_node(program.graph).args[0] if isinstance(node, fx.Node)]  # type: ignore[union-attr]
+    return any(isinstance(kind, TensorType) and kind.is_float and not kind.shape for kind in kinds)
+
+
 def print_program(program: Program) -> str:
     """The program's text, ending in a newline.
 
@@ -227,8 +237,8 @@ def print_program(program: Program) -> str:
     for s in program.symbols:
         share = f" / {s.multiple}" if s.multiple > 1 else ""
         lines.append(f"symbol {s.name} = {word(s.path)}.{s.dim}{share} like {s.example}")
-    if program.loss:
-        lines.append(f"loss {word(program.loss)}")
+    if program.loss or has_scalar(program):
+        lines.append(f"loss {word(program.loss) if program.loss else NO_LOSS}")
     for node in program.graph.nodes:
         if node.op != "output":
             lines.append(node_text(node, program))

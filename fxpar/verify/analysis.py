@@ -14,13 +14,16 @@ from typing import Any
 
 from torch import fx
 
-from fxpar.coercions import held_fraction, shared_fraction
-from fxpar.flops import matmul_flops
+from fxpar.choice.explain import ONLY
+from fxpar.coercions import computed_fraction, shared_fraction
 from fxpar.gradients import carried, reached
-from fxpar.layout import Layout, Placement
-from fxpar.operators import COERCION_OF, OPERATORS, all_to_all, sum_gradients
+from fxpar.layout import Placement
+from fxpar.mixed import held_type
+from fxpar.operators import COERCION_OF, OPERATORS, all_to_all, copy_to, function, share, sum_gradients
 from fxpar.program import Program, TensorType, note, operands, output_layouts, output_types
 from fxpar.rules import call_of, key_of, rule_of
+from fxpar.rules.composite import why_whole
+from fxpar.rules.flops import matmul_flops
 from fxpar.rules.vocabulary import ATEN_OF, traffic
 from fxpar.symbols import Size, evaluate, product, simplify, symbol
 
@@ -61,8 +64,8 @@ def collectives(program: Program, sizes: Mapping[str, int] | None = None) -> lis
     """
     values = _values(program, sizes)
     wanted = reached(program, carried(program))
-    held = {p.node for p in program.parameters}
-    weights = {node for node in program.graph.nodes if node.op == "placeholder" and node.name in held}
+    owned = {p.node for p in program.parameters}
+    weights = {node for node in program.graph.nodes if node.op == "placeholder" and node.name in owned}
     found = []
     for node in program.graph.nodes:
         if node.op == "call_function" and operands(node) and weights.issuperset(operands(node)):
@@ -80,6 +83,8 @@ def collectives(program: Program, sizes: Mapping[str, int] | None = None) -> lis
         for phase, op in (("forward", forward), ("backward", backward if node in wanted else "")):
             if op:
                 cuts = [] if node.target is sum_gradients else _padded_cuts(node, axis, phase)
+                if of_parameter and phase == "backward" and node.target in (copy_to, share, sum_gradients):
+                    kinds = [(held_type(program.plan, kind), layout) for kind, layout in kinds]
                 size = simplify(sum(_bytes(kind, layout.on(axis), cuts) for kind, layout in kinds))
                 where = "parameter" if of_parameter else phase
                 found.append(
@@ -151,7 +156,8 @@ def _operations(node: fx.Node) -> tuple[str, str]:
 def split_flops(program: Program, axis: str = "tp", sizes: Mapping[str, int] | None = None) -> float:
     """Share of the matrix FLOPs that the ranks of an axis divide among them; 1 for an axis of one rank.
 
-    Of a product that c of n ranks compute alike, that is (1 - c/n) / (1 - 1/n).
+    Of a product that c of n ranks compute alike, that is (1 - c/n) / (1 - 1/n). It is a share of what can be counted:
+    `fxpar.rules.flops.uncounted` lists the rest.
     """
     if axis not in program.axes:
         return 1.0
@@ -160,9 +166,8 @@ def split_flops(program: Program, axis: str = "tp", sizes: Mapping[str, int] | N
     for node, flops in matmul_flops(program):
         amount = evaluate(flops, values)
         total += amount
-        layouts: list[Layout] = [layout for o in operands(node) for layout in output_layouts(o)]
-        held = min((held_fraction(layout.on(axis), n) for layout in layouts), default=1.0)
-        split += amount * (1 - held) / (1 - 1 / n)
+        placements = [layout.on(axis) for o in operands(node) for layout in output_layouts(o)]
+        split += amount * (1 - computed_fraction(placements, n)) / (1 - 1 / n)
     return split / total if total else 0.0
 
 
@@ -174,14 +179,20 @@ def unsplit(program: Program, axis: str = "tp") -> list[tuple[str, str]]:
         layouts = output_layouts(node)
         is_matrix = parameter.kind == "parameter" and len(parameter.type.shape) > 1
         if is_matrix and layouts and axis in program.axes and not layouts[0].on(axis).is_shard:
-            found.append((parameter.fqn, note(node).origin or "nothing else is legal"))
+            found.append((parameter.fqn, note(node).origin or ONLY))
     return found
 
 
 def without_rule(program: Program) -> list[str]:
-    """Operators of a canonical program that take tensors and have no rule: they stay whole on every rank."""
+    """Operators of a canonical program that take tensors and are not known to split: they stay whole on every rank.
+
+    They have no rule, or are functions of the author's that are not known to be element-wise, with the reason.
+    """
     found = set()
     for node in program.graph.nodes:
+        if node.target is function:
+            reason = why_whole(call_of(node, 2))
+            found |= {f"fxpar.function: {reason}"} if reason else set()
         known = node.target is operator.getitem or node.target in OPERATORS.values()
         if node.op != "call_function" or known or rule_of(node.target) is not None:
             continue

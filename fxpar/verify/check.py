@@ -19,8 +19,10 @@ from fxpar.manager import Pass, PassManager
 from fxpar.passes import DEFAULT_PASSES
 from fxpar.plan import Plan
 from fxpar.program import PassRecord, Program
+from fxpar.rules.flops import uncounted
 from fxpar.verify.analysis import split_flops
 from fxpar.verify.bisect import Bisection, bisect
+from fxpar.verify.simulate import check_world
 from fxpar.verify.static import STATIC, verify_static
 from fxpar.verify.values import ValueReport, call_inputs, check_capture, program_state, verify_values
 
@@ -35,7 +37,7 @@ class Verification:
         ok: everything asked for holds.
         level: static or values.
         program: the localised program.
-        split_flops: share of the matrix FLOPs that tp divides.
+        split_flops: share of the matrix FLOPs that tp divides; `uncounted` operators are no part of them.
         checks: names of the static checks that hold of the program.
         values: deviations from the single device; None at level static.
     """
@@ -50,6 +52,7 @@ class Verification:
     def to_json(self) -> dict[str, Any]:
         """A plain mapping for machines."""
         found: dict[str, Any] = {"ok": self.ok, "level": self.level, "split_flops": self.split_flops}
+        found["uncounted"] = uncounted(self.program)
         found["checks"] = list(self.checks)
         if self.values is not None:
             found |= {k: v for k, v in asdict(self.values).items() if k != "ok"}
@@ -93,6 +96,8 @@ def verify(
     if level not in LEVELS:
         raise InputError("is unknown", where=f"level={level!r}", remedy=f"choose one of {', '.join(LEVELS)}")
     check_samples(batch)
+    if level == "values":
+        check_world(plan.world_size)
     with in_precision(model, plan):
         captured = capture(model, batch, plan, loss)
         program = compile_program(captured, passes)
@@ -117,6 +122,7 @@ def bisect_model(
     """Finds the first pass after which the model, in the plan's precision, computes something else."""
     _need_memory(model)
     check_samples(batch)
+    check_world(plan.world_size)
     with in_precision(model, plan):
         captured = capture(model, batch, plan, loss)
         state, inputs = program_state(captured.program, model), call_inputs(captured, model, batch)

@@ -2,7 +2,8 @@
 
 Enters: a program. Leaves: nothing, or `CheckFailed` that names the property or the symbol.
 
-Checks run by properties: a program that drops one must not escape the check.
+Checks run by properties: a program that drops one must not escape the check. What a property rests on is what the
+pass that provides it requires.
 """
 
 from __future__ import annotations
@@ -12,17 +13,13 @@ from collections.abc import Mapping
 from torch import fx
 
 from fxpar.errors import CheckFailed
-from fxpar.operators import COERCION_OF, attention, axis_index, dropout, sum_gradients
+from fxpar.operators import COERCION_OF, DRAWS, axis_index, sum_gradients
+from fxpar.passes import DEFAULT_PASSES
 from fxpar.program import Program, output_layouts
 from fxpar.rules.inference import describe
+from fxpar.rules.vocabulary import ATEN_OF
 
-# What must hold for a property to hold.
-_RESTS_ON: Mapping[str, tuple[str, ...]] = {
-    "collectives": ("layouts",),
-    "vocabulary": ("collectives",),
-    "rng": ("collectives",),
-    "local": ("collectives", "rng"),
-}
+_RESTS_ON: Mapping[str, frozenset[str]] = {name: item.requires for item in DEFAULT_PASSES for name in item.provides}
 
 
 def check_header(program: Program) -> None:
@@ -32,9 +29,13 @@ def check_header(program: Program) -> None:
         CheckFailed: names the first fault.
     """
     for name, needed in _RESTS_ON.items():
-        missing = sorted(set(needed) - program.properties)
+        missing = sorted(needed - program.properties)
         if name in program.properties and missing:
-            raise CheckFailed(f"holds without {', '.join(missing)}, on which it rests", where=f"property {name}")
+            raise CheckFailed(
+                f"holds without {', '.join(missing)}, on which it rests",
+                where=f"property {name}",
+                remedy=f"take {name} from the properties, or run the passes before the one that provides it",
+            )
     for node in program.graph.nodes:
         if node.op != "output":
             _check_node(program, node)
@@ -46,7 +47,9 @@ def _check_node(program: Program, node: fx.Node) -> None:
     shown = ""
     if node.op == "call_function" and node.target in (*COERCION_OF, sum_gradients):
         shown = "collectives"
-    elif node.op == "call_function" and node.target in (dropout, attention, axis_index):
+    elif node.op == "call_function" and node.target in ATEN_OF:
+        shown = "vocabulary"
+    elif node.op == "call_function" and node.target in (*DRAWS, axis_index):
         shown = "rng"
     elif program.axes and output_layouts(node):
         shown = "layouts"

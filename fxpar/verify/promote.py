@@ -13,12 +13,15 @@ from torch.fx.node import map_aggregate
 
 from fxpar.program import Note, Parameter, Program, TensorType, note, set_note
 
-_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+_WIDE = {
+    **dict.fromkeys((torch.float32, torch.float16, torch.bfloat16), torch.float64),
+    torch.complex64: torch.complex128,
+}
 
 
 def _double(kind: Any) -> Any:
-    if isinstance(kind, TensorType) and kind.dtype in _FLOATS:
-        return TensorType(torch.float64, kind.shape)
+    if isinstance(kind, TensorType) and kind.dtype in _WIDE:
+        return TensorType(_WIDE[kind.dtype], kind.shape)
     if isinstance(kind, tuple):
         return tuple(_double(k) for k in kind)
     return kind
@@ -37,9 +40,9 @@ def promote(program: Program) -> Program:
         node.kwargs = map_aggregate(node.kwargs, _wide)
         if isinstance(node.target, torch._ops.OpOverload):
             name = node.target._schema.name.removeprefix("aten::")
-            floating = isinstance(kept.type, TensorType) and kept.type.dtype in _FLOATS
-            if name in factories and floating and "dtype" in {a.name for a in node.target._schema.arguments}:
-                node.kwargs = {**node.kwargs, "dtype": torch.float64}
+            dtype = _WIDE.get(kept.type.dtype) if isinstance(kept.type, TensorType) else None
+            if name in factories and dtype is not None and "dtype" in {a.name for a in node.target._schema.arguments}:
+                node.kwargs = {**node.kwargs, "dtype": dtype}
     result.graph_module.recompile()
     return result.with_(
         parameters=tuple(Parameter(**{**vars(p), "type": _double(p.type)}) for p in result.parameters),
@@ -49,9 +52,9 @@ def promote(program: Program) -> Program:
 
 
 def _wide(value: Any) -> Any:
-    return torch.float64 if isinstance(value, torch.dtype) and value in _FLOATS else value
+    return _WIDE.get(value, value) if isinstance(value, torch.dtype) else value
 
 
 def wide(value: torch.Tensor) -> torch.Tensor:
     """A floating tensor in float64, others as they are."""
-    return value.double() if value.dtype in _FLOATS else value
+    return value.to(_WIDE.get(value.dtype, value.dtype))

@@ -3,7 +3,9 @@
 Enters: a program, global or localised. Leaves: nothing, or `CheckFailed` that names the node and both shapes.
 
 The program runs on meta tensors at the example's sizes, which must work, and at others, so that a size baked into a
-literal shows. In a localised program each rank's shape must be the global one with the layout applied.
+literal shows. A localised program runs twice, as a rank and as the one device whose program its text is
+(`fxpar.verify.whole`): shapes must be those of the notes, a rank's with the layout applied, and numbers must be the
+notes' in both.
 """
 
 from __future__ import annotations
@@ -21,12 +23,15 @@ from fxpar.layout import Layout, local_shape
 from fxpar.operators import COERCION_OF
 from fxpar.program import Program, ScalarType, TensorType, note, operands, output_layouts, output_types
 from fxpar.rules import bind_arguments
-from fxpar.rules.composite import resolve_function
+from fxpar.rules.functions import resolve_function
 from fxpar.rules.inference import describe
 from fxpar.rules.vocabulary import ATEN_OF
 from fxpar.symbols import evaluate
+from fxpar.verify.cost import check_cost
+from fxpar.verify.whole import whole_arguments
 
 aten = torch.ops.aten
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 # What an operation on shapes raises where they do not fit; some of torch's shape functions use assertions.
 _FAILURES = (RuntimeError, ValueError, IndexError, TypeError, KeyError, AssertionError, ArithmeticError)
@@ -41,15 +46,21 @@ def check_shapes(program: Program) -> None:
     Raises:
         CheckFailed: an operation cannot run, or gives another element type or shape than its note.
     """
+    readings = (True, False) if "local" in program.properties and program.axes else (False,)
+    for local in readings:
+        _check(program, local)
+
+
+def _check(program: Program, local: bool) -> None:
     example = {s.name: s.example for s in program.symbols}
-    _run(program, example)
+    _run(program, example, local)
     pending, first = set(example), None
     for sizes in _others(program):
         changed = {name for name in pending if sizes[name] != example[name]}
         if not changed:
             continue
         try:
-            _run(program, sizes)
+            _run(program, sizes, local)
             pending -= changed
         except CheckFailed as error:
             first = first or error
@@ -68,7 +79,9 @@ def _others(program: Program) -> Iterator[dict[str, int]]:
             yield {**example, name: size}
 
 
-def _run(program: Program, sizes: Mapping[str, int]) -> None:
+def _run(program: Program, sizes: Mapping[str, int], local: bool) -> None:
+    """Runs the program, as a rank where `local`, else as one device."""
+    whole = "local" in program.properties and not local
     values: dict[fx.Node, Any] = {}
     # Equal layers repeat types and calls: what these give is worked out once.
     types: dict[tuple[TensorType, Layout], Tensor] = {}
@@ -76,20 +89,23 @@ def _run(program: Program, sizes: Mapping[str, int]) -> None:
     for node in program.graph.nodes:
         if node.op == "output" or note(node).type is None:  # the return and asserts
             continue
-        wanted = _expected(program, node, sizes, types)
+        wanted = _expected(program, node, sizes, types, local)
         if node.op == "placeholder":
             values[node] = wanted[0]
             continue
         try:
-            args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
+            given = map_arg((node.args, node.kwargs), values.__getitem__)
+            args, kwargs = whole_arguments(node, *given, program.axes, wanted) if whole else given
+            check_cost(node, args, kwargs)
             key = _identity(node, args, kwargs)
             if key is None or key not in calls:
                 calls[key] = _call(node, args, kwargs, wanted)
             values[node] = calls[key]
         except _FAILURES as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
-            raise CheckFailed(f"cannot run on a rank's shapes: {reason}", where=describe(node)) from None
-        _compare(node, values[node], wanted, sizes)
+            place = "a rank's shapes" if local else "the shapes of the whole"
+            raise CheckFailed(f"cannot run on {place}: {reason}", where=describe(node)) from None
+        _compare(node, values[node], wanted, sizes, "on a rank" if local else "")
 
 
 def _identity(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -120,7 +136,15 @@ def _call(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: 
     if target is operators.axis_index:
         return torch.empty((), dtype=torch.int64, device="meta")
     if target is operators.dropout:
+        if not args[0].is_floating_point():
+            raise ValueError(f"dropout of {args[0].dtype}")
         return args[0]
+    if target in (operators.uniform, operators.uniform_like):
+        given = bind_arguments(node)
+        if given["dtype"] not in _FLOATS:
+            raise TypeError(f"draws uniform numbers of {given['dtype']}")
+        shape = args[0].shape if target is operators.uniform_like else args[0]
+        return torch.empty(shape, dtype=given["dtype"], device="meta")
     if target is operators.attention:
         names = ("query", "key", "value", "mask", "rng", "p", "is_causal", "scale", "enable_gqa")
         given = {"mask": None, **dict(zip(names, args, strict=False)), **kwargs}
@@ -150,9 +174,13 @@ def _makes_tensors(node: fx.Node) -> bool:
 
 
 def _expected(
-    program: Program, node: fx.Node, sizes: Mapping[str, int], known: dict[tuple[TensorType, Layout], Tensor]
+    program: Program,
+    node: fx.Node,
+    sizes: Mapping[str, int],
+    known: dict[tuple[TensorType, Layout], Tensor],
+    local: bool,
 ) -> list[Tensor]:
-    layouts = output_layouts(node) if "local" in program.properties else ()
+    layouts = output_layouts(node) if local else ()
     found = []
     for i, kind in enumerate(output_types(node)):
         layout = layouts[i] if layouts else Layout()
@@ -167,12 +195,16 @@ def _expected(
     return found
 
 
-def _compare(node: fx.Node, value: Any, wanted: list[Tensor], sizes: Mapping[str, int]) -> None:
+def _compare(node: fx.Node, value: Any, wanted: list[Tensor], sizes: Mapping[str, int], where: str) -> None:
     kind = note(node).type
     if isinstance(kind, ScalarType):
         expected = evaluate(kind.value, sizes)
         if not isinstance(value, (int, float)) or value != expected:
-            raise CheckFailed(f"is {value} where the note's {kind.value} is {expected}", where=describe(node))
+            raise CheckFailed(
+                f"is {value}{f' {where}' * bool(where)} where the note's {kind.value} is {expected}",
+                where=describe(node),
+                remedy="a number is the same on every rank and on one device: read sizes that no axis cuts",
+            )
         return
     found = list(value) if isinstance(value, (tuple, list)) else [value]
     if len(found) != len(wanted) or (isinstance(kind, TensorType) and isinstance(value, (tuple, list))):

@@ -17,13 +17,15 @@ from torch import Tensor
 from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fxpar.errors import CheckFailed
+from fxpar.errors import CheckFailed, InputError
 from fxpar.layout import Layout
 from fxpar.ops.collectives import Group
 from fxpar.ops.lower import Lowered, lower
 from fxpar.program import Program, output_layouts, output_types
 from fxpar.shards import local_block
 from fxpar.symbols import evaluate
+
+MOST_RANKS = 512  # some seconds for a small model; each rank has tensors of its own
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,20 @@ def simulated_world(axes: Mapping[str, int]) -> Iterator[dict[str, Group]]:
         yield {axis: Group(dist.group.WORLD.group_name, size) for axis, size in axes.items()}  # type: ignore[union-attr]
     finally:
         dist.destroy_process_group()
+
+
+def check_world(size: int) -> None:
+    """Refuses worlds whose simulation in one process would not end.
+
+    Raises:
+        InputError: there are more than `MOST_RANKS` ranks.
+    """
+    if size > MOST_RANKS:
+        raise InputError(
+            f"{size} ranks are more than the {MOST_RANKS} that one process simulates",
+            where="values",
+            remedy="check this program statically (--level static), and by value for fewer ranks",
+        )
 
 
 def coordinates(axes: Mapping[str, int], rank: int) -> dict[str, int]:
@@ -112,10 +128,12 @@ def run_single(program: Program, state: Mapping[str, Tensor], inputs: Mapping[st
         inputs: by path.
     """
     upstream = cotangents(program, symbol_values(program, inputs))
-    leaves = {name: value.detach().clone() for name, value in state.items()}
+    leaves = {name: value.detach() for name, value in state.items()}  # not copied: a program changes nothing in place
     for parameter in program.parameters:
         leaves[parameter.fqn].requires_grad_(parameter.trainable)
-    lowered = lower(program, {})
+    device = next((value.device for value in leaves.values()), torch.device("cpu"))
+    upstream = {name: value.to(device) for name, value in upstream.items()}
+    lowered = lower(program, {}, device)
     values = [leaves[p.fqn] for p in program.parameters] + [inputs[i.path] for i in program.inputs]
     order = dict(zip(_names(program), values, strict=True))
     with torch.enable_grad():
@@ -150,6 +168,7 @@ def run_ranks(
     """
     axes = program.axes
     world = math.prod(axes.values())
+    check_world(world)
     layouts = _placeholder_layouts(program)
     places = [coordinates(axes, rank) for rank in range(world)]
 

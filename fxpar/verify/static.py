@@ -9,6 +9,7 @@ from __future__ import annotations
 from fxpar.manager import Verifier
 from fxpar.program import Program
 from fxpar.verify.header import check_header
+from fxpar.verify.operations import check_operations
 from fxpar.verify.shapes import check_shapes
 from fxpar.verify.structure import check_structure
 from fxpar.verify.types import check_choice, check_types
@@ -16,6 +17,7 @@ from fxpar.verify.types import check_choice, check_types
 STATIC: tuple[Verifier, ...] = (
     Verifier("header", frozenset(), check_header),
     Verifier("structure", frozenset(), check_structure),
+    Verifier("operations", frozenset(), check_operations),
     Verifier("choice", frozenset({"layouts"}), check_choice, until="collectives"),
     Verifier("types", frozenset({"collectives"}), check_types),  # says which coercion a wrong shape lacks
     Verifier("shapes", frozenset(), check_shapes),

@@ -14,7 +14,7 @@ from torch import fx
 
 from fxpar.errors import CheckFailed
 from fxpar.layout import Layout, Placement, pieces_of
-from fxpar.operators import COERCION_OF, OPERATORS, attention, axis_index, dropout, sum_gradients
+from fxpar.operators import COERCION_OF, DRAWS, OPERATORS, axis_index, sum_gradients
 from fxpar.passes.assign_rng import RNG_PATH
 from fxpar.program import (
     Program,
@@ -71,6 +71,21 @@ def _check_placeholders(program: Program) -> None:
             raise CheckFailed(f"the placeholder is in {holders[node.name]} tables", where=describe(node))
         if not isinstance(note(node).type, TensorType):
             raise CheckFailed(f"the placeholder is {note(node).type} and no tensor", where=describe(node))
+    _check_tables(program)
+
+
+def _check_tables(program: Program) -> None:
+    """A name stands for one tensor, and what is trained has a gradient."""
+    seen: set[str] = set()
+    for parameter in program.parameters:
+        for name in (parameter.fqn, *parameter.tied):
+            if name in seen:
+                raise CheckFailed("two tensors, or one twice, have the name", where=name, remedy="tie each name once")
+            seen.add(name)
+        if parameter.trainable and not parameter.type.is_float:
+            raise CheckFailed(
+                f"is {parameter.type}, which has no gradient", where=parameter.fqn, remedy="freeze it: (frozen)"
+            )
 
 
 def _check_note(program: Program, node: fx.Node) -> None:
@@ -165,7 +180,7 @@ def _check_random(program: Program) -> None:
     seen: dict[int, fx.Node] = {}
     states = [entry.node for entry in program.inputs if entry.path == RNG_PATH]
     for node in program.graph.nodes:
-        counted = node.op == "call_function" and node.target in (dropout, attention)
+        counted = node.op == "call_function" and node.target in DRAWS
         identity = 0 if node.op == "output" else note(node).random
         if draws_bits(node) and "rng" in program.properties:
             raise CheckFailed("draws bits that depend on the rank's generator", where=describe(node))

@@ -7,6 +7,10 @@ would make it legal.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+import torch
 from torch import fx
 
 from fxpar.coercions import at_rest, coercion, unsettled
@@ -14,6 +18,7 @@ from fxpar.errors import CheckFailed, LayoutError
 from fxpar.gradients import carried
 from fxpar.layout import I, Layout, Placement, R, fits
 from fxpar.program import Program, note, operands, output_layouts, output_types, tensor_type
+from fxpar.rules import bind_arguments
 from fxpar.rules.inference import Context, describe, infer_node, remedy_of, resting, shown
 
 
@@ -44,6 +49,8 @@ def check_types(program: Program) -> None:
             )
             found[node] = infer_node(node, given)
             _compare(node, found[node], given)
+        elif node.op == "call_function":
+            _check_number(node, found)
     _check_outputs(program, found, flags)
 
 
@@ -77,6 +84,33 @@ def check_choice(program: Program) -> None:
                 _convertible(node, name, source, target, flag)
             wanted = Context(needs, carries, flags[node], program.axes, composite=True)
             _compare(node, infer_node(node, wanted), wanted)
+        elif node.op == "call_function":
+            _check_number(node, {o: output_layouts(o) for o in operands(node)})
+
+
+def _check_number(node: fx.Node, found: Mapping[fx.Node, tuple[Layout, ...]]) -> None:
+    """A number that is read off a tensor is the same on every rank, and on one device.
+
+    Raises:
+        LayoutError: it is the size of a dimension that is cut, or made of elements that differ by rank.
+    """
+    for operand in operands(node):
+        for layout, kind in zip(found[operand], output_types(operand), strict=True):
+            for axis, placement in layout:
+                if placement.kind in "IR":
+                    continue
+                if node.target is torch.ops.aten.sym_size.int:
+                    dim: Any = bind_arguments(node).get("dim")
+                    if not isinstance(dim, int) or not -len(kind.shape) <= dim < len(kind.shape):
+                        raise LayoutError(f"reads the size of dimension {dim} of {kind}", where=describe(node))
+                    if not placement.is_shard or dim % len(kind.shape) != placement.dim:
+                        continue
+                raise LayoutError(
+                    f"on axis {axis}: reads a number off %{operand.name}, which is {placement}: ranks would read "
+                    "another than one device",
+                    where=describe(node),
+                    remedy="read it off an input or another value that is whole",
+                )
 
 
 def _convertible(node: fx.Node, name: str, source: Layout, target: Layout, carries: bool) -> None:

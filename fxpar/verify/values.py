@@ -20,19 +20,24 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from fxpar.capture import Captured, arguments
+from fxpar.capture.memo import nothing_remembered
+from fxpar.capture.memory import plain_surrounding, swapped
+from fxpar.capture.places import Blamed
+from fxpar.capture.state import untouched
 from fxpar.errors import CheckFailed, InputError
 from fxpar.manager import PassManager
 from fxpar.passes.annotate import annotate
 from fxpar.passes.assign_rng import RNG_PATH, assign_rng
 from fxpar.passes.canonicalize import canonicalize
 from fxpar.passes.insert_collectives import insert_collectives
-from fxpar.program import Program, output_layouts
+from fxpar.program import Program, has_note, output_layouts, output_types
 from fxpar.shards import local_block, without_padding
 from fxpar.verify.promote import promote, wide
 from fxpar.verify.simulate import Run, coordinates, cotangents, run_ranks, run_single, symbol_values
 
 TOLERANCE = 1e-10
 _UNFAITHFUL = "the model does what a trace does not see: keep state, clocks and other generators out of its forward"
+_FAILURES = (RuntimeError, ValueError, TypeError, IndexError, KeyError)
 _UNITS = 16  # of the last place, of the largest value
 
 
@@ -120,7 +125,8 @@ def _given(program: Program, inputs: Mapping[str, Tensor], step: int) -> dict[st
 
 def _scale(whole: Tensor) -> float:
     """The largest finite value, by which deviations are measured."""
-    finite = whole[whole.isfinite()].abs() if whole.is_floating_point() else whole.new_ones(1)
+    is_number = whole.is_floating_point() or whole.is_complex()
+    finite = whole[whole.isfinite()].abs() if is_number else torch.ones(1)
     return float(finite.max()) if finite.numel() else 0.0
 
 
@@ -131,7 +137,7 @@ def _deviation(mine: Tensor, own: Tensor, scale: float) -> float:
     same = (mine == own) | ((mine != mine) & (own != own))
     if bool(same.all()):
         return 0.0
-    if not mine.is_floating_point():
+    if not mine.is_floating_point() and not mine.is_complex():
         return float("inf")
     gap = float((mine - own).abs()[~same].max()) / max(scale, 1e-30)
     return gap if gap == gap else float("inf")
@@ -201,57 +207,101 @@ def verify_values(
     return compare(reference, program, ranks, sizes)
 
 
-def check_capture(captured: Captured, model: nn.Module, batch: Any) -> None:
+def check_capture(captured: Captured, model: nn.Module, batch: Any, canonical: bool = True) -> None:
     """Checks that the captured graph computes what the eager module does, in its own types.
 
-    With PyTorch's own random bits from one seed on both sides, loss and outputs must be equal bit for bit. Gradients
-    are summed in another order where a value has several users, and the canonical graph adds biases apart: they may
-    differ by rounding, some units of the type's precision of the largest value.
+    PyTorch draws the same random bits on both sides, from one seed. Values differ by rounding: gradients are summed in
+    another order where a value has several users, the canonical graph adds biases apart, and PyTorch has several
+    kernels for what a trace writes in one way. Allowed are some units of the coarsest type in the graph, of the largest
+    value. Module and generators are left as they were.
+
+    Args:
+        canonical: whether the canonical graph is compared too.
 
     Raises:
         CheckFailed: something differs; names the tensor.
     """
+    device = next((t.device for t in model.parameters()), torch.device("cpu"))
+    batch = pytree.tree_map_only(Tensor, lambda t: t.to(device), batch)
+    with contextlib.ExitStack() as stack:
+        for context in (plain_surrounding(), torch.random.fork_rng(_devices(device)), untouched(model)):
+            stack.enter_context(context)
+        stack.enter_context(nothing_remembered(model))
+        stack.enter_context(_own_buffers(model))
+        _seed(device)
+        eager, gradients = _run_eagerly(captured, model, batch)
+        inputs, state = call_inputs(captured, model, batch), program_state(captured.program, model)
+        state = {name: value.to(device) for name, value in state.items()}
+        programs = {"captured": captured.program}
+        if canonical:
+            programs["canonical"] = PassManager([canonicalize]).run(captured.program)
+        for label, program in programs.items():
+            _seed(device)
+            run = _run_graph(label, program, {**state, **program.constants}, inputs)
+            allowed = rounding(program)
+            _expect(label, "output", eager, run.outputs, allowed)
+            _expect(label, "gradient of", gradients, run.gradients, allowed)
+
+
+def _run_graph(label: str, program: Program, state: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Run:
+    try:
+        return run_single(program, state, inputs)
+    except _FAILURES as error:
+        reason = f"the {label} graph raises {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        raise CheckFailed(reason, where=program.loss or "captured graph", remedy=_UNFAITHFUL) from error
+
+
+def _seed(device: torch.device) -> None:
+    """Seeds the CPU's generator and the device's, and no other: `torch.manual_seed` would seed those of all GPUs."""
+    torch.default_generator.manual_seed(17)
+    for each in _devices(device):
+        with torch.cuda.device(each):
+            torch.cuda.manual_seed(17)
+
+
+def _devices(device: torch.device) -> list[torch.device]:
+    """Whose generators a run draws from, beside the CPU's."""
+    return [device] if device.type == "cuda" else []
+
+
+@contextlib.contextmanager
+def _own_buffers(model: nn.Module) -> Iterator[None]:
+    """The model with copies of its buffers: what a forward does to them in place is gone at the end."""
+    with swapped(model, {id(b): b.clone() for b in model.buffers()}):
+        yield
+
+
+def _run_eagerly(captured: Captured, model: nn.Module, batch: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Outputs by name, and gradients of the parameters that they reach."""
     args, kwargs = arguments(model, batch, captured.loss is not None)
-    parameters = dict(model.named_parameters())
-    torch.manual_seed(17)
     with torch.enable_grad(), _eagerly(model):
         outputs = model(*args, **kwargs)
         result: Any = {"loss": captured.loss(outputs, batch), "outputs": outputs} if captured.loss else outputs
     leaves = pytree.tree_leaves(result)
-    eager = {
-        str(what): leaf.detach()
-        for (kind, what), leaf in zip(captured.spec.out_leaves, leaves, strict=True)
-        if kind == "output"
-    }
-    inputs = call_inputs(captured, model, batch)
-    upstream = cotangents(captured.program, symbol_values(captured.program, inputs))
-    roots = {str(w): leaf for (k, w), leaf in zip(captured.spec.out_leaves, leaves, strict=True) if k == "output"}
-    roots = {name: roots[name] for name in upstream if roots[name].requires_grad}
+    pairs = zip(captured.spec.out_leaves, leaves, strict=True)
+    found = {str(name): leaf for (kind, name), leaf in pairs if kind == "output"}
+    upstream = cotangents(captured.program, symbol_values(captured.program, call_inputs(captured, model, batch)))
+    roots = {name: found[name] for name in upstream if found[name].requires_grad}
     gradients: dict[str, Tensor] = {}
     if roots:
+        parameters = dict(model.named_parameters())
         trained = {p.fqn: parameters[p.fqn] for p in captured.program.parameters if p.trainable}
         with _eagerly(model):
-            gradients = _gradients(roots, upstream, trained)
-    canonical = PassManager([canonicalize]).run(captured.program)
-    for label, program in (("captured", captured.program), ("canonical", canonical)):
-        torch.manual_seed(17)
-        run = run_single(program, program_state(program, model), inputs)
-        _expect(label, "output", eager, run.outputs, 0.0 if label == "captured" else _rounding(program))
-        _expect(label, "gradient of", gradients, run.gradients, _rounding(program))
+            gradients = _gradients(roots, {n: u.to(found[n].device) for n, u in upstream.items()}, trained)
+    return {name: leaf.detach() for name, leaf in found.items()}, gradients
 
 
-@contextlib.contextmanager
-def _eagerly(model: nn.Module) -> Iterator[None]:
+def _eagerly(model: nn.Module) -> Blamed:
     """Turns what the author's model raises by itself into an `InputError`."""
-    try:
-        yield
-    except (RuntimeError, ValueError, TypeError, IndexError, KeyError) as error:
-        reason = (str(error).splitlines() or [""])[0]
-        raise InputError(
-            f"the model itself, not split, raises {type(error).__name__}: {reason}",
+
+    def error(reason: str, place: str) -> InputError:
+        return InputError(
+            f"the model itself, not split, raises {reason}{f' ({place})' if place else ''}",
             where=type(model).__name__,
             remedy="make it train on one device first",
-        ) from error
+        )
+
+    return Blamed(error)
 
 
 def _gradients(
@@ -269,10 +319,10 @@ def _gradients(
             parameter.grad = kept[name]
 
 
-def _rounding(program: Program) -> float:
-    """What rounding may change, over the largest value: by the coarsest type of the parameters."""
-    kinds = [p.type.dtype for p in program.parameters if p.type.dtype.is_floating_point]
-    return _UNITS * max((torch.finfo(kind).eps for kind in kinds), default=torch.finfo(torch.float32).eps)
+def rounding(program: Program) -> float:
+    """What rounding may change, over the largest value: some units of the coarsest floating type of any value."""
+    kinds = {kind.dtype for node in program.graph.nodes if has_note(node) for kind in output_types(node)}
+    return _UNITS * max((torch.finfo(kind).eps for kind in kinds if kind.is_floating_point), default=0.0)
 
 
 def _expect(label: str, what: str, wanted: Mapping[str, Tensor], found: Mapping[str, Tensor], allowed: float) -> None:

@@ -134,7 +134,7 @@ def chosen(kind: str, sequence_parallel: bool, until: str = "localize") -> Progr
 
 _SEQUENCE = """fxpar 1
 plan {{"tp": {tp}}}
-properties canonical collectives layouts local rng
+properties canonical collectives layouts local rng vocabulary
 symbol b = x.0 like 3
 loss loss
 %position = parameter["position"] : f32[16, 24] tp:I

@@ -10,13 +10,23 @@ from fxpar.text import print_program
 from fxpar.verify.static import STATIC, verify_static
 from tests.verify.cases import prepared, program, sequence_text
 
-PROPERTIES = "properties canonical collectives layouts local rng"
+PROPERTIES = "properties canonical collectives layouts local rng vocabulary"
 
 # Header lines that do not hold of the sequence-parallel program, and what the check says of them.
 WRONG = (
-    (PROPERTIES, "properties canonical local", "property local: holds without collectives"),
-    (PROPERTIES, "properties canonical collectives local rng", "property collectives: holds without layouts"),
-    (PROPERTIES, "properties canonical collectives layouts local", "property local: holds without rng"),
+    (
+        PROPERTIES,
+        "properties canonical local",
+        "property local: holds without collectives, rng, vocabulary, on which it rests",
+    ),
+    (
+        PROPERTIES,
+        "properties canonical collectives local rng vocabulary",
+        "property collectives: holds without layouts",
+    ),
+    (PROPERTIES, "properties canonical collectives layouts local vocabulary", "property local: holds without rng"),
+    (PROPERTIES, "properties canonical collectives layouts local rng", "property local: holds without vocabulary"),
+    (PROPERTIES, "properties collectives layouts", "property layouts: holds without canonical"),
     (PROPERTIES, "properties canonical layouts", "%tp_index: is there, but the program does not have"),
     (PROPERTIES, "properties canonical collectives layouts", "%tp_index: is there, but the program does not have"),
     (PROPERTIES, "properties canonical", "%position: is there, but the program does not have the property layouts"),
@@ -33,16 +43,16 @@ def test_a_header_that_does_not_hold_is_refused(old: str, new: str, message: str
     text = sequence_text(2)
     assert old in text
     with pytest.raises(CheckFailed) as error:
-        verify_static(parse_program(text.replace(old, new)))
+        verify_static(parse_program(text.replace(f"{old}\n", f"{new}\n")))
     assert str(error.value).startswith(message)
 
 
 def test_each_check_runs_where_it_says_something() -> None:
     names = {item.name for item in STATIC}
-    assert verify_static(prepared("tail").captured) == ("header", "structure", "shapes")
-    assert verify_static(program("tail", 2, "annotate")) == ("header", "structure", "choice", "shapes")
-    assert verify_static(program("tail", 2)) == ("header", "structure", "types", "shapes")
-    assert names == {"header", "structure", "choice", "types", "shapes"}
+    assert verify_static(prepared("tail").captured) == ("header", "structure", "operations", "shapes")
+    assert verify_static(program("tail", 2, "annotate")) == ("header", "structure", "operations", "choice", "shapes")
+    assert verify_static(program("tail", 2)) == ("header", "structure", "operations", "types", "shapes")
+    assert names == {"header", "structure", "operations", "choice", "types", "shapes"}
 
 
 def test_a_loss_that_carries_no_gradient_is_refused() -> None:
@@ -57,7 +67,7 @@ def test_an_output_with_a_whole_segment_is_refused() -> None:
     """Its part that every rank holds would get a gradient that nothing sums."""
     text = """fxpar 1
 plan {"tp": 2}
-properties canonical collectives layouts local rng
+properties canonical collectives layouts local rng vocabulary
 %w = parameter["w"] : f32[4, 3] tp:S(0)
 %v = parameter["v"] : f32[2, 3] tp:I
 %v_here = fxpar.copy_to[tp](%v) : f32[2, 3] tp:R

@@ -345,7 +345,7 @@ def test_a_slice_of_a_fused_dimension_is_judged_by_global_positions() -> None:
     """On a rank, 12 of 36 elements are the first of three segments; 6 of them are a part of one."""
     text = """fxpar 1
 plan {"tp": 2}
-properties canonical collectives layouts local rng
+properties canonical collectives layouts local rng vocabulary
 symbol b = x.0 like 3
 %x = input["x"] : f32[b, 24] tp:R
 %w = parameter["w"] : f32[72, 24] tp:S(0: 3 x 24)

@@ -89,7 +89,7 @@ def run_of(outputs: dict[str, Tensor], gradients: dict[str, Tensor] | None = Non
 PLAIN = parse_program(
     """fxpar 1
 plan {"tp": 2}
-properties canonical collectives layouts local
+properties canonical collectives layouts local rng vocabulary
 loss loss
 %w = parameter["w"] : f32[4, 2] tp:S(0)
 %ids = input["ids"] : i64[4] tp:R
@@ -215,7 +215,8 @@ def test_level_static_compares_no_values() -> None:
     model, batch = small()
     with torch.device("meta"):
         meta = Small()
-    assert verify(meta, batch, SPLIT, level="static").to_json().keys() == {"ok", "level", "split_flops", "checks"}
+    found = verify(meta, batch, SPLIT, level="static").to_json()
+    assert found.keys() == {"ok", "level", "split_flops", "uncounted", "checks"}
     with pytest.raises(InputError, match=r"up\.weight: has no values: the model is on the meta device"):
         verify(meta, batch, SPLIT)
     with pytest.raises(InputError, match="level='all': is unknown"):

@@ -1,0 +1,69 @@
+"""Derivatives: what stands on a gradient's way has one.
+
+Enters: a program and which values carry a gradient. Leaves: nothing, or `CheckFailed` that names the operation. PyTorch
+says so in the backward alone, hours into a compilation.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.node import map_arg
+
+from fxpar.errors import CheckFailed
+from fxpar.gradients import reached
+from fxpar.program import Program, ScalarType, TensorType, note, operands
+from fxpar.rules.inference import describe
+from fxpar.symbols import evaluate
+
+_MISSING = re.compile(r"(the )?derivative for \S+ is not implemented")
+# What else shapes may not fit, other checks say.
+_FAILURES = (RuntimeError, ValueError, IndexError, TypeError, KeyError, AssertionError, ArithmeticError)
+
+
+def check_derivatives(program: Program, flags: Mapping[fx.Node, tuple[bool, ...]]) -> None:
+    """Differentiates each operator of torch once, on shapes, as the program uses it first.
+
+    Raises:
+        CheckFailed: PyTorch has no derivative of it.
+    """
+    sizes, wanted = {s.name: s.example for s in program.symbols}, reached(program, flags)
+    seen: set[Any] = set()
+    for node in program.graph.nodes:
+        if node not in wanted or not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        key = node.target, tuple(flags[operand] for operand in operands(node))
+        if key not in seen:
+            seen.add(key)
+            _differentiate(node, flags, sizes)
+
+
+def _differentiate(node: fx.Node, flags: Mapping[fx.Node, tuple[bool, ...]], sizes: Mapping[str, int]) -> None:
+    tracked: list[Tensor] = []
+
+    def value(operand: fx.Node) -> Any:
+        kind = note(operand).type
+        if isinstance(kind, ScalarType):
+            return evaluate(kind.value, sizes)
+        kinds = kind if isinstance(kind, tuple) else (kind,)
+        made = []
+        for item, flag in zip(kinds, flags[operand], strict=True):
+            assert isinstance(item, TensorType)
+            shape = [evaluate(size, sizes) for size in item.shape]
+            made.append(torch.empty(shape, dtype=item.dtype, device="meta", requires_grad=flag))
+            tracked.extend(made[-1:] if flag else [])
+        return made if isinstance(kind, tuple) else made[0]
+
+    try:
+        args, kwargs = map_arg((node.args, node.kwargs), value)
+        with torch.enable_grad():
+            found = node.target(*args, **kwargs)  # type: ignore[operator]
+        results = [r for r in (found if isinstance(found, (tuple, list)) else [found]) if r.requires_grad]
+        torch.autograd.grad(results, tracked, [torch.empty_like(r) for r in results], allow_unused=True)
+    except _FAILURES as error:
+        if missing := _MISSING.search(str(error)):
+            raise CheckFailed(missing[0], where=describe(node), remedy="detach its operand, or use another") from None

@@ -1,0 +1,208 @@
+"""Operations: each one is a function of its operands, and its numbers and words are some that it is defined for.
+
+Enters: a program. Leaves: nothing, or `CheckFailed` that names the node.
+
+Ranks compute the same of the same operands only where an operation writes to none of them, reads nothing else, and
+does not communicate by itself. What PyTorch raises on the device alone (a probability of 1.5) is refused here.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar.errors import CheckFailed
+from fxpar.gradients import carried
+from fxpar.operators import attention, dropout
+from fxpar.program import Program, note, operands, tensor_type
+from fxpar.rules import bind_arguments
+from fxpar.rules.inference import describe
+from fxpar.verify.derivatives import check_derivatives
+
+_NETWORK = frozenset(
+    {"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "_dtensor", "symm_mem"}
+)
+_UNSET = re.compile(r"(?:^|_)empty(?:_|$)")
+_NORMS = re.compile(r"(?:batch|instance)_norm")
+_KERNELS = re.compile(r"aten\.(native_)?(layer|group)_norm\.default")
+_BITS = re.compile(r"aten\.(bitwise_\w+|__[a-z]?(and|or|xor|shift)__)\.\w+")
+_ARITHMETIC = re.compile(r"aten::(add|sub|rsub|mul|div|true_divide|pow|fmod|remainder|floor_divide|atan2|lerp|xlogy)")
+_ASSERTIONS = re.compile(r"aten::(_assert\w*|_functional_assert\w*|(_functional_)?sym_constrain_range\w*|_print)$")
+
+
+def check_operations(program: Program) -> None:
+    """Refuses operations in place, memory that nothing has written, own communication, and numbers out of bounds.
+
+    Raises:
+        CheckFailed: names the first.
+    """
+    is_canonical, flags = "canonical" in program.properties, carried(program)
+    for node in program.graph.nodes:
+        if node.op != "call_function":
+            continue
+        if isinstance(node.target, torch._ops.OpOverload):
+            _check_effects(node, node.target)
+            if is_canonical:
+                _check_canonical(node, node.target)
+        elif note(node).type is None:
+            _fail(node, "has no type", "note its type")
+        _check_domains(node)
+        if any(flags[node]):
+            _check_arithmetic(node)
+    check_derivatives(program, flags)
+
+
+def _fail(node: fx.Node, reason: str, remedy: str) -> None:
+    raise CheckFailed(reason, where=describe(node), remedy=remedy)
+
+
+def _check_effects(node: fx.Node, target: torch._ops.OpOverload) -> None:
+    name, given = target._schema.name, bind_arguments(node)
+    if target._schema.is_mutable:
+        written = [a.name for a in target._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+        remedy = "call the operation that returns a new tensor"
+        _fail(node, f"{target} writes to its operand {', '.join(written)}", remedy)
+    trains = any(given.get(flag) is True for flag in ("training", "train", "use_input_stats"))
+    if _NORMS.search(name) and trains and "functional" not in name and given.get("running_mean") is not None:
+        _fail(node, f"{target} writes to its running statistics", "pass None for them")
+    if target.namespace in _NETWORK:
+        _fail(node, f"{target} communicates by itself", "write the coercion of fxpar that does it")
+    if name == "aten::from_file":
+        _fail(node, "reads a file", "make it an input or a buffer")
+    if note(node).type is None and not _ASSERTIONS.fullmatch(name):
+        _fail(node, "has no type", "note its type, or take the node out if nothing uses it")
+
+
+def _check_canonical(node: fx.Node, target: torch._ops.OpOverload) -> None:
+    """What canonicalize takes out: memory that nothing has written, and where tensors lie."""
+    given = bind_arguments(node)
+    if _UNSET.search(target._schema.name.partition("::")[2]):
+        _fail(node, f"{target} holds what is in memory by chance", "make it of zeros")
+    device = node.kwargs.get("device") or given.get("device")
+    if device is not None and ("device" in node.kwargs or getattr(device, "type", "") == "meta"):
+        _fail(node, f"names the device {device}", "leave it out: the run says where tensors are")
+    if given.get("layout") not in (None, torch.strided):
+        _fail(node, f"asks for the layout {given['layout']}", "keep tensors dense")
+
+
+Domain = tuple[str, Callable[[Any], bool]]
+
+
+def _number(holds: Callable[[float], bool]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, (int, float)) and not _is_huge(value) and holds(value)
+
+
+def _is_huge(value: float) -> bool:
+    return isinstance(value, int) and value.bit_length() > 64
+
+
+def _optional(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """Sizes too, which are finite."""
+    return lambda value: value is None or isinstance(value, fx.Node) or holds(value)
+
+
+def _one_of(*words: Any) -> Domain:
+    return f"one of {', '.join(map(str, words))}", lambda value: any(
+        type(value) is type(w) and value == w for w in words
+    )
+
+
+_PROBABILITY: Domain = ("within [0, 1]", _number(lambda value: 0 <= value <= 1))
+_FINITE: Domain = ("a finite number", _optional(_number(math.isfinite)))
+_NO_NAN: Domain = ("a number", _optional(_number(lambda value: not math.isnan(value))))
+_NOT_NEGATIVE: Domain = ("finite and not negative", _optional(_number(lambda value: 0 <= value < math.inf)))
+_POSITIVE: Domain = ("finite and positive", _optional(_number(lambda value: 0 < value < math.inf)))
+
+# By the names that schemas of numbers and words share; tensors are no concern of these.
+_DOMAINS: Mapping[str, Domain] = {
+    **dict.fromkeys(("dropout_p", "dropout", "label_smoothing"), _PROBABILITY),
+    **dict.fromkeys("alpha beta scale input_scale negative_slope weight momentum exponent".split(), _FINITE),
+    **dict.fromkeys("mean margin delta start end step spacing dx median from to lower upper".split(), _FINITE),
+    **dict.fromkeys("eps epsilon std correction lambd atol rtol".split(), _NOT_NEGATIVE),
+    **dict.fromkeys("other min max min_val max_val ord".split(), _NO_NAN),
+    "sigma": _POSITIVE,
+    "reduction": _one_of(0, 1, 2),
+    "approximate": _one_of("none", "tanh"),
+    "rounding_mode": _one_of(None, "trunc", "floor"),
+}
+# Of single operators, which the names above do not tell.
+_OWN: Mapping[str, Mapping[str, Domain]] = {
+    "aten.pad.default": {"mode": _one_of("constant", "reflect", "replicate", "circular")},
+    "aten.softplus.default": {"beta": _POSITIVE},
+    "aten.celu.default": {"alpha": ("finite and not zero", _optional(_number(lambda v: math.isfinite(v) and v != 0)))},
+    "aten.exponential.default": {"lambd": _POSITIVE},
+    "aten.addcmul.default": {"value": _FINITE},
+    "aten.addcdiv.default": {"value": _FINITE},
+}
+
+
+def _check_domains(node: fx.Node) -> None:
+    name = str(node.target)
+    given = bind_arguments(node) if isinstance(node.target, torch._ops.OpOverload) or _draws(node) else {}
+    own = dict(_OWN.get(name, {}))
+    if _draws(node) or re.search(r"dropout|bernoulli", name):
+        own["p"] = _PROBABILITY
+    for key, value in given.items():
+        domain = own.get(key) or _DOMAINS.get(key)
+        if domain is None or _is_tensor(node, key, value):
+            continue
+        if not domain[1](value):
+            _fail(node, f"{key}={value} is not {domain[0]}", "write another")
+    _check_pairs(node, given)
+    if _KERNELS.fullmatch(name):
+        _check_kernel(node)
+    if _BITS.fullmatch(name) and any(tensor_type(operand).is_float for operand in operands(node)):
+        _fail(node, f"{name} of floating numbers", "cast them to integers or booleans")
+
+
+def _check_arithmetic(node: fx.Node) -> None:
+    """Sums with infinities have no order-free meaning: what one device gives, the ranks need not."""
+    if isinstance(node.target, torch._ops.OpOverload) and _ARITHMETIC.fullmatch(node.target._schema.name):
+        for key, value in bind_arguments(node).items():
+            if isinstance(value, float) and not math.isfinite(value):
+                _fail(node, f"computes with {key}={value} what carries a gradient", "fill masked elements in instead")
+
+
+def _draws(node: fx.Node) -> bool:
+    return node.target in (dropout, attention)
+
+
+def _is_tensor(node: fx.Node, key: str, value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return True
+    if isinstance(value, fx.Node):
+        return value in operands(node)
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return value is None and key != "p"
+    kinds = {a.name: str(a.type) for a in node.target._schema.arguments}
+    return value is None and "Tensor" in kinds.get(key, "")
+
+
+def _check_kernel(node: fx.Node) -> None:
+    """Norms run in the type of what they normalise, their weights in that, or in float32 where that is a half."""
+    first, *rest = [tensor_type(operand).dtype for operand in operands(node)]
+    wider = {torch.float32} if first in (torch.float16, torch.bfloat16) else set()
+    for dtype in rest:
+        if dtype not in {first, *wider}:
+            _fail(node, f"normalises {first} with weights of {dtype}", "cast them first")
+
+
+def _check_pairs(node: fx.Node, given: Mapping[str, Any]) -> None:
+    """Bounds in order, lists of one length, a padding index within its table."""
+    for least, most in (("min_val", "max_val"), ("from", "to"), ("lower", "upper"), ("low", "high")):
+        low, high = given.get(least), given.get(most)
+        if isinstance(low, (int, float)) and isinstance(high, (int, float)) and low > high:
+            _fail(node, f"{least}={low} is above {most}={high}", "exchange them")
+    shifts, dims = given.get("shifts"), given.get("dims")
+    if isinstance(shifts, Sequence) and isinstance(dims, Sequence) and len(shifts) != len(dims or [0]):
+        _fail(node, f"{len(shifts)} shifts are given for {len(dims)} dimensions", "write as many of both")
+    table, word = given.get("weight"), given.get("padding_idx")
+    if isinstance(table, fx.Node) and isinstance(word, int) and table in operands(node):
+        rows = tensor_type(table).shape[0]
+        if word < -1 or (isinstance(rows, int) and word >= rows):
+            _fail(node, f"padding_idx={word} is none of the {rows} rows", "write -1 for none")

@@ -1,0 +1,92 @@
+"""The whole reading of a localised program: the program of one device that its text is.
+
+Enters: an operation of a localised program. Leaves: the same operation over global shapes.
+
+A text of `localize` says one thing to a rank and to one device, but for the sizes that speak of cut dimensions: those
+of views, expansions and splits are what the notes' global shapes give, bounds of slices what `fxpar.rules.local` does.
+Every other number, a literal or a size that is read, is the same in both readings. What the static checks prove of a
+text is that all ranks together compute its whole reading.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxpar.layout import Placement
+from fxpar.program import operands, output_layouts
+from fxpar.rules import Refusal, bind_arguments, call_of
+from fxpar.rules.local import whole_call
+
+aten = torch.ops.aten
+
+SIZED = frozenset({aten.view.default, aten.reshape.default, aten.expand.default})
+SPLITS = frozenset({aten.split_with_sizes.default, aten.split.sizes})
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def whole_arguments(
+    node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], axes: Mapping[str, int], outputs: Sequence[Tensor]
+) -> Arguments:
+    """The arguments of the operation on one device.
+
+    Args:
+        node: of a localised program.
+        args: its arguments, values in place of nodes.
+        kwargs: the same by name.
+        axes: sizes of the mesh axes.
+        outputs: of the global shapes that the notes say.
+
+    Raises:
+        ValueError: the bounds of a slice are those of no slice of the whole.
+    """
+    if node.target in SIZED:
+        return _sized(node, args, kwargs, "size" if node.target is not aten.reshape.default else "shape", outputs)
+    if node.target in SPLITS:
+        return _split(node, args, kwargs, outputs)
+    if node.target is aten.slice.Tensor:
+        return _slice(node, args, kwargs, axes)
+    return args, kwargs
+
+
+def _cuts(node: fx.Node) -> list[tuple[str, Placement]]:
+    return [(axis, placement) for axis, placement in output_layouts(node)[0] if placement.is_shard]
+
+
+def _sized(
+    node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], name: str, outputs: Sequence[Tensor]
+) -> Arguments:
+    """Sizes of dimensions that are cut are the note's; others, -1 too, stand as they are."""
+    cut = {placement.dim for _, placement in _cuts(node)}
+    given = kwargs[name] if name in kwargs else args[1]
+    if len(given) != outputs[0].dim():
+        raise ValueError(f"{len(given)} sizes are given for {outputs[0].dim()} dimensions")
+    sizes = [outputs[0].shape[dim] if dim in cut and size != -1 else size for dim, size in enumerate(given)]
+    if name in kwargs:
+        return args, {**kwargs, name: sizes}
+    return (args[0], sizes, *args[2:]), kwargs
+
+
+def _split(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Sequence[Tensor]) -> Arguments:
+    source, given = operands(node)[0], bind_arguments(node)
+    rank = outputs[0].dim() if outputs else 1
+    dim = int(given.get("dim", 0)) % max(rank, 1)
+    if all(placement.dim != dim for _, placement in _cuts(source)):
+        return args, kwargs
+    return (args[0], [output.shape[dim] for output in outputs], dim), {}
+
+
+def _slice(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], axes: Mapping[str, int]) -> Arguments:
+    for axis, placement in _cuts(operands(node)[0]):
+        call = call_of(node, axes[axis])
+        found = whole_call(call, [placement])
+        if isinstance(found, Refusal):
+            raise ValueError(found.reason)
+        if found is not call:
+            bounds = {name: found.get(name) for name in ("dim", "start", "end", "step")}
+            return args[:1], {**{k: v for k, v in kwargs.items() if k == "self"}, **bounds}
+    return args, kwargs
