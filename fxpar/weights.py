@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fxpar.errors import InputError
+from fxpar.errors import InputError, shown
 
 # Fills integers before they are initialised; floating tensors are filled with NaN.
 _UNWRITTEN = 0xFB
@@ -80,8 +80,17 @@ def materialize(model: nn.Module, seed: int = 0, device: torch.device | str = "c
     Raises:
         InputError: a tensor that no initialiser fills, or an initialiser that fails without the values of others.
     """
+    if not isinstance(model, nn.Module):
+        raise InputError(f"a {type(model).__name__} is no nn.Module", where="materialize", remedy="pass the model")
+    if type(seed) is not int or not 0 <= seed < 2**63:
+        raise InputError(f"{shown(seed)} is no integer in [0, 2^63)", where="seed", remedy="pass Plan.seed of the run")
+    try:
+        place = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        reason = str(error).splitlines()[0]
+        raise InputError(reason, where=f"device {shown(device)}", remedy="name one such as 'cpu' or 'cuda'") from None
     made: dict[str, Tensor] = {}
-    for values in initialised(model, seed, torch.device(device)):
+    for values in initialised(model, seed, place):
         made.update(values)
     for entry in named_tensors(model):
         if entry.first in made:

@@ -10,14 +10,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from fxpar.errors import CheckpointError
 from fxpar.layout import Layout
+from fxpar.mixed import is_mixed
 from fxpar.runtime.checkpoint import Checkpoint, kind_of
+from fxpar.runtime.mains import MainParameter
+from fxpar.runtime.place import Place
+from fxpar.runtime.sharded import Sharded, ShardedParameter, local_of
 from fxpar.runtime.state import check_names, check_shape, names_fit
 from fxpar.runtime.world import World
 from fxpar.shards import local_block
@@ -152,13 +156,23 @@ def _register(module: ParallelModule, model: nn.Module, found: Mapping[str, Tens
     parameters: dict[str, nn.Parameter] = {}
     for name, value in model.named_parameters(remove_duplicate=False):
         if first[name] not in parameters:
-            parameters[first[name]] = nn.Parameter(found[first[name]], requires_grad=value.requires_grad)
+            part, place = found[first[name]], module.place_of(first[name])
+            parameters[first[name]] = _parameter(part, place, value.requires_grad, is_mixed(module.plan))
         path, _, leaf = name.rpartition(".")
         module.get_submodule(path).register_parameter(leaf, parameters[first[name]])
     saved = set(module.saved_names)
+    buffers: dict[str, Tensor] = {}
     for name, _ in model.named_buffers(remove_duplicate=False):
+        part, place = found[first[name]], module.place_of(first[name])
+        buffer = buffers.setdefault(first[name], part if place is None else Sharded(part, place))
         path, _, leaf = name.rpartition(".")
-        module.get_submodule(path).register_buffer(leaf, found[first[name]], persistent=name in saved)
+        module.get_submodule(path).register_buffer(leaf, buffer, persistent=name in saved)
+
+
+def _parameter(part: Tensor, place: Place | None, requires_grad: bool, has_copy: bool) -> nn.Parameter:
+    kind = MainParameter if has_copy and part.is_floating_point() else nn.Parameter
+    made: Any = ShardedParameter(part, place, requires_grad) if place else kind(part, requires_grad)
+    return made  # type: ignore[no-any-return]
 
 
 def load(module: ParallelModule, checkpoint: str | Path | Checkpoint) -> None:
@@ -170,7 +184,7 @@ def load(module: ParallelModule, checkpoint: str | Path | Checkpoint) -> None:
     found = _open_alike(checkpoint, module.world)
     with torch.no_grad():
         for entry, part in _read(Share.of(module, module), found, Loading()):
-            entry.tensor.copy_(part)
+            local_of(entry.tensor).copy_(part)
 
 
 def open_alike(checkpoint: str | Path | Checkpoint, model: nn.Module, world: World) -> Checkpoint:

@@ -5,13 +5,12 @@ error that names the ranks and the reason.
 
 Ranks meet in the key-value store of the process group and not in a collective: there a rank that is missing has a
 name, waiting has a limit whatever the backend, and a rank that fails leaves its reason behind for the others. Only
-compilations meet. A call whose program is there counts itself and sends nothing.
+compilations meet. A call whose program is there counts itself and sends nothing here (batches: `inputs.py`).
 """
 
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 import re
 import time
@@ -23,8 +22,9 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 
-from fxpar.errors import InputError, RankError
+from fxpar.errors import FxparError, InputError, RankError
 from fxpar.plan import Plan
+from fxpar.runtime.tracing import refuse_tracing
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -181,25 +181,9 @@ class Agreement:
             "rank": self.rank,
             "where": self.what,
             "reason": f"{_ranks(missing)} did not come within {self.seconds:g} s{program}",
-            "remedy": "every rank must make the same calls with equal batches (check_inputs=True compares them); "
+            "remedy": "every rank must make the same calls with equal batches; "
             "look at the output of the ranks that are named, or raise parallelize(timeout=…)",
         }
-
-    # ------------------------------------------------------------------ batches
-
-    def compare(self, facts: Mapping[str, str], device: torch.device) -> None:
-        """Compares facts over all ranks by one all-gather of 32 bytes; only ranks that differ meet in the store.
-
-        Raises:
-            InputError: names the first fact that differs, and the ranks.
-        """
-        if self.size == 1:
-            return
-        mine = torch.frombuffer(bytearray(hashlib.sha256(json.dumps(facts).encode()).digest()), dtype=torch.uint8)
-        rows = [torch.empty_like(mine, device=device) for _ in range(self.size)]
-        dist.all_gather(rows, mine.to(device))
-        if not torch.stack(rows).eq(rows[0]).all():
-            self.agree(facts, "pass the same batch on all ranks")
 
     # ------------------------------------------------------------------ the store
 
@@ -218,7 +202,9 @@ class Agreement:
 
     def _failure(self, error: BaseException) -> dict[str, Any]:
         is_lost = _is_lost(error)
-        text = str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
+        text = str(error) if isinstance(error, FxparError) else f"{type(error).__name__}: {error}"
+        if isinstance(error, FxparError):
+            text = text.removeprefix(f"{self.what}: ")  # the place is said
         text = f"a collective failed: {_first_line(error)}" if is_lost else text
         return {
             "kind": "lost" if is_lost else "failed",  # a loss has its cause elsewhere: others do not repeat it
@@ -257,6 +243,7 @@ def together(method: Callable[Concatenate[Any, _P], _R]) -> Callable[Concatenate
 
     @functools.wraps(method)
     def call(self: Any, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        refuse_tracing()
         with self.world.agreement.call(method.__name__):
             return method(self, *args, **kwargs)
 

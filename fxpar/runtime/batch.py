@@ -121,6 +121,8 @@ def _check_tensor(path: str, value: Tensor) -> None:
     where = f"batch entry {path}"
     if value.requires_grad:
         raise InputError("requires a gradient; only parameters do", where=where, remedy="detach it")
+    if value.layout is not torch.strided:
+        raise InputError(f"has the layout {value.layout}", where=where, remedy="pass a dense tensor")
     if value.is_meta:
         raise InputError("is on the meta device and has no values", where=where, remedy="pass a tensor with values")
     if 0 in value.shape:
@@ -206,17 +208,6 @@ def _unequal(path: str, dim: int, found: int, place: str, known: int) -> NoRetur
         where=f"batch entry {path}",
         remedy="pass equal sizes, or parallelize with an example in which they differ",
     )
-
-
-def admits(spec: CallSpec, program: Program, sizes: Mapping[str, int]) -> bool:
-    """Whether the trace is the model at these values of the program's symbols.
-
-    A trace takes it for granted that symbols are not 1, and records none of the branches that are decided by that.
-    """
-    values = {symbol.name: sizes[symbol.name] * symbol.multiple for symbol in program.symbols}
-    if 1 in values.values():
-        return False
-    return all(bool(r.subs({s: values[str(s)] for s in r.free_symbols})) for r in spec.conditions)
 
 
 def check_use(model: nn.Module, program: Program) -> None:

@@ -1,100 +1,32 @@
 """State for `torch.distributed.checkpoint`: each rank's part, named and placed in the original tensors.
 
 Enters: a `ParallelModule`. Leaves: a state dict that DCP saves and loads in place, whatever the plan it is loaded with.
-A plain even shard is a DTensor. Others (fused segments, padded vocabularies, key and value heads that neighbours share)
-are a `TensorPart` of several chunks, of which the first rank that holds them writes each.
+What is cut is a `Sharded`, of whose chunks the first rank that holds them writes each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.modules.module import _IncompatibleKeys
 
-from fxpar.errors import CheckpointError, InputError
-from fxpar.layout import Layout, shard
+from fxpar.errors import CheckpointError
+from fxpar.runtime.operand import part_of
+from fxpar.runtime.place import Place
+from fxpar.runtime.sharded import Sharded, local_of
 from fxpar.runtime.state import check_names, check_saved, check_shape
-from fxpar.shards import Box, boxes
 from fxpar.weights import named_tensors
 
 if TYPE_CHECKING:
     from fxpar.runtime.module import ParallelModule
 
 
-class TensorPart(Tensor):
-    """A tensor of which this rank holds some boxes; speaks DCP's protocol (`torch.distributed._checkpointable`).
-
-    It has the whole tensor's shape and no operations: it is for checkpoints alone.
-
-    Args:
-        part: what the rank holds, padding included.
-        shape: of the whole tensor, without padding.
-        pieces: where the boxes are.
-    """
-
-    part: Tensor
-    pieces: tuple[Box, ...]
-
-    @staticmethod
-    def __new__(cls, part: Tensor, shape: Sequence[int], pieces: Sequence[Box]) -> TensorPart:
-        """A tensor without memory of its own beside the part."""
-        made: TensorPart = Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=part.dtype, device=part.device)
-        made.part, made.pieces = part, tuple(pieces)
-        return made
-
-    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
-        properties = TensorProperties.create_from_tensor(self.part)
-        return [
-            WriteItem(
-                MetadataIndex(fqn, torch.Size(box.offsets)),
-                WriteItemType.SHARD,
-                tensor_data=TensorWriteData(_chunk(box), properties, self.size()),
-            )
-            for box in self.pieces
-            if box.stands
-        ]
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [_chunk(box) for box in self.pieces]
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        return next(box for box in self.pieces if torch.Size(box.offsets) == index.offset).within(self.part)
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if func is torch.ops.aten.detach.default:
-            (own,) = args
-            return TensorPart(own.part, own.shape, own.pieces)
-        raise InputError(
-            f"{func} cannot be applied to one rank's part of a tensor",
-            where="state_dict()",
-            remedy="pass it to torch.distributed.checkpoint's save or load, or use full_state_dict()",
-        )
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise InputError(
-            "one rank's part of a tensor cannot be pickled or copied",
-            where="state_dict()",
-            remedy="save it with torch.distributed.checkpoint.save, or use full_state_dict()",
-        )
-
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"TensorPart({list(self.shape)}, {len(self.pieces)} boxes of {list(self.part.shape)})"
-
-
-def _chunk(box: Box) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
-
-
 def saved_once(module: ParallelModule) -> dict[str, Tensor]:
-    """This rank's tensors that the unsplit model would save, detached, each under the first of its names.
+    """This rank's tensors that the unsplit model would save, each under the first of its names.
 
     Raises:
         CheckpointError: the unsplit model's state dict holds something else than parameters and buffers.
@@ -106,7 +38,7 @@ def saved_once(module: ParallelModule) -> dict[str, Tensor]:
         check_saved(name, entries)
         if entries[name].first not in done:
             done.add(entries[name].first)
-            found[name] = entries[name].tensor.detach()
+            found[name] = entries[name].tensor
     return found
 
 
@@ -114,59 +46,75 @@ def state_dict(module: ParallelModule) -> dict[str, Tensor]:
     """This rank's part of what the unsplit model would save; shares memory with the module's tensors.
 
     Raises:
-        CheckpointError: see `saved_once`.
+        CheckpointError: the unsplit model's state dict holds something else than parameters and buffers.
     """
-    return {
-        name: _entry(module, value, module.shape_of(name), module.layout_of(name))
-        for name, value in saved_once(module).items()
-    }
+    tensors = {name: entry.tensor for entry in named_tensors(module) for name in entry.names}
+    for name in module.saved_names:
+        check_saved(name, tensors)
+    return {name: tensors[name].detach() for name in module.saved_names}
 
 
-def _entry(module: ParallelModule, value: Tensor, shape: tuple[int, ...], layout: Layout) -> Tensor:
-    cuts = [(axis, placement) for axis, placement in layout if placement.is_shard]
-    if not cuts:
-        return value
-    _, placement = cuts[0]
-    if cuts == [("tp", shard(placement.dim, shape[placement.dim]))]:
-        return DTensor.from_local(value, module.world.device_mesh["tp"], [Shard(placement.dim)], run_check=False)
-    return TensorPart(value, shape, boxes(shape, layout, module.plan.axes, module.world.coordinates))
-
-
-def load_state_dict(module: ParallelModule, state: Mapping[str, Any]) -> None:
+def load_state_dict(module: ParallelModule, state: Mapping[str, Any], strict: bool) -> _IncompatibleKeys:
     """Inverse of `state_dict`; what shares memory with the module's tensors is in its place already.
+
+    Whole tensors are taken too, each rank its part.
+
+    Args:
+        strict: whether names that are missing or unknown are an error.
 
     Raises:
         CheckpointError: a name is missing or unknown, or a tensor is another part; nothing is loaded then.
     """
-    own = state_dict(module)
-    groups = [entry.names for entry in named_tensors(module)]
+    entries = named_tensors(module)
+    tensors = {name: entry.tensor for entry in entries for name in entry.names}
+    groups = [entry.names for entry in entries]
     remedy = "load the state dict of the same model and plan; torch.distributed.checkpoint.load fits it to other plans"
-    check_names(state, module.saved_names, groups, "state dict", remedy)
-    held = {name: own[next(n for n in names if n in own)] for names in groups for name in names if name in state}
+    missing, unknown = check_names(state, module.saved_names, groups, "state dict", remedy, strict)
+    parts: dict[str, Tensor] = {}
     for name, value in state.items():
-        if isinstance(value, Tensor):
-            check_shape(name, tuple(value.shape), module.shape_of(name))
-        if _place_of(value) != _place_of(held[name]):
-            raise CheckpointError(
-                f"is {_place_of(value)} and must be {_place_of(held[name])}", where=name, remedy=remedy
-            )
+        if name in unknown:
+            continue
+        if not isinstance(value, Tensor):
+            raise CheckpointError(f"is a {type(value).__name__} and must be a tensor", where=name, remedy=remedy)
+        check_shape(name, tuple(value.shape), module.shape_of(name))
+        parts[name] = _part(name, value, tensors[name], remedy)
+    _check_ties(parts, tensors)
     with torch.no_grad():
-        for name, value in state.items():
-            target, source = _local(held[name]), _local(value)
-            if target.data_ptr() != source.data_ptr():
-                target.copy_(source)
+        for name, part in parts.items():
+            target = local_of(tensors[name])
+            if target.data_ptr() != part.data_ptr():
+                target.copy_(part)
+    return _IncompatibleKeys(missing, unknown)
 
 
-def _place_of(value: Any) -> str:
-    """What of a tensor a rank holds, in words; equal for equal parts."""
-    if isinstance(value, TensorPart):
-        return f"a part of {', '.join(f'{list(b.offsets)}+{list(b.sizes)}' for b in value.pieces) or 'nothing'}"
-    if isinstance(value, DTensor):
-        return f"a DTensor placed {value.placements} on {value.device_mesh.size()} ranks"
-    return "a whole tensor" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+def _part(name: str, value: Tensor, own: Tensor, remedy: str) -> Tensor:
+    """What a rank takes of a value that has the whole's shape."""
+    if isinstance(value, DTensor) and not isinstance(value, Sharded):
+        if all(isinstance(placement, Replicate) for placement in value.placements):
+            value = value.to_local()
+        elif not isinstance(own, Sharded) or tuple(value.placements) != own.placements:
+            raise CheckpointError(f"is placed {value.placements}, other than here", where=name, remedy=remedy)
+    if isinstance(own, Sharded):
+        if isinstance(value, Sharded) and not value.place.is_like(own.place):
+            what = f"is cut {_text(value.place)} and must be cut {_text(own.place)}"
+            raise CheckpointError(what, where=name, remedy=remedy)
+        return part_of(value.detach(), own.place)
+    if isinstance(value, Sharded):
+        raise CheckpointError(f"is cut {_text(value.place)} and must be whole", where=name, remedy=remedy)
+    return value.detach()
 
 
-def _local(value: Tensor) -> Tensor:
-    if isinstance(value, TensorPart):
-        return value.part
-    return value.to_local() if isinstance(value, DTensor) else value
+def _check_ties(parts: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+    """Names of one tensor bring one value."""
+    first: dict[int, str] = {}
+    for name, part in parts.items():
+        known = first.setdefault(id(tensors[name]), name)
+        same = parts[known].data_ptr() == part.data_ptr() or torch.equal(parts[known], part)
+        if not same:
+            raise CheckpointError(
+                f"is tied to {known} and has other values", where=name, remedy="leave one of the two names out"
+            )
+
+
+def _text(place: Place) -> str:
+    return f"{place.layout} on {' x '.join(str(size) for size in place.axes.values())} ranks"

@@ -9,17 +9,19 @@ from __future__ import annotations
 import copy
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from fxpar.errors import CheckpointError, InputError
+from fxpar.errors import CheckpointError, InputError, shown
 from fxpar.runtime.checkpoint import FILE, INDEX
 from fxpar.runtime.distributed_state import saved_once
-from fxpar.runtime.state import gather_parameter
+from fxpar.runtime.sharded import whole_of
 
 if TYPE_CHECKING:
     from fxpar.runtime.module import ParallelModule
@@ -44,8 +46,8 @@ def save_checkpoint(module: ParallelModule, model: nn.Module, folder: str | Path
         InputError: `shard_size` is no size.
     """
     tensors = saved_once(module)
-    files = _files(module, tensors, _bytes_of(shard_size))
-    path, is_writer = Path(folder), module.world.rank == 0
+    files = _files(module, tensors, bytes_of(shard_size))
+    path, is_writer = folder_of(folder), module.world.rank == 0
     if is_writer:
         _prepare(path)
     # What the writer is refused, the others hear here and not in a gather that it never joins.
@@ -53,7 +55,7 @@ def save_checkpoint(module: ParallelModule, model: nn.Module, folder: str | Path
     for file, names in files.items():
         held: dict[str, Tensor] = {}
         for name in names:
-            whole = gather_parameter(module, tensors[name], module.layout_of(name))
+            whole = whole_of(tensors[name])
             if is_writer:
                 held[name] = whole.cpu().contiguous()
             del whole
@@ -64,11 +66,28 @@ def save_checkpoint(module: ParallelModule, model: nn.Module, folder: str | Path
     module.world.agreement.agree({}, "")  # all files are there
 
 
-def _bytes_of(size: int | str) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?B|)", str(size), re.IGNORECASE)
+def folder_of(folder: str | Path) -> Path:
+    """The path of a folder.
+
+    Raises:
+        CheckpointError: it is none.
+    """
+    if not isinstance(folder, (str, Path)) or "\0" in str(folder):
+        raise CheckpointError(f"{shown(folder)} is no path", where="folder", remedy="name a folder")
+    return Path(folder)
+
+
+def bytes_of(size: int | str) -> int:
+    """A size in bytes, also from a text such as "500MB".
+
+    Raises:
+        InputError: it is none.
+    """
+    text = shown(size) if isinstance(size, int) else str(size)
+    match = re.fullmatch(r"([0-9]{1,20}(?:\.[0-9]{1,20})?) ?([KMGT]?B|)", text, re.IGNORECASE)
     count = int(float(match[1]) * _UNITS[match[2].upper()]) if match and not isinstance(size, bool) else 0
     if count < 1:
-        raise InputError(f"{size!r} is no size", where="shard_size", remedy='pass bytes, or a text such as "5GB"')
+        raise InputError(f"{shown(size)} is no size", where="shard_size", remedy='pass bytes, or a text such as "5GB"')
     return count
 
 
@@ -103,7 +122,8 @@ def _prepare(path: Path) -> None:
 def _write(path: Path, tensors: dict[str, Tensor]) -> None:
     try:
         save_file(tensors, path, metadata={"format": "pt"})  # without it, transformers refuses the file
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
+        path.unlink(missing_ok=True)  # what is there of it is no checkpoint, and would bar the next one
         raise _unwritable(path, error) from error
 
 
@@ -115,16 +135,24 @@ def _describe(path: Path, model: nn.Module, tensors: dict[str, Tensor], files: d
             total = sum(file.stat().st_size for file in path.glob("model-*.safetensors"))
             text = json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2)
             (path / INDEX).write_text(text + "\n", encoding="utf-8")
-        config: Any = copy.deepcopy(getattr(model, "config", None))
-        if hasattr(config, "save_pretrained"):
-            config.architectures = [type(model).__name__]
-            config.dtype = next((value.dtype for value in tensors.values() if value.is_floating_point()), None)
-            config.save_pretrained(path)
+        save_configuration(path, model, tensors)
     except OSError as error:
         raise _unwritable(path, error) from error
 
 
-def _unwritable(path: Path, error: OSError) -> CheckpointError:
+def save_configuration(path: Path, model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Writes the configuration of a model of transformers. OSError where that cannot be."""
+    config: Any = copy.deepcopy(getattr(model, "config", None))
+    if hasattr(config, "save_pretrained"):
+        config.architectures = [type(model).__name__]
+        config.dtype = next((value.dtype for value in tensors.values() if value.is_floating_point()), None)
+        config.save_pretrained(path)
+
+
+def _unwritable(path: Path, error: Exception) -> CheckpointError:
+    reason = getattr(error, "strerror", None) or str(error)
     return CheckpointError(
-        f"cannot be written: {error.strerror or error}", where=str(path), remedy="check the folder and the space left"
+        f"cannot be written: {reason}",
+        where=str(path),
+        remedy="check the folder and the space left",
     )

@@ -13,9 +13,10 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from fxpar.errors import InputError
+from fxpar.errors import InputError, shown
 from fxpar.layout import Layout
 from fxpar.manager import Pass
+from fxpar.mixed import is_mixed, main_dtype
 from fxpar.passes.assign_rng import RNG_PATH
 from fxpar.plan import Plan
 from fxpar.program import PRECISION_DTYPES, Program
@@ -27,13 +28,20 @@ from fxpar.runtime.agreement import together
 from fxpar.runtime.checkpoint import Checkpoint
 from fxpar.runtime.execution import own_generator
 from fxpar.runtime.export import save_checkpoint
+from fxpar.runtime.inputs import Inputs
+from fxpar.runtime.mains import Copies, check_scaler
+from fxpar.runtime.optimizers import Optimizers
 from fxpar.runtime.outputs import returned
+from fxpar.runtime.place import Place
 from fxpar.runtime.programs import Call, Programs
-from fxpar.runtime.state import clip_grad_norm_, fingerprints, full_state_dict, load_full_state_dict
+from fxpar.runtime.refusals import Unwrappable
+from fxpar.runtime.sharded import Sharded, leaf_of
+from fxpar.runtime.state import fingerprints, full_state_dict, load_full_state_dict
+from fxpar.runtime.training import Extras, resume_training, save_training
 from fxpar.runtime.world import World
 
 
-class ParallelModule(nn.Module):
+class ParallelModule(Unwrappable):
     """One rank's part of a model. Made by `fxpar.parallelize`.
 
     Parameters are this rank's shards under the author's names. Programs are compiled on first use for each mode of the
@@ -57,7 +65,7 @@ class ParallelModule(nn.Module):
         loss: Callable[[Any, Any], Tensor] | str | None,
         passes: Sequence[Pass],
         checkpoint: Checkpoint | None = None,
-        check_inputs: bool = False,
+        check_inputs: bool = True,
     ) -> None:
         super().__init__()
         self.plan, self.world = plan, world
@@ -66,12 +74,17 @@ class ParallelModule(nn.Module):
         self._counted: tuple[int, Tensor] = (-1, torch.empty(0))
         self._one = torch.tensor([0, 1, 0], device=world.device)
         self.saved_names = list(model.state_dict().keys())
-        self._loss, self._check_inputs = loss, check_inputs
+        self._loss = loss
         self._shapes = {n: tuple(t.shape) for n, t in _tensors(model, everything=True).items()}
         self._programs = Programs(model, self, plan, world, loss, passes)
-        self._programs.start(calls.canonical(example), fingerprints(model))
+        options = {"option check_inputs": str(check_inputs)}
+        self._programs.start(model, calls.canonical(example), {**options, **fingerprints(model)})
+        self._inputs = Inputs(world) if check_inputs and world.size > 1 else None
         with torch.device("cpu"):  # and not that of a context in which the model was built
-            self.loading = adopt(self, model, PRECISION_DTYPES[plan.precision], checkpoint)
+            self.loading = adopt(self, model, main_dtype(plan), checkpoint)
+        self._cut = frozenset(name for name, value in _tensors(self).items() if isinstance(value, Sharded))
+        self._copies = Copies(PRECISION_DTYPES[plan.precision]) if is_mixed(plan) else None
+        Optimizers(model).watch(self)
 
     @property
     def layouts(self) -> dict[str, Layout]:
@@ -85,8 +98,20 @@ class ParallelModule(nn.Module):
         return self.layouts.get(self._programs.aliases.get(name, name), Layout())
 
     def shape_of(self, name: str) -> tuple[int, ...]:
-        """Whole shape of a parameter or buffer of the unsplit model."""
+        """Whole shape of a parameter or buffer of the unsplit model.
+
+        Raises:
+            InputError: there is none of this name.
+        """
+        if name not in self._shapes:
+            raise InputError("names no parameter or buffer", where=shown(name), remedy="take one of saved_names")
         return self._shapes[name]
+
+    def place_of(self, name: str) -> Place | None:
+        """Where this rank's part of a parameter or buffer lies; None where every rank holds it whole."""
+        layout = self.layout_of(name)
+        is_cut = any(placement.is_shard for _, placement in layout)
+        return Place(name, torch.Size(self.shape_of(name)), layout, self.world) if is_cut else None
 
     # ------------------------------------------------------------------ calls
 
@@ -95,10 +120,12 @@ class ParallelModule(nn.Module):
         """The program of the example's mode and structure."""
         return self._programs.first.program
 
-    def _bound(self, batch: Any, with_loss: bool) -> Call:
-        if self._check_inputs:
-            self.world.agreement.compare(self._programs.facts(batch, values=True), self.world.device)
-        return self._programs.bound(batch, with_loss)
+    def _bound(self, batch: Any, with_loss: bool) -> tuple[Call, Tensor | None]:
+        """The program for a call, and whether the ranks' values are equal, where the device has yet to say that."""
+        are_equal = None
+        if self._inputs is not None:
+            batch, are_equal = self._inputs.compare(batch, self._programs.facts(batch, values=False))
+        return self._programs.bound(batch, with_loss), are_equal
 
     @together
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -107,23 +134,28 @@ class ParallelModule(nn.Module):
         Raises:
             InputError: an argument that the model's forward does not take, or a value that no program can.
         """
-        call = self._bound(calls.called_with(self._programs.skeleton, args, kwargs), False)
+        call, _ = self._bound(calls.called_with(self._programs.skeleton, args, kwargs), False)
         outputs = self._outputs(call, tuple(call.compiled.program.outputs))
         return returned(call, outputs, self.world)
 
     @together
-    def train_step(self, batch: Any) -> Tensor:
+    def train_step(self, batch: Any, scaler: torch.amp.GradScaler | None = None) -> Tensor:
         """Forward and backward of one batch; gradients are added to `.grad`. Returns the loss, detached.
 
+        Args:
+            scaler: scales the loss that is differentiated (not the one returned), and with it the gradients: call its
+                `unscale_`, `step` and `update` as always. float16 gradients need it.
+
         Raises:
-            InputError: the module is in evaluation mode, gradients are off, the model has no loss, or the batch does
-                not fit the model.
+            InputError: the module is in evaluation mode, gradients are off, the model has no loss, the batch does
+                not fit the model, or a scaler is missing or of no use.
         """
         if not self.training:
             raise InputError("the module is in evaluation mode", where="train_step", remedy="call train() before")
         if not torch.is_grad_enabled():
             raise InputError("gradients are off", where="train_step", remedy="leave torch.no_grad()")
-        call = self._bound(calls.canonical(batch), callable(self._loss))
+        check_scaler(scaler, self.plan.precision, self.world.device)
+        call, are_equal = self._bound(calls.canonical(batch), callable(self._loss))
         name = call.compiled.program.loss
         if not name:
             what = f"{self._loss!r}" if isinstance(self._loss, str) else "or more than one scalar"
@@ -137,8 +169,8 @@ class ParallelModule(nn.Module):
             raise InputError(
                 "no parameter that the loss reaches requires a gradient", where="train_step", remedy="unfreeze some"
             )
-        loss.backward()
-        return loss.detach()
+        (loss if scaler is None else scaler.scale(loss)).backward()
+        return loss.detach() if are_equal is None else loss.detach().where(are_equal, torch.nan)
 
     def _outputs(self, call: Call, wanted: tuple[str, ...]) -> dict[str, Tensor]:
         compiled, program = call.compiled, call.compiled.program
@@ -149,25 +181,43 @@ class ParallelModule(nn.Module):
         tensors = _tensors(self)
         values: dict[str, Tensor] = {}
         for parameter in program.parameters:
-            value = (compiled.constants if parameter.kind == "constant" else tensors)[parameter.fqn]
+            is_constant = parameter.kind == "constant"
+            value = compiled.constants[parameter.fqn] if is_constant else self._held(parameter.fqn, tensors)
             if value.requires_grad and not parameter.trainable:
                 raise InputError(
                     "was frozen when the model was split, so the ranks' gradients of it would not be added",
                     where=parameter.fqn,
                     remedy="parallelize the model with it trainable, and freeze it afterwards",
                 )
-            values[parameter.node] = value
+            values[parameter.node] = leaf_of(value)
         for entry in program.inputs:
             values[entry.node] = self._random_state() if entry.path == RNG_PATH else call.inputs[entry.path]
         ordered = [values[name] for name in compiled.lowered.inputs]
+        if self._copies is not None:
+            names = {p.node: p.fqn for p in program.parameters}
+            mains = {names[node]: tensors[names[node]] for node in compiled.lowered.copies}
+            ordered += self._copies.current(mains, self.training)
         with own_generator(self.world, self.plan.seed, self.step) if compiled.lowered.draws else nullcontext():
             return compiled.run(tuple(call.sizes.items()), wanted, (*ordered, *compiled.indices))
+
+    def _held(self, name: str, tensors: Mapping[str, Tensor]) -> Tensor:
+        """A parameter or buffer, if it is the module's own still."""
+        value = tensors.get(name)
+        if value is None or isinstance(value, Sharded) != (name in self._cut) or value.shape != self._shapes[name]:
+            raise InputError(
+                "is not the tensor that the module was made with",
+                where=name,
+                remedy="copy values into it under torch.no_grad(), or change the model before parallelize",
+            )
+        return value
 
     def _random_state(self) -> Tensor:
         """Seed, step and microbatch; each call in training mode is a step of its own.
 
         From one step to the next it is counted on the device: a copy from the host would wait for the device.
         """
+        if type(self.step) is not int or not 0 <= self.step < 2**62:
+            raise InputError(f"{shown(self.step)} is no number of steps", where="step", remedy="set one from 0 on")
         known, state = self._counted
         if known == self.step:
             state = state + self._one
@@ -195,7 +245,7 @@ class ParallelModule(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:  # type: ignore[override]
         """This rank's part under the author's names, as `torch.distributed.checkpoint` saves it and loads it in place.
 
-        A plain even shard is a DTensor, any other a `TensorPart` of the original shape; tied names appear once.
+        What is cut has the whole's shape and is a DTensor for torch; tied names share one.
 
         Raises:
             InputError: arguments, with which a module around this one would call it.
@@ -208,16 +258,20 @@ class ParallelModule(nn.Module):
             )
         return distributed_state.state_dict(self)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Loads what `state_dict` of a module of the same plan gave.
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Loads what `state_dict` of a module of the same plan gave, or whole tensors, of which each rank takes parts.
 
         Raises:
             CheckpointError: a name is missing or unknown, or a tensor is another part; nothing is loaded then.
-            InputError: further arguments.
+            InputError: `assign` is true.
         """
-        if args or kwargs:
-            raise InputError("takes the state dict alone", where="load_state_dict()", remedy="leave the others out")
-        distributed_state.load_state_dict(self, state_dict)
+        if assign:
+            raise InputError(
+                "assign=True would exchange the memory that programs run on",
+                where="load_state_dict()",
+                remedy="leave it out: values are copied",
+            )
+        return distributed_state.load_state_dict(self, state_dict, strict)
 
     @together
     def save_checkpoint(self, folder: str | Path, shard_size: int | str = "5GB") -> None:
@@ -249,12 +303,74 @@ class ParallelModule(nn.Module):
         load(self, checkpoint)
 
     @together
+    def save_training(
+        self,
+        folder: str | Path,
+        optimizer: torch.optim.Optimizer,
+        scheduler: Any = None,
+        position: Any = None,
+        scaler: torch.amp.GradScaler | None = None,
+        keep: int = 2,
+        shard_size: int | str = "5GB",
+    ) -> Path:
+        """Saves all that `resume_training` needs to go on as if nothing had happened; between two steps.
+
+        Weights, optimizer, scheduler, the random bits' step, the position and the scaler go to a new folder in
+        `folder`, as safetensors under the author's names and JSON. Every rank writes its own parts. A save that is
+        killed at whatever moment leaves the ones before it as they are. All ranks must call it, with one folder that
+        all of them see.
+
+        Args:
+            position: where in the data the training is: anything of numbers, texts, lists and dicts.
+            keep: how many saves stay in the folder.
+            shard_size: as of `save_checkpoint`.
+
+        Returns:
+            The save's own folder, from which `from_pretrained` and `load_checkpoint` read the weights.
+
+        Raises:
+            CheckpointError: a state that is neither like its parameter nor one number or cannot be JSON, a folder that
+                cannot be written or is not the same on all ranks.
+            InputError: an option or object of the wrong kind, or trainings that differ between ranks.
+        """
+        extras = Extras(scheduler, scaler)
+        return save_training(self, self._programs.skeleton, folder, optimizer, extras, position, keep, shard_size)
+
+    @together
+    def resume_training(
+        self,
+        folder: str | Path,
+        optimizer: torch.optim.Optimizer,
+        scheduler: Any = None,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> Any:
+        """Takes up the last save in a folder, or the save that `folder` is, under any plan of the same seed.
+
+        Each rank reads its own parts. All ranks must call it.
+
+        Args:
+            optimizer: of the class and with the parameter groups that were saved; its state is replaced.
+            scheduler: of the class that was saved; likewise.
+            scaler: likewise.
+
+        Returns:
+            The position that was saved.
+
+        Raises:
+            CheckpointError: there is no save, it is damaged, or what was saved does not fit; nothing is loaded then.
+            InputError: an object of the wrong kind, or other saves on other ranks.
+        """
+        return resume_training(self, folder, optimizer, Extras(scheduler, scaler))
+
+    @together
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scales all gradients so that their global norm is at most `max_norm`; returns the norm before.
 
-        Every logical parameter counts once (SPEC section 2.5). All ranks must call it.
+        What `torch.nn.utils.clip_grad_norm_` does, with one collective for all parameters. All ranks must call it.
         """
-        return clip_grad_norm_(self, max_norm)
+        if isinstance(max_norm, bool) or not isinstance(max_norm, (int, float)) or not max_norm >= 0:
+            raise InputError(f"{shown(max_norm)} is no norm", where="max_norm", remedy="pass a number of at least 0")
+        return nn.utils.clip_grad_norm_(self.parameters(), max_norm, foreach=True)
 
     def report(self, sizes: Mapping[str, int] | None = None, optimizer: str = "adamw") -> Report:
         """Passes, collectives, memory of each rank, and what is not split and why; printed, it is a table.
@@ -270,6 +386,7 @@ class ParallelModule(nn.Module):
         """
         compiled = self._programs.first
         given: dict[str, Any] = {"device": self.world.device, "sizes": sizes, "optimizer": optimizer}
+        given["findings"] = compiled.findings
         return make_report(compiled.program, compiled.lowered, name=type(self._programs.skeleton).__name__, **given)
 
     # ------------------------------------------------------------------ refusals
@@ -278,15 +395,34 @@ class ParallelModule(nn.Module):
         """Refused: generation needs caches."""
         raise InputError("is not supported", where="generate()", remedy="load full_state_dict() into the plain model")
 
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """The module itself where it has the device and type already.
+
+        Raises:
+            InputError: it has not.
+        """
+        device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+        own = self.world.device
+        stays = device is None or (device.type == own.type and device.index in (None, own.index))
+        if stays and ({p.dtype for p in self.parameters()} <= {dtype} or dtype is None):
+            return self
+        return self._apply(lambda tensor: tensor)
+
     def _apply(self, fn: Any, recurse: bool = True) -> NoReturn:
         raise InputError(
             "cannot be moved or cast: its programs are compiled for one device and element type",
             where="ParallelModule",
-            remedy="set Plan(precision=…); the device is the process group's",
+            remedy="leave out .to(), .half(), .cuda() and share_memory(): it is on the process group's device, and "
+            "Plan(precision=…) casts; a trainer that moves or wraps its model (transformers' Trainer, accelerate) "
+            "cannot drive it: write the loop, loss = model.train_step(batch)",
         )
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
-        raise InputError("cannot be copied", where="ParallelModule", remedy="call parallelize on a copy of the model")
+        raise InputError(
+            "cannot be copied",
+            where="ParallelModule",
+            remedy="copy its parameters (p.detach().clone()), or parallelize another copy of the model",
+        )
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise InputError("cannot be copied or pickled", where="ParallelModule", remedy="save full_state_dict()")

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fxpar.capture import Captured, arguments, capture
+from fxpar.capture.precision import in_precision
 from fxpar.errors import InputError
 from fxpar.layout import Layout
 from fxpar.manager import Pass, PassManager
@@ -26,6 +27,7 @@ from fxpar.runtime.execution import Executor
 from fxpar.runtime.skeleton import attach, skeleton_of
 from fxpar.runtime.world import World
 from fxpar.text import print_program
+from fxpar.verify.faithful import compare, compare_filled, findings
 from fxpar.verify.static import STATIC
 
 
@@ -36,6 +38,7 @@ class Compiled:
     Attributes:
         constants: the program's constants on the device.
         indices: the rank's index on each axis, on the device.
+        findings: what was checked of the capture, as sentences.
         admitted: sizes at which the trace is known to be the model.
     """
 
@@ -45,12 +48,13 @@ class Compiled:
     run: Executor
     constants: Mapping[str, Tensor]
     indices: tuple[Tensor, ...]
+    findings: tuple[str, ...] = ()
     admitted: set[tuple[int, ...]] = field(default_factory=set)
 
     def admits(self, sizes: Mapping[str, int]) -> bool:
         """Whether the program is the model at these sizes."""
         key = tuple(sizes.values())
-        if key not in self.admitted and calls.admits(self.captured.spec, self.program, sizes):
+        if key not in self.admitted and self.captured.spec.admits(self.program, sizes):
             self.admitted.add(key)
         return key in self.admitted
 
@@ -90,17 +94,18 @@ class Programs:
         self._twins = ((self.skeleton, root), *attach(root, self.skeleton))
         self._known: dict[Any, list[Compiled]] = {}
 
-    def start(self, example: Any, facts: Mapping[str, str]) -> None:
+    def start(self, model: nn.Module, example: Any, facts: Mapping[str, str]) -> None:
         """Compiles the first program, with whose layouts all others must do.
 
         Args:
+            model: the author's, which rank 0 compares with what is captured.
             facts: what else must be the same on all ranks.
 
         Raises:
             InputError: the model cannot be split, or the ranks differ.
         """
         with_loss = callable(self._loss)
-        first = self._compile(example, with_loss, self._loss)
+        first = self._compile(example, with_loss, self._loss, model)
         everything = {**self.facts(example, values=False), **facts, "the program": _digest(first)}
         remedy = "build the model alike on every rank: seed it, or load one checkpoint"
         self._world.agreement.agree(everything, remedy)
@@ -154,8 +159,12 @@ class Programs:
         sizes = calls.sizes_of(compiled.program, inputs)
         return None if sizes is None or not compiled.admits(sizes) else Call(compiled, inputs, sizes)
 
-    def _compile(self, batch: Any, with_loss: bool, loss: Any = "") -> Compiled:
-        """Captures and splits the model for a batch; with an empty loss, the loss is what is there of it."""
+    def _compile(self, batch: Any, with_loss: bool, loss: Any = "", model: nn.Module | None = None) -> Compiled:
+        """Captures and splits the model for a batch; with an empty loss, the loss is what is there of it.
+
+        Args:
+            model: with values, where it is at hand.
+        """
         calls.check(self.skeleton, batch, with_loss)
         for ghost, own in self._twins:
             ghost.training = own.training
@@ -163,6 +172,7 @@ class Programs:
         if not with_loss:
             calls.check_use(self.skeleton, captured.program)
             captured = replace(captured, program=captured.program.with_(loss=self._loss_name(captured.program)))
+        checked = findings(captured, self._compared(captured, batch, model))
         passes = [keeping(self.layouts) if self.layouts and item is annotate else item for item in self._passes]
         program = PassManager(passes, STATIC).run(captured.program)
         layouts = _parameter_layouts(program)
@@ -170,11 +180,20 @@ class Programs:
         if odd:
             raise InputError("this call would need another split", where=odd[0], remedy="call it as the example")
         device = self._world.device
-        lowered = lower(program, self._world.groups, device)
+        lowered = lower(program, self._world.groups, device, main_values=True)
         constants = {name: value.to(device) for name, value in program.constants.items()}
         places = self._world.coordinates
         indices = tuple(torch.tensor(places[axis], device=device) for axis in lowered.indices)
-        return Compiled(captured, program, lowered, Executor(lowered, self._plan), constants, indices)
+        return Compiled(captured, program, lowered, Executor(lowered, self._plan), constants, indices, checked)
+
+    def _compared(self, captured: Captured, batch: Any, model: nn.Module | None) -> str:
+        """Compares a captured graph with the model, on rank 0; returns why not, where it is not."""
+        is_first = self._world.rank == 0
+        if model is not None:
+            with in_precision(model, self._plan):
+                return compare(captured, model, batch, is_first)
+        buffers = dict(self._twins[0][1].named_buffers())
+        return compare_filled(captured, self.skeleton, buffers, batch, is_first)
 
     def _loss_name(self, program: Program) -> str:
         """The output to differentiate; a plain call may be without (no labels)."""

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from fxpar.errors import InputError
+from fxpar.runtime.refusals import Submodule
 
 
 def skeleton_of(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
@@ -49,7 +50,7 @@ def attach(root: nn.Module, skeleton: nn.Module) -> list[tuple[nn.Module, nn.Mod
         InputError: a name is taken by an attribute of `root`.
     """
     root.training = skeleton.training
-    pairs = []
+    pairs: list[tuple[nn.Module, nn.Module]] = []
     for name, module in skeleton.named_modules(remove_duplicate=False):
         for leaf in (*module._parameters, *module._buffers) if module is skeleton else ():
             _check_free(root, leaf)
@@ -59,7 +60,7 @@ def attach(root: nn.Module, skeleton: nn.Module) -> list[tuple[nn.Module, nn.Mod
         parent = root.get_submodule(path)
         if parent is root:
             _check_free(root, leaf)
-        own = nn.Module()
+        own = Submodule()
         own.training = module.training
         parent.add_module(leaf, own)
         pairs.append((module, own))

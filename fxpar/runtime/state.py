@@ -1,7 +1,6 @@
-"""Whole state dicts and gradient norms of a parallel module.
+"""Whole state dicts of a parallel module.
 
-Enters: a `ParallelModule`. Leaves: tensors under the author's names in their original shapes, and the norm in which
-each logical parameter counts once.
+Enters: a `ParallelModule`. Leaves: tensors under the author's names in their original shapes.
 """
 
 from __future__ import annotations
@@ -11,29 +10,17 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from fxpar.errors import CheckpointError
-from fxpar.layout import Layout
-from fxpar.shards import counted, local_block, whole
+from fxpar.runtime.sharded import Sharded, local_of, whole_of
+from fxpar.shards import local_block
 from fxpar.weights import named_tensors
 
 if TYPE_CHECKING:
     from fxpar.runtime.module import ParallelModule
 
 _SAMPLES = 1024
-
-
-def gather_parameter(module: ParallelModule, value: Tensor, layout: Layout) -> Tensor:
-    """The whole tensor from the ranks' shards, on every rank."""
-    for axis, placement in layout:
-        if placement.is_shard:
-            group = module.world.process_groups[axis]
-            blocks = [torch.empty_like(value) for _ in range(module.plan.axes[axis])]
-            dist.all_gather(blocks, value.contiguous(), group=group)
-            value = whole(blocks, placement)
-    return value
 
 
 def full_state_dict(module: ParallelModule) -> dict[str, Tensor]:
@@ -51,8 +38,8 @@ def full_state_dict(module: ParallelModule) -> dict[str, Tensor]:
         check_saved(name, tensors)
         value = tensors[name]
         if id(value) not in done:
-            gathered = gather_parameter(module, value.detach(), module.layout_of(name)).cpu()
-            done[id(value)] = gathered.clone() if gathered.data_ptr() == value.data_ptr() else gathered
+            found_whole = whole_of(value)
+            done[id(value)] = found_whole.cpu() if isinstance(value, Sharded) else found_whole.to("cpu", copy=True)
         found[name] = done[id(value)]
     return found
 
@@ -86,7 +73,7 @@ def load_full_state_dict(module: ParallelModule, state: Mapping[str, Any]) -> No
     with torch.no_grad():
         for name in first.values():
             part = local_block(state[name], module.layout_of(name), module.plan.axes, module.world.coordinates)
-            tensors[name].copy_(part)
+            local_of(tensors[name]).copy_(part)
 
 
 def check_saved(name: str, tensors: Collection[str]) -> None:
@@ -104,22 +91,33 @@ def check_saved(name: str, tensors: Collection[str]) -> None:
 
 
 def check_names(
-    given: Collection[str], saved: Sequence[str], groups: Sequence[Sequence[str]], where: str, remedy: str
-) -> None:
-    """Checks the names of what is to be loaded.
+    given: Collection[str],
+    saved: Sequence[str],
+    groups: Sequence[Sequence[str]],
+    where: str,
+    remedy: str,
+    strict: bool = True,
+) -> tuple[list[str], list[str]]:
+    """Checks the names of what is to be loaded; returns those that are missing and unknown.
 
     Args:
         saved: the names that the model saves.
         groups: all names of each tensor of the model; one of them is enough.
+        strict: whether there may be any.
 
     Raises:
-        CheckpointError: a name is missing or unknown.
+        CheckpointError: a name is missing or unknown, or there is no mapping at all.
     """
+    if isinstance(given, (str, bytes)) or not hasattr(given, "__iter__"):
+        raise CheckpointError(
+            f"a {type(given).__name__} is no mapping from names to tensors", where=where, remedy=remedy
+        )
     missing, unknown = _misfits(given, saved, groups)
-    if missing or unknown:
+    if strict and (missing or unknown):
         parts = [f"lacks {_some(missing)}"] if missing else []
         parts += [f"has the unknown {_some(unknown)}"] if unknown else []
         raise CheckpointError(" and ".join(parts), where=where, remedy=remedy)
+    return missing, unknown
 
 
 def names_fit(given: Collection[str], saved: Sequence[str], groups: Sequence[Sequence[str]]) -> bool:
@@ -158,36 +156,6 @@ def _all_tensors(module: ParallelModule) -> dict[str, Tensor]:
         **dict(module.named_buffers(remove_duplicate=False)),
         **dict(module.named_parameters(remove_duplicate=False)),
     }
-
-
-def clip_grad_norm_(module: ParallelModule, max_norm: float) -> Tensor:
-    """Scales all gradients by min(1, max_norm / (norm + 1e-6)) and returns the global norm (SPEC section 2.5).
-
-    Each logical element counts once: shards are summed over their axis, of what several ranks hold the first of them
-    counts, whole and tied parameters are not summed.
-    """
-    gradients = [(n, p.grad) for n, p in module.named_parameters() if p.grad is not None]
-    device = module.world.device
-    total = torch.zeros((), dtype=torch.float64 if device.type == "cpu" else torch.float32, device=device)
-    for axis in ("", *module.plan.axes):
-        part = torch.zeros_like(total)
-        for name, grad in gradients:
-            cut = [(a, placement) for a, placement in module.layout_of(name) if placement.is_shard]
-            if (cut[0][0] if cut else "") != axis:
-                continue
-            own = [grad.detach()]
-            if cut:
-                own = counted(own[0], cut[0][1], module.plan.axes[axis], module.world.coordinates[axis])
-            for value in own:
-                part += value.to(total.dtype).square().sum()
-        if axis:
-            dist.all_reduce(part, group=module.world.process_groups[axis])
-        total += part
-    norm = total.sqrt()
-    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for _, grad in gradients:
-        grad.mul_(scale.to(grad.dtype))
-    return norm
 
 
 def fingerprints(model: nn.Module) -> dict[str, str]:

@@ -1,0 +1,162 @@
+"""Whether the ranks of a module are called with the same batches.
+
+Enters: the batch of each call and what is known of it on the host (entries, types, sizes, mode). Leaves: nothing where
+they are equal on all ranks, else an error that names the entry and the ranks.
+
+What the host knows is compared before the program runs, on a group of the hosts: programs of other sizes would wait for
+each other forever. Values are compared by a checksum that the device computes. On CPUs that is there at once; on other
+devices nobody waits for it: the loss of the call is NaN where values differ, and the next call raises the error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+from fxpar.errors import InputError, RankError
+from fxpar.ops.collectives import Group
+from fxpar.runtime import batch as calls
+from fxpar.runtime.groups import process_group
+from fxpar.runtime.world import World
+
+_REMEDY = "pass the same batch on all ranks"
+# Odd numbers without structure, as splitmix64 mixes with.
+_MIX, _STEP = -0x40A7B892E31B1A47, -0x61C8864680B583EB
+# Words that are mixed at a time, so that a batch of images needs no memory to speak of.
+_CHUNK = 1 << 20
+# Sizes for which the factors of the words' places are kept.
+_MOST_KEPT = 8
+
+
+class Inputs:
+    """Compares the calls of one module over the ranks.
+
+    Making one is a collective call.
+
+    Raises:
+        RankError: the hosts cannot reach each other.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._hosts, self._devices = _hosts(world), _all(dist.group.WORLD)
+        self._steps: dict[int, Tensor] = {}
+        # What the device has not said yet: when it has, into which memory, and about which batch.
+        self._pending: tuple[torch.cuda.Event, Tensor, Any] | None = None
+
+    def compare(self, batch: Any, facts: Mapping[str, str]) -> tuple[Any, Tensor | None]:
+        """The batch on the device, and whether its values are the same on all ranks, where that is not known yet.
+
+        Args:
+            facts: what the host knows of the call.
+
+        Raises:
+            InputError: this batch differs, or the values of the one before did.
+        """
+        self._settle()
+        device = self._world.device
+        batch = pytree.tree_map_only(Tensor, lambda value: value.to(device), batch)
+        text = hashlib.sha256(json.dumps(facts).encode()).digest()
+        known = torch.frombuffer(bytearray(text[:8]), dtype=torch.int64)
+        values = self.checksum(batch)
+        if device.type == "cpu":
+            known = torch.cat([known, values])
+        found = _extremes(known, self._hosts)
+        if not _is_equal(found):
+            self._differs(batch, facts)
+        if device.type == "cpu":
+            return batch, None
+        found = _extremes(values, self._devices)
+        host = torch.empty(found.shape, dtype=torch.int64, pin_memory=True)
+        host.copy_(found, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        self._pending = (event, host, batch)
+        return batch, found[0].eq(found[1].bitwise_not()).all()
+
+    def _settle(self) -> None:
+        """Raises for the call before. Its checksum lies before its program on the device, which has begun by now."""
+        if self._pending is None:
+            return
+        event, host, batch = self._pending
+        self._pending = None
+        event.synchronize()
+        if not _is_equal(host):
+            self._differs(batch, {"the call": "the call before this one"})
+
+    def _differs(self, batch: Any, facts: Mapping[str, str]) -> None:
+        """Finds out what differs, where ranks can say it in words."""
+        self._world.agreement.agree({**facts, **calls.batch_facts(batch, values=True)}, _REMEDY)
+        raise InputError("differs between ranks", where="the batch", remedy=_REMEDY)
+
+    def checksum(self, batch: Any) -> Tensor:
+        """A number that follows from the bits of all tensors of a batch and from their order; i64[1]."""
+        total = torch.zeros(1, dtype=torch.int64, device=self._world.device)
+        for _, value in calls.leaves(batch):
+            if isinstance(value, Tensor):
+                for words in _words(value):
+                    total = total * _MIX + self._mixed(words)
+        return total
+
+    def _mixed(self, words: Tensor) -> Tensor:
+        """A sum in which the place of each word counts, and each of its bits for others."""
+        steps = self._steps.get(words.numel())
+        if steps is None:
+            steps = torch.arange(1, words.numel() + 1, device=words.device) * _STEP
+            if len(self._steps) >= _MOST_KEPT:
+                self._steps.clear()
+            self._steps[words.numel()] = steps
+        mixed = (words ^ steps) * _MIX
+        mixed ^= mixed >> 29
+        mixed *= _STEP
+        mixed ^= mixed >> 32
+        return mixed.sum()
+
+
+def _words(value: Tensor) -> list[Tensor]:
+    """The bits of a tensor as numbers, by pieces; the last bytes one by one."""
+    data = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    if data.storage_offset() * data.element_size() % 8:
+        data = data.clone()
+    data = data.view(torch.uint8)
+    whole = data.numel() // 8 * 8
+    found = list(data[:whole].view(torch.int64).split(_CHUNK)) if whole else []
+    return [*found, data[whole:].long()] if whole < data.numel() else found
+
+
+def _extremes(values: Tensor, group: Group) -> Tensor:
+    """The largest value over the ranks, and the largest complement."""
+    found = torch.stack([values, values.bitwise_not()])
+    dist.all_reduce(found, dist.ReduceOp.MAX, group=process_group(group))
+    return found
+
+
+def _is_equal(found: Tensor) -> bool:
+    return torch.equal(found[0], found[1].bitwise_not())
+
+
+def _hosts(world: World) -> Group:
+    """The group of all processes if it reaches CPUs, else a new one that does."""
+    own: Any = dist.group.WORLD
+    if "gloo" not in dist.get_backend():
+        try:
+            own = dist.new_group(backend="gloo", timeout=timedelta(seconds=world.agreement.seconds))
+        except RuntimeError as error:
+            raise RankError(
+                f"the hosts cannot reach each other by gloo: {str(error).splitlines()[0]}",
+                where="check_inputs",
+                remedy="set GLOO_SOCKET_IFNAME to the network's interface, or pass check_inputs=False",
+            ) from error
+    return _all(own)
+
+
+def _all(group: Any) -> Group:
+    return Group(group.group_name, group.size())

@@ -1,0 +1,174 @@
+"""Where a rank's part lies in the whole tensor.
+
+Enters: a world, a whole shape and a layout. Leaves: `Place`, which cuts whole tensors, gathers parts, says for which
+elements a rank stands, and how `torch.distributed.tensor` is told of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement as TorchPlacement
+
+from fxpar.layout import Layout, Placement, shard
+from fxpar.ops.collectives import Group
+from fxpar.runtime.groups import process_group
+from fxpar.runtime.world import World
+from fxpar.shards import Box, block, boxes, counted, local_block, part_shape, real_part, whole
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """What the ranks hold of one tensor.
+
+    Attributes:
+        name: the author's, for messages.
+        shape: of the whole tensor, without padding.
+        layout: how it is cut; on at least one axis of more than one rank.
+    """
+
+    name: str
+    shape: torch.Size
+    layout: Layout
+    world: World
+
+    @cached_property
+    def cuts(self) -> tuple[tuple[str, Placement], ...]:
+        """The axes that cut it."""
+        return tuple((axis, placement) for axis, placement in self.layout if placement.is_shard)
+
+    @cached_property
+    def axes(self) -> Mapping[str, int]:
+        """Ranks of each axis."""
+        return {axis: group.size for axis, group in self.world.groups.items()}
+
+    @cached_property
+    def part_shape(self) -> torch.Size:
+        """Of what every rank holds, padding included."""
+        return torch.Size(part_shape(self.shape, self.layout, self.axes))
+
+    @cached_property
+    def stride(self) -> tuple[int, ...]:
+        """Of the whole tensor, were it there."""
+        return torch.empty(self.shape, device="meta").stride()
+
+    @cached_property
+    def boxes(self) -> tuple[Box, ...]:
+        """What the part consists of."""
+        return tuple(boxes(self.shape, self.layout, self.axes, self.world.coordinates))
+
+    @cached_property
+    def is_padded(self) -> bool:
+        """Whether some rank holds elements that are none of the tensor."""
+        return any(placement.is_padded for _, placement in self.cuts)
+
+    def is_like(self, other: Place) -> bool:
+        """Whether the ranks hold the same elements of both."""
+        if self is other:
+            return True
+        here, there = self.world, other.world
+        same_ranks = here is there or (here.groups, here.coordinates) == (there.groups, there.coordinates)
+        return same_ranks and self.shape == other.shape and self.layout == other.layout
+
+    def cut(self, value: Tensor) -> Tensor:
+        """This rank's part of a whole tensor, in memory of its own."""
+        part = local_block(value, self.layout, self.axes, self.world.coordinates)
+        return part.clone(memory_format=torch.contiguous_format)
+
+    def gather(self, part: Tensor) -> Tensor:
+        """The whole tensor on every rank. A collective call."""
+        for axis, placement in reversed(self.cuts):
+            part = gathered(part, placement, self.world.groups[axis])
+        return part
+
+    def counted(self, part: Tensor) -> list[Tensor]:
+        """Views of the part that hold, over all ranks together, each element of the whole once."""
+        if len(self.cuts) > 1:
+            return [box.within(part) for box in self.boxes if box.stands]
+        ((axis, placement),) = self.cuts
+        n, rank = self.axes[axis], self.world.coordinates[axis]
+        if placement.is_padded:
+            (piece,) = placement.pieces
+            return [part.narrow(placement.dim, 0, real_part(piece, n, rank)[1])]
+        return counted(part, placement, n, rank)
+
+    def clear_padding(self, part: Tensor) -> None:
+        """Zeroes what is padding: 0/0 in it would get from there into the program's sums."""
+        for axis, placement in self.cuts:
+            for piece in placement.pieces:
+                if piece.padded:
+                    own = real_part(piece, self.axes[axis], self.world.coordinates[axis])[1]
+                    part.narrow(placement.dim, own, part.shape[placement.dim] - own).zero_()
+
+    # ------------------------------------------------------------------ for torch.distributed.tensor
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """All axes of more than one rank. Not kept: it may hold its groups."""
+        return self.world.device_mesh
+
+    @property
+    def placements(self) -> tuple[TorchPlacement, ...]:
+        """`Shard` of a plain even shard, `Cut` of any other."""
+        names = [axis for axis, size in reversed(self.world.mesh.dense.sizes) if size > 1]
+        return tuple(self._placement(axis) for axis in names)
+
+    def _placement(self, axis: str) -> TorchPlacement:
+        placement = dict(self.cuts).get(axis)
+        if placement is None:
+            return Replicate()
+        if len(self.cuts) == 1 and placement == shard(placement.dim, self.shape[placement.dim]):
+            return Shard(placement.dim)
+        return Cut(placement, self.world.groups[axis], self.world.coordinates[axis])
+
+
+class Cut(Partial):
+    """The layout of one axis in the terms of `torch.distributed.tensor`, where `Shard` cannot say it.
+
+    For torch it is a kind of `Partial`, the one kind whose conversions from and to a whole tensor are its own; as the
+    name of its reduction means nothing to torch's rules, they convert it before they compute.
+    """
+
+    cut: tuple[Placement, Group, int]
+
+    def __init__(self, placement: Placement, group: Group, rank: int) -> None:
+        super().__init__(f"cut {placement}")
+        object.__setattr__(self, "cut", (placement, group, rank))
+
+    def _reduce_value(self, tensor: Tensor, mesh: DeviceMesh, mesh_dim: int) -> Tensor:
+        placement, group, _ = self.cut
+        return gathered(tensor, placement, group)
+
+    def _reduce_shard_value(self, tensor: Tensor, mesh: DeviceMesh, mesh_dim: int, shard_spec: Any) -> Tensor:
+        value = self._reduce_value(tensor, mesh, mesh_dim)
+        return value.tensor_split(self.cut[1].size, shard_spec.dim)[self.cut[2]].contiguous()
+
+    def _partition_value(self, tensor: Tensor, mesh: DeviceMesh, mesh_dim: int) -> Tensor:
+        placement, group, rank = self.cut
+        return block(tensor, placement, group.size, rank).clone(memory_format=torch.contiguous_format)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Cut) and self.cut == other.cut
+
+    def __hash__(self) -> int:
+        return hash(str(self.cut[0]))
+
+    def __repr__(self) -> str:
+        return f"Cut({self.cut[0]})"
+
+    __str__ = __repr__
+
+
+def gathered(part: Tensor, placement: Placement, group: Group) -> Tensor:
+    """What the ranks of one axis hold together. A collective call."""
+    blocks = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(group.size)]
+    dist.all_gather(blocks, part.contiguous(), group=process_group(group))
+    return whole(blocks, placement)
