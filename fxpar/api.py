@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from fxpar.capture import check_samples
-from fxpar.errors import InputError
+from fxpar.capture import check_model, check_samples
+from fxpar.errors import InputError, shown
 from fxpar.manager import Pass
 from fxpar.passes import DEFAULT_PASSES
 from fxpar.plan import Plan
@@ -19,6 +18,8 @@ from fxpar.runtime.adopt import open_alike
 from fxpar.runtime.checkpoint import Checkpoint
 from fxpar.runtime.module import ParallelModule
 from fxpar.runtime.world import connect, join
+
+_LONGEST_TIMEOUT = 1e7  # a third of a year; the process groups count in microseconds
 
 
 def parallelize(
@@ -28,7 +29,7 @@ def parallelize(
     loss: Callable[[Any, Any], Tensor] | str | None = None,
     passes: Sequence[Pass] = DEFAULT_PASSES,
     checkpoint: str | Path | Checkpoint | None = None,
-    check_inputs: bool = False,
+    check_inputs: bool = True,
     timeout: float = 600.0,
 ) -> ParallelModule:
     """Compiles a single-device model into the part that this process runs.
@@ -48,8 +49,9 @@ def parallelize(
         checkpoint: safetensors from which the weights are read instead, each rank its shards: a file, an index, a
             folder with `model.safetensors` or its index, or a `fxpar.Checkpoint` (other names). Values are cast to the
             model's types and the plan's precision. Buffers that are not saved keep the model's values.
-        check_inputs: whether every call first compares the ranks' batches, modes and kinds of call. It costs one small
-            all-gather and a copy of the batch to the CPU; without it, calls that differ can hang or give wrong results.
+        check_inputs: whether every call compares the ranks' batches, modes and kinds of call. Values are compared by a
+            checksum on the device: on GPUs the loss of a call whose batches differ is NaN, and the next call raises
+            the error. Without it, calls that differ can hang or give wrong results.
         timeout: seconds that ranks wait for each other to compile, here and when a call needs another program. Also the
             timeout of the process groups' collectives, where groups are created here and not by the caller.
 
@@ -60,17 +62,27 @@ def parallelize(
         CheckpointError: the checkpoint cannot be read, lacks or has more names than the model, or has other shapes.
         LayoutError, CheckFailed: a static check rejected the program, which is a bug of a pass.
     """
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < math.inf:
-        raise InputError(f"{timeout!r} is no number of seconds", where="timeout", remedy="pass a positive number")
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout <= _LONGEST_TIMEOUT:
+        remedy = f"pass a positive number, {_LONGEST_TIMEOUT:g} at most"
+        raise InputError(f"{shown(timeout)} is no number of seconds", where="timeout", remedy=remedy)
     agreement = connect(timeout)
     with agreement.call("parallelize"):
         _check(model, plan, loss)
+        _check_options(passes, check_inputs)
         check_samples(example)
         world = join(plan, agreement)
         opened = None if checkpoint is None else open_alike(checkpoint, model, world)
         module = ParallelModule(model, plan, world, example, loss, passes, opened, check_inputs)
         agreement.agree({}, "")  # every rank holds its shards
     return module
+
+
+def _check_options(passes: Any, check_inputs: Any) -> None:
+    if not isinstance(passes, (list, tuple)) or not passes:
+        remedy = "pass a list such as [*fxpar.passes.DEFAULT_PASSES, your_pass]"
+        raise InputError(f"{shown(passes)} is no list of passes", where="passes", remedy=remedy)
+    if not isinstance(check_inputs, bool):
+        raise InputError(f"{shown(check_inputs)} is neither True nor False", where="check_inputs", remedy="pass one")
 
 
 def _check(model: Any, plan: Any, loss: Any) -> None:
@@ -81,7 +93,8 @@ def _check(model: Any, plan: Any, loss: Any) -> None:
     if not isinstance(plan, Plan):
         raise InputError(f"a {type(plan).__name__} is no Plan", where="plan", remedy="pass fxpar.Plan(tp=…)")
     if loss is not None and not callable(loss) and (not isinstance(loss, str) or not loss):
-        raise InputError(f"{loss!r} is no loss", where="loss", remedy="pass an output's name or a callable")
+        raise InputError(f"{shown(loss)} is no loss", where="loss", remedy="pass an output's name or a callable")
+    check_model(model)
     if any(isinstance(module, ParallelModule) for module in model.modules()):
         raise InputError(
             "the model is parallelised already", where="parallelize", remedy="pass the author's model, once"

@@ -15,12 +15,15 @@ from typing import Any
 import yaml
 
 from fxpar.cost import Cost
-from fxpar.errors import PlanError
+from fxpar.errors import PlanError, shorter, shown
 from fxpar.mesh import Mesh
 
 SPLITS = ("column", "row", "head", "vocab", "replicate")
 RNGS = ("fused", "exact")
-PRECISIONS = ("as_is", "fp32", "bf16", "fp16")
+PRECISIONS = ("as_is", "fp32", "bf16", "fp16", "bf16_weights")
+
+# More ranks than one layer was ever split over: beyond them there is only a slip of the keyboard.
+MOST_TP = 4096
 
 # Axes of DESIGN's mesh whose passes do not exist yet; asking for them is refused by name.
 _LATER_AXES = ("cp", "dp", "pp", "ep")
@@ -58,7 +61,11 @@ class Plan:
         rng: where dropout inside of attention draws its bits on GPUs: `fused`, in the fused kernel, from seeds of each
             rank's own, so that masks depend on the number of ranks; `exact`, in the plain form, slower, with the masks
             of the single device. All other dropout is exact always.
-        precision: element type the model is cast to before it is captured; `as_is` leaves it alone.
+        precision: element types. `as_is` takes the model's own; `fp32` and `bf16_weights` cast the model, and with it
+            gradients and optimizer state. `bf16` and `fp16` are mixed precision (FSDP2's `MixedPrecisionPolicy` with
+            this `param_dtype` and `reduce_dtype=torch.float32`): the program runs in that type on copies of float32
+            parameters, cast once a step; gradients are accumulated, and summed over ranks, in float32. `fp16` needs
+            loss scaling: `train_step(batch, scaler=torch.amp.GradScaler())`. Buffers and inputs keep their types.
         compile: whether a rank's program runs through `torch.compile`: one forward and one backward graph, compiled on
             the first call with new shapes (minutes for a large model). Otherwise it runs operator by operator.
         cost: constants by which layouts are chosen; in YAML a mapping of those that differ.
@@ -94,30 +101,32 @@ class Plan:
         for axis in ("tp", *_LATER_AXES):
             size = getattr(self, axis)
             if type(size) is not int or size < 1:
-                yield f"{axis}={size!r} is no positive integer: give the number of ranks"
+                yield f"{axis}={shown(size)} is no positive integer: give the number of ranks"
             elif axis in _LATER_AXES and size > 1:
-                yield f"{axis}={size} is not supported yet: leave {axis}=1"
+                yield f"{axis}={shown(size)} is not supported yet: leave {axis}=1"
+            elif size > MOST_TP:
+                yield f"{axis}={shown(size)} is more than {MOST_TP}: give the number of ranks that split each layer"
         if not isinstance(self.split, Mapping):
-            yield f"split={self.split!r} is no mapping from name globs to {', '.join(SPLITS)}"
+            yield f"split={shown(self.split)} is no mapping from name globs to {', '.join(SPLITS)}"
         else:
             for glob, how in self.split.items():
                 if not isinstance(glob, str) or not glob:
-                    yield f"split has the key {glob!r}: write a glob on module or parameter names"
+                    yield f"split has the key {shown(glob)}: write a glob on module or parameter names"
                 if how not in SPLITS:
-                    yield f"split[{glob!r}]={how!r} is unknown: choose one of {', '.join(SPLITS)}"
+                    yield f"split[{shown(glob)}]={shown(how)} is unknown: choose one of {', '.join(SPLITS)}"
         for name in ("sequence_parallel", "compile"):
             if type(getattr(self, name)) is not bool:
-                yield f"{name}={getattr(self, name)!r} is neither True nor False: write one of them"
+                yield f"{name}={shown(getattr(self, name))} is neither True nor False: write one of them"
         if type(self.seed) is not int or not 0 <= self.seed < 2**63:
-            yield f"seed={self.seed!r} is no integer in [0, 2^63): choose another seed"
+            yield f"seed={shown(self.seed)} is no integer in [0, 2^63): choose another seed"
         if self.rng not in RNGS:
-            yield f"rng={self.rng!r} is unknown: choose one of {', '.join(RNGS)}"
+            yield f"rng={shown(self.rng)} is unknown: choose one of {', '.join(RNGS)}"
         if self.precision not in PRECISIONS:
-            yield f"precision={self.precision!r} is unknown: choose one of {', '.join(PRECISIONS)}"
+            yield f"precision={shown(self.precision)} is unknown: choose one of {', '.join(PRECISIONS)}"
         if isinstance(self.cost, Cost):
             yield from self.cost.problems()
         else:
-            yield f"cost={self.cost!r} is no fxpar.Cost: write Cost(bandwidth=…)"
+            yield f"cost={shown(self.cost)} is no fxpar.Cost: write Cost(bandwidth=…)"
 
     @property
     def axes(self) -> dict[str, int]:
@@ -135,7 +144,12 @@ class Plan:
         return Mesh(tp=self.tp, cp=self.cp, dp=self.dp, pp=self.pp, ep=self.ep)
 
     def replace(self, **changes: Any) -> Plan:
-        """A checked copy with other options."""
+        """A checked copy with other options.
+
+        Raises:
+            PlanError: an unknown option, or a value the plan refuses.
+        """
+        _check_known(changes, Plan, "plan")
         return dataclasses.replace(self, **changes)
 
     def to_dict(self) -> dict[str, Any]:
@@ -154,10 +168,12 @@ class Plan:
         Raises:
             PlanError: an unknown option, or a value the plan refuses.
         """
+        if not isinstance(values, Mapping):
+            raise PlanError(f"{shown(values)} is no mapping", where=where, remedy="write {'tp': 2}")
         _check_known(values, cls, where)
         cost = values.get("cost", {})
         if not isinstance(cost, Mapping):
-            raise PlanError(f"cost={cost!r} is no mapping", where=where, remedy="write 'cost: {bandwidth: …}'")
+            raise PlanError(f"cost={shown(cost)} is no mapping", where=where, remedy="write 'cost: {bandwidth: …}'")
         _check_known(cost, Cost, f"{where}: cost")
         return cls(**{**values, "cost": Cost(**cost)})
 
@@ -173,9 +189,11 @@ class Plan:
         Raises:
             PlanError: no mapping, an unknown option, or a value the plan refuses.
         """
+        if not isinstance(text, (str, bytes)):
+            raise PlanError(f"{shown(text)} is no text", where=where, remedy="Plan.load reads a file")
         try:
             values = yaml.load(text, _Loader)
-        except yaml.YAMLError as error:
+        except (yaml.YAMLError, ValueError, RecursionError, TypeError) as error:  # of scalars and keys that are none
             reason = str(error).splitlines()[0]
             raise PlanError(f"not YAML: {reason}", where=where, remedy="write lines such as 'tp: 2'") from None
         if values is None:
@@ -185,8 +203,15 @@ class Plan:
         return cls.from_dict(values, where=where)
 
     def save(self, path: str | Path) -> None:
-        """Writes the plan as YAML."""
-        Path(path).write_text(self.to_yaml(), encoding="utf-8")
+        """Writes the plan as YAML.
+
+        Raises:
+            PlanError: the file cannot be written.
+        """
+        try:
+            Path(path).write_text(self.to_yaml(), encoding="utf-8")
+        except (OSError, TypeError, ValueError) as error:
+            raise PlanError(_fault(error), where=shorter(str(path)), remedy="name a file that can be written") from None
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
@@ -197,10 +222,15 @@ class Plan:
         """
         try:
             text = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            reason = getattr(error, "strerror", None) or "the file is no UTF-8 text"
-            raise PlanError(reason, where=str(path), remedy="name a readable YAML file") from None
+        except UnicodeDecodeError:
+            raise PlanError("the file is no UTF-8 text", where=str(path), remedy="name a readable YAML file") from None
+        except (OSError, TypeError, ValueError) as error:
+            raise PlanError(_fault(error), where=shorter(str(path)), remedy="name a readable YAML file") from None
         return cls.from_yaml(text, where=str(path))
+
+
+def _fault(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error)
 
 
 def _changed(value: Any, default: Any) -> dict[str, Any]:

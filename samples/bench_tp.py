@@ -233,7 +233,7 @@ def report(rows: Sequence[Mapping[str, Any]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", nargs="+", default=["gpt-1.2b:eager", "gpt-1.2b:compile"], help="MODEL:FLAG+FLAG")
-    parser.add_argument("--precision", default="bf16", help="of weights and activations (bf16)")
+    parser.add_argument("--precision", default="bf16_weights", help="as of fxpar.Plan (bf16_weights)")
     parser.add_argument("--warmup", type=int, default=5, help="steps before the clock runs (5)")
     parser.add_argument("--steps", type=int, default=10, help="steps on the clock (10)")
     parser.add_argument("--tiny", action="store_true", help="models of a few thousand weights")

@@ -45,6 +45,10 @@ def options() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--evaluate-every", type=int, default=50, help="steps between evaluations (50)")
     parser.add_argument(
+        "--saves", type=Path, default=Path("saves"), help="folder of what --resume goes on from (saves)"
+    )
+    parser.add_argument("--resume", action="store_true", help="go on from the last save")
+    parser.add_argument(
         "--out", type=Path, default=Path("checkpoint"), help="new folder for the checkpoint (checkpoint)"
     )
     chosen = parser.parse_args()
@@ -116,7 +120,8 @@ def train(chosen: argparse.Namespace) -> None:
         optimizer, lambda step: learning_rate(step, chosen.warmup, chosen.steps)
     )
     is_first, start, since = model.world.rank == 0, time.perf_counter(), 0
-    for step in range(1, chosen.steps + 1):
+    done = model.resume_training(chosen.saves, optimizer, scheduler) if chosen.resume else 0
+    for step in range(done + 1, chosen.steps + 1):
         loss = model.train_step(batch_of(training, step, chosen))
         norm = model.clip_grad_norm_(CLIP)
         optimizer.step()
@@ -130,6 +135,7 @@ def train(chosen: argparse.Namespace) -> None:
             if is_first:
                 speed = since * chosen.batch * chosen.length / seconds
                 print(f"step {step}: loss {value:.4f}, held out {held:.4f}, norm {norm:.2f}, {speed:,.0f} tokens/s")
+            model.save_training(chosen.saves, optimizer, scheduler, position=step)
             start, since = time.perf_counter(), 0
     model.save_checkpoint(chosen.out)  # all ranks take part; the first one writes
     if is_first:

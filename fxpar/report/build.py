@@ -11,11 +11,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fxpar.errors import CheckFailed, InputError
+from fxpar.errors import CheckFailed, InputError, shown
 from fxpar.layout import local_shape
+from fxpar.mixed import held_type, is_copy
 from fxpar.ops.lower import Lowered
 from fxpar.passes.assign_rng import RNG_PATH
-from fxpar.program import Parameter, Program, note, output_layouts
+from fxpar.program import Parameter, Program, note, output_layouts, output_types
 from fxpar.report import closed_form
 from fxpar.report.figures import ModelSize, ModuleMemory, Moment, PassLine, RankMemory, Report, Traffic
 from fxpar.report.measure import Kept, Measured, Peak, measure
@@ -25,6 +26,7 @@ from fxpar.symbols import evaluate, parse_size, product, simplify
 from fxpar.verify.analysis import Collective, collectives, in_input_sizes, layer_of, split_flops, without_rule
 
 _TOTAL = "all"
+_MOST_BYTES = 2**52  # intermediate results of a step are some times as large, and must stay below 2**63
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,7 @@ def make_report(
     device: torch.device,
     sizes: Mapping[str, int] | None = None,
     optimizer: str = "adamw",
+    findings: tuple[str, ...] = (),
 ) -> Report:
     """Counts everything; nothing is allocated and nothing communicates.
 
@@ -54,15 +57,18 @@ def make_report(
         device: whose kernels are assumed.
         sizes: of the inputs by symbol (`b`, `s`); the example's where they are not given.
         optimizer: a key of `OPTIMIZERS`.
+        findings: what was checked of the capture, as sentences.
 
     Raises:
         InputError: an unknown symbol or optimizer, a size that the ranks cannot share out, or an operator whose memory
             cannot be counted without values.
         CheckFailed: the step sends other collectives than those that the program lists.
     """
-    if optimizer not in OPTIMIZERS:
+    if not isinstance(optimizer, str) or optimizer not in OPTIMIZERS:
         known = ", ".join(OPTIMIZERS)
         raise InputError("is no optimizer of the report", where=f"optimizer {optimizer}", remedy=f"choose from {known}")
+    if sizes is not None and not isinstance(sizes, Mapping):
+        raise InputError(f"{shown(sizes)} is no mapping", where="sizes", remedy='write {"b": 8}')
     given = input_sizes(program, sizes or {})
     local = {s.name: given[s.name] // s.multiple for s in program.symbols}
     if program.loss:  # a training step keeps nothing of other outputs
@@ -95,7 +101,7 @@ def make_report(
         inputs,
         whole_matrices(program),
         tuple(without_rule(program)) if program.axes else (),
-        remarks(program, share),
+        (*findings, *remarks(program, share)),
     )
 
 
@@ -103,7 +109,8 @@ def input_sizes(program: Program, given: Mapping[str, int]) -> dict[str, int]:
     """Sizes of the inputs by symbol: those given, else the example's.
 
     Raises:
-        InputError: an unknown symbol, no positive integer, or a size that the ranks cannot share out.
+        InputError: an unknown symbol, no positive integer, sizes that no tensor has, or one that the ranks cannot share
+            out.
     """
     found = {s.name: s.example * s.multiple for s in program.symbols}
     for name, size in given.items():
@@ -111,7 +118,8 @@ def input_sizes(program: Program, given: Mapping[str, int]) -> dict[str, int]:
             known = ", ".join(found) or "none"
             raise InputError("is no symbol of the program", where=f"size {name}", remedy=f"choose from {known}")
         if type(size) is not int or size < 1:
-            raise InputError(f"{size!r} is no positive integer", where=f"size {name}", remedy="give a number")
+            raise InputError(f"{shown(size)} is no positive integer", where=f"size {name}", remedy="give a number")
+    check_countable(program, given)
     for s in program.symbols:
         if given.get(s.name, 0) % s.multiple:
             raise InputError(
@@ -120,6 +128,27 @@ def input_sizes(program: Program, given: Mapping[str, int]) -> dict[str, int]:
                 remedy=f"give a multiple of {s.multiple}",
             )
     return {**found, **given}
+
+
+def check_countable(program: Program, given: Mapping[str, int]) -> None:
+    """Refuses sizes at which a tensor of the program would have more bytes than an address can count.
+
+    Raises:
+        InputError: names the value.
+    """
+    for name, size in given.items():
+        if size > _MOST_BYTES:
+            raise InputError(f"{shown(size)} is no tensor's size", where=f"size {name}", remedy="give a smaller one")
+    values = {s.name: -(-given.get(s.name, s.example * s.multiple) // s.multiple) for s in program.symbols}
+    for node in program.graph.nodes:
+        for kind in output_types(node) if node.op != "output" else ():
+            held = evaluate(product(kind.shape), values) * kind.dtype.itemsize
+            if held > _MOST_BYTES:
+                raise InputError(
+                    f"would have {held:.1e} bytes with {', '.join(f'{n}={v}' for n, v in given.items())}",
+                    where=f"%{node.name}",
+                    remedy="give smaller sizes",
+                )
 
 
 # ---------------------------------------------------------------------- collectives
@@ -201,7 +230,14 @@ def _state(kind: OptimizerKind, held: int) -> int:
 
 
 def _bytes(program: Program, parameter: Parameter) -> int:
-    return local_elements(program, parameter) * parameter.type.dtype.itemsize
+    """As the module holds it."""
+    return local_elements(program, parameter) * held_type(program.plan, parameter.type).dtype.itemsize
+
+
+def _copy_bytes(program: Program, parameter: Parameter) -> int:
+    """Of the copy that the program runs on, where the module holds main values."""
+    kind = parameter.type
+    return local_elements(program, parameter) * kind.dtype.itemsize if is_copy(program.plan, kind) else 0
 
 
 def _weights(program: Program) -> list[Parameter]:
@@ -216,12 +252,14 @@ def _ranks(program: Program, step: Measured, kind: OptimizerKind, inputs: int) -
     gradients = sum(_bytes(program, p) for p in trained)
     state = sum(_state(kind, _bytes(program, p)) for p in trained)
     activations = sum(kept.bytes for kept in step.kept)
-    peak = held + buffers + state + inputs + step.peak.bytes
+    copies = sum(_copy_bytes(program, p) for p in weights)
+    peak = held + copies + buffers + state + inputs + step.peak.bytes
     found = []
     for rank, place in enumerate(places(program)):
         mine = [held_by(program, p, place) for p in weights]
         whole, shared, padding = (sum(getattr(h, part) for h in mine) for part in ("whole", "shared", "padding"))
-        found.append(RankMemory(rank, held, whole, shared, padding, buffers, gradients, state, activations, peak))
+        parts = (whole, shared, padding, copies, buffers, gradients, state, activations, peak)
+        found.append(RankMemory(rank, held, *parts))
     return tuple(found)
 
 
@@ -268,7 +306,8 @@ def _input_bytes(program: Program, sizes: Mapping[str, int]) -> int:
 def _model_size(program: Program, share: float) -> ModelSize:
     weights = _weights(program)
     elements = [evaluate(product(p.type.shape), {}) for p in weights]
-    in_all = sum(count * p.type.dtype.itemsize for count, p in zip(elements, weights, strict=True))
+    widths = [held_type(program.plan, p.type).dtype.itemsize for p in weights]
+    in_all = sum(count * width for count, width in zip(elements, widths, strict=True))
     return ModelSize(sum(elements), in_all, sum(local_elements(program, p) for p in weights), share)
 
 

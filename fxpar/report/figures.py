@@ -74,6 +74,7 @@ class RankMemory:
         whole: of these, what every rank holds.
         shared: of these, blocks that a neighbour holds too (key and value heads that are fewer than the ranks).
         padding: of these, elements that are none of the model's.
+        copies: of parameters in the program's type, where those are main values in float32 (mixed precision).
         buffers: buffers and constants.
         gradients: after the backward.
         optimizer: its state.
@@ -87,6 +88,7 @@ class RankMemory:
     whole: int
     shared: int
     padding: int
+    copies: int
     buffers: int
     gradients: int
     optimizer: int
@@ -160,7 +162,7 @@ class Report:
         inputs: bytes of the batch, which `RankMemory.peak` includes.
         unsplit: matrices that every rank holds whole.
         without_rule: operators that no rule can split.
-        remarks: what else the plan asked for and did not get.
+        remarks: what was checked of the capture, and what else the plan asked for and did not get.
     """
 
     name: str

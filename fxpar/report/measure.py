@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpar.errors import InputError
 from fxpar.layout import local_shape
+from fxpar.mixed import held_type
 from fxpar.ops.lower import Lowered
 from fxpar.ops.recompute import apply_recompute
 from fxpar.passes.assign_rng import RNG_PATH
@@ -241,14 +242,19 @@ def measure(
     run = apply_recompute(lowered.module)
     assert isinstance(run, fx.GraphModule)
     regions: list[_Region] = []
+    kinds = {p.node: p.type for p in program.parameters}
     try:
         with FakeTensorMode(), torch.enable_grad():
-            values = _placeholders(program, sizes, device)
-            values.update({axis: torch.zeros((), dtype=torch.int64, device=device) for axis in lowered.indices})
-            ledger = Ledger({value.untyped_storage()._cdata for value in values.values()})
+            values = _placeholders(program, lowered, sizes, device)
+            indices = [torch.zeros((), dtype=torch.int64, device=device) for _ in lowered.indices]
+            # Cast for this step or for an earlier one: they are there at its start.
+            copies = [torch.empty_like(values[name], dtype=kinds[name].dtype) for name in lowered.copies]
+            own = [*values.values(), *copies, *indices]
+            ledger = Ledger({value.untyped_storage()._cdata for value in own})
             with ledger if backward else contextlib.nullcontext(), _packed(ledger) as packed:
                 state = _random_state(program, device)  # kept by the module until the next step
-                roots = _forward(program, lowered, _Walk(run, ledger, regions), {**values, **state})
+                given = [{**values, **state}[name] for name in lowered.inputs]
+                roots = _forward(program, lowered, _Walk(run, ledger, regions), (*given, *copies, *indices))
             # What belongs to outputs that nothing differentiates has gone with them.
             kept = tuple(entry for entry, storage in packed if storage() is not None)
             if backward and roots:
@@ -270,8 +276,10 @@ def measure(
     return Measured(kept, gradients, ledger.peak, ledger.largest, dict(ledger.collectives), checkpointed)
 
 
-def _placeholders(program: Program, sizes: Mapping[str, int], device: torch.device) -> dict[str, Tensor]:
-    """A rank's parameters and the batch."""
+def _placeholders(
+    program: Program, lowered: Lowered, sizes: Mapping[str, int], device: torch.device
+) -> dict[str, Tensor]:
+    """A rank's parameters, as the module holds them, and the batch."""
     trained = {p.node for p in program.parameters if p.trainable}
     drawn = {entry.node for entry in program.inputs if entry.path == RNG_PATH}
     found = {}
@@ -280,7 +288,8 @@ def _placeholders(program: Program, sizes: Mapping[str, int], device: torch.devi
             kind = tensor_type(node)
             shape = [evaluate(size, sizes) for size in local_shape(kind.shape, output_layouts(node)[0], program.axes)]
             wants = node.name in trained and kind.is_float
-            found[node.name] = torch.empty(shape, dtype=kind.dtype, device=device, requires_grad=wants)
+            dtype = held_type(program.plan, kind).dtype if node.name in lowered.copies else kind.dtype
+            found[node.name] = torch.empty(shape, dtype=dtype, device=device, requires_grad=wants)
     return found
 
 
@@ -291,10 +300,10 @@ def _random_state(program: Program, device: torch.device) -> dict[str, Tensor]:
 
 
 def _forward(
-    program: Program, lowered: Lowered, run: _Walk, values: Mapping[str, Tensor]
+    program: Program, lowered: Lowered, run: _Walk, values: Sequence[Tensor]
 ) -> tuple[list[Tensor], list[Tensor]] | None:
     """What is differentiated, with upstream gradients: the loss, without one all outputs. Other outputs are let go."""
-    results = run.run(*[values[name] for name in (*lowered.inputs, *lowered.indices)])
+    results = run.run(*values)
     outputs = dict(zip(lowered.outputs, results, strict=True))
     roots = [value for name, value in outputs.items() if name == program.loss or not program.loss]
     roots = [value for value in roots if value.requires_grad]

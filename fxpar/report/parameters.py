@@ -11,6 +11,7 @@ from math import prod
 from types import MappingProxyType
 
 from fxpar.layout import Layout, Placement, local_shape, share_of
+from fxpar.mixed import held_type
 from fxpar.program import Parameter, Program, output_layouts
 from fxpar.shards import real_part
 from fxpar.verify.simulate import coordinates
@@ -63,7 +64,7 @@ def local_elements(program: Program, parameter: Parameter) -> int:
 def held_by(program: Program, parameter: Parameter, place: Mapping[str, int]) -> Held:
     """What the rank at a place holds."""
     layout = output_layouts(program.node(parameter.node))[0]
-    size, elements = parameter.type.dtype.itemsize, local_elements(program, parameter)
+    size, elements = held_type(program.plan, parameter.type).dtype.itemsize, local_elements(program, parameter)
     cuts = [(axis, placement) for axis, placement in layout if placement.is_shard]
     if not cuts:
         return Held(elements * size, elements * size, 0, 0)

@@ -8,9 +8,11 @@ from __future__ import annotations
 import torch
 
 from fxpar import operators
+from fxpar.choice.explain import CHEAPEST, ONLY
 from fxpar.program import Program, operands, output_layouts, output_types
 from fxpar.report.figures import Whole
 from fxpar.report.parameters import local_elements
+from fxpar.rules.flops import uncounted
 from fxpar.symbols import Size, names
 from fxpar.verify.analysis import unsplit
 
@@ -18,8 +20,8 @@ aten = torch.ops.aten
 _ATTENTION = frozenset({operators.attention, aten.scaled_dot_product_attention.default})
 _SOFTMAX = frozenset({aten.softmax.int, aten._softmax.default})
 _IN_WORDS = {
-    "cheapest": "a step with it cut would take longer (fxpar explain tells by how much)",
-    "nothing else is legal": "no operation that uses it can take a part of it",
+    CHEAPEST: "a step with it cut would take longer (fxpar explain tells by how much)",
+    ONLY: "no operation that uses it can take a part of it",
 }
 
 
@@ -30,10 +32,13 @@ def whole_matrices(program: Program) -> tuple[Whole, ...]:
 
 
 def remarks(program: Program, split_flops: float) -> tuple[str, ...]:
-    """What the plan asked for and did not get."""
+    """What the plan asked for and did not get, and what the figures leave out."""
     found = []
     if program.axes and split_flops == 0:
         found.append("No matrix product is split: every rank computes everything.")
+    if unknown := uncounted(program):
+        calls = ", ".join(f"{name} ({count})" for name, count in unknown.items())
+        found.append(f"Not counted as matrix FLOPs, for what they multiply is not known: {calls}.")
     if program.plan.sequence_parallel and program.axes:
         found += [f"sequence_parallel cut nothing: {reason}." for reason in _uncut_sequence(program)]
     return tuple(found)

@@ -107,6 +107,7 @@ _PARTS = {
     "whole": "  whole on every rank",
     "shared": "  blocks that neighbours hold too",
     "padding": "  padding",
+    "copies": "copies in half precision",
     "buffers": "buffers",
     "gradients": "gradients",
     "optimizer": "optimizer",
@@ -191,7 +192,7 @@ def _not_split(report: Report) -> list[Section]:
         reasons.setdefault(whole.reason, []).append(whole.parameter)
         sizes[whole.reason] = sizes.get(whole.reason, 0) + whole.bytes
     rows = [(_few(names), amount(sizes[reason]), reason) for reason, names in reasons.items()]
-    rows += [(name, "", "operator without a rule: it takes whole operands") for name in report.without_rule]
+    rows += [(name, "", "not known to split: it takes whole operands") for name in report.without_rule]
     notes = () if rows else ("Every matrix is split, and every operator has a rule.",)
     return [
         Section("not split", ("what", "bytes a rank", "why") if rows else (), tuple(rows), ("bytes a rank",), notes)

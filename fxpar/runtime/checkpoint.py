@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from fxpar.errors import CheckpointError
+from fxpar.errors import CheckpointError, shown
 from fxpar.layout import Layout
 from fxpar.shards import boxes, local_block, part_shape
 
@@ -57,12 +57,24 @@ class Checkpoint:
     """
 
     def __init__(self, path: str | Path, rename: Callable[[str], str | None] | None = None) -> None:
+        if not isinstance(path, (str, Path)):
+            remedy = "pass a path or a fxpar.Checkpoint; load_full_state_dict takes tensors by name"
+            raise CheckpointError(f"a {type(path).__name__} names no checkpoint", where="checkpoint", remedy=remedy)
+        if rename is not None and not callable(rename):
+            remedy = "pass a function from the checkpoint's name to the model's"
+            raise CheckpointError(f"{shown(rename)} is no function", where="rename", remedy=remedy)
         self.path = Path(path)
         self._entries: dict[str, _Entry] = {}
         for entry in _entries(self.path):
             name = entry.key if rename is None else rename(entry.key)
             if name is None:
                 continue
+            if not isinstance(name, str) or not name:
+                raise CheckpointError(
+                    f"rename gives {shown(name)}, which is no name",
+                    where=f"{self.path}: {entry.key}",
+                    remedy="return the model's name, or None to leave the tensor out",
+                )
             if name in self._entries:
                 raise CheckpointError(
                     f"{self._entries[name].key} and {entry.key} get the same name",
@@ -156,9 +168,13 @@ def kind_of(dtype: torch.dtype) -> str:
 
 def _entries(path: Path) -> list[_Entry]:
     """All tensors of a checkpoint."""
-    if not path.exists():
+    try:
+        exists, is_folder = path.exists(), path.is_dir()
+    except OSError as error:  # a name that is too long, a folder that may not be read
+        raise CheckpointError(str(error.strerror), where=str(path), remedy="check the path") from None
+    if not exists:
         raise CheckpointError("there is no such file or folder", where=str(path), remedy="check the path")
-    if path.is_dir():
+    if is_folder:
         found = [path / name for name in (FILE, INDEX) if (path / name).is_file()]
         if len(found) != 1:
             raise CheckpointError(

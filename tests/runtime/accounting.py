@@ -15,6 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxpar
+from fxpar.runtime.sharded import local_of
 from fxpar.verify.analysis import collectives
 from tests.runtime import chosen
 from tests.runtime.jobs import Found, case_module, kept, tp
@@ -87,9 +88,12 @@ class Saved:
 
 def step(model: fxpar.ParallelModule, batch: Any) -> Found:
     """One step of training, counted; then AdamW's state."""
-    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    held = [local_of(value) for value in (*model.parameters(), *model.buffers())]
     indices = [t for compiled in model._programs for t in compiled.indices]
-    tensors = [*named.values(), *pytree.tree_leaves(batch), *indices]
+    model.train_step(batch)  # copies of main values are made
+    copies = list(model._copies._copies.values()) if model._copies is not None else []
+    model.zero_grad()
+    tensors = [*held, *copies, *pytree.tree_leaves(batch), *indices]
     own = {t.untyped_storage()._cdata: t for t in tensors}
     saved = Saved(own)
     with saved_tensors_hooks(saved.pack, saved.unpack):
@@ -104,10 +108,11 @@ def step(model: fxpar.ParallelModule, batch: Any) -> Found:
         "sent": counting.sent,
         "peak": counting.most,
         "activations": saved.bytes,
-        "parameters": sum(p.nbytes for p in model.parameters()),
+        "parameters": sum(local_of(p).nbytes for p in model.parameters()),
+        "copies": sum(copy.nbytes for copy in copies),
         "buffers": sum(b.nbytes for b in model.buffers()),
-        "gradients": sum(p.grad.nbytes for p in model.parameters() if p.grad is not None),
-        "optimizer": sum(value.nbytes for value in states),
+        "gradients": sum(local_of(p.grad).nbytes for p in model.parameters() if p.grad is not None),
+        "optimizer": sum(local_of(value).nbytes for value in states),
     }
 
 
@@ -115,7 +120,8 @@ def account(name: str, how: str = "lines") -> Found:
     """A step of a case and, from rank 0, its report and the program's collectives.
 
     Args:
-        how: the case's lines, a chosen plan with sequence parallelism, or with checkpointed layers.
+        how: the case's lines, these in mixed precision, a chosen plan with sequence parallelism, or with checkpointed
+            layers.
     """
     case = CASES[name]
 
@@ -124,8 +130,12 @@ def account(name: str, how: str = "lines") -> Found:
         model.gradient_checkpointing_enable()
         return fxpar.parallelize(model, case.plan(tp()), case.example(), case.loss)
 
-    if how == "checkpointed":
-        model = kept((how, name), checkpointed)
+    def mixed() -> fxpar.ParallelModule:
+        plan = case.plan(tp()).replace(precision="bf16")
+        return fxpar.parallelize(case.model(), plan, case.example(), case.loss)
+
+    if how in ("checkpointed", "mixed"):
+        model = kept((how, name), checkpointed if how == "checkpointed" else mixed)
     else:
         model = chosen.module(name, sequence_parallel=True) if how == "sequence" else case_module(name)
     found = step(model, case.example())

@@ -28,7 +28,8 @@ def is_odd() -> bool:
 
 
 def parallel(model: Any = None, **options: Any) -> fxpar.ParallelModule:
-    """A tiny model on all ranks."""
+    """A tiny model on all ranks, whose batches are compared where the test is about that."""
+    options = {"check_inputs": False, **options}
     return fxpar.parallelize(models.tiny() if model is None else model, models.plan(tp()), models.batch(), **options)
 
 

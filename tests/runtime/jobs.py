@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 import fxpar
 from fxpar.errors import FxparError
 from fxpar.runtime.module import ParallelModule
-from fxpar.runtime.state import gather_parameter
+from fxpar.runtime.sharded import local_of, whole_of
 from tests.runtime import models
 from tests.zoo import CASES, VOCABULARY
 
@@ -57,11 +57,7 @@ def tiny_module(kind: type[nn.Module] = models.Tiny, loss: str | None = None) ->
 
 def gradients(model: ParallelModule) -> dict[str, Tensor]:
     """Whole gradients by the author's names."""
-    return {
-        n: gather_parameter(model, p.grad, model.layout_of(n)).clone()
-        for n, p in model.named_parameters()
-        if p.grad is not None
-    }
+    return {n: whole_of(p.grad).clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
 def refusal(action: Callable[[], Any]) -> tuple[str, str, str, str]:
@@ -126,7 +122,7 @@ def checkpointed(name: str) -> Found:
 def half_precision() -> Found:
     """Three steps in bf16."""
     original, batch = models.tiny(), models.batch()
-    model = fxpar.parallelize(original, models.plan(tp(), precision="bf16"), batch)
+    model = fxpar.parallelize(original, models.plan(tp(), precision="bf16_weights"), batch)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
     for _ in range(3):
@@ -182,7 +178,7 @@ def auxiliary(training_first: bool) -> Found:
     evaluated = float(model.eval()(**batch)["loss"].detach())
     loss = float(model.train().train_step(batch))
     weight = model.get_parameter("head.weight")
-    return {"evaluated": evaluated, "loss": loss, "gradients": gradients(model), "rows": weight.shape[0]}
+    return {"evaluated": evaluated, "loss": loss, "gradients": gradients(model), "rows": local_of(weight).shape[0]}
 
 
 def sharded_output() -> Found:
@@ -246,6 +242,7 @@ def tiny_state() -> Found:
         "buffers": [n for n, _ in model.named_buffers()],
         "modules": [n for n, _ in model.named_modules()],
         "sizes": {n: tuple(p.shape) for n, p in model.named_parameters()},
+        "parts": {n: tuple(local_of(p).shape) for n, p in model.named_parameters()},
     }
 
 

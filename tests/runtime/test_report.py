@@ -10,7 +10,7 @@ import pytest
 from tests.runtime import accounting, jobs, models
 from tests.runtime.world import World
 
-PARTS = ("parameters", "buffers", "gradients", "optimizer", "activations")
+PARTS = ("parameters", "copies", "buffers", "gradients", "optimizer", "activations")
 
 
 def directions(listed: Counter[tuple[str, str, int]]) -> Counter[tuple[str, str, int]]:
@@ -59,6 +59,12 @@ def test_a_step_is_as_reported(world2: World, name: str) -> None:
 def test_a_step_with_sequence_parallelism_is_as_reported(world2: World, name: str) -> None:
     report = assert_agrees(world2.run(accounting.account, name, "sequence"))
     assert {"all_gather", "reduce_scatter"} <= {c["op"] for c in report["collectives"]}
+
+
+def test_a_step_in_mixed_precision_is_as_reported(world2: World) -> None:
+    report = assert_agrees(world2.run(accounting.account, "llama", "mixed"))
+    first = report["ranks"][0]
+    assert first["gradients"] == first["parameters"] == 2 * first["copies"] > 0
 
 
 def test_checkpointed_layers_keep_their_input_and_send_again_what_they_recompute(world2: World) -> None:

@@ -13,7 +13,10 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 import fxpar
+from fxpar.layout import Layout, shard
 from fxpar.runtime.module import ParallelModule
+from fxpar.runtime.place import Place
+from fxpar.runtime.sharded import Sharded
 from tests.runtime import models
 from tests.runtime.jobs import Found, kept, refusal, tp
 from tests.weights.live import LiveBytes
@@ -97,10 +100,10 @@ def initialise(name: str) -> Found:
 
 
 def save_sharded(name: str, folder: Path) -> Found:
-    """Saves with torch.distributed.checkpoint; what kinds of tensors that were."""
+    """Saves with torch.distributed.checkpoint; how those are placed."""
     model = initial(name)
     save({"model": model.state_dict()}, checkpoint_id=folder)
-    return {n: type(value).__name__ for n, value in model.state_dict().items()}
+    return {n: str(getattr(value, "placements", "whole")) for n, value in model.state_dict().items()}
 
 
 def load_sharded(name: str, folder: Path) -> Found:
@@ -126,15 +129,27 @@ def other_states(name: str) -> Found:
     before = apart.full_state_dict()
     assert not all(torch.equal(before[n], wanted[n]) for n in wanted)
     apart.load_state_dict(state)
-    whole = {n: wanted[n] for n in state}
+    loaded = apart.full_state_dict()
+    _forget(apart)
+    apart.load_state_dict(wanted)
+    up: Any = state["up.weight"]
+    other = {**state, "up.weight": Sharded(torch.zeros(12, 3), Place("down", up.shape, _by_rows(), model.world))}
+    some = {n: value for n, value in state.items() if n != "up.bias"} | {"extra": torch.ones(1)}
     return {
         "wanted": wanted,
-        "loaded": apart.full_state_dict(),
-        "whole": refusal(lambda: model.load_state_dict(whole)) if tp() > 1 else None,
+        "loaded": loaded,
+        "whole": apart.full_state_dict(),
         "missing": refusal(lambda: model.load_state_dict({})),
-        "strict": refusal(lambda: model.load_state_dict(state, False)),
+        "other": refusal(lambda: model.load_state_dict(other)),
+        "tied": refusal(lambda: model.load_state_dict({**wanted, "head.weight": wanted["head.weight"] + 1})),
+        "some": tuple(model.load_state_dict(some, strict=False)),
+        "assign": refusal(lambda: model.load_state_dict(state, assign=True)),
         "parent": refusal(lambda: nn.Sequential(model).state_dict()),
     }
+
+
+def _by_rows() -> Layout:
+    return Layout.of({"tp": shard(1, 6)})
 
 
 def export(name: str, folder: Path, size: int | str) -> Found:
