@@ -6,6 +6,10 @@ The command line turns `InputError` into exit status 2 and `CheckFailed` into 1,
 
 from __future__ import annotations
 
+from typing import Any
+
+_LONGEST_PLACE, _LONGEST_VALUE, _LONGEST_REASON = 300, 80, 2000
+
 
 class FxparError(Exception):
     """Base of every error of fxpar.
@@ -19,11 +23,25 @@ class FxparError(Exception):
     advice = ""
 
     def __init__(self, reason: str, *, where: str = "", remedy: str = "") -> None:
-        remedy = remedy or self.advice
+        where, reason, remedy = shorter(where, _LONGEST_PLACE), shorter(reason), shorter(remedy or self.advice)
         self.reason, self.where, self.remedy = reason, where, remedy
         place = f"{where}: " if where else ""
         advice = f"; {remedy}" if remedy else ""
         super().__init__(f"{place}{reason}{advice}")
+
+
+def shorter(text: str, most: int = _LONGEST_REASON) -> str:
+    """The text, its middle left out where it is longer than anybody reads: a file as an option's value, say."""
+    if len(text) <= most:
+        return text
+    return f"{text[: most // 2]} … ({len(text)} characters) … {text[-most // 4 :]}"
+
+
+def shown(value: Any) -> str:
+    """A value of the caller's in an error: its repr, or how large it is; Python prints no int of many digits."""
+    if isinstance(value, int) and value.bit_length() > 256:
+        return f"an integer of {value.bit_length()} bits"
+    return shorter(repr(value), _LONGEST_VALUE)
 
 
 class InputError(FxparError):

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from fxpar.axes import Axes, Groups
-from fxpar.errors import PlanError
+from fxpar.errors import PlanError, shown
 
 DENSE, EXPERT = "dense", "expert"
 ORDER = "tp-cp-ep-dp-pp"
@@ -35,7 +35,7 @@ _Problem = tuple[str, str, str]
 
 
 # Groups are listed rank by rank: beyond any cluster there is only a slip of the keyboard.
-MOST_RANKS = 2**20
+MOST_RANKS = 2**17
 
 
 @dataclass(frozen=True)
@@ -96,16 +96,21 @@ class Mesh:
         if isinstance(self.hierarchical_cp, tuple):
             counts |= {f"hierarchical_cp[{level}]": size for level, size in enumerate(self.hierarchical_cp)}
         else:
-            yield "cp", f"hierarchical_cp={self.hierarchical_cp!r} is no list of sizes", "give the size of each level"
+            reason = f"hierarchical_cp={shown(self.hierarchical_cp)} is no list of sizes"
+            yield "cp", reason, "give the size of each level"
         for name, value in counts.items():
             if type(value) is not int or value < 1:
-                yield name, f"{name}={value!r} is no positive integer", "give a number of at least 1"
-        if type(self.rank_offset) is not int or self.rank_offset < 0:
-            yield "rank_offset", f"rank_offset={self.rank_offset!r} is no rank", "give a number of at least 0"
+                yield name, f"{name}={shown(value)} is no positive integer", "give a number of at least 1"
+            elif value > MOST_RANKS:
+                reason = f"{name}={shown(value)} is more than {MOST_RANKS}"
+                yield name.replace("_", " "), reason, "check the sizes of the axes"
+        if type(self.rank_offset) is not int or not 0 <= self.rank_offset <= MOST_RANKS:
+            reason = f"rank_offset={shown(self.rank_offset)} is no rank"
+            yield "rank_offset", reason, f"give a number from 0 to {MOST_RANKS}"
         if isinstance(self.order, str):
             yield from self._wrong_words(self.order.split("-"))
         else:
-            yield "order", f"order={self.order!r} is no text", f"write axes as in {ORDER!r}"
+            yield "order", f"order={shown(self.order)} is no text", f"write axes as in {ORDER!r}"
 
     def _wrong_words(self, words: list[str]) -> Iterator[_Problem]:
         known = ORDER.split("-")

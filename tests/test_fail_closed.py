@@ -17,7 +17,6 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
-from torch.nn import functional
 
 import fxpar
 from fxpar.capture import capture
@@ -94,11 +93,11 @@ class Counts(Mlp):
 
 
 class Noisy(Mlp):
-    """Draws noise in the middle of a split layer."""
+    """Draws counts in the middle of a split layer."""
 
     def forward(self, x: Tensor, scale: Tensor | None = None) -> Any:
         y = self.up(x)
-        return self.down(y + torch.randn_like(y))
+        return self.down(y + counts(y))
 
 
 class Losses(Mlp):
@@ -122,14 +121,14 @@ class Sampled(Mlp):
         return {"loss": (y + self.noise(y)).mean()}
 
 
-def normal(x: Tensor) -> Tensor:
-    """Noise around x."""
-    return torch.normal(x, 1.0)
+def counts(x: Tensor) -> Tensor:
+    """Poisson numbers of the shape of x."""
+    return torch.poisson(x.detach().abs())
 
 
-def exponential(x: Tensor) -> Tensor:
-    """Noise of the shape of x."""
-    return torch.empty_like(x).exponential_()
+def chosen(x: Tensor) -> Tensor:
+    """A column for each row, each time from all of them."""
+    return torch.multinomial(x.detach().softmax(-1), x.shape[-1], replacement=True).to(x.dtype)
 
 
 class Broken(Mlp):
@@ -270,23 +269,22 @@ TABLE = [
     ),
     Bad("three heads on two ranks", lambda: check(Heads(), {"query": "head"}), "PlanError", "cannot be split by head"),
     Bad("norm weight by column", lambda: check(Mlp(), {"norm": "column"}), "PlanError", "norm.weight"),
-    Bad("15 features on two ranks", lambda: check(Odd(), SPLIT), "PlanError", "down.weight cannot be split"),
+    Bad("15 features on two ranks", lambda: check(Odd(), SPLIT), "PlanError", "weight cannot be split"),
     Bad("words where there are none", lambda: check(Mlp(), {"up": "vocab"}), "PlanError", "in no lookup or loss"),
     Bad("heads where there are none", lambda: check(Mlp(), {"up": "head"}), "PlanError", "no view makes heads"),
     # models
     Bad("branch on a value", lambda: check(Branches()), "CaptureError", "branches on values of tensors"),
     Bad("buffer that changes", lambda: check(Counts()), "CaptureError", "norm.num_batches_tracked"),
     Bad("one sample", lambda: check(Mlp(), {}, (X[:1],)), "CaptureError", "holds one sample"),
-    Bad("gumbel noise", lambda: check(Sampled(functional.gumbel_softmax), SPLIT), "PassError", "draws random numbers"),
-    Bad("normal noise", lambda: check(Sampled(normal), SPLIT), "PassError", "draws random numbers"),
-    Bad("exponential", lambda: check(Sampled(exponential), SPLIT), "PassError", "draws random numbers"),
+    Bad("counts", lambda: check(Sampled(counts), SPLIT), "PassError", "draws random numbers"),
+    Bad("choice with replacement", lambda: check(Sampled(chosen), SPLIT), "PassError", "draws random numbers"),
     Bad("model that cannot train", lambda: verify(Broken(), (X,), Plan()), "InputError", "the model itself, not split"),
     Bad("cache", lambda: check(cached(), {}, {"input_ids": X.long()}), "CaptureError", "returns a cache"),
     Bad("two losses", lambda: check(Losses()), "CaptureError", "several scalars (first, second)"),
     Bad("loss that is not there", lambda: check(Losses(), loss="third"), "CaptureError", "loss='third'"),
     Bad("backward hook", lambda: check(hooked()), "CaptureError", "backward hooks"),
     Bad("data parallel", lambda: check(nn.DataParallel(Mlp())), "CaptureError", "communicates by itself"),
-    Bad("noise in a split layer", lambda: check(Noisy(), SPLIT), "PassError", "draws random numbers"),
+    Bad("counts in a split layer", lambda: check(Noisy(), SPLIT), "PassError", "draws random numbers"),
     Bad("no module", lambda: fxpar.parallelize(torch.relu, Plan(), (X,)), "InputError", "is no nn.Module"),  # type: ignore[arg-type]
     Bad("no plan", lambda: fxpar.parallelize(Mlp(), {"tp": 2}, (X,)), "InputError", "is no Plan"),  # type: ignore[arg-type]
     Bad("no loss", lambda: fxpar.parallelize(Mlp(), Plan(), (X,), loss=3), "InputError", "3 is no loss"),  # type: ignore[arg-type]

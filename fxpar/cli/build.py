@@ -134,12 +134,13 @@ def run(
     passes: Passes = None,
 ) -> Report:
     """Runs the passes on a model, or the ones that are left on a text, with a static check after each."""
-    from fxpar.cli.files import open_start, run_passes
+    from fxpar.cli.files import compared, open_start, run_passes
     from fxpar.cli.models import load_passes
     from fxpar.text import print_program
 
     chosen = load_passes(passes)
     start = open_start(ui, request)
+    findings = compared(ui, start)
     folder = Path(dump) if dump is not None else None
     program, texts = run_passes(ui, start, chosen, until, folder, print_after or ())
     share = warn_unsplit(ui, program)
@@ -149,6 +150,7 @@ def run(
         "properties": sorted(program.properties),
         "split_flops": share,
         **whole(program),
+        "findings": list(findings),
         "dump": dump,
         "texts": texts,
     }
@@ -160,13 +162,15 @@ def run(
         for name, text in texts.items():
             stdout.print(f"# after {name}")
             print_text(stdout, text)
-        _show_passes(stdout, start.name, program, share, dump)
+        _show_passes(stdout, start.name, program, share, dump, findings)
         print_text(stdout, final)
 
     return Report(document, show)
 
 
-def _show_passes(stdout: Console, name: str, program: Program, share: float | None, dump: str | None) -> None:
+def _show_passes(
+    stdout: Console, name: str, program: Program, share: float | None, dump: str | None, findings: tuple[str, ...]
+) -> None:
     columns = ("time", "added", "erased", "changed")
     listing = table("pass", *columns, right=columns)
     for record in program.history:
@@ -175,19 +179,27 @@ def _show_passes(stdout: Console, name: str, program: Program, share: float | No
     print_table(stdout, name, listing)
     split = "" if share is None else f"; {share:.1%} of the matrix FLOPs are split over {program.plan.tp} ranks"
     stdout.print(f"{len(program.graph.nodes)} nodes; {', '.join(sorted(program.properties)) or 'no properties'}{split}")
-    for line in whole_lines(whole(program)):
+    for line in (*findings, *whole_lines(whole(program))):
         stdout.print(line, soft_wrap=True)
     if dump is not None:
         stdout.print(f"texts in {dump}")
 
 
 def whole(program: Program) -> dict[str, Any]:
-    """What tp leaves whole: matrices with the reason, and operators without a rule. Empty before there are layouts."""
+    """What tp leaves whole: matrices with the reason, and operators without a rule. Empty before there are layouts.
+
+    `uncounted` are operators that may multiply matrices and are no part of the share of FLOPs that is split.
+    """
+    from fxpar.rules.flops import uncounted
     from fxpar.verify.analysis import unsplit, without_rule
 
     if "layouts" not in program.properties or "tp" not in program.axes:
-        return {"unsplit": {}, "without_rule": []}
-    return {"unsplit": dict(unsplit(program)), "without_rule": without_rule(program)}
+        return {"unsplit": {}, "without_rule": [], "uncounted": {}}
+    return {
+        "unsplit": dict(unsplit(program)),
+        "without_rule": without_rule(program),
+        "uncounted": uncounted(program),
+    }
 
 
 def whole_lines(found: dict[str, Any]) -> list[str]:
@@ -198,6 +210,9 @@ def whole_lines(found: dict[str, Any]) -> list[str]:
     lines = [f"whole on every rank: {_few(names)} ({reason})" for reason, names in reasons.items()]
     if found["without_rule"]:
         lines.append(f"operators without a rule, whole on every rank: {_few(found['without_rule'])}")
+    if found["uncounted"]:
+        calls = [f"{name} ({count})" for name, count in found["uncounted"].items()]
+        lines.append(f"not counted as matrix FLOPs, for what they multiply is not known: {_few(calls)}")
     return lines
 
 

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from fxpar.cli.build import warn_unsplit, whole, whole_lines
 from fxpar.cli.options import Passes, Request, command
-from fxpar.cli.output import FAILED, FINE, Report, Ui, error_document, error_text, print_table, table
+from fxpar.cli.output import FAILED, FINE, Report, Ui, error_document, error_text, is_folder, print_table, table
 from fxpar.errors import CheckFailed, FxparError, InputError
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ def bisect(ui: Ui, request: Request, passes: Passes = None) -> Report:
 
     chosen = load_passes(passes)
     folder = Path(request.model)
-    if folder.is_dir():
+    if is_folder(folder):
         culprit, reason = _bisect_folder(ui, request, folder, chosen)
     else:
         culprit, reason = _bisect_model(ui, request, chosen)

@@ -96,6 +96,7 @@ def _document(each: Explanation) -> dict[str, Any]:
         "placement": str(each.placement),
         "reason": each.reason,
         "terms_ms": {term: 1e3 * seconds for term, seconds in each.terms.items()},
+        "compared": [str(placement) for placement in each.compared],
         "runner_up": None if each.runner_up is None else str(each.runner_up),
         "runner_up_extra_ms": 1e3 * each.extra,
         "chain": [{"node": node, "placement": placement} for node, placement in each.chain],
@@ -108,11 +109,13 @@ def _show(stdout: Console, axis: str, each: Explanation) -> None:
     rows.add_row("because", each.reason)
     for term, seconds in each.terms.items():
         rows.add_row(term, f"{1e3 * seconds:.3f} ms")
+    others = ", ".join(f"{axis}:{placement}" for placement in each.compared)
     if each.runner_up is None:
-        rows.add_row("runner-up", "none: nothing else is legal")
+        rows.add_row("runner-up", f"none: {others} cannot be" if others else "none: nothing else is offered")
     else:
         by = f"{1e3 * each.extra:.3f} ms longer" if each.extra >= _TIE else "as long: less is computed on every rank"
         rows.add_row("runner-up", f"{axis}:{each.runner_up}, the step {by}")
+        rows.add_row("compared with", f"{others}; for each the rest was chosen anew")
     for node, placement in each.chain:
         rows.add_row("follows", f"{node} {axis}:{placement}")
     print_table(stdout, each.node, rows)

@@ -23,7 +23,7 @@ from fxpar.capture import Captured, capture, check_samples
 from fxpar.capture.precision import cast_parameters
 from fxpar.cli.models import LoadedModel, load_model
 from fxpar.cli.options import EXAMPLE_FLAGS, MODE_FLAG, PLAN_FLAGS, Request
-from fxpar.cli.output import Ui, write_text
+from fxpar.cli.output import Ui, is_file, write_text
 from fxpar.errors import InputError
 from fxpar.manager import Pass, PassManager, Verifier
 from fxpar.parse import parse_program
@@ -31,6 +31,7 @@ from fxpar.passes.assign_rng import RNG_PATH
 from fxpar.program import DTYPE_NAMES, PassRecord, Program
 from fxpar.symbols import evaluate
 from fxpar.text import print_program
+from fxpar.verify.faithful import compare, findings
 from fxpar.verify.static import STATIC
 from fxpar.verify.values import call_inputs, program_state
 
@@ -149,6 +150,18 @@ def open_start(ui: Ui, request: Request) -> Start:
     return Start(captured.program, request.model, captured, loaded)
 
 
+def compared(ui: Ui, start: Start) -> tuple[str, ...]:
+    """What was checked of a capture, as sentences, its values compared with the model's before; none of a text.
+
+    Raises:
+        CheckFailed: they differ.
+    """
+    if start.captured is None or start.loaded is None:
+        return ()
+    with ui.working(f"comparing {start.name}"):
+        return findings(start.captured, compare(start.captured, start.loaded.model, start.loaded.batch))
+
+
 def refuse_flags(request: Request) -> None:
     """Refuses options that a text has settled already."""
     request.refuse(PLAN_FLAGS, "the plan stands in the text", "edit its plan line, or dump the model again")
@@ -161,7 +174,7 @@ def open_model(ui: Ui, request: Request) -> LoadedModel:
     Raises:
         InputError: it cannot be loaded.
     """
-    if Path(request.model).is_file() and ":" not in request.model:
+    if is_file(Path(request.model)) and ":" not in request.model:
         raise InputError(
             f"is no program's text: it does not start with '{_FIRST_LINE}'",
             where=request.model,
@@ -184,7 +197,7 @@ def read_text(path: Path) -> Program:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise InputError(str(error.strerror), where=str(path), remedy="name a program's text file") from None
-    except UnicodeDecodeError:
+    except ValueError:  # or a name with a zero byte
         raise InputError("is no text in UTF-8", where=str(path), remedy="name a program's text file") from None
     return parse_program(text, where=str(path))
 

@@ -17,9 +17,9 @@ from rich.text import Text
 
 from fxpar.axes import Groups
 from fxpar.cli.grid import Panel, Row, colour, panels, rows, short, svg, tag
-from fxpar.cli.options import command
+from fxpar.cli.options import command, number_option, whole_number
 from fxpar.cli.output import Report, Ui, print_table, table, write_text
-from fxpar.errors import InputError
+from fxpar.errors import InputError, shown
 from fxpar.mesh import DENSE, DENSE_AXES, EXPERT, EXPERT_AXES, ORDER, Mesh
 
 _ALWAYS = {DENSE: (*DENSE_AXES, "dp-cp"), EXPERT: EXPERT_AXES}
@@ -48,23 +48,21 @@ def register(app: typer.Typer) -> None:
 
 def groups(
     ui: Ui,
-    world_size: Annotated[int | None, typer.Option(metavar="N", help="all ranks (default: tp·cp·dp·pp)")] = None,
-    tp: Annotated[int, typer.Option(metavar="N", help="tensor parallel ranks")] = 1,
-    cp: Annotated[int, typer.Option(metavar="N", help="context parallel ranks")] = 1,
-    dp: Annotated[int | None, typer.Option(metavar="N", help="data parallel ranks (default: what is left)")] = None,
-    pp: Annotated[int, typer.Option(metavar="N", help="pipeline parallel ranks")] = 1,
-    ep: Annotated[int, typer.Option(metavar="N", help="expert parallel ranks")] = 1,
-    etp: Annotated[
-        int | None, typer.Option(metavar="N", help="tensor parallel ranks of an expert (default: tp)")
-    ] = None,
+    world_size: Annotated[int | None, number_option("all ranks (default: tp·cp·dp·pp)")] = None,
+    tp: Annotated[int, number_option("tensor parallel ranks")] = 1,
+    cp: Annotated[int, number_option("context parallel ranks")] = 1,
+    dp: Annotated[int | None, number_option("data parallel ranks (default: what is left)")] = None,
+    pp: Annotated[int, number_option("pipeline parallel ranks")] = 1,
+    ep: Annotated[int, number_option("expert parallel ranks")] = 1,
+    etp: Annotated[int | None, number_option("tensor parallel ranks of an expert (default: tp)")] = None,
     order: Annotated[str, typer.Option(metavar="AXES", help="axes from the fastest to the slowest")] = ORDER,
-    rank_offset: Annotated[int, typer.Option(metavar="N", help="number of the first rank")] = 0,
-    virtual: Annotated[int, typer.Option(metavar="N", help="pipeline stages a rank")] = 1,
+    rank_offset: Annotated[int, number_option("number of the first rank")] = 0,
+    virtual: Annotated[int, number_option("pipeline stages a rank")] = 1,
     hierarchical_cp: Annotated[
         str | None, typer.Option(metavar="N,N…", help="sizes of the levels of cp, from the fastest: groups cp1, cp2, …")
     ] = None,
     kv_heads: Annotated[
-        int | None, typer.Option(metavar="N", help="key and value heads that tp splits: groups kv_in and kv_out")
+        int | None, number_option("key and value heads that tp splits: groups kv_in and kv_out")
     ] = None,
     group: Annotated[
         list[str] | None,
@@ -116,10 +114,10 @@ def _report(mesh: Mesh, more: Sequence[str], picture: Path | None) -> Report:
 def _levels(text: str | None) -> tuple[int, ...]:
     words = [] if text is None else text.split(",")
     try:
-        return tuple(int(word) for word in words)
-    except ValueError:
+        return tuple(whole_number(word) for word in words)
+    except typer.BadParameter:
         raise InputError(
-            f"{text!r} is no list of sizes", where="--hierarchical-cp", remedy="write numbers as in 2,2,4"
+            f"{shown(text)} is no list of sizes", where="--hierarchical-cp", remedy="write numbers as in 2,2,4"
         ) from None
 
 

@@ -16,10 +16,12 @@ import torch
 import yaml
 from torch import Tensor, nn
 
-from fxpar.errors import InputError
+from fxpar.errors import InputError, shown
 
 BATCH, SEQUENCE = 3, 16
 LARGEST = 200_000_000
+# Beyond any model and any example: configurations make lists of such lengths, and loops of so many layers.
+_MOST_LAYERS, _MOST_SIZE, _MOST_ELEMENTS = 1000, 2**24, 2**28
 
 # Sizes that differ from each other pairwise, so that no two dimensions can be taken for one another. A configuration
 # gets the sizes whose names it knows, as fields or through its attribute map.
@@ -104,7 +106,10 @@ def build(spec: str, batch: int | None, seq: int | None, seed: int) -> Built:
         torch.manual_seed(seed)
         model, has_loss = _model(transformers, config, where)
         torch.manual_seed(seed + 1)
-        example = _example(model, config, samples, length, has_loss, where)
+        try:
+            example = _example(model, config, samples, length, has_loss, where)
+        except RuntimeError as error:  # no numbers below a size of 0
+            raise InputError(_line(error), where=where, remedy="give other sizes") from None
     return Built(model, example, None if has_loss else mean_square)
 
 
@@ -129,8 +134,10 @@ def _split(spec: str) -> list[str]:
 def _value(text: str, where: str) -> Any:
     try:
         return _numbers(yaml.safe_load(text))
-    except yaml.YAMLError:
-        raise InputError(f"'{text}' is no value", where=where, remedy="write a number, a word or [a, list]") from None
+    except (yaml.YAMLError, ValueError, RecursionError):  # a number of too many digits, brackets in brackets
+        raise InputError(
+            f"{shown(text)} is no value", where=where, remedy="write a number, a word or [a, list]"
+        ) from None
 
 
 def _numbers(value: Any) -> Any:
@@ -164,7 +171,10 @@ def _config(transformers: Any, cls: Any, pairs: list[str], length: int, where: s
             valid = sorted({*(f for f in fields if f not in common), *aliases})
             reason = f"has no key '{key}'" if equals else f"'{pair}' is no key=value"
             raise InputError(reason, where=where, remedy=f"choose from {', '.join(valid)}")
+        if name in given:
+            raise InputError(f"has the key '{key}' twice", where=where, remedy="keep one")
         given[name] = _value(text, where)
+        _check_size(name, given[name], where)
     settings = {**_defaults(fields, own, length), **given}
     settings |= {k: v for k, v in _derived(fields, settings, own).items() if k not in given}
     try:
@@ -174,6 +184,18 @@ def _config(transformers: Any, cls: Any, pairs: list[str], length: int, where: s
     if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0  # T5's own, which checkpoints bring
     return _even_rotary(config, given)
+
+
+def _check_size(name: str, value: Any, where: str) -> None:
+    """Refuses sizes that no configuration has; in a mapping (rotary positions, say) numbers are no sizes."""
+    most = _MOST_LAYERS if "layer" in name and "size" not in name else _MOST_SIZE
+    for number in value if isinstance(value, list) else [value]:
+        if isinstance(number, int) and abs(number) > most:
+            raise InputError(
+                f"{name}={shown(number)} is more than {most}",
+                where=where,
+                remedy="give a smaller number, or write one that is no size with a point (1e9 or 1000000000.0)",
+            )
 
 
 def _strict_errors() -> tuple[type[Exception], ...]:
@@ -297,16 +319,27 @@ def _example(model: nn.Module, config: Any, samples: int, length: int, has_loss:
         if type(size) is not int:
             size = tuple(size) if isinstance(size, (list, tuple)) and len(size) == 2 else (32, 32)
         height, width = (size, size) if isinstance(size, int) else size
+        _check_elements(samples * channels * height * width, where)
         example = {"pixel_values": torch.randn(samples, channels, height, width)}
         if has_loss:
             example["labels"] = torch.randint(0, config.num_labels, (samples,))
     elif main == "input_ids" and type(getattr(config, "vocab_size", None)) is int:
+        _check_elements(samples * length, where)
         example = _tokens(config, samples, length, has_loss, "decoder_input_ids" in takes)
     else:
         raise InputError(f"no example is made for models of this kind, which want {main}", where=where, remedy=_OWN)
     if any(p.is_meta for p in model.parameters()):
         return {name: value.to("meta") for name, value in example.items()}
     return example
+
+
+def _check_elements(count: int, where: str) -> None:
+    if count > _MOST_ELEMENTS:
+        raise InputError(
+            f"its example would have {shown(count)} elements, more than {_MOST_ELEMENTS}",
+            where=where,
+            remedy="give smaller sizes: the program is that of every batch; --size counts at others",
+        )
 
 
 def _tokens(config: Any, samples: int, length: int, has_loss: bool, decodes: bool) -> dict[str, Tensor]:

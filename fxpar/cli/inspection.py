@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from fxpar.cli.build import warn_unsplit
-from fxpar.cli.options import Request, command
+from fxpar.cli.options import Request, command, whole_number
 from fxpar.cli.output import FAILED, FINE, Report, Ui, amount, print_table, table
 from fxpar.errors import InputError
 
@@ -150,9 +150,12 @@ def sizes_of(program: Program, given: Sequence[str]) -> dict[str, int]:
     """Sizes by symbol of the options `--size SYMBOL=N`.
 
     Raises:
-        InputError: an unknown symbol, or no positive integer.
+        InputError: an unknown symbol, one twice, no positive integer, or sizes that no tensor has.
     """
-    known, found = [s.name for s in program.symbols], {}
+    from fxpar.report.build import check_countable
+
+    known: list[str] = [s.name for s in program.symbols]
+    found: dict[str, int] = {}
     for text in given:
         name, _, number = text.partition("=")
         if name not in known:
@@ -161,9 +164,15 @@ def sizes_of(program: Program, given: Sequence[str]) -> dict[str, int]:
                 where=f"--size {text}",
                 remedy=f"choose from {', '.join(known) or 'none'}",
             )
-        if not number.isascii() or not number.isdigit() or int(number) < 1:
+        if name in found:
+            raise InputError("the size is given twice", where=f"--size {text}", remedy="keep one")
+        try:
+            found[name] = whole_number(number)
+        except typer.BadParameter:
+            found[name] = 0
+        if found[name] < 1:
             raise InputError("is no positive integer", where=f"--size {text}", remedy=f"write, for example, {name}=8")
-        found[name] = int(number)
+    check_countable(program, found)
     return found
 
 

@@ -5,15 +5,21 @@ Enters: the words of a command line. Leaves: the exit status: 0 fine, 1 a check 
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import io
 import os
 import sys
 from collections.abc import Sequence
+from typing import TextIO
 
 import typer
 
 from fxpar.cli import build, check, explain, groups, inspection, memory
 from fxpar.cli.output import BAD_INPUT, INTERRUPTED, print_error, print_json
+
+# What writing to a full disk or to a pipe that nobody reads raises.
+_OUTPUT_FAULTS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 
 # typer gives the errors of usage no public name but this subclass.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -52,15 +58,53 @@ def main(argv: Sequence[str] | None = None) -> int:
     if added:
         sys.path.insert(0, here)
     try:
-        result = _application()(args=words, prog_name="fxpar", standalone_mode=False)
-        return int(result or 0)
-    except _UsageError as error:
-        return _usage(error, "--json" in words)
+        if sys.stdout is None:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        status = _status(words)
+        sys.stdout.flush()
+        return status
+    except OSError as error:
+        if error.errno not in _OUTPUT_FAULTS or error.filename is not None:
+            raise
+        return _unwritten(error)
+    except SystemExit as stop:  # by which rich and typer end where a pipe has no reader
+        if not isinstance(stop.__context__, BrokenPipeError):
+            raise
+        return _unwritten(stop.__context__)
     except KeyboardInterrupt:
         return INTERRUPTED
     finally:
         if added and here in sys.path:
             sys.path.remove(here)
+
+
+def _status(words: list[str]) -> int:
+    try:
+        return int(_application()(args=words, prog_name="fxpar", standalone_mode=False) or 0)
+    except _UsageError as error:
+        return _usage(error, "--json" in words)
+
+
+def _unwritten(error: OSError) -> int:
+    """Says that the output went nowhere; what is left of it would fail once more when the interpreter ends."""
+    with contextlib.suppress(OSError):
+        print_error(f"stdout: cannot be written: {error.strerror}; print to a terminal, or to a file with room")
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for number, stream in ((1, sys.stdout), (2, sys.stderr)):
+        # A stream of a caller's own has another number or none, and is theirs to close.
+        with contextlib.suppress(OSError, AttributeError):
+            if stream.fileno() == number and (number == 1 or not _flushes(stream)):
+                os.dup2(nowhere, number)
+    os.close(nowhere)
+    return BAD_INPUT
+
+
+def _flushes(stream: TextIO) -> bool:
+    try:
+        stream.flush()
+    except OSError:
+        return False
+    return True
 
 
 def _usage(error: Exception, json: bool) -> int:

@@ -54,7 +54,7 @@ def report(
     html: Annotated[str | None, typer.Option(metavar="FILE", help="write the report as one HTML file too")] = None,
 ) -> Report:
     """Reports on a split model: passes, collectives, memory a rank, and what is not split and why."""
-    found = _figures(ui, request, size or [], optimizer)
+    found = _figures(ui, request, size or [], optimizer, checked=True)
     if html is not None:
         from fxpar.cli.output import write_text
         from fxpar.report.html import as_html
@@ -70,11 +70,15 @@ def report(
     return Report(document, show)
 
 
-def _figures(ui: Ui, request: Request, size: Sequence[str], optimizer: str) -> Figures:
-    """The report of a model or text after all passes; nothing of it is run."""
+def _figures(ui: Ui, request: Request, size: Sequence[str], optimizer: str, checked: bool = False) -> Figures:
+    """The report of a model or text after all passes; nothing of it is run.
+
+    Args:
+        checked: whether the captured model is compared with the author's before.
+    """
     import torch
 
-    from fxpar.cli.files import open_start, run_passes
+    from fxpar.cli.files import compared, open_start, run_passes
     from fxpar.ops.collectives import Group
     from fxpar.ops.lower import lower
     from fxpar.passes import DEFAULT_PASSES
@@ -82,10 +86,11 @@ def _figures(ui: Ui, request: Request, size: Sequence[str], optimizer: str) -> F
 
     start = open_start(ui, request)
     sizes = sizes_of(start.program, size)
+    findings = compared(ui, start) if checked else ()
     program, _ = run_passes(ui, start, DEFAULT_PASSES)
     with ui.working(f"counting {request.model}"):
         # Nothing is sent: the groups have names alone.
-        lowered = lower(program, {axis: Group(axis, n) for axis, n in program.axes.items()})
+        lowered = lower(program, {axis: Group(axis, n) for axis, n in program.axes.items()}, main_values=True)
         return make_report(
             program,
             lowered,
@@ -93,4 +98,5 @@ def _figures(ui: Ui, request: Request, size: Sequence[str], optimizer: str) -> F
             device=torch.device("cpu"),
             sizes=sizes,
             optimizer=optimizer,
+            findings=findings,
         )

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fxpar.cli.output import is_file
 from fxpar.errors import InputError, PassError
 from fxpar.manager import Pass
 from fxpar.passes import DEFAULT_PASSES
@@ -34,6 +35,7 @@ _USER_FAULTS = (
     ArithmeticError,
     AssertionError,
     AttributeError,
+    EOFError,
     ImportError,
     LookupError,
     NameError,
@@ -123,13 +125,13 @@ def load_attribute(spec: str) -> Any:
     with user_code(place):
         module = _load_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
     if not hasattr(module, name):
-        raise InputError(f"{place} has no {name}", where=spec, remedy="name a function of the module")
+        raise InputError(f"the module has no {name}", where=spec, remedy="name a function of the module")
     return getattr(module, name)
 
 
 def _load_file(path: Path) -> ModuleType:
     """Runs a file as a module of its own name, or of a name of its own where that one is taken; once a process."""
-    if not path.is_file():
+    if not is_file(path):
         raise InputError("there is no such file", where=str(path), remedy="check the path")
     own = f"{path.stem}_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]}"
     for name in (path.stem, own):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import re
 import sys
 import typing
 from collections.abc import Callable, Sequence
@@ -18,7 +19,7 @@ from typing import Annotated, Any
 import typer
 
 from fxpar.cli.output import Report, Ui, console, error_document, error_text, print_error, print_json, status_of
-from fxpar.errors import FxparError, InputError
+from fxpar.errors import FxparError, InputError, shown
 from fxpar.plan import Plan
 
 
@@ -57,6 +58,27 @@ PLAN_FLAGS = ("--plan", "--tp", "--split", "--sequence-parallel", "--seed", "--p
 EXAMPLE_FLAGS = ("--batch", "--seq")
 MODE_FLAG = "--train/--eval"
 
+# More digits than any size, rank or seed has; Python's own limit is thousands.
+_NUMBER = re.compile(r"[+-]?[0-9]{1,20}")
+
+
+def whole_number(text: str | int) -> int:
+    """The number that a word of the command line is; typer passes defaults through here too.
+
+    Raises:
+        BadParameter: it is none in plain digits, or has more digits than any number asked for.
+    """
+    if isinstance(text, int):
+        return text
+    if not _NUMBER.fullmatch(text):
+        raise typer.BadParameter(f"{shown(text)} is no whole number of at most 20 digits")
+    return int(text)
+
+
+def number_option(text: str) -> Any:
+    """An option that takes a whole number."""
+    return typer.Option(metavar="N", parser=whole_number, help=text)
+
 
 def _request(
     model: Annotated[
@@ -68,7 +90,7 @@ def _request(
         ),
     ],
     plan: Annotated[str | None, typer.Option(metavar="FILE", help="plan as YAML; flags win over it")] = None,
-    tp: Annotated[int | None, typer.Option(metavar="N", help="ranks that split each layer")] = None,
+    tp: Annotated[int | None, number_option("ranks that split each layer")] = None,
     split: Annotated[
         list[str] | None,
         typer.Option(
@@ -83,15 +105,11 @@ def _request(
             help="cut activations between the split matrices over the sequence (default: no)",
         ),
     ] = None,
-    seed: Annotated[
-        int | None, typer.Option(metavar="N", help="seed of dropout, random weights and the example")
-    ] = None,
-    precision: Annotated[str | None, typer.Option(metavar="TYPE", help="as_is, fp32, bf16 or fp16")] = None,
+    seed: Annotated[int | None, number_option("seed of dropout, random weights and the example")] = None,
+    precision: Annotated[str | None, typer.Option(metavar="TYPE", help="as_is, fp32, bf16, …: see fxpar.Plan")] = None,
     train: Annotated[bool | None, typer.Option("--train/--eval", help="mode to capture (default: train)")] = None,
-    batch: Annotated[int | None, typer.Option(metavar="N", help="samples of an hf: example (default: 3)")] = None,
-    seq: Annotated[
-        int | None, typer.Option(metavar="N", help="tokens a sample of an hf: example (default: 16)")
-    ] = None,
+    batch: Annotated[int | None, number_option("samples of an hf: example (default: 3)")] = None,
+    seq: Annotated[int | None, number_option("tokens a sample of an hf: example (default: 16)")] = None,
 ) -> Request:
     """The request of a command line.
 

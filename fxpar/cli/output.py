@@ -103,6 +103,22 @@ def print_json(document: Any, stream: TextIO) -> None:
     stream.write(json.dumps(_plain(document), indent=2, allow_nan=False, ensure_ascii=False) + "\n")
 
 
+def is_file(path: Path) -> bool:
+    """Whether there is such a file; what cannot be a name names none."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
+
+
+def is_folder(path: Path) -> bool:
+    """Whether there is such a folder."""
+    try:
+        return path.is_dir()
+    except (OSError, ValueError):
+        return False
+
+
 def write_text(path: Path, text: str) -> None:
     """Writes a file, with the folders above it.
 
@@ -112,8 +128,9 @@ def write_text(path: Path, text: str) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise InputError(str(error.strerror), where=str(path), remedy="name a place that can be written") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise InputError(reason, where=str(path), remedy="name a place that can be written") from None
 
 
 def _plain(value: Any) -> Any:

@@ -82,8 +82,9 @@ def test_a_large_model_needs_no_memory() -> None:
     assert found.status == 0
     (first, *_) = found.document["ranks"]
     attention, mlp, words, norms = 2 * 4096 * 512 + 2 * 4096 * 128, 3 * 4096 * 1376, 2 * 4096 * 4096, 3 * 4096
-    assert first["parameters"] == 2 * (attention + mlp + words + norms)
-    assert first["padding"] == 2 * 2 * 96 * 4096
+    assert first["parameters"] == 4 * (attention + mlp + words + norms)
+    assert first["copies"] == first["parameters"] // 2
+    assert first["padding"] == 4 * 2 * 96 * 4096
     assert first["activations"] > 2**28  # 8192 tokens, of which the model was traced with 16
 
 

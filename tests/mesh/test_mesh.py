@@ -147,7 +147,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
     "no size": ({"cp": 2, "hierarchical_cp": (2, -1)}, "hierarchical_cp[1]", ("=-1",)),
     "no levels": ({"cp": 2, "hierarchical_cp": 2}, "cp", ("hierarchical_cp=2",)),
     "no text": ({"order": None}, "order", ("order=None",)),
-    "too many": ({"tp": 2, "world_size": 100_000_000}, "world size", ("100000000", "1048576")),
+    "too many": ({"tp": 2, "world_size": 100_000_000}, "world size", ("100000000", "131072")),
     "offset": ({"rank_offset": -1}, "rank_offset", ("rank_offset=-1",)),
 }
 
