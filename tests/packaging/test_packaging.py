@@ -1,14 +1,12 @@
 """The wheel and the sdist hold the whole package: `fxpar.passes`, a link in the checkout, is real files in both."""
 
-import shutil
 import stat
 import subprocess
 import sys
 import tarfile
 import zipfile
+from email import message_from_bytes
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -29,22 +27,6 @@ for name in names:
     assert file is not None and Path(file).is_relative_to(wheel), (name, file)
 print(*names)
 """
-
-
-@pytest.fixture(scope="module")
-def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of an sdist and of the wheel built from it.
-
-    They are built from a copy, because setuptools writes into the tree it builds and packs what an earlier build left.
-    """
-    folder = tmp_path_factory.mktemp("packaging")
-    source = folder / "source"
-    leave_out = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__")
-    shutil.copytree(ROOT, source, symlinks=True, ignore=leave_out)
-    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(folder / "dist"), str(source)]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return folder / "dist"
 
 
 def pass_files() -> dict[str, bytes]:
@@ -93,3 +75,39 @@ def test_wheel_imports_without_the_checkout(dist: Path, tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert "fxpar.passes" in done.stdout.split()
+
+
+# What a user without transformers sees: an install without extras has none.
+WITHOUT_EXTRAS = """
+import sys
+from pathlib import Path
+
+wheel, checkout = Path(sys.argv[1]), Path(sys.argv[2])
+sys.path[:] = [str(wheel)] + [entry for entry in sys.path if Path(entry).resolve() != checkout]
+sys.modules["transformers"] = None
+from fxpar.cli.main import main
+
+assert main(["groups", "--tp", "2"]) == 0
+assert "torch" not in sys.modules
+assert main(["verify", "hf:gpt2", "--tp", "2"]) == 2
+"""
+
+
+def test_without_extras_models_of_transformers_are_refused_with_the_remedy(dist: Path, tmp_path: Path) -> None:
+    (wheel,) = dist.glob("*.whl")
+    unpacked = tmp_path / "unpacked"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(unpacked)
+    command = [sys.executable, "-I", "-c", WITHOUT_EXTRAS, str(unpacked), str(ROOT)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == "error: hf:gpt2: transformers is not installed; pip install 'fxpar[hf]'\n"
+
+
+def test_the_range_of_torch_ends_at_what_was_tried(dist: Path) -> None:
+    (wheel,) = dist.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        wanted = message_from_bytes(archive.read(name)).get_all("Requires-Dist") or []
+    (torch,) = (text for text in wanted if text.startswith("torch"))
+    assert set(torch.removeprefix("torch").split(",")) == {">=2.11", "<2.16"}
