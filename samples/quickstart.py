@@ -23,6 +23,7 @@ import transformers
 from rich.console import Console
 from rich.table import Table
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.distributed.tensor import DTensor
 
 import fxpar
 from fxpar.program import note
@@ -75,7 +76,7 @@ def train(plan: fxpar.Plan, steps: int) -> dict[str, Any]:
         optimizer.step()
     return {
         "losses": losses,
-        "parameters": sum(p.numel() for p in model.parameters()),
+        "parameters": sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in model.parameters()),
         "collectives": collectives_of_a_layer(model.program),
         "compile": compiled - start,
         "train": time.perf_counter() - compiled,

@@ -18,6 +18,7 @@ from fxpar import operators
 from fxpar.capture.convert import CallSpec, convert
 from fxpar.capture.eager import compare, walk
 from fxpar.capture.guards import check_model, check_samples
+from fxpar.capture.memo import OtherMemos
 from fxpar.capture.sizes import SizeError
 from fxpar.capture.trace import arguments, trace
 from fxpar.collector import without_collections
@@ -70,15 +71,16 @@ def _capture(model: nn.Module, batch: Any, plan: Plan, loss: Callable[..., Any] 
     function = loss if callable(loss) else None
     name = loss if isinstance(loss, str) else None
     ranks = [value.dim() for value in pytree.tree_leaves(batch) if isinstance(value, Tensor)]
+    others = OtherMemos()
     for symbolic in (None, *(count for count in (2, 1) if count < max(ranks, default=0)), 0):
         try:
-            traced = trace(model, batch, function, symbolic)
+            traced = trace(model, batch, function, symbolic, others)
             program, spec = convert(traced, model, plan, name)
         except SizeError:
             if symbolic == 0:
                 raise
             continue
         break
-    eager = walk(model, batch, function)
+    eager = walk(model, batch, function, others)
     compare(eager, Counter(str(n.kwargs["path"]) for n in program.graph.nodes if n.target is operators.function))
     return Captured(program, spec, traced.how, function, eager.reason)

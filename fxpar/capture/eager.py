@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fxpar.capture.decided import host_numbers
 from fxpar.capture.guards import no_host_random, separate
 from fxpar.capture.hooks import hooks_watched
-from fxpar.capture.memo import nothing_remembered
+from fxpar.capture.memo import OtherMemos, nothing_remembered
 from fxpar.capture.memory import plain_surrounding, without_values
 from fxpar.capture.places import is_foreign_file, place_of
 from fxpar.capture.recording import Watch, is_internal, recording
@@ -66,8 +66,13 @@ class Eager:
     reason: str = ""
 
 
-def walk(model: nn.Module, batch: Any, loss: Callable[..., Any] | None) -> Eager:
+def walk(
+    model: nn.Module, batch: Any, loss: Callable[..., Any] | None, others: OtherMemos | None = None
+) -> Eager:
     """Runs the model on fakes, forward and backward; it is left as it was.
+
+    Args:
+        others: memoised functions, where they are known from the trace.
 
     Raises:
         CaptureError: a hook on gradients or saved tensors, or random numbers in a backward.
@@ -77,7 +82,7 @@ def walk(model: nn.Module, batch: Any, loss: Callable[..., Any] | None) -> Eager
         with contextlib.ExitStack() as stack:
             for context in (plain_surrounding(), quiet(), no_host_random(model), untouched(model)):
                 stack.enter_context(context)
-            stack.enter_context(nothing_remembered(model))
+            stack.enter_context(nothing_remembered(called(model, batch, loss).module, others or OtherMemos()))
             stack.enter_context(recording())
             stack.enter_context(host_numbers())
             batch = stack.enter_context(without_values(model, separate(batch)))
@@ -136,7 +141,13 @@ class _Calls(TorchDispatchMode):
 
     def __init__(self, found: Eager) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._found, self._kept, self._within = found, sys.getprofile(), ""
+        self._found, self._profiler, self._within = found, sys.getprofile(), ""
+        if not (self._profiler is None or callable(self._profiler) or hasattr(self._profiler, "enable")):
+            raise CaptureError(
+                f"a profiler runs ({type(self._profiler).__name__}) that Python cannot put back",
+                where="capture",
+                remedy="profile what comes after parallelize",
+            )
 
     def __enter__(self) -> Self:
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -144,13 +155,20 @@ class _Calls(TorchDispatchMode):
         return self
 
     def __exit__(self, *args: object) -> None:
-        sys.setprofile(self._kept)
+        self._look_away()
         super().__exit__(*args)  # type: ignore[no-untyped-call]
+
+    def _look_away(self) -> None:
+        """Puts back the profiler of the user's process; cProfile's is no function, but an object that knows how."""
+        if self._profiler is None or callable(self._profiler):
+            sys.setprofile(self._profiler)
+        else:
+            self._profiler.enable()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        sys.setprofile(self._kept)
+        self._look_away()
         try:
             if torch.Tag.nondeterministic_seeded in func.tags:
                 _check_draw(func)

@@ -52,8 +52,7 @@ class Memory:
                     self._seen[id(value)] = value
                     pending += self._inside(value)
             for attributes, done in self._open:
-                special = {name for name in attributes if name.startswith("__")}  # which operators call
-                new = ((attributes.keys() & self._names) | special) - done
+                new = (attributes.keys() & self._names) - done
                 done |= new
                 pending += [attributes[name] for name in new]
 
@@ -115,8 +114,9 @@ class Memory:
         for cls in value.__mro__:
             if self._is_own(cls) and id(cls) not in self._objects:
                 self._objects[id(cls)] = (cls, dict(vars(cls)))
-                self._open.append((vars(cls), set()))
-        yield from ()
+                special = {name for name in vars(cls) if name.startswith("__")}  # which operators call
+                self._open.append((vars(cls), special))
+                yield from [vars(cls)[name] for name in special]
 
     def _is_own(self, cls: type) -> bool:
         if cls not in self._own:
@@ -228,10 +228,11 @@ def _computed(memo: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextlib.contextmanager
-def nothing_remembered(model: nn.Module, plain: bool = False) -> Iterator[None]:
+def nothing_remembered(model: nn.Module, others: OtherMemos | None = None, plain: bool = False) -> Iterator[None]:
     """While active, memoised functions compute; at the end everything holds what it held before.
 
     Args:
+        others: of the capture; None where nothing runs on fakes.
         plain: memoised functions are replaced by the very functions that they wrap, which Dynamo follows.
     """
     memory = Memory(model)
@@ -240,18 +241,31 @@ def nothing_remembered(model: nn.Module, plain: bool = False) -> Iterator[None]:
         yield
     finally:
         memory.restore()
-        _forget()
+        if others is not None:
+            others.forget()
 
 
-def _forget() -> None:
-    """Empties memoised functions that the author's code reached in another way and that hold what a trace made."""
-    for value in gc.get_objects():
-        if type(value) is _Memo and _is_memo(value) and value.cache_info().currsize:
-            reached = gc.get_referents(value)
-            for _ in range(3):  # the table, its entries, what they hold
-                if any(isinstance(item, FakeTensor) for item in reached):
-                    value.cache_clear()
-                    break
-                reached = [
-                    item for item in gc.get_referents(*reached) if not isinstance(item, (type, types.ModuleType))
-                ]
+class OtherMemos:
+    """Memoised functions of the whole process, which the author's code may reach in ways that `Memory` does not see.
+
+    They are looked for once in a capture, after its first run: that takes as long as a small trace.
+    """
+
+    _all: list[Any] | None = None
+
+    def forget(self) -> None:
+        """Empties those that hold what a trace made."""
+        if self._all is None:
+            self._all = [value for value in gc.get_objects() if type(value) is _Memo and _is_memo(value)]
+        for value in self._all:
+            if value.cache_info().currsize and _holds_fakes(value):
+                value.cache_clear()
+
+
+def _holds_fakes(memo: Any) -> bool:
+    reached = gc.get_referents(memo)
+    for _ in range(3):  # the table, its entries, what they hold
+        if any(isinstance(item, FakeTensor) for item in reached):
+            return True
+        reached = [item for item in gc.get_referents(*reached) if not isinstance(item, (type, types.ModuleType))]
+    return False

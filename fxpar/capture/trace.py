@@ -34,7 +34,7 @@ from fxpar.capture.guards import (
     no_host_random,
     separate,
 )
-from fxpar.capture.memo import nothing_remembered
+from fxpar.capture.memo import OtherMemos, nothing_remembered
 from fxpar.capture.memory import with_memory
 from fxpar.capture.places import Blamed, place_of
 from fxpar.capture.recording import Recorder, Watch, recording
@@ -119,13 +119,20 @@ class Trace:
     keywords: bool = False
 
 
-def trace(model: nn.Module, batch: Any, loss: Callable[..., Any] | None, symbolic: int | None = None) -> Trace:
+def trace(
+    model: nn.Module,
+    batch: Any,
+    loss: Callable[..., Any] | None,
+    symbolic: int | None = None,
+    others: OtherMemos | None = None,
+) -> Trace:
     """Traces the model on a batch, and with `loss` also `loss(outputs, batch)`.
 
     Every dimension of two or more elements is offered as symbolic; the model may pin it.
 
     Args:
         symbolic: how many leading dimensions are offered; None for all.
+        others: memoised functions of a capture that traces several times.
 
     Raises:
         CaptureError: the model cannot be traced into one graph; the text says where and what to do.
@@ -138,7 +145,7 @@ def trace(model: nn.Module, batch: Any, loss: Callable[..., Any] | None, symboli
     with quiet(), no_host_random(model), with_memory(model, safe) as (batch, originals):
         call = called(model, batch, loss)
         with Blamed(_raised):
-            found = _trace(call.module, call.prefix, (call.args, call.kwargs, symbolic), originals)
+            found = _trace(call, symbolic, originals, others or OtherMemos())
         return replace(found, keywords=isinstance(call.module, WithKeywords))
 
 
@@ -174,16 +181,17 @@ def _raised(reason: str, place: str) -> CaptureError:
     )
 
 
-def _trace(module: nn.Module, prefix: str, call: _Call, originals: Mapping[int, Tensor]) -> Trace:
+def _trace(run: Called, symbolic: int | None, originals: Mapping[int, Tensor], others: OtherMemos) -> Trace:
+    module, prefix, call = run.module, run.prefix, (run.args, run.kwargs, symbolic)
     try:
-        with untouched(module), nothing_remembered(module):
+        with untouched(module), nothing_remembered(module, others):
             exported, recorder = _functional(module, call, prefix)
         return Trace(exported, "export", recorder, prefix, originals)
     except FAILURES as error:
         first = error
     _explain_now(first, module if originals else None)
     try:
-        with untouched(module), nothing_remembered(module, plain=True):
+        with untouched(module), nothing_remembered(module, others, plain=True):
             graph_module, assumptions = dynamo_graph(module, prefix, *call)
         exported, recorder = _functional(graph_module, call, prefix)
         return Trace(exported, "dynamo", recorder, prefix, originals, assumptions)

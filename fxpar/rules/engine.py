@@ -12,6 +12,7 @@ passed, `tensors*` stands for each item of a list by itself.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -55,6 +56,8 @@ class Call:
         names: the schema name of each operand; the items of a list share one.
         outputs: types of the tensor outputs.
         n: ranks of the axis.
+        decides: of an operation that gives indices: whether the program computes with them, and does not just
+            return them.
     """
 
     target: Any
@@ -63,6 +66,7 @@ class Call:
     names: tuple[str, ...]
     outputs: tuple[TensorType, ...]
     n: int
+    decides: bool = False
 
     def get(self, name: str, default: Any = None) -> Any:
         """A non-tensor argument."""
@@ -160,7 +164,17 @@ def call_of(node: fx.Node, n: int) -> Call:
             plain[name] = _scalar(value)
         elif isinstance(value, (list, tuple)):
             plain[name] = [None if not _is_tensor(item) else item for item in value]
-    return Call(node.target, plain, tuple(kinds), tuple(names), output_types(node), n)
+    return Call(node.target, plain, tuple(kinds), tuple(names), output_types(node), n, _decides(node))
+
+
+def _decides(node: fx.Node) -> bool:
+    kinds = output_types(node)
+    indices = [i for i, kind in enumerate(kinds) if not (kind.is_float or kind.dtype.is_complex)]
+    if len(kinds) > 1:
+        items = [user for user in node.users if user.target is operator.getitem and user.args[1] in indices]
+    else:
+        items = [node] if indices else []
+    return any(user.op != "output" for item in items for user in item.users)
 
 
 def transfer(placement: Placement, source: Size, dim: int, size: Size, n: int) -> Placement | Refusal:

@@ -59,6 +59,14 @@ def _searched(call: Call) -> Mapping[str, int] | Refusal:
     return {"self": int(dims) % rank}
 
 
+def _best(call: Call) -> Mapping[str, int] | Refusal:
+    """Of a search for several: which of equal values it takes is torch's own, and a model that computes with it (a
+    router, say, whose weights begin at zero) must go on with those of one device."""
+    if call.decides:
+        return Refusal("what topk finds decides what is computed, and of equal values it takes those of the whole")
+    return _searched(call)
+
+
 def _rule(dims: Dims, output: Callable[[Placement], Placement]) -> Rule:
     """The one signature: the vocabulary is cut wherever it occurs, everything else is whole."""
 
@@ -100,7 +108,7 @@ def vocabulary_rules() -> dict[str, Rule]:
         "fxpar.log_softmax": _rule(_searched, lambda cut: cut),
         "fxpar.logsumexp": _rule(_searched, lambda cut: I),
         "fxpar.argmax": _rule(_searched, lambda cut: I),
-        "fxpar.topk": _rule(_searched, lambda cut: I),
+        "fxpar.topk": _rule(_best, lambda cut: I),
     }
 
 
