@@ -261,12 +261,15 @@ class Routed(nn.Module):
         super().__init__()
         self.words, self.head = nn.Embedding(37, 12), nn.Linear(12, 37)
         self.router = nn.Parameter(torch.zeros(16, 12))
+        self.correction = nn.Parameter(torch.zeros(1, 16))
         self.experts = nn.Parameter(torch.randn(16, 12, 12) * 0.3)
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         """[b, s] twice."""
         x = self.words(ids)
-        chances, chosen = functional.linear(x, self.router).softmax(-1).topk(3, -1)
+        scores = functional.linear(x, self.router).softmax(-1)
+        chosen = (scores + self.correction.squeeze()).topk(3, -1).indices
+        chances = scores.gather(-1, chosen)
         mixed = (torch.einsum("bsi,bskio->bsko", x, self.experts[chosen]) * chances.unsqueeze(-1)).sum(2)
         return functional.cross_entropy(self.head(mixed).flatten(0, 1), labels.flatten())
 
