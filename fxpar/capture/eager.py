@@ -66,9 +66,7 @@ class Eager:
     reason: str = ""
 
 
-def walk(
-    model: nn.Module, batch: Any, loss: Callable[..., Any] | None, others: OtherMemos | None = None
-) -> Eager:
+def walk(model: nn.Module, batch: Any, loss: Callable[..., Any] | None, others: OtherMemos | None = None) -> Eager:
     """Runs the model on fakes, forward and backward; it is left as it was.
 
     Args:

@@ -256,7 +256,9 @@ class OtherMemos:
     def forget(self) -> None:
         """Empties those that hold what a trace made."""
         if self._all is None:
-            self._all = [value for value in gc.get_objects() if type(value) is _Memo and _is_memo(value)]
+            # Each refers to the class of what `cache_info` gives.
+            info = type(functools.lru_cache(lambda: None).cache_info())
+            self._all = [value for value in gc.get_referrers(info) if _is_memo(value)]
         for value in self._all:
             if value.cache_info().currsize and _holds_fakes(value):
                 value.cache_clear()

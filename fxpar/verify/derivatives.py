@@ -16,30 +16,32 @@ from torch.fx.node import map_arg
 
 from fxpar.errors import CheckFailed
 from fxpar.gradients import reached
-from fxpar.program import Program, ScalarType, TensorType, note, operands
+from fxpar.program import Program, ScalarType, TensorType, note, operands, output_types
 from fxpar.rules.inference import describe
 from fxpar.symbols import evaluate
 
 _MISSING = re.compile(r"(the )?derivative for \S+ is not implemented")
+# Operators that have one, with the types of their operands: an operator does not lose its derivative.
+_known: set[Any] = set()
 # What else shapes may not fit, other checks say.
 _FAILURES = (RuntimeError, ValueError, IndexError, TypeError, KeyError, AssertionError, ArithmeticError)
 
 
 def check_derivatives(program: Program, flags: Mapping[fx.Node, tuple[bool, ...]]) -> None:
-    """Differentiates each operator of torch once, on shapes, as the program uses it first.
+    """Differentiates each operator of torch once in a process, on shapes, as a program uses it first.
 
     Raises:
         CheckFailed: PyTorch has no derivative of it.
     """
     sizes, wanted = {s.name: s.example for s in program.symbols}, reached(program, flags)
-    seen: set[Any] = set()
     for node in program.graph.nodes:
         if node not in wanted or not isinstance(node.target, torch._ops.OpOverload):
             continue
-        key = node.target, tuple(flags[operand] for operand in operands(node))
-        if key not in seen:
-            seen.add(key)
+        kinds = tuple(kind.dtype for operand in operands(node) for kind in output_types(operand))
+        key = node.target, kinds, tuple(flags[operand] for operand in operands(node))
+        if key not in _known:
             _differentiate(node, flags, sizes)
+            _known.add(key)
 
 
 def _differentiate(node: fx.Node, flags: Mapping[fx.Node, tuple[bool, ...]], sizes: Mapping[str, int]) -> None:

@@ -6,6 +6,7 @@ import operator
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -56,6 +57,7 @@ def programs() -> Iterator[Program]:
             yield current
 
 
+@pytest.mark.matrix
 def test_the_occurring_operators_are_those_of_the_zoo() -> None:
     found: dict[str, bool] = {}
     for program in programs():

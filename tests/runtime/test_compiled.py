@@ -52,12 +52,14 @@ def test_a_new_shape_is_compiled_once() -> None:
     assert found["graphs"] == [0, 0, 0, 0, 1, 2, 2, 2]
 
 
+@pytest.mark.matrix
 def test_a_new_memory_layout_is_no_new_shape() -> None:
     found = compiled.variants()
     assert found["graphs"] == 1
     assert len(found["losses"]) == 10
 
 
+@pytest.mark.matrix
 def test_weights_that_the_loss_does_not_reach_get_no_gradient(world2: World) -> None:
     for found in world2.run(compiled.without_gradient):
         assert {"aside.bias", "aside.weight", "first.weight"} <= set(found["bucket"])

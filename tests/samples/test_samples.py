@@ -122,11 +122,10 @@ def test_the_bench_of_steps_runs_on_a_cpu() -> None:
         "--steps",
         "1",
         "--runs",
-        "gpt-1.2b:dropout",
         "llama-8b:sp",
     )
     losses = re.findall(r"│ [a-z].*│ +(\d+\.\d{4}) │", run(*TORCHRUN, "samples/bench_tp.py", *flags))
-    assert [float(loss) for loss in losses] == pytest.approx([math.log(512)] * 2, abs=0.05)
+    assert [float(loss) for loss in losses] == pytest.approx([math.log(512)], abs=0.05)
 
 
 def test_my_pass_fuses_both_layers_and_is_proved_right() -> None:
@@ -139,6 +138,7 @@ def test_my_pass_fuses_both_layers_and_is_proved_right() -> None:
     assert float(found[1]) < 1e-10
 
 
+@pytest.mark.matrix
 def test_a_plan_for_512_ranks_compiles_here() -> None:
     text = run("samples/bench_compile.py", "--model", "llama-512", "--layers", "1")
     assert re.search(r"│ llama-512 +│ +512 │ +1 │ +85\.5 G │ .* GiB │ 100\.0% │ +\d+ KiB │", text), text
