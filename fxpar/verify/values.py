@@ -36,7 +36,10 @@ from fxpar.verify.promote import promote, wide
 from fxpar.verify.simulate import Run, coordinates, cotangents, run_ranks, run_single, symbol_values
 
 TOLERANCE = 1e-10
-_UNFAITHFUL = "the model does what a trace does not see: keep state, clocks and other generators out of its forward"
+_UNFAITHFUL = (
+    "the model does what a trace does not see: keep state, clocks, other generators and questions whether it is traced "
+    "out of its forward (masks of transformers ask, where no attention_mask is passed)"
+)
 _FAILURES = (RuntimeError, ValueError, TypeError, IndexError, KeyError)
 _UNITS = 16  # of the last place, of the largest value
 

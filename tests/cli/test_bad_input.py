@@ -21,7 +21,7 @@ CASES = {
     "word for a number": ("trace hf:gpt2,n_layer=two", "'n_layer' expected int, got str"),
     "no YAML": ("trace hf:gpt2,n_layer=[", "'[' is no value"),
     "sizes that do not fit": ("trace hf:gpt2,n_head=7", "`embed_dim` must be divisible by num_heads"),
-    "no example for audio": ("trace hf:wav2vec2", "want input_values; write a function"),
+    "no example for states": ("trace hf:decision_transformer", "want states; write a function"),
     "one sample": ("trace hf:gpt2 --batch 1", "--batch: 1 is too small; give at least 2"),
     "one token": ("trace hf:gpt2 --seq 1", "--seq: 1 is too small"),
     "nothing": ("trace nothing_here", "nothing_here: names no model and no existing file; write hf:TYPE"),

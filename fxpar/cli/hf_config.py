@@ -1,0 +1,258 @@
+"""Small configurations of transformers' architectures.
+
+Enters: a class of configurations and `key=value` fields. Leaves: a configuration with those fields and small sizes for
+the rest, also of the parts of a composite model (text, vision).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+
+from fxpar.errors import InputError, shown
+
+# Beyond any model: configurations make lists of such lengths, and loops of so many layers.
+_MOST_LAYERS, _MOST_SIZE = 1000, 2**24
+
+# Sizes that differ from each other pairwise, so that no two dimensions can be taken for one another. A configuration
+# gets the sizes whose names it knows, as fields or through its attribute map.
+_LAYERS, _HIDDEN, _HEADS, _KV_HEADS, _INTERMEDIATE, _VOCABULARY, _POSITIONS = 2, 96, 8, 4, 160, 259, 64
+_SIZES: Mapping[str, int] = {
+    **dict.fromkeys(("num_hidden_layers", "num_layers", "encoder_layers", "decoder_layers"), _LAYERS),
+    **dict.fromkeys(("num_decoder_layers", "num_encoder_layers", "depth"), _LAYERS),
+    **dict.fromkeys(("hidden_size", "d_model", "embed_dim"), _HIDDEN),
+    **dict.fromkeys(("num_attention_heads", "encoder_attention_heads", "decoder_attention_heads"), _HEADS),
+    "num_heads": _HEADS,
+    "mamba_n_heads": _HEADS,
+    "num_key_value_heads": _KV_HEADS,
+    **dict.fromkeys(("intermediate_size", "n_inner", "d_ff", "ffn_dim"), _INTERMEDIATE),
+    **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim", "ffn_hidden_size"), _INTERMEDIATE),
+    "vocab_size": _VOCABULARY,
+    "max_position_embeddings": _POSITIONS,
+    "image_size": 32,
+    "patch_size": 8,
+    "max_source_positions": 16,
+    "num_labels": 7,
+}
+_TOKENS: Mapping[str, int] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+_DROPOUT = 0.1
+
+# What the constructors of transformers raise for sizes that do not fit together.
+REFUSALS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    NotImplementedError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+
+
+def _base() -> Any:
+    """The class of all configurations; transformers is an extra."""
+    from transformers import PreTrainedConfig
+
+    return PreTrainedConfig
+
+
+class _Fields:
+    """The fields of a class of configurations with their defaults, also under the names that other classes use."""
+
+    def __init__(self, cls: Any) -> None:
+        parameters = inspect.signature(cls.__init__).parameters.values()
+        self.defaults = {p.name: p.default for p in parameters if p.name != "self"}
+        self.defaults["num_labels"] = None  # taken by every configuration, declared by none
+        self.aliases: dict[str, str] = dict(cls.attribute_map)
+
+    def own(self, name: str) -> str | None:
+        name = self.aliases.get(name, name)
+        return name if name in self.defaults else None
+
+
+def small_config(cls: Any, pairs: list[str], length: int, where: str) -> Any:
+    """A configuration with the fields that the user gave, and small sizes for the rest.
+
+    Args:
+        cls: a class of configurations of transformers.
+        pairs: `key=value`.
+        length: tokens of a sample.
+
+    Raises:
+        InputError: a key is unknown or comes twice, or the class refuses the values.
+    """
+    fields = _Fields(cls)
+    given: dict[str, Any] = {}
+    for pair in pairs:
+        key, equals, text = pair.partition("=")
+        name = fields.own(key.strip())
+        if not equals or name is None:
+            common = inspect.signature(_base().__init__).parameters
+            valid = sorted({*(f for f in fields.defaults if f not in common), *fields.aliases})
+            reason = f"has no key '{key}'" if equals else f"'{pair}' is no key=value"
+            raise InputError(reason, where=where, remedy=f"choose from {', '.join(valid)}")
+        if name in given:
+            raise InputError(f"has the key '{key}' twice", where=where, remedy="keep one")
+        given[name] = _value(text, where)
+        _check_size(name, given[name], where)
+    try:
+        config = _built(cls, given, length)
+    except _strict_errors() as error:
+        raise InputError(first_line(error), where=where, remedy="give other values") from None
+    if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = getattr(config, "pad_token_id", None) or 0  # T5's own, which checkpoints bring
+    return config
+
+
+def _built(cls: Any, given: Mapping[str, Any], length: int) -> Any:
+    fields = _Fields(cls)
+    settings = {**_defaults(fields, length), **given}
+    settings |= {k: v for k, v in _derived(fields, settings).items() if k not in given}
+    parts = {name: part for name, part in _parts(cls, length).items() if name not in given}
+    try:
+        config = cls(**settings, **parts)
+    except _strict_errors():
+        if not parts:
+            raise
+        config = cls(**settings)  # sizes of parts may have to fit one another
+    return _rotary(config, given)
+
+
+def _parts(cls: Any, length: int) -> dict[str, Any]:
+    """Small configurations of the parts of a composite model, of the classes that it has by default."""
+    names = getattr(cls, "sub_configs", {})
+    try:
+        whole = cls() if names else None
+        return {
+            name: _built(type(part), {}, length)
+            for name in names
+            if isinstance(part := getattr(whole, name, None), _base())
+        }
+    except _strict_errors():
+        return {}
+
+
+def _value(text: str, where: str) -> Any:
+    try:
+        return _numbers(yaml.safe_load(text))
+    except (yaml.YAMLError, ValueError, RecursionError):  # a number of too many digits, brackets in brackets
+        raise InputError(
+            f"{shown(text)} is no value", where=where, remedy="write a number, a word or [a, list]"
+        ) from None
+
+
+def _numbers(value: Any) -> Any:
+    """YAML reads 1e-5 as text."""
+    if isinstance(value, dict):
+        return {key: _numbers(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_numbers(item) for item in value]
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
+def _check_size(name: str, value: Any, where: str) -> None:
+    """Refuses sizes that no configuration has; in a mapping (rotary positions, say) numbers are no sizes."""
+    most = _MOST_LAYERS if "layer" in name and "size" not in name else _MOST_SIZE
+    for number in value if isinstance(value, list) else [value]:
+        if isinstance(number, int) and abs(number) > most:
+            raise InputError(
+                f"{name}={shown(number)} is more than {most}",
+                where=where,
+                remedy="give a smaller number, or write one that is no size with a point (1e9 or 1000000000.0)",
+            )
+
+
+def _strict_errors() -> tuple[type[Exception], ...]:
+    """What a configuration raises for values of another type; the package comes with transformers."""
+    from huggingface_hub.errors import StrictDataclassError
+
+    return (*REFUSALS, StrictDataclassError)
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, in one line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines)[:300].rstrip(".") or type(error).__name__
+
+
+def _defaults(fields: _Fields, length: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    defaults = fields.defaults
+    for name, size in _SIZES.items():
+        field = fields.own(name)
+        if field is None or type(defaults[field]) not in (int, type(None)):
+            continue
+        if name == field or field not in found:
+            found[field] = max(size, length) if name == "max_position_embeddings" else size
+    if isinstance(defaults.get("depths"), (list, tuple)):  # stages, each of half the resolution
+        found = {name: size for name, size in found.items() if name not in ("num_stages", "patch_size")}
+        found["depths"] = [1] * len(defaults["depths"])
+        if type(defaults.get("window_size")) is int:  # the last stage has one window
+            found |= {"window_size": 2, "image_size": 2 ** (len(defaults["depths"]) + 2)}
+    for name, default in defaults.items():
+        is_rate = "dropout" in name or name.endswith("pdrop")
+        if is_rate and "layer" not in name and isinstance(default, (int, float)) and not isinstance(default, bool):
+            found[name] = default or _DROPOUT
+    if "kv_lora_rank" in defaults and (field := fields.own("num_key_value_heads")):
+        found[field] = _HEADS  # made from one latent vector: each head has its own
+    # Not of every batch, and drawn on the host.
+    found |= {name: False for name in ("use_cache", "apply_spec_augment") if name in defaults}
+    if isinstance(languages := defaults.get("languages"), (list, tuple)) and "default_language" in defaults:
+        found["default_language"] = languages[0]
+    if "attention_types" in defaults:
+        found["attention_types"] = [[["global", "local"], _LAYERS // 2]]
+    return found
+
+
+def _derived(fields: _Fields, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What follows from other sizes: special tokens, a head's width and the part of it that turns."""
+
+    defaults = fields.defaults
+
+    def value(name: str) -> Any:
+        field = fields.own(name)
+        return settings.get(field, defaults[field]) if field is not None else None
+
+    vocabulary = value("vocab_size")
+    last = vocabulary - 1 if type(vocabulary) is int and vocabulary > 0 else max(_TOKENS.values())
+    found = {name: min(token, last) for name, token in _TOKENS.items() if name in defaults}
+    hidden, heads = value("hidden_size"), value("num_attention_heads")
+    if type(hidden) is not int or type(heads) is not int or heads < 1 or hidden % heads:
+        return found
+    width = hidden // heads
+    field = fields.own("head_dim")
+    if field is not None and type(defaults[field]) in (int, type(None)):
+        found[field] = width
+    if type(defaults.get("rotary_dim")) is int:
+        found["rotary_dim"] = width // 2 // 2 * 2
+    return found
+
+
+def _rotary(config: Any, given: Mapping[str, Any]) -> Any:
+    """Makes rotary positions fit small heads.
+
+    They turn pairs: a partial factor that leaves an odd width becomes a half. Three position axes (time, height, width)
+    share out the pairs.
+    """
+    rope = getattr(config, "rope_parameters", None)
+    if not isinstance(rope, dict) or "rope_parameters" in given:
+        return config
+    hidden, heads = getattr(config, "hidden_size", None), getattr(config, "num_attention_heads", None)
+    if type(hidden) is not int or type(heads) is not int:
+        return config
+    factor, width = rope.get("partial_rotary_factor"), getattr(config, "head_dim", None) or hidden // heads
+    if type(factor) is float and int(width * factor) % 2:
+        rope["partial_rotary_factor"] = factor = 0.5
+    if "mrope_section" in rope or "mrope_section" in (getattr(config, "ignore_keys_at_rope_validation", None) or ()):
+        pairs = int(width * (factor or 1)) // 2
+        rope["mrope_section"] = [pairs - 2 * (pairs // 3), pairs // 3, pairs // 3]
+    return config
