@@ -19,7 +19,7 @@ from fxpar.capture.convert import CallSpec, convert
 from fxpar.capture.eager import compare, walk
 from fxpar.capture.guards import check_model, check_samples
 from fxpar.capture.memo import OtherMemos
-from fxpar.capture.sizes import SizeError
+from fxpar.capture.sizes import SizeError, check_views
 from fxpar.capture.trace import arguments, trace
 from fxpar.collector import without_collections
 from fxpar.plan import Plan
@@ -76,6 +76,7 @@ def _capture(model: nn.Module, batch: Any, plan: Plan, loss: Callable[..., Any] 
         try:
             traced = trace(model, batch, function, symbolic, others)
             program, spec = convert(traced, model, plan, name)
+            check_views(program)
         except SizeError:
             if symbolic == 0:
                 raise

@@ -13,7 +13,9 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from fxpar.errors import CaptureError, TextError
-from fxpar.symbols import Size, parse_size
+from fxpar.program import Program, operands, tensor_type
+from fxpar.rules.inference import describe
+from fxpar.symbols import Size, parse_size, product, shape_text
 
 
 class SizeError(CaptureError):
@@ -32,6 +34,27 @@ def written(size: torch.SymInt) -> Size:
         raise SizeError(
             f"the size {size.node.expr} is no polynomial in the inputs' sizes", remedy="reshape with explicit sizes"
         ) from None
+
+
+def check_views(program: Program) -> None:
+    """Checks that views hold as many elements as what they are of, at all sizes.
+
+    Raises:
+        SizeError: an author's number (`reshape(48, 24)`) is that of one batch.
+    """
+    aten = torch.ops.aten
+    for node in program.graph.nodes:
+        if node.target in (aten.view.default, aten._unsafe_view.default, aten.reshape.default):
+            before, after, sizes = tensor_type(operands(node)[0]).shape, tensor_type(node).shape, node.args[1]
+            assert isinstance(sizes, (list, tuple))
+            # A number where the trace has found that sizes must make it so.
+            fixed = any(isinstance(a, int) and a not in (-1, b) for a, b in zip(sizes, after, strict=True))
+            if fixed or product(before) != product(after):
+                raise SizeError(
+                    f"a view of {shape_text(before)} with sizes written as numbers is right for one size alone",
+                    where=describe(node),
+                    remedy="take sizes from the inputs' shapes",
+                )
 
 
 class Sizes:

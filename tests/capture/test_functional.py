@@ -11,7 +11,9 @@ from torch.nn import functional
 
 from fxpar.capture import capture
 from fxpar.passes import canonicalize
+from fxpar.plan import Plan
 from fxpar.program import Program, note
+from fxpar.verify.check import verify
 from tests.zoo import CASES
 
 QUICK = importlib.import_module("fxpar.capture.functional")
@@ -78,3 +80,38 @@ def test_what_is_not_known_is_retraced(kind: type[nn.Module], retraced: list[boo
     program = capture(kind(), (torch.randn(3, 8),)).program
     assert not all(retraced)
     assert not any("_.Tensor" in str(node.target) or "chunk" in str(node.target) for node in program.graph.nodes)
+
+
+class Images(nn.Module):
+    """Batch norms of pixels and of features, in evaluation mode as a part of what is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pixels, self.features = nn.BatchNorm2d(8), nn.BatchNorm1d(24, affine=False)
+        self.patches, self.up, self.head = nn.Conv2d(3, 8, 3), nn.Linear(8, 24), nn.Linear(24, 5)
+        for norm in (self.pixels, self.features):
+            assert norm.running_mean is not None
+            assert norm.running_var is not None
+            norm.running_mean.normal_()
+            norm.running_var.uniform_(0.5, 2)
+        self.train()
+
+    def train(self, mode: bool = True) -> Images:
+        """The norms stay as they are."""
+        super().train(mode)
+        self.pixels.eval()
+        self.features.eval()
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[b, 3, h, w]."""
+        y = self.pixels(self.patches(x)).relu().mean((2, 3))
+        return self.head(self.features(self.up(y)).relu()).square().mean()
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_norms_by_given_statistics_are_split(tp: int) -> None:
+    torch.manual_seed(0)
+    proof = verify(Images(), {"x": torch.randn(3, 3, 7, 9)}, Plan(tp=tp))
+    assert proof.ok, proof.values
+    assert proof.split_flops > 0.9

@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fxpar.capture import Captured, capture
+from fxpar.plan import Plan
 from fxpar.program import ScalarType, Symbol, TensorType, note
 from fxpar.symbols import symbol
+from fxpar.verify.check import verify
 from tests.capture.models import Net, close, eager, example, faithful, net, run, seeded
 from tests.zoo import CASES, VOCABULARY
 
@@ -190,3 +192,24 @@ def test_losses_without_reduction_keep_their_symbolic_shape() -> None:
     before = torch._decomp.decomposition_table[operator]
     faithful(net(lambda m, x: m.down(m.up(x))), batch(3, 5), loss, batch(2, 7), batch(5, 3))
     assert torch._decomp.decomposition_table[operator] is before
+
+
+class Numbered(nn.Module):
+    """Its author wrote down how many tokens a batch has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.up, self.down = nn.Embedding(31, 12), nn.Linear(12, 24), nn.Linear(24, 31)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        """[3, 16] twice."""
+        hidden = self.up(self.words(ids)).reshape(48, 24).relu()
+        return functional.cross_entropy(self.down(hidden), labels.reshape(48))
+
+
+def test_numbers_of_tokens_that_the_author_wrote_are_those_of_the_program() -> None:
+    torch.manual_seed(0)
+    ids = torch.randint(0, 31, (3, 16))
+    proof = verify(Numbered(), {"ids": ids, "labels": ids.roll(1, 1)}, Plan(tp=2))
+    assert proof.ok
+    assert proof.program.symbols == ()
