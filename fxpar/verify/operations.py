@@ -30,6 +30,8 @@ _NETWORK = frozenset(
 _UNSET = re.compile(r"(?:^|_)empty(?:_|$)")
 _NORMS = re.compile(r"(?:batch|instance)_norm")
 _KERNELS = re.compile(r"aten\.(native_)?(layer|group)_norm\.default")
+# Of tensors that are not dense ones; on some operands PyTorch does not come back from them.
+_NOT_DENSE = re.compile(r"nested|sparse|mkldnn|jagged|(?<!fake_)quantize")
 _BITS = re.compile(r"aten\.(bitwise_\w+|__[a-z]?(and|or|xor|shift)__)\.\w+")
 _ARITHMETIC = re.compile(r"aten::(add|sub|rsub|mul|div|true_divide|pow|fmod|remainder|floor_divide|atan2|lerp|xlogy)")
 _ASSERTIONS = re.compile(r"aten::(_assert\w*|_functional_assert\w*|(_functional_)?sym_constrain_range\w*|_print)$")
@@ -72,6 +74,8 @@ def _check_effects(node: fx.Node, target: torch._ops.OpOverload) -> None:
         _fail(node, f"{target} writes to its running statistics", "pass None for them")
     if target.namespace in _NETWORK:
         _fail(node, f"{target} communicates by itself", "write the coercion of fxpar that does it")
+    if _NOT_DENSE.search(name.partition("::")[2]):
+        _fail(node, f"{target} makes or takes tensors that are not dense", "write it with dense tensors")
     if name == "aten::from_file":
         _fail(node, "reads a file", "make it an input or a buffer")
     if note(node).type is None and not _ASSERTIONS.fullmatch(name):

@@ -103,6 +103,20 @@ def test_memory_that_nothing_has_written_is_no_value(call: str) -> None:
     assert re.search(r"%w: aten\..* holds what is in memory by chance; make it of zeros", message)
 
 
+NOT_DENSE = (
+    "aten._nested_tensor_from_tensor_list.default([%up_sum, %up_sum], None)",
+    "aten._to_sparse.default(%up_sum)",
+    "aten.to_mkldnn.default(%up_sum)",
+    "aten._nested_from_padded.default(%up_sum, %up_sum)",
+)
+
+
+@pytest.mark.parametrize("call", NOT_DENSE)
+def test_tensors_that_are_not_dense_are_refused_before_pytorch_sees_them(call: str) -> None:
+    message = refused(behind("%up_sum", f"%w = {call} : f32[b, 16, 40] tp:S(2)", "%v = aten.relu.default(%w)"))
+    assert re.search(r"%w: aten\..* makes or takes tensors that are not dense; write it with dense tensors", message)
+
+
 OTHERS = (
     (("%rng, 0.1", "%rng, 1.5"), "%drop (drop, cases.py:5): p=1.5 is not within [0, 1]"),
     (("%rng, 0.1", "%rng, -0.1"), "p=-0.1 is not within [0, 1]"),
