@@ -23,6 +23,7 @@ from torch._dynamo.exc import TorchDynamoException
 from torch.export import Dim, ExportedProgram
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
+from fxpar.capture.asked import Questions
 from fxpar.capture.decided import host_numbers
 from fxpar.capture.dynamo import Assumption, dynamo_graph, symbolic_dims
 from fxpar.capture.functional import functional_form
@@ -183,13 +184,23 @@ def _raised(reason: str, place: str) -> CaptureError:
 
 def _trace(run: Called, symbolic: int | None, originals: Mapping[int, Tensor], others: OtherMemos) -> Trace:
     module, prefix, call = run.module, run.prefix, (run.args, run.kwargs, symbolic)
+    questions = Questions()
     try:
-        with untouched(module), nothing_remembered(module, others):
+        with untouched(module), nothing_remembered(module, others), questions:
             exported, recorder = _functional(module, call, prefix)
         return Trace(exported, "export", recorder, prefix, originals)
     except FAILURES as error:
         first = error
     _explain_now(first, module if originals else None)
+    if questions.asked:
+        with (
+            contextlib.suppress(*FAILURES),
+            untouched(module),
+            nothing_remembered(module, others),
+            Questions(as_eager=True),
+        ):
+            exported, recorder = _functional(module, call, prefix)
+            return Trace(exported, "export", recorder, prefix, originals)
     try:
         with untouched(module), nothing_remembered(module, others, plain=True):
             graph_module, assumptions = dynamo_graph(module, prefix, *call)

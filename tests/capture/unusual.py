@@ -118,6 +118,11 @@ def item(h: Any) -> Any:
     return h * float(h.detach().sum())
 
 
+def asks(h: Tensor) -> Tensor:
+    mask = None if torch.compiler.is_compiling() else torch.full_like(h, 0.5)
+    return h * mask.square()  # type: ignore[union-attr]
+
+
 def branch_on_value(h: Any) -> Any:
     return h if h.sum() > 0 else -h
 
@@ -215,6 +220,7 @@ MODELS: Mapping[str, tuple[Forward, str]] = {
     "a generator expression": (around(generators), ""),
     "a number of the host": (around(host_random), "draws random numbers on the host"),
     "a value on the host": (around(item), "value"),
+    "a mask that is left out when compiled": (around(asks), ""),
     "a branch on a value": (around(branch_on_value), "branches on values"),
     "a parameter of nobody": (around(foreign), "does not own"),
     "the gradient of before": (within(looks_at_gradient), "a gradient of the step before"),

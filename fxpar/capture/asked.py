@@ -1,0 +1,49 @@
+"""What the author's code asks torch about itself: whether it is compiled or exported.
+
+Enters: a trace. Leaves: whether such a question was put, and the answer of an eager run where that is wanted. Some
+models leave out in a compiled run what they need (a mask of ones, say), and cannot be traced then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch
+
+from fxpar.capture.places import is_own
+
+_QUESTIONS = ("is_compiling", "is_dynamo_compiling", "is_exporting")
+
+
+class Questions(contextlib.ExitStack):
+    """While active, notes questions of the author's code; torch's own get torch's own answers.
+
+    Attributes:
+        asked: whether there was one.
+
+    Args:
+        as_eager: the answer is no.
+    """
+
+    def __init__(self, as_eager: bool = False) -> None:
+        super().__init__()
+        self.asked, self._as_eager = False, as_eager
+
+    def __enter__(self) -> Questions:
+        super().__enter__()
+        for name in _QUESTIONS:
+            self.enter_context(mock.patch.object(torch.compiler, name, self._answering(getattr(torch.compiler, name))))
+        return self
+
+    def _answering(self, original: Callable[[], Any]) -> Callable[[], Any]:
+        def answer() -> Any:
+            if not is_own(sys._getframe(1).f_code.co_filename):
+                return original()
+            self.asked = True
+            return not self._as_eager and original()
+
+        return answer
