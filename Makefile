@@ -2,7 +2,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+# A file at a time: its tests share what they compile.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 SOURCES := fxpar tests samples
 
 .PHONY: demo test test-matrix lint

@@ -106,7 +106,8 @@ class Images(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[b, 3, h, w]."""
         y = self.pixels(self.patches(x)).relu().mean((2, 3))
-        return self.head(self.features(self.up(y)).relu()).square().mean()
+        result: Tensor = self.head(self.features(self.up(y)).relu())
+        return result.square().mean()
 
 
 @pytest.mark.parametrize("tp", [2, 4])

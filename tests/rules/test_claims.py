@@ -111,7 +111,8 @@ class Labelled(nn.Module):
         q, k, v = (torch.einsum("bsd,hde->bhse", x, w) for w in (self.query, self.key, self.value))
         weights = torch.einsum("bhse,bhte->bhst", q, k).softmax(-1)
         mixed = torch.einsum("bhst,bhte->bhse", weights, v)
-        return self.head(x + torch.einsum("bhse,hed->bsd", mixed, self.out)).square().mean()
+        result: Tensor = self.head(x + torch.einsum("bhse,hed->bsd", mixed, self.out))
+        return result.square().mean()
 
 
 @pytest.mark.parametrize("tp", [2, 4])
@@ -132,9 +133,10 @@ class Fused(nn.Module):
         """[b, s, 24]."""
         b, s, _ = x.shape
         q, k, v, gate, up = self.fused(x).split([48, 48, 48, 80, 80], -1)
-        heads = (t.view(b, s, 4, 12).transpose(1, 2) for t in (q, k, v))
-        mixed = functional.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).reshape(b, s, 48)
-        return (x + self.out(mixed) + self.down(functional.silu(gate) * up)).square().mean()
+        q, k, v = (t.view(b, s, 4, 12).transpose(1, 2) for t in (q, k, v))
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, s, 48)
+        result: Tensor = x + self.out(mixed) + self.down(functional.silu(gate) * up)
+        return result.square().mean()
 
 
 @pytest.mark.parametrize("tp", [2, 4])
@@ -163,7 +165,8 @@ class Queries(nn.Module):
         )
         mixed = functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
         hidden = seen + self.out(mixed)
-        return (hidden + self.down(self.up(hidden).relu())).square().mean()
+        result: Tensor = hidden + self.down(self.up(hidden).relu())
+        return result.square().mean()
 
 
 @pytest.mark.parametrize("tp", [2, 3])
