@@ -3,7 +3,8 @@
 Enters: file names, models to capture. Leaves: programs to start from, and what is needed to check them by value.
 
 A dump folder holds `00-capture.txt`, one `NN-pass.txt` a pass and, where the model has memory, `values.safetensors`
-with its parameters, buffers and constants (`state/NAME`) and the example's tensors (`input/PATH`).
+with its parameters, buffers and constants (`state/NAME`) and the example's tensors (`input/PATH`); `functions.json`
+says where the autograd functions are that the texts name.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from fxpar.capture import Captured, capture, check_samples
 from fxpar.capture.precision import cast_parameters
+from fxpar.cli.functions import import_functions, save_functions
 from fxpar.cli.models import LoadedModel, load_model
 from fxpar.cli.options import EXAMPLE_FLAGS, MODE_FLAG, PLAN_FLAGS, Request
 from fxpar.cli.output import Ui, is_file, write_text
@@ -199,6 +201,7 @@ def read_text(path: Path) -> Program:
         raise InputError(str(error.strerror), where=str(path), remedy="name a program's text file") from None
     except ValueError:  # or a name with a zero byte
         raise InputError("is no text in UTF-8", where=str(path), remedy="name a program's text file") from None
+    import_functions(path.parent)
     return parse_program(text, where=str(path))
 
 
@@ -316,6 +319,7 @@ def run_passes(
     tape = Tape(position, folder, wanted)
     if folder is not None:
         _prepare(folder, start)
+        save_functions(folder, start.program)
     program = start.program
     names = [item.name for item in todo]
     with ui.working(start.name) as update:

@@ -1,11 +1,16 @@
 """Models and passes of a user's own, from the first command to the last."""
 
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.cli.tool import fxpar
 
+ROOT = Path(__file__).resolve().parents[2]
 SPLIT = ("--tp", "2", "--split", "fc=column", "--split", "proj=row")
 
 
@@ -110,3 +115,52 @@ def test_one_sample_is_no_example(small: str) -> None:
     result = fxpar("trace", f"{small}:one_sample")
     assert result.status == 2
     assert "holds one sample" in result.err
+
+
+GADGET = """
+import torch
+from torch import nn
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return 2 * gradient
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc, self.proj = nn.Linear(12, 24), nn.Linear(24, 12)
+
+    def forward(self, x):
+        return self.proj(Doubled.apply(self.fc(x))).square().mean()
+
+
+def build():
+    return Model(), {"x": torch.randn(3, 12)}
+"""
+
+
+def test_a_dump_with_a_function_is_verified_from_its_own_folder(tmp_path: Path) -> None:
+    (tmp_path / "gadget.py").write_text(GADGET)
+    command = [sys.executable, "-m", "fxpar"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+    def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*command, *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+        )
+
+    dumped = run(tmp_path, "run", "gadget.py:build", *SPLIT, "--dump", "dump")
+    assert dumped.returncode == 0, dumped.stderr
+    proved = run(tmp_path / "dump", "verify", "09-localize.txt")
+    assert proved.returncode == 0, proved.stderr
+    (tmp_path / "gadget.py").unlink()
+    gone = run(tmp_path / "dump", "verify", "09-localize.txt")
+    assert gone.returncode == 2
+    assert re.search(r"gadget.py of the module gadget\w* is gone; put it back", gone.stderr.replace("\n", " "))
