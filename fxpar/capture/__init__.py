@@ -22,8 +22,11 @@ from fxpar.capture.memo import OtherMemos
 from fxpar.capture.sizes import SizeError, check_views
 from fxpar.capture.trace import arguments, trace
 from fxpar.collector import without_collections
+from fxpar.errors import CaptureError
+from fxpar.gradients import carried
 from fxpar.plan import Plan
 from fxpar.program import Program
+from fxpar.rules.functions import forget_proofs
 
 __all__ = ["CallSpec", "Captured", "arguments", "capture", "check_model", "check_samples"]
 
@@ -68,6 +71,7 @@ def capture(
 
 
 def _capture(model: nn.Module, batch: Any, plan: Plan, loss: Callable[..., Any] | str | None) -> Captured:
+    forget_proofs()
     function = loss if callable(loss) else None
     name = loss if isinstance(loss, str) else None
     ranks = [value.dim() for value in pytree.tree_leaves(batch) if isinstance(value, Tensor)]
@@ -82,6 +86,22 @@ def _capture(model: nn.Module, batch: Any, plan: Plan, loss: Callable[..., Any] 
                 raise
             continue
         break
+    _check_loss_gradient(model, program)
     eager = walk(model, batch, function, others)
     compare(eager, Counter(str(n.kwargs["path"]) for n in program.graph.nodes if n.target is operators.function))
     return Captured(program, spec, traced.how, function, eager.reason)
+
+
+def _check_loss_gradient(model: nn.Module, program: Program) -> None:
+    """Refuses to train on a loss that no parameter reaches.
+
+    Raises:
+        CaptureError: names the loss.
+    """
+    trains = model.training and any(p.trainable for p in program.parameters)
+    if trains and program.loss and not any(carried(program)[program.output_nodes()[program.loss]]):
+        raise CaptureError(
+            "has no gradient: no trainable parameter reaches it",
+            where=f"loss {program.loss}",
+            remedy="leave detach and no_grad out of it; for a model that does not train call model.eval()",
+        )

@@ -9,6 +9,7 @@ import contextlib
 import inspect
 import random
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -31,10 +32,11 @@ def check_model(model: nn.Module) -> None:
     """Refuses models whose training step is more than their forward and its gradient.
 
     Raises:
-        CaptureError: hooks on gradients, a wrapper that communicates or compiles by itself, TorchScript, a forward that
-            was replaced, autocast around the call.
+        CaptureError: hooks on gradients or on all modules, a wrapper that communicates or compiles by itself,
+            TorchScript, a forward that was replaced, autocast around the call, parameters that share memory.
     """
     _check_modes()
+    _check_global_hooks()
     for name, module in model.named_modules():
         _check_forward(name, module)
         if isinstance(module, torch.jit.ScriptModule):
@@ -53,6 +55,8 @@ def check_model(model: nn.Module) -> None:
                 where=name or "model",
                 remedy="pass the model inside it (model.module)",
             )
+        if getattr(module, "sparse", False) is True and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            raise CaptureError("makes sparse gradients", where=name or "model", remedy="make it with sparse=False")
         if isinstance(module, FSDPModule):
             raise CaptureError(
                 "was sharded by fully_shard, and communicates by itself",
@@ -65,6 +69,37 @@ def check_model(model: nn.Module) -> None:
                 "has hooks on its gradient, which a trace of the forward does not see",
                 where=name,
                 remedy="remove them; change the gradients after backward",
+            )
+    _check_memory(model)
+
+
+def _check_global_hooks() -> None:
+    """Hooks of all modules of the process: the compiled program runs no modules."""
+    for kind in ("forward", "forward_pre", "backward", "backward_pre"):
+        hooks = getattr(torch.nn.modules.module, f"_global_{kind}_hooks")
+        for hook in hooks.values():
+            raise CaptureError(
+                f"the hook {getattr(hook, '__qualname__', type(hook).__name__)} is called for every module of the "
+                "process, and the compiled program would never call it",
+                where=f"register_module_{kind}_hook",
+                remedy="remove it before parallelize, and look at what the model returns",
+            )
+
+
+def _check_memory(model: nn.Module) -> None:
+    """Refuses trainable parameters in whose memory other tensors of the model lie: copies of it would not."""
+    found = []
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.layout is torch.strided and not tensor.is_meta and tensor.numel() and tensor.data_ptr():
+            last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+            found.append((tensor.data_ptr(), tensor.data_ptr() + last * tensor.element_size(), name, tensor))
+    found.sort(key=lambda entry: entry[:2])
+    for (_, end, one, first), (start, _, other, second) in pairwise(found):
+        if start < end and (first.requires_grad or second.requires_grad):
+            raise CaptureError(
+                f"shares memory with {one} and is another tensor, so that training one would leave the other as it is",
+                where=other,
+                remedy="tie them by assigning the parameter itself (head.weight = words.weight), or clone the values",
             )
 
 

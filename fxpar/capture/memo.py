@@ -11,8 +11,10 @@ import contextlib
 import functools
 import gc
 import sys
+import threading
 import types
-from collections import OrderedDict, defaultdict, deque
+import weakref
+from collections import OrderedDict, UserDict, UserList, defaultdict, deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,6 +27,15 @@ from fxpar.capture.places import is_own
 _MISSING = object()
 _PLAIN = (Tensor, str, bytes, int, float, complex, bool, type(None), types.ModuleType, types.BuiltinFunctionType)
 _Memo = type(functools.lru_cache(lambda: None))
+# Classes of the standard library that keep what they are given in attributes.
+_HOLDERS = (
+    types.SimpleNamespace,
+    UserDict,
+    UserList,
+    threading.local,
+    weakref.WeakKeyDictionary,
+    weakref.WeakValueDictionary,
+)
 _CONTAINERS = (OrderedDict, defaultdict, dict, list, set, deque)
 
 
@@ -42,6 +53,7 @@ class Memory:
         self._objects: dict[int, tuple[Any, dict[str, Any]]] = {}
         self._cells: dict[int, tuple[Any, Any]] = {}
         self._containers: dict[int, tuple[Any, Any]] = {}
+        self._slotted: dict[int, tuple[Any, dict[str, Any]]] = {}
         # Classes, of whose attributes those that some function names are of interest.
         self._open: list[tuple[Any, set[str]]] = []
         pending: list[Any] = list(model.modules())
@@ -74,13 +86,17 @@ class Memory:
             yield from self._container(value)
         elif type(value) is tuple:
             yield from value
-        elif isinstance(value, nn.Module) or self._is_own(type(value)):
+        elif isinstance(value, (nn.Module, *_HOLDERS)) or self._is_own(type(value)):
             yield type(value)
             if isinstance(value, (dict, list, set, deque)):
                 yield from self._container(value)
             if hasattr(value, "__dict__"):
                 self._objects[id(value)] = (value, dict(vars(value)))
                 yield from vars(value).values()
+            slots = {name: getattr(value, name, _MISSING) for name in _slots(type(value))}
+            if slots:
+                self._slotted[id(value)] = (value, slots)
+                yield from slots.values()
 
     def _container(self, value: Any) -> list[Any]:
         """Contents as they are kept: a class may make something else of them when it is asked."""
@@ -111,6 +127,8 @@ class Memory:
         return present
 
     def _class(self, value: type) -> Iterator[Any]:
+        if type(value) is not type and self._is_own(type(value)):
+            yield type(value)
         for cls in value.__mro__:
             if self._is_own(cls) and id(cls) not in self._objects:
                 self._objects[id(cls)] = (cls, dict(vars(cls)))
@@ -134,6 +152,8 @@ class Memory:
                 space[name] = before
         for owner, attributes in self._objects.values():
             _undo_attributes(owner, attributes)
+        for owner, slots in self._slotted.values():
+            _undo_slots(owner, slots)
         for cell, before in self._cells.values():
             if _contents(cell) is before:
                 continue
@@ -171,6 +191,25 @@ def _undo_attributes(owner: Any, before: dict[str, Any]) -> None:
             delattr(owner, name)
     for name, value in before.items():
         if now.get(name, _MISSING) is not value:
+            setattr(owner, name, value)
+
+
+def _slots(cls: type) -> list[str]:
+    """Names that objects of a class have without a dictionary."""
+    found = []
+    for base in cls.__mro__:
+        names = vars(base).get("__slots__", ())
+        found += [names] if isinstance(names, str) else list(names)
+    return [name for name in found if not name.startswith("__")]
+
+
+def _undo_slots(owner: Any, before: dict[str, Any]) -> None:
+    for name, value in before.items():
+        if getattr(owner, name, _MISSING) is value:
+            continue
+        if value is _MISSING:
+            delattr(owner, name)
+        else:
             setattr(owner, name, value)
 
 

@@ -181,11 +181,13 @@ class Watch(TorchFunctionMode):
         is_data = func == Tensor.data.__get__  # type: ignore[attr-defined]
         if func in self._REFUSED:
             _refuse_gradient(self._REFUSED[func])
-        if func == Tensor.grad.__get__ and _is_own_call():  # type: ignore[union-attr]
-            raise CaptureError(
-                "reads a gradient of the step before, which a trace makes a constant",
-                remedy="look at gradients after the backward, outside of the forward",
-            )
+        if func == Tensor.grad.__get__:  # type: ignore[union-attr]
+            if _is_own_call():
+                raise CaptureError(
+                    "reads a gradient of the step before, which a trace makes a constant",
+                    remedy="look at gradients after the backward, outside of the forward",
+                )
+            return func(*args, **(kwargs or {}))  # torch's own way to make fakes of parameters
         if func == Tensor.random_:
             raise CaptureError("random_ is an operator that no graph can name", remedy="use torch.randint_like")
         if (kwargs or {}).get("generator") is not None:
@@ -337,4 +339,6 @@ def _try(run: Any, path: str, tensors: list[Tensor]) -> Any:
         )
     if not pytree.tree_all(lambda o: isinstance(o, Tensor), outputs) or not isinstance(outputs, (tuple, Tensor)):
         raise CaptureError("the function returns something else than tensors", where=path, remedy="return tensors only")
+    if isinstance(outputs, tuple) and len(outputs) == 1:
+        raise CaptureError("the function returns a tuple of one tensor", where=path, remedy="return the tensor itself")
     return outputs

@@ -149,6 +149,11 @@ def _subsets(count: int) -> list[tuple[int, ...]]:
     return [everything, *((i,) for i in everything)]
 
 
+def forget_proofs() -> None:
+    """Functions may read settings of their module or class, which may have changed since they were proved."""
+    _traces.cache_clear()
+
+
 @lru_cache(maxsize=256)
 def _traces(target: Any, arguments: tuple[Argument, ...]) -> tuple[Traced, ...] | str:
     """One trace for each set of operands that ask for a gradient, and of outputs that get one; or why there is none.

@@ -39,12 +39,25 @@ def returned(call: Call, outputs: Mapping[str, Tensor], world: World) -> Any:
     return pytree.tree_unflatten(leaves, spec.out_spec)
 
 
+class _Plain(torch.autograd.Function):
+    """The value itself. Where a loss of the author's own joins it with a DTensor, its gradient comes as one."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (gradient,) = gradients
+        return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+
+
 def _whole_or_dtensor(name: str, value: Tensor, layout: Layout, call: Call, world: World) -> Any:
     """A sharded output as DTensor where its shard is an even block of the dimension, else gathered."""
     program = call.compiled.program
     placement = layout.on("tp") if "tp" in program.axes else Placement("I")
     if not placement.is_shard:
-        return value
+        return _Plain.apply(value) if value.requires_grad else value  # type: ignore[no-untyped-call]
     kind = note(program.output_nodes()[name]).type
     assert isinstance(kind, TensorType)
     if placement.is_padded or placement == shard(placement.dim, kind.shape[placement.dim]):

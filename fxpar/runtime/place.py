@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
+from hashlib import sha256
 from typing import Any
 
 import torch
@@ -18,11 +19,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
+from fxpar.errors import InputError
 from fxpar.layout import Layout, Placement, shard
 from fxpar.ops.collectives import Group
 from fxpar.runtime.groups import process_group
 from fxpar.runtime.world import World
 from fxpar.shards import Box, block, boxes, counted, local_block, part_shape, real_part, whole
+
+_FRAME = 1 << 16  # bytes: the norms of eight thousand tensors
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +88,15 @@ class Place:
         return part.clone(memory_format=torch.contiguous_format)
 
     def gather(self, part: Tensor) -> Tensor:
-        """The whole tensor on every rank. A collective call."""
+        """The whole tensor on every rank. A collective call.
+
+        Raises:
+            InputError: another rank asks for another tensor.
+        """
+        what = f"the whole of {self.name}"
+        for axis, _ in self.cuts:
+            nothing = torch.empty(0, dtype=torch.uint8, device=part.device)
+            check_agreed(bool(exchanged(nothing, self.world.groups[axis], what)[1]), what)
         for axis, placement in reversed(self.cuts):
             part = gathered(part, placement, self.world.groups[axis])
         return part
@@ -172,3 +184,50 @@ def gathered(part: Tensor, placement: Placement, group: Group) -> Tensor:
     blocks = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(group.size)]
     dist.all_gather(blocks, part.contiguous(), group=process_group(group))
     return whole(blocks, placement)
+
+
+def exchanged(own: Tensor, group: Group, what: str) -> tuple[Tensor, Tensor]:
+    """The bytes of all ranks of a group, one row a rank, and whether all ranks ask for the same.
+
+    What is sent begins with a mark of what it is, and is always of one size: collectives of ranks that send different
+    things meet too, and would wait for ever or read what is none of theirs.
+
+    Args:
+        own: u8[n].
+
+    Raises:
+        InputError: on a CPU, where the marks differ. A GPU goes on.
+    """
+    mark = _mark(what, own.device)
+    sent = torch.nn.functional.pad(torch.cat([mark, own]), (0, -(len(mark) + len(own)) % _FRAME))
+    tables, agree = [], torch.empty(0)
+    for frame in sent.split(_FRAME):
+        rows = [torch.empty_like(frame) for _ in range(group.size)]
+        dist.all_gather(rows, frame.contiguous(), group=process_group(group))
+        tables.append(torch.stack(rows))
+        if len(tables) == 1:
+            agree = (tables[0][:, : len(mark)] == mark).all()
+            check_agreed(own.device.type != "cpu" or bool(agree), what)
+    return torch.cat(tables, 1)[:, len(mark) : len(mark) + len(own)], agree
+
+
+@cache
+def _mark(what: str, device: torch.device) -> Tensor:
+    """Eight bytes that stand for a text."""
+    with torch.inference_mode(False):
+        return torch.frombuffer(bytearray(sha256(what.encode()).digest()[:8]), dtype=torch.uint8).to(device)
+
+
+def check_agreed(agree: bool, what: str) -> None:
+    """Refuses what not all ranks ask for.
+
+    Raises:
+        InputError: they do not agree.
+    """
+    if not agree:
+        raise InputError(
+            f"this rank asks for {what} while another one asks for something else",
+            where="a call that all ranks must make",
+            remedy="ask on all ranks and in one order: no `if rank == 0`, and no set of names, whose order is that of "
+            "a process",
+        )

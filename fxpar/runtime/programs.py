@@ -24,6 +24,7 @@ from fxpar.plan import Plan
 from fxpar.program import PRECISION_DTYPES, Program, TensorType, note, output_layouts
 from fxpar.runtime import batch as calls
 from fxpar.runtime.execution import Executor
+from fxpar.runtime.refusals import Unwrappable
 from fxpar.runtime.skeleton import attach, skeleton_of
 from fxpar.runtime.world import World
 from fxpar.text import print_program
@@ -80,7 +81,7 @@ class Programs:
     def __init__(
         self,
         model: nn.Module,
-        root: nn.Module,
+        root: Unwrappable,
         plan: Plan,
         world: World,
         loss: Callable[[Any, Any], Tensor] | str | None,

@@ -8,6 +8,8 @@ No wrapper asks whether it may. Each looks for an attribute of its own first; th
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 from torch import nn
@@ -15,6 +17,7 @@ from torch import nn
 from fxpar.errors import InputError
 
 _HOOKS = "the compiled program calls no hooks: it runs operators and no modules"
+_PLAIN = (bool, int, float, str, type(None))
 _FSDP = "parameters are split and sharded by the plan"
 
 
@@ -45,8 +48,31 @@ def _hook_method(name: str) -> Any:
     return method
 
 
+# Attributes of a parallel module itself, which may have names of the author's.
+_OURS = frozenset(("plan", "world", "step", "saved_names", "loading", "training"))
+
+
 class Unwrappable(nn.Module):
     """A module that runs as a part of a compiled program, and by itself not at all."""
+
+    _authors: Mapping[str, Any] = MappingProxyType({})
+
+    def keep_settings(self, module: nn.Module) -> None:
+        """From now on refuses to change the settings that the author's module has: its programs are compiled."""
+        settings = {name: v for name, v in vars(module).items() if not name.startswith("_") and name not in _OURS}
+        object.__setattr__(self, "_authors", settings)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        known = self._authors.get(name, value)
+        same = known is value or (isinstance(known, _PLAIN) and type(known) is type(value) and known == value)
+        part = self.__dict__.get("_modules", {}).get(name, value)
+        if not same or (isinstance(part, Submodule) and part is not value):
+            _refuse(
+                f"{type(self).__name__}.{name} = …",
+                "the programs are compiled, and would not see another value",
+                "change the model before parallelize; pass what changes from call to call as an argument",
+            )
+        super().__setattr__(name, value)
 
     # DistributedDataParallel reads it first, FullyShardedDataParallel and torch.compile set or read theirs.
     _ddp_params_and_buffers_to_ignore = _attribute(

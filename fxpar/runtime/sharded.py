@@ -158,6 +158,18 @@ class Sharded(DTensor):
         """Refused: this rank has not all elements."""
         raise _needs_whole("tolist()", self.place)
 
+    def data_ptr(self) -> int:
+        """Of what this rank holds: scripts tell tensors apart by it."""
+        return self._local_tensor.data_ptr()
+
+    def share_memory_(self) -> NoReturn:
+        """Refused: programs run on this rank's memory."""
+        raise InputError(
+            "cannot be moved to shared memory: programs run on the memory that it has",
+            where=f"{self.place.name}.share_memory_()",
+            remedy="share p.to_local().clone()",
+        )
+
 
 class ShardedParameter(Sharded):
     """A parameter of which this rank holds a part, and the leaf that programs run on.
@@ -242,6 +254,8 @@ class ShardedParameter(Sharded):
 
     @data.setter
     def data(self, value: Tensor) -> None:
+        if isinstance(value, Sharded) and value.data_ptr() == self.data_ptr() and value.place.is_like(self.place):
+            return  # what `p.data -= …` ends with
         raise InputError(
             "its memory cannot be exchanged: programs run on it",
             where=f"{self.place.name}.data",

@@ -11,12 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from fxpar.runtime.groups import process_group
 from fxpar.runtime.operand import is_sharded, part_of, place_of, refusal
-from fxpar.runtime.place import Place
+from fxpar.runtime.place import Place, check_agreed, exchanged
 
 _NORMS = frozenset(("linalg_vector_norm", "norm", "_foreach_norm"))
 _UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
@@ -55,15 +53,26 @@ def run(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     return found.reshape([1] * source.dim()) if given.get("keepdim") else found
 
 
-def gathered_rows(own: Tensor, axis: str, place: Place) -> Tensor:
+def gathered_rows(own: Tensor, axis: str, place: Place, what: str) -> Tensor:
     """The values of all ranks of an axis, one row a rank.
 
-    A gather and no reduction: with it NaN stays NaN in an extreme, and the sum's order is that of the ranks.
+    A gather and no reduction: with it NaN stays NaN in an extreme, and the sum's order is that of the ranks. With the
+    values travels what they are of: ranks that ask in another order (over a set of names, which each process orders in
+    its own way) would mix up numbers of different tensors.
+
+    Args:
+        what: the operator and the tensors.
+
+    Raises:
+        InputError: the ranks ask for different things. Where to know it would stop a GPU the numbers are NaN instead.
     """
     group = place.world.groups[axis]
-    rows = [torch.empty_like(own) for _ in range(group.size)]
-    dist.all_gather(rows, own, group=process_group(group))
-    return torch.stack(rows)
+    rows, agree = exchanged(own.reshape(-1).view(torch.uint8), group, what)
+    values = rows.contiguous().view(own.dtype).reshape(group.size, *own.shape)
+    if own.device.type != "cpu" and own.is_floating_point():
+        return values.where(agree, math.nan)
+    check_agreed(bool(agree), what)
+    return values
 
 
 # ---------------------------------------------------------------------- norms
@@ -82,9 +91,10 @@ def _norms(values: Sequence[Tensor], order: Any, dtype: torch.dtype | None) -> l
             found[index] = torch.linalg.vector_norm(value, p, dtype=dtype)
     for axes, indices in by_axes.items():
         parts: list[Any] = [values[index] for index in indices]
+        what = f"a norm of {', '.join(part.place.name for part in parts)}"
         powers = torch.stack([_power(part.place.counted(part._local_tensor), p, part.device) for part in parts])
         for axis in axes:
-            powers = _together(gathered_rows(powers, axis, parts[0].place), p)
+            powers = _together(gathered_rows(powers, axis, parts[0].place, what), p)
         norms = powers if p in (0.0, math.inf, -math.inf) else powers.pow(1 / p)
         for index, part, norm in zip(indices, parts, norms.unbind(), strict=True):
             found[index] = norm.to(dtype or (part.dtype.to_real() if part.dtype.is_complex else part.dtype))
@@ -124,24 +134,24 @@ def _over_all(name: str, part: Tensor, place: Place, dtype: torch.dtype | None) 
         own = flat.count_nonzero() if name == "count_nonzero" else flat.sum(dtype=_wide(kind) or kind)
         kind = torch.int64 if name == "count_nonzero" else kind
         own = own.double() if own.dtype.is_floating_point else own
-        found = _reduced(own, place, lambda rows: rows.sum(0))
+        found = _reduced(name, own, place, lambda rows: rows.sum(0))
         return (found / place.shape.numel() if name == "mean" else found).to(kind)
     if name in ("any", "all"):
         own = flat.any() if name == "any" else flat.all()
         combine: Callable[[Tensor], Tensor] = lambda rows: rows.amax(0) if name == "any" else rows.amin(0)  # noqa: E731
-        return _reduced(own.to(torch.uint8), place, combine).bool()
+        return _reduced(name, own.to(torch.uint8), place, combine).bool()
     is_max = name in ("amax", "max")
     lowest: Any = torch.finfo(part.dtype) if part.dtype.is_floating_point else torch.iinfo(part.dtype)
     none = flat.new_full((), (-math.inf if is_max else math.inf) if part.dtype.is_floating_point else 0)
     if not part.dtype.is_floating_point:
         none = flat.new_full((), lowest.min if is_max else lowest.max)
     own = none if not flat.numel() else flat.amax() if is_max else flat.amin()
-    return _reduced(own, place, lambda rows: rows.amax(0) if is_max else rows.amin(0))
+    return _reduced(name, own, place, lambda rows: rows.amax(0) if is_max else rows.amin(0))
 
 
-def _reduced(own: Tensor, place: Place, combine: Callable[[Tensor], Tensor]) -> Tensor:
+def _reduced(name: str, own: Tensor, place: Place, combine: Callable[[Tensor], Tensor]) -> Tensor:
     for axis, _ in place.cuts:
-        own = combine(gathered_rows(own, axis, place))
+        own = combine(gathered_rows(own, axis, place, f"{name} of {place.name}"))
     return own
 
 
@@ -152,7 +162,7 @@ def _equal(func: Any, given: Mapping[str, Any]) -> bool:
     place = place_of(func, [one, other])
     pairs = zip(place.counted(part_of(one, place)), place.counted(part_of(other, place)), strict=True)
     own = torch.tensor(all(torch.equal(a, b) for a, b in pairs), dtype=torch.uint8, device=one.device)
-    return bool(_reduced(own, place, lambda rows: rows.amin(0)))
+    return bool(_reduced("equal", own, place, lambda rows: rows.amin(0)))
 
 
 def _unscale(func: Any, given: Mapping[str, Any]) -> None:
@@ -162,4 +172,4 @@ def _unscale(func: Any, given: Mapping[str, Any]) -> None:
     func(parts, found, given["inv_scale"])
     axes = {axis: value.place for value in given["self"] if is_sharded(value) for axis, _ in value.place.cuts}
     for axis, place in axes.items():
-        found.copy_(gathered_rows(found, axis, place).amax(0))
+        found.copy_(gathered_rows(found, axis, place, "infinities found in gradients").amax(0))

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fxpar.errors import InputError
-from fxpar.runtime.refusals import Submodule
+from fxpar.runtime.refusals import Submodule, Unwrappable
 
 
 def skeleton_of(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
@@ -43,7 +43,7 @@ def skeleton_of(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
         ) from error
 
 
-def attach(root: nn.Module, skeleton: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
+def attach(root: Unwrappable, skeleton: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
     """Gives `root` empty modules under all names of the skeleton's, in their modes; returns the pairs without the root.
 
     Raises:
@@ -62,8 +62,10 @@ def attach(root: nn.Module, skeleton: nn.Module) -> list[tuple[nn.Module, nn.Mod
             _check_free(root, leaf)
         own = Submodule()
         own.training = module.training
+        own.keep_settings(module)
         parent.add_module(leaf, own)
         pairs.append((module, own))
+    root.keep_settings(skeleton)
     return pairs
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from fxpar.capture import Captured, arguments
 from fxpar.capture.memo import nothing_remembered
@@ -229,10 +230,10 @@ def check_capture(captured: Captured, model: nn.Module, batch: Any, canonical: b
     with contextlib.ExitStack() as stack:
         for context in (plain_surrounding(), torch.random.fork_rng(_devices(device)), untouched(model)):
             stack.enter_context(context)
-        stack.enter_context(nothing_remembered(model))
         stack.enter_context(_own_buffers(model))
         _seed(device)
-        eager, gradients = _run_eagerly(captured, model, batch)
+        with nothing_remembered(model):  # what the forward sets for functions to read is not set where the graph runs
+            eager, gradients = _run_eagerly(captured, model, batch)
         inputs, state = call_inputs(captured, model, batch), program_state(captured.program, model)
         state = {name: value.to(device) for name, value in state.items()}
         programs = {"captured": captured.program}
@@ -240,7 +241,8 @@ def check_capture(captured: Captured, model: nn.Module, batch: Any, canonical: b
             programs["canonical"] = PassManager([canonicalize]).run(captured.program)
         for label, program in programs.items():
             _seed(device)
-            run = _run_graph(label, program, {**state, **program.constants}, inputs)
+            with nothing_remembered(model):
+                run = _run_graph(label, program, {**state, **program.constants}, inputs)
             allowed = rounding(program)
             _expect(label, "output", eager, run.outputs, allowed)
             _expect(label, "gradient of", gradients, run.gradients, allowed)
@@ -281,6 +283,12 @@ def _run_eagerly(captured: Captured, model: nn.Module, batch: Any) -> tuple[dict
         outputs = model(*args, **kwargs)
         result: Any = {"loss": captured.loss(outputs, batch), "outputs": outputs} if captured.loss else outputs
     leaves = pytree.tree_leaves(result)
+    if any(isinstance(leaf, FakeTensor) for leaf in leaves):
+        raise InputError(
+            "the model itself gives tensors without values: what its forward keeps somewhere was made by a trace",
+            where=type(model).__name__,
+            remedy="keep caches in attributes of the module, or in none",
+        )
     pairs = zip(captured.spec.out_leaves, leaves, strict=True)
     found = {str(name): leaf for (kind, name), leaf in pairs if kind == "output"}
     upstream = cotangents(captured.program, symbol_values(captured.program, call_inputs(captured, model, batch)))

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import functools
+import threading
+import types
+import weakref
+from collections import UserDict
 from collections.abc import Callable
 from typing import Any
 
@@ -83,6 +87,49 @@ def by_dict(x: Tensor) -> Tensor:
     return x * HELD[WIDTH]
 
 
+class Slotted:
+    __slots__ = ("kept",)
+    kept: Tensor
+
+
+class Counted(type):
+    kept: Tensor
+
+
+class Instance(metaclass=Counted):
+    pass
+
+
+# Each keeps a tensor under the name `kept` once it was asked.
+KEEPERS = {
+    "a namespace": types.SimpleNamespace(),
+    "a thread's own": threading.local(),
+    "an object with slots": Slotted(),
+    "a class of a class": Instance,
+}
+WEAK, USERS = weakref.WeakKeyDictionary[nn.Module, Tensor](), UserDict[int, Tensor]()
+
+
+def by_keeper(name: str) -> Callable[[Tensor], Tensor]:
+    keeper = KEEPERS[name]
+
+    def run(x: Tensor) -> Tensor:
+        if not hasattr(keeper, "kept"):
+            (type(keeper) if isinstance(keeper, type) else keeper).kept = torch.arange(float(WIDTH))  # type: ignore[attr-defined]
+        return x * keeper.kept  # type: ignore[attr-defined, no-any-return]
+
+    return run
+
+
+def by_weak(x: Tensor) -> Tensor:
+    return x * WEAK.setdefault(OWNER, torch.arange(float(WIDTH)))
+
+
+def by_users(x: Tensor) -> Tensor:
+    return x * USERS.setdefault(WIDTH, torch.arange(float(WIDTH)))
+
+
+OWNER = nn.Identity()
 REMEMBERING: dict[str, Callable[[Tensor], Tensor]] = {
     "a mask for each length": lambda x: (x.transpose(1, 2) @ mask(x.shape[1])).transpose(1, 2),
     "a table": lambda x: x * table(),
@@ -94,6 +141,9 @@ REMEMBERING: dict[str, Callable[[Tensor], Tensor]] = {
     "a dict": by_dict,
     "a dict in a dict": by_nest,
     "a list": by_list,
+    "a dictionary by weak references": by_weak,
+    "a user's dictionary": by_users,
+    **{name: by_keeper(name) for name in KEEPERS},
 }
 
 
@@ -122,7 +172,9 @@ def test_nothing_is_left_behind(name: str) -> None:
     assert LAST is None
     assert table.cache_info().currsize == mask.cache_info().currsize == Tables.rows.cache_info().currsize == 0
     assert "own" not in vars(TABLES)
-    assert not hasattr(by_attribute, "kept")
+    assert not any(hasattr(keeper, "kept") for keeper in (by_attribute, *KEEPERS.values()))
+    assert not WEAK
+    assert not USERS
     check_capture(captured, model, example)
     result = model(**example)
     assert not isinstance(result, FakeTensor)
@@ -133,8 +185,12 @@ def test_nothing_is_left_behind(name: str) -> None:
 def forget() -> None:
     global LAST
     LAST = None
-    for store in (HELD, KNOWN, NESTED["inner"]):
+    for store in (HELD, KNOWN, NESTED["inner"], WEAK, USERS):
         store.clear()
+    for keeper in KEEPERS.values():
+        owner = type(keeper) if isinstance(keeper, type) else keeper
+        if hasattr(owner, "kept"):
+            del owner.kept
     for memo in (mask, table, Tables.rows):
         memo.cache_clear()
     vars(TABLES).clear()
