@@ -18,6 +18,7 @@ from fxpar.runtime.adopt import open_alike
 from fxpar.runtime.checkpoint import Checkpoint
 from fxpar.runtime.module import ParallelModule
 from fxpar.runtime.world import connect, join
+from fxpar.verify.check import check_arguments
 
 _LONGEST_TIMEOUT = 1e7  # a third of a year; the process groups count in microseconds
 
@@ -67,8 +68,9 @@ def parallelize(
         raise InputError(f"{shown(timeout)} is no number of seconds", where="timeout", remedy=remedy)
     agreement = connect(timeout)
     with agreement.call("parallelize"):
-        _check(model, plan, loss)
-        _check_options(passes, check_inputs)
+        check_arguments(model, plan, passes)
+        _check(model, loss)
+        _check_options(check_inputs)
         check_samples(example)
         world = join(plan, agreement)
         opened = None if checkpoint is None else open_alike(checkpoint, model, world)
@@ -77,21 +79,12 @@ def parallelize(
     return module
 
 
-def _check_options(passes: Any, check_inputs: Any) -> None:
-    if not isinstance(passes, (list, tuple)) or not passes:
-        remedy = "pass a list such as [*fxpar.passes.DEFAULT_PASSES, your_pass]"
-        raise InputError(f"{shown(passes)} is no list of passes", where="passes", remedy=remedy)
+def _check_options(check_inputs: Any) -> None:
     if not isinstance(check_inputs, bool):
         raise InputError(f"{shown(check_inputs)} is neither True nor False", where="check_inputs", remedy="pass one")
 
 
-def _check(model: Any, plan: Any, loss: Any) -> None:
-    if not isinstance(model, nn.Module):
-        raise InputError(
-            f"a {type(model).__name__} is no nn.Module", where="parallelize", remedy="pass the model itself"
-        )
-    if not isinstance(plan, Plan):
-        raise InputError(f"a {type(plan).__name__} is no Plan", where="plan", remedy="pass fxpar.Plan(tp=…)")
+def _check(model: nn.Module, loss: Any) -> None:
     if loss is not None and not callable(loss) and (not isinstance(loss, str) or not loss):
         raise InputError(f"{shown(loss)} is no loss", where="loss", remedy="pass an output's name or a callable")
     check_model(model)

@@ -17,11 +17,15 @@ from pathlib import Path
 from torch import fx
 
 from fxpar.collector import without_collections
-from fxpar.errors import FxparError, PassError, shown
+from fxpar.errors import CheckFailed, FxparError, PassError, shown
 from fxpar.program import PassRecord, Program, has_note, note
 from fxpar.text import print_program
 
 PassFunction = Callable[[Program], Program]
+
+
+# Of what is wrong before the first pass.
+_UNHANDLED = "no pass has run yet: fxpar does not handle this operation of the model; write it with other ones"
 
 
 @dataclass(frozen=True)
@@ -202,8 +206,10 @@ class PassManager:
                 try:
                     verifier.check(program)
                 except FxparError as error:
+                    if after == "capture" and type(error) is CheckFailed and error.remedy == error.advice:
+                        error = CheckFailed(error.reason, where=error.where, remedy=_UNHANDLED)
                     error.add_note(f"found by the check '{verifier.name}' after '{after}'")
-                    raise
+                    raise error from None
 
     def _write(self, program: Program, index: int, name: str) -> None:
         if self.dump is not None:

@@ -31,6 +31,7 @@ from fxpar.verify.check import verify
 from fxpar.verify.static import STATIC, verify_static
 
 X = torch.randn(4, 6)
+IDS = torch.arange(15).reshape(3, 5)
 SPLIT = {"up": "column", "down": "row"}
 
 
@@ -82,6 +83,19 @@ class Branches(Mlp):
 
     def forward(self, x: Tensor, scale: Tensor | None = None) -> Any:
         return self.up(x) if x.sum() > 0 else self.up(-x)
+
+
+class Bags(nn.Module):
+    """An operator whose results differ in shape from kernel to kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.EmbeddingBag(31, 8, mode="sum")
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """[b, s]."""
+        result: Tensor = self.words(ids)
+        return result.square().mean()
 
 
 class Counts(Mlp):
@@ -287,6 +301,10 @@ TABLE = [
     Bad("counts in a split layer", lambda: check(Noisy(), SPLIT), "PassError", "draws random numbers"),
     Bad("no module", lambda: fxpar.parallelize(torch.relu, Plan(), (X,)), "InputError", "is no nn.Module"),  # type: ignore[arg-type]
     Bad("no plan", lambda: fxpar.parallelize(Mlp(), {"tp": 2}, (X,)), "InputError", "is no Plan"),  # type: ignore[arg-type]
+    Bad("class for a model", lambda: verify(Mlp, (X,), Plan()), "InputError", "a type is no nn.Module"),  # type: ignore[arg-type]
+    Bad("number for a plan", lambda: verify(Mlp(), (X,), 2), "InputError", "a int is no Plan"),  # type: ignore[arg-type]
+    Bad("no passes", lambda: verify(Mlp(), (X,), Plan(), passes=[]), "InputError", "[] is no list of passes"),
+    Bad("unhandled operation", lambda: verify(Bags(), (IDS,), Plan()), "CheckFailed", "fxpar does not handle this"),
     Bad("no loss", lambda: fxpar.parallelize(Mlp(), Plan(), (X,), loss=3), "InputError", "3 is no loss"),  # type: ignore[arg-type]
     Bad(
         "no initialiser",

@@ -53,7 +53,7 @@ class Memory:
         self._objects: dict[int, tuple[Any, dict[str, Any]]] = {}
         self._cells: dict[int, tuple[Any, Any]] = {}
         self._containers: dict[int, tuple[Any, Any]] = {}
-        self._slotted: dict[int, tuple[Any, dict[str, Any]]] = {}
+        self._slotted: dict[int, tuple[Any, list[tuple[Any, Any]]]] = {}
         # Classes, of whose attributes those that some function names are of interest.
         self._open: list[tuple[Any, set[str]]] = []
         pending: list[Any] = list(model.modules())
@@ -93,10 +93,10 @@ class Memory:
             if hasattr(value, "__dict__"):
                 self._objects[id(value)] = (value, dict(vars(value)))
                 yield from vars(value).values()
-            slots = {name: getattr(value, name, _MISSING) for name in _slots(type(value))}
+            slots = [(slot, _slot(slot, value)) for slot in _slots(type(value))]
             if slots:
                 self._slotted[id(value)] = (value, slots)
-                yield from slots.values()
+                yield from (held for _, held in slots)
 
     def _container(self, value: Any) -> list[Any]:
         """Contents as they are kept: a class may make something else of them when it is asked."""
@@ -194,23 +194,27 @@ def _undo_attributes(owner: Any, before: dict[str, Any]) -> None:
             setattr(owner, name, value)
 
 
-def _slots(cls: type) -> list[str]:
-    """Names that objects of a class have without a dictionary."""
-    found = []
-    for base in cls.__mro__:
-        names = vars(base).get("__slots__", ())
-        found += [names] if isinstance(names, str) else list(names)
-    return [name for name in found if not name.startswith("__")]
+def _slots(cls: type) -> list[Any]:
+    """What objects of a class have without a dictionary, as the descriptors that read and write it."""
+    own = [base for base in cls.__mro__ if "__slots__" in vars(base)]
+    return [slot for base in own for slot in vars(base).values() if isinstance(slot, types.MemberDescriptorType)]
 
 
-def _undo_slots(owner: Any, before: dict[str, Any]) -> None:
-    for name, value in before.items():
-        if getattr(owner, name, _MISSING) is value:
+def _slot(slot: Any, owner: Any) -> Any:
+    try:
+        return slot.__get__(owner)
+    except AttributeError:  # an empty one
+        return _MISSING
+
+
+def _undo_slots(owner: Any, before: list[tuple[Any, Any]]) -> None:
+    for slot, value in before:
+        if _slot(slot, owner) is value:
             continue
         if value is _MISSING:
-            delattr(owner, name)
+            slot.__delete__(owner)
         else:
-            setattr(owner, name, value)
+            slot.__set__(owner, value)
 
 
 def _contents(cell: types.CellType) -> Any:

@@ -14,7 +14,7 @@ from torch import nn
 
 from fxpar.capture import Captured, capture, check_samples
 from fxpar.capture.precision import in_precision
-from fxpar.errors import CheckFailed, InputError
+from fxpar.errors import CheckFailed, InputError, shown
 from fxpar.manager import Pass, PassManager
 from fxpar.passes import DEFAULT_PASSES
 from fxpar.plan import Plan
@@ -93,6 +93,7 @@ def verify(
     Raises:
         FxparError: capture, a pass or a static check refused the model.
     """
+    check_arguments(model, plan, passes)
     if level not in LEVELS:
         raise InputError("is unknown", where=f"level={level!r}", remedy=f"choose one of {', '.join(LEVELS)}")
     check_samples(batch)
@@ -112,6 +113,21 @@ def verify(
     return Verification(report.ok, level, program, share, checks, report)
 
 
+def check_arguments(model: Any, plan: Any, passes: Any) -> None:
+    """Refuses arguments of other types.
+
+    Raises:
+        InputError: names the argument.
+    """
+    if not isinstance(model, nn.Module):
+        raise InputError(f"a {type(model).__name__} is no nn.Module", where="model", remedy="pass the model itself")
+    if not isinstance(plan, Plan):
+        raise InputError(f"a {type(plan).__name__} is no Plan", where="plan", remedy="pass fxpar.Plan(tp=…)")
+    if not isinstance(passes, (list, tuple)) or not passes:
+        remedy = "pass a list such as [*fxpar.passes.DEFAULT_PASSES, your_pass]"
+        raise InputError(f"{shown(passes)} is no list of passes", where="passes", remedy=remedy)
+
+
 def bisect_model(
     model: nn.Module,
     batch: Any,
@@ -120,6 +136,7 @@ def bisect_model(
     loss: Callable[..., Any] | str | None = None,
 ) -> Bisection:
     """Finds the first pass after which the model, in the plan's precision, computes something else."""
+    check_arguments(model, plan, passes)
     _need_memory(model)
     check_samples(batch)
     check_world(plan.world_size)
