@@ -37,12 +37,23 @@ class Decided:
     def __init__(self) -> None:
         self._drawn: dict[int, Tensor] = {}  # kept, so that identities stay theirs
         self._known: dict[int, tuple[Tensor, bool]] = {}
+        self._open: dict[int, tuple[Tensor, float]] = {}
 
     def branch(self, func: Any, args: tuple[Any, ...]) -> bool | None:
-        """What a branch on a tensor does, where that is known."""
-        if func == Tensor.__bool__ and id(args[0]) in self._known:
-            return self._known[id(args[0])][1]
-        return None
+        """What a branch on a tensor does, where that is known.
+
+        Raises:
+            CaptureError: it goes either way, by chance.
+        """
+        if func != Tensor.__bool__:
+            return None
+        if id(args[0]) in self._open:
+            raise CaptureError(
+                f"a random number decides what runs (compared with {self._open[id(args[0])][1]:g}), and a trace would "
+                "decide once for all calls",
+                remedy="set the rate of layer dropping to 0, or multiply by a factor that is drawn (stochastic depth)",
+            )
+        return self._known[id(args[0])][1] if id(args[0]) in self._known else None
 
     def see(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
         """Notes a draw, or the comparison of one with a number; what else is done with one may change it."""
@@ -51,11 +62,14 @@ class Decided:
             for value in args:
                 self._drawn.pop(id(value), None)
                 self._known.pop(id(value), None)
+                self._open.pop(id(value), None)
         if func == torch.rand and isinstance(result, Tensor):
             self._drawn[id(result)] = result
         if known is not None and len(args) == 2 and id(args[0]) in self._drawn and isinstance(args[1], (int, float)):
             answer = known(args[1])
-            if answer is not None:
+            if answer is None:
+                self._open[id(result)] = (result, args[1])
+            else:
                 self._known[id(result)] = (result, answer)
 
 

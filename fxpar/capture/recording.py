@@ -195,6 +195,8 @@ class Watch(TorchFunctionMode):
                 "draws from a generator of its own, whose state no plan could repeat",
                 remedy="leave generator= out: numbers are drawn from Plan(seed=…)",
             )
+        if func == torch.div and not any(isinstance(v, Tensor) for v in args):
+            return _divided(*args, **(kwargs or {}))
         decided = self._decided.branch(func, args)
         if decided is not None:
             return decided
@@ -207,6 +209,13 @@ class Watch(TorchFunctionMode):
         if any(_is_foreign(v) for v in tensors) and _has_values(result):
             refuse_foreign()
         return result
+
+
+def _divided(number: Any, by: Any, *, rounding_mode: str | None = None) -> Any:
+    """A quotient of sizes, which torch would make a tensor whose value no trace knows."""
+    if rounding_mode in ("trunc", "floor") and number >= 0 and by > 0:
+        return number // by
+    return torch.div(number, by, rounding_mode=rounding_mode)
 
 
 def _is_own_call() -> bool:

@@ -249,7 +249,7 @@ def _rotary(config: Any, given: Mapping[str, Any]) -> Any:
     hidden, heads = getattr(config, "hidden_size", None), getattr(config, "num_attention_heads", None)
     if type(hidden) is not int or type(heads) is not int:
         return config
-    factor, width = rope.get("partial_rotary_factor"), getattr(config, "head_dim", None) or hidden // heads
+    factor, width = rope.get("partial_rotary_factor"), vars(config).get("head_dim") or hidden // heads
     if type(factor) is float and int(width * factor) % 2:
         rope["partial_rotary_factor"] = factor = 0.5
     if "mrope_section" in rope or "mrope_section" in (getattr(config, "ignore_keys_at_rope_validation", None) or ()):

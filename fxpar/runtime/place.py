@@ -26,7 +26,7 @@ from fxpar.runtime.groups import process_group
 from fxpar.runtime.world import World
 from fxpar.shards import Box, block, boxes, counted, local_block, part_shape, real_part, whole
 
-_FRAME = 1 << 16  # bytes: the norms of eight thousand tensors
+_FRAME = 512  # bytes: the norms of sixty tensors
 
 
 @dataclass(frozen=True, eq=False)
@@ -189,8 +189,8 @@ def gathered(part: Tensor, placement: Placement, group: Group) -> Tensor:
 def exchanged(own: Tensor, group: Group, what: str) -> tuple[Tensor, Tensor]:
     """The bytes of all ranks of a group, one row a rank, and whether all ranks ask for the same.
 
-    What is sent begins with a mark of what it is, and is always of one size: collectives of ranks that send different
-    things meet too, and would wait for ever or read what is none of theirs.
+    What is sent first begins with a mark of what it is, and is always of one size: collectives of ranks that send
+    different things meet too, and would wait for ever or read what is none of theirs.
 
     Args:
         own: u8[n].
@@ -199,16 +199,20 @@ def exchanged(own: Tensor, group: Group, what: str) -> tuple[Tensor, Tensor]:
         InputError: on a CPU, where the marks differ. A GPU goes on.
     """
     mark = _mark(what, own.device)
-    sent = torch.nn.functional.pad(torch.cat([mark, own]), (0, -(len(mark) + len(own)) % _FRAME))
-    tables, agree = [], torch.empty(0)
-    for frame in sent.split(_FRAME):
-        rows = [torch.empty_like(frame) for _ in range(group.size)]
-        dist.all_gather(rows, frame.contiguous(), group=process_group(group))
-        tables.append(torch.stack(rows))
-        if len(tables) == 1:
-            agree = (tables[0][:, : len(mark)] == mark).all()
-            check_agreed(own.device.type != "cpu" or bool(agree), what)
-    return torch.cat(tables, 1)[:, len(mark) : len(mark) + len(own)], agree
+    sent = torch.cat([mark, own])
+    sent = torch.nn.functional.pad(sent, (0, max(0, _FRAME - len(sent))))
+    table = _gathered(sent[:_FRAME], group)
+    agree = (table[:, : len(mark)] == mark).all()
+    check_agreed(own.device.type != "cpu" or bool(agree), what)
+    if len(sent) > _FRAME:
+        table = torch.cat([table, _gathered(sent[_FRAME:], group)], 1)
+    return table[:, len(mark) : len(mark) + len(own)], agree
+
+
+def _gathered(own: Tensor, group: Group) -> Tensor:
+    rows = torch.empty(group.size, len(own), dtype=own.dtype, device=own.device)
+    dist.all_gather(list(rows.unbind()), own, group=process_group(group))
+    return rows
 
 
 @cache

@@ -42,7 +42,7 @@ OFF: dict[str, Callable[[], bool | Tensor]] = {
     "not below one": lambda: not random.random() < 1.0,
 }
 ON: dict[str, tuple[Callable[[], bool | Tensor], str]] = {
-    "a tensor": (lambda: torch.rand([]) < 0.1, "branches on values of tensors"),
+    "a tensor": (lambda: torch.rand([]) < 0.1, "a random number decides what runs .compared with 0.1."),
     "a changed tensor": (changed, "branches on values of tensors"),
     "the host": (lambda: random.random() < 0.1, "draws random numbers on the host"),
     "a number of the host": (lambda: bool(torch.ones(()) * random.random() > 2), "draws random numbers on the host"),

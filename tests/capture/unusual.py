@@ -221,6 +221,14 @@ MODELS: Mapping[str, tuple[Forward, str]] = {
     "a number of the host": (around(host_random), "draws random numbers on the host"),
     "a value on the host": (around(item), "value"),
     "a mask that is left out when compiled": (around(asks), ""),
+    "a size that torch divides": (
+        around(lambda h: h.view(h.shape[0], torch.div(h.shape[1], 1, rounding_mode="trunc"), -1) * 2),
+        "",
+    ),
+    "a layer that is dropped by chance": (
+        around(lambda h: h if torch.rand([]) < 0.1 else h * 2),
+        "a random number decides what runs .compared with 0.1.",
+    ),
     "a branch on a value": (around(branch_on_value), "branches on values"),
     "a parameter of nobody": (around(foreign), "does not own"),
     "the gradient of before": (within(looks_at_gradient), "a gradient of the step before"),
