@@ -63,7 +63,8 @@ def test_train_llama_learns_and_its_checkpoint_is_a_llama(
     file = str(ROOT / "samples" / "train_llama_tp.py")
     size = ["--layers", "1", "--hidden", "64", "--length", "64", "--batch", "4"]
     schedule = ["--steps", "4", "--warmup", "2", "--evaluate-every", "2", "--lr", "0.01"]
-    command = [file, "--tp", str(tp), "--sequence-parallel", *size, *schedule, "--out", str(tmp_path)]
+    folders = ["--out", str(tmp_path), "--saves", str(tmp_path / "saves")]
+    command = [file, "--tp", str(tp), "--sequence-parallel", *size, *schedule, *folders]
     sample = runpy.run_path(file)
     if tp == 1:  # needs no processes, and this one has everything loaded
         monkeypatch.setattr(sys, "argv", command)
@@ -75,6 +76,10 @@ def test_train_llama_learns_and_its_checkpoint_is_a_llama(
     assert [step for step, _ in rows] == ["2", "4"]
     assert float(rows[1][1]) < float(rows[0][1]) - 0.1
     assert f"saved to {tmp_path}" in text
+    assert [folder.name for folder in sorted((tmp_path / "saves").iterdir())] == [
+        "training-00000001",
+        "training-00000002",
+    ]
     # The whole model in transformers, with the sample's own evaluation.
     saved: Any = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
     found = sample["evaluate"](saved, sample["read_corpus"]()[1], argparse.Namespace(length=64, batch=4))
