@@ -92,6 +92,8 @@ def hooks_watched(model: nn.Module, known: Any) -> Iterator[Watch]:
         for name, module in model.named_modules():
             for hooks in (getattr(module, kind) for kind in _KINDS):
                 for key, hook in hooks.items():
+                    if type(hook).__module__.startswith("torch.nn.utils."):
+                        continue  # weight_norm's: it makes the weight that the module then takes
                     kept.append((hooks, key, hook))
                     hooks[key] = watch.around(name or type(model).__name__, hook)
         yield watch

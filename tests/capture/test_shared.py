@@ -144,6 +144,14 @@ def test_hooks_of_all_modules_are_refused_by_name() -> None:
     assert seen == []
 
 
+def test_weights_that_torch_s_own_hook_makes_are_in_the_trace() -> None:
+    model = Words()
+    torch.nn.utils.weight_norm(model.head)
+    proof = verify(model, ids(), Plan(tp=2))
+    assert proof.ok, proof.values
+    assert {"head.weight_g", "head.weight_v"} <= {p.fqn for p in proof.program.parameters}
+
+
 def test_gradients_that_parameters_hold_are_none_of_the_trace() -> None:
     model = Words()
     model(**ids()).backward()
