@@ -1,7 +1,7 @@
 """Places in the author's code: source lines of nodes and errors, module paths of nodes.
 
-Enters: nodes of a trace, exceptions. Leaves: `file.py:41` and `layers.0.mlp`. Frames of torch and of fxpar are not the
-author's, nor are those of the standard library.
+Enters: nodes of a trace, exceptions. Leaves: `file.py:41` and `layers.0.mlp`. Frames of torch, sympy and fxpar are not
+the author's, nor are those of the standard library.
 """
 
 from __future__ import annotations
@@ -12,12 +12,16 @@ import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 
+import sympy
 import torch
 from torch import fx
 
 from fxpar.errors import FxparError
 
-_FOREIGN = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[1]}/")
+_FOREIGN = (
+    f"{Path(__file__).parents[1]}/",
+    *(f"{Path(str(package.__file__)).parent}/" for package in (torch, sympy)),  # sizes are sympy's
+)
 _STANDARD_LIBRARY = f"{sysconfig.get_path('stdlib')}/"
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _INDEX = re.compile(r"\[['\"]?([^\]'\"]+)['\"]?\]")

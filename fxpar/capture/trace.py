@@ -40,6 +40,7 @@ from fxpar.capture.memory import with_memory
 from fxpar.capture.places import Blamed, place_of
 from fxpar.capture.recording import Recorder, Watch, recording
 from fxpar.capture.regions import refuse_mutation, replace_copies, settle
+from fxpar.capture.sizes import SizeError
 from fxpar.capture.state import untouched, watched
 from fxpar.errors import CaptureError
 
@@ -304,6 +305,12 @@ def _explain_now(error: BaseException, without_memory: nn.Module | None) -> None
             where=stray,
             remedy="register it as a buffer, or make it in forward",
         ) from error
+    if isinstance(error, NotImplementedError) and "/sympy/" in _last_file(error):
+        raise SizeError(
+            f"a condition on sizes cannot be decided: {_first_line(text)}",
+            where=place_of(error),
+            remedy="make sizes simple multiples of one another, or of one number",
+        ) from error
     if isinstance(error, GuardOnDataDependentSymNode) or "data-dependent" in text.lower():
         raise CaptureError(
             f"the model branches on values of tensors: {_first_line(text)}",
@@ -329,6 +336,14 @@ def _explain_now(error: BaseException, without_memory: nn.Module | None) -> None
             where="outputs",
             remedy="return tensors, tuples or dicts; torch.export.register_dataclass makes a dataclass known",
         ) from error
+
+
+def _last_file(error: BaseException) -> str:
+    """Where an error was raised."""
+    entry = error.__traceback__
+    while entry is not None and entry.tb_next is not None:
+        entry = entry.tb_next
+    return entry.tb_frame.f_code.co_filename if entry is not None else ""
 
 
 def _meta_attribute(model: nn.Module) -> str:

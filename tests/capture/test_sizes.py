@@ -213,3 +213,25 @@ def test_numbers_of_tokens_that_the_author_wrote_are_those_of_the_program() -> N
     proof = verify(Numbered(), {"ids": ids, "labels": ids.roll(1, 1)}, Plan(tp=2))
     assert proof.ok
     assert proof.program.symbols == ()
+
+
+class Undecided(nn.Module):
+    """A condition on the length that sympy cannot solve while it is a symbol, as torch asks it behind the scenes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(32, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[b, 3, 32]."""
+        if isinstance(x.shape[-1], torch.SymInt):
+            size = x.shape[-1].node.expr
+            sympy.reduce_inequalities(sympy.Eq(32 * sympy.floor(size / 32) - 32, 0), size)
+        result: Tensor = self.head(x)
+        return result.square().mean()
+
+
+def test_conditions_on_sizes_that_sympy_cannot_solve_pin_them() -> None:
+    captured = capture(Undecided(), {"x": torch.randn(3, 3, 32)})
+    assert {(s.path, s.dim) for s in captured.program.symbols} == {("x", 0), ("x", 1)}
+    assert captured.how == "export"
