@@ -86,22 +86,28 @@ def _capture(model: nn.Module, batch: Any, plan: Plan, loss: Callable[..., Any] 
                 raise
             continue
         break
-    _check_loss_gradient(model, program)
+    program = _with_trainable_loss(model, program, is_guess=loss is None)
     eager = walk(model, batch, function, others)
     compare(eager, Counter(str(n.kwargs["path"]) for n in program.graph.nodes if n.target is operators.function))
     return Captured(program, spec, traced.how, function, eager.reason)
 
 
-def _check_loss_gradient(model: nn.Module, program: Program) -> None:
-    """Refuses to train on a loss that no parameter reaches.
+def _with_trainable_loss(model: nn.Module, program: Program, is_guess: bool) -> Program:
+    """The program; without a loss where the only scalar, taken for one, is a number to look at.
+
+    Args:
+        is_guess: whether nobody called it a loss.
 
     Raises:
-        CaptureError: names the loss.
+        CaptureError: no trainable parameter reaches the loss.
     """
     trains = model.training and any(p.trainable for p in program.parameters)
-    if trains and program.loss and not any(carried(program)[program.output_nodes()[program.loss]]):
-        raise CaptureError(
-            "has no gradient: no trainable parameter reaches it",
-            where=f"loss {program.loss}",
-            remedy="leave detach and no_grad out of it; for a model that does not train call model.eval()",
-        )
+    if not trains or not program.loss or any(carried(program)[program.output_nodes()[program.loss]]):
+        return program
+    if is_guess and program.loss != "loss":
+        return program.with_(loss="")
+    raise CaptureError(
+        "has no gradient: no trainable parameter reaches it",
+        where=f"loss {program.loss}",
+        remedy="leave detach and no_grad out of it; for a model that does not train call model.eval()",
+    )

@@ -195,7 +195,7 @@ class Watch(TorchFunctionMode):
                 "draws from a generator of its own, whose state no plan could repeat",
                 remedy="leave generator= out: numbers are drawn from Plan(seed=…)",
             )
-        if func == torch.div and not any(isinstance(v, Tensor) for v in args):
+        if func == torch.div and all(isinstance(v, (int, torch.SymInt)) for v in args):
             return _divided(*args, **(kwargs or {}))
         decided = self._decided.branch(func, args)
         if decided is not None:

@@ -39,17 +39,13 @@ def returned(call: Call, outputs: Mapping[str, Tensor], world: World) -> Any:
     return pytree.tree_unflatten(leaves, spec.out_spec)
 
 
-class _Plain(torch.autograd.Function):
-    """The value itself. Where a loss of the author's own joins it with a DTensor, its gradient comes as one."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor) -> Tensor:
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        (gradient,) = gradients
-        return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+def _with_plain_gradient(value: Tensor) -> Tensor:
+    """The value. Where a loss of the author's own joins it with a DTensor, its gradient comes as one."""
+    if not value.requires_grad:
+        return value
+    made = value.view_as(value) if value.is_leaf else value  # a hook on a parameter would stay
+    made.register_hook(lambda gradient: gradient.full_tensor() if isinstance(gradient, DTensor) else gradient)
+    return made
 
 
 def _whole_or_dtensor(name: str, value: Tensor, layout: Layout, call: Call, world: World) -> Any:
@@ -57,7 +53,7 @@ def _whole_or_dtensor(name: str, value: Tensor, layout: Layout, call: Call, worl
     program = call.compiled.program
     placement = layout.on("tp") if "tp" in program.axes else Placement("I")
     if not placement.is_shard:
-        return _Plain.apply(value) if value.requires_grad else value  # type: ignore[no-untyped-call]
+        return _with_plain_gradient(value)
     kind = note(program.output_nodes()[name]).type
     assert isinstance(kind, TensorType)
     if placement.is_padded or placement == shard(placement.dim, kind.shape[placement.dim]):

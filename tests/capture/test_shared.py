@@ -166,6 +166,22 @@ def test_a_loss_without_a_gradient_is_no_loss_to_train_on() -> None:
     capture(Words().eval(), ids(), loss=lambda outputs, batch: outputs.detach())
 
 
+class Measured(Words):
+    """Logits, and how sure they are: a number to look at."""
+
+    def forward(self, ids: Tensor) -> Any:
+        """[b, s]."""
+        logits = self.head(self.words(ids).tanh())
+        return {"logits": logits, "sure": logits.detach().softmax(-1).amax(-1).mean()}
+
+
+def test_a_number_to_look_at_is_no_loss() -> None:
+    assert capture(Measured(), ids()).program.loss == ""
+    assert verify(Measured(), ids(), Plan(tp=2)).ok
+    with pytest.raises(CaptureError, match="loss sure: has no gradient"):
+        capture(Measured(), ids(), loss="sure")
+
+
 def test_sparse_gradients_are_refused() -> None:
     model = Words()
     model.words = nn.Embedding(31, 12, sparse=True)

@@ -44,6 +44,7 @@ def joined() -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     terms: dict[str, Callable[[Any], Any]] = {
         "squares": lambda out: out["loss"] + 0.1 * out["logits"].square().mean(),
+        "divided in place": lambda out: out["loss"].div_(4),
         "sum": lambda out: 2 * out["loss"] + 0.01 * out["logits"].sum(),
     }
     for name, term in terms.items():
