@@ -25,7 +25,9 @@ PassFunction = Callable[[Program], Program]
 
 
 # Of what is wrong before the first pass.
-_UNHANDLED = "no pass has run yet: fxpar does not handle this operation of the model; write it with other ones"
+_UNHANDLED = (
+    "no pass has run yet: fxpar does not handle this operation of the model, or the text is wrong; write it with others"
+)
 
 
 @dataclass(frozen=True)
@@ -206,10 +208,13 @@ class PassManager:
                 try:
                     verifier.check(program)
                 except FxparError as error:
+                    note = f"found by the check '{verifier.name}' after '{after}'"
                     if after == "capture" and type(error) is CheckFailed and error.remedy == error.advice:
-                        error = CheckFailed(error.reason, where=error.where, remedy=_UNHANDLED)
-                    error.add_note(f"found by the check '{verifier.name}' after '{after}'")
-                    raise error from None
+                        unhandled = CheckFailed(error.reason, where=error.where, remedy=_UNHANDLED)
+                        unhandled.add_note(note)
+                        raise unhandled from error
+                    error.add_note(note)
+                    raise
 
     def _write(self, program: Program, index: int, name: str) -> None:
         if self.dump is not None:

@@ -59,7 +59,7 @@ class _Attempt:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         self.error = error
-        return True
+        return isinstance(error, Exception)
 
 
 def judge(kind: str, tp: int) -> tuple[str, str]:

@@ -39,12 +39,16 @@ def check_derivatives(program: Program, flags: Mapping[fx.Node, tuple[bool, ...]
             continue
         kinds = tuple(kind.dtype for operand in operands(node) for kind in output_types(operand))
         key = node.target, kinds, tuple(flags[operand] for operand in operands(node))
-        if key not in _known:
-            _differentiate(node, flags, sizes)
+        if key not in _known and _is_differentiated(node, flags, sizes):
             _known.add(key)
 
 
-def _differentiate(node: fx.Node, flags: Mapping[fx.Node, tuple[bool, ...]], sizes: Mapping[str, int]) -> None:
+def _is_differentiated(node: fx.Node, flags: Mapping[fx.Node, tuple[bool, ...]], sizes: Mapping[str, int]) -> bool:
+    """Whether PyTorch came to the end of it: of operands that do not fit one another it says nothing.
+
+    Raises:
+        CheckFailed: there is no derivative.
+    """
     tracked: list[Tensor] = []
 
     def value(operand: fx.Node) -> Any:
@@ -69,3 +73,5 @@ def _differentiate(node: fx.Node, flags: Mapping[fx.Node, tuple[bool, ...]], siz
     except _FAILURES as error:
         if missing := _MISSING.search(str(error)):
             raise CheckFailed(missing[0], where=describe(node), remedy="detach its operand, or use another") from None
+        return False
+    return True

@@ -149,19 +149,37 @@ def test_numbers_and_words_that_mean_nothing_are_refused(change: tuple[str, str]
     assert message in refused(change)
 
 
-@pytest.mark.parametrize("call", ["special_zeta.default(%u, %u)", "floor_divide.Scalar(%u, 2)"])
-def test_what_has_no_derivative_is_refused_where_a_gradient_comes(call: str) -> None:
+def without_derivative(call: str) -> tuple[str, str]:
+    """A text with an operation beside the way of the gradients, and one with it on the way."""
     gathered = "%u = fxpar.all_gather[tp](%gelu) : f32[b, 16, 40] tp:R"
     line = f"{gathered}\n%w = aten.{call} : f32[b, 16, 40] tp:R"
     beside = sequence_text(2).replace("%drop = ", f"{line}\n%drop = ")
-    verify_static(parse_program(beside))
     used = beside.replace("fxpar.dropout(%gelu,", "fxpar.dropout(%w,").replace(", [%tp_index])", ")")
     used = used.replace(
         "%drop = fxpar.dropout(%w, %rng, 0.1) : f32[b, 16, 40] tp:S(2)",
         "%drop_w = fxpar.dropout(%w, %rng, 0.1) : f32[b, 16, 40] tp:R",
     )
     used = used.replace("%down = ", "%drop = fxpar.take[tp](%drop_w) : f32[b, 16, 40] tp:S(2)\n%down = ")
+    return beside, used
+
+
+@pytest.mark.parametrize("call", ["special_zeta.default(%u, %u)", "floor_divide.Scalar(%u, 2)"])
+def test_what_has_no_derivative_is_refused_where_a_gradient_comes(call: str) -> None:
+    beside, used = without_derivative(call)
+    verify_static(parse_program(beside))
     with pytest.raises(FxparError, match=r"%w: .*derivative for \S+ is not implemented; detach its operand"):
+        verify_static(parse_program(used))
+
+
+def test_a_derivative_that_was_not_reached_is_not_known() -> None:
+    """Operands that do not fit end the first check before PyTorch says that there is none."""
+    _, used = without_derivative("special_zeta.default(%u, %u)")
+    turned = "%t = aten.transpose.int(%u, 1, 2) : f32[b, 40, 16] tp:R\n%w = "
+    with pytest.raises(FxparError):
+        verify_static(
+            parse_program(used.replace("%w = ", turned, 1).replace("zeta.default(%u, %u)", "zeta.default(%u, %t)"))
+        )
+    with pytest.raises(FxparError, match=r"derivative for \S+ is not implemented"):
         verify_static(parse_program(used))
 
 
