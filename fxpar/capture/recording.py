@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 from unittest import mock
@@ -20,6 +20,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch._functorch.autograd_function import custom_function_call
 from torch._subclasses.fake_tensor import is_fake
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.traceback import annotate, preserve_node_meta
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -200,15 +201,32 @@ class Watch(TorchFunctionMode):
         decided = self._decided.branch(func, args)
         if decided is not None:
             return decided
-        result = args[0].detach() if is_data else func(*args, **(kwargs or {}))
+        tensors = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, Tensor)]
+        with same_nodes(tensors):
+            result = args[0].detach() if is_data else func(*args, **(kwargs or {}))
         self._decided.see(func, args, result)
         self._sizes.check(result)
-        tensors = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, Tensor)]
         self.read.update(map(id, tensors))
         # Shapes and types of such a parameter are constants indeed.
         if any(_is_foreign(v) for v in tensors) and _has_values(result):
             refuse_foreign()
         return result
+
+
+@contextlib.contextmanager
+def same_nodes(operands: Sequence[Tensor]) -> Iterator[None]:
+    """While active, tensors that an operator returns as they came keep the node that they had, unless it changes them.
+
+    `x.to(x.dtype)` is `x`. A trace makes the call's node that of every later use; where the call is under `no_grad`,
+    what the author computes from `x` behind it would then lose its gradient.
+    """
+    mode = get_proxy_mode()
+    nodes: Any = mode.tracer.tensor_tracker if mode is not None else {}
+    before = [(t, nodes[t], t._version) for t in operands if t in nodes] if nodes else []
+    yield
+    for tensor, node, version in before:
+        if tensor._version == version:
+            nodes[tensor] = node
 
 
 def _divided(number: Any, by: Any, *, rounding_mode: str | None = None) -> Any:

@@ -7,6 +7,7 @@ graphs with the same gradients; errors where functional form would lose a gradie
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -92,7 +93,7 @@ def _inline(
         outputs = graph.graph_copy(inner.graph, mapping)
         outputs = list(outputs) if isinstance(outputs, (tuple, list)) else [outputs]
         if detach:
-            outputs = [value if value in args else _detached(graph, value) for value in outputs]
+            outputs = [value if value in args else _detached(graph, value) for value in map(_itself, outputs)]
     for user in list(node.users):
         if user.target is not operator.getitem:
             raise CaptureError(
@@ -106,6 +107,19 @@ def _inline(
         graph.erase_node(body)
 
 
+_DROPOUTS = (aten.dropout, aten.alpha_dropout, aten.feature_dropout, aten.feature_alpha_dropout)
+
+
+def _itself(value: Any) -> Any:
+    """The operand of a dropout that does nothing: in PyTorch it is returned as it came, with its gradient."""
+    while isinstance(value, fx.Node) and getattr(value.target, "overloadpacket", None) in _DROPOUTS:
+        source, p, training = value.args
+        if training and p != 0:
+            break
+        value = source
+    return value
+
+
 def _detached(graph: fx.Graph, value: Any) -> Any:
     kind = value.meta.get("val") if isinstance(value, fx.Node) else None
     if not isinstance(kind, torch.Tensor) or not (kind.dtype.is_floating_point or kind.dtype.is_complex):
@@ -115,16 +129,22 @@ def _detached(graph: fx.Graph, value: Any) -> Any:
     return node
 
 
-def _base(node: fx.Node) -> tuple[fx.Node, bool]:
-    """The value of which the node is a view, and whether a `detach` lies between."""
-    detached = False
-    while node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
-        arguments = node.target._schema.arguments
-        first = arguments[0].alias_info if arguments else None
-        if first is None or not isinstance(node.args[0], fx.Node):
-            break
-        detached = detached or node.target is aten.detach.default
-        node = node.args[0]
+def _viewed(node: fx.Node) -> fx.Node | None:
+    """The value of which the node is a view, or which it has changed in place."""
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return None
+    arguments = node.target._schema.arguments
+    is_view = bool(arguments) and arguments[0].alias_info is not None and isinstance(node.args[0], fx.Node)
+    return node.args[0] if is_view else None  # type: ignore[return-value]
+
+
+def _base(node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
+    """The value whose memory the node is a view of, and the `detach` nodes that lie between."""
+    detached = []
+    while (viewed := _viewed(node)) is not None:
+        if node.target is aten.detach.default:
+            detached.append(node)
+        node = viewed
     return node, detached
 
 
@@ -143,7 +163,7 @@ def _changes(graph: fx.Graph) -> list[tuple[fx.Node, str]]:
 
 
 def _has_gradient(value: Any, parameters: frozenset[str]) -> bool:
-    """Whether a parameter reaches the value on a way without `detach`."""
+    """Whether a parameter reaches the value, or what is written into its memory, on a way without `detach`."""
     seen: set[fx.Node] = set()
     pending = [value] if isinstance(value, fx.Node) else []
     while pending:
@@ -154,7 +174,13 @@ def _has_gradient(value: Any, parameters: frozenset[str]) -> bool:
         if node.op == "placeholder" and node.name in parameters:
             return True
         pending.extend(node.all_input_nodes)
+        pending.extend(user for user in node.users if _viewed(user) is node and _is_written(user))
     return False
+
+
+def _is_written(view: fx.Node) -> bool:
+    """Whether the node changes the memory in place, or something does through it."""
+    return bool(_mutated(view)) or any(_mutated(user) for _, user in _reads(view))
 
 
 def _refuse_hidden(where: str) -> NoReturn:
@@ -177,6 +203,7 @@ def settle(exported: ExportedProgram, prefix: str) -> None:
     specs = {s.arg.name: s for s in exported.graph_signature.input_specs}
     parameters = frozenset(name for name, s in specs.items() if s.kind is InputKind.PARAMETER)
     inline_modes(exported.graph_module, parameters)
+    _free(exported.graph, parameters)
     for node in exported.graph.nodes:
         for value in _mutated(node):
             base, detached = _base(value)
@@ -185,6 +212,41 @@ def settle(exported: ExportedProgram, prefix: str) -> None:
             if base.op == "placeholder" and specs[base.name].kind in _OWNED:
                 name = str(specs[base.name].target).removeprefix(prefix)
                 _refuse_change(_OWNED[specs[base.name].kind], name, source_of(node))
+
+
+def _free(graph: fx.Graph, parameters: frozenset[str]) -> None:
+    """Takes away each `detach` of a value without gradient into whose memory one with a gradient is written later.
+
+    Autograd follows the detached tensor from then on. Functional form computes it anew as the `detach` of the changed
+    value, which would stop the gradient.
+
+    Raises:
+        CaptureError: the value is read afterwards beside the detached tensor, where autograd has no gradient for it.
+    """
+    for node in list(graph.nodes):
+        for value in _mutated(node):
+            base, detached = _base(value)
+            written = [operand for operand in node.all_input_nodes if operand is not value]
+            if not detached or _has_gradient(base, parameters):
+                continue
+            if not any(_has_gradient(operand, parameters) for operand in written):
+                continue
+            if any(user > node and not set(detached) & {user, *_base(view)[1]} for view, user in _reads(base)):
+                _refuse_hidden(source_of(node))
+            for stop in detached:
+                stop.replace_all_uses_with(stop.args[0])  # type: ignore[arg-type]
+                graph.erase_node(stop)
+
+
+def _reads(base: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Every view of a value, itself too, with each of its users."""
+    pending = [base]
+    while pending:
+        view = pending.pop()
+        for user in view.users:
+            yield view, user
+            if _viewed(user) is view:
+                pending.append(user)
 
 
 def _refuse_change(kind: str, name: str, source: str) -> NoReturn:

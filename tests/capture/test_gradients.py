@@ -67,6 +67,37 @@ UNDIFFERENTIATED: dict[str, Callable[[Net, Tensor], Any]] = {
 }
 
 
+# Operators that return their operand where there is nothing to do.
+THE_SAME: dict[str, Callable[[Tensor], Any]] = {
+    "to": lambda h: h.to(h.dtype),
+    "device": lambda h: h.to("cpu"),
+    "float": lambda h: h.float(),
+    "type_as": lambda h: h.type_as(h),
+    "contiguous": lambda h: h.contiguous(),
+    "positive": torch.positive,
+    "dropout": lambda h: nn.functional.dropout(h, 0.5, training=False),
+    "identity": nn.Identity(),
+    "resolve": lambda h: h.resolve_conj().resolve_neg(),
+    "at least": torch.atleast_2d,
+    "of several": lambda h: torch.atleast_2d(h, h * 2)[0],
+    "flatten": lambda h: h.flatten(-1),
+    "real": torch.real,
+}
+
+
+@pytest.mark.parametrize("name", THE_SAME)
+def test_what_no_grad_looks_at_keeps_its_gradient(name: str) -> None:
+    def forward(m: Net, x: Tensor) -> Any:
+        h = m.up(x)
+        with torch.no_grad():
+            seen = THE_SAME[name](h)
+            weight = THE_SAME[name](m.down.weight)
+            scale = seen.abs().amax() + weight.abs().amax()
+        return m.down(h * scale * h).sum() + (seen * h).sin().sum() + (weight * m.down.weight).sum()
+
+    faithful(net(forward), example())
+
+
 @pytest.mark.parametrize("name", UNDIFFERENTIATED)
 def test_no_gradient_flows_where_the_author_stops_it(name: str) -> None:
     faithful(net(UNDIFFERENTIATED[name]), example())
@@ -125,6 +156,43 @@ def test_a_mask_may_change_where_autograd_does_not_see_it() -> None:
     faithful(net(forward), example())
 
 
+def forward_detached_table(m: Net, x: Tensor) -> Any:
+    table = torch.ones(x.shape[1], 6, dtype=x.dtype).cumsum(0).detach()
+    table += m.up.bias
+    table[:1].mul_(m.up.bias.exp())
+    return m.down(m.up(x) * table).sum()
+
+
+def forward_made_without_gradient(m: Net, x: Tensor) -> Any:
+    with torch.no_grad():
+        table = torch.ones(x.shape[1], 6, dtype=x.dtype).cumsum(0)
+        parts = [torch.zeros_like(table), table * 2]
+    parts[0].copy_(m.up.bias.expand(x.shape[1], 6))
+    parts[1][0] = m.up.bias
+    return m.down(m.up(x) * parts[0] * parts[1]).sum()
+
+
+def forward_read_before(m: Net, x: Tensor) -> Any:
+    table = torch.ones(6, dtype=x.dtype).cumsum(0)
+    before = m.down(m.up(x) + table).sum()
+    kept = table.detach()
+    kept *= m.up.bias
+    return before + m.down(m.up(x) * kept).sum()
+
+
+@pytest.mark.parametrize("forward", [forward_detached_table, forward_made_without_gradient, forward_read_before])
+def test_what_is_written_into_a_detached_value_has_its_gradient(forward: Callable[[Net, Tensor], Any]) -> None:
+    faithful(net(forward), example())
+
+
+class ReadBeside(Net):
+    def forward(self, x: Tensor) -> Any:
+        table = torch.ones(6, dtype=x.dtype)
+        kept = table.detach()
+        kept *= self.up.bias
+        return self.down(self.up(x) * kept * table.sin()).sum()
+
+
 class ChangeUnderNoGrad(Net):
     def forward(self, x: Tensor) -> Any:
         h = self.up(x)
@@ -147,7 +215,7 @@ class ChangeOfData(Net):
         return self.down(h.sin()).sum()
 
 
-HIDDEN = [ChangeUnderNoGrad, ChangeOfDetached, ChangeOfData]
+HIDDEN = [ChangeUnderNoGrad, ChangeOfDetached, ChangeOfData, ReadBeside]
 
 
 @pytest.mark.parametrize("kind", HIDDEN)
