@@ -1,7 +1,8 @@
 """What the author's code asks torch about itself: whether it is compiled or exported.
 
 Enters: a trace. Leaves: whether such a question was put, and the answer of an eager run where that is wanted. Some
-models leave out in a compiled run what they need (a mask of ones, say), and cannot be traced then.
+models compute something else in a compiled run (paligemma without token types attends causally there alone), or leave
+out what they need and cannot be traced.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Questions(contextlib.ExitStack):
         as_eager: the answer is no.
     """
 
-    def __init__(self, as_eager: bool = False) -> None:
+    def __init__(self, as_eager: bool) -> None:
         super().__init__()
         self.asked, self._as_eager = False, as_eager
 

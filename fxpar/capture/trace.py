@@ -185,23 +185,18 @@ def _raised(reason: str, place: str) -> CaptureError:
 
 def _trace(run: Called, symbolic: int | None, originals: Mapping[int, Tensor], others: OtherMemos) -> Trace:
     module, prefix, call = run.module, run.prefix, (run.args, run.kwargs, symbolic)
-    questions = Questions()
-    try:
-        with untouched(module), nothing_remembered(module, others), questions:
-            exported, recorder = _functional(module, call, prefix)
-        return Trace(exported, "export", recorder, prefix, originals)
-    except FAILURES as error:
-        first = error
-    _explain_now(first, module if originals else None)
-    if questions.asked:
-        with (
-            contextlib.suppress(*FAILURES),
-            untouched(module),
-            nothing_remembered(module, others),
-            Questions(as_eager=True),
-        ):
-            exported, recorder = _functional(module, call, prefix)
+    # What trains by itself is the eager model; where its way depends on values of tensors, its compiled way is taken.
+    for as_eager in (True, False):
+        questions = Questions(as_eager)
+        try:
+            with untouched(module), nothing_remembered(module, others), questions:
+                exported, recorder = _functional(module, call, prefix)
             return Trace(exported, "export", recorder, prefix, originals)
+        except FAILURES as error:
+            first = error
+        if not questions.asked:
+            break
+    _explain_now(first, module if originals else None)
     try:
         with untouched(module), nothing_remembered(module, others, plain=True):
             graph_module, assumptions = dynamo_graph(module, prefix, *call)

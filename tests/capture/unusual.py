@@ -123,6 +123,14 @@ def asks(h: Tensor) -> Tensor:
     return h * mask.square()  # type: ignore[union-attr]
 
 
+def differs_when_compiled(h: Tensor) -> Tensor:
+    return h.sin() if torch.compiler.is_compiling() else h.square()
+
+
+def looks_when_eager(h: Tensor) -> Tensor:
+    return h if not torch.compiler.is_compiling() and (h == 1).all() else h.square()
+
+
 def branch_on_value(h: Any) -> Any:
     return h if h.sum() > 0 else -h
 
@@ -221,6 +229,8 @@ MODELS: Mapping[str, tuple[Forward, str]] = {
     "a number of the host": (around(host_random), "draws random numbers on the host"),
     "a value on the host": (around(item), "value"),
     "a mask that is left out when compiled": (around(asks), ""),
+    "another way when compiled": (around(differs_when_compiled), ""),
+    "a look at values where it is not compiled": (around(looks_when_eager), ""),
     "a size that torch divides": (
         around(lambda h: h.view(h.shape[0], torch.div(h.shape[1], 1, rounding_mode="trunc"), -1) * 2),
         "",
