@@ -105,7 +105,7 @@ def _worker(kind: str, tp: int, memory: int, pipe: Connection) -> None:
     with _Attempt() as attempt:
         pipe.send(judge(kind, tp))
     error = attempt.error
-    if isinstance(error, MemoryError):
+    if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
         pipe.send(("failed", f"more than {memory} GiB"))
     elif error is not None:
         place = traceback.extract_tb(error.__traceback__)[-1]

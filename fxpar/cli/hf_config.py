@@ -32,6 +32,7 @@ _SIZES: Mapping[str, int] = {
     **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim", "ffn_hidden_size"), _INTERMEDIATE),
     "vocab_size": _VOCABULARY,
     "max_position_embeddings": _POSITIONS,
+    **dict.fromkeys(("chunk_size", "mamba_chunk_size"), 8),
     "image_size": 32,
     "patch_size": 8,
     "max_source_positions": 16,
