@@ -21,7 +21,8 @@ from fxpar.mixed import is_mixed
 from fxpar.runtime.checkpoint import Checkpoint, kind_of
 from fxpar.runtime.mains import MainParameter
 from fxpar.runtime.place import Place
-from fxpar.runtime.sharded import Sharded, ShardedParameter, local_of
+from fxpar.runtime.sharded import Sharded, local_of
+from fxpar.runtime.sharded_parameter import ShardedParameter
 from fxpar.runtime.state import check_names, check_shape, names_fit
 from fxpar.runtime.world import World
 from fxpar.shards import local_block

@@ -35,7 +35,8 @@ from fxpar.runtime.outputs import returned
 from fxpar.runtime.place import Place
 from fxpar.runtime.programs import Call, Programs
 from fxpar.runtime.refusals import Unwrappable
-from fxpar.runtime.sharded import Sharded, leaf_of
+from fxpar.runtime.sharded import Sharded
+from fxpar.runtime.sharded_parameter import leaf_of
 from fxpar.runtime.state import fingerprints, full_state_dict, load_full_state_dict
 from fxpar.runtime.training import Extras, resume_training, save_training
 from fxpar.runtime.world import World

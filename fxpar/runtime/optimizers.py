@@ -17,7 +17,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fxpar.errors import InputError
 from fxpar.runtime.operand import part_of
-from fxpar.runtime.sharded import Sharded, ShardedParameter
+from fxpar.runtime.sharded import Sharded
+from fxpar.runtime.sharded_parameter import ShardedParameter
 
 
 class Optimizers:
