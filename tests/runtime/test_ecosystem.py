@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.runtime import ecosystem
+from tests.runtime import ecosystem, refused
 from tests.runtime.jobs import Found
 from tests.runtime.test_training import assert_same
 from tests.runtime.world import World
@@ -103,7 +103,7 @@ def test_torch_s_state_dicts_resume(request: pytest.FixtureRequest, ranks: int, 
 
 
 def test_optimizers_that_mix_elements_are_refused_in_their_first_step(world2: World) -> None:
-    first, other = world2.run(ecosystem.refused_optimizers)
+    first, other = world2.run(refused.optimizers)
     assert first == other
     told = {name: what for name, what in first.items() if "unchanged" not in name}
     assert told.keys() == {"Adafactor", "Muon", "LBFGS", "Shampoo", "ZeRO"}
@@ -115,7 +115,7 @@ def test_optimizers_that_mix_elements_are_refused_in_their_first_step(world2: Wo
 
 
 def test_calls_that_would_differ_between_ranks_are_refused(world2: World, tmp_path: Path) -> None:
-    first, other = world2.run(ecosystem.refused_calls, tmp_path)
+    first, other = world2.run(refused.calls, tmp_path)
     assert first == other
     for name, (kind, where, reason, remedy) in first.items():
         assert kind == "InputError", name
@@ -130,7 +130,7 @@ def test_calls_that_would_differ_between_ranks_are_refused(world2: World, tmp_pa
 
 
 def test_wrappers_and_hooks_are_refused_by_name(world2: World) -> None:
-    first, other = world2.run(ecosystem.refused_wrappers)
+    first, other = world2.run(refused.wrappers)
     assert first == other
     assert first.pop("same")
     assert first.pop("trains") > 0
@@ -153,4 +153,4 @@ def test_wrappers_and_hooks_are_refused_by_name(world2: World) -> None:
 
 
 def test_hooks_that_change_values_are_in_the_trace(world2: World) -> None:
-    assert [round(gap, 6) for gap in world2.run(ecosystem.hooked)] == [0, 0]
+    assert [round(gap, 6) for gap in world2.run(refused.hooked)] == [0, 0]
