@@ -1,14 +1,18 @@
-"""Milliseconds of a training step, split by tensor parallelism: forward and backward, without an optimizer.
+"""Milliseconds of a training step, split by tensor parallelism.
 
     torchrun --nproc-per-node 2 samples/bench_tp.py --runs gpt-1.2b:compile gpt-1.2b:compile+sp llama-8b:compile
+    torchrun --nproc-per-node 2 samples/bench_tp.py --runs gpt-1.2b:compile gpt-1.2b:compile+unchecked
+    torchrun --nproc-per-node 2 samples/bench_tp.py --runs gpt-1.2b:compile+adamw gpt-1.2b:compile+mixed+adamw
     python samples/bench_tp.py --runs gpt-1.2b:eager gpt-1.2b:compile --json times.jsonl
     torchrun --nproc-per-node 2 samples/bench_tp.py --tiny       # a few thousand weights: to see that it runs
 
-A run is MODEL:FLAG+FLAG…, flags `eager`, `compile`, `sp` (sequence parallelism), `dropout`. Models are transformers'
-own, in the sizes of the Megatron-LM paper (arXiv 1909.08053, table 2) and of Llama-3-8B, on the meta device: each rank
-makes its shards, from seeds that the weights' names give, so that losses are comparable between numbers of ranks. A
-step's time is the median between device events, and the slowest rank's. FLOPs are 6·P·T + 12·L·s·h·T for P weights of
-matrices, T tokens, L layers, s positions and h features of attention; a causal mask is not counted off.
+A run is MODEL:FLAG+FLAG…, flags `eager`, `compile`, `sp` (sequence parallelism), `dropout`, `mixed`
+(`precision="bf16"` whatever `--precision` says), `adamw` (the step has torch's fused AdamW and its clipping too, else
+it is forward and backward alone), `unchecked` (batches are not compared over the ranks). Models are transformers'
+own, in the sizes of the Megatron-LM paper (arXiv 1909.08053, table 2) and of Llama-3-8B, on the meta device: each
+rank makes its shards, from seeds that the weights' names give, so that losses are comparable between numbers of
+ranks. A step's time is the median between device events, and the slowest rank's. FLOPs are 6·P·T + 12·L·s·h·T for P
+weights of matrices, T tokens, L layers, s positions and h features of attention; a causal mask is not counted off.
 """
 
 from __future__ import annotations
@@ -33,7 +37,7 @@ from torch.profiler import DeviceType, ProfilerActivity, profile
 
 import fxpar
 
-FLAGS = ("eager", "compile", "sp", "dropout")
+FLAGS = ("eager", "compile", "sp", "dropout", "mixed", "adamw", "unchecked")
 COMMUNICATION, ATTENTION = ("nccl",), ("flash", "fmha", "cudnn", "sdpa", "attention")
 
 
@@ -184,18 +188,25 @@ def measure(run: str, options: argparse.Namespace) -> dict[str, Any]:
     if options.tiny:
         size = Size(size.kind, _TINY[size.kind], 4, 32)
     tp = int(os.environ.get("WORLD_SIZE", 1))
-    plan = fxpar.Plan(tp=tp, sequence_parallel="sp" in flags, compile="compile" in flags, precision=options.precision)
+    precision = "bf16" if "mixed" in flags else options.precision
+    plan = fxpar.Plan(tp=tp, sequence_parallel="sp" in flags, compile="compile" in flags, precision=precision)
     original = build(size, 0.1 if "dropout" in flags else 0.0)
     flops = step_flops(original, size)
     ids = torch.randint(0, size.options["vocab_size"], (size.batch, size.sequence), generator=torch.Generator())
     start = time.perf_counter()
-    model = fxpar.parallelize(original, plan, example={"input_ids": ids, "labels": ids})
+    example = {"input_ids": ids, "labels": ids}
+    model = fxpar.parallelize(original, plan, example, check_inputs="unchecked" not in flags)
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True) if "adamw" in flags else None
     device = model.world.device
     batch = {"input_ids": ids.to(device), "labels": ids.to(device)}
 
     def step() -> torch.Tensor:
         model.zero_grad()
-        return model.train_step(batch)
+        loss = model.train_step(batch)
+        if adamw is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            adamw.step()
+        return loss
 
     built = time.perf_counter() - start
     loss = float(step())
@@ -215,7 +226,7 @@ def measure(run: str, options: argparse.Namespace) -> dict[str, Any]:
 
 def report(rows: Sequence[Mapping[str, Any]]) -> None:
     """Prints a line for each run."""
-    table = Table(title="a training step: forward and backward")
+    table = Table(title="a training step")
     columns = {"ms": "ms", "host_ms": "host ms", "tokens_s": "tokens/s", "tflops": "TFLOP/s a rank"}
     columns |= {"exposed_ms": "exposed ms", "idle_ms": "idle ms", "peak_gib": "peak GiB", "first_s": "first step s"}
     for title in ("run", "tp", *columns.values(), "loss"):
