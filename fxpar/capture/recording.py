@@ -20,7 +20,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch._functorch.autograd_function import custom_function_call
 from torch._subclasses.fake_tensor import is_fake
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode
 from torch.fx.traceback import annotate, preserve_node_meta
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -189,6 +189,12 @@ class Watch(TorchFunctionMode):
                     remedy="look at gradients after the backward, outside of the forward",
                 )
             return func(*args, **(kwargs or {}))  # torch's own way to make fakes of parameters
+        if func == Tensor.data.__set__ and _is_own_call():  # type: ignore[attr-defined]
+            raise CaptureError(
+                "assigns `.data`, behind the back of whoever holds the tensor", remedy="compute a new value"
+            )
+        if func in (Tensor.detach_, torch.detach_):
+            return _detach_in_place(*args, **(kwargs or {}))
         if func == Tensor.random_:
             raise CaptureError("random_ is an operator that no graph can name", remedy="use torch.randint_like")
         if (kwargs or {}).get("generator") is not None:
@@ -227,6 +233,18 @@ def same_nodes(operands: Sequence[Tensor]) -> Iterator[None]:
     for tensor, node, version in before:
         if tensor._version == version:
             nodes[tensor] = node
+
+
+def _detach_in_place(value: Tensor) -> Tensor:
+    """`detach_`: the same tensor, which has the node of a detached one from now on."""
+    mode = get_proxy_mode()
+    nodes: Any = mode.tracer.tensor_tracker if mode is not None else {}
+    detached = value.detach()
+    with disable_proxy_modes_tracing():
+        value.detach_()
+    if detached in nodes:
+        nodes[value] = nodes[detached]
+    return value
 
 
 def _divided(number: Any, by: Any, *, rounding_mode: str | None = None) -> Any:

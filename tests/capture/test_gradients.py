@@ -51,6 +51,13 @@ def forward_passed_through(m: Net, x: Tensor) -> Any:
     return m.down(same * h).sum() + (view * h.view(-1, 6)).sum()
 
 
+def forward_detach_in_place(m: Net, x: Tensor) -> Any:
+    h, g = m.up(x) * 1, m.up(x) * 2
+    same = h.detach_()
+    torch.detach_(g)
+    return m.down(h * same * g * m.up.bias).sum()
+
+
 def forward_data(m: Net, x: Tensor) -> Any:
     h = m.up(x)
     return m.down(h * h.data).sum()
@@ -63,6 +70,7 @@ UNDIFFERENTIATED: dict[str, Callable[[Net, Tensor], Any]] = {
     "enable_grad inside": forward_enable_inside,
     "value passed through": forward_passed_through,
     "detach": lambda m, x: (lambda h: m.down(h * h.detach()).sum())(m.up(x)),
+    "detach in place": forward_detach_in_place,
     "data": forward_data,
 }
 
@@ -231,6 +239,18 @@ def test_unrefused_they_would_be_wrong(kind: type[Net], monkeypatch: pytest.Monk
     captured = capture(model, example())
     with pytest.raises(AssertionError):
         close(eager(captured, model, example()), run(captured, model, example()))
+
+
+class AssignsData(Net):
+    def forward(self, x: Tensor) -> Any:
+        h = self.up(x) * 1
+        h.data = h.data * 2
+        return self.down(h * h).sum()
+
+
+def test_an_assignment_of_data_is_refused() -> None:
+    with pytest.raises(CaptureError, match=r"test_gradients.py:\d+: assigns `\.data`.*; compute a new value"):
+        capture(seeded(AssignsData), example())
 
 
 class Hook(Net):
