@@ -60,9 +60,9 @@ def _examples(model: nn.Module, config: Any, samples: int, length: int, has_loss
     """From the simplest on: text alone, with labels of another kind, with pixels; sound by its wave or its bands."""
     takes, main = inspect.signature(model.forward).parameters, getattr(model, "main_input_name", "input_ids")
     words = _vocabulary(config)
+    _check_elements(samples * max(length, _WAVE if main == "input_values" else 1), where)
     classes: Batch = {"labels": torch.randint(0, config.num_labels, (samples,))} if has_loss else {}
     if main == "input_ids":
-        _check_elements(samples * length, where)
         decodes = "decoder_input_ids" in takes
         text = _tokens(words or _CHARACTERS, samples, length, has_loss, decodes)
         yield text
@@ -80,6 +80,7 @@ def _examples(model: nn.Module, config: Any, samples: int, length: int, has_loss
         if main == "input_values":
             yield {main: torch.randn(samples, _WAVE), **(text or classes)}
         bands, frames = getattr(config, "num_mel_bins", 80), 2 * getattr(config, "max_source_positions", length)
+        _check_elements(samples * bands * frames, where)
         for shape in ((samples, bands, frames), (samples, getattr(config, "max_length", frames), bands)):
             yield {main: torch.randn(shape), **(text or classes)}
 

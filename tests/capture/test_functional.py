@@ -110,7 +110,7 @@ class Images(nn.Module):
         return result.square().mean()
 
 
-@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.matrix)])
 def test_norms_by_given_statistics_are_split(tp: int) -> None:
     torch.manual_seed(0)
     proof = verify(Images(), {"x": torch.randn(3, 3, 7, 9)}, Plan(tp=tp))

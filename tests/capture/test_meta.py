@@ -26,7 +26,7 @@ def on_meta(values: Any) -> Any:
     return pytree.tree_map_only(Tensor, lambda t: t.to("meta"), values)
 
 
-_ALWAYS = ("gpt2", "bloom", "encoder")
+_ALWAYS = ("bloom", "encoder")
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,7 @@ NUMBERS = {
     "labels": ("trace hf:vit,num_labels=10000000000", "num_labels=10000000000 is more than 16777216"),
     "no label": ("trace hf:vit,num_labels=0", "hf:vit,num_labels=0: random_ expects"),
     "samples": (f"trace {TINY} --batch 2147483648", "elements, more than 268435456"),
+    "samples of sound": (f"trace hf:wav2vec2 --batch {10**6}", "elements, more than 268435456"),
     "pixels": ("trace hf:vit,image_size=1000000", "elements, more than 268435456"),
     "world": ("groups --world-size 99999999999999999999", "world size: "),
     "stages": ("groups --pp 2 --virtual 99999999999999999999", "virtual=99999999999999999999 is more than"),

@@ -20,7 +20,9 @@ def assert_equal_states(found: dict[str, Any], wanted: dict[str, Any]) -> None:
         assert torch.equal(found[name], value), name
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "nanogpt"])
+@pytest.mark.parametrize(
+    "name", ["gpt2", "llama", *(pytest.param(name, marks=pytest.mark.matrix) for name in ("bert", "nanogpt"))]
+)
 def test_the_full_state_dict_is_that_of_the_unsplit_model(world2: World, name: str) -> None:
     wanted = CASES[name].model().state_dict()
     for found in world2.run(jobs.state_of, name):

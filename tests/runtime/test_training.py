@@ -33,7 +33,7 @@ def assert_trains_like_one_process(world: World, name: str) -> None:
         assert_same(found["state"], wanted["state"], 1e-5)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", pytest.param("bert", marks=pytest.mark.matrix)])
 def test_two_ranks_train_like_one_process(world2: World, name: str) -> None:
     assert_trains_like_one_process(world2, name)
 
