@@ -10,28 +10,28 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fxpar.api import parallelize as parallelize
-    from fxpar.cost import Cost as Cost
     from fxpar.errors import FxparError as FxparError
     from fxpar.manager import PassManager as PassManager
     from fxpar.manager import register_pass as register_pass
-    from fxpar.plan import Plan as Plan
-    from fxpar.program import Program as Program
+    from fxpar.plan.cost import Cost as Cost
+    from fxpar.plan.plan import Plan as Plan
+    from fxpar.program.program import Program as Program
     from fxpar.rules import register_rule as register_rule
     from fxpar.runtime.checkpoint import Checkpoint as Checkpoint
     from fxpar.runtime.module import ParallelModule as ParallelModule
-    from fxpar.weights import materialize as materialize
+    from fxpar.state.initial import materialize as materialize
 
 __version__ = "0.1.0"
 
 _WHERE = {
     "Checkpoint": "fxpar.runtime.checkpoint",
-    "Cost": "fxpar.cost",
+    "Cost": "fxpar.plan.cost",
     "FxparError": "fxpar.errors",
     "ParallelModule": "fxpar.runtime.module",
     "PassManager": "fxpar.manager",
-    "Plan": "fxpar.plan",
-    "Program": "fxpar.program",
-    "materialize": "fxpar.weights",
+    "Plan": "fxpar.plan.plan",
+    "Program": "fxpar.program.program",
+    "materialize": "fxpar.state.initial",
     "parallelize": "fxpar.api",
     "register_pass": "fxpar.manager",
     "register_rule": "fxpar.rules",

@@ -13,7 +13,7 @@ from fxpar.capture import check_model, check_samples
 from fxpar.errors import InputError, shown
 from fxpar.manager import Pass
 from fxpar.passes import DEFAULT_PASSES
-from fxpar.plan import Plan
+from fxpar.plan.plan import Plan
 from fxpar.runtime.adopt import open_alike
 from fxpar.runtime.checkpoint import Checkpoint
 from fxpar.runtime.module import ParallelModule

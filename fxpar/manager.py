@@ -16,10 +16,10 @@ from pathlib import Path
 
 from torch import fx
 
-from fxpar.collector import without_collections
 from fxpar.errors import CheckFailed, FxparError, PassError, shown
-from fxpar.program import PassRecord, Program, has_note, note
-from fxpar.text import print_program
+from fxpar.program.collector import without_collections
+from fxpar.program.program import PassRecord, Program, has_note, note
+from fxpar.text.printing import print_program
 
 PassFunction = Callable[[Program], Program]
 

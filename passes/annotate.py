@@ -11,9 +11,9 @@ from fxpar.choice.choose import Choice, choose
 from fxpar.choice.explain import reason_of
 from fxpar.choice.options import Option, value_of
 from fxpar.errors import PassError
-from fxpar.layout import Layout
+from fxpar.layout.layout import Layout
 from fxpar.manager import Pass, register_pass
-from fxpar.program import Program, operands, output_types, update
+from fxpar.program.program import Program, operands, output_types, update
 from fxpar.rules.overrides import match_lines
 
 

@@ -8,11 +8,21 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.layout import Layout, R, V
+from fxpar.layout.layout import Layout, R, V
 from fxpar.manager import register_pass
-from fxpar.operators import attention, axis_index, dropout, uniform, uniform_like
 from fxpar.passes.draws import DISTRIBUTIONS, Draw, refuse, without_gradient
-from fxpar.program import Input, Note, Program, TensorType, note, operands, output_layouts, set_note, tensor_type
+from fxpar.program.operators import attention, axis_index, dropout, uniform, uniform_like
+from fxpar.program.program import (
+    Input,
+    Note,
+    Program,
+    TensorType,
+    note,
+    operands,
+    output_layouts,
+    set_note,
+    tensor_type,
+)
 from fxpar.rules import bind_arguments
 
 aten = torch.ops.aten

@@ -12,7 +12,7 @@ from torch import fx
 
 from fxpar.errors import PassError
 from fxpar.manager import register_pass
-from fxpar.program import (
+from fxpar.program.program import (
     Program,
     ScalarType,
     TensorType,

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import fx
 
+from fxpar.layout.symbols import product
 from fxpar.manager import register_pass
-from fxpar.operators import copy_to, share, sum_gradients
-from fxpar.program import Note, Program, note, operands, set_note, tensor_type
-from fxpar.symbols import product
+from fxpar.program.operators import copy_to, share, sum_gradients
+from fxpar.program.program import Note, Program, note, operands, set_note, tensor_type
 
 # Bytes of gradients that one reduction sums at most: large enough for bandwidth, small enough to start early.
 BUCKET = 64 * 2**20

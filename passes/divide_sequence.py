@@ -9,8 +9,9 @@ import sympy
 import torch
 
 from fxpar.errors import PlanError
+from fxpar.layout.symbols import Size, simplify, symbol
 from fxpar.manager import register_pass
-from fxpar.program import (
+from fxpar.program.program import (
     Input,
     Parameter,
     Program,
@@ -24,7 +25,6 @@ from fxpar.program import (
     update,
 )
 from fxpar.rules import bind_arguments
-from fxpar.symbols import Size, simplify, symbol
 
 aten = torch.ops.aten
 

@@ -16,8 +16,8 @@ import torch
 from torch import fx
 
 from fxpar.errors import PassError
-from fxpar.layout import I, Layout, R
-from fxpar.program import TensorType, note, output_layouts, set_note, tensor_type
+from fxpar.layout.layout import I, Layout, R
+from fxpar.program.program import TensorType, note, output_layouts, set_note, tensor_type
 from fxpar.rules import bind_arguments
 from fxpar.rules.inference import describe
 

@@ -11,10 +11,10 @@ from torch import fx
 
 from fxpar.elements import TRUE, Element, Numbers, Predicate, broadcast, elements, index
 from fxpar.errors import PassError
+from fxpar.layout.symbols import Size, simplify
 from fxpar.manager import register_pass
-from fxpar.program import Note, Program, ScalarType, TensorType, note, set_note, tensor_type
+from fxpar.program.program import Note, Program, ScalarType, TensorType, note, set_note, tensor_type
 from fxpar.rules import bind_arguments
-from fxpar.symbols import Size, simplify
 
 aten = torch.ops.aten
 

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 from torch import fx
 
-from fxpar.coercions import coercion
 from fxpar.errors import PassError
-from fxpar.gradients import carried
-from fxpar.layout import I, Layout, Placement, R
+from fxpar.layout.layout import I, Layout, Placement, R
 from fxpar.manager import register_pass
-from fxpar.program import Note, Program, note, operands, output_layouts, output_node, set_note, update, with_operands
+from fxpar.program.coercions import coercion
+from fxpar.program.gradients import carried
+from fxpar.program.program import (
+    Note,
+    Program,
+    note,
+    operands,
+    output_layouts,
+    output_node,
+    set_note,
+    update,
+    with_operands,
+)
 from fxpar.rules.inference import resting
 
 

@@ -10,9 +10,11 @@ import torch
 from torch import fx
 
 from fxpar.errors import PassError
-from fxpar.layout import Layout, local_shape
+from fxpar.layout.layout import Layout, local_shape
+from fxpar.layout.slices import local_bounds
+from fxpar.layout.symbols import divide
 from fxpar.manager import register_pass
-from fxpar.program import (
+from fxpar.program.program import (
     Note,
     Program,
     ScalarType,
@@ -23,8 +25,6 @@ from fxpar.program import (
     set_note,
 )
 from fxpar.rules import bind_arguments
-from fxpar.slices import local_bounds
-from fxpar.symbols import divide
 
 aten = torch.ops.aten
 

@@ -31,8 +31,8 @@ import fxpar
 from fxpar.capture import capture
 from fxpar.manager import PassManager, Verifier
 from fxpar.passes import DEFAULT_PASSES
-from fxpar.program import PassRecord, Program
-from fxpar.text import print_program
+from fxpar.program.program import PassRecord, Program
+from fxpar.text.printing import print_program
 from fxpar.verify.analysis import split_flops
 from fxpar.verify.static import STATIC
 

@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.nn import functional
 
 import fxpar
+from fxpar.oracle.check import check_operation, sample
 from fxpar.passes import DEFAULT_PASSES, canonicalize
-from fxpar.program import note, set_note
+from fxpar.program.program import note, set_note
 from fxpar.verify.check import verify
-from fxpar.verify.oracle import check_operation, sample
 
 aten = torch.ops.aten
 

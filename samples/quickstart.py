@@ -26,7 +26,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.distributed.tensor import DTensor
 
 import fxpar
-from fxpar.program import note
+from fxpar.program.program import note
 from fxpar.verify.analysis import collectives
 
 BATCH, LENGTH, TOLERANCE = 8, 128, 1e-4

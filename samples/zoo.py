@@ -68,7 +68,7 @@ def judge(kind: str, tp: int) -> tuple[str, str]:
 
     from fxpar.cli.hf import build
     from fxpar.errors import CheckFailed, FxparError, InputError
-    from fxpar.plan import Plan
+    from fxpar.plan.plan import Plan
     from fxpar.verify.check import expect, verify
 
     torch.set_num_threads(1)

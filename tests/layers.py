@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from fxpar.program import Program, note
+from fxpar.program.program import Program, note
 from fxpar.verify.analysis import collectives
 
 

@@ -22,11 +22,11 @@ import fxpar
 from fxpar.capture import capture
 from fxpar.errors import FxparError, InputError
 from fxpar.manager import PassManager, register_pass
-from fxpar.parse import parse_program
 from fxpar.passes import DEFAULT_PASSES, canonicalize, insert_collectives
-from fxpar.plan import Plan
-from fxpar.program import Program
-from fxpar.text import print_program
+from fxpar.plan.plan import Plan
+from fxpar.program.program import Program
+from fxpar.text.parsing import parse_program
+from fxpar.text.printing import print_program
 from fxpar.verify.check import verify
 from fxpar.verify.static import STATIC, verify_static
 

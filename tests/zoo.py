@@ -16,7 +16,7 @@ import transformers
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fxpar.plan import Plan
+from fxpar.plan.plan import Plan
 
 VOCABULARY, BATCH, SEQUENCE = 259, 3, 16
 

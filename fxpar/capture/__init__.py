@@ -14,18 +14,18 @@ from typing import Any
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from fxpar import operators
 from fxpar.capture.convert import CallSpec, convert
 from fxpar.capture.eager import compare, walk
 from fxpar.capture.guards import check_model, check_samples
 from fxpar.capture.memo import OtherMemos
 from fxpar.capture.sizes import SizeError, check_views
 from fxpar.capture.trace import arguments, trace
-from fxpar.collector import without_collections
 from fxpar.errors import CaptureError
-from fxpar.gradients import carried
-from fxpar.plan import Plan
-from fxpar.program import Program
+from fxpar.plan.plan import Plan
+from fxpar.program import operators
+from fxpar.program.collector import without_collections
+from fxpar.program.gradients import carried
+from fxpar.program.program import Program
 from fxpar.rules.functions import forget_proofs
 
 __all__ = ["CallSpec", "Captured", "arguments", "capture", "check_model", "check_samples"]

@@ -26,9 +26,10 @@ from fxpar.capture.recording import RECOMPUTE_KEY, refuse_foreign
 from fxpar.capture.sizes import SizeError, written
 from fxpar.capture.trace import Trace
 from fxpar.errors import CaptureError
-from fxpar.operators import function
-from fxpar.plan import Plan
-from fxpar.program import (
+from fxpar.layout.symbols import Size, names, simplify, symbol
+from fxpar.plan.plan import Plan
+from fxpar.program.operators import function
+from fxpar.program.program import (
     DTYPE_NAMES,
     Input,
     Note,
@@ -42,7 +43,6 @@ from fxpar.program import (
     tensor_type,
 )
 from fxpar.rules.randomness import draws_bits
-from fxpar.symbols import Size, names, simplify, symbol
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from fxpar.errors import CaptureError, TextError
-from fxpar.program import Program, operands, tensor_type
+from fxpar.layout.symbols import Size, parse_size, product, shape_text
+from fxpar.program.program import Program, operands, tensor_type
 from fxpar.rules.inference import describe
-from fxpar.symbols import Size, parse_size, product, shape_text
 
 
 class SizeError(CaptureError):

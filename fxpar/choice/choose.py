@@ -15,9 +15,9 @@ from fxpar.choice.options import Option, Options, Value, list_options, value_of
 from fxpar.choice.prices import Prices
 from fxpar.choice.solve import Solution, solve
 from fxpar.errors import PlanError
-from fxpar.gradients import carried
-from fxpar.layout import I, Layout, Placement
-from fxpar.program import Program, operands
+from fxpar.layout.layout import I, Layout, Placement
+from fxpar.program.gradients import carried
+from fxpar.program.program import Program, operands
 from fxpar.rules.inference import describe, resting
 from fxpar.rules.overrides import Lines, Pin, resolve_overrides
 

@@ -14,8 +14,8 @@ from torch import fx
 from fxpar.choice.choose import Choice
 from fxpar.choice.legal import blocked
 from fxpar.choice.options import value_of
-from fxpar.layout import Placement
-from fxpar.program import Program, operands
+from fxpar.layout.layout import Placement
+from fxpar.program.program import Program, operands
 from fxpar.rules.inference import describe
 
 # Reasons: of several legal layouts that of the shortest step; the only legal one.

@@ -12,9 +12,9 @@ from torch import fx
 
 from fxpar.choice.options import Options, Value, value_of
 from fxpar.choice.prices import Prices
-from fxpar.coercions import unsettled
-from fxpar.layout import Placement
-from fxpar.program import operands
+from fxpar.layout.layout import Placement
+from fxpar.program.coercions import unsettled
+from fxpar.program.program import operands
 from fxpar.rules import Refusal, call_of, seeded
 from fxpar.rules.inference import describe
 

@@ -17,9 +17,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from fxpar.coercions import at_rest, unsettled
-from fxpar.layout import I, Placement, R, fits, shard
-from fxpar.program import Program, operands, output_types
+from fxpar.layout.layout import I, Placement, R, fits, shard
+from fxpar.layout.symbols import Size, names
+from fxpar.program.coercions import at_rest, unsettled
+from fxpar.program.program import Program, operands, output_types
 from fxpar.rules import Refusal, call_of, inferred, rule_of, seeded
 from fxpar.rules.engine import Call, partial_signatures
 from fxpar.rules.flops import matmul_flops
@@ -28,7 +29,6 @@ from fxpar.rules.heads import all_cuts, farthest, heads_of, met_heads, natural_c
 from fxpar.rules.inference import describe, resting
 from fxpar.rules.segments import met_cut
 from fxpar.rules.tokens import tokens_of
-from fxpar.symbols import Size, names
 
 aten = torch.ops.aten
 

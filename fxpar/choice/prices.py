@@ -16,14 +16,14 @@ from torch import fx
 
 from fxpar.choice.options import Option, Options, Value
 from fxpar.choice.traffic import materialised
-from fxpar.coercions import coercion, computed_fraction, held_fraction, shared_fraction
-from fxpar.cost import Cost
-from fxpar.layout import I, Placement
-from fxpar.mixed import held_type
-from fxpar.operators import all_to_all, copy_to, reduce_scatter, share
-from fxpar.program import Program, TensorType, output_types
+from fxpar.layout.layout import I, Placement
+from fxpar.layout.symbols import evaluate, names, product
+from fxpar.plan.cost import Cost
+from fxpar.program.coercions import coercion, computed_fraction, held_fraction, shared_fraction
+from fxpar.program.mixed import held_type
+from fxpar.program.operators import all_to_all, copy_to, reduce_scatter, share
+from fxpar.program.program import Program, TensorType, output_types
 from fxpar.rules.flops import matmul_flops
-from fxpar.symbols import evaluate, names, product
 
 _BATCH, _SEQUENCE, _WIDTH = 8, 1024, 4096
 # Forward, and gradients of both operands.

@@ -22,8 +22,8 @@ from torch import fx
 
 from fxpar.choice.options import Options, Value, value_of
 from fxpar.choice.prices import Prices
-from fxpar.layout import Placement
-from fxpar.program import operands
+from fxpar.layout.layout import Placement
+from fxpar.program.program import operands
 
 # How far from a whole number the solver leaves a variable that is one.
 _INTEGRAL = 1e-6

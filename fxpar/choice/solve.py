@@ -14,7 +14,7 @@ from fxpar.choice.collapse import cheapest
 from fxpar.choice.options import Option, Options, Value
 from fxpar.choice.prices import Prices
 from fxpar.choice.problem import cost_of, problem_of
-from fxpar.layout import Placement
+from fxpar.layout.layout import Placement
 
 
 @dataclass(frozen=True)

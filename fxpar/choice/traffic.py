@@ -12,7 +12,7 @@ from collections.abc import Set
 import torch
 from torch import fx
 
-from fxpar.program import Program, output_types
+from fxpar.program.program import Program, output_types
 from fxpar.rules.vocabulary import COMPOSITE_OF
 
 aten = torch.ops.aten

@@ -16,7 +16,7 @@ from fxpar.cli.output import Report, Ui, print_table, print_text, table, write_t
 
 if TYPE_CHECKING:
     from fxpar.manager import Pass
-    from fxpar.program import Program
+    from fxpar.program.program import Program
 
 
 def register(app: typer.Typer) -> None:
@@ -33,7 +33,7 @@ def trace(
 ) -> Report:
     """Captures a model and prints the program's text, one line a node."""
     from fxpar.cli.files import open_start
-    from fxpar.text import print_program
+    from fxpar.text.printing import print_program
 
     start = open_start(ui, request)
     text = print_program(start.program)
@@ -55,8 +55,8 @@ def _summary(program: Program, how: str) -> dict[str, Any]:
     from collections import Counter
 
     from fxpar.passes.canonicalize import canonicalize
-    from fxpar.program import note
-    from fxpar.text import target_name
+    from fxpar.program.program import note
+    from fxpar.text.printing import target_name
     from fxpar.verify.analysis import without_rule
 
     canonical = program if "canonical" in program.properties else canonicalize(program.copy())
@@ -136,7 +136,7 @@ def run(
     """Runs the passes on a model, or the ones that are left on a text, with a static check after each."""
     from fxpar.cli.files import compared, open_start, run_passes
     from fxpar.cli.models import load_passes
-    from fxpar.text import print_program
+    from fxpar.text.printing import print_program
 
     chosen = load_passes(passes)
     start = open_start(ui, request)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from fxpar.manager import Pass
-    from fxpar.program import Program
+    from fxpar.program.program import Program
     from fxpar.verify.check import Verification
     from fxpar.verify.values import ValueReport
 

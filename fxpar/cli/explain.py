@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import fx
 
     from fxpar.choice.explain import Explanation
-    from fxpar.program import Program
+    from fxpar.program.program import Program
 
 
 # Seconds below which a difference comes from the order in which ties are broken.
@@ -72,7 +72,7 @@ def explain(
 
 def _named(program: Program, name: str) -> list[fx.Node]:
     """The node of that name, the parameter, or the parameters and products of the module."""
-    from fxpar.program import note, output_types
+    from fxpar.program.program import note, output_types
 
     nodes = [node for node in program.graph.nodes if node.op != "output" and output_types(node)]
     by_node = [node for node in nodes if node.name == name.removeprefix("%")]

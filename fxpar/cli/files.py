@@ -27,12 +27,12 @@ from fxpar.cli.models import LoadedModel, load_model
 from fxpar.cli.options import EXAMPLE_FLAGS, MODE_FLAG, PLAN_FLAGS, Request
 from fxpar.cli.output import Ui, is_file, write_text
 from fxpar.errors import InputError
+from fxpar.layout.symbols import evaluate
 from fxpar.manager import Pass, PassManager, Verifier
-from fxpar.parse import parse_program
 from fxpar.passes.assign_rng import RNG_PATH
-from fxpar.program import DTYPE_NAMES, PassRecord, Program
-from fxpar.symbols import evaluate
-from fxpar.text import print_program
+from fxpar.program.program import DTYPE_NAMES, PassRecord, Program
+from fxpar.text.parsing import parse_program
+from fxpar.text.printing import print_program
 from fxpar.verify.faithful import compare, findings
 from fxpar.verify.static import STATIC
 from fxpar.verify.values import call_inputs, program_state

@@ -12,11 +12,11 @@ import json
 import sys
 from pathlib import Path
 
-from fxpar import operators
 from fxpar.cli.models import user_code
 from fxpar.cli.output import write_text
 from fxpar.errors import InputError
-from fxpar.program import Program
+from fxpar.program import operators
+from fxpar.program.program import Program
 
 FUNCTIONS = "functions.json"
 

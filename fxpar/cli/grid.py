@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from html import escape
 
-from fxpar.axes import Axes, Groups
-from fxpar.mesh import Mesh
+from fxpar.mesh.axes import Axes, Groups
+from fxpar.mesh.mesh import Mesh
 
 # Light enough for black text. Groups beyond these repeat the colours; their tags differ.
 COLOURS = "#8dd3c7 #fdb462 #bebada #fb8072 #80b1d3 #b3de69 #fccde5 #d9c09a #bc80bd #ffed6f #a6e3f5 #c9c9c9".split()

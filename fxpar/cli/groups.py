@@ -15,12 +15,12 @@ from rich.columns import Columns
 from rich.console import Console, Group
 from rich.text import Text
 
-from fxpar.axes import Groups
 from fxpar.cli.grid import Panel, Row, colour, panels, rows, short, svg, tag
 from fxpar.cli.options import command, number_option, whole_number
 from fxpar.cli.output import Report, Ui, print_table, table, write_text
 from fxpar.errors import InputError, shown
-from fxpar.mesh import DENSE, DENSE_AXES, EXPERT, EXPERT_AXES, ORDER, Mesh
+from fxpar.mesh.axes import Groups
+from fxpar.mesh.mesh import DENSE, DENSE_AXES, EXPERT, EXPERT_AXES, ORDER, Mesh
 
 _ALWAYS = {DENSE: (*DENSE_AXES, "dp-cp"), EXPERT: EXPERT_AXES}
 _USE = {

@@ -20,7 +20,7 @@ from fxpar.cli.output import FAILED, FINE, Report, Ui, amount, print_table, tabl
 from fxpar.errors import InputError
 
 if TYPE_CHECKING:
-    from fxpar.program import Program
+    from fxpar.program.program import Program
     from fxpar.verify.analysis import Collective
 
 _ELSEWHERE = "elsewhere"
@@ -73,7 +73,7 @@ def _sides(sides: Sequence[str]) -> tuple[Path, Path]:
 
 def _difference(before: Program, after: Program) -> dict[str, Any]:
     """Nodes of one program only, those whose lines differ, those that stand elsewhere, and other lines."""
-    from fxpar.text import node_text, print_program
+    from fxpar.text.printing import node_text, print_program
 
     old, new = (
         {node.name: node_text(node, p) for node in p.graph.nodes if node.op != "output"} for p in (before, after)
@@ -130,7 +130,7 @@ def comm(
     """Lists every collective of a training step, with its bytes."""
     from fxpar.cli.files import open_start, run_passes
     from fxpar.passes import DEFAULT_PASSES
-    from fxpar.program import note
+    from fxpar.program.program import note
     from fxpar.verify.analysis import collectives
 
     start = open_start(ui, request)
@@ -179,7 +179,7 @@ def sizes_of(program: Program, given: Sequence[str]) -> dict[str, int]:
 def _show_comm(
     stdout: Console, name: str, program: Program, found: Sequence[Collective], values: dict[str, int]
 ) -> None:
-    from fxpar.program import note
+    from fxpar.program.program import note
     from fxpar.verify.analysis import layer_of
 
     at = ", ".join(f"{symbol} = {value}" for symbol, value in values.items()) or "fixed sizes"

@@ -26,7 +26,7 @@ from fxpar.cli.output import is_file
 from fxpar.errors import InputError, PassError
 from fxpar.manager import Pass
 from fxpar.passes import DEFAULT_PASSES
-from fxpar.program import Program
+from fxpar.program.program import Program
 
 _FORMS = "hf:TYPE[,key=value…], module:function, file.py:function or the file of a program's text"
 

@@ -20,7 +20,7 @@ import typer
 
 from fxpar.cli.output import Report, Ui, console, error_document, error_text, print_error, print_json, status_of
 from fxpar.errors import FxparError, InputError, shown
-from fxpar.plan import Plan
+from fxpar.plan.plan import Plan
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from torch import fx
 from fxpar.elements.affine import UnknownElements, index
 from fxpar.elements.numbers import Element, Numbers, as_numbers, as_predicate, constant, gathered, rounded
 from fxpar.elements.predicate import FALSE, TRUE, Predicate, settled
-from fxpar.program import ScalarType, TensorType, note, tensor_type
-from fxpar.symbols import Size, simplify
+from fxpar.layout.symbols import Size, simplify
+from fxpar.program.program import ScalarType, TensorType, note, tensor_type
 
 _SHORT = (torch.float16, torch.bfloat16)
 

@@ -31,9 +31,9 @@ from fxpar.elements.numbers import (
 )
 from fxpar.elements.predicate import Predicate, at_least_zero, both, either, negated
 from fxpar.elements.shaping import SHAPING
-from fxpar.program import Program, is_tensor, tensor_type
+from fxpar.layout.symbols import Size, simplify
+from fxpar.program.program import Program, is_tensor, tensor_type
 from fxpar.rules import bind_arguments
-from fxpar.symbols import Size, simplify
 
 
 def elements(program: Program, nodes: Iterable[fx.Node]) -> dict[fx.Node, Element]:

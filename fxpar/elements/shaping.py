@@ -15,8 +15,8 @@ from fxpar.elements.affine import UnknownElements, index, never_negative
 from fxpar.elements.calls import Call, converted, filled, spread
 from fxpar.elements.numbers import Element, Numbers, as_numbers, as_predicate, chosen, constant, rounded
 from fxpar.elements.predicate import Predicate, at_least_zero, both
-from fxpar.program import tensor_type
-from fxpar.symbols import Size, simplify
+from fxpar.layout.symbols import Size, simplify
+from fxpar.program.program import tensor_type
 
 
 def _arange(call: Call) -> Element:

@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
-from fxpar import operators
 from fxpar.ops import collectives as c
+from fxpar.program import operators
 
 Pieces = Sequence[tuple[int, c.Run]]
 

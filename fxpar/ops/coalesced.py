@@ -1,8 +1,8 @@
 """One reduction for the gradients of many parameters, on local tensors (`fxpar.sum_gradients`).
 
-Enters: a rank's parameters, and for each what of it several ranks hold; under mixed precision (`fxpar.mixed`) main
-values and their copies. Leaves: the parameters, or the copies, as they are; their gradients are summed over the axis in
-one flat tensor, in the type of the parameters.
+Enters: a rank's parameters, and for each what of it several ranks hold; under mixed precision (`fxpar.program.mixed`)
+main values and their copies. Leaves: the parameters, or the copies, as they are; their gradients are summed over the
+axis in one flat tensor, in the type of the parameters.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxpar.mixed import MAIN
 from fxpar.ops.collectives import Group, sum_over
 from fxpar.ops.factored import Shared, restored, summand
+from fxpar.program.mixed import MAIN
 
 # Dimension and pieces of a weight of which ranks share blocks; None of one that every rank holds whole.
 Held = tuple[int, Sequence[Sequence[Any]]] | None

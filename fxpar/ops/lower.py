@@ -17,15 +17,15 @@ import sympy
 import torch
 from torch import fx, nn
 
-from fxpar import operators as ops
 from fxpar.errors import InputError
-from fxpar.layout import Placement, share_of
+from fxpar.layout.layout import Placement, share_of
+from fxpar.layout.symbols import Size
 from fxpar.ops import bound, coalesced, factored, mixed, random, vocabulary
 from fxpar.ops.collectives import Group
-from fxpar.program import Program, note, operands, output_layouts
+from fxpar.program import operators as ops
+from fxpar.program.program import Program, note, operands, output_layouts
 from fxpar.rules import bind_arguments
 from fxpar.rules.functions import resolve_function
-from fxpar.symbols import Size
 
 # Operators without a derivative, which Python's functions of that name do not ask for.
 _UNDERIVED = frozenset({torch.ops.aten.randint_like.default, torch.ops.aten.randint_like.low_dtype})
@@ -49,7 +49,7 @@ class Lowered:
 
     Attributes:
         module: called with `inputs` in order, then the copies, then the indices.
-        inputs: names of the program's placeholders. Those that have copies are main values (`fxpar.mixed`).
+        inputs: names of the program's placeholders. Those that have copies are main values (`fxpar.program.mixed`).
         copies: names of the placeholders whose copies, in the program's type, follow.
         indices: axes whose rank index (i64 scalar) follows.
         outputs: names of the results.

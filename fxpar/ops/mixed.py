@@ -1,4 +1,4 @@
-"""How parameters enter a program that runs on copies of main values (`fxpar.mixed`).
+"""How parameters enter a program that runs on copies of main values (`fxpar.program.mixed`).
 
 Enters: a graph that is being lowered. Leaves: the same with a placeholder for each copy behind those of the program,
 and nodes by which gradients of copies become gradients of main values.
@@ -10,11 +10,11 @@ import operator
 
 from torch import fx
 
-from fxpar.mixed import is_copy
+from fxpar.layout.symbols import product
 from fxpar.ops.coalesced import enter, sum_gradient, sum_gradients
-from fxpar.program import Program, operands, tensor_type
+from fxpar.program.mixed import is_copy
+from fxpar.program.program import Program, operands, tensor_type
 from fxpar.rules.follow import weights_of
-from fxpar.symbols import product
 
 # Bytes of copies whose gradients are cast together: they are held until the last of them is there.
 _TOGETHER = 64 * 2**20

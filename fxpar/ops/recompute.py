@@ -13,7 +13,7 @@ from torch import fx, nn
 from torch.fx.passes.split_module import split_module
 from torch.utils.checkpoint import checkpoint
 
-from fxpar.program import has_note, note
+from fxpar.program.program import has_note, note
 
 
 class _Region(nn.Module):

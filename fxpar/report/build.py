@@ -12,17 +12,17 @@ from dataclasses import dataclass, replace
 import torch
 
 from fxpar.errors import CheckFailed, InputError, shown
-from fxpar.layout import local_shape
-from fxpar.mixed import held_type, is_copy
+from fxpar.layout.layout import local_shape
+from fxpar.layout.symbols import evaluate, parse_size, product, simplify
 from fxpar.ops.lower import Lowered
 from fxpar.passes.assign_rng import RNG_PATH
-from fxpar.program import Parameter, Program, note, output_layouts, output_types
+from fxpar.program.mixed import held_type, is_copy
+from fxpar.program.program import Parameter, Program, note, output_layouts, output_types
 from fxpar.report import closed_form
 from fxpar.report.figures import ModelSize, ModuleMemory, Moment, PassLine, RankMemory, Report, Traffic
 from fxpar.report.measure import Kept, Measured, Peak, measure
 from fxpar.report.parameters import OPTIMIZERS, OptimizerKind, held_by, local_elements, places
 from fxpar.report.reasons import remarks, whole_matrices
-from fxpar.symbols import evaluate, parse_size, product, simplify
 from fxpar.verify.analysis import Collective, collectives, in_input_sizes, layer_of, split_flops, without_rule
 
 _TOTAL = "all"

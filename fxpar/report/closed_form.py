@@ -15,9 +15,9 @@ from math import prod
 import sympy
 import torch
 
-from fxpar import operators
-from fxpar.program import Program, operands, output_types
-from fxpar.symbols import Size, names, product, simplify, symbol
+from fxpar.layout.symbols import Size, names, product, simplify, symbol
+from fxpar.program import operators
+from fxpar.program.program import Program, operands, output_types
 
 Exponents = tuple[int, ...]
 _ATTENTION = frozenset({operators.attention, torch.ops.aten.scaled_dot_product_attention.default})

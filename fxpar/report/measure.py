@@ -29,13 +29,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpar.errors import InputError
-from fxpar.layout import local_shape
-from fxpar.mixed import held_type
+from fxpar.layout.layout import local_shape
+from fxpar.layout.symbols import evaluate
 from fxpar.ops.lower import Lowered
 from fxpar.ops.recompute import apply_recompute
 from fxpar.passes.assign_rng import RNG_PATH
-from fxpar.program import Program, has_note, note, output_layouts, tensor_type
-from fxpar.symbols import evaluate
+from fxpar.program.mixed import held_type
+from fxpar.program.program import Program, has_note, note, output_layouts, tensor_type
 
 _UNCOUNTABLE = (
     DataDependentOutputException,

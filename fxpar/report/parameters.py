@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from math import prod
 from types import MappingProxyType
 
-from fxpar.layout import Layout, Placement, local_shape, share_of
-from fxpar.mixed import held_type
-from fxpar.program import Parameter, Program, output_layouts
-from fxpar.shards import real_part
+from fxpar.layout.layout import Layout, Placement, local_shape, share_of
+from fxpar.layout.shards import real_part
+from fxpar.program.mixed import held_type
+from fxpar.program.program import Parameter, Program, output_layouts
 from fxpar.verify.simulate import coordinates
 
 

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import torch
 
-from fxpar import operators
 from fxpar.choice.explain import CHEAPEST, ONLY
-from fxpar.program import Program, operands, output_layouts, output_types
+from fxpar.layout.symbols import Size, names
+from fxpar.program import operators
+from fxpar.program.program import Program, operands, output_layouts, output_types
 from fxpar.report.figures import Whole
 from fxpar.report.parameters import local_elements
 from fxpar.rules.flops import uncounted
-from fxpar.symbols import Size, names
 from fxpar.verify.analysis import unsplit
 
 aten = torch.ops.aten

@@ -1,4 +1,4 @@
-"""For each operation, its legal layouts: data, checked by brute force (`fxpar.verify.oracle`)."""
+"""For each operation, its legal layouts: data, checked by brute force (`fxpar.oracle.check`)."""
 
 from fxpar.rules.engine import (
     Call,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from fxpar.layout import I, Placement, R, V
+from fxpar.layout.layout import I, Placement, R, V
 from fxpar.rules.engine import Call, Check, Labelling, Refusal, Rule, Signature, seed_signature
 from fxpar.rules.functions import impurity
 from fxpar.rules.matmul import attention_labels

@@ -13,10 +13,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from fxpar.program import TensorType
+from fxpar.layout.symbols import Size
+from fxpar.program.program import TensorType
 from fxpar.rules.engine import Call, Labelling, Labels, Refusal, Rule
 from fxpar.rules.pointwise import broadcast
-from fxpar.symbols import Size
 
 Terms = tuple[tuple[str, ...], ...]
 

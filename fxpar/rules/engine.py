@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.layout import I, P, Piece, Placement, R, fits
-from fxpar.program import ScalarType, TensorType, has_note, note, output_types
-from fxpar.symbols import Size, divide
+from fxpar.layout.layout import I, P, Piece, Placement, R, fits
+from fxpar.layout.symbols import Size, divide
+from fxpar.program.program import ScalarType, TensorType, has_note, note, output_types
 
 
 @dataclass(frozen=True)

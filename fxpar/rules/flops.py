@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import fx
 
-from fxpar import operators
-from fxpar.program import Program, TensorType
+from fxpar.layout.symbols import Size, product, simplify
+from fxpar.program import operators
+from fxpar.program.program import Program, TensorType
 from fxpar.rules.contraction import contracted_dims, einsum_steps
 from fxpar.rules.engine import Call, Labelling, Refusal, call_of
 from fxpar.rules.table import key_of, rule_of
-from fxpar.symbols import Size, product, simplify
 
 Formula = Callable[[Call], Size]
 

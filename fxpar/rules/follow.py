@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from fxpar.coercions import coercion, unsettled
-from fxpar.layout import Placement
-from fxpar.program import operands, output_types
+from fxpar.layout.layout import Placement
+from fxpar.layout.symbols import divide, product
+from fxpar.program.coercions import coercion, unsettled
+from fxpar.program.program import operands, output_types
 from fxpar.rules.contraction import einsum_labels
 from fxpar.rules.engine import Labelling, Refusal, Signature, call_of
 from fxpar.rules.table import rule_of, seeded
-from fxpar.symbols import divide, product
 
 _aten = torch.ops.aten
 

@@ -30,10 +30,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 
 from fxpar.errors import InputError
-from fxpar.layout import P, Placement, R
-from fxpar.program import Note, TensorType, ValueType, operands, set_note
+from fxpar.layout.layout import P, Placement, R
+from fxpar.layout.symbols import evaluate, names
+from fxpar.program.program import Note, TensorType, ValueType, operands, set_note
 from fxpar.rules.engine import Call, Refusal, Rule, call_of, infer
-from fxpar.symbols import evaluate, names
 
 # What the author's code may raise on operands that are not the traced ones.
 _FAILURES = (RuntimeError, TypeError, ValueError, IndexError, AttributeError, AssertionError, KeyError, InputError)

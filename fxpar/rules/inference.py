@@ -13,11 +13,11 @@ from typing import NoReturn
 
 from torch import fx
 
-from fxpar.coercions import coercion, unsettled
 from fxpar.errors import LayoutError
-from fxpar.layout import I, Layout, Placement, R, V, fits
-from fxpar.operators import COERCION_OF, axis_index, sum_gradients
-from fxpar.program import note, operands, output_layouts, output_types
+from fxpar.layout.layout import I, Layout, Placement, R, V, fits
+from fxpar.program.coercions import coercion, unsettled
+from fxpar.program.operators import COERCION_OF, axis_index, sum_gradients
+from fxpar.program.program import note, operands, output_layouts, output_types
 from fxpar.rules.engine import Call, Refusal, call_of
 from fxpar.rules.local import whole_call
 from fxpar.rules.suggest import suggest

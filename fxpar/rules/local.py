@@ -12,9 +12,9 @@ from dataclasses import replace
 
 import torch
 
-from fxpar.layout import Piece, Placement, local_size
+from fxpar.layout.layout import Piece, Placement, local_size
+from fxpar.layout.slices import local_bounds
 from fxpar.rules.engine import Call, Refusal
-from fxpar.slices import local_bounds
 
 
 def whole_call(call: Call, placements: Sequence[Placement]) -> Call | Refusal:

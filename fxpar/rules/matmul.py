@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from fxpar.layout.symbols import Size
 from fxpar.rules.engine import Call, Labelling, Labels, Refusal, Rule
 from fxpar.rules.pointwise import broadcast
-from fxpar.symbols import Size
 
 
 def _read(part: str, rank: int) -> Labels:

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import torch
 
-from fxpar.layout import P, Placement, R
+from fxpar.layout.layout import P, Placement, R
+from fxpar.layout.symbols import Size
 from fxpar.rules.engine import Call, Labelling, Labels, Refusal, Rule
-from fxpar.symbols import Size
 
 
 def broadcast(shape: tuple[Size, ...], out: tuple[Size, ...], labels: Labels | None = None) -> Labels:

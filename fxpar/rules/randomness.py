@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import torch
 from torch import fx
 
-from fxpar.layout import Placement
+from fxpar.layout.layout import Placement
 from fxpar.rules.engine import Call, Refusal, Rule, Signature, bind_arguments, seed_signature
 from fxpar.rules.pointwise import pointwise_labels, same_values
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from fxpar.layout import P, Placement
+from fxpar.layout.layout import P, Placement
 from fxpar.rules.engine import Call, Labelling, Labels, Refusal, Rule
 from fxpar.rules.pointwise import keeps_sums
 

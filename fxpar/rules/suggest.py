@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from fxpar.coercions import coercion, unsettled
-from fxpar.layout import Placement, fits, shard
-from fxpar.operators import COERCION_OF, Coercion
+from fxpar.layout.layout import Placement, fits, shard
+from fxpar.program.coercions import coercion, unsettled
+from fxpar.program.operators import COERCION_OF, Coercion
 from fxpar.rules.engine import Call, Refusal, Rule, seed_signature
 
 Judgement = Callable[[Sequence[Placement]], Sequence[Placement] | Refusal]

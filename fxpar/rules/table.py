@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from fxpar.errors import InputError, shown
-from fxpar.layout import Placement
-from fxpar.operators import OPERATORS
+from fxpar.layout.layout import Placement
+from fxpar.program.operators import OPERATORS
 from fxpar.rules.composite import composite_rules
 from fxpar.rules.contraction import contraction_rules
 from fxpar.rules.engine import Call, Refusal, Rule, Signature, infer, seed_signature

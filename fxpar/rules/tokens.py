@@ -21,8 +21,8 @@ from collections.abc import Mapping, Sequence
 
 from torch import fx
 
-from fxpar.layout import Placement, shard
-from fxpar.program import Program, operands, output_types, tensor_type
+from fxpar.layout.layout import Placement, shard
+from fxpar.program.program import Program, operands, output_types, tensor_type
 from fxpar.rules.engine import Labelling, Refusal, call_of
 from fxpar.rules.follow import Step, Trail, Weights, advance, step_of, weights_of
 from fxpar.rules.inference import describe

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from fxpar.layout import P, Piece, Placement, R, local_size, pieces_of, through_view
+from fxpar.layout.layout import P, Piece, Placement, R, local_size, pieces_of, through_view
+from fxpar.layout.slices import slice_pieces, strided_pieces
+from fxpar.layout.symbols import Size, divide, simplify
 from fxpar.rules.engine import Call, Labelling, Labels, Refusal, Rule, Signature, seed_signature, transfer
 from fxpar.rules.pointwise import broadcast, keeps_sums
-from fxpar.slices import slice_pieces, strided_pieces
-from fxpar.symbols import Size, divide, simplify
 
 _SELF = (("self",),)
 _END = 2**62

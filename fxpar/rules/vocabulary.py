@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from fxpar import operators
-from fxpar.layout import I, P, Placement, R
+from fxpar.layout.layout import I, P, Placement, R
+from fxpar.layout.symbols import Size, product, simplify
+from fxpar.program import operators
 from fxpar.rules.engine import Call, Refusal, Rule, Signature
-from fxpar.symbols import Size, product, simplify
 
 aten = torch.ops.aten
 

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from fxpar.errors import CheckpointError
-from fxpar.layout import Layout
-from fxpar.mixed import is_mixed
+from fxpar.layout.layout import Layout
+from fxpar.layout.shards import local_block
+from fxpar.program.mixed import is_mixed
 from fxpar.runtime.checkpoint import Checkpoint, kind_of
 from fxpar.runtime.mains import MainParameter
 from fxpar.runtime.place import Place
@@ -25,8 +26,7 @@ from fxpar.runtime.sharded import Sharded, local_of
 from fxpar.runtime.sharded_parameter import ShardedParameter
 from fxpar.runtime.state import check_names, check_shape, names_fit
 from fxpar.runtime.world import World
-from fxpar.shards import local_block
-from fxpar.weights import Named, initialised, named_tensors
+from fxpar.state.initial import Named, initialised, named_tensors
 
 if TYPE_CHECKING:
     from fxpar.runtime.module import ParallelModule
@@ -113,7 +113,7 @@ def parts(
 ) -> dict[str, Tensor]:
     """A rank's parts by first name, in memory of their own on the device.
 
-    What the checkpoint has is read from there; other meta tensors get their initial values (`fxpar.weights`), one
+    What the checkpoint has is read from there; other meta tensors get their initial values (`fxpar.state.initial`), one
     module at a time; the rest are copies.
 
     Args:

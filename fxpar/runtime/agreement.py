@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from fxpar.errors import FxparError, InputError, RankError
-from fxpar.plan import Plan
+from fxpar.plan.plan import Plan
 from fxpar.runtime.tracing import refuse_tracing
 
 if TYPE_CHECKING:

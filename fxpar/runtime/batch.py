@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from fxpar.capture import CallSpec
 from fxpar.errors import InputError
+from fxpar.layout.symbols import evaluate
 from fxpar.passes.assign_rng import RNG_PATH
-from fxpar.program import Input, Program
-from fxpar.symbols import evaluate
+from fxpar.program.program import Input, Program
 
 # What transformers calls a cache, and the flag that asks for one.
 _CACHES = ("past_key_values", "past_key_value", "cache_params", "use_cache")

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxpar.shards import Box
+from fxpar.layout.shards import Box
 
 # Their names in safetensors' headers.
 _NAMES: Mapping[torch.dtype, str] = {

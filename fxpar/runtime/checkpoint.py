@@ -19,8 +19,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from fxpar.errors import CheckpointError, shown
-from fxpar.layout import Layout
-from fxpar.shards import boxes, local_block, part_shape
+from fxpar.layout.layout import Layout
+from fxpar.layout.shards import boxes, local_block, part_shape
 
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 

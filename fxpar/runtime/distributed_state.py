@@ -19,7 +19,7 @@ from fxpar.runtime.operand import part_of
 from fxpar.runtime.place import Place
 from fxpar.runtime.sharded import Sharded, local_of
 from fxpar.runtime.state import check_names, check_saved, check_shape
-from fxpar.weights import named_tensors
+from fxpar.state.initial import named_tensors
 
 if TYPE_CHECKING:
     from fxpar.runtime.module import ParallelModule

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fxpar.ops.lower import Lowered
 from fxpar.ops.recompute import apply_recompute
-from fxpar.plan import Plan
+from fxpar.plan.plan import Plan
 from fxpar.runtime.overlap import Overlap
 from fxpar.runtime.world import World
 

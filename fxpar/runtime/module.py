@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from fxpar.errors import InputError, shown
-from fxpar.layout import Layout
+from fxpar.layout.layout import Layout
 from fxpar.manager import Pass
-from fxpar.mixed import is_mixed, main_dtype
 from fxpar.passes.assign_rng import RNG_PATH
-from fxpar.plan import Plan
-from fxpar.program import PRECISION_DTYPES, Program
+from fxpar.plan.plan import Plan
+from fxpar.program.mixed import is_mixed, main_dtype
+from fxpar.program.program import PRECISION_DTYPES, Program
 from fxpar.report import Report, make_report
 from fxpar.runtime import batch as calls
 from fxpar.runtime import distributed_state

@@ -20,7 +20,7 @@ from fxpar.errors import CheckpointError, InputError
 from fxpar.runtime.boxfile import can_hold
 from fxpar.runtime.plain import decode, encode
 from fxpar.runtime.sharded import Sharded, local_of
-from fxpar.weights import named_tensors
+from fxpar.state.initial import named_tensors
 
 if TYPE_CHECKING:
     from fxpar.runtime.module import ParallelModule

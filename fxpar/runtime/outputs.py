@@ -14,13 +14,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from fxpar.errors import InputError
-from fxpar.layout import Layout, Placement, shard
+from fxpar.layout.layout import Layout, Placement, shard
+from fxpar.layout.shards import without_padding
+from fxpar.layout.symbols import evaluate
 from fxpar.ops import bound
-from fxpar.program import TensorType, note, output_layouts
+from fxpar.program.program import TensorType, note, output_layouts
 from fxpar.runtime.programs import Call
 from fxpar.runtime.world import World
-from fxpar.shards import without_padding
-from fxpar.symbols import evaluate
 
 
 def returned(call: Call, outputs: Mapping[str, Tensor], world: World) -> Any:

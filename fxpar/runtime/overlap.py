@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
-from fxpar.cost import Cost
+from fxpar.plan.cost import Cost
 
 _aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
 _WAIT = _c10d.wait_tensor.default

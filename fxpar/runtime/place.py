@@ -20,11 +20,11 @@ from torch.distributed.tensor.placement_types import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
 from fxpar.errors import InputError
-from fxpar.layout import Layout, Placement, shard
+from fxpar.layout.layout import Layout, Placement, shard
+from fxpar.layout.shards import Box, block, boxes, counted, local_block, part_shape, real_part, whole
 from fxpar.ops.collectives import Group
 from fxpar.runtime.groups import process_group
 from fxpar.runtime.world import World
-from fxpar.shards import Box, block, boxes, counted, local_block, part_shape, real_part, whole
 
 _FRAME = 512  # bytes: the norms of sixty tensors
 

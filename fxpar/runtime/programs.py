@@ -16,18 +16,18 @@ from torch import Tensor, nn
 from fxpar.capture import Captured, arguments, capture
 from fxpar.capture.precision import in_precision
 from fxpar.errors import InputError
-from fxpar.layout import Layout
+from fxpar.layout.layout import Layout
 from fxpar.manager import Pass, PassManager
 from fxpar.ops.lower import Lowered, lower
 from fxpar.passes.annotate import annotate, keeping
-from fxpar.plan import Plan
-from fxpar.program import PRECISION_DTYPES, Program, TensorType, note, output_layouts
+from fxpar.plan.plan import Plan
+from fxpar.program.program import PRECISION_DTYPES, Program, TensorType, note, output_layouts
 from fxpar.runtime import batch as calls
 from fxpar.runtime.execution import Executor
 from fxpar.runtime.refusals import Unwrappable
 from fxpar.runtime.skeleton import attach, skeleton_of
 from fxpar.runtime.world import World
-from fxpar.text import print_program
+from fxpar.text.printing import print_program
 from fxpar.verify.faithful import compare, compare_filled, findings
 from fxpar.verify.static import STATIC
 

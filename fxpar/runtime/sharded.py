@@ -19,10 +19,10 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
 from fxpar.errors import InputError
+from fxpar.layout.shards import Box
 from fxpar.runtime import sharded_ops
 from fxpar.runtime.place import Place
 from fxpar.runtime.routing import routed
-from fxpar.shards import Box
 
 
 class Sharded(DTensor):

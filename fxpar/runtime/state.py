@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from fxpar.errors import CheckpointError
+from fxpar.layout.shards import local_block
 from fxpar.runtime.sharded import Sharded, local_of, whole_of
-from fxpar.shards import local_block
-from fxpar.weights import named_tensors
+from fxpar.state.initial import named_tensors
 
 if TYPE_CHECKING:
     from fxpar.runtime.module import ParallelModule

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fxpar.errors import CheckpointError, InputError, shown
-from fxpar.layout import Layout
+from fxpar.layout.layout import Layout
+from fxpar.layout.shards import Box, boxes
 from fxpar.runtime import saves
 from fxpar.runtime.adopt import load
 from fxpar.runtime.boxfile import BoxFile, Spec, index_document, split_files
@@ -32,7 +33,6 @@ from fxpar.runtime.export import bytes_of, folder_of, save_configuration
 from fxpar.runtime.optimizer_state import check_fits, collect, restore
 from fxpar.runtime.plain import decode, document, encode
 from fxpar.runtime.sharded import local_of
-from fxpar.shards import Box, boxes
 
 if TYPE_CHECKING:
     from fxpar.runtime.module import ParallelModule

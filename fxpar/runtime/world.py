@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from fxpar.errors import PlanError, RankError
-from fxpar.mesh import Mesh
+from fxpar.mesh.mesh import Mesh
 from fxpar.ops.collectives import Group
-from fxpar.plan import Plan
+from fxpar.plan.plan import Plan
 from fxpar.runtime.agreement import Agreement, connected, plan_facts
 from fxpar.runtime.groups import create_groups, device_mesh, process_group
 

@@ -15,17 +15,17 @@ from typing import Any
 from torch import fx
 
 from fxpar.choice.explain import ONLY
-from fxpar.coercions import computed_fraction, shared_fraction
-from fxpar.gradients import carried, reached
-from fxpar.layout import Placement
-from fxpar.mixed import held_type
-from fxpar.operators import COERCION_OF, OPERATORS, all_to_all, copy_to, function, share, sum_gradients
-from fxpar.program import Program, TensorType, note, operands, output_layouts, output_types
+from fxpar.layout.layout import Placement
+from fxpar.layout.symbols import Size, evaluate, product, simplify, symbol
+from fxpar.program.coercions import computed_fraction, shared_fraction
+from fxpar.program.gradients import carried, reached
+from fxpar.program.mixed import held_type
+from fxpar.program.operators import COERCION_OF, OPERATORS, all_to_all, copy_to, function, share, sum_gradients
+from fxpar.program.program import Program, TensorType, note, operands, output_layouts, output_types
 from fxpar.rules import call_of, key_of, rule_of
 from fxpar.rules.composite import why_whole
 from fxpar.rules.flops import matmul_flops
 from fxpar.rules.vocabulary import ATEN_OF, traffic
-from fxpar.symbols import Size, evaluate, product, simplify, symbol
 
 _LAYER = re.compile(r"(?:.*?\.)?\d+(?=\.|$)")
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from fxpar.errors import FxparError
 from fxpar.manager import Pass, PassManager
 from fxpar.passes import DEFAULT_PASSES
-from fxpar.program import Program
+from fxpar.program.program import Program
 from fxpar.verify.simulate import Run
 from fxpar.verify.static import verify_static
 from fxpar.verify.values import ValueReport, reference_run, verify_values

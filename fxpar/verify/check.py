@@ -17,8 +17,8 @@ from fxpar.capture.precision import in_precision
 from fxpar.errors import CheckFailed, InputError, shown
 from fxpar.manager import Pass, PassManager
 from fxpar.passes import DEFAULT_PASSES
-from fxpar.plan import Plan
-from fxpar.program import PassRecord, Program
+from fxpar.plan.plan import Plan
+from fxpar.program.program import PassRecord, Program
 from fxpar.rules.flops import uncounted
 from fxpar.verify.analysis import split_flops
 from fxpar.verify.bisect import Bisection, bisect

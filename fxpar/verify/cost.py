@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxpar.program import output_types
+from fxpar.program.program import output_types
 
 # Numbers of a program are sizes and what is computed from them: they fit 64 bits.
 _BITS = 63

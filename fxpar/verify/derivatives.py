@@ -15,10 +15,10 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from fxpar.errors import CheckFailed
-from fxpar.gradients import reached
-from fxpar.program import Program, ScalarType, TensorType, note, operands, output_types
+from fxpar.layout.symbols import evaluate
+from fxpar.program.gradients import reached
+from fxpar.program.program import Program, ScalarType, TensorType, note, operands, output_types
 from fxpar.rules.inference import describe
-from fxpar.symbols import evaluate
 
 _MISSING = re.compile(r"(the )?derivative for \S+ is not implemented")
 # Operators that have one, with the types of their operands: an operator does not lose its derivative.

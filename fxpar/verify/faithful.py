@@ -19,10 +19,10 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from fxpar.capture import Captured
-from fxpar.program import Program
+from fxpar.layout.symbols import evaluate
+from fxpar.program.program import Program
 from fxpar.rules.flops import matmul_flops
-from fxpar.symbols import evaluate
-from fxpar.tables import amount
+from fxpar.text.tables import amount
 from fxpar.verify.simulate import symbol_values
 from fxpar.verify.values import call_inputs, check_capture
 

@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from torch import fx
 
 from fxpar.errors import CheckFailed
-from fxpar.operators import COERCION_OF, DRAWS, axis_index, sum_gradients
 from fxpar.passes import DEFAULT_PASSES
-from fxpar.program import Program, output_layouts
+from fxpar.program.operators import COERCION_OF, DRAWS, axis_index, sum_gradients
+from fxpar.program.program import Program, output_layouts
 from fxpar.rules.inference import describe
 from fxpar.rules.vocabulary import ATEN_OF
 

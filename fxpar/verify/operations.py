@@ -17,9 +17,9 @@ import torch
 from torch import fx
 
 from fxpar.errors import CheckFailed
-from fxpar.gradients import carried
-from fxpar.operators import attention, dropout
-from fxpar.program import Program, note, operands, tensor_type
+from fxpar.program.gradients import carried
+from fxpar.program.operators import attention, dropout
+from fxpar.program.program import Program, note, operands, tensor_type
 from fxpar.rules import bind_arguments
 from fxpar.rules.inference import describe
 from fxpar.verify.derivatives import check_derivatives

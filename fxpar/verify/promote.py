@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.fx.node import map_aggregate
 
-from fxpar.program import Note, Parameter, Program, TensorType, note, set_note
+from fxpar.program.program import Note, Parameter, Program, TensorType, note, set_note
 
 _WIDE = {
     **dict.fromkeys((torch.float32, torch.float16, torch.bfloat16), torch.float64),

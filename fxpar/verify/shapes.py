@@ -17,16 +17,16 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
-from fxpar import operators
 from fxpar.errors import CheckFailed
-from fxpar.layout import Layout, local_shape
-from fxpar.operators import COERCION_OF
-from fxpar.program import Program, ScalarType, TensorType, note, operands, output_layouts, output_types
+from fxpar.layout.layout import Layout, local_shape
+from fxpar.layout.symbols import evaluate
+from fxpar.program import operators
+from fxpar.program.operators import COERCION_OF
+from fxpar.program.program import Program, ScalarType, TensorType, note, operands, output_layouts, output_types
 from fxpar.rules import bind_arguments
 from fxpar.rules.functions import resolve_function
 from fxpar.rules.inference import describe
 from fxpar.rules.vocabulary import ATEN_OF
-from fxpar.symbols import evaluate
 from fxpar.verify.cost import check_cost
 from fxpar.verify.whole import whole_arguments
 

@@ -18,12 +18,12 @@ from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fxpar.errors import CheckFailed, InputError
-from fxpar.layout import Layout
+from fxpar.layout.layout import Layout
+from fxpar.layout.shards import local_block
+from fxpar.layout.symbols import evaluate
 from fxpar.ops.collectives import Group
 from fxpar.ops.lower import Lowered, lower
-from fxpar.program import Program, output_layouts, output_types
-from fxpar.shards import local_block
-from fxpar.symbols import evaluate
+from fxpar.program.program import Program, output_layouts, output_types
 
 MOST_RANKS = 512  # some seconds for a small model; each rank has tensors of its own
 

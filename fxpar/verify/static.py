@@ -7,7 +7,7 @@ a test: `verify_static(program)`.
 from __future__ import annotations
 
 from fxpar.manager import Verifier
-from fxpar.program import Program
+from fxpar.program.program import Program
 from fxpar.verify.header import check_header
 from fxpar.verify.operations import check_operations
 from fxpar.verify.shapes import check_shapes

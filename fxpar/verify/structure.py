@@ -13,10 +13,11 @@ import torch
 from torch import fx
 
 from fxpar.errors import CheckFailed
-from fxpar.layout import Layout, Placement, pieces_of
-from fxpar.operators import COERCION_OF, DRAWS, OPERATORS, axis_index, sum_gradients
+from fxpar.layout.layout import Layout, Placement, pieces_of
+from fxpar.layout.symbols import names
 from fxpar.passes.assign_rng import RNG_PATH
-from fxpar.program import (
+from fxpar.program.operators import COERCION_OF, DRAWS, OPERATORS, axis_index, sum_gradients
+from fxpar.program.program import (
     Program,
     ScalarType,
     TensorType,
@@ -31,7 +32,6 @@ from fxpar.program import (
 from fxpar.rules import bind_arguments
 from fxpar.rules.inference import describe
 from fxpar.rules.randomness import draws_bits
-from fxpar.symbols import names
 
 aten = torch.ops.aten
 

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.coercions import at_rest, coercion, unsettled
 from fxpar.errors import CheckFailed, LayoutError
-from fxpar.gradients import carried
-from fxpar.layout import I, Layout, Placement, R, fits
-from fxpar.program import Program, note, operands, output_layouts, output_types, tensor_type
+from fxpar.layout.layout import I, Layout, Placement, R, fits
+from fxpar.program.coercions import at_rest, coercion, unsettled
+from fxpar.program.gradients import carried
+from fxpar.program.program import Program, note, operands, output_layouts, output_types, tensor_type
 from fxpar.rules import bind_arguments
 from fxpar.rules.inference import Context, describe, infer_node, remedy_of, resting, shown
 

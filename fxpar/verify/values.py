@@ -26,13 +26,13 @@ from fxpar.capture.memory import plain_surrounding, swapped
 from fxpar.capture.places import Blamed
 from fxpar.capture.state import untouched
 from fxpar.errors import CheckFailed, InputError
+from fxpar.layout.shards import local_block, without_padding
 from fxpar.manager import PassManager
 from fxpar.passes.annotate import annotate
 from fxpar.passes.assign_rng import RNG_PATH, assign_rng
 from fxpar.passes.canonicalize import canonicalize
 from fxpar.passes.insert_collectives import insert_collectives
-from fxpar.program import Program, has_note, output_layouts, output_types
-from fxpar.shards import local_block, without_padding
+from fxpar.program.program import Program, has_note, output_layouts, output_types
 from fxpar.verify.promote import promote, wide
 from fxpar.verify.simulate import Run, coordinates, cotangents, run_ranks, run_single, symbol_values
 

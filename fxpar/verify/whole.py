@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxpar.layout import Placement
-from fxpar.program import operands, output_layouts
+from fxpar.layout.layout import Placement
+from fxpar.program.program import operands, output_layouts
 from fxpar.rules import Refusal, bind_arguments, call_of
 from fxpar.rules.local import whole_call
 

@@ -19,7 +19,7 @@ from fxpar.capture import Captured, capture
 from fxpar.capture.trace import trace
 from fxpar.manager import PassManager
 from fxpar.passes.canonicalize import canonicalize
-from fxpar.program import Program, note
+from fxpar.program.program import Program, note
 from tests.capture.models import Net, close, eager, example, faithful, net, operator_name, run, seeded
 from tests.zoo import CASES
 

@@ -13,10 +13,10 @@ from torch.utils.checkpoint import checkpoint
 
 from fxpar.capture import Captured, capture
 from fxpar.errors import CaptureError
-from fxpar.operators import function
-from fxpar.program import note
-from fxpar.symbols import symbol
-from fxpar.text import print_program
+from fxpar.layout.symbols import symbol
+from fxpar.program.operators import function
+from fxpar.program.program import note
+from fxpar.text.printing import print_program
 from tests.capture.functions import Seven
 from tests.capture.models import Net, example, faithful, net, operator_name, seeded
 

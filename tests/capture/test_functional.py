@@ -11,8 +11,8 @@ from torch.nn import functional
 
 from fxpar.capture import capture
 from fxpar.passes import canonicalize
-from fxpar.plan import Plan
-from fxpar.program import Program, note
+from fxpar.plan.plan import Plan
+from fxpar.program.program import Program, note
 from fxpar.verify.check import verify
 from tests.zoo import CASES
 

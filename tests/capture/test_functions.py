@@ -12,9 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 from fxpar.capture import Captured, capture
 from fxpar.errors import CaptureError
-from fxpar.operators import function
-from fxpar.program import note
-from fxpar.text import print_program
+from fxpar.program.operators import function
+from fxpar.program.program import note
+from fxpar.text.printing import print_program
 from tests.capture.functions import (
     InPlace,
     Largest,

@@ -13,7 +13,7 @@ from fxpar.capture import Captured, capture
 from fxpar.errors import CaptureError
 from fxpar.manager import PassManager
 from fxpar.passes.canonicalize import canonicalize
-from fxpar.text import print_program
+from fxpar.text.printing import print_program
 from tests.capture.models import Net, example, seeded
 from tests.zoo import CASES
 

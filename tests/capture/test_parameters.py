@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from fxpar.capture import Captured, capture
 from fxpar.capture import recording as recording_module
 from fxpar.errors import CaptureError
-from fxpar.program import Parameter, note
-from fxpar.text import print_program
+from fxpar.program.program import Parameter, note
+from fxpar.text.printing import print_program
 from tests.capture.models import Net, eager, example, faithful, net, run, seeded
 
 

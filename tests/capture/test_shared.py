@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from fxpar.capture import capture
 from fxpar.errors import CaptureError, CheckFailed
-from fxpar.plan import Plan
+from fxpar.plan.plan import Plan
 from fxpar.verify.check import verify
 from tests.capture.models import example, net
 

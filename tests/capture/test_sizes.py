@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fxpar.capture import Captured, capture
-from fxpar.plan import Plan
-from fxpar.program import ScalarType, Symbol, TensorType, note
-from fxpar.symbols import symbol
+from fxpar.layout.symbols import symbol
+from fxpar.plan.plan import Plan
+from fxpar.program.program import ScalarType, Symbol, TensorType, note
 from fxpar.verify.check import verify
 from tests.capture.models import Net, close, eager, example, faithful, net, run, seeded
 from tests.zoo import CASES, VOCABULARY

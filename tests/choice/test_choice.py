@@ -17,13 +17,13 @@ from fxpar.capture import Captured, capture
 from fxpar.choice.options import Options, Value, list_options, value_of
 from fxpar.choice.prices import Prices
 from fxpar.choice.solve import solve
-from fxpar.cost import Cost
-from fxpar.gradients import carried
-from fxpar.layout import I, Placement, V
+from fxpar.layout.layout import I, Placement, V
 from fxpar.passes import canonicalize
 from fxpar.passes.divide_sequence import divide
-from fxpar.plan import Plan
-from fxpar.program import Program, operands
+from fxpar.plan.cost import Cost
+from fxpar.plan.plan import Plan
+from fxpar.program.gradients import carried
+from fxpar.program.program import Program, operands
 from fxpar.verify.analysis import split_flops, unsplit
 from fxpar.verify.check import compile_program
 from fxpar.verify.values import call_inputs, program_state, verify_values

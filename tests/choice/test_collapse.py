@@ -20,11 +20,11 @@ from fxpar.choice.options import list_options
 from fxpar.choice.prices import Prices
 from fxpar.choice.problem import Given, Problem, cost_of, minimum, problem_of
 from fxpar.cli.hf import build
-from fxpar.gradients import carried
-from fxpar.layout import I, Placement, shard
+from fxpar.layout.layout import I, Placement, shard
 from fxpar.passes import canonicalize
-from fxpar.plan import Plan
-from fxpar.program import Program
+from fxpar.plan.plan import Plan
+from fxpar.program.gradients import carried
+from fxpar.program.program import Program
 
 WIDTH = 8
 

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from fxpar.axes import Axes
 from fxpar.cli.grid import COLOURS, rows, short, tag
 from fxpar.cli.groups import groups
 from fxpar.cli.output import Ui
-from fxpar.mesh import Mesh
+from fxpar.mesh.axes import Axes
+from fxpar.mesh.mesh import Mesh
 from tests.cli.tool import fxpar
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -14,9 +14,9 @@ from torch import Tensor, fx
 
 from fxpar.elements import FALSE, TRUE, Element, Predicate, elements, index, never_negative
 from fxpar.elements.predicate import at_least_zero, both, either, negated
-from fxpar.parse import parse_program
-from fxpar.program import Program, ScalarType, note, tensor_type
-from fxpar.symbols import Size, evaluate, symbol
+from fxpar.layout.symbols import Size, evaluate, symbol
+from fxpar.program.program import Program, ScalarType, note, tensor_type
+from fxpar.text.parsing import parse_program
 from tests.passes.masks import GROUPS, program
 
 S, T = symbol("s"), symbol("t")

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxpar.errors import TextError
-from fxpar.layout import (
+from fxpar.layout.layout import (
     I,
     Layout,
     P,
@@ -29,9 +29,9 @@ from fxpar.layout import (
     shard,
     through_view,
 )
-from fxpar.slices import local_bounds, local_position, slice_pieces, strided_pieces
-from fxpar.symbols import Size, divide, evaluate, parse_size
-from fxpar.verify.oracle_ranks import divides, held
+from fxpar.layout.slices import local_bounds, local_position, slice_pieces, strided_pieces
+from fxpar.layout.symbols import Size, divide, evaluate, parse_size
+from fxpar.oracle.ranks import divides, held
 
 counted = settings(max_examples=200, deadline=None, derandomize=True)
 

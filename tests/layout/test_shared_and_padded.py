@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fxpar.layout import Piece, Placement, fits, local_size, padded_shard, parse_placement, through_view
+from fxpar.layout.layout import Piece, Placement, fits, local_size, padded_shard, parse_placement, through_view
+from fxpar.layout.shards import block, counted, whole
+from fxpar.layout.slices import slice_pieces
 from fxpar.ops.collectives import _collect, _spread
-from fxpar.shards import block, counted, whole
-from fxpar.slices import slice_pieces
-from fxpar.verify.oracle_ranks import held, padding
+from fxpar.oracle.ranks import held, padding
 
 SHARED = [
     Placement("S", 0, (Piece(1, 12, copies=2),)),

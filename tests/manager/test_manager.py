@@ -9,9 +9,9 @@ from torch import fx
 
 from fxpar.errors import CheckFailed, PassError, PlanError
 from fxpar.manager import Pass, PassManager, Verifier, register_pass
-from fxpar.parse import parse_program
-from fxpar.program import Note, PassRecord, Program, TensorType, output_node, set_note, update
-from fxpar.text import print_program
+from fxpar.program.program import Note, PassRecord, Program, TensorType, output_node, set_note, update
+from fxpar.text.parsing import parse_program
+from fxpar.text.printing import print_program
 
 aten = torch.ops.aten
 

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxpar.axes import Axes, Groups
 from fxpar.errors import PlanError
-from fxpar.mesh import DENSE_AXES, EXPERT_AXES, ORDER, Mesh
+from fxpar.mesh.axes import Axes, Groups
+from fxpar.mesh.mesh import DENSE_AXES, EXPERT_AXES, ORDER, Mesh
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = settings(max_examples=150, deadline=None, derandomize=True)
@@ -366,6 +366,7 @@ def test_a_large_world() -> None:
 
 
 def test_meshes_need_no_torch() -> None:
-    code = "import sys, fxpar.mesh; fxpar.mesh.Mesh(tp=2).groups('tp'); print({'torch', 'numpy'} & set(sys.modules))"
+    code = "from fxpar.mesh.mesh import Mesh; Mesh(tp=2).groups('tp')"
+    code = f"{code}; import sys; print({{'torch', 'numpy'}} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "set()", done.stderr

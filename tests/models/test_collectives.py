@@ -12,8 +12,8 @@ from torch import Tensor
 
 from fxpar.ops import collectives as ops
 from fxpar.passes.assign_rng import RNG_PATH
-from fxpar.plan import Plan
-from fxpar.program import Program
+from fxpar.plan.plan import Plan
+from fxpar.program.program import Program
 from fxpar.verify.analysis import collectives
 from fxpar.verify.check import compile_program
 from fxpar.verify.promote import promote, wide

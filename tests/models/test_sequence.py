@@ -10,10 +10,10 @@ import pytest
 from fxpar.capture import Captured, capture
 from fxpar.cli.models import LoadedModel, load_model
 from fxpar.errors import PlanError
+from fxpar.layout.symbols import names
 from fxpar.passes import DEFAULT_PASSES
-from fxpar.plan import Plan
-from fxpar.program import Program, operands, output_layouts, output_types
-from fxpar.symbols import names
+from fxpar.plan.plan import Plan
+from fxpar.program.program import Program, operands, output_layouts, output_types
 from fxpar.verify.analysis import collectives, split_flops, unsplit
 from fxpar.verify.check import compile_program, verify
 from fxpar.verify.values import call_inputs, program_state, reference_run, verify_values

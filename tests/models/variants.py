@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fxpar.capture import Captured, capture
-from fxpar.plan import Plan
+from fxpar.plan.plan import Plan
 from fxpar.verify.analysis import split_flops
 from fxpar.verify.check import Verification, compile_program
 from fxpar.verify.static import verify_static

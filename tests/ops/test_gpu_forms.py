@@ -15,8 +15,8 @@ from fxpar.ops import random
 from fxpar.ops.collectives import Group
 from fxpar.ops.lower import Lowered, lower
 from fxpar.passes import DEFAULT_PASSES
-from fxpar.plan import Plan
-from fxpar.program import Program
+from fxpar.plan.plan import Plan
+from fxpar.program.program import Program
 from tests.zoo import CASES
 
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxpar.layout import Layout, Piece, Placement
+from fxpar.layout.layout import Layout, Piece, Placement
+from fxpar.layout.shards import local_block
 from fxpar.ops.random import IndexCut, attention, dropout, global_index, philox, random_words
-from fxpar.shards import local_block
 
 ORIGIN = 0xC0FFEE
 

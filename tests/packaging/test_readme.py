@@ -16,11 +16,11 @@ import fxpar
 from fxpar.capture import capture
 from fxpar.cli.main import main
 from fxpar.manager import Pass, PassManager
+from fxpar.oracle.check import check_operation, sample
 from fxpar.passes import DEFAULT_PASSES
 from fxpar.rules import unregister_rule
-from fxpar.text import print_program
+from fxpar.text.printing import print_program
 from fxpar.verify.check import verify
-from fxpar.verify.oracle import check_operation, sample
 from fxpar.verify.static import STATIC
 from tests.zoo import CASES
 

@@ -12,8 +12,8 @@ from torch.nn import functional
 
 from fxpar.capture import capture
 from fxpar.passes import canonicalize
-from fxpar.plan import Plan
-from fxpar.program import Program
+from fxpar.plan.plan import Plan
+from fxpar.program.program import Program
 from tests.passes.modules import only
 
 # Of queries [b, 2, s, 4] and keys [b, 2, t, 4].

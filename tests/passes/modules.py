@@ -12,9 +12,9 @@ from torch.nn import functional
 from fxpar.capture import Captured, capture
 from fxpar.manager import Pass, PassManager
 from fxpar.passes import DEFAULT_PASSES
-from fxpar.plan import Plan
-from fxpar.program import Program, note, output_layouts
-from fxpar.text import print_program
+from fxpar.plan.plan import Plan
+from fxpar.program.program import Program, note, output_layouts
+from fxpar.text.printing import print_program
 from fxpar.verify.static import STATIC
 from fxpar.verify.values import ValueReport, call_inputs, check_capture, program_state, verify_values
 

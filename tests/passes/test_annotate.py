@@ -12,8 +12,8 @@ from torch.nn import functional
 from fxpar.capture import capture
 from fxpar.manager import PassManager
 from fxpar.passes import annotate, canonicalize
-from fxpar.plan import Plan
-from fxpar.program import note
+from fxpar.plan.plan import Plan
+from fxpar.program.program import note
 from fxpar.verify.analysis import collectives, split_flops
 from tests.passes.modules import (
     MLP,

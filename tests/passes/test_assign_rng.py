@@ -9,12 +9,12 @@ from torch.nn import functional
 
 from fxpar.capture import capture
 from fxpar.errors import LayoutError, PassError
-from fxpar.operators import attention, axis_index, dropout
-from fxpar.parse import parse_program
 from fxpar.passes import assign_rng
 from fxpar.passes.assign_rng import RNG_PATH
-from fxpar.plan import Plan
-from fxpar.program import Program, note
+from fxpar.plan.plan import Plan
+from fxpar.program.operators import attention, axis_index, dropout
+from fxpar.program.program import Program, note
+from fxpar.text.parsing import parse_program
 from fxpar.verify.simulate import run_ranks, run_single
 from fxpar.verify.static import verify_static
 from fxpar.verify.values import call_inputs, program_state, reference_program, rng_state

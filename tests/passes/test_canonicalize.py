@@ -9,10 +9,10 @@ from torch.nn import functional
 
 from fxpar.capture import capture
 from fxpar.errors import PassError
-from fxpar.parse import parse_program
 from fxpar.passes import canonicalize
-from fxpar.plan import Plan
-from fxpar.program import Program, note
+from fxpar.plan.plan import Plan
+from fxpar.program.program import Program, note
+from fxpar.text.parsing import parse_program
 from fxpar.verify.values import check_capture
 from tests.passes.modules import MLP, build, only, shown
 

@@ -9,14 +9,14 @@ from torch import nn
 
 from fxpar.capture import capture
 from fxpar.errors import PlanError
-from fxpar.layout import Layout, shard
+from fxpar.layout.layout import Layout, shard
 from fxpar.manager import PassManager
+from fxpar.oracle.check import check_operation, sample
 from fxpar.passes import canonicalize
 from fxpar.passes.annotate import keeping
-from fxpar.plan import Plan
-from fxpar.program import Program, output_layouts
+from fxpar.plan.plan import Plan
+from fxpar.program.program import Program, output_layouts
 from fxpar.verify.analysis import unsplit
-from fxpar.verify.oracle import check_operation, sample
 from fxpar.verify.static import STATIC
 from tests.passes.modules import (
     MLP,

@@ -10,11 +10,11 @@ from torch.nn import functional
 from fxpar.capture import capture
 from fxpar.cli.hf import build
 from fxpar.errors import PassError
-from fxpar.parse import parse_program
 from fxpar.passes import annotate, canonicalize, fold_masks
-from fxpar.plan import Plan
-from fxpar.program import Program
+from fxpar.plan.plan import Plan
+from fxpar.program.program import Program
 from fxpar.rules import bind_arguments
+from fxpar.text.parsing import parse_program
 from fxpar.verify.simulate import run_single
 from tests.passes.masks import (
     GROUPS,

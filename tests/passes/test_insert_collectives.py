@@ -7,11 +7,11 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 
 from fxpar.errors import LayoutError, PassError
-from fxpar.layout import I, P
-from fxpar.operators import COERCION_OF
-from fxpar.parse import parse_program
+from fxpar.layout.layout import I, P
 from fxpar.passes import insert_collectives
-from fxpar.program import Program, note, operands, output_layouts
+from fxpar.program.operators import COERCION_OF
+from fxpar.program.program import Program, note, operands, output_layouts
+from fxpar.text.parsing import parse_program
 from fxpar.verify.analysis import collectives
 from fxpar.verify.static import verify_static
 from tests.passes.modules import (

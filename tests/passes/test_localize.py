@@ -12,10 +12,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fxpar.errors import LayoutError
 from fxpar.manager import PassManager
-from fxpar.parse import parse_program
 from fxpar.passes import localize
-from fxpar.program import Program, note, output_types
-from fxpar.text import print_program
+from fxpar.program.program import Program, note, output_types
+from fxpar.text.parsing import parse_program
+from fxpar.text.printing import print_program
 from fxpar.verify.static import STATIC
 from tests.passes.modules import (
     MLP,

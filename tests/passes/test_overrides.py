@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fxpar.errors import PlanError
-from fxpar.text import print_program
+from fxpar.text.printing import print_program
 from fxpar.verify.analysis import collectives
 from tests.passes.modules import (
     MLP,

@@ -12,13 +12,13 @@ from torch.nn import functional
 from fxpar.capture import capture
 from fxpar.errors import PassError, PlanError
 from fxpar.manager import PassManager
-from fxpar.operators import sum_gradients
 from fxpar.passes import DEFAULT_PASSES, annotate, canonicalize
 from fxpar.passes.coalesce import coalesce
 from fxpar.passes.divide_sequence import divide_sequence
-from fxpar.plan import Plan
-from fxpar.program import Program, operands
-from fxpar.text import print_program
+from fxpar.plan.plan import Plan
+from fxpar.program.operators import sum_gradients
+from fxpar.program.program import Program, operands
+from fxpar.text.printing import print_program
 from fxpar.verify.check import verify
 from fxpar.verify.static import STATIC
 from tests.passes.modules import shown

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import fxpar
 from fxpar.errors import InputError, PlanError
-from fxpar.plan import PRECISIONS, SPLITS, Plan
+from fxpar.plan.plan import PRECISIONS, SPLITS, Plan
 
 LATER = ("dp", "cp", "pp", "ep")
 

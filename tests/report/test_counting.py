@@ -13,18 +13,18 @@ from torch.utils.checkpoint import checkpoint
 
 from fxpar.capture import capture
 from fxpar.errors import CheckFailed, InputError
-from fxpar.layout import Layout, Piece, Placement, padded_shard, shard
+from fxpar.layout.layout import Layout, Piece, Placement, padded_shard, shard
+from fxpar.layout.shards import local_block, without_padding
+from fxpar.layout.symbols import evaluate, parse_size
 from fxpar.manager import PassManager
 from fxpar.ops.collectives import Group
 from fxpar.ops.lower import Lowered, lower
 from fxpar.passes import DEFAULT_PASSES
-from fxpar.plan import Plan
-from fxpar.program import Parameter, Program, TensorType, update
+from fxpar.plan.plan import Plan
+from fxpar.program.program import Parameter, Program, TensorType, update
 from fxpar.report import Report, closed_form, make_report
 from fxpar.report.measure import Measured, measure
 from fxpar.report.parameters import OPTIMIZERS, held_by, places
-from fxpar.shards import local_block, without_padding
-from fxpar.symbols import evaluate, parse_size
 
 CPU = torch.device("cpu")
 ROWS, COLUMNS, WIDTH = 3, 5, 12

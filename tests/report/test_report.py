@@ -14,7 +14,7 @@ from fxpar.manager import PassManager
 from fxpar.ops.collectives import Group
 from fxpar.ops.lower import lower
 from fxpar.passes import DEFAULT_PASSES
-from fxpar.plan import Plan
+from fxpar.plan.plan import Plan
 from fxpar.report import Report, make_report
 from fxpar.report.html import as_html
 from tests.zoo import CASES

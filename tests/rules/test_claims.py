@@ -13,11 +13,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fxpar.capture import capture
 from fxpar.cli.hf import build
-from fxpar.plan import Plan
-from fxpar.program import output_layouts, tensor_type
+from fxpar.layout.symbols import evaluate
+from fxpar.plan.plan import Plan
+from fxpar.program.program import output_layouts, tensor_type
 from fxpar.rules.flops import matmul_flops, uncounted
-from fxpar.symbols import evaluate
-from fxpar.text import placement_text
+from fxpar.text.printing import placement_text
 from fxpar.verify.check import Verification, verify
 
 

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxpar import operators
-from fxpar.layout import R
+from fxpar.layout.layout import R
+from fxpar.oracle.check import OracleReport, check_operation, sample
+from fxpar.oracle.composite import Gate
+from fxpar.program import operators
 from fxpar.rules import Call, Rule
 from fxpar.rules.composite import dropout_labels, own_bits
 from fxpar.rules.matmul import attention_labels
 from fxpar.rules.pointwise import pointwise_labels
-from fxpar.verify.oracle import OracleReport, check_operation, sample
-from fxpar.verify.oracle_composite import Gate
 
 STATE, INDEX = torch.tensor([3, 1, 2]), [torch.tensor(0)]
 GATE = f"{Gate.__module__}.{Gate.__name__}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import transformers
 
-from fxpar.plan import Plan
+from fxpar.plan.plan import Plan
 from fxpar.verify.check import verify
 from fxpar.verify.values import TOLERANCE
 from tests.zoo import CASES

@@ -7,16 +7,16 @@ import itertools
 import pytest
 import torch
 
-from fxpar.coercions import at_rest, coercion, held_fraction, shared_fraction, unsettled
 from fxpar.errors import LayoutError
-from fxpar.layout import I, Placement, R, parse_placement, shard
-from fxpar.operators import share, take_part
-from fxpar.parse import parse_program
+from fxpar.layout.layout import I, Placement, R, parse_placement, shard
+from fxpar.oracle.check import check_operation, sample
+from fxpar.oracle.ranks import held
+from fxpar.oracle.table import operations
+from fxpar.program.coercions import at_rest, coercion, held_fraction, shared_fraction, unsettled
+from fxpar.program.operators import share, take_part
 from fxpar.rules import Call
-from fxpar.text import print_program
-from fxpar.verify.oracle import check_operation, sample
-from fxpar.verify.oracle_ranks import held
-from fxpar.verify.oracle_table import operations
+from fxpar.text.parsing import parse_program
+from fxpar.text.printing import print_program
 from fxpar.verify.types import check_types
 from tests.rules.test_rules import answer, attention
 from tests.verify.cases import program

@@ -9,19 +9,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fxpar import Plan, operators
+from fxpar import Plan
 from fxpar.capture import capture
 from fxpar.errors import LayoutError
-from fxpar.layout import I, R, shard
+from fxpar.layout.layout import I, R, shard
+from fxpar.layout.symbols import symbol
 from fxpar.manager import PassManager
-from fxpar.parse import parse_program
 from fxpar.passes import DEFAULT_PASSES
-from fxpar.program import TensorType
+from fxpar.program import operators
+from fxpar.program.program import TensorType
 from fxpar.rules import Call, Refusal, inferred, rule_of
 from fxpar.rules.composite import why_whole
 from fxpar.rules.functions import nonlinearity
-from fxpar.symbols import symbol
-from fxpar.text import print_program
+from fxpar.text.parsing import parse_program
+from fxpar.text.printing import print_program
 from fxpar.verify.analysis import without_rule
 from fxpar.verify.check import verify
 from fxpar.verify.static import STATIC, verify_static

@@ -12,11 +12,11 @@ from torch import nn
 
 from fxpar.capture import capture
 from fxpar.manager import PassManager
-from fxpar.operators import COERCION_OF, axis_index, sum_gradients
+from fxpar.oracle.table import COMMUNICATING, OCCURRING, WITHOUT_OPERANDS
 from fxpar.passes import DEFAULT_PASSES
-from fxpar.program import Program, operands, output_types
+from fxpar.program.operators import COERCION_OF, axis_index, sum_gradients
+from fxpar.program.program import Program, operands, output_types
 from fxpar.rules import key_of, rules
-from fxpar.verify.oracle_table import COMMUNICATING, OCCURRING, WITHOUT_OPERANDS
 from tests.models.variants import Variant, trace
 from tests.zoo import CASES
 

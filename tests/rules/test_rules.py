@@ -8,9 +8,10 @@ import torch
 from torch import fx
 
 from fxpar.errors import InputError
-from fxpar.layout import I, P, R, V, parse_placement
-from fxpar.operators import dropout
-from fxpar.program import Note, ScalarType, TensorType, set_note
+from fxpar.layout.layout import I, P, R, V, parse_placement
+from fxpar.layout.symbols import parse_size
+from fxpar.program.operators import dropout
+from fxpar.program.program import Note, ScalarType, TensorType, set_note
 from fxpar.rules import (
     Call,
     Refusal,
@@ -23,7 +24,6 @@ from fxpar.rules import (
     seed_signature,
     unregister_rule,
 )
-from fxpar.symbols import parse_size
 
 aten = torch.ops.aten
 

@@ -9,17 +9,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fxpar import operators
 from fxpar.errors import LayoutError
-from fxpar.layout import I, P, Placement, R, padded_shard, shard
-from fxpar.parse import parse_program
-from fxpar.plan import Plan
-from fxpar.program import Program, TensorType, output_layouts
+from fxpar.layout.layout import I, P, Placement, R, padded_shard, shard
+from fxpar.layout.shards import local_block
+from fxpar.layout.symbols import shape_text
+from fxpar.plan.plan import Plan
+from fxpar.program import operators
+from fxpar.program.program import Program, TensorType, output_layouts
 from fxpar.rules import Call, Refusal, infer, rule_of
 from fxpar.rules.vocabulary import ATEN_OF
-from fxpar.shards import local_block
-from fxpar.symbols import shape_text
-from fxpar.text import placement_text
+from fxpar.text.parsing import parse_program
+from fxpar.text.printing import placement_text
 from fxpar.verify.check import verify
 from fxpar.verify.simulate import Run, coordinates, run_ranks
 from fxpar.verify.static import verify_static

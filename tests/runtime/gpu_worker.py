@@ -6,7 +6,7 @@ import sys
 import torch
 
 import fxpar
-from fxpar.plan import Plan
+from fxpar.plan.plan import Plan
 from tests.zoo import CASES
 
 STEPS, TOLERANCE = 5, 1e-4

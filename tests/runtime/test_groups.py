@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from fxpar.mesh import Mesh
+from fxpar.mesh.mesh import Mesh
 from tests.runtime import meshes
 from tests.runtime.world import World
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from fxpar.cost import Cost
+from fxpar.plan.cost import Cost
 from fxpar.runtime.overlap import Overlap
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional

@@ -17,7 +17,7 @@ from fxpar.passes.annotate import annotate
 from fxpar.passes.assign_rng import RNG_PATH, assign_rng
 from fxpar.passes.canonicalize import canonicalize
 from fxpar.passes.insert_collectives import insert_collectives
-from fxpar.program import Program
+from fxpar.program.program import Program
 from fxpar.verify.values import call_inputs, program_state, rng_state
 from tests.capture.functions import Counting
 

@@ -13,13 +13,13 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 import fxpar
-from fxpar.layout import Layout, shard
+from fxpar.layout.layout import Layout, shard
 from fxpar.runtime.module import ParallelModule
 from fxpar.runtime.place import Place
 from fxpar.runtime.sharded import Sharded
 from tests.runtime import models
 from tests.runtime.jobs import Found, kept, refusal, tp
-from tests.weights.live import LiveBytes
+from tests.state.live import LiveBytes
 
 SEED, LIMIT = 7, 1000
 _SIZES: dict[str, Any] = {"vocab_size": 29, "use_cache": False, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}

@@ -8,11 +8,11 @@ import sympy
 import torch
 from torch import fx
 
-from fxpar import operators
-from fxpar.layout import I, Layout, P, Piece, Placement, R, V, shard
-from fxpar.plan import Plan
-from fxpar.program import DTYPES, Input, Note, Parameter, Program, ScalarType, Symbol, TensorType, set_note
-from fxpar.symbols import Size, symbol
+from fxpar.layout.layout import I, Layout, P, Piece, Placement, R, V, shard
+from fxpar.layout.symbols import Size, symbol
+from fxpar.plan.plan import Plan
+from fxpar.program import operators
+from fxpar.program.program import DTYPES, Input, Note, Parameter, Program, ScalarType, Symbol, TensorType, set_note
 
 aten = torch.ops.aten
 b, s = symbol("b"), symbol("s")

@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxpar.errors import FxparError, PlanError, TextError
-from fxpar.parse import parse_program
-from fxpar.text import print_program
+from fxpar.text.parsing import parse_program
+from fxpar.text.printing import print_program
 from tests.text.programs import MLP, PROGRAMS
 
 DOWN = "aten.linear.default(%x, %w)"

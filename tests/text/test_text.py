@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxpar.errors import TextError
-from fxpar.layout import I, Layout, Piece, Placement, shard
-from fxpar.parse import parse_program
-from fxpar.program import PassRecord, note
-from fxpar.scan import parse_layout
-from fxpar.symbols import Size, parse_size, simplify, symbol
-from fxpar.text import layout_text, print_program, value_text
+from fxpar.layout.layout import I, Layout, Piece, Placement, shard
+from fxpar.layout.symbols import Size, parse_size, simplify, symbol
+from fxpar.program.program import PassRecord, note
+from fxpar.text.parsing import parse_program
+from fxpar.text.printing import layout_text, print_program, value_text
+from fxpar.text.scanning import parse_layout
 from tests.text.programs import MLP, PROGRAMS, Builder, aten, b, f32, mlp, s, tp
 
 TEXTS = {name: print_program(build()) for name, build in PROGRAMS.items()}

@@ -17,10 +17,10 @@ from torch.nn import functional
 from fxpar.capture import Captured, capture
 from fxpar.cli.models import load_model
 from fxpar.manager import PassManager
-from fxpar.parse import parse_program
 from fxpar.passes import DEFAULT_PASSES
-from fxpar.plan import Plan
-from fxpar.program import Program, note
+from fxpar.plan.plan import Plan
+from fxpar.program.program import Program, note
+from fxpar.text.parsing import parse_program
 from fxpar.verify.simulate import Run
 from fxpar.verify.static import STATIC
 from fxpar.verify.values import ValueReport, call_inputs, program_state, reference_run, verify_values

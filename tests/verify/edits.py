@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fxpar.errors import LayoutError, TextError
-from fxpar.gradients import carried
-from fxpar.parse import parse_program
-from fxpar.program import operands, output_layouts, output_types, update
+from fxpar.program.gradients import carried
+from fxpar.program.program import operands, output_layouts, output_types, update
 from fxpar.rules.inference import Context, infer_node
-from fxpar.text import print_program
+from fxpar.text.parsing import parse_program
+from fxpar.text.printing import print_program
 from tests.verify.lines import Source
 
 

@@ -15,8 +15,8 @@ from torch.nn import functional
 from fxpar.capture import capture
 from fxpar.manager import PassManager
 from fxpar.passes import DEFAULT_PASSES
-from fxpar.plan import Plan
-from fxpar.program import Program
+from fxpar.plan.plan import Plan
+from fxpar.program.program import Program
 from fxpar.verify.values import call_inputs, program_state, reference_run
 from tests.verify.cases import Known
 

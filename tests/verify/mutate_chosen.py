@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
-from fxpar.operators import OPERATORS
+from fxpar.program.operators import OPERATORS
 from fxpar.rules.vocabulary import ATEN_OF, COMPOSITE_OF
 from tests.verify.edits import Edit, Edits
 from tests.verify.lines import Line, Source

@@ -15,12 +15,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, fx
 
-from fxpar.layout import Layout
-from fxpar.operators import COERCION_OF, DRAWS, axis_index, sum_gradients
+from fxpar.layout.layout import Layout
+from fxpar.layout.symbols import evaluate
 from fxpar.passes.assign_rng import RNG_PATH
-from fxpar.program import Program, TensorType, operands, output_layouts, output_types, update
+from fxpar.program.operators import COERCION_OF, DRAWS, axis_index, sum_gradients
+from fxpar.program.program import Program, TensorType, operands, output_layouts, output_types, update
 from fxpar.rules.vocabulary import ATEN_OF
-from fxpar.symbols import evaluate
 from fxpar.verify.promote import promote, wide
 from fxpar.verify.simulate import Run, run_ranks, run_single, symbol_values
 from fxpar.verify.values import ValueReport, compare, rng_state

@@ -9,11 +9,11 @@ import torch
 from torch import fx
 
 import fxpar
-from fxpar import operators
 from fxpar.errors import CheckFailed, PassError
 from fxpar.manager import Pass
 from fxpar.passes import DEFAULT_PASSES
-from fxpar.program import Program, note, set_note
+from fxpar.program import operators
+from fxpar.program.program import Program, note, set_note
 from fxpar.verify.bisect import Bisection, Culprit, bisect, complete
 from tests.verify.cases import prepared, program
 

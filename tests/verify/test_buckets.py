@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fxpar.errors import CheckFailed
-from fxpar.parse import parse_program
+from fxpar.text.parsing import parse_program
 from fxpar.verify.static import verify_static
 
 BUCKET = """fxpar 1

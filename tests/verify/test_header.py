@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from fxpar.errors import CheckFailed, LayoutError
-from fxpar.parse import parse_program
-from fxpar.text import print_program
+from fxpar.text.parsing import parse_program
+from fxpar.text.printing import print_program
 from fxpar.verify.static import STATIC, verify_static
 from tests.verify.cases import prepared, program, sequence_text
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from fxpar.errors import CheckFailed, InputError, LayoutError
-from fxpar.parse import parse_program
-from fxpar.program import Program
-from fxpar.text import print_program
+from fxpar.program.program import Program
+from fxpar.text.parsing import parse_program
+from fxpar.text.printing import print_program
 from fxpar.verify.bisect import complete
 from fxpar.verify.static import verify_static
 from fxpar.verify.values import ValueReport

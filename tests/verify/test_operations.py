@@ -7,7 +7,7 @@ import re
 import pytest
 
 from fxpar.errors import FxparError
-from fxpar.parse import parse_program
+from fxpar.text.parsing import parse_program
 from fxpar.verify.static import verify_static
 from tests.verify.cases import sequence_text
 

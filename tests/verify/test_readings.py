@@ -15,8 +15,8 @@ import torch
 
 from fxpar.manager import PassManager
 from fxpar.passes import DEFAULT_PASSES
-from fxpar.plan import Plan
-from fxpar.text import print_program
+from fxpar.plan.plan import Plan
+from fxpar.text.printing import print_program
 from tests.verify import foreign, mutate_values
 from tests.verify.cases import Known, known, prepared, sequence, sequence_text
 from tests.verify.edits import Mutant
@@ -108,7 +108,7 @@ WRONG = (
 
 @pytest.mark.parametrize(("old", "new"), WRONG)
 def test_a_text_whose_readings_differ_is_told(old: str, new: str) -> None:
-    from fxpar.parse import parse_program
+    from fxpar.text.parsing import parse_program
 
     found = parse_program(sequence_text(2).replace(old, new).replace("tp:P→", "tp:").replace("tp:S(1)→R", "tp:R"))
     assert judge(found, prepared("tail").state, prepared("tail").inputs).kind == "differs"

@@ -11,12 +11,12 @@ import torch
 from torch import fx
 
 from fxpar.errors import CheckFailed, FxparError, LayoutError
-from fxpar.layout import Layout, Placement
+from fxpar.layout.layout import Layout, Placement
 from fxpar.manager import PassManager
-from fxpar.parse import parse_program
 from fxpar.passes import DEFAULT_PASSES
-from fxpar.program import Program, note, set_note, update
-from fxpar.text import print_program
+from fxpar.program.program import Program, note, set_note, update
+from fxpar.text.parsing import parse_program
+from fxpar.text.printing import print_program
 from fxpar.verify.shapes import check_shapes
 from fxpar.verify.static import STATIC, verify_static
 from fxpar.verify.structure import check_structure

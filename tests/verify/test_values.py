@@ -13,9 +13,9 @@ from torch.nn import functional
 import fxpar
 from fxpar.capture import capture
 from fxpar.errors import CheckFailed, InputError
-from fxpar.parse import parse_program
-from fxpar.plan import Plan
-from fxpar.program import Program
+from fxpar.plan.plan import Plan
+from fxpar.program.program import Program
+from fxpar.text.parsing import parse_program
 from fxpar.verify.check import expect, verify
 from fxpar.verify.simulate import Run
 from fxpar.verify.values import check_capture, compare, reference_run, verify_values

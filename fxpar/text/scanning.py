@@ -1,8 +1,8 @@
 """The parts of a line of a program's text: values, types, layouts and operators.
 
-Enters: pieces of text. Leaves: what they stand for, or a `TextError` without a place, to which `fxpar.parse` adds the
-line. Names are looked up in fixed tables and among the operators that torch has registered: nothing is imported,
-evaluated or called.
+Enters: pieces of text. Leaves: what they stand for, or a `TextError` without a place, to which `fxpar.text.parsing`
+adds the line. Names are looked up in fixed tables and among the operators that torch has registered: nothing is
+imported, evaluated or called.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import torch
 from torch import fx
 
 from fxpar.errors import TextError
-from fxpar.layout import Layout, Placement, parse_placement
-from fxpar.operators import OPERATORS
-from fxpar.program import DTYPES, ScalarType, TensorType, ValueType
-from fxpar.symbols import Size, parse_size, shape_text
-from fxpar.text import FUNCTIONS, value_text
+from fxpar.layout.layout import Layout, Placement, parse_placement
+from fxpar.layout.symbols import Size, parse_size, shape_text
+from fxpar.program.operators import OPERATORS
+from fxpar.program.program import DTYPES, ScalarType, TensorType, ValueType
+from fxpar.text.printing import FUNCTIONS, value_text
 
 IDENTIFIER = r"[A-Za-z_][A-Za-z0-9_]*"
 STRING = r'"(?:[^"\\]|\\.)*"'
@@ -159,7 +159,7 @@ def _number(text: str) -> int | float:
 
 
 def parse_layout(text: str, shape: Sequence[Size], axes: Sequence[str]) -> Layout:
-    """Inverse of `fxpar.text.layout_text`.
+    """Inverse of `fxpar.text.printing.layout_text`.
 
     Args:
         text: `dp:I tp:S(1)`, or `-` for the empty layout.
@@ -184,7 +184,7 @@ def parse_layout(text: str, shape: Sequence[Size], axes: Sequence[str]) -> Layou
 
 
 def placement(text: str, shape: Sequence[Size]) -> Placement:
-    """Inverse of `fxpar.text.placement_text`."""
+    """Inverse of `fxpar.text.printing.placement_text`."""
     if _LONG_NUMBER.search(text):
         fail(f"'{text[:20]}…' is no layout of {shape_text(shape)}", "write I, R, P, V or S(dim)")
     return parse_placement(text, shape)

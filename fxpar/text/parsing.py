@@ -1,6 +1,6 @@
 """The way back from the text form: a program that prints to the same text.
 
-Enters: text as `fxpar.text.print_program` wrote it, possibly edited by hand. Leaves: a `Program` with an empty
+Enters: text as `fxpar.text.printing.print_program` wrote it, possibly edited by hand. Leaves: a `Program` with an empty
 history, or one `TextError` that names the line.
 
 The line of a node is read from left to right: its head, its type with layouts, its attributes and its comment. None
@@ -22,9 +22,10 @@ import torch
 from torch import fx
 
 from fxpar.errors import TextError
-from fxpar.operators import COERCION_OF, OPERATORS
-from fxpar.plan import Plan
-from fxpar.program import (
+from fxpar.layout.symbols import product
+from fxpar.plan.plan import Plan
+from fxpar.program.operators import COERCION_OF, OPERATORS
+from fxpar.program.program import (
     Input,
     Note,
     Parameter,
@@ -37,7 +38,8 @@ from fxpar.program import (
     output_types,
     set_note,
 )
-from fxpar.scan import (
+from fxpar.text.printing import NO_LOSS, VERSION, has_scalar, need_shapes
+from fxpar.text.scanning import (
     IDENTIFIER,
     STRING,
     Scanner,
@@ -52,8 +54,6 @@ from fxpar.scan import (
     split,
     unquote,
 )
-from fxpar.symbols import product
-from fxpar.text import NO_LOSS, VERSION, has_scalar, need_shapes
 
 _INTEGER = r"[0-9]{1,18}"  # fits 64 bits
 _WORD = rf'({STRING}|[^\s",=]+)'

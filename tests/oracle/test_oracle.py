@@ -7,12 +7,9 @@ import pytest
 import torch
 
 from fxpar.errors import InputError
-from fxpar.layout import I, P, Placement, R, shard
-from fxpar.rules import Call, Refusal, Rule, register_rule, rule_of, rules, unregister_rule
-from fxpar.rules.matmul import formula
-from fxpar.rules.pointwise import pointwise_labels
-from fxpar.verify.oracle import OracleReport, check_operation, report_table, sample
-from fxpar.verify.oracle_table import (
+from fxpar.layout.layout import I, P, Placement, R, shard
+from fxpar.oracle.check import OracleReport, check_operation, report_table, sample
+from fxpar.oracle.table import (
     COMMUNICATING,
     ELSEWHERE,
     EXEMPT,
@@ -21,6 +18,9 @@ from fxpar.verify.oracle_table import (
     WITHOUT_OPERANDS,
     operations,
 )
+from fxpar.rules import Call, Refusal, Rule, register_rule, rule_of, rules, unregister_rule
+from fxpar.rules.matmul import formula
+from fxpar.rules.pointwise import pointwise_labels
 
 aten = torch.ops.aten
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import yaml
 
-from fxpar.cost import Cost
 from fxpar.errors import PlanError, shorter, shown
-from fxpar.mesh import Mesh
+from fxpar.mesh.mesh import Mesh
+from fxpar.plan.cost import Cost
 
 SPLITS = ("column", "row", "head", "vocab", "replicate")
 RNGS = ("fused", "exact")

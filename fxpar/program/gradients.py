@@ -13,8 +13,8 @@ from collections.abc import Mapping
 import torch
 from torch import fx
 
-from fxpar.operators import uniform, uniform_like
-from fxpar.program import Program, operands, output_types
+from fxpar.program.operators import uniform, uniform_like
+from fxpar.program.program import Program, operands, output_types
 
 _aten = torch.ops.aten
 # Operations whose derivative is zero: the result ignores the values of the operand or is piecewise constant.

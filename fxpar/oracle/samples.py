@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from fxpar.verify.oracle_ranks import Sample, sample
+from fxpar.oracle.ranks import Sample, sample
 
 Samples = list[Sample]
 

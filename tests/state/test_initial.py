@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import fxpar
 from fxpar.errors import InputError
-from fxpar.weights import initialised, named_tensors
-from tests.weights.live import LiveBytes
+from fxpar.state.initial import initialised, named_tensors
+from tests.state.live import LiveBytes
 from tests.zoo import CASES
 
 

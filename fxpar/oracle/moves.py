@@ -5,8 +5,8 @@ Enters: a `Draw` of random sizes and values. Leaves: samples by overload name. F
 
 from __future__ import annotations
 
-from fxpar.verify.oracle_ranks import sample
-from fxpar.verify.oracle_samples import Draw, Samples
+from fxpar.oracle.ranks import sample
+from fxpar.oracle.samples import Draw, Samples
 
 
 def views(d: Draw) -> dict[str, Samples]:

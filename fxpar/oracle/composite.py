@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxpar import operators
 from fxpar.ops import random
 from fxpar.ops.random import IndexCut
+from fxpar.oracle.ranks import sample
+from fxpar.oracle.samples import Draw, Samples
+from fxpar.program import operators
 from fxpar.rules.functions import resolve_function
 from fxpar.rules.randomness import SHAPED, VALUED
-from fxpar.verify.oracle_ranks import sample
-from fxpar.verify.oracle_samples import Draw, Samples
 
 _IDENTITY = 17
 

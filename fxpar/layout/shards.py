@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fxpar.layout import Layout, Piece, Placement, local_shape, share_of
-from fxpar.symbols import evaluate
+from fxpar.layout.layout import Layout, Piece, Placement, local_shape, share_of
+from fxpar.layout.symbols import evaluate
 
 
 def block(whole: Tensor, placement: Placement, n: int, rank: int, sizes: Mapping[str, int] | None = None) -> Tensor:

@@ -35,7 +35,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fxpar.errors import TextError
-from fxpar.symbols import Size, divide, parse_size, product, simplify
+from fxpar.layout.symbols import Size, divide, parse_size, product, simplify
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,10 @@ from dataclasses import dataclass
 
 import torch
 
-from fxpar.operators import OPERATORS
-from fxpar.rules.vocabulary import ATEN_OF
-from fxpar.verify.oracle_composite import composite
-from fxpar.verify.oracle_moves import creation, indexing, parts, views
-from fxpar.verify.oracle_ranks import Sample
-from fxpar.verify.oracle_samples import (
+from fxpar.oracle.composite import composite
+from fxpar.oracle.moves import creation, indexing, parts, views
+from fxpar.oracle.ranks import Sample
+from fxpar.oracle.samples import (
     Build,
     Draw,
     attention,
@@ -28,7 +26,9 @@ from fxpar.verify.oracle_samples import (
     unary,
     words,
 )
-from fxpar.verify.oracle_trial import Target
+from fxpar.oracle.trial import Target
+from fxpar.program.operators import OPERATORS
+from fxpar.rules.vocabulary import ATEN_OF
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import torch
 
-from fxpar.plan import Plan
-from fxpar.program import PRECISION_DTYPES, TensorType
+from fxpar.plan.plan import Plan
+from fxpar.program.program import PRECISION_DTYPES, TensorType
 
 MAIN = torch.float32
 _MIXED = ("bf16", "fp16")

@@ -18,8 +18,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from fxpar.layout import Piece, Placement
-from fxpar.operators import COERCIONS, FACTORED, Coercion
+from fxpar.layout.layout import Piece, Placement
+from fxpar.program.operators import COERCIONS, FACTORED, Coercion
 
 _SHARE, _TAKE_PART = FACTORED
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from fxpar.layout import Piece, pieces_of
-from fxpar.symbols import Size, divide, simplify
+from fxpar.layout.layout import Piece, pieces_of
+from fxpar.layout.symbols import Size, divide, simplify
 
 
 def _stride_frame(

@@ -4,7 +4,7 @@ Enters: an operator and sample calls. Leaves: an `OracleReport` for each operato
 
 For every sample and number of ranks all placements of the operands are tried: I, R, P, and shards of every dimension,
 plain, in several runs, by segments and with blocks that neighbours share; and V, the rank's index, for operators that
-draw random bits. The rule answers first; then the ranks are computed one by one (`fxpar.verify.oracle_trial`) and their
+draw random bits. The rule answers first; then the ranks are computed one by one (`fxpar.oracle.trial`) and their
 results and gradients are compared with those of the whole call. An answer that is wrong is a *false accept*. A refusal
 of operands for which some placement of each output is right, for these values and for shuffled ones, is a *miss*.
 Operands that do not divide must be refused. This is the method of PyTorch's `strategy_validation`, with gradients.
@@ -30,11 +30,11 @@ import torch
 from torch import fx
 
 from fxpar.errors import InputError
-from fxpar.layout import I, P, Piece, Placement, R, V, pieces_of, shard
-from fxpar.program import Note, TensorType, set_note
+from fxpar.layout.layout import I, P, Piece, Placement, R, V, pieces_of, shard
+from fxpar.oracle.ranks import Sample, divides, sample, shuffled, tensors_of, with_tensors
+from fxpar.oracle.trial import Target, Trial
+from fxpar.program.program import Note, TensorType, set_note
 from fxpar.rules import Call, Refusal, Rule, call_of, infer, key_of, partial_signatures, rule_of, seed_signature
-from fxpar.verify.oracle_ranks import Sample, divides, sample, shuffled, tensors_of, with_tensors
-from fxpar.verify.oracle_trial import Target, Trial
 
 __all__ = ["Finding", "OracleReport", "Sample", "check_operation", "make_call", "report_table", "sample"]
 
@@ -284,7 +284,7 @@ def check_operation(
     """Checks the rule of an operator by brute force.
 
     Args:
-        target: the overload, or `fxpar.operators.dropout`, `attention` or `function`.
+        target: the overload, or `fxpar.program.operators.dropout`, `attention` or `function`.
         samples: calls with concrete arguments; float64 operands of a few elements.
         shards: numbers of ranks.
         rule: the rule to check instead of the registered one.

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from fxpar.layout import Placement
+from fxpar.layout.layout import Placement
 
 # Relative to the largest value. What is wrong is wrong by about that; casts to float32 round.
 TOLERANCE = 1e-5

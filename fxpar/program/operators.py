@@ -6,7 +6,7 @@ they cannot run; `fxpar.ops.lower` replaces each by an implementation bound to a
 `COERCIONS` is the whole table of SPEC section 2.1: every conversion between two placements on one axis with the
 collective it costs forward and backward. `FACTORED` has the rows of a factored axis, whose ranks share blocks: f and
 the slice on its inner factor. The placement a coercion converts *to* is the one in the node's note; which row converts
-one placement to another is said by `fxpar.coercions`.
+one placement to another is said by `fxpar.program.coercions`.
 """
 
 from __future__ import annotations

@@ -18,9 +18,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
-from fxpar.layout import Layout
-from fxpar.plan import Plan
-from fxpar.symbols import Size, shape_text, simplify, symbol
+from fxpar.layout.layout import Layout
+from fxpar.layout.symbols import Size, shape_text, simplify, symbol
+from fxpar.plan.plan import Plan
 
 DTYPES: Mapping[str, torch.dtype] = {
     "f64": torch.float64,

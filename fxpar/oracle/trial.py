@@ -13,11 +13,9 @@ from typing import Any
 
 import torch
 
-from fxpar.layout import Placement
-from fxpar.rules import key_of
-from fxpar.rules.randomness import SHAPED, VALUED
-from fxpar.verify.oracle_composite import KERNELS
-from fxpar.verify.oracle_ranks import (
+from fxpar.layout.layout import Placement
+from fxpar.oracle.composite import KERNELS
+from fxpar.oracle.ranks import (
     Sample,
     agree,
     agree_gradient,
@@ -29,6 +27,8 @@ from fxpar.verify.oracle_ranks import (
     tensors_of,
     with_tensors,
 )
+from fxpar.rules import key_of
+from fxpar.rules.randomness import SHAPED, VALUED
 
 _CANNOT_RUN = (RuntimeError, IndexError, ValueError, TypeError)
 

@@ -1,6 +1,6 @@
 """The text form of a program: one line a node, the same for every rank, parseable back.
 
-Enters: a program. Leaves: its text; `fxpar.parse` is the way back. CONTRIBUTING
+Enters: a program. Leaves: its text; `fxpar.text.parsing` is the way back. CONTRIBUTING
 explains it; in short::
 
     fxpar 1
@@ -30,9 +30,10 @@ import torch
 from torch import fx
 
 from fxpar.errors import TextError
-from fxpar.layout import Layout, Placement, shard
-from fxpar.operators import COERCION_OF, OPERATORS
-from fxpar.program import (
+from fxpar.layout.layout import Layout, Placement, shard
+from fxpar.layout.symbols import Size
+from fxpar.program.operators import COERCION_OF, OPERATORS
+from fxpar.program.program import (
     DTYPE_NAMES,
     Program,
     TensorType,
@@ -42,7 +43,6 @@ from fxpar.program import (
     output_node,
     output_types,
 )
-from fxpar.symbols import Size
 
 VERSION = "fxpar 1"
 NO_LOSS = "-"  # in place of the loss's name

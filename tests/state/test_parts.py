@@ -16,14 +16,14 @@ from torch import Tensor, nn
 import fxpar
 from fxpar.capture import capture
 from fxpar.errors import CheckpointError
-from fxpar.layout import I, Layout, Piece, Placement, padded_shard, shard
+from fxpar.layout.layout import I, Layout, Piece, Placement, padded_shard, shard
+from fxpar.layout.shards import boxes, local_block
 from fxpar.manager import PassManager
 from fxpar.passes import DEFAULT_PASSES
-from fxpar.program import output_layouts
+from fxpar.program.program import output_layouts
 from fxpar.runtime.adopt import Loading, Share, parts
-from fxpar.shards import boxes, local_block
-from fxpar.weights import named_tensors
-from tests.weights.live import LiveBytes
+from fxpar.state.initial import named_tensors
+from tests.state.live import LiveBytes
 from tests.zoo import CASES
 
 SEED = 11

@@ -18,8 +18,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from fxpar.axes import Axes, Groups
 from fxpar.errors import PlanError, shown
+from fxpar.mesh.axes import Axes, Groups
 
 DENSE, EXPERT = "dense", "expert"
 ORDER = "tp-cp-ep-dp-pp"

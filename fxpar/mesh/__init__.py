@@ -1,0 +1,1 @@
+"""The mesh: axes of ranks, and which ranks communicate with which."""

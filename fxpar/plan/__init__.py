@@ -1,0 +1,1 @@
+"""What the user asks: the plan, and the constants of its costs."""

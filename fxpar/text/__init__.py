@@ -1,0 +1,1 @@
+"""The text form of programs, and tables as people read them."""
