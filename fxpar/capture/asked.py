@@ -1,8 +1,7 @@
 """What the author's code asks torch about itself: whether it is compiled or exported.
 
 Enters: a trace. Leaves: whether such a question was put, and the answer of an eager run where that is wanted. Some
-models compute something else in a compiled run (paligemma without token types attends causally there alone), or leave
-out what they need and cannot be traced.
+models compute something else in a compiled run, or leave out what they need (a mask of ones, say) and cannot be traced.
 """
 
 from __future__ import annotations

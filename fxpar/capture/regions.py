@@ -231,7 +231,8 @@ def _free(graph: fx.Graph, parameters: frozenset[str]) -> None:
                 continue
             if not any(_has_gradient(operand, parameters) for operand in written):
                 continue
-            if any(user > node and not set(detached) & {user, *_base(view)[1]} for view, user in _reads(base)):
+            followed = detached[0]  # the tensor that autograd follows, with its views
+            if any(user > node and followed not in (user, *_base(view)[1]) for view, user in _reads(base)):
                 _refuse_hidden(source_of(node))
             for stop in detached:
                 stop.replace_all_uses_with(stop.args[0])  # type: ignore[arg-type]

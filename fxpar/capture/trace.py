@@ -192,6 +192,9 @@ def _trace(run: Called, symbolic: int | None, originals: Mapping[int, Tensor], o
             with untouched(module), nothing_remembered(module, others), questions:
                 exported, recorder = _functional(module, call, prefix)
             return Trace(exported, "export", recorder, prefix, originals)
+        except CaptureError:
+            if not (as_eager and questions.asked):
+                raise
         except FAILURES as error:
             first = error
         if not questions.asked:

@@ -201,6 +201,14 @@ class ReadBeside(Net):
         return self.down(self.up(x) * kept * table.sin()).sum()
 
 
+class ReadBetween(Net):
+    def forward(self, x: Tensor) -> Any:
+        first = torch.ones(6, dtype=x.dtype).detach()
+        second = first.detach()
+        second *= self.up.bias
+        return self.down(self.up(x) * second * first.sin()).sum()
+
+
 class ChangeUnderNoGrad(Net):
     def forward(self, x: Tensor) -> Any:
         h = self.up(x)
@@ -223,7 +231,7 @@ class ChangeOfData(Net):
         return self.down(h.sin()).sum()
 
 
-HIDDEN = [ChangeUnderNoGrad, ChangeOfDetached, ChangeOfData, ReadBeside]
+HIDDEN = [ChangeUnderNoGrad, ChangeOfDetached, ChangeOfData, ReadBeside, ReadBetween]
 
 
 @pytest.mark.parametrize("kind", HIDDEN)

@@ -131,6 +131,12 @@ def looks_when_eager(h: Tensor) -> Tensor:
     return h if not torch.compiler.is_compiling() and (h == 1).all() else h.square()
 
 
+def logs_when_eager(h: Tensor) -> Tensor:
+    if not torch.compiler.is_compiling():
+        h.register_hook(lambda g: None)
+    return h.square()
+
+
 def branch_on_value(h: Any) -> Any:
     return h if h.sum() > 0 else -h
 
@@ -231,6 +237,7 @@ MODELS: Mapping[str, tuple[Forward, str]] = {
     "a mask that is left out when compiled": (around(asks), ""),
     "another way when compiled": (around(differs_when_compiled), ""),
     "a look at values where it is not compiled": (around(looks_when_eager), ""),
+    "a hook where it is not compiled": (around(logs_when_eager), "hook"),
     "a size that torch divides": (
         around(lambda h: h.view(h.shape[0], torch.div(h.shape[1], 1, rounding_mode="trunc"), -1) * 2),
         "",
