@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,7 @@ from fxpar.runtime.optimizers import Optimizers
 from fxpar.runtime.outputs import returned
 from fxpar.runtime.place import Place
 from fxpar.runtime.programs import Call, Programs
-from fxpar.runtime.refusals import Unwrappable
+from fxpar.runtime.refusals import Immovable
 from fxpar.runtime.sharded import Sharded
 from fxpar.runtime.sharded_parameter import leaf_of
 from fxpar.runtime.state import fingerprints, full_state_dict, load_full_state_dict
@@ -42,7 +42,7 @@ from fxpar.runtime.training import Extras, resume_training, save_training
 from fxpar.runtime.world import World
 
 
-class ParallelModule(Unwrappable):
+class ParallelModule(Immovable):
     """One rank's part of a model. Made by `fxpar.parallelize`.
 
     Parameters are this rank's shards under the author's names. Programs are compiled on first use for each mode of the
@@ -389,44 +389,6 @@ class ParallelModule(Unwrappable):
         given: dict[str, Any] = {"device": self.world.device, "sizes": sizes, "optimizer": optimizer}
         given["findings"] = compiled.findings
         return make_report(compiled.program, compiled.lowered, name=type(self._programs.skeleton).__name__, **given)
-
-    # ------------------------------------------------------------------ refusals
-
-    def generate(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused: generation needs caches."""
-        raise InputError("is not supported", where="generate()", remedy="load full_state_dict() into the plain model")
-
-    def to(self, *args: Any, **kwargs: Any) -> Any:
-        """The module itself where it has the device and type already.
-
-        Raises:
-            InputError: it has not.
-        """
-        device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
-        own = self.world.device
-        stays = device is None or (device.type == own.type and device.index in (None, own.index))
-        if stays and ({p.dtype for p in self.parameters()} <= {dtype} or dtype is None):
-            return self
-        return self._apply(lambda tensor: tensor)
-
-    def _apply(self, fn: Any, recurse: bool = True) -> NoReturn:
-        raise InputError(
-            "cannot be moved or cast: its programs are compiled for one device and element type",
-            where="ParallelModule",
-            remedy="leave out .to(), .half(), .cuda() and share_memory(): it is on the process group's device, and "
-            "Plan(precision=…) casts; a trainer that moves or wraps its model (transformers' Trainer, accelerate) "
-            "cannot drive it: write the loop, loss = model.train_step(batch)",
-        )
-
-    def __deepcopy__(self, memo: Any) -> NoReturn:
-        raise InputError(
-            "cannot be copied",
-            where="ParallelModule",
-            remedy="copy its parameters (p.detach().clone()), or parallelize another copy of the model",
-        )
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise InputError("cannot be copied or pickled", where="ParallelModule", remedy="save full_state_dict()")
 
 
 def _tensors(module: nn.Module, everything: bool = False) -> dict[str, Tensor]:

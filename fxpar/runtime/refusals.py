@@ -12,9 +12,11 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NoReturn
 
+import torch
 from torch import nn
 
 from fxpar.errors import InputError
+from fxpar.runtime.world import World
 
 _HOOKS = "the compiled program calls no hooks: it runs operators and no modules"
 _PLAIN = (bool, int, float, str, type(None))
@@ -100,6 +102,48 @@ class Unwrappable(nn.Module):
 
     def _replicate_for_data_parallel(self) -> NoReturn:
         _refuse("DataParallel", "would copy one rank's part to other devices", "use the module as it is")
+
+
+class Immovable(Unwrappable):
+    """A module that stays where its programs run, in the types that they were compiled for."""
+
+    world: World
+
+    def generate(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused: generation needs caches."""
+        raise InputError("is not supported", where="generate()", remedy="load full_state_dict() into the plain model")
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """The module itself where it has the device and type already.
+
+        Raises:
+            InputError: it has not.
+        """
+        device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+        own = self.world.device
+        stays = device is None or (device.type == own.type and device.index in (None, own.index))
+        if stays and ({p.dtype for p in self.parameters()} <= {dtype} or dtype is None):
+            return self
+        return self._apply(lambda tensor: tensor)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> NoReturn:
+        raise InputError(
+            "cannot be moved or cast: its programs are compiled for one device and element type",
+            where="ParallelModule",
+            remedy="leave out .to(), .half(), .cuda() and share_memory(): it is on the process group's device, and "
+            "Plan(precision=…) casts; a trainer that moves or wraps its model (transformers' Trainer, accelerate) "
+            "cannot drive it: write the loop, loss = model.train_step(batch)",
+        )
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise InputError(
+            "cannot be copied",
+            where="ParallelModule",
+            remedy="copy its parameters (p.detach().clone()), or parallelize another copy of the model",
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise InputError("cannot be copied or pickled", where="ParallelModule", remedy="save full_state_dict()")
 
 
 class Submodule(Unwrappable):
