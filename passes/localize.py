@@ -10,7 +10,8 @@ import torch
 from torch import fx
 
 from fxpar.errors import PassError
-from fxpar.layout.layout import Layout, local_shape
+from fxpar.layout.layout import Layout
+from fxpar.layout.nesting import local_shape
 from fxpar.layout.slices import local_bounds
 from fxpar.layout.symbols import divide
 from fxpar.manager import register_pass

@@ -1,7 +1,7 @@
 """The layout type system: what each rank of a mesh axis holds of a value (and of its gradient).
 
 Enters: global shapes. Leaves: `Placement` (one axis) and `Layout` (all axes), their text, and the arithmetic of
-shards through views, slices and concatenations.
+shards through views, slices and concatenations. How several axes share a value is said by `fxpar.layout.nesting`.
 
 For each mesh axis a value is one of
 
@@ -184,26 +184,6 @@ def share_of(piece: Piece, n: int) -> Size | None:
     return divide(piece.length, n // piece.copies) if piece.sharded else piece.length
 
 
-def local_size(placement: Placement, size: Size, n: int) -> Size:
-    """Elements a rank holds of the sharded dimension, whose global size is `size`.
-
-    The fraction is applied to `size` rather than to the pieces, so that a dimension cut by several axes can be
-    reduced one axis after the other; a dimension with cut and whole segments is cut by one axis only.
-    """
-    if all(p.is_plain for p in placement.pieces):
-        quotient = divide(size, n)
-        if quotient is None:
-            raise ValueError(f"{size} is not divisible by {n}")
-        return quotient
-    total: Size = 0
-    for piece in placement.pieces:
-        share = share_of(piece, n)
-        if share is None:
-            raise ValueError(f"{piece} is not divisible by {n}")
-        total = total + share
-    return simplify(total)
-
-
 def through_view(placement: Placement, source: Sequence[Size], target: Sequence[Size], n: int) -> Placement | None:
     """The shard after a view from shape `source` to shape `target`; None where the view tears it.
 
@@ -254,7 +234,7 @@ def _segments_through_view(
 
 @dataclass(frozen=True)
 class Layout:
-    """Placements by axis name. An axis that is not named has the default (I, or R without gradient)."""
+    """Placements by axis name, the outermost axis first (`fxpar.layout.nesting`)."""
 
     placements: tuple[tuple[str, Placement], ...] = ()
 
@@ -272,7 +252,7 @@ class Layout:
         return dict(self.placements)[axis]
 
     def with_(self, axis: str, placement: Placement) -> Layout:
-        """A copy with another placement on one axis."""
+        """A copy with another placement on one axis, listed where it was."""
         return Layout.of({**dict(self.placements), axis: placement})
 
     def __iter__(self) -> Iterator[tuple[str, Placement]]:
@@ -280,15 +260,6 @@ class Layout:
 
     def __str__(self) -> str:
         return " ".join(f"{axis}:{placement}" for axis, placement in self.placements)
-
-
-def local_shape(shape: Sequence[Size], layout: Layout, sizes: Mapping[str, int]) -> tuple[Size, ...]:
-    """Shape of a rank's part: every axis of `layout` applied to the global `shape`."""
-    result = list(shape)
-    for axis, placement in layout:
-        if placement.is_shard:
-            result[placement.dim] = local_size(placement, result[placement.dim], sizes[axis])
-    return tuple(result)
 
 
 _SHARD = re.compile(r"S\((\d+)(?::\s*([^;]*?)(; I)?)?\)$")

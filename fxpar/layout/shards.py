@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fxpar.layout.layout import Layout, Piece, Placement, local_shape, share_of
+from fxpar.layout.layout import Layout, Piece, Placement, share_of
+from fxpar.layout.nesting import local_shape
 from fxpar.layout.symbols import evaluate
 
 

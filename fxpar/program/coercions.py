@@ -18,10 +18,18 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+from torch import fx
+
 from fxpar.layout.layout import Piece, Placement
 from fxpar.program.operators import COERCIONS, FACTORED, Coercion
 
 _SHARE, _TAKE_PART = FACTORED
+
+
+def axes_of(node: fx.Node) -> tuple[str, ...]:
+    """The mesh axes over which an operator communicates, outermost first: of `fxpar.reduce_from[dp-tp]` dp and tp."""
+    axis = node.kwargs.get("axis")
+    return tuple(axis.split("-")) if isinstance(axis, str) else ()
 
 
 def unsettled(placement: Placement) -> Placement:

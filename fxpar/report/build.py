@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from fxpar.errors import CheckFailed, InputError, shown
-from fxpar.layout.layout import local_shape
+from fxpar.layout.nesting import local_shape
 from fxpar.layout.symbols import evaluate, parse_size, product, simplify
 from fxpar.ops.lower import Lowered
 from fxpar.passes.assign_rng import RNG_PATH

@@ -29,7 +29,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpar.errors import InputError
-from fxpar.layout.layout import local_shape
+from fxpar.layout.nesting import local_shape
 from fxpar.layout.symbols import evaluate
 from fxpar.ops.lower import Lowered
 from fxpar.ops.recompute import apply_recompute

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from math import prod
 from types import MappingProxyType
 
-from fxpar.layout.layout import Layout, Placement, local_shape, share_of
+from fxpar.layout.layout import Layout, Placement, share_of
+from fxpar.layout.nesting import local_shape
 from fxpar.layout.shards import real_part
 from fxpar.program.mixed import held_type
 from fxpar.program.program import Parameter, Program, output_layouts

@@ -2,24 +2,28 @@
 
 Enters: a node with notes, operand layouts and gradient flags. Leaves: the layouts of its outputs, or a `LayoutError`
 that names the node, its module and source line, what was found and what would make it legal.
+
+Rules speak of one axis. A node is judged axis by axis from the outermost, each over the shapes and slices that those
+outside it leave (`fxpar.layout.nesting`).
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import NoReturn
 
 from torch import fx
 
 from fxpar.errors import LayoutError
-from fxpar.layout.layout import I, Layout, Placement, R, V, fits
-from fxpar.program.coercions import coercion, unsettled
+from fxpar.layout.layout import I, Layout, Placement, R, V
+from fxpar.layout.nesting import common_order, innermost, joined, listed, misfit, spelled
+from fxpar.program.coercions import axes_of, coercion, unsettled
 from fxpar.program.operators import COERCION_OF, axis_index, sum_gradients
 from fxpar.program.program import note, operands, output_layouts, output_types
 from fxpar.rules.engine import Call, Refusal, call_of
-from fxpar.rules.local import whole_call
+from fxpar.rules.local import peeled_call, whole_call
 from fxpar.rules.suggest import suggest
 from fxpar.rules.table import inferred, rule_of
 
@@ -44,33 +48,78 @@ def resting(placement: Placement, carries: bool) -> Placement:
     return R if placement == I else unsettled(placement)
 
 
-def coerced(node: fx.Node, source: Placement, target: Placement, axis: str, n: int) -> Placement:
-    """Checks a coercion node; its target placement is the one it was made for.
+def coerced(node: fx.Node, source: Layout, axes: Mapping[str, int]) -> Layout:
+    """Checks a coercion node against its note, which says what it was made for; gives the layout of its output.
 
+    It converts the blocks that its axes cut innermost: what the other axes hold must be the same before and after. An
+    axis that is nested in a converted one holds other elements afterwards, in other pieces, and the note must say so.
     A value without gradient is R: nothing converts it from or to I.
 
     Raises:
-        LayoutError: the operator does not convert between these placements, or a shard does not fit.
+        LayoutError: the operator does not convert between these layouts, or a shard does not fit.
     """
+    names, kind, noted = axes_of(node), output_types(node)[0], output_layouts(node)[0]
+    spelled_out = [axis for axis in axes if axis in names]
+    if list(names) != spelled_out:
+        _fail(node, names[0], f"is over {'-'.join(names)}", f"name the axes as the mesh does: {'-'.join(spelled_out)}")
+    for layout in (source, noted):
+        wrong = misfit(layout, kind.shape, axes)
+        if wrong:
+            _fail(node, wrong, f"{layout.on(wrong)} does not fit {kind} over {axes[wrong]} ranks")
+    before, after = (innermost(layout, axes, names) for layout in (source, noted))
+    if before is None or after is None:
+        inner = next(axis for axis, placement in source if axis not in names and placement.is_shard)
+        remedy = f"undo the cut of {inner} first, and cut again after"
+        _fail(node, names[-1], f"converts {source} to {noted}, where {inner} cuts across its blocks", remedy)
+    for axis, placement in before:
+        if axis not in names and placement != after.on(axis):
+            remedy = f"undo the cut of {axis} first, and cut again after"
+            reason = f"converting {'-'.join(names)} leaves it {placement}, the note says {after.on(axis)}"
+            _fail(node, axis, reason, remedy)
+    for axis in names:
+        _check_row(node, before.on(axis), after.on(axis), axis)
+    if len(names) > 1:
+        _check_joined(node, before, after, axes)
+    return noted
+
+
+def _check_row(node: fx.Node, source: Placement, target: Placement, axis: str) -> None:
+    """The operator is the row of the table that converts these placements."""
     row = COERCION_OF[node.target]  # type: ignore[index]
     wanted = coercion(source, target)
     remedy = f"use fxpar.{wanted.operator.__name__}[{axis}]" if wanted else ""
     if source.kind == target.kind != "S":
-        remedy = "remove it"
+        remedy = "remove it" if len(axes_of(node)) == 1 else f"leave {axis} out"
     shown = ", ".join(f"%{o.name} is {source}" for o in operands(node))
     if source.kind != row.source:
         remedy = remedy or f"{row.target} cannot be had from {source.kind}"
         _fail(node, axis, f"takes {row.source} and finds {source} ({shown}, the note says {target})", remedy)
     if row.target != target.kind:
         _fail(node, axis, f"gives {row.target}, the note says {target} ({shown})", remedy)
-    for placement in (source, target):
-        if not fits(placement, output_types(node)[0].shape, n):
-            _fail(node, axis, f"{placement} does not fit {output_types(node)[0]} over {n} ranks")
     if source == target:
         _fail(node, axis, f"converts {source} to itself", "remove it")
     if wanted is not row:
         _fail(node, axis, f"does not convert {source} to {target}", remedy or "convert the segments one by one")
-    return target
+
+
+def _check_joined(node: fx.Node, before: Layout, after: Layout, axes: Mapping[str, int]) -> None:
+    """Over several axes at once a shard must be one run of blocks, in the order of the ranks."""
+    names = axes_of(node)
+    for layout in (before, after):
+        if any(layout.on(axis).is_shard for axis in names) and joined_cut(layout, axes, names) is None:
+            reason = f"{layout} is not one run of blocks over {'-'.join(names)}"
+            _fail(node, names[-1], reason, "convert the axes one by one, the innermost first")
+
+
+def joined_cut(layout: Layout, axes: Mapping[str, int], names: Sequence[str]) -> Placement | None:
+    """The cut of several axes that a layout lists last as one over all their ranks; None where it is none."""
+    found, ranks = layout.on(names[0]), axes[names[0]]
+    for axis in names[1:]:
+        whole = joined(found, ranks, layout.on(axis))
+        if whole is None:
+            return None
+        found, ranks = whole, ranks * axes[axis]
+    return found
 
 
 def _summed(node: fx.Node, placement: Placement, axis: str) -> Placement:
@@ -80,29 +129,6 @@ def _summed(node: fx.Node, placement: Placement, axis: str) -> Placement:
     if not placement.settled:
         _fail(node, axis, f"sums gradients of what is {placement}", "leave it out of the bucket")
     return unsettled(placement)
-
-
-def _judged(
-    node: fx.Node,
-    found: Sequence[Placement],
-    carries: Sequence[bool],
-    outputs: Sequence[bool],
-    n: int,
-    local: bool,
-    composite: bool,
-) -> tuple[Placement, ...] | Refusal:
-    """Placements of the outputs of an operation, or the reason why it has none.
-
-    Rules take it for granted that arguments and types fit the operator; where they do not, there is none either.
-    """
-    try:
-        call: Call | Refusal = whole_call(call_of(node, n), found) if local else call_of(node, n)
-        answer = call if isinstance(call, Refusal) else inferred(call, found, carries, composite=composite)
-    except _ILL_TYPED as error:
-        return Refusal(f"the arguments and types do not fit the operator ({type(error).__name__}: {error})")
-    if isinstance(answer, Refusal):
-        return answer
-    return tuple(resting(placement, flag) for placement, flag in zip(answer, outputs, strict=True))
 
 
 @dataclass(frozen=True)
@@ -130,44 +156,127 @@ class Context:
         return [layout.on(axis) for layout in self.layouts]
 
 
+@dataclass(frozen=True)
+class Step:
+    """An operation as one axis sees it.
+
+    Attributes:
+        axis: the axis.
+        call: over what the axes outside it leave.
+        operands: placements of the operands.
+        found: placements of the outputs, or why there are none.
+    """
+
+    axis: str
+    call: Call
+    operands: tuple[Placement, ...]
+    found: tuple[Placement, ...] | Refusal
+
+
+def steps(node: fx.Node, given: Context) -> Iterator[Step]:
+    """An operation as each axis sees it, from the outermost; ends with the first that refuses.
+
+    Raises:
+        LayoutError: the operands' axes nest in different orders, or the arguments do not fit the operator.
+    """
+    order = common_order(given.layouts, given.axes)
+    if order is None:
+        inner = next(
+            axis for layout in given.layouts for axis, placement in reversed(list(layout)) if placement.is_shard
+        )
+        _fail(node, inner, f"the operands' axes nest in different orders ({shown(node, given.layouts)})", "convert one")
+    layouts = [_listed(layout, given.axes, order) for layout in given.layouts]
+    try:
+        call: Call | Refusal = call_of(node, given.axes[order[0]])
+        if given.local and layouts and not isinstance(call, Refusal):
+            call = whole_call(call, layouts[0], given.axes)
+    except _ILL_TYPED as error:
+        call = _ill_typed(error)
+    for axis, inside in zip(order, (*order[1:], None), strict=True):
+        placements = tuple(layout.on(axis) for layout in layouts)
+        if isinstance(call, Refusal):
+            _fail(node, axis, f"{call.reason} ({shown(node, placements)})")
+        found = judged(call, placements, given)
+        yield Step(axis, call, placements, found)
+        if isinstance(found, Refusal):
+            return
+        if inside is not None:
+            call = _inside(call, placements, found, given.axes[inside])
+
+
+def _listed(layout: Layout, axes: Mapping[str, int], order: Sequence[str]) -> Layout:
+    found = listed(layout, axes, order)
+    assert found is not None  # the order is common to all
+    return found
+
+
+def _inside(call: Call, operands: Sequence[Placement], outputs: Sequence[Placement], n: int) -> Call | Refusal:
+    try:
+        return replace(peeled_call(call, operands, outputs), n=n)
+    except _ILL_TYPED as error:
+        return _ill_typed(error)
+
+
+def _ill_typed(error: Exception) -> Refusal:
+    """Rules take it for granted that arguments and types fit the operator."""
+    return Refusal(f"the arguments and types do not fit the operator ({type(error).__name__}: {error})")
+
+
+def judged(call: Call, found: Sequence[Placement], given: Context) -> tuple[Placement, ...] | Refusal:
+    """Placements of the outputs of an operation on one axis, or the reason why it has none."""
+    try:
+        answer = inferred(call, found, given.carries, composite=given.composite)
+    except _ILL_TYPED as error:
+        return _ill_typed(error)
+    if isinstance(answer, Refusal):
+        return answer
+    return tuple(resting(placement, flag) for placement, flag in zip(answer, given.outputs, strict=True))
+
+
 def infer_node(node: fx.Node, given: Context) -> tuple[Layout, ...]:
     """Layouts of the outputs of a call.
 
     Raises:
         LayoutError: the operation does not accept the layouts on some axis; says which coercion would make it legal.
     """
-    result = [Layout() for _ in output_types(node)]
-    for axis, n in given.axes.items():
-        placements = given.found(axis)
-        if node.target is operator.getitem:
-            found: Sequence[Placement] = (placements[int(node.args[1])],)  # type: ignore[arg-type]
-        elif node.target is axis_index:
-            found = (V if node.kwargs["axis"] == axis else R,)
-        elif node.target is sum_gradients:
-            found = placements
-            if node.kwargs["axis"] == axis:
-                found = tuple(_summed(node, placement, axis) for placement in placements)
-        elif node.target in COERCION_OF:
-            found = placements
-            if node.kwargs["axis"] == axis:
-                found = (coerced(node, placements[0], output_layouts(node)[0].on(axis), axis, n),)
-        else:
-            answer = _judged(node, placements, given.carries, given.outputs, n, given.local, given.composite)
-            if isinstance(answer, Refusal):
-                rule = rule_of(node.target)
-                indexed = rule is not None and rule.varying and placements[0].kind != "P"
-                remedy = "" if indexed else remedy_of(node, given, axis)  # else the reason says what the indices lack
-                _fail(node, axis, f"{answer.reason} ({shown(node, placements)})", remedy)
-            found = answer
-        for i, placement in enumerate(found):
-            result[i] = result[i].with_(axis, resting(placement, given.outputs[i]))
-    return tuple(result)
+    if node.target is operator.getitem:
+        found: Sequence[Layout] = (given.layouts[int(node.args[1])],)  # type: ignore[arg-type]
+    elif node.target is axis_index:
+        found = (Layout.of({axis: V if axis in axes_of(node) else R for axis in given.axes}),)
+    elif node.target is sum_gradients:
+        found = [_bucketed(node, layout) for layout in given.layouts]
+    elif node.target in COERCION_OF:
+        found = (coerced(node, given.layouts[0], given.axes),)
+    else:
+        found = _operation(node, given)
+    return tuple(
+        Layout(tuple((axis, resting(placement, flag)) for axis, placement in layout))
+        for layout, flag in zip(found, given.outputs, strict=True)
+    )
 
 
-def shown(node: fx.Node, placements: Sequence[Placement]) -> str:
+def _bucketed(node: fx.Node, layout: Layout) -> Layout:
+    names = axes_of(node)
+    return Layout(tuple((axis, _summed(node, p, axis) if axis in names else p) for axis, p in layout))
+
+
+def _operation(node: fx.Node, given: Context) -> list[Layout]:
+    entries: list[list[tuple[str, Placement]]] = [[] for _ in output_types(node)]
+    for step in steps(node, given):
+        if isinstance(step.found, Refusal):
+            rule = rule_of(node.target)
+            indexed = rule is not None and rule.varying and step.operands[0].kind != "P"
+            remedy = "" if indexed else _remedy(node, given, step)  # else the reason says what the indices lack
+            _fail(node, step.axis, f"{step.found.reason} ({shown(node, step.operands)})", remedy)
+        for entry, placement in zip(entries, step.found, strict=True):
+            entry.append((step.axis, placement))
+    return [spelled(Layout(tuple(entry)), given.axes) for entry in entries]
+
+
+def shown(node: fx.Node, held: Sequence[Placement | Layout]) -> str:
     """`%x is P, %bias is I`: the operands of a node as they were found."""
     names = [o.name for o in operands(node) for _ in output_types(o)]
-    return ", ".join(f"%{name} is {placement}" for name, placement in zip(names, placements, strict=True))
+    return ", ".join(f"%{name} is {item}" for name, item in zip(names, held, strict=True))
 
 
 def remedy_of(node: fx.Node, given: Context, axis: str, *, exactly: bool = False) -> str:
@@ -177,19 +286,26 @@ def remedy_of(node: fx.Node, given: Context, axis: str, *, exactly: bool = False
     """
     if node.op != "call_function" or node.target in COERCION_OF or node.target is operator.getitem:
         return ""
-    n, found = given.axes[axis], given.found(axis)
-    wanted = [layout.on(axis) for layout in output_layouts(node)]
+    try:
+        step = next((step for step in steps(node, given) if step.axis == axis), None)
+    except LayoutError:
+        return ""
+    return "" if step is None else _remedy(node, given, step, exactly=exactly)
+
+
+def _remedy(node: fx.Node, given: Context, step: Step, *, exactly: bool = False) -> str:
+    wanted = [layout.on(step.axis) for layout in output_layouts(node)]
 
     def judge(placements: Sequence[Placement]) -> Sequence[Placement] | Refusal:
-        return _judged(node, placements, given.carries, given.outputs, n, given.local, given.composite)
+        return judged(step.call, placements, given)
 
     try:
-        best = suggest(judge, rule_of(node.target), call_of(node, n), found, wanted, exactly=exactly)
+        best = suggest(judge, rule_of(node.target), step.call, step.operands, wanted, exactly=exactly)
     except _ILL_TYPED:
         return ""
     if best is None:
         return ""
     index, row, target = best
     names = [o.name for o in operands(node) for _ in output_types(o)]
-    call = f"fxpar.{row.operator.__name__}[{axis}](%{names[index]})"
-    return f"insert {call} : {axis}:{found[index]}→{target}"
+    call = f"fxpar.{row.operator.__name__}[{step.axis}](%{names[index]})"
+    return f"insert {call} : {step.axis}:{step.operands[index]}→{target}"

@@ -1,44 +1,113 @@
-"""Bounds of slices in localised programs, put back into global positions.
+"""Calls as an axis sees them: over what the axes outside it leave.
 
-Enters: a call whose literals speak of a rank's part, and the layout of what it slices. Leaves: the same call over the
-whole, which the rules can judge. It is the inverse of what the pass `localize` does; other literals that it rewrites
-(sizes of views and splits) the rules read off the global types instead.
+Enters: a call over global shapes with the placements of its operands and outputs on one axis. Leaves: the call that
+the axes inside see. And the way back: a call of a localised program, whose literals speak of a rank's part, becomes the
+call over the whole. The only literals that count are the bounds of slices; others that the pass `localize` rewrites
+(sizes of views and splits) the rules read off the types instead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
-from fxpar.layout.layout import Piece, Placement, local_size
+from fxpar.layout.layout import Layout, Piece, Placement
+from fxpar.layout.nesting import local_size, peel, seen_by
 from fxpar.layout.slices import local_bounds
+from fxpar.layout.symbols import Size
+from fxpar.program.program import TensorType
 from fxpar.rules.engine import Call, Refusal
 
 
-def whole_call(call: Call, placements: Sequence[Placement]) -> Call | Refusal:
-    """The call with global bounds where it slices the dimension that one axis cuts; else the call itself."""
-    if call.target is not torch.ops.aten.slice.Tensor or not placements or not placements[0].is_shard:
-        return call
-    shape, placement = call.operands[0].shape, placements[0]
-    dim, size = placement.dim, shape[placement.dim]
-    if int(call.get("dim", 0)) % len(shape) != dim:
-        return call
-    if call.outputs[0].shape[dim] == size:  # a rank's whole part
-        return replace(call, arguments={**call.arguments, "start": 0, "end": None, "step": 1})
-    start, end, step = call.get("start"), call.get("end"), call.get("step", 1)
-    part = local_size(placement, size, call.n)
-    bounds = (0 if start is None else start, part if end is None else end)
-    if not isinstance(part, int) or not all(isinstance(v, int) for v in (*bounds, step)):
-        return Refusal(f"the slice {start}:{end} of {placement} is not known in numbers")
+def whole_call(call: Call, layout: Layout, axes: Mapping[str, int]) -> Call | Refusal:
+    """The call with global bounds where it slices a dimension that is cut; else the call itself.
+
+    Args:
+        call: over global shapes, its bounds those of a rank's part.
+        layout: of what it slices.
+        axes: sizes of the mesh axes.
+    """
+    cuts = [(axis, placement) for axis, placement in layout if _is_sliced(call, placement)]
+    if not cuts or _is_everything(call, cuts[0][1].dim):
+        return replace(call, arguments={**call.arguments, **_EVERYTHING}) if cuts else call
+    seen = seen_by(layout, call.operands[0].shape, axes)
+    for axis, placement in reversed(cuts):
+        bounds = _whole_bounds(call, placement, seen[axis][placement.dim], axes[axis])
+        if isinstance(bounds, Refusal):
+            return bounds
+        call = replace(call, arguments={**call.arguments, "start": bounds[0], "end": bounds[1]})
+    return call
+
+
+_EVERYTHING = {"start": 0, "end": None, "step": 1}
+
+
+def _is_sliced(call: Call, placement: Placement) -> bool:
+    if call.target is not torch.ops.aten.slice.Tensor or not placement.is_shard:
+        return False
+    return int(call.get("dim", 0)) % len(call.operands[0].shape) == placement.dim
+
+
+def _is_everything(call: Call, dim: int) -> bool:
+    return call.outputs[0].shape[dim] == call.operands[0].shape[dim]
+
+
+def _whole_bounds(call: Call, placement: Placement, size: Size, n: int) -> tuple[int, int] | Refusal:
+    """The bounds of a slice as the axis sees them, for those of what it leaves."""
+    part, step = local_size(placement, n), call.get("step", 1)
+    bounds = _in_numbers(call, part)
+    if bounds is None or not isinstance(size, int) or not isinstance(part, int):
+        return Refusal(f"the slice {call.get('start')}:{call.get('end')} of {placement} is not known in numbers")
     if not 0 < step <= part:
         return Refusal(f"the step {step} is none of a rank's part of {part} elements")
-    low, high = (max(0, min(part, v + part if v < 0 else v)) for v in bounds)
-    found = global_bounds(placement.pieces, low, high, step, call.n)
+    found = global_bounds(placement.pieces, *bounds, step, n)
     if found is None:
-        return Refusal(f"the slice {low}:{high}:{step} of a rank's part tears {placement} over {call.n} ranks")
-    return replace(call, arguments={**call.arguments, "start": found[0], "end": found[1]})
+        low, high = bounds
+        return Refusal(f"the slice {low}:{high}:{step} of a rank's part tears {placement} over {n} ranks")
+    return found
+
+
+def _in_numbers(call: Call, size: Size) -> tuple[int, int] | None:
+    """The bounds of a slice of a dimension of `size` elements, from its start and end."""
+    start, end = call.get("start"), call.get("end")
+    low, high = 0 if start is None else start, size if end is None else end
+    if not all(isinstance(value, int) for value in (low, high, size, call.get("step", 1))):
+        return None
+    return tuple(max(0, min(size, value + size if value < 0 else value)) for value in (low, high))  # type: ignore[return-value]
+
+
+def peeled_call(call: Call, operands: Sequence[Placement], outputs: Sequence[Placement]) -> Call:
+    """The call as the axes inside see it, once its axis has cut operands and outputs as given.
+
+    Raises:
+        ValueError: a slice tears what the axis cuts, or a size is not divisible.
+    """
+    arguments = call.arguments
+    if operands and _is_sliced(call, operands[0]):
+        dim, step = operands[0].dim, call.get("step", 1)
+        bounds = _in_numbers(call, call.operands[0].shape[dim])
+        if _is_everything(call, dim):
+            arguments = {**arguments, **_EVERYTHING}
+        elif bounds is None:
+            raise ValueError(
+                f"the slice {call.get('start')}:{call.get('end')} of {operands[0]} is not known in numbers"
+            )
+        else:
+            start, end = local_bounds(operands[0].pieces, *bounds, step, call.n)
+            arguments = {**arguments, "start": start, "end": end}
+    return replace(
+        call,
+        arguments=arguments,
+        operands=_peeled(call.operands, operands, call.n),
+        outputs=_peeled(call.outputs, outputs, call.n),
+    )
+
+
+def _peeled(kinds: Sequence[TensorType], placements: Sequence[Placement], n: int) -> tuple[TensorType, ...]:
+    pairs = zip(kinds, placements, strict=True)
+    return tuple(replace(kind, shape=peel(kind.shape, placement, n)) for kind, placement in pairs)
 
 
 def global_bounds(pieces: Sequence[Piece], start: int, stop: int, step: int, n: int) -> tuple[int, int] | None:

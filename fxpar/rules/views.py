@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from fxpar.layout.layout import P, Piece, Placement, R, local_size, pieces_of, through_view
+from fxpar.layout.layout import P, Piece, Placement, R, pieces_of, through_view
+from fxpar.layout.nesting import local_size
 from fxpar.layout.slices import slice_pieces, strided_pieces
 from fxpar.layout.symbols import Size, divide, simplify
 from fxpar.rules.engine import Call, Labelling, Labels, Refusal, Rule, Signature, seed_signature, transfer
@@ -37,7 +38,7 @@ def _squeeze(call: Call, index: int, placement: Placement) -> Signature | Refusa
     dims = call.get("dim", list(range(rank)))
     named = [_wrap(d, rank) for d in (dims if isinstance(dims, (list, tuple)) else [dims])]
     if placement.dim in named:
-        part = local_size(placement, call.operands[0].shape[placement.dim], call.n)
+        part = local_size(placement, call.n)
         if not isinstance(part, int) or part == 1:
             return Refusal(f"a rank's part of {placement} may be one element, which it would squeeze", structural=True)
     return _view(call, index, placement)

@@ -13,7 +13,7 @@ import dataclasses
 import json
 import keyword
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,8 +22,10 @@ import torch
 from torch import fx
 
 from fxpar.errors import TextError
+from fxpar.layout.nesting import seen_by
 from fxpar.layout.symbols import product
 from fxpar.plan.plan import Plan
+from fxpar.program.coercions import axes_of
 from fxpar.program.operators import COERCION_OF, OPERATORS
 from fxpar.program.program import (
     Input,
@@ -64,7 +66,7 @@ _OUTPUT = re.compile(rf"{_WORD}=")
 _SEPARATOR = re.compile(r",\s*")
 _DEFINITION = re.compile(rf"%({IDENTIFIER}) = ")
 _OWNED = re.compile(r"(input|parameter|buffer|constant)\[")
-_TARGET = re.compile(rf"({IDENTIFIER}(?:\.{IDENTIFIER})+)(?:\[({IDENTIFIER})\])?\(")
+_TARGET = re.compile(rf"({IDENTIFIER}(?:\.{IDENTIFIER})+)(?:\[({IDENTIFIER}(?:-{IDENTIFIER})*)\])?\(")
 _KEYWORD = re.compile(rf"({IDENTIFIER})=")
 _TYPE = re.compile(r' : ([^{#"]*)')
 _BRACE = re.compile(r"\s*\{")
@@ -118,9 +120,10 @@ class _Reader:
         self.outputs: list[str] | None = None
 
     @property
-    def axes(self) -> list[str]:
-        """The mesh axes of the plan."""
-        return list(self.header["plan"].axes)
+    def axes(self) -> Mapping[str, int]:
+        """Sizes of the plan's mesh axes."""
+        axes: Mapping[str, int] = self.header["plan"].axes
+        return axes
 
     def read(self, line: str) -> None:
         """Takes in the next line that is neither blank nor a comment."""
@@ -264,7 +267,8 @@ class _Reader:
         if "axis" in kwargs if takes_axis else axis is not None:
             fail("the mesh axis stands in the wrong place", "write it in brackets after an operator of fxpar")
         if axis is not None:
-            check_axis(axis, self.axes)
+            for part in axis.split("-"):
+                check_axis(part, self.axes)
             kwargs["axis"] = axis
         check_call(name, target, args, kwargs)
         return target, tuple(args), kwargs
@@ -313,11 +317,13 @@ class _Reader:
             if "→" not in token:
                 continue
             found = _AXIS.fullmatch(token)
-            if not coercion or found is None or found[1] != node.kwargs["axis"]:
+            if not coercion or found is None or found[1] not in axes_of(node):
                 fail(f"an arrow stands in '{token}'", "write arrows only for a coercion, on its axis")
             source, _, target = found[2].partition("→")
             before = {k: v for layout in output_layouts(given[0]) for k, v in layout}.get(found[1])
-            if placement(source, output_types(given[0])[0].shape) != before:
+            shape = output_types(given[0])[0].shape
+            seen = seen_by(output_layouts(given[0])[0], shape, self.axes) if output_layouts(given[0]) else {}
+            if placement(source, seen.get(found[1], shape)) != before:
                 fail(
                     f"the operand %{given[0].name} is {before or 'without layout'} on {found[1]} and not {source}",
                     "write its layout before the arrow, or none",

@@ -31,7 +31,9 @@ from torch import fx
 
 from fxpar.errors import TextError
 from fxpar.layout.layout import Layout, Placement, shard
+from fxpar.layout.nesting import seen_by
 from fxpar.layout.symbols import Size
+from fxpar.program.coercions import axes_of
 from fxpar.program.operators import COERCION_OF, OPERATORS
 from fxpar.program.program import (
     DTYPE_NAMES,
@@ -124,9 +126,14 @@ def placement_text(placement: Placement, shape: Sequence[Size]) -> str:
     return f"S({placement.dim}: {placement.cut_text})"
 
 
-def layout_text(layout: Layout, shape: Sequence[Size]) -> str:
-    """`dp:I tp:S(1)`, or `-` for the empty layout."""
-    return " ".join(f"{axis}:{placement_text(placement, shape)}" for axis, placement in layout) or "-"
+def layout_text(layout: Layout, shape: Sequence[Size], axes: Mapping[str, int]) -> str:
+    """`dp:I tp:S(1)`, or `-` for the empty layout.
+
+    Args:
+        axes: sizes of the mesh axes.
+    """
+    seen = seen_by(layout, shape, axes)
+    return " ".join(f"{axis}:{placement_text(placement, seen[axis])}" for axis, placement in layout) or "-"
 
 
 def need_shapes(node: fx.Node) -> list[tuple[Size, ...]]:
@@ -139,8 +146,8 @@ def node_text(node: fx.Node, program: Program) -> str:
     kept = note(node)
     line = f"%{node.name} = {_head(node, program)}"
     if kept.type is not None:
-        line += f" : {_type_text(node)}"
-    attributes = _attributes(node)
+        line += f" : {_type_text(node, program.axes)}"
+    attributes = _attributes(node, program.axes)
     if attributes:
         line += " {" + ", ".join(attributes) + "}"
     if kept.fqn or kept.source:
@@ -172,38 +179,38 @@ def _tensor_text(value: torch.Tensor) -> str:
     return value_text(flat)
 
 
-def _type_text(node: fx.Node) -> str:
+def _type_text(node: fx.Node, axes: Mapping[str, int]) -> str:
     kind = note(node).type
     layouts = output_layouts(node)
     if not isinstance(kind, tuple):
-        return f"{kind} {_layout_text(node, layouts[0])}" if layouts else str(kind)
+        return f"{kind} {_layout_text(node, layouts[0], axes)}" if layouts else str(kind)
     if layouts and len(layouts) != len(kind):
         raise TextError(
             f"{len(kind)} outputs have {len(layouts)} layouts", where=f"%{node.name}", remedy="set one for each output"
         )
-    parts = [f"{t} {layout_text(layouts[i], t.shape)}" if layouts else str(t) for i, t in enumerate(kind)]
+    parts = [f"{t} {layout_text(layouts[i], t.shape, axes)}" if layouts else str(t) for i, t in enumerate(kind)]
     return "(" + "; ".join(parts) + ")"
 
 
-def _layout_text(node: fx.Node, layout: Layout) -> str:
+def _layout_text(node: fx.Node, layout: Layout, axes: Mapping[str, int]) -> str:
     """As `layout_text`; for a coercion the source stands before an arrow: `tp:P→I`."""
     kinds = output_types(node)
     shape = kinds[0].shape if kinds else ()
     row = COERCION_OF.get(node.target) if node.op == "call_function" else None  # type: ignore[arg-type]
-    if row is None:
-        return layout_text(layout, shape)
-    axis = str(node.kwargs["axis"])
-    operand = operands(node)[0]
-    before = {k: v for found in output_layouts(operand)[:1] for k, v in found}
-    shown = []
+    sources = output_layouts(operands(node)[0])[:1] if row is not None else ()
+    if not sources:
+        return layout_text(layout, shape, axes)
+    before = dict(sources[0])
+    given = seen_by(sources[0], output_types(operands(node)[0])[0].shape, axes)
+    seen, shown = seen_by(layout, shape, axes), []
     for name, placement in layout:
-        arrow = name == axis and name in before
-        source = f"{placement_text(before[name], output_types(operand)[0].shape)}→" if arrow else ""
-        shown.append(f"{name}:{source}{placement_text(placement, shape)}")
+        arrow = name in axes_of(node) and name in before
+        source = f"{placement_text(before[name], given[name])}→" if arrow else ""
+        shown.append(f"{name}:{source}{placement_text(placement, seen[name])}")
     return " ".join(shown) or "-"
 
 
-def _attributes(node: fx.Node) -> list[str]:
+def _attributes(node: fx.Node, axes: Mapping[str, int]) -> list[str]:
     kept = note(node)
     found = []
     if kept.needs:
@@ -214,7 +221,8 @@ def _attributes(node: fx.Node) -> list[str]:
                 where=f"%{node.name}",
                 remedy="set one for each operand",
             )
-        found.append("needs=" + " ; ".join(layout_text(n, s) for n, s in zip(kept.needs, shapes, strict=True)))
+        texts = [layout_text(n, s, axes) for n, s in zip(kept.needs, shapes, strict=True)]
+        found.append("needs=" + " ; ".join(texts))
     found += [f"{key}={json.dumps(getattr(kept, key))}" for key in ("role", "origin") if getattr(kept, key)]
     found += [f"{key}={getattr(kept, key)}" for key in ("random", "recompute") if getattr(kept, key)]
     return found

@@ -10,14 +10,15 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import fx
 
 from fxpar.errors import TextError
-from fxpar.layout.layout import Layout, Placement, parse_placement
+from fxpar.layout.layout import Layout, Placement, fits, parse_placement
+from fxpar.layout.nesting import peel
 from fxpar.layout.symbols import Size, parse_size, shape_text
 from fxpar.program.operators import OPERATORS
 from fxpar.program.program import DTYPES, ScalarType, TensorType, ValueType
@@ -158,18 +159,19 @@ def _number(text: str) -> int | float:
         fail(f"the number {text[:10]}… has {len(text)} digits", "write a number that a tensor can hold")
 
 
-def parse_layout(text: str, shape: Sequence[Size], axes: Sequence[str]) -> Layout:
+def parse_layout(text: str, shape: Sequence[Size], axes: Mapping[str, int]) -> Layout:
     """Inverse of `fxpar.text.printing.layout_text`.
 
     Args:
         text: `dp:I tp:S(1)`, or `-` for the empty layout.
         shape: the global shape of the value.
-        axes: the mesh axes of the plan.
+        axes: sizes of the plan's mesh axes.
 
     Raises:
         TextError: the text is no layout of that shape, or names an axis twice or one that is not in `axes`.
     """
     placements: dict[str, Placement] = {}
+    seen = tuple(shape)
     for part in [] if text == "-" else split(text, " "):
         found = _AXIS.fullmatch(part)
         if found is None:
@@ -177,7 +179,9 @@ def parse_layout(text: str, shape: Sequence[Size], axes: Sequence[str]) -> Layou
         check_axis(found[1], axes)
         if found[1] in placements:
             fail(f"the axis {found[1]} has two layouts", "keep one")
-        placements[found[1]] = placement(found[2], shape)
+        placements[found[1]] = placement(found[2], seen)
+        if fits(placements[found[1]], seen, axes[found[1]]):
+            seen = peel(seen, placements[found[1]], axes[found[1]])
     if not placements and text != "-":
         fail("a layout is missing", "write axis:I and so on, or - for none")
     return Layout.of(placements)
@@ -190,7 +194,7 @@ def placement(text: str, shape: Sequence[Size]) -> Placement:
     return parse_placement(text, shape)
 
 
-def check_axis(axis: str, axes: Sequence[str]) -> None:
+def check_axis(axis: str, axes: Collection[str]) -> None:
     """Refuses a mesh axis that the plan does not have."""
     if axis not in axes:
         fail(f"the plan has no mesh axis {axis}", f"name one of {', '.join(axes) or 'none: the plan is of one rank'}")
@@ -208,7 +212,7 @@ def _parse_tensor(text: str) -> TensorType:
     return TensorType(DTYPES[found[1]], shape)
 
 
-def _parse_output(text: str, axes: Sequence[str]) -> tuple[TensorType | ScalarType, Layout | None]:
+def _parse_output(text: str, axes: Mapping[str, int]) -> tuple[TensorType | ScalarType, Layout | None]:
     """One output: `f32[b, s, 64] tp:S(2)` or `b*s`."""
     tokens = split(text, " ")
     start = next((i for i, token in enumerate(tokens) if _AXIS.fullmatch(token)), len(tokens))
@@ -221,7 +225,7 @@ def _parse_output(text: str, axes: Sequence[str]) -> tuple[TensorType | ScalarTy
     return kind, parse_layout(rest, shape, axes) if rest else None
 
 
-def parse_type(text: str, axes: Sequence[str]) -> tuple[ValueType, Layout | tuple[Layout, ...] | None]:
+def parse_type(text: str, axes: Mapping[str, int]) -> tuple[ValueType, Layout | tuple[Layout, ...] | None]:
     """Type and layout of a node, several of them in parentheses."""
     if not text.startswith("("):
         return _parse_output(text, axes)

@@ -18,7 +18,8 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 from fxpar.errors import CheckFailed
-from fxpar.layout.layout import Layout, local_shape
+from fxpar.layout.layout import Layout
+from fxpar.layout.nesting import local_shape
 from fxpar.layout.symbols import evaluate
 from fxpar.program import operators
 from fxpar.program.operators import COERCION_OF

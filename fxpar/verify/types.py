@@ -14,7 +14,8 @@ import torch
 from torch import fx
 
 from fxpar.errors import CheckFailed, LayoutError
-from fxpar.layout.layout import I, Layout, Placement, R, fits
+from fxpar.layout.layout import I, Layout, Placement, R
+from fxpar.layout.nesting import misfit
 from fxpar.program.coercions import at_rest, coercion, unsettled
 from fxpar.program.gradients import carried
 from fxpar.program.program import Program, note, operands, output_layouts, output_types, tensor_type
@@ -124,8 +125,8 @@ def _convertible(node: fx.Node, name: str, source: Layout, target: Layout, carri
 def _placeholder(program: Program, node: fx.Node, carries: bool) -> Layout:
     """Parameters are I or shards of which each rank has its own part; what carries no gradient is R or a shard."""
     layout, kind, whole = output_layouts(node)[0], tensor_type(node), resting(I, carries)
-    for axis, n in program.axes.items():
-        placement = layout.on(axis)
+    wrong = misfit(layout, kind.shape, program.axes)
+    for axis, placement in layout:
         if not placement.is_shard and placement != whole:
             raise LayoutError(
                 f"on axis {axis}: a {'parameter' if carries else 'value without gradient'} cannot be {placement}",
@@ -138,8 +139,9 @@ def _placeholder(program: Program, node: fx.Node, carries: bool) -> Layout:
                 where=describe(node),
                 remedy=_start(node, axis, R, placement),
             )
-        if not fits(placement, kind.shape, n):
-            raise LayoutError(f"on axis {axis}: {placement} does not fit {kind} over {n} ranks", where=describe(node))
+        if axis == wrong:
+            ranks = f"{program.axes[axis]} ranks"
+            raise LayoutError(f"on axis {axis}: {placement} does not fit {kind} over {ranks}", where=describe(node))
         rest = at_rest(placement) if carries else unsettled(placement)
         if placement != rest:
             reason = "has blocks that several ranks hold, whose gradients nothing would sum"

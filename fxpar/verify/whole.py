@@ -81,12 +81,13 @@ def _split(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], outputs
 
 
 def _slice(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], axes: Mapping[str, int]) -> Arguments:
-    for axis, placement in _cuts(operands(node)[0]):
-        call = call_of(node, axes[axis])
-        found = whole_call(call, [placement])
-        if isinstance(found, Refusal):
-            raise ValueError(found.reason)
-        if found is not call:
-            bounds = {name: found.get(name) for name in ("dim", "start", "end", "step")}
-            return args[:1], {**{k: v for k, v in kwargs.items() if k == "self"}, **bounds}
-    return args, kwargs
+    if not _cuts(operands(node)[0]):
+        return args, kwargs
+    call = call_of(node, 1)
+    found = whole_call(call, output_layouts(operands(node)[0])[0], axes)
+    if isinstance(found, Refusal):
+        raise ValueError(found.reason)
+    if found is call:
+        return args, kwargs
+    bounds = {name: found.get(name) for name in ("dim", "start", "end", "step")}
+    return args[:1], {**{k: v for k, v in kwargs.items() if k == "self"}, **bounds}

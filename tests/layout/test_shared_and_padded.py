@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fxpar.layout.layout import Piece, Placement, fits, local_size, padded_shard, parse_placement, through_view
+from fxpar.layout.layout import Piece, Placement, fits, padded_shard, parse_placement, through_view
+from fxpar.layout.nesting import local_size
 from fxpar.layout.shards import block, counted, whole
 from fxpar.layout.slices import slice_pieces
 from fxpar.ops.collectives import _collect, _spread
@@ -31,7 +32,7 @@ def test_shared_blocks_hold_what_is_counted_and_come_back(placement: Placement) 
     assert fits(placement, shape, n)
     parts = [block(x, placement, n, rank) for rank in range(n)]
     for rank, part in enumerate(parts):
-        assert part.shape[placement.dim] == local_size(placement, size, n)
+        assert part.shape[placement.dim] == local_size(placement, n)
         assert torch.equal(part, x.index_select(placement.dim, torch.tensor(held(placement, n, rank))))
     assert torch.equal(whole(parts, placement), x)
     assert parse_placement(str(placement), shape) == placement
@@ -54,7 +55,7 @@ def test_a_vocabulary_is_padded_to_equal_blocks(size: int, n: int, padded: int) 
     parts = [block(x, placement, n, rank) for rank in range(n)]
     for rank, part in enumerate(parts):
         mine = held(placement, n, rank)
-        assert len(part) == padded // n == local_size(placement, size, n) == len(mine) + padding(placement, n, rank)
+        assert len(part) == padded // n == local_size(placement, n) == len(mine) + padding(placement, n, rank)
         assert part.tolist() == [i + 1 for i in mine] + [0] * padding(placement, n, rank)
     assert torch.equal(whole(parts, placement), x)
     assert parse_placement(str(placement), (size,)) == placement

@@ -89,9 +89,10 @@ def test_new_nodes_get_names_that_are_free() -> None:
 def test_layouts_of_several_axes_are_parsed_in_their_order(axes: Sequence[str]) -> None:
     kinds = [Placement("S", 1, (Piece(3, 96), Piece(sympy.Max(b, s), 2, False))), I, shard(0, s)]
     layout = Layout.of(dict(zip(axes, kinds, strict=False)))
-    text = layout_text(layout, (s, 288))
+    sizes = dict.fromkeys(axes, 2)
+    text = layout_text(layout, (s, 288), sizes)
     assert text.startswith(f"{axes[0]}:S(1: 3 x 96 | !Max(b, s) x 2) {axes[1]}:I")
-    assert parse_layout(text, (s, 288), axes) == layout
+    assert parse_layout(text, (s, 288), sizes) == layout
 
 
 SIZES = st.recursive(

@@ -1,0 +1,279 @@
+"""Several axes on one value: peeling, and the order in which axes nest.
+
+Enters: layouts over several axes with global shapes. Leaves: shapes as each axis sees them, and the same layout listed
+in another order.
+
+A layout lists its axes outermost first, and each placement speaks of what the axes before it leave: of `[8]` under
+`dp:S(0) tp:S(0)` dp cuts eight elements and tp the four that are left. *Peeling* an axis off a shape gives what it
+leaves; whatever speaks of a rank's part goes through `peel`.
+
+Two axes that cut one dimension either cut *different factors*, as dp the b and tp the s of a flattened b·s: then either
+may be listed first, with its pieces counted accordingly (`swapped`). Or one cuts the blocks of the other: then it is
+nested in it, and the order has a meaning. `spelled` gives each layout its one spelling: an axis that cuts the blocks of
+another stands behind it, everything else in the order of the mesh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+from fxpar.layout.layout import Layout, Piece, Placement, fits, pieces_of, share_of
+from fxpar.layout.symbols import Size, divide, simplify
+
+Entry = tuple[str, Placement]
+
+
+def local_size(placement: Placement, n: int) -> Size:
+    """Elements of the sharded dimension that a rank of n holds.
+
+    Raises:
+        ValueError: n does not divide what the placement cuts.
+    """
+    total: Size = 0
+    for piece in placement.pieces:
+        share = share_of(piece, n)
+        if share is None:
+            raise ValueError(f"{piece} is not divisible by {n}")
+        total = total + share
+    return simplify(total)
+
+
+def peel(shape: Sequence[Size], placement: Placement, n: int) -> tuple[Size, ...]:
+    """The shape that an axis of n ranks leaves.
+
+    Raises:
+        ValueError: n does not divide what the placement cuts.
+    """
+    if not placement.is_shard:
+        return tuple(shape)
+    return *shape[: placement.dim], local_size(placement, n), *shape[placement.dim + 1 :]
+
+
+def peeled(
+    shape: Sequence[Size], layout: Layout, axes: Mapping[str, int]
+) -> Iterator[tuple[str, Placement, tuple[Size, ...]]]:
+    """Each axis from the outermost, its placement, and the shape that it sees."""
+    seen = tuple(shape)
+    for axis, placement in layout:
+        yield axis, placement, seen
+        seen = peel(seen, placement, axes[axis])
+
+
+def seen_by(layout: Layout, shape: Sequence[Size], axes: Mapping[str, int]) -> dict[str, tuple[Size, ...]]:
+    """The shape that each axis sees; where one does not divide what it cuts, those behind it see what it saw."""
+    seen, found = tuple(shape), {}
+    for axis, placement in layout:
+        found[axis] = seen
+        if fits(placement, seen, axes[axis]):
+            seen = peel(seen, placement, axes[axis])
+    return found
+
+
+def misfit(layout: Layout, shape: Sequence[Size], axes: Mapping[str, int]) -> str:
+    """The first axis that cannot cut what the axes before it leave of a shape; empty where all can.
+
+    A dimension with padding is cut by one axis alone.
+    """
+    for axis, placement, seen in peeled(shape, layout, axes):
+        others = [other for name, other in layout if name != axis and other.is_shard]
+        if not fits(placement, seen, axes[axis]) or (
+            placement.is_padded and any(other.dim == placement.dim for other in others)
+        ):
+            return axis
+    return ""
+
+
+def local_shape(shape: Sequence[Size], layout: Layout, axes: Mapping[str, int]) -> tuple[Size, ...]:
+    """Shape of a rank's part, padding included: every axis of the layout peeled off.
+
+    Raises:
+        ValueError: an axis does not divide what it cuts.
+    """
+    seen = tuple(shape)
+    for axis, placement in layout:
+        seen = peel(seen, placement, axes[axis])
+    return seen
+
+
+# ---------------------------------------------------------------------- two axes
+
+
+@lru_cache(maxsize=65536)
+def swapped(outer: Placement, n: int, inner: Placement, m: int) -> tuple[Placement, Placement] | None:
+    """Placements of two neighbours of n and m ranks, listed the other way round: first `inner`'s, then `outer`'s.
+
+    None where no placements say the same in that order: where a cut of `inner` runs across blocks of `outer`.
+    """
+    if not (outer.is_shard and inner.is_shard and outer.dim == inner.dim):
+        return inner, outer
+    found = [_swap(x, n, y, m) for x, y in _aligned(outer, n, inner)]
+    if not found or any(pair is None for pair in found):
+        return None
+    first, second = zip(*(pair for pair in found if pair is not None), strict=True)
+    return (
+        replace(inner, pieces=pieces_of(first)),
+        replace(outer, pieces=pieces_of(second)),
+    )
+
+
+def is_nested(outer: Placement, n: int, inner: Placement) -> bool:
+    """Whether some cut of `inner` is one of `outer`'s blocks: both cut the same factor."""
+    if not (outer.is_shard and inner.is_shard and outer.dim == inner.dim):
+        return False
+    pairs = [(x, y) for x, y in _aligned(outer, n, inner) if x.sharded and y.sharded]
+    return any(share_of(replace(x, outer=1), n) == y.size for x, y in pairs)
+
+
+def _aligned(outer: Placement, n: int, inner: Placement) -> list[tuple[Piece, Piece]]:
+    """Both cuts in parts that speak of the same elements; empty where they fall apart otherwise."""
+    pending, others = list(outer.pieces), list(inner.pieces)
+    found: list[tuple[Piece, Piece]] = []
+    while pending and others:
+        x, y = pending.pop(0), others.pop(0)
+        left, right = share_of(x, n), y.length
+        if left is None:
+            return []
+        if left != right:
+            if not isinstance(left, int) or not isinstance(right, int):
+                return []
+            head = _head(y, left) if left < right else _head(x, right, n)
+            if head is None:
+                return []
+            (others if left < right else pending).insert(0, head[1])
+            x, y = (x, head[0]) if left < right else (head[0], y)
+        found.append((x, y))
+    return [] if pending or others else found
+
+
+def _head(piece: Piece, length: int, n: int = 0) -> tuple[Piece, Piece] | None:
+    """The first elements of a piece, and the others, cut between two runs.
+
+    Args:
+        length: of the first part, as a rank of n holds it; of n = 0 the whole's.
+    """
+    if piece.padded:
+        return None
+    if not piece.sharded:
+        return replace(piece, size=length), replace(piece, size=simplify(piece.size - length))
+    run = share_of(replace(piece, outer=1), n) if n else piece.size
+    runs = None if run is None else divide(length, run)
+    return None if runs is None else (replace(piece, outer=runs), replace(piece, outer=simplify(piece.outer - runs)))
+
+
+def _swap(x: Piece, n: int, y: Piece, m: int) -> tuple[Piece, Piece] | None:
+    """`swapped` for two pieces of the same elements."""
+    if x.padded or y.padded:
+        return None
+    if not x.sharded:
+        own = share_of(y, m)
+        return None if own is None else (y, replace(x, size=own))
+    if not y.sharded:
+        return Piece(1, x.length, False), x
+    block = share_of(replace(x, outer=1), n)
+    if block is None:
+        return None
+    blocks, parts = n // x.copies, m // y.copies
+    if divide(block, y.size) is not None:  # runs of y lie in blocks of x
+        own = divide(x.size, parts)
+        return None if own is None else (replace(y, outer=simplify(y.outer * blocks)), replace(x, size=own))
+    runs = divide(y.size, block)  # runs of y are several of x
+    share = None if runs is None else divide(x.outer, parts)
+    if runs is None or share is None or divide(runs, parts) is None:
+        return None
+    return replace(y, size=simplify(y.size * blocks)), replace(x, outer=share)
+
+
+# ---------------------------------------------------------------------- all axes
+
+
+def _to_front(entries: Sequence[Entry], index: int, axes: Mapping[str, int]) -> list[Entry] | None:
+    """The same layout with one of its axes listed first; None where the order has a meaning."""
+    result = list(entries)
+    for place in range(index, 0, -1):
+        (outer, x), (inner, y) = result[place - 1], result[place]
+        pair = swapped(x, axes[outer], y, axes[inner])
+        if pair is None:
+            return None
+        result[place - 1 : place + 1] = [(inner, pair[0]), (outer, pair[1])]
+    return result
+
+
+def listed(layout: Layout, axes: Mapping[str, int], order: Sequence[str]) -> Layout | None:
+    """The same layout with its axes in a given order; None where no placements say the same in that order."""
+    if all(not placement.is_shard for _, placement in layout):
+        return Layout(tuple((axis, layout.on(axis)) for axis in order))
+    rest, found = list(layout), []
+    for axis in order:
+        moved = _to_front(rest, [name for name, _ in rest].index(axis), axes)
+        if moved is None:
+            return None
+        found.append(moved[0])
+        rest = moved[1:]
+    return Layout(tuple(found))
+
+
+def spelled(layout: Layout, axes: Mapping[str, int]) -> Layout:
+    """The layout as it is written: nested axes behind those whose blocks they cut, else in the order of `axes`.
+
+    Args:
+        axes: sizes of the mesh axes, the outermost first.
+    """
+    cuts = [placement.dim for _, placement in layout if placement.is_shard]
+    if len(set(cuts)) == len(cuts):
+        return Layout(tuple((axis, placement) for axis in axes for name, placement in layout if name == axis))
+    rest, found = list(layout), []
+    while rest:
+        names = [name for name, _ in rest]
+        ranked = [names.index(axis) for axis in axes if axis in names]
+        fronts = [moved for index in ranked if (moved := _front(rest, index, axes)) is not None]
+        # Where axes are nested in one another by parts there is no such front: the order of the mesh then.
+        moved = next(iter(fronts), None) or next(m for i in ranked if (m := _to_front(rest, i, axes)) is not None)
+        found.append(moved[0])
+        rest = moved[1:]
+    return Layout(tuple(found))
+
+
+def _front(entries: Sequence[Entry], index: int, axes: Mapping[str, int]) -> list[Entry] | None:
+    """As `_to_front`, where the axis is nested in none of the others."""
+    moved = _to_front(entries, index, axes)
+    if moved is None:
+        return None
+    (axis, front), rest = moved[0], moved[1:]
+    for place in range(len(rest)):
+        behind = _to_front(rest, place, axes)
+        if behind is None:
+            continue
+        other, placement = behind[0]
+        pair = swapped(front, axes[axis], placement, axes[other])
+        within = pair is not None and is_nested(pair[0], axes[other], pair[1])
+        if within and not is_nested(front, axes[axis], placement):
+            return None
+    return moved
+
+
+def innermost(layout: Layout, axes: Mapping[str, int], names: Sequence[str]) -> Layout | None:
+    """The same layout with some axes listed last, in the order given; None where no placements say the same so."""
+    return listed(layout, axes, [axis for axis, _ in layout if axis not in names] + list(names))
+
+
+def common_order(layouts: Sequence[Layout], axes: Mapping[str, int]) -> tuple[str, ...] | None:
+    """An order in which all layouts can be listed: that of the mesh, else one of theirs; None where there is none."""
+    orders = [tuple(axes), *(tuple(axis for axis, _ in layout) for layout in layouts)]
+    for order in dict.fromkeys(orders):
+        if all(listed(layout, axes, order) is not None for layout in layouts):
+            return order
+    return None
+
+
+def joined(outer: Placement, n: int, inner: Placement) -> Placement | None:
+    """Two nested cuts as one over all their ranks: `dp:S(0) tp:S(0)` is `S(0)` over dp·tp; None where they are not."""
+    if not (outer.is_shard and inner.is_shard and outer.dim == inner.dim):
+        return None
+    pairs = _aligned(outer, n, inner)
+    alike = [
+        (x.is_plain and y.is_plain and share_of(replace(x, outer=1), n) == y.size) or not (x.sharded or y.sharded)
+        for x, y in pairs
+    ]
+    return replace(outer, pieces=pieces_of([x for x, _ in pairs])) if alike and all(alike) else None
