@@ -17,9 +17,8 @@ from torch import fx
 
 from fxpar.errors import PassError
 from fxpar.layout.layout import I, Layout, R
-from fxpar.program.program import TensorType, note, output_layouts, set_note, tensor_type
+from fxpar.program.program import TensorType, describe, note, output_layouts, set_note, tensor_type
 from fxpar.rules import bind_arguments
-from fxpar.rules.inference import describe
 
 aten = torch.ops.aten
 _NARROW = (torch.float16, torch.bfloat16)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch import fx
 
 from fxpar.errors import PassError
-from fxpar.layout.layout import I, Layout, Placement, R
+from fxpar.layout.layout import I, Layout
 from fxpar.manager import register_pass
-from fxpar.program.coercions import coercion
+from fxpar.program.coercions import resting
 from fxpar.program.gradients import carried
 from fxpar.program.program import (
     Note,
@@ -20,7 +20,10 @@ from fxpar.program.program import (
     update,
     with_operands,
 )
-from fxpar.rules.inference import resting
+from fxpar.rules.conversion import Conversion, conversions
+
+# The conversions that are there: of a value, to a layout.
+Made = dict[tuple[fx.Node, Layout], fx.Node]
 
 
 @register_pass("insert_collectives", requires={"layouts"}, provides={"collectives"})
@@ -38,13 +41,15 @@ def insert_collectives(program: Program) -> Program:
         %down_reduce_from = fxpar.reduce_from[tp](%down) : f32[b, s, 96] tp:P→I
         %out = aten.add.Tensor(%down_reduce_from, %bias) : f32[b, s, 96] tp:I
 
-    The coercions are the rows of SPEC section 2.1. One node serves all users that want the same layout of a value.
+    The coercions are the rows of SPEC section 2.1, those that send least (`fxpar.rules.conversion`): what changes alike
+    on several axes is one reduction over their joined group. One node serves all users that want the same layout of a
+    value.
     Partial sums are reduced right after they are made, everything else is converted right before its first use.
     Values and gradients stay equal; afterwards every operation's operands have the layouts it needs. The loss ends
     invariant on every axis; other outputs do too, or stay shards. Refuses conversions that the table lacks.
     """
     flags = carried(program)
-    made: dict[tuple[fx.Node, str, Placement], fx.Node] = {}
+    made: Made = {}
     for node in list(program.graph.nodes):
         if node.op != "call_function" or not note(node).needs:
             continue
@@ -59,58 +64,47 @@ def insert_collectives(program: Program) -> Program:
     return program
 
 
-def _converted(
-    program: Program,
-    made: dict[tuple[fx.Node, str, Placement], fx.Node],
-    node: fx.Node,
-    wanted: Layout,
-    carries: bool,
-    user: fx.Node,
-) -> fx.Node:
-    for axis in program.axes:
-        source, target = output_layouts(node)[0].on(axis), wanted.on(axis)
-        if source == target or (not carries and {source.kind, target.kind} <= {"I", "R"}):
-            continue
-        # An exchange is between two dimensions: another cut of the same one is taken from the whole.
-        is_shared = source.is_shared or target.is_shared
-        same = source.is_shard and target.is_shard and source.dim == target.dim and not is_shared
-        for step in (R, target) if same else (target,):
-            key = (node, axis, step)
-            if key not in made:
-                made[key] = _insert(program, node, axis, output_layouts(node)[0].on(axis), step, user)
-            node = made[key]
+def _converted(program: Program, made: Made, node: fx.Node, wanted: Layout, carries: bool, user: fx.Node) -> fx.Node:
+    source = output_layouts(node)[0]
+    way = conversions(source, wanted, program.axes, carries)
+    if way is None:
+        pairs = [(p, wanted.on(axis)) for axis, p in source if p != wanted.on(axis)]
+        before, after = (" ".join(map(str, side)) for side in zip(*pairs, strict=True))
+        raise PassError(f"nothing converts {before} to {after}", where=f"%{node.name} for %{user.name}")
+    for step in way:
+        key = (node, step.layout)
+        if key not in made:
+            made[key] = _insert(program, node, step, user)
+        node = made[key]
     return node
 
 
-def _insert(program: Program, node: fx.Node, axis: str, source: Placement, target: Placement, user: fx.Node) -> fx.Node:
-    row = coercion(source, target)
-    if row is None:
-        raise PassError(f"nothing converts {source} to {target}", where=f"%{node.name} for %{user.name}")
-    # A reduction directly behind its producer frees the partial sum at once.
-    anchor = node.next if source.kind == "P" else user
-    with program.graph.inserting_before(anchor):
-        new = program.graph.create_node(
-            "call_function", row.operator, (node,), {"axis": axis}, name=f"{node.name}_{row.operator.__name__}"
-        )
+def _insert(program: Program, node: fx.Node, step: Conversion, user: fx.Node) -> fx.Node:
     kept = note(node)
-    place = kept if source.kind == "P" or user.op == "output" else note(user)
-    layout = output_layouts(node)[0].with_(axis, target)
+    before, axes = output_layouts(node)[0], "-".join(step.axes)
+    is_sum = step.row.source == "P"
+    # A reduction directly behind its producer frees the partial sum at once.
+    anchor = node.next if is_sum else user
+    with program.graph.inserting_before(anchor):
+        operator = step.row.operator
+        name = f"{node.name}_{operator.__name__}"
+        new = program.graph.create_node("call_function", operator, (node,), {"axis": axes}, name=name)
+    place = kept if is_sum or user.op == "output" else note(user)
+    texts = [" ".join(dict.fromkeys(str(layout.on(axis)) for axis in step.axes)) for layout in (before, step.layout)]
     return set_note(
         new,
         Note(
             type=kept.type,
-            layout=layout,
+            layout=step.layout,
             fqn=place.fqn,
             source=place.source,
             recompute=place.recompute,
-            origin=f"{source} to {target} for %{user.name}",
+            origin=f"{texts[0]} to {texts[1]} for %{user.name}",
         ),
     )
 
 
-def _finish_outputs(
-    program: Program, made: dict[tuple[fx.Node, str, Placement], fx.Node], flags: dict[fx.Node, tuple[bool, ...]]
-) -> None:
+def _finish_outputs(program: Program, made: Made, flags: dict[fx.Node, tuple[bool, ...]]) -> None:
     """The loss becomes invariant, other outputs too or stay shards.
 
     No caller could add the ranks' summands of a partial value, nor give each rank its share of a gradient.

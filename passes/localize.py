@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,8 +12,7 @@ from torch import fx
 
 from fxpar.errors import PassError
 from fxpar.layout.layout import Layout
-from fxpar.layout.nesting import local_shape
-from fxpar.layout.slices import local_bounds
+from fxpar.layout.nesting import listed, local_shape
 from fxpar.layout.symbols import divide
 from fxpar.manager import register_pass
 from fxpar.program.program import (
@@ -25,7 +25,8 @@ from fxpar.program.program import (
     output_types,
     set_note,
 )
-from fxpar.rules import bind_arguments
+from fxpar.rules import bind_arguments, call_of
+from fxpar.rules.local import peeled_call
 
 aten = torch.ops.aten
 
@@ -109,20 +110,20 @@ def _split(program: Program, node: fx.Node) -> None:
 
 
 def _slice(program: Program, node: fx.Node) -> None:
-    source, given = operands(node)[0], bind_arguments(node)
-    kind = output_types(source)[0]
-    dim = int(given.get("dim", 0)) % len(kind.shape)
-    size = kind.shape[dim]
-    cut = [(a, p) for a, p in output_layouts(source)[0] if p.is_shard and p.dim == dim]
-    if len(cut) > 1:
-        raise PassError("slices a dimension that several axes cut", where=f"%{node.name}", remedy="split it before")
-    for axis, placement in cut:
-        if output_types(node)[0].shape[dim] != size:
-            start, end, step = given.get("start") or 0, given.get("end"), given.get("step", 1)
-            bounds = (_bound(start, int(size)), int(size) if end is None else _bound(end, int(size)))
-            local = local_bounds(placement.pieces, *bounds, step, program.axes[axis])
-            node.args, node.kwargs = (source, dim, *local, *([step] if step != 1 else [])), {}
-
-
-def _bound(position: int, size: int) -> int:
-    return max(0, min(size, position + size if position < 0 else position))
+    """Bounds of a dimension that is cut become those of what each axis leaves, from the outermost."""
+    source = operands(node)[0]
+    before, after = output_layouts(source)[0], output_layouts(node)[0]
+    call, dim = call_of(node, 1), int(bind_arguments(node).get("dim", 0)) % len(output_types(node)[0].shape)
+    if not any(placement.is_shard and placement.dim == dim for _, placement in before):
+        return
+    order = [axis for axis, _ in before]
+    made = listed(after, program.axes, order)
+    if made is None:
+        raise PassError(
+            f"the slice nests axes otherwise than {before}", where=f"%{node.name}", remedy="split it before"
+        )
+    for axis in order:
+        call = peeled_call(replace(call, n=program.axes[axis]), [before.on(axis)], [made.on(axis)])
+    start, end, step = (call.get(name) for name in ("start", "end", "step"))
+    if call.outputs[0].shape[dim] != call.operands[0].shape[dim]:
+        node.args, node.kwargs = (source, dim, start, end, *([step] if step != 1 else [])), {}

@@ -8,9 +8,8 @@ from torch import fx
 
 from fxpar.errors import PassError
 from fxpar.manager import register_pass
-from fxpar.program.program import Program, operands, output_layouts, update
+from fxpar.program.program import Program, describe, operands, output_layouts, update
 from fxpar.rules import Refusal, bind_arguments, call_of, seed_signature
-from fxpar.rules.inference import describe
 from fxpar.rules.table import rule_of
 from fxpar.rules.vocabulary import COMPOSITE_OF
 

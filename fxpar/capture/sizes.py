@@ -14,8 +14,7 @@ from torch import Tensor
 
 from fxpar.errors import CaptureError, TextError
 from fxpar.layout.symbols import Size, parse_size, product, shape_text
-from fxpar.program.program import Program, operands, tensor_type
-from fxpar.rules.inference import describe
+from fxpar.program.program import Program, describe, operands, tensor_type
 
 
 class SizeError(CaptureError):

@@ -16,9 +16,9 @@ from fxpar.choice.prices import Prices
 from fxpar.choice.solve import Solution, solve
 from fxpar.errors import PlanError
 from fxpar.layout.layout import I, Layout, Placement
+from fxpar.program.coercions import resting
 from fxpar.program.gradients import carried
-from fxpar.program.program import Program, operands
-from fxpar.rules.inference import describe, resting
+from fxpar.program.program import Program, describe, operands
 from fxpar.rules.overrides import Lines, Pin, resolve_overrides
 
 

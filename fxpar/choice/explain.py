@@ -15,8 +15,7 @@ from fxpar.choice.choose import Choice
 from fxpar.choice.legal import blocked
 from fxpar.choice.options import value_of
 from fxpar.layout.layout import Placement
-from fxpar.program.program import Program, operands
-from fxpar.rules.inference import describe
+from fxpar.program.program import Program, describe, operands
 
 # Reasons: of several legal layouts that of the shortest step; the only legal one.
 CHEAPEST, ONLY = "cheapest", "nothing else is legal"

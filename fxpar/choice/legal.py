@@ -14,9 +14,8 @@ from fxpar.choice.options import Options, Value, value_of
 from fxpar.choice.prices import Prices
 from fxpar.layout.layout import Placement
 from fxpar.program.coercions import unsettled
-from fxpar.program.program import operands
+from fxpar.program.program import describe, operands
 from fxpar.rules import Refusal, call_of, seeded
-from fxpar.rules.inference import describe
 
 Ends = Mapping[Value, tuple[Placement, ...]]
 

@@ -20,7 +20,7 @@ from dataclasses import replace
 
 from torch import fx
 
-from fxpar.layout.layout import Piece, Placement
+from fxpar.layout.layout import I, Piece, Placement, R
 from fxpar.program.operators import COERCIONS, FACTORED, Coercion
 
 _SHARE, _TAKE_PART = FACTORED
@@ -40,6 +40,13 @@ def unsettled(placement: Placement) -> Placement:
 def at_rest(placement: Placement) -> Placement:
     """The same shard as a parameter holds it: the gradients of shared blocks are the same on the ranks that share."""
     return replace(placement, settled=True) if placement.is_shared else placement
+
+
+def resting(placement: Placement, carries: bool) -> Placement:
+    """A value without gradient is written R, whether a rule called it I or R; shared blocks of one are not settled."""
+    if carries:
+        return placement
+    return R if placement == I else unsettled(placement)
 
 
 def coercion(source: Placement, target: Placement) -> Coercion | None:

@@ -166,6 +166,13 @@ def is_tensor(node: fx.Node) -> bool:
     return has_note(node) and isinstance(note(node).type, TensorType)
 
 
+def describe(node: fx.Node) -> str:
+    """`%name (fqn, file.py:41)`."""
+    kept = note(node)
+    place = ", ".join(part for part in (kept.fqn, kept.source) if part)
+    return f"%{node.name} ({place})" if place else f"%{node.name}"
+
+
 @dataclass(frozen=True)
 class Parameter:
     """A tensor the program owns.

@@ -12,16 +12,16 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NoReturn
 
 from torch import fx
 
 from fxpar.errors import LayoutError
 from fxpar.layout.layout import I, Layout, Placement, R, V
-from fxpar.layout.nesting import common_order, innermost, joined, listed, misfit, spelled
-from fxpar.program.coercions import axes_of, coercion, unsettled
+from fxpar.layout.nesting import common_order, listed, spelled
+from fxpar.program.coercions import axes_of, resting, unsettled
 from fxpar.program.operators import COERCION_OF, axis_index, sum_gradients
-from fxpar.program.program import note, operands, output_layouts, output_types
+from fxpar.program.program import operands, output_layouts, output_types
+from fxpar.rules.conversion import coerced, fail
 from fxpar.rules.engine import Call, Refusal, call_of
 from fxpar.rules.local import peeled_call, whole_call
 from fxpar.rules.suggest import suggest
@@ -30,104 +30,12 @@ from fxpar.rules.table import inferred, rule_of
 _ILL_TYPED = (IndexError, KeyError, TypeError, ValueError, ArithmeticError, AttributeError)
 
 
-def describe(node: fx.Node) -> str:
-    """`%name (fqn, file.py:41)`."""
-    kept = note(node)
-    place = ", ".join(part for part in (kept.fqn, kept.source) if part)
-    return f"%{node.name} ({place})" if place else f"%{node.name}"
-
-
-def _fail(node: fx.Node, axis: str, reason: str, remedy: str = "") -> NoReturn:
-    raise LayoutError(f"on axis {axis}: {reason}", where=describe(node), remedy=remedy)
-
-
-def resting(placement: Placement, carries: bool) -> Placement:
-    """A value without gradient is written R, whether a rule called it I or R; shared blocks of one are not settled."""
-    if carries:
-        return placement
-    return R if placement == I else unsettled(placement)
-
-
-def coerced(node: fx.Node, source: Layout, axes: Mapping[str, int]) -> Layout:
-    """Checks a coercion node against its note, which says what it was made for; gives the layout of its output.
-
-    It converts the blocks that its axes cut innermost: what the other axes hold must be the same before and after. An
-    axis that is nested in a converted one holds other elements afterwards, in other pieces, and the note must say so.
-    A value without gradient is R: nothing converts it from or to I.
-
-    Raises:
-        LayoutError: the operator does not convert between these layouts, or a shard does not fit.
-    """
-    names, kind, noted = axes_of(node), output_types(node)[0], output_layouts(node)[0]
-    spelled_out = [axis for axis in axes if axis in names]
-    if list(names) != spelled_out:
-        _fail(node, names[0], f"is over {'-'.join(names)}", f"name the axes as the mesh does: {'-'.join(spelled_out)}")
-    for layout in (source, noted):
-        wrong = misfit(layout, kind.shape, axes)
-        if wrong:
-            _fail(node, wrong, f"{layout.on(wrong)} does not fit {kind} over {axes[wrong]} ranks")
-    before, after = (innermost(layout, axes, names) for layout in (source, noted))
-    if before is None or after is None:
-        inner = next(axis for axis, placement in source if axis not in names and placement.is_shard)
-        remedy = f"undo the cut of {inner} first, and cut again after"
-        _fail(node, names[-1], f"converts {source} to {noted}, where {inner} cuts across its blocks", remedy)
-    for axis, placement in before:
-        if axis not in names and placement != after.on(axis):
-            remedy = f"undo the cut of {axis} first, and cut again after"
-            reason = f"converting {'-'.join(names)} leaves it {placement}, the note says {after.on(axis)}"
-            _fail(node, axis, reason, remedy)
-    for axis in names:
-        _check_row(node, before.on(axis), after.on(axis), axis)
-    if len(names) > 1:
-        _check_joined(node, before, after, axes)
-    return noted
-
-
-def _check_row(node: fx.Node, source: Placement, target: Placement, axis: str) -> None:
-    """The operator is the row of the table that converts these placements."""
-    row = COERCION_OF[node.target]  # type: ignore[index]
-    wanted = coercion(source, target)
-    remedy = f"use fxpar.{wanted.operator.__name__}[{axis}]" if wanted else ""
-    if source.kind == target.kind != "S":
-        remedy = "remove it" if len(axes_of(node)) == 1 else f"leave {axis} out"
-    shown = ", ".join(f"%{o.name} is {source}" for o in operands(node))
-    if source.kind != row.source:
-        remedy = remedy or f"{row.target} cannot be had from {source.kind}"
-        _fail(node, axis, f"takes {row.source} and finds {source} ({shown}, the note says {target})", remedy)
-    if row.target != target.kind:
-        _fail(node, axis, f"gives {row.target}, the note says {target} ({shown})", remedy)
-    if source == target:
-        _fail(node, axis, f"converts {source} to itself", "remove it")
-    if wanted is not row:
-        _fail(node, axis, f"does not convert {source} to {target}", remedy or "convert the segments one by one")
-
-
-def _check_joined(node: fx.Node, before: Layout, after: Layout, axes: Mapping[str, int]) -> None:
-    """Over several axes at once a shard must be one run of blocks, in the order of the ranks."""
-    names = axes_of(node)
-    for layout in (before, after):
-        if any(layout.on(axis).is_shard for axis in names) and joined_cut(layout, axes, names) is None:
-            reason = f"{layout} is not one run of blocks over {'-'.join(names)}"
-            _fail(node, names[-1], reason, "convert the axes one by one, the innermost first")
-
-
-def joined_cut(layout: Layout, axes: Mapping[str, int], names: Sequence[str]) -> Placement | None:
-    """The cut of several axes that a layout lists last as one over all their ranks; None where it is none."""
-    found, ranks = layout.on(names[0]), axes[names[0]]
-    for axis in names[1:]:
-        whole = joined(found, ranks, layout.on(axis))
-        if whole is None:
-            return None
-        found, ranks = whole, ranks * axes[axis]
-    return found
-
-
 def _summed(node: fx.Node, placement: Placement, axis: str) -> Placement:
     """What a bucket makes of a parameter: I → R, or of shared blocks that are settled ones that are not."""
     if placement == I:
         return R
     if not placement.settled:
-        _fail(node, axis, f"sums gradients of what is {placement}", "leave it out of the bucket")
+        fail(node, axis, f"sums gradients of what is {placement}", "leave it out of the bucket")
     return unsettled(placement)
 
 
@@ -184,7 +92,7 @@ def steps(node: fx.Node, given: Context) -> Iterator[Step]:
         inner = next(
             axis for layout in given.layouts for axis, placement in reversed(list(layout)) if placement.is_shard
         )
-        _fail(node, inner, f"the operands' axes nest in different orders ({shown(node, given.layouts)})", "convert one")
+        fail(node, inner, f"the operands' axes nest in different orders ({shown(node, given.layouts)})", "convert one")
     layouts = [_listed(layout, given.axes, order) for layout in given.layouts]
     try:
         call: Call | Refusal = call_of(node, given.axes[order[0]])
@@ -195,7 +103,7 @@ def steps(node: fx.Node, given: Context) -> Iterator[Step]:
     for axis, inside in zip(order, (*order[1:], None), strict=True):
         placements = tuple(layout.on(axis) for layout in layouts)
         if isinstance(call, Refusal):
-            _fail(node, axis, f"{call.reason} ({shown(node, placements)})")
+            fail(node, axis, f"{call.reason} ({shown(node, placements)})")
         found = judged(call, placements, given)
         yield Step(axis, call, placements, found)
         if isinstance(found, Refusal):
@@ -267,7 +175,7 @@ def _operation(node: fx.Node, given: Context) -> list[Layout]:
             rule = rule_of(node.target)
             indexed = rule is not None and rule.varying and step.operands[0].kind != "P"
             remedy = "" if indexed else _remedy(node, given, step)  # else the reason says what the indices lack
-            _fail(node, step.axis, f"{step.found.reason} ({shown(node, step.operands)})", remedy)
+            fail(node, step.axis, f"{step.found.reason} ({shown(node, step.operands)})", remedy)
         for entry, placement in zip(entries, step.found, strict=True):
             entry.append((step.axis, placement))
     return [spelled(Layout(tuple(entry)), given.axes) for entry in entries]

@@ -16,10 +16,9 @@ from torch import fx
 from fxpar.errors import PlanError
 from fxpar.layout.layout import I, Placement
 from fxpar.program.coercions import at_rest
-from fxpar.program.program import Parameter, Program, operands, tensor_type
+from fxpar.program.program import Parameter, Program, describe, operands, tensor_type
 from fxpar.rules.follow import Arrived, Trail, Weights, follow, weights_of
 from fxpar.rules.heads import all_cuts
-from fxpar.rules.inference import describe
 from fxpar.rules.segments import candidates
 
 

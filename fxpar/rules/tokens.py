@@ -22,10 +22,9 @@ from collections.abc import Mapping, Sequence
 from torch import fx
 
 from fxpar.layout.layout import Placement, shard
-from fxpar.program.program import Program, operands, output_types, tensor_type
+from fxpar.program.program import Program, describe, operands, output_types, tensor_type
 from fxpar.rules.engine import Labelling, Refusal, call_of
 from fxpar.rules.follow import Step, Trail, Weights, advance, step_of, weights_of
-from fxpar.rules.inference import describe
 from fxpar.rules.table import rule_of
 
 # Of each value the cuts over tokens that are known, one tuple of outputs for each dimension of an input.

@@ -17,8 +17,7 @@ from torch.fx.node import map_arg
 from fxpar.errors import CheckFailed
 from fxpar.layout.symbols import evaluate
 from fxpar.program.gradients import reached
-from fxpar.program.program import Program, ScalarType, TensorType, note, operands, output_types
-from fxpar.rules.inference import describe
+from fxpar.program.program import Program, ScalarType, TensorType, describe, note, operands, output_types
 
 _MISSING = re.compile(r"(the )?derivative for \S+ is not implemented")
 # Operators that have one, with the types of their operands: an operator does not lose its derivative.

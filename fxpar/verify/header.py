@@ -15,8 +15,7 @@ from torch import fx
 from fxpar.errors import CheckFailed
 from fxpar.passes import DEFAULT_PASSES
 from fxpar.program.operators import COERCION_OF, DRAWS, axis_index, sum_gradients
-from fxpar.program.program import Program, output_layouts
-from fxpar.rules.inference import describe
+from fxpar.program.program import Program, describe, output_layouts
 from fxpar.rules.vocabulary import ATEN_OF
 
 _RESTS_ON: Mapping[str, frozenset[str]] = {name: item.requires for item in DEFAULT_PASSES for name in item.provides}

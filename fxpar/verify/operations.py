@@ -19,9 +19,8 @@ from torch import fx
 from fxpar.errors import CheckFailed
 from fxpar.program.gradients import carried
 from fxpar.program.operators import attention, dropout
-from fxpar.program.program import Program, note, operands, tensor_type
+from fxpar.program.program import Program, describe, note, operands, tensor_type
 from fxpar.rules import bind_arguments
-from fxpar.rules.inference import describe
 from fxpar.verify.derivatives import check_derivatives
 
 _NETWORK = frozenset(

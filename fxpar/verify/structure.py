@@ -13,15 +13,18 @@ import torch
 from torch import fx
 
 from fxpar.errors import CheckFailed
-from fxpar.layout.layout import Layout, Placement, pieces_of
+from fxpar.layout.layout import Layout, pieces_of
+from fxpar.layout.nesting import spelled
 from fxpar.layout.symbols import names
 from fxpar.passes.assign_rng import RNG_PATH
+from fxpar.program.coercions import axes_of
 from fxpar.program.operators import COERCION_OF, DRAWS, OPERATORS, axis_index, sum_gradients
 from fxpar.program.program import (
     Program,
     ScalarType,
     TensorType,
     ValueType,
+    describe,
     has_note,
     note,
     operands,
@@ -30,7 +33,6 @@ from fxpar.program.program import (
     output_types,
 )
 from fxpar.rules import bind_arguments
-from fxpar.rules.inference import describe
 from fxpar.rules.randomness import draws_bits
 
 aten = torch.ops.aten
@@ -148,31 +150,38 @@ def _check_layout(program: Program, node: fx.Node, layout: Layout) -> None:
         sizes = [size for piece in placement.pieces for size in (piece.outer, piece.size)]
         if any(isinstance(size, int) and size < 0 for size in sizes) or pieces_of(placement.pieces) != placement.pieces:
             raise CheckFailed(f"on axis {axis}: {placement} is not in its shortest form", where=describe(node))
+    one = spelled(layout, program.axes)
+    if one != layout:
+        raise CheckFailed(
+            f"the layout '{layout}' is not in its one spelling", where=describe(node), remedy=f"write {one}"
+        )
 
 
 def _check_axis(program: Program, node: fx.Node) -> None:
-    axis = node.kwargs.get("axis")
-    if axis is not None and OPERATORS.get(getattr(node.target, "__name__", "")) and axis not in program.axes:
-        known = ", ".join(program.axes) or "none"
-        raise CheckFailed(f"the axis {axis} is not in the mesh ({known})", where=describe(node))
+    if not OPERATORS.get(getattr(node.target, "__name__", "")):
+        return
+    for axis in axes_of(node):
+        if axis not in program.axes:
+            known = ", ".join(program.axes) or "none"
+            raise CheckFailed(f"the axis {axis} is not in the mesh ({known})", where=describe(node))
 
 
 def _check_conversions(program: Program) -> None:
     """No value is converted to one placement twice: its values would be right, the communication doubled."""
-    seen: dict[tuple[fx.Node, str, Placement], fx.Node] = {}
+    seen: dict[tuple[fx.Node, Layout], fx.Node] = {}
     for node in program.graph.nodes:
         is_one = node.op == "call_function" and node.target in (*COERCION_OF, sum_gradients)
         pairs = zip(operands(node), output_layouts(node), strict=True) if is_one and output_layouts(node) else ()
         for source, layout in pairs:
-            axis = str(node.kwargs["axis"])
-            target = layout.on(axis)
-            if (source, axis, target) in seen:
+            if (source, layout) in seen:
+                axes = ", ".join(axes_of(node))
+                target = " ".join(str(layout.on(axis)) for axis in axes_of(node))
                 raise CheckFailed(
-                    f"converts %{source.name} to {target} on axis {axis} a second time",
+                    f"converts %{source.name} to {target} on axis {axes} a second time",
                     where=describe(node),
-                    remedy=f"use %{seen[source, axis, target].name}",
+                    remedy=f"use %{seen[source, layout].name}",
                 )
-            seen[source, axis, target] = node
+            seen[source, layout] = node
 
 
 def _check_random(program: Program) -> None:

@@ -16,11 +16,11 @@ from torch import fx
 from fxpar.errors import CheckFailed, LayoutError
 from fxpar.layout.layout import I, Layout, Placement, R
 from fxpar.layout.nesting import misfit
-from fxpar.program.coercions import at_rest, coercion, unsettled
+from fxpar.program.coercions import at_rest, coercion, resting, unsettled
 from fxpar.program.gradients import carried
-from fxpar.program.program import Program, note, operands, output_layouts, output_types, tensor_type
+from fxpar.program.program import Program, describe, note, operands, output_layouts, output_types, tensor_type
 from fxpar.rules import bind_arguments
-from fxpar.rules.inference import Context, describe, infer_node, remedy_of, resting, shown
+from fxpar.rules.inference import Context, infer_node, remedy_of, shown
 
 
 def check_types(program: Program) -> None:
