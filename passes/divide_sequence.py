@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Set
 from dataclasses import replace
 
@@ -11,6 +12,7 @@ import torch
 from fxpar.errors import PlanError
 from fxpar.layout.symbols import Size, simplify, symbol
 from fxpar.manager import register_pass
+from fxpar.mesh.purpose import Cuts
 from fxpar.program.program import (
     Input,
     Parameter,
@@ -31,7 +33,7 @@ aten = torch.ops.aten
 
 @register_pass("divide_sequence", requires={"canonical"}, provides={"sequence"}, invalidates={"layouts"})
 def divide_sequence(program: Program) -> Program:
-    """Writes every sequence length as n times a symbol, n being the ranks of the tp axis.
+    """Writes every sequence length as n times a symbol, n being the ranks that split each layer.
 
     Before (tp 2)::
 
@@ -50,7 +52,7 @@ def divide_sequence(program: Program) -> Program:
 
     Refuses an example whose sequence the ranks do not divide.
     """
-    n = program.axes.get("tp", 1)
+    n = math.prod(program.plan.axes_for(Cuts.FEATURES).values())
     return divide(program, n, _lengths(program)) if program.plan.sequence_parallel and n > 1 else program
 
 

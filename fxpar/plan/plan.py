@@ -16,17 +16,18 @@ import yaml
 
 from fxpar.errors import PlanError, shorter, shown
 from fxpar.mesh.mesh import Mesh
+from fxpar.mesh.purpose import PURPOSES, Cuts
 from fxpar.plan.cost import Cost
 
 SPLITS = ("column", "row", "head", "vocab", "replicate")
 RNGS = ("fused", "exact")
 PRECISIONS = ("as_is", "fp32", "bf16", "fp16", "bf16_weights")
 
-# More ranks than one layer was ever split over: beyond them there is only a slip of the keyboard.
-MOST_TP = 4096
+# More ranks than one axis ever had: beyond them there is only a slip of the keyboard.
+MOST_RANKS = 4096
 
 # Axes of DESIGN's mesh whose passes do not exist yet; asking for them is refused by name.
-_LATER_AXES = ("cp", "dp", "pp", "ep")
+_LATER_AXES = (("cp", ""), ("pp", ""), ("ep", ""))
 
 
 class _Loader(yaml.SafeLoader):
@@ -47,7 +48,8 @@ class Plan:
 
     Attributes:
         tp: ranks that split each layer (tensor parallelism).
-        dp, cp, pp, ep: data, context, pipeline and expert parallel ranks; only 1 is accepted as yet.
+        dp: groups of ranks that share out the batch (data parallelism).
+        cp, pp, ep: context, pipeline and expert parallel ranks; only 1 is accepted as yet.
         split: what to do with modules or parameters, by glob on their full name. `column` splits the output features
             of a matrix, `row` the input features, `head` is `column` where every shard must consist of whole
             attention heads, `vocab` cuts the words of an embedding table or of an output head, `replicate` keeps the
@@ -98,14 +100,14 @@ class Plan:
         return Plan.from_yaml, (self.to_yaml(),)
 
     def _problems(self) -> Any:
-        for axis in ("tp", *_LATER_AXES):
+        for axis, use in (("tp", "that split each layer"), ("dp", "that share out the batch"), *_LATER_AXES):
             size = getattr(self, axis)
             if type(size) is not int or size < 1:
                 yield f"{axis}={shown(size)} is no positive integer: give the number of ranks"
-            elif axis in _LATER_AXES and size > 1:
+            elif not use and size > 1:
                 yield f"{axis}={shown(size)} is not supported yet: leave {axis}=1"
-            elif size > MOST_TP:
-                yield f"{axis}={shown(size)} is more than {MOST_TP}: give the number of ranks that split each layer"
+            elif size > MOST_RANKS:
+                yield f"{axis}={shown(size)} is more than {MOST_RANKS}: give the number of ranks {use}"
         if not isinstance(self.split, Mapping):
             yield f"split={shown(self.split)} is no mapping from name globs to {', '.join(SPLITS)}"
         else:
@@ -130,8 +132,17 @@ class Plan:
 
     @property
     def axes(self) -> dict[str, int]:
-        """Sizes of the axes that are larger than one."""
-        return {axis: size for axis in ("tp",) if (size := getattr(self, axis)) > 1}
+        """Sizes of the axes that are larger than one, in nesting order, the outermost first."""
+        return {axis: size for axis in PURPOSES if (size := getattr(self, axis)) > 1}
+
+    def axes_for(self, cuts: Cuts) -> dict[str, int]:
+        """Sizes of those axes whose ranks share out the batch, the features …"""
+        return {axis: size for axis, size in self.axes.items() if PURPOSES[axis].cuts is cuts}
+
+    def on_one_rank(self) -> Plan:
+        """The same plan for a single device: no axis has several ranks, and no line splits anything."""
+        changes: dict[str, Any] = {**dict.fromkeys(self.axes, 1), "split": {}}
+        return dataclasses.replace(self, **changes)
 
     @property
     def world_size(self) -> int:

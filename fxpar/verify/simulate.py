@@ -7,8 +7,9 @@ execute the very operators of the runtime, collectives included; only the proces
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -43,16 +44,16 @@ class Run:
 
 @contextlib.contextmanager
 def simulated_world(axes: Mapping[str, int]) -> Iterator[dict[str, Group]]:
-    """Process groups of ranks that exist in this process only; yields the group of each axis.
+    """Process groups of ranks that exist in this process only; yields the group of each set of axes (`dp`, `dp-tp`).
+
+    Each is the group of rank 0: the simulator finds those of the other ranks by its shape.
 
     Args:
-        axes: sizes of the mesh axes; at most one as yet.
+        axes: sizes of the mesh axes, the outermost first.
 
     Raises:
-        CheckFailed: the process already belongs to a process group, or there are several axes.
+        CheckFailed: the process already belongs to a process group.
     """
-    if len(axes) > 1:
-        raise CheckFailed(f"ranks of {len(axes)} axes cannot be simulated yet", where="simulation")
     if dist.is_initialized():
         raise CheckFailed(
             "the process belongs to a process group already",
@@ -62,9 +63,23 @@ def simulated_world(axes: Mapping[str, int]) -> Iterator[dict[str, Group]]:
     world = math.prod(axes.values())
     dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
     try:
-        yield {axis: Group(dist.group.WORLD.group_name, size) for axis, size in axes.items()}  # type: ignore[union-attr]
+        yield {"-".join(names): _group(axes, names) for names in _subsets(axes)}
     finally:
         dist.destroy_process_group()
+
+
+def _subsets(axes: Mapping[str, int]) -> Iterator[tuple[str, ...]]:
+    for count in range(1, len(axes) + 1):
+        yield from itertools.combinations(axes, count)
+
+
+def _group(axes: Mapping[str, int], names: Sequence[str]) -> Group:
+    """The group of rank 0 over some axes."""
+    world = math.prod(axes.values())
+    places = [coordinates(axes, rank) for rank in range(world)]
+    ranks = [rank for rank in range(world) if not any(places[rank][axis] for axis in axes if axis not in names)]
+    group = dist.group.WORLD if len(ranks) == world else dist.new_group(ranks)
+    return Group(group.group_name, len(ranks))  # type: ignore[union-attr]
 
 
 def check_world(size: int) -> None:
@@ -82,11 +97,11 @@ def check_world(size: int) -> None:
 
 
 def coordinates(axes: Mapping[str, int], rank: int) -> dict[str, int]:
-    """A rank's index on every axis, the first axis running fastest."""
+    """A rank's index on every axis, neighbours being on the innermost, which is the last."""
     found = {}
-    for axis, n in axes.items():
+    for axis, n in reversed(list(axes.items())):
         found[axis], rank = rank % n, rank // n
-    return found
+    return {axis: found[axis] for axis in axes}
 
 
 def symbol_values(program: Program, inputs: Mapping[str, Tensor]) -> dict[str, int]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -88,7 +88,7 @@ def call_inputs(captured: Captured, model: nn.Module, batch: Any) -> dict[str, T
 
 def reference_program(captured: Program) -> Program:
     """The captured program on one device with the counter generator's masks, in float64."""
-    single = captured.with_(plan=replace(captured.plan, tp=1, split={}))
+    single = captured.with_(plan=captured.plan.on_one_rank())
     return promote(PassManager([canonicalize, annotate, insert_collectives, assign_rng]).run(single))
 
 
