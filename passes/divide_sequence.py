@@ -18,7 +18,6 @@ from fxpar.program.program import (
     Parameter,
     Program,
     ScalarType,
-    Symbol,
     TensorType,
     ValueType,
     note,
@@ -53,7 +52,10 @@ def divide_sequence(program: Program) -> Program:
     Refuses an example whose sequence the ranks do not divide.
     """
     n = math.prod(program.plan.axes_for(Cuts.FEATURES).values())
-    return divide(program, n, _lengths(program)) if program.plan.sequence_parallel and n > 1 else program
+    if not program.plan.sequence_parallel or n == 1:
+        return program
+    remedy = f"pad the example to a multiple of {n}, or set sequence_parallel=False"
+    return divide(program, n, _lengths(program), where="sequence_parallel", remedy=remedy)
 
 
 def _lengths(program: Program) -> set[str]:
@@ -69,9 +71,22 @@ def _lengths(program: Program) -> set[str]:
     return found or {s.name for s in program.symbols if s.dim == 1}
 
 
-def divide(program: Program, n: int, lengths: Set[str]) -> Program:
-    """Writes the named symbolic sizes as n times a symbol; see `divide_sequence`."""
-    divided = {s.name: _divided(s, n) for s in program.symbols if s.name in lengths}
+def divide(program: Program, n: int, found: Set[str], *, where: str, remedy: str) -> Program:
+    """Writes the named symbolic sizes as n times a symbol.
+
+    Args:
+        where, remedy: of the error.
+
+    Raises:
+        PlanError: the example's size is not divisible by n.
+    """
+    divided = {}
+    for s in program.symbols:
+        if s.name in found:
+            if s.example % n:
+                reason = f"{s.path} has {s.example} in dimension {s.dim}, which {n} ranks cannot share out"
+                raise PlanError(reason, where=where, remedy=remedy)
+            divided[s.name] = replace(s, example=s.example // n, multiple=n * s.multiple)
     sizes = {symbol(name): n * symbol(name) for name in divided}
     for node in program.graph.nodes:
         if node.op != "output" and note(node).type is not None:
@@ -81,16 +96,6 @@ def divide(program: Program, n: int, lengths: Set[str]) -> Program:
         inputs=tuple(Input(i.path, i.node, _tensor(i.type, sizes)) for i in program.inputs),
         parameters=tuple(Parameter(**{**vars(p), "type": _tensor(p.type, sizes)}) for p in program.parameters),
     )
-
-
-def _divided(found: Symbol, n: int) -> Symbol:
-    if found.example % n:
-        raise PlanError(
-            f"{found.path} has {found.example} in dimension {found.dim}, which {n} ranks cannot share out",
-            where="sequence_parallel",
-            remedy=f"pad the example to a multiple of {n}, or set sequence_parallel=False",
-        )
-    return replace(found, example=found.example // n, multiple=n)
 
 
 def _size(size: Size, sizes: Mapping[sympy.Symbol, Size]) -> Size:
