@@ -93,8 +93,14 @@ def _operands(
     return reason
 
 
-def _of_sums(call: Call, given: Sequence[Placement], sums: set[int], carries: Sequence[bool]) -> Sequence[Placement]:
-    """Sums stay partial where the operation is linear in them; what has no rows stays whole."""
+def _of_sums(
+    call: Call, given: Sequence[Placement], sums: set[int], carries: Sequence[bool], is_owned: bool
+) -> Sequence[Placement]:
+    """Sums stay partial where the operation is linear in them; what has no rows stays whole.
+
+    Parameters are replicated where they enter, so that the reduction of their gradients is of the parameters themselves
+    and not of what is made of them.
+    """
     rule = rule_of(call.target)
     for signature in partial_signatures(rule, call) if sums and rule is not None else ():
         if {i for i, placement in enumerate(signature.operands) if placement.kind == "P"} == sums:
