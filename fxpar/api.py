@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fxpar.capture import check_model, check_samples
+from fxpar.compile import check_arguments
 from fxpar.errors import InputError, shown
 from fxpar.manager import Pass
 from fxpar.passes import DEFAULT_PASSES
@@ -18,7 +19,6 @@ from fxpar.runtime.adopt import open_alike
 from fxpar.runtime.checkpoint import Checkpoint
 from fxpar.runtime.module import ParallelModule
 from fxpar.runtime.world import connect, join
-from fxpar.verify.check import check_arguments
 
 _LONGEST_TIMEOUT = 1e7  # a third of a year; the process groups count in microseconds
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from fxpar.manager import Pass
     from fxpar.program.program import Program
-    from fxpar.verify.check import Verification
+    from fxpar.verification import Verification
     from fxpar.verify.values import ValueReport
 
 
@@ -42,7 +42,7 @@ def verify(
     """Proves a program: layouts and shapes (static), or also that all ranks compute what one device does (values)."""
     from fxpar.cli.files import is_text
     from fxpar.cli.models import load_passes
-    from fxpar.verify.check import LEVELS, expect
+    from fxpar.verification import LEVELS, expect
 
     if level is not None and level not in LEVELS:
         raise InputError("is unknown", where=f"--level {level}", remedy=f"choose one of {', '.join(LEVELS)}")
@@ -64,7 +64,7 @@ def verify(
 
 def _verify_model(ui: Ui, request: Request, level: str, passes: Sequence[Pass]) -> Verification:
     from fxpar.cli.files import need_memory, open_model
-    from fxpar.verify.check import verify
+    from fxpar.verification import verify
 
     loaded = open_model(ui, request)
     if level == "values":
@@ -87,8 +87,8 @@ def _need_local(passes: Sequence[Pass]) -> None:
 def _verify_text(ui: Ui, request: Request, level: str, passes: Sequence[Pass]) -> Verification:
     """Checks a text; by value after the passes that are left."""
     from fxpar.cli.files import CAPTURE, VALUES, open_start, read_text, run_passes
+    from fxpar.verification import Verification
     from fxpar.verify.analysis import split_flops
-    from fxpar.verify.check import Verification
     from fxpar.verify.static import verify_static
     from fxpar.verify.values import verify_values
 
@@ -163,8 +163,8 @@ def bisect(ui: Ui, request: Request, passes: Passes = None) -> Report:
 
 
 def _bisect_model(ui: Ui, request: Request, passes: Sequence[Pass]) -> tuple[str | None, str]:
+    from fxpar.bisection import bisect_model
     from fxpar.cli.files import is_text, need_memory, open_model
-    from fxpar.verify.check import bisect_model
 
     if is_text(request.model):
         raise InputError(
@@ -240,8 +240,8 @@ def _judge(folder: Path, free: Sequence[str]) -> Callable[[str, Path, Program], 
     Args:
         free: passes that declare to preserve nothing; texts from them on are compared with nothing.
     """
+    from fxpar.bisection import complete
     from fxpar.cli.files import CAPTURE, load_values, read_text
-    from fxpar.verify.bisect import complete
     from fxpar.verify.values import reference_run, verify_values
 
     values, captured = load_values(folder), read_text(folder / CAPTURE)

@@ -387,7 +387,7 @@ class ParallelModule(Immovable):
         """
         compiled = self._programs.first
         given: dict[str, Any] = {"device": self.world.device, "sizes": sizes, "optimizer": optimizer}
-        given["findings"] = compiled.findings
+        given["findings"] = compiled.captured.findings
         return make_report(compiled.program, compiled.lowered, name=type(self._programs.skeleton).__name__, **given)
 
 

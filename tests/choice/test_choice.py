@@ -17,6 +17,7 @@ from fxpar.capture import Captured, capture
 from fxpar.choice.options import Options, Value, list_options, value_of
 from fxpar.choice.prices import Prices
 from fxpar.choice.solve import solve
+from fxpar.compile import compile_program
 from fxpar.layout.layout import I, Placement, V
 from fxpar.passes import canonicalize
 from fxpar.passes.divide_sequence import divide
@@ -25,7 +26,6 @@ from fxpar.plan.plan import Plan
 from fxpar.program.gradients import carried
 from fxpar.program.program import Program, operands
 from fxpar.verify.analysis import split_flops, unsplit
-from fxpar.verify.check import compile_program
 from fxpar.verify.values import call_inputs, program_state, verify_values
 from tests.layers import by_layer
 from tests.zoo import CASES
@@ -49,7 +49,7 @@ def slower(factor: float) -> Cost:
 def compiled(name: str, plan: Plan) -> Program:
     """The localised program of a model of the zoo."""
     found = captured(name)[1]
-    return compile_program(Captured(found.program.with_(plan=plan), found.spec, found.how, found.loss))
+    return compile_program(found.program.with_(plan=plan))
 
 
 MEGATRON = ("gpt2", "bert", "llama", "qwen3", "bloom", "nanogpt")

@@ -19,7 +19,7 @@ from fxpar.plan.plan import Plan
 from fxpar.program.operators import sum_gradients
 from fxpar.program.program import Program, operands
 from fxpar.text.printing import print_program
-from fxpar.verify.check import verify
+from fxpar.verification import verify
 from fxpar.verify.static import STATIC
 from tests.passes.modules import shown
 

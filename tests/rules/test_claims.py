@@ -18,7 +18,7 @@ from fxpar.plan.plan import Plan
 from fxpar.program.program import output_layouts, tensor_type
 from fxpar.rules.flops import matmul_flops, uncounted
 from fxpar.text.printing import placement_text
-from fxpar.verify.check import Verification, verify
+from fxpar.verification import Verification, verify
 
 
 class Calls(nn.Module):

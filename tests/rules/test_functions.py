@@ -23,8 +23,8 @@ from fxpar.rules.composite import why_whole
 from fxpar.rules.functions import nonlinearity
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
+from fxpar.verification import verify
 from fxpar.verify.analysis import without_rule
-from fxpar.verify.check import verify
 from fxpar.verify.static import STATIC, verify_static
 from tests.capture import bound, functions
 

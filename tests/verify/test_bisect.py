@@ -9,12 +9,12 @@ import torch
 from torch import fx
 
 import fxpar
+from fxpar.bisection import Bisection, Culprit, bisect, complete
 from fxpar.errors import CheckFailed, PassError
 from fxpar.manager import Pass
 from fxpar.passes import DEFAULT_PASSES
 from fxpar.program import operators
 from fxpar.program.program import Program, note, set_note
-from fxpar.verify.bisect import Bisection, Culprit, bisect, complete
 from tests.verify.cases import prepared, program
 
 aten = torch.ops.aten

@@ -6,18 +6,24 @@ changes values beyond tolerance, and which passes were compared at all.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from fxpar.capture import capture, check_samples
+from fxpar.capture.precision import in_precision
+from fxpar.compile import check_arguments, compile_program
 from fxpar.errors import FxparError
-from fxpar.manager import Pass, PassManager
+from fxpar.manager import Pass
 from fxpar.passes import DEFAULT_PASSES
+from fxpar.plan.plan import Plan
 from fxpar.program.program import Program
-from fxpar.verify.simulate import Run
+from fxpar.verification import need_memory
+from fxpar.verify.simulate import Run, check_world
 from fxpar.verify.static import verify_static
-from fxpar.verify.values import ValueReport, reference_run, verify_values
+from fxpar.verify.values import ValueReport, call_inputs, program_state, reference_run, verify_values
 
 
 @dataclass(frozen=True)
@@ -51,6 +57,24 @@ class Bisection:
     untested: tuple[str, ...] = ()
 
 
+def bisect_model(
+    model: nn.Module,
+    batch: Any,
+    plan: Plan,
+    passes: Sequence[Pass] = DEFAULT_PASSES,
+    loss: Callable[..., Any] | str | None = None,
+) -> Bisection:
+    """Finds the first pass after which the model, in the plan's precision, computes something else."""
+    check_arguments(model, plan, passes)
+    need_memory(model)
+    check_samples(batch)
+    check_world(plan.world_size)
+    with in_precision(model, plan):
+        captured = capture(model, batch, plan, loss)
+        state, inputs = program_state(captured.program, model), call_inputs(captured, model, batch)
+        return bisect(captured.program, passes, state, inputs)
+
+
 def bisect(
     captured: Program, passes: Sequence[Pass], state: Mapping[str, Tensor], inputs: Mapping[str, Tensor]
 ) -> Bisection:
@@ -71,7 +95,7 @@ def bisect(
     reference: Run | None = reference_run(captured, state, inputs)
     for item in passes:
         try:
-            program = PassManager([item]).run(program)
+            program = compile_program(program, [item], verifiers=())
             verify_static(program)
         except FxparError as error:
             return Bisection(Culprit(item.name, error, None), compared, untested)
@@ -95,6 +119,6 @@ def complete(program: Program) -> Program | None:
     """The program after the default passes that provide what it still lacks to run; None where they refuse it."""
     needed = [item for item in DEFAULT_PASSES if not item.provides <= program.properties]
     try:
-        return PassManager(needed).run(program)
+        return compile_program(program, needed, verifiers=())
     except FxparError:
         return None

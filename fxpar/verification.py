@@ -12,18 +12,18 @@ from typing import Any
 
 from torch import nn
 
-from fxpar.capture import Captured, capture, check_samples
+from fxpar.capture import check_samples
 from fxpar.capture.precision import in_precision
-from fxpar.errors import CheckFailed, InputError, shown
-from fxpar.manager import Pass, PassManager
+from fxpar.compile import check_arguments, compile_model
+from fxpar.errors import CheckFailed, InputError
+from fxpar.manager import Pass
 from fxpar.passes import DEFAULT_PASSES
 from fxpar.plan.plan import Plan
-from fxpar.program.program import PassRecord, Program
+from fxpar.program.program import Program
 from fxpar.rules.flops import uncounted
 from fxpar.verify.analysis import split_flops
-from fxpar.verify.bisect import Bisection, bisect
 from fxpar.verify.simulate import check_world
-from fxpar.verify.static import STATIC, verify_static
+from fxpar.verify.static import verify_static
 from fxpar.verify.values import ValueReport, call_inputs, check_capture, program_state, verify_values
 
 LEVELS = ("static", "values")
@@ -59,19 +59,6 @@ class Verification:
         return found
 
 
-def compile_program(
-    captured: Captured,
-    passes: Sequence[Pass] = DEFAULT_PASSES,
-    on_pass: Callable[[PassRecord], None] | None = None,
-) -> Program:
-    """The captured program after all passes, statically checked after each.
-
-    Raises:
-        FxparError: a pass or a check refused it.
-    """
-    return PassManager(passes, STATIC, on_pass=on_pass).run(captured.program)
-
-
 def verify(
     model: nn.Module,
     batch: Any,
@@ -100,50 +87,17 @@ def verify(
     if level == "values":
         check_world(plan.world_size)
     with in_precision(model, plan):
-        captured = capture(model, batch, plan, loss)
-        program = compile_program(captured, passes)
+        compiled = compile_model(model, batch, plan, loss, passes)
+        captured, program = compiled.captured, compiled.program
         share = split_flops(program)
         checks = verify_static(program)
         if level == "static":
             return Verification(True, level, program, share, checks, None)
-        _need_memory(model)
+        need_memory(model)
         check_capture(captured, model, batch)
         state, inputs = program_state(captured.program, model), call_inputs(captured, model, batch)
         report = verify_values(captured.program, program, state, inputs)
     return Verification(report.ok, level, program, share, checks, report)
-
-
-def check_arguments(model: Any, plan: Any, passes: Any) -> None:
-    """Refuses arguments of other types.
-
-    Raises:
-        InputError: names the argument.
-    """
-    if not isinstance(model, nn.Module):
-        raise InputError(f"a {type(model).__name__} is no nn.Module", where="model", remedy="pass the model itself")
-    if not isinstance(plan, Plan):
-        raise InputError(f"a {type(plan).__name__} is no Plan", where="plan", remedy="pass fxpar.Plan(tp=…)")
-    if not isinstance(passes, (list, tuple)) or not passes:
-        remedy = "pass a list such as [*fxpar.passes.DEFAULT_PASSES, your_pass]"
-        raise InputError(f"{shown(passes)} is no list of passes", where="passes", remedy=remedy)
-
-
-def bisect_model(
-    model: nn.Module,
-    batch: Any,
-    plan: Plan,
-    passes: Sequence[Pass] = DEFAULT_PASSES,
-    loss: Callable[..., Any] | str | None = None,
-) -> Bisection:
-    """Finds the first pass after which the model, in the plan's precision, computes something else."""
-    check_arguments(model, plan, passes)
-    _need_memory(model)
-    check_samples(batch)
-    check_world(plan.world_size)
-    with in_precision(model, plan):
-        captured = capture(model, batch, plan, loss)
-        state, inputs = program_state(captured.program, model), call_inputs(captured, model, batch)
-        return bisect(captured.program, passes, state, inputs)
 
 
 def expect(verification: Verification) -> Verification:
@@ -159,7 +113,12 @@ def expect(verification: Verification) -> Verification:
     return verification
 
 
-def _need_memory(model: nn.Module) -> None:
+def need_memory(model: nn.Module) -> None:
+    """Refuses models without values.
+
+    Raises:
+        InputError: a parameter is on the meta device.
+    """
     meta = next((name for name, p in model.named_parameters() if p.is_meta), None)
     if meta is not None:
         raise InputError("has no values: the model is on the meta device", where=meta, remedy="use level static")
