@@ -28,13 +28,13 @@ from rich.console import Console
 from rich.table import Table
 
 import fxpar
+from fxpar.analysis.split import split_flops
 from fxpar.capture import capture
 from fxpar.compile import compile_program
 from fxpar.manager import Verifier
 from fxpar.passes import DEFAULT_PASSES
 from fxpar.program.program import PassRecord, Program
 from fxpar.text.printing import print_program
-from fxpar.verify.analysis import split_flops
 from fxpar.verify.static import STATIC
 
 PASSES = tuple(item.name for item in DEFAULT_PASSES)

@@ -56,8 +56,8 @@ def _summary(program: Program, how: str) -> dict[str, Any]:
 
     from fxpar.passes.canonicalize import canonicalize
     from fxpar.program.program import note
+    from fxpar.report.reasons import without_rule
     from fxpar.text.printing import target_name
-    from fxpar.verify.analysis import without_rule
 
     canonical = program if "canonical" in program.properties else canonicalize(program.copy())
     calls = [node for node in program.graph.nodes if node.op == "call_function"]
@@ -190,8 +190,8 @@ def whole(program: Program) -> dict[str, Any]:
 
     `uncounted` are operators that may multiply matrices and are no part of the share of FLOPs that is split.
     """
-    from fxpar.rules.flops import uncounted
-    from fxpar.verify.analysis import unsplit, without_rule
+    from fxpar.analysis.flops import uncounted
+    from fxpar.report.reasons import unsplit, without_rule
 
     if "layouts" not in program.properties or "tp" not in program.axes:
         return {"unsplit": {}, "without_rule": [], "uncounted": {}}
@@ -223,7 +223,7 @@ def _few(names: list[str], most: int = 4) -> str:
 
 def warn_unsplit(ui: Ui, program: Program) -> float | None:
     """Share of the matrix FLOPs that tp divides, None before there are layouts or axes; warns where it is zero."""
-    from fxpar.verify.analysis import split_flops
+    from fxpar.analysis.split import split_flops
 
     if "layouts" not in program.properties or "tp" not in program.axes:
         return None

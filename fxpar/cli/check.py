@@ -86,9 +86,9 @@ def _need_local(passes: Sequence[Pass]) -> None:
 
 def _verify_text(ui: Ui, request: Request, level: str, passes: Sequence[Pass]) -> Verification:
     """Checks a text; by value after the passes that are left."""
+    from fxpar.analysis.split import split_flops
     from fxpar.cli.files import CAPTURE, VALUES, open_start, read_text, run_passes
     from fxpar.verification import Verification
-    from fxpar.verify.analysis import split_flops
     from fxpar.verify.static import verify_static
     from fxpar.verify.values import verify_values
 

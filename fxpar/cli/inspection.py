@@ -20,8 +20,8 @@ from fxpar.cli.output import FAILED, FINE, Report, Ui, amount, print_table, tabl
 from fxpar.errors import InputError
 
 if TYPE_CHECKING:
+    from fxpar.analysis.collectives import Collective
     from fxpar.program.program import Program
-    from fxpar.verify.analysis import Collective
 
 _ELSEWHERE = "elsewhere"
 Sizes = Annotated[
@@ -128,10 +128,10 @@ def comm(
     size: Sizes = None,
 ) -> Report:
     """Lists every collective of a training step, with its bytes."""
+    from fxpar.analysis.collectives import collectives
     from fxpar.cli.files import open_start, run_passes
     from fxpar.passes import DEFAULT_PASSES
     from fxpar.program.program import note
-    from fxpar.verify.analysis import collectives
 
     start = open_start(ui, request)
     program = start.program
@@ -179,8 +179,8 @@ def sizes_of(program: Program, given: Sequence[str]) -> dict[str, int]:
 def _show_comm(
     stdout: Console, name: str, program: Program, found: Sequence[Collective], values: dict[str, int]
 ) -> None:
+    from fxpar.analysis.collectives import layer_of
     from fxpar.program.program import note
-    from fxpar.verify.analysis import layer_of
 
     at = ", ".join(f"{symbol} = {value}" for symbol, value in values.items()) or "fixed sizes"
     if not found:

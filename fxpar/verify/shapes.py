@@ -27,7 +27,7 @@ from fxpar.rules import bind_arguments
 from fxpar.rules.functions import resolve_function
 from fxpar.rules.inference import describe
 from fxpar.rules.vocabulary import ATEN_OF
-from fxpar.verify.cost import check_cost
+from fxpar.verify.limits import check_cost
 from fxpar.verify.whole import whole_arguments
 
 aten = torch.ops.aten

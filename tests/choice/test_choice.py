@@ -13,6 +13,7 @@ import transformers
 from torch import Tensor, nn
 from torch.nn import functional
 
+from fxpar.analysis.split import split_flops
 from fxpar.capture import Captured, capture
 from fxpar.choice.options import Options, Value, list_options, value_of
 from fxpar.choice.prices import Prices
@@ -25,7 +26,7 @@ from fxpar.plan.cost import Cost
 from fxpar.plan.plan import Plan
 from fxpar.program.gradients import carried
 from fxpar.program.program import Program, operands
-from fxpar.verify.analysis import split_flops, unsplit
+from fxpar.report.reasons import unsplit
 from fxpar.verify.values import call_inputs, program_state, verify_values
 from tests.layers import by_layer
 from tests.zoo import CASES

@@ -14,13 +14,15 @@ import torch
 import transformers
 from torch import nn
 
+from fxpar.analysis.collectives import Collective, collectives
+from fxpar.analysis.split import split_flops
 from fxpar.capture import Captured, capture
 from fxpar.compile import compile_program
 from fxpar.plan.plan import Plan
 from fxpar.program.operators import copy_to, share, sum_gradients
 from fxpar.program.program import Program, note, operands, output_layouts
+from fxpar.report.reasons import unsplit
 from fxpar.verification import Verification
-from fxpar.verify.analysis import Collective, collectives, split_flops, unsplit
 from fxpar.verify.values import TOLERANCE, call_inputs, program_state, verify_values
 from tests.models.table import Record, add_row
 from tests.verify.cases import prepared

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from fxpar.analysis.collectives import collectives
+from fxpar.analysis.split import split_flops
 from fxpar.capture import Captured, capture
 from fxpar.cli.models import LoadedModel, load_model
 from fxpar.compile import compile_model, compile_program
@@ -15,8 +17,8 @@ from fxpar.layout.symbols import names
 from fxpar.passes import DEFAULT_PASSES
 from fxpar.plan.plan import Plan
 from fxpar.program.program import Program, operands, output_layouts, output_types
+from fxpar.report.reasons import unsplit
 from fxpar.verification import verify
-from fxpar.verify.analysis import collectives, split_flops, unsplit
 from fxpar.verify.values import call_inputs, program_state, reference_run, verify_values
 from tests.layers import by_layer
 from tests.zoo import CASES

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fxpar.analysis.split import split_flops
 from fxpar.capture import Captured, capture
 from fxpar.compile import compile_program
 from fxpar.plan.plan import Plan
 from fxpar.verification import Verification
-from fxpar.verify.analysis import split_flops
 from fxpar.verify.static import verify_static
 from fxpar.verify.values import call_inputs, check_capture, program_state, verify_values
 from tests.zoo import CASES, VOCABULARY, Case, NanoGPT

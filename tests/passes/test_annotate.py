@@ -9,12 +9,13 @@ import transformers
 from torch import Tensor, nn
 from torch.nn import functional
 
+from fxpar.analysis.collectives import collectives
+from fxpar.analysis.split import split_flops
 from fxpar.capture import capture
 from fxpar.manager import PassManager
 from fxpar.passes import annotate, canonicalize
 from fxpar.plan.plan import Plan
 from fxpar.program.program import note
-from fxpar.verify.analysis import collectives, split_flops
 from tests.passes.modules import (
     MLP,
     WIDTH,

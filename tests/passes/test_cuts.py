@@ -16,7 +16,7 @@ from fxpar.passes import canonicalize
 from fxpar.passes.annotate import keeping
 from fxpar.plan.plan import Plan
 from fxpar.program.program import Program, output_layouts
-from fxpar.verify.analysis import unsplit
+from fxpar.report.reasons import unsplit
 from fxpar.verify.static import STATIC
 from tests.passes.modules import (
     MLP,

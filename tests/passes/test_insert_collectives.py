@@ -6,13 +6,13 @@ import pytest
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
+from fxpar.analysis.collectives import collectives
 from fxpar.errors import LayoutError, PassError
 from fxpar.layout.layout import I, P
 from fxpar.passes import insert_collectives
 from fxpar.program.operators import COERCION_OF
 from fxpar.program.program import Program, note, operands, output_layouts
 from fxpar.text.parsing import parse_program
-from fxpar.verify.analysis import collectives
 from fxpar.verify.static import verify_static
 from tests.passes.modules import (
     MLP,

@@ -7,9 +7,9 @@ import pytest
 from torch import Tensor, nn
 from torch.nn import functional
 
+from fxpar.analysis.collectives import collectives
 from fxpar.errors import PlanError
 from fxpar.text.printing import print_program
-from fxpar.verify.analysis import collectives
 from tests.passes.modules import (
     MLP,
     WIDTH,

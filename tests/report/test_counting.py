@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from fxpar.analysis import closed_form
+from fxpar.analysis.parameters import OPTIMIZERS, held_by
 from fxpar.capture import capture
 from fxpar.errors import CheckFailed, InputError
 from fxpar.layout.layout import Layout, Piece, Placement, padded_shard, shard
@@ -22,9 +24,9 @@ from fxpar.ops.lower import Lowered, lower
 from fxpar.passes import DEFAULT_PASSES
 from fxpar.plan.plan import Plan
 from fxpar.program.program import Parameter, Program, TensorType, update
-from fxpar.report import Report, closed_form, make_report
+from fxpar.report import Report, make_report
+from fxpar.report.build import places
 from fxpar.report.measure import Measured, measure
-from fxpar.report.parameters import OPTIMIZERS, held_by, places
 
 CPU = torch.device("cpu")
 ROWS, COLUMNS, WIDTH = 3, 5, 12

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
+from fxpar.analysis.flops import matmul_flops, uncounted
 from fxpar.capture import capture
 from fxpar.cli.hf import build
 from fxpar.layout.symbols import evaluate
 from fxpar.plan.plan import Plan
 from fxpar.program.program import output_layouts, tensor_type
-from fxpar.rules.flops import matmul_flops, uncounted
 from fxpar.text.printing import placement_text
 from fxpar.verification import Verification, verify
 

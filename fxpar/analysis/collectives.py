@@ -1,12 +1,10 @@
-"""What a program communicates and how much of its arithmetic is split.
+"""What a program communicates.
 
-Enters: a program with coercions in place. Leaves: a list of collectives with bytes in closed form, and the share of
-matrix FLOPs that an axis divides.
+Enters: a program with coercions in place. Leaves: a list of collectives with bytes in closed form.
 """
 
 from __future__ import annotations
 
-import operator
 import re
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import asdict, dataclass
@@ -14,17 +12,14 @@ from typing import Any
 
 from torch import fx
 
-from fxpar.choice.explain import ONLY
 from fxpar.layout.layout import Placement
 from fxpar.layout.symbols import Size, evaluate, product, simplify, symbol
-from fxpar.program.coercions import computed_fraction, shared_fraction
+from fxpar.program.coercions import shared_fraction
 from fxpar.program.gradients import carried, reached
 from fxpar.program.mixed import held_type
-from fxpar.program.operators import COERCION_OF, OPERATORS, all_to_all, copy_to, function, share, sum_gradients
-from fxpar.program.program import Program, TensorType, note, operands, output_layouts, output_types
-from fxpar.rules import call_of, key_of, rule_of
-from fxpar.rules.composite import why_whole
-from fxpar.rules.flops import matmul_flops
+from fxpar.program.operators import COERCION_OF, all_to_all, copy_to, share, sum_gradients
+from fxpar.program.program import Program, TensorType, operands, output_layouts, output_types
+from fxpar.rules import call_of
 from fxpar.rules.vocabulary import ATEN_OF, traffic
 
 _LAYER = re.compile(r"(?:.*?\.)?\d+(?=\.|$)")
@@ -62,7 +57,7 @@ def collectives(program: Program, sizes: Mapping[str, int] | None = None) -> lis
     Args:
         sizes: sizes of the inputs by symbol; the example's by default.
     """
-    values = _values(program, sizes)
+    values = symbol_sizes(program, sizes)
     wanted = reached(program, carried(program))
     owned = {p.node for p in program.parameters}
     weights = {node for node in program.graph.nodes if node.op == "placeholder" and node.name in owned}
@@ -101,8 +96,12 @@ def in_input_sizes(program: Program, size: Size) -> str:
     return str(simplify(size.subs(own, simultaneous=True)))
 
 
-def _values(program: Program, sizes: Mapping[str, int] | None) -> dict[str, int]:
-    """Values of the symbols: a size that ranks share out is divided, rounded up where they do not divide it."""
+def symbol_sizes(program: Program, sizes: Mapping[str, int] | None) -> dict[str, int]:
+    """Values of the symbols: a size that ranks share out is divided, rounded up where they do not divide it.
+
+    Args:
+        sizes: of the inputs; the example's where they are not given.
+    """
     given = dict(sizes or {})
     return {s.name: -(-given[s.name] // s.multiple) if s.name in given else s.example for s in program.symbols}
 
@@ -151,54 +150,6 @@ def _operations(node: fx.Node) -> tuple[str, str]:
     if row.operator is all_to_all and before.dim == after.dim:
         return "all_gather", "all_gather"
     return row.forward, row.backward
-
-
-def split_flops(program: Program, axis: str = "tp", sizes: Mapping[str, int] | None = None) -> float:
-    """Share of the matrix FLOPs that the ranks of an axis divide among them; 1 for an axis of one rank.
-
-    Of a product that c of n ranks compute alike, that is (1 - c/n) / (1 - 1/n). It is a share of what can be counted:
-    `fxpar.rules.flops.uncounted` lists the rest.
-    """
-    if axis not in program.axes:
-        return 1.0
-    values = _values(program, sizes)
-    n, total, split = program.axes[axis], 0, 0.0
-    for node, flops in matmul_flops(program):
-        amount = evaluate(flops, values)
-        total += amount
-        placements = [layout.on(axis) for o in operands(node) for layout in output_layouts(o)]
-        split += amount * (1 - computed_fraction(placements, n)) / (1 - 1 / n)
-    return split / total if total else 0.0
-
-
-def unsplit(program: Program, axis: str = "tp") -> list[tuple[str, str]]:
-    """Parameters with two or more dimensions that the axis does not divide, with the reason."""
-    found = []
-    for parameter in program.parameters:
-        node = program.node(parameter.node)
-        layouts = output_layouts(node)
-        is_matrix = parameter.kind == "parameter" and len(parameter.type.shape) > 1
-        if is_matrix and layouts and axis in program.axes and not layouts[0].on(axis).is_shard:
-            found.append((parameter.fqn, note(node).origin or ONLY))
-    return found
-
-
-def without_rule(program: Program) -> list[str]:
-    """Operators of a canonical program that take tensors and are not known to split: they stay whole on every rank.
-
-    They have no rule, or are functions of the author's that are not known to be element-wise, with the reason.
-    """
-    found = set()
-    for node in program.graph.nodes:
-        if node.target is function:
-            reason = why_whole(call_of(node, 2))
-            found |= {f"fxpar.function: {reason}"} if reason else set()
-        known = node.target is operator.getitem or node.target in OPERATORS.values()
-        if node.op != "call_function" or known or rule_of(node.target) is not None:
-            continue
-        if operands(node) and output_types(node):
-            found.add(key_of(node.target))
-    return sorted(found)
 
 
 def layer_of(fqn: str) -> str:

@@ -12,9 +12,8 @@ from types import MappingProxyType
 
 from fxpar.layout.layout import Layout, Placement, local_shape, share_of
 from fxpar.layout.shards import real_part
-from fxpar.program.mixed import held_type
+from fxpar.program.mixed import held_type, is_copy
 from fxpar.program.program import Parameter, Program, output_layouts
-from fxpar.verify.simulate import coordinates
 
 
 @dataclass(frozen=True)
@@ -28,6 +27,10 @@ class OptimizerKind:
 
     copies: int
     extra: int = 0
+
+    def bytes(self, held: int) -> int:
+        """Of the state of a parameter of so many bytes."""
+        return self.copies * held + self.extra
 
 
 OPTIMIZERS: Mapping[str, OptimizerKind] = MappingProxyType(
@@ -50,15 +53,21 @@ class Held:
     padding: int
 
 
-def places(program: Program) -> list[dict[str, int]]:
-    """Every rank's index on the axes that split the program."""
-    return [coordinates(program.axes, rank) for rank in range(prod(program.axes.values()))]
-
-
 def local_elements(program: Program, parameter: Parameter) -> int:
     """Elements that a rank holds, padding included: equally many on every rank."""
     layout = output_layouts(program.node(parameter.node))[0]
     return prod(int(size) for size in local_shape(parameter.type.shape, layout, program.axes))
+
+
+def held_bytes(program: Program, parameter: Parameter) -> int:
+    """Of a parameter as the module holds it."""
+    return local_elements(program, parameter) * held_type(program.plan, parameter.type).dtype.itemsize
+
+
+def copy_bytes(program: Program, parameter: Parameter) -> int:
+    """Of the copy that the program runs on, where the module holds main values."""
+    kind = parameter.type
+    return local_elements(program, parameter) * kind.dtype.itemsize if is_copy(program.plan, kind) else 0
 
 
 def held_by(program: Program, parameter: Parameter, place: Mapping[str, int]) -> Held:
