@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxpar
 from fxpar.analysis.collectives import collectives
-from fxpar.runtime.sharded import local_of
+from fxpar.state.sharded import local_of
 from tests.runtime import chosen
 from tests.runtime.jobs import Found, case_module, kept, tp
 from tests.zoo import CASES

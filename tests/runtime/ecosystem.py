@@ -21,7 +21,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 import fxpar
 from fxpar.runtime.module import ParallelModule
-from fxpar.runtime.sharded import whole_of
+from fxpar.state.sharded import whole_of
 from tests.runtime import models, weight_jobs
 from tests.runtime.jobs import Found, case_module, gradients, kept, tiny_module, tp
 from tests.zoo import CASES

@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fxpar.mesh.mesh import Mesh
 from fxpar.ops.collectives import Group
+from fxpar.ops.groups import create_groups, device_mesh, process_group
 from fxpar.plan.plan import Plan
-from fxpar.runtime.groups import create_groups, device_mesh, process_group
 from fxpar.runtime.world import connect, join
 
 

@@ -14,7 +14,7 @@ import torch
 
 import fxpar
 from fxpar.runtime.module import ParallelModule
-from fxpar.runtime.sharded import whole_of
+from fxpar.state.sharded import whole_of
 from tests.runtime import models, weight_jobs
 from tests.runtime.jobs import Found, kept, tp
 

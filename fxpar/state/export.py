@@ -1,6 +1,6 @@
 """Export to safetensors under the author's names.
 
-Enters: a `ParallelModule`, a folder. Leaves: `model.safetensors`, or several files with an index, as transformers'
+Enters: what a rank holds, a folder. Leaves: `model.safetensors`, or several files with an index, as transformers'
 `from_pretrained` and `fxpar.Checkpoint` read them.
 """
 
@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -19,17 +19,15 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from fxpar.errors import CheckpointError, InputError, shown
-from fxpar.runtime.checkpoint import FILE, INDEX
-from fxpar.runtime.distributed_state import saved_once
-from fxpar.runtime.sharded import whole_of
-
-if TYPE_CHECKING:
-    from fxpar.runtime.module import ParallelModule
+from fxpar.state.checkpoint import FILE, INDEX
+from fxpar.state.distributed_state import saved_once
+from fxpar.state.held import Held
+from fxpar.state.sharded import whole_of
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
-def save_checkpoint(module: ParallelModule, model: nn.Module, folder: str | Path, shard_size: int | str) -> None:
+def save_checkpoint(held: Held, model: nn.Module, folder: str | Path, shard_size: int | str) -> None:
     """Writes the whole model from rank 0, one file after the other. A collective call.
 
     Each tensor is gathered by itself: the ranks hold one whole tensor at a time, rank 0 besides those of one file.
@@ -45,25 +43,25 @@ def save_checkpoint(module: ParallelModule, model: nn.Module, folder: str | Path
             holds something else than parameters and buffers.
         InputError: `shard_size` is no size.
     """
-    tensors = saved_once(module)
-    files = _files(module, tensors, bytes_of(shard_size))
-    path, is_writer = folder_of(folder), module.world.rank == 0
+    tensors = saved_once(held)
+    files = _files(held, tensors, bytes_of(shard_size))
+    path, is_writer = folder_of(folder), held.rank == 0
     if is_writer:
         _prepare(path)
     # What the writer is refused, the others hear here and not in a gather that it never joins.
-    module.world.agreement.agree({"the files": " ".join(files)}, "save the same model on every rank")
+    held.agree({"the files": " ".join(files)}, "save the same model on every rank")
     for file, names in files.items():
-        held: dict[str, Tensor] = {}
+        written: dict[str, Tensor] = {}
         for name in names:
             whole = whole_of(tensors[name])
             if is_writer:
-                held[name] = whole.cpu().contiguous()
+                written[name] = whole.cpu().contiguous()
             del whole
         if is_writer:
-            _write(path / file, held)
+            _write(path / file, written)
     if is_writer:
         _describe(path, model, tensors, files)
-    module.world.agreement.agree({}, "")  # all files are there
+    held.agree({}, "")  # all files are there
 
 
 def folder_of(folder: str | Path) -> Path:
@@ -91,12 +89,12 @@ def bytes_of(size: int | str) -> int:
     return count
 
 
-def _files(module: ParallelModule, tensors: dict[str, Tensor], limit: int) -> dict[str, list[str]]:
+def _files(held: Held, tensors: dict[str, Tensor], limit: int) -> dict[str, list[str]]:
     """Names of tensors by file, in the model's order."""
     groups: list[list[str]] = []
     room = 0
     for name, value in tensors.items():
-        size = torch.Size(module.shape_of(name)).numel() * value.element_size()
+        size = torch.Size(held.shape_of(name)).numel() * value.element_size()
         if not groups or size > room:
             groups.append([])
             room = limit

@@ -17,10 +17,10 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from fxpar.errors import InputError
-from fxpar.runtime.operand import part_of
-from fxpar.runtime.place import Place
-from fxpar.runtime.routing import IS_DISPATCHED, routed
-from fxpar.runtime.sharded import Sharded
+from fxpar.state.operand import part_of
+from fxpar.state.place import Place
+from fxpar.state.routing import IS_DISPATCHED, routed
+from fxpar.state.sharded import Sharded
 
 
 class ShardedParameter(Sharded):

@@ -1,6 +1,6 @@
 """Saves all that a training is, and takes it up again.
 
-Enters: a module, its optimizer, and what else belongs to a training: scheduler, position in the data, loss scaler.
+Enters: what a rank holds, its optimizer, and what else belongs to a training: scheduler, position, loss scaler.
 Leaves: a folder with safetensors under the author's names (`model`, which transformers' `from_pretrained` reads, and
 `optimizer.KEY` for each state) and `training.json`. Every rank writes and reads its own parts, and nothing in the
 folder depends on the plan. How a save becomes complete is in `saves.py`.
@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,18 +24,17 @@ from torch.optim import Optimizer
 from fxpar.errors import CheckpointError, InputError, shown
 from fxpar.layout.layout import Layout
 from fxpar.layout.shards import Box, boxes
-from fxpar.runtime import saves
-from fxpar.runtime.adopt import load
-from fxpar.runtime.boxfile import BoxFile, Spec, index_document, split_files
-from fxpar.runtime.checkpoint import Checkpoint
-from fxpar.runtime.distributed_state import saved_once
-from fxpar.runtime.export import bytes_of, folder_of, save_configuration
-from fxpar.runtime.optimizer_state import check_fits, collect, restore
-from fxpar.runtime.plain import decode, document, encode
-from fxpar.runtime.sharded import local_of
-
-if TYPE_CHECKING:
-    from fxpar.runtime.module import ParallelModule
+from fxpar.plan.plan import Plan
+from fxpar.state import saves
+from fxpar.state.boxfile import BoxFile, Spec, index_document, split_files
+from fxpar.state.checkpoint import Checkpoint
+from fxpar.state.distributed_state import saved_once
+from fxpar.state.export import bytes_of, folder_of, save_configuration
+from fxpar.state.held import Held
+from fxpar.state.optimizer_state import check_fits, collect, restore
+from fxpar.state.parts import load
+from fxpar.state.plain import decode, document, encode
+from fxpar.state.sharded import local_of
 
 VERSION = 1
 _WEIGHTS = "model"
@@ -47,6 +46,14 @@ class Extras:
 
     scheduler: Any = None
     scaler: Any = None
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a training is: calls that drew random bits, and the position in the data."""
+
+    step: int
+    position: Any = None
 
 
 @dataclass(frozen=True)
@@ -62,12 +69,13 @@ class _File:
 
 
 def save_training(
-    module: ParallelModule,
+    held: Held,
     model: nn.Module,
+    plan: Plan,
     folder: str | Path,
     optimizer: Optimizer,
     extras: Extras,
-    position: Any,
+    progress: Progress,
     keep: int,
     shard_size: int | str,
 ) -> Path:
@@ -84,21 +92,21 @@ def save_training(
         raise InputError(
             f"{shown(keep)} is no positive integer", where="keep", remedy="give the number of saves that stay"
         )
-    limit, world, root = bytes_of(shard_size), module.world, folder_of(folder)
-    state = collect(module, optimizer)
-    tensors = {_WEIGHTS: saved_once(module), **{f"optimizer.{key}": found for key, found in state.tensors.items()}}
+    limit, root = bytes_of(shard_size), folder_of(folder)
+    state = collect(held, optimizer)
+    tensors = {_WEIGHTS: saved_once(held), **{f"optimizer.{key}": found for key, found in state.tensors.items()}}
     specs = {kind: {name: _spec(value) for name, value in found.items()} for kind, found in tensors.items()}
     files = {kind: split_files(kind, found, limit) for kind, found in specs.items()}
     content = {
         "version": VERSION,
-        "step": module.step,
-        "position": encode(position, "position"),
+        "step": progress.step,
+        "position": encode(progress.position, "position"),
         "optimizer": state.document,
         "scheduler": _extra(extras.scheduler, "scheduler"),
         "scaler": _extra(extras.scaler, "scaler"),
-        "plan": module.plan.to_dict(),
-        "seed": module.plan.seed,
-        "ranks": world.size,
+        "plan": plan.to_dict(),
+        "seed": plan.seed,
+        "ranks": held.size,
         "files": {
             file: {"kind": kind, "tensors": {name: _spec_document(specs[kind][name]) for name in names}}
             for kind, found in files.items()
@@ -106,7 +114,7 @@ def save_training(
         },
     }
     facts = {key: _fact(value) for key, value in content.items()}
-    if world.rank == 0:
+    if held.rank == 0:
         fresh = saves.begin(root)
         with saves.writable(fresh):
             for entry in _files(fresh, content):
@@ -116,16 +124,16 @@ def save_training(
                     text = index_document(specs[kind], found)
                     saves.write_synced(fresh / f"{kind}.safetensors.index.json", text.encode())
             save_configuration(fresh, model, tensors[_WEIGHTS])
-    world.agreement.agree(facts, "train alike on every rank, and pass the same position")
-    fresh = fresh if world.rank == 0 else saves.begun(root)
+    held.agree(facts, "train alike on every rank, and pass the same position")
+    fresh = fresh if held.rank == 0 else saves.begun(root)
     with saves.writable(fresh):
-        checks = {entry.file.path.name: _write(module, entry, tensors[entry.kind]) for entry in _files(fresh, content)}
-        saves.write_synced(fresh / _checks(world.rank), _sealed({"files": checks}))
-    world.agreement.agree({}, "")  # all have written
-    if world.rank == 0:
+        checks = {entry.file.path.name: _write(held, entry, tensors[entry.kind]) for entry in _files(fresh, content)}
+        saves.write_synced(fresh / _checks(held.rank), _sealed({"files": checks}))
+    held.agree({}, "")  # all have written
+    if held.rank == 0:
         _check_written(fresh, content)
         fresh = saves.finish(fresh, _sealed(content), keep)
-    world.agreement.agree({}, "")  # it counts
+    held.agree({}, "")  # it counts
     return root / fresh.name.replace("saving", "training")
 
 
@@ -167,10 +175,10 @@ def _fact(value: Any) -> str:
     return text if len(text) < 60 else hashlib.sha256(text.encode()).hexdigest()
 
 
-def _write(module: ParallelModule, entry: _File, tensors: Mapping[str, Tensor]) -> list[Any]:
+def _write(held: Held, entry: _File, tensors: Mapping[str, Tensor]) -> list[Any]:
     """Writes this rank's boxes of a file; returns each with its check sum."""
     found: list[Any] = []
-    mine = [(name, box) for name in entry.specs for box in _boxes(module, name, entry.specs[name]) if box.stands]
+    mine = [(name, box) for name in entry.specs for box in _boxes(held, name, entry.specs[name]) if box.stands]
     if not mine:
         return found
     opened = saves.eventually(lambda: _opened(entry.file.path))
@@ -193,13 +201,13 @@ def _opened(path: Path) -> int | None:
         return None
 
 
-def _boxes(module: ParallelModule, name: str, spec: Spec) -> list[Box]:
+def _boxes(held: Held, name: str, spec: Spec) -> list[Box]:
     """This rank's boxes of a tensor; with `stands`, those that it writes."""
-    world, layout = module.world, module.layout_of(name)
+    layout = held.layout_of(name)
     cut = {axis for axis, placement in layout if placement.is_shard} if spec.shape else set[str]()
-    if any(world.coordinates[axis] for axis in world.coordinates.keys() - cut):
+    if any(held.coordinates[axis] for axis in held.coordinates.keys() - cut):
         return []  # the first rank on the axes that do not cut it writes it
-    return boxes(spec.shape, layout if cut else Layout(), module.plan.axes, world.coordinates)
+    return boxes(spec.shape, layout if cut else Layout(), held.axes, held.coordinates)
 
 
 def _check_written(fresh: Path, content: Mapping[str, Any]) -> None:
@@ -251,8 +259,11 @@ def _unsealed(path: Path) -> Any:
 # ---------------------------------------------------------------------- resuming
 
 
-def resume_training(module: ParallelModule, folder: str | Path, optimizer: Optimizer, extras: Extras) -> Any:
-    """Takes up the last save of a folder, or a certain one; returns the position. A collective call.
+def resume_training(held: Held, folder: str | Path, optimizer: Optimizer, extras: Extras, seed: int) -> Progress:
+    """Takes up the last save of a folder, or a certain one. A collective call.
+
+    Args:
+        seed: of the plan.
 
     Raises:
         CheckpointError: there is none, it is damaged, or it is of another model or optimizer; nothing is loaded then.
@@ -266,18 +277,16 @@ def resume_training(module: ParallelModule, folder: str | Path, optimizer: Optim
             where=str(path),
             remedy="resume with the fxpar that saved it",
         )
-    agreement = module.world.agreement
-    agreement.agree({"the save": path.name, "its content": _fact(content)}, "give every rank the same folder")
-    _check_fits(module, path, content, optimizer, extras)
-    _check_files(module, path, content)
-    agreement.agree({}, "")  # no rank has an objection
-    load(module, Checkpoint(_entry_point(path, _WEIGHTS)))
-    _restore_optimizer(module, path, content, optimizer)
+    held.agree({"the save": path.name, "its content": _fact(content)}, "give every rank the same folder")
+    _check_fits(held, path, content, optimizer, extras, seed)
+    _check_files(held, path, content)
+    held.agree({}, "")  # no rank has an objection
+    load(held, Checkpoint(_entry_point(path, _WEIGHTS)))
+    _restore_optimizer(held, path, content, optimizer)
     for name, value in (("scheduler", extras.scheduler), ("scaler", extras.scaler)):
         if value is not None:
             value.load_state_dict(decode(content[name]["state"]))
-    module.step = content["step"]
-    return decode(content["position"])
+    return Progress(content["step"], decode(content["position"]))
 
 
 def _entry_point(path: Path, kind: str) -> Path:
@@ -286,16 +295,16 @@ def _entry_point(path: Path, kind: str) -> Path:
 
 
 def _check_fits(
-    module: ParallelModule, path: Path, content: Mapping[str, Any], optimizer: Optimizer, extras: Extras
+    held: Held, path: Path, content: Mapping[str, Any], optimizer: Optimizer, extras: Extras, seed: int
 ) -> None:
     where = str(path)
-    if content["seed"] != module.plan.seed:
+    if content["seed"] != seed:
         raise CheckpointError(
-            f"was trained with seed {content['seed']}, and the plan has {module.plan.seed}: dropout would differ",
+            f"was trained with seed {content['seed']}, and the plan has {seed}: dropout would differ",
             where=where,
             remedy=f"use Plan(seed={content['seed']})",
         )
-    check_fits(module, optimizer, content["optimizer"], where)
+    check_fits(held, optimizer, content["optimizer"], where)
     for name, value in (("scheduler", extras.scheduler), ("scaler", extras.scaler)):
         saved = content[name]
         if (saved is None) != (value is None):
@@ -305,7 +314,7 @@ def _check_fits(
         if saved and saved["class"] != _kind(value):
             reason = f"holds a {saved['class']}, and a {_kind(value)} was passed"
             raise CheckpointError(reason, where=where, remedy=f"pass the same {name}")
-    own = {name: _spec(value) for name, value in saved_once(module).items()}
+    own = {name: _spec(value) for name, value in saved_once(held).items()}
     saved_specs = {n: s for entry in _files(path, content) if entry.kind == _WEIGHTS for n, s in entry.specs.items()}
     for name in (*own, *saved_specs):
         if own.get(name) != saved_specs.get(name):
@@ -317,7 +326,7 @@ def _check_fits(
             )
 
 
-def _check_files(module: ParallelModule, path: Path, content: Mapping[str, Any]) -> None:
+def _check_files(held: Held, path: Path, content: Mapping[str, Any]) -> None:
     """Checks sizes and headers of all files, and check sums of this rank's share of the boxes.
 
     Raises:
@@ -333,25 +342,24 @@ def _check_files(module: ParallelModule, path: Path, content: Mapping[str, Any])
         for file, found in _unsealed(path / _checks(rank))["files"].items()
         for row in found
     ]
-    world = module.world
-    for file, name, offsets, sizes, check in rows[world.rank :: world.size]:
+    for file, name, offsets, sizes, check in rows[held.rank :: held.size]:
         with known[file].path.open("rb") as opened:
             if known[file].check(opened.fileno(), name, _box(offsets, sizes)) != check:
                 raise saves.damaged(known[file].path, f"holds other bytes of {name} than when it was saved")
 
 
-def _restore_optimizer(module: ParallelModule, path: Path, content: Mapping[str, Any], optimizer: Optimizer) -> None:
+def _restore_optimizer(held: Held, path: Path, content: Mapping[str, Any], optimizer: Optimizer) -> None:
     parts: dict[str, dict[str, bool]] = {}  # by state key and parameter, whether it is one number
     for entry in _files(path, content):
         if entry.kind != _WEIGHTS:
             found = parts.setdefault(entry.kind.removeprefix("optimizer."), {})
-            found.update({n: not spec.shape and bool(module.shape_of(n)) for n, spec in entry.specs.items()})
+            found.update({n: not spec.shape and bool(held.shape_of(n)) for n, spec in entry.specs.items()})
     checkpoints = {key: Checkpoint(_entry_point(path, f"optimizer.{key}")) for key in parts}
 
     def read(key: str, name: str, is_number: bool) -> Tensor:
-        layout = Layout() if is_number else module.layout_of(name)
+        layout = Layout() if is_number else held.layout_of(name)
         with checkpoints[key].reading() as reader:
-            return reader.part(name, layout, module.plan.axes, module.world.coordinates)
+            return reader.part(name, layout, held.axes, held.coordinates)
 
     with torch.no_grad():
-        restore(module, optimizer, content["optimizer"], parts, read)
+        restore(held, optimizer, content["optimizer"], parts, read)

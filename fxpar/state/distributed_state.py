@@ -1,13 +1,13 @@
 """State for `torch.distributed.checkpoint`: each rank's part, named and placed in the original tensors.
 
-Enters: a `ParallelModule`. Leaves: a state dict that DCP saves and loads in place, whatever the plan it is loaded with.
+Enters: what a rank holds. Leaves: a state dict that DCP saves and loads in place, whatever the plan it is loaded with.
 What is cut is a `Sharded`, of whose chunks the first rank that holds them writes each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,26 +15,23 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.modules.module import _IncompatibleKeys
 
 from fxpar.errors import CheckpointError
-from fxpar.runtime.operand import part_of
-from fxpar.runtime.place import Place
-from fxpar.runtime.sharded import Sharded, local_of
-from fxpar.runtime.state import check_names, check_saved, check_shape
-from fxpar.state.initial import named_tensors
-
-if TYPE_CHECKING:
-    from fxpar.runtime.module import ParallelModule
+from fxpar.state.full_state import check_names, check_saved, check_shape
+from fxpar.state.held import Held
+from fxpar.state.operand import part_of
+from fxpar.state.place import Place
+from fxpar.state.sharded import Sharded, local_of
 
 
-def saved_once(module: ParallelModule) -> dict[str, Tensor]:
+def saved_once(held: Held) -> dict[str, Tensor]:
     """This rank's tensors that the unsplit model would save, each under the first of its names.
 
     Raises:
         CheckpointError: the unsplit model's state dict holds something else than parameters and buffers.
     """
-    entries = {name: entry for entry in named_tensors(module) for name in entry.names}
+    entries = {name: entry for entry in held.tensors for name in entry.names}
     found: dict[str, Tensor] = {}
     done: set[str] = set()
-    for name in module.saved_names:
+    for name in held.saved:
         check_saved(name, entries)
         if entries[name].first not in done:
             done.add(entries[name].first)
@@ -42,19 +39,19 @@ def saved_once(module: ParallelModule) -> dict[str, Tensor]:
     return found
 
 
-def state_dict(module: ParallelModule) -> dict[str, Tensor]:
+def state_dict(held: Held) -> dict[str, Tensor]:
     """This rank's part of what the unsplit model would save; shares memory with the module's tensors.
 
     Raises:
         CheckpointError: the unsplit model's state dict holds something else than parameters and buffers.
     """
-    tensors = {name: entry.tensor for entry in named_tensors(module) for name in entry.names}
-    for name in module.saved_names:
+    tensors = held.by_name()
+    for name in held.saved:
         check_saved(name, tensors)
-    return {name: tensors[name].detach() for name in module.saved_names}
+    return {name: tensors[name].detach() for name in held.saved}
 
 
-def load_state_dict(module: ParallelModule, state: Mapping[str, Any], strict: bool) -> _IncompatibleKeys:
+def load_state_dict(held: Held, state: Mapping[str, Any], strict: bool) -> _IncompatibleKeys:
     """Inverse of `state_dict`; what shares memory with the module's tensors is in its place already.
 
     Whole tensors are taken too, each rank its part.
@@ -65,18 +62,17 @@ def load_state_dict(module: ParallelModule, state: Mapping[str, Any], strict: bo
     Raises:
         CheckpointError: a name is missing or unknown, or a tensor is another part; nothing is loaded then.
     """
-    entries = named_tensors(module)
-    tensors = {name: entry.tensor for entry in entries for name in entry.names}
-    groups = [entry.names for entry in entries]
+    tensors = held.by_name()
+    groups = [entry.names for entry in held.tensors]
     remedy = "load the state dict of the same model and plan; torch.distributed.checkpoint.load fits it to other plans"
-    missing, unknown = check_names(state, module.saved_names, groups, "state dict", remedy, strict)
+    missing, unknown = check_names(state, held.saved, groups, "state dict", remedy, strict)
     parts: dict[str, Tensor] = {}
     for name, value in state.items():
         if name in unknown:
             continue
         if not isinstance(value, Tensor):
             raise CheckpointError(f"is a {type(value).__name__} and must be a tensor", where=name, remedy=remedy)
-        check_shape(name, tuple(value.shape), module.shape_of(name))
+        check_shape(name, tuple(value.shape), held.shape_of(name))
         parts[name] = _part(name, value, tensors[name], remedy)
     _check_ties(parts, tensors)
     with torch.no_grad():

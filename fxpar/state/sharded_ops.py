@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from fxpar.errors import InputError
-from fxpar.runtime import sharded_reduce
-from fxpar.runtime.operand import is_held, is_sharded, part_of, place_of, place_or_none, refusal
-from fxpar.runtime.place import Place
+from fxpar.state import sharded_reduce
+from fxpar.state.operand import is_held, is_sharded, part_of, place_of, place_or_none, refusal
+from fxpar.state.place import Place
 
 Wrap = Callable[[Tensor, Place], Tensor]
 

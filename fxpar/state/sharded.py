@@ -20,9 +20,9 @@ from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
 from fxpar.errors import InputError
 from fxpar.layout.shards import Box
-from fxpar.runtime import sharded_ops
-from fxpar.runtime.place import Place
-from fxpar.runtime.routing import routed
+from fxpar.state import sharded_ops
+from fxpar.state.place import Place
+from fxpar.state.routing import routed
 
 
 class Sharded(DTensor):

@@ -1,6 +1,6 @@
 """Where a rank's part lies in the whole tensor.
 
-Enters: a world, a whole shape and a layout. Leaves: `Place`, which cuts whole tensors, gathers parts, says for which
+Enters: the ranks, a whole shape and a layout. Leaves: `Place`, which cuts whole tensors, gathers parts, says for which
 elements a rank stands, and how `torch.distributed.tensor` is told of it.
 """
 
@@ -23,8 +23,8 @@ from fxpar.errors import InputError
 from fxpar.layout.layout import Layout, Placement, shard
 from fxpar.layout.shards import Box, block, boxes, counted, local_block, part_shape, real_part, whole
 from fxpar.ops.collectives import Group
-from fxpar.runtime.groups import process_group
-from fxpar.runtime.world import World
+from fxpar.ops.groups import process_group
+from fxpar.state.held import Ranks
 
 _FRAME = 512  # bytes: the norms of sixty tensors
 
@@ -42,7 +42,7 @@ class Place:
     name: str
     shape: torch.Size
     layout: Layout
-    world: World
+    ranks: Ranks
 
     @cached_property
     def cuts(self) -> tuple[tuple[str, Placement], ...]:
@@ -52,7 +52,7 @@ class Place:
     @cached_property
     def axes(self) -> Mapping[str, int]:
         """Ranks of each axis."""
-        return {axis: group.size for axis, group in self.world.groups.items()}
+        return {axis: group.size for axis, group in self.ranks.groups.items()}
 
     @cached_property
     def part_shape(self) -> torch.Size:
@@ -67,7 +67,7 @@ class Place:
     @cached_property
     def boxes(self) -> tuple[Box, ...]:
         """What the part consists of."""
-        return tuple(boxes(self.shape, self.layout, self.axes, self.world.coordinates))
+        return tuple(boxes(self.shape, self.layout, self.axes, self.ranks.coordinates))
 
     @cached_property
     def is_padded(self) -> bool:
@@ -78,13 +78,13 @@ class Place:
         """Whether the ranks hold the same elements of both."""
         if self is other:
             return True
-        here, there = self.world, other.world
+        here, there = self.ranks, other.ranks
         same_ranks = here is there or (here.groups, here.coordinates) == (there.groups, there.coordinates)
         return same_ranks and self.shape == other.shape and self.layout == other.layout
 
     def cut(self, value: Tensor) -> Tensor:
         """This rank's part of a whole tensor, in memory of its own."""
-        part = local_block(value, self.layout, self.axes, self.world.coordinates)
+        part = local_block(value, self.layout, self.axes, self.ranks.coordinates)
         return part.clone(memory_format=torch.contiguous_format)
 
     def gather(self, part: Tensor) -> Tensor:
@@ -96,9 +96,9 @@ class Place:
         what = f"the whole of {self.name}"
         for axis, _ in self.cuts:
             nothing = torch.empty(0, dtype=torch.uint8, device=part.device)
-            check_agreed(bool(exchanged(nothing, self.world.groups[axis], what)[1]), what)
+            check_agreed(bool(exchanged(nothing, self.ranks.groups[axis], what)[1]), what)
         for axis, placement in reversed(self.cuts):
-            part = gathered(part, placement, self.world.groups[axis])
+            part = gathered(part, placement, self.ranks.groups[axis])
         return part
 
     def counted(self, part: Tensor) -> list[Tensor]:
@@ -106,7 +106,7 @@ class Place:
         if len(self.cuts) > 1:
             return [box.within(part) for box in self.boxes if box.stands]
         ((axis, placement),) = self.cuts
-        n, rank = self.axes[axis], self.world.coordinates[axis]
+        n, rank = self.axes[axis], self.ranks.coordinates[axis]
         if placement.is_padded:
             (piece,) = placement.pieces
             return [part.narrow(placement.dim, 0, real_part(piece, n, rank)[1])]
@@ -117,7 +117,7 @@ class Place:
         for axis, placement in self.cuts:
             for piece in placement.pieces:
                 if piece.padded:
-                    own = real_part(piece, self.axes[axis], self.world.coordinates[axis])[1]
+                    own = real_part(piece, self.axes[axis], self.ranks.coordinates[axis])[1]
                     part.narrow(placement.dim, own, part.shape[placement.dim] - own).zero_()
 
     # ------------------------------------------------------------------ for torch.distributed.tensor
@@ -125,12 +125,12 @@ class Place:
     @property
     def device_mesh(self) -> DeviceMesh:
         """All axes of more than one rank. Not kept: it may hold its groups."""
-        return self.world.device_mesh
+        return self.ranks.device_mesh
 
     @property
     def placements(self) -> tuple[TorchPlacement, ...]:
         """`Shard` of a plain even shard, `Cut` of any other."""
-        names = [axis for axis, size in reversed(self.world.mesh.dense.sizes) if size > 1]
+        names = [axis for axis, size in reversed(self.ranks.mesh.dense.sizes) if size > 1]
         return tuple(self._placement(axis) for axis in names)
 
     def _placement(self, axis: str) -> TorchPlacement:
@@ -139,7 +139,7 @@ class Place:
             return Replicate()
         if len(self.cuts) == 1 and placement == shard(placement.dim, self.shape[placement.dim]):
             return Shard(placement.dim)
-        return Cut(placement, self.world.groups[axis], self.world.coordinates[axis])
+        return Cut(placement, self.ranks.groups[axis], self.ranks.coordinates[axis])
 
 
 class Cut(Partial):

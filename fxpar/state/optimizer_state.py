@@ -1,8 +1,8 @@
 """An optimizer's state by the author's names, for a save and from it.
 
-Enters: a module and an optimizer of its parameters. Leaves: tensors by state key and parameter, and a document of what
-is no tensor; and back. One rule for all optimizers: what has a parameter's shape is cut as the parameter is, what is
-one number is the same on all ranks. Anything else is refused by name.
+Enters: what a rank holds and an optimizer of it. Leaves: tensors by state key and parameter, and a document of what is
+no tensor; and back. One rule for all optimizers: what has a parameter's shape is cut as the parameter is, what is one
+number is the same on all ranks. Anything else is refused by name.
 """
 
 from __future__ import annotations
@@ -10,20 +10,17 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from fxpar.errors import CheckpointError, InputError
-from fxpar.runtime.boxfile import can_hold
-from fxpar.runtime.plain import decode, encode
-from fxpar.runtime.sharded import Sharded, local_of
-from fxpar.state.initial import named_tensors
-
-if TYPE_CHECKING:
-    from fxpar.runtime.module import ParallelModule
+from fxpar.state.boxfile import can_hold
+from fxpar.state.held import Held
+from fxpar.state.plain import decode, encode
+from fxpar.state.sharded import Sharded, local_of
 
 # How a step is computed on the machine at hand, and not what.
 _MACHINE = frozenset(("foreach", "fused", "capturable", "differentiable"))
@@ -45,14 +42,14 @@ class OptimizerState:
     document: Mapping[str, Any]
 
 
-def collect(module: ParallelModule, optimizer: Optimizer) -> OptimizerState:
+def collect(held: Held, optimizer: Optimizer) -> OptimizerState:
     """The state of an optimizer of a module's parameters.
 
     Raises:
         InputError: it is no optimizer, or one of other parameters.
         CheckpointError: a state that cannot be saved by shards.
     """
-    names = _names(module, optimizer)
+    names = _names(held, optimizer)
     stray = [key for key in optimizer.state if not isinstance(key, Tensor) or id(key) not in names]
     if stray:
         what = f"a {type(stray[0]).__name__}" if not isinstance(stray[0], str) else repr(stray[0])
@@ -104,14 +101,14 @@ def _check_state(value: Tensor, parameter: Tensor, where: str) -> None:
         )
 
 
-def check_fits(module: ParallelModule, optimizer: Optimizer, document: Mapping[str, Any], where: str) -> None:
+def check_fits(held: Held, optimizer: Optimizer, document: Mapping[str, Any], where: str) -> None:
     """Checks that a saved state is one of this optimizer.
 
     Raises:
         CheckpointError: another class, or other parameter groups.
         InputError: it is no optimizer of the module's parameters.
     """
-    names = _names(module, optimizer)
+    names = _names(held, optimizer)
     if document["class"] != _kind(optimizer):
         raise CheckpointError(
             f"holds the state of {document['class']} and not of {_kind(optimizer)}",
@@ -138,7 +135,7 @@ _SAME_GROUPS = "make the optimizer with the parameter groups that it was saved w
 
 
 def restore(
-    module: ParallelModule,
+    held: Held,
     optimizer: Optimizer,
     document: Mapping[str, Any],
     saved: Mapping[str, Any],
@@ -150,7 +147,7 @@ def restore(
         saved: names of parameters by state key, for which there are tensors.
         read: this rank's part of a key's tensor of a parameter; the last argument says whether it is one number.
     """
-    names = _names(module, optimizer)
+    names = _names(held, optimizer)
     host = set(document["host"])
     for group, kept in zip(optimizer.param_groups, document["groups"], strict=True):
         _restore_options(group, {key: decode(value) for key, value in kept["options"].items()})
@@ -184,16 +181,16 @@ def _restore_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
             group[key] = value.item() if isinstance(value, Tensor) and own is not None else value
 
 
-def _names(module: ParallelModule, optimizer: Any) -> dict[int, str]:
+def _names(held: Held, optimizer: Any) -> dict[int, str]:
     """The name under which each of the optimizer's parameters is saved."""
     if not isinstance(optimizer, Optimizer):
         raise InputError(
             f"a {type(optimizer).__name__} is no torch.optim.Optimizer", where="optimizer", remedy="pass the optimizer"
         )
-    saved = set(module.saved_names)
+    saved = set(held.saved)
     names = {
         id(entry.tensor): next((name for name in entry.names if name in saved), entry.first)
-        for entry in named_tensors(module)
+        for entry in held.tensors
         if entry.is_parameter
     }
     for number, group in enumerate(optimizer.param_groups):

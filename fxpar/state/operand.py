@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fxpar.errors import InputError
-from fxpar.runtime.place import Place
+from fxpar.state.place import Place
 
 WORKS = "optimizers that treat each element by itself (SGD, Adam, AdamW, Adagrad, Lion) work"
 

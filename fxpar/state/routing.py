@@ -14,8 +14,8 @@ import torch.utils._pytree as pytree
 from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fxpar.runtime import sharded_ops
-from fxpar.runtime.operand import is_sharded
+from fxpar.state import sharded_ops
+from fxpar.state.operand import is_sharded
 
 # Before torch 2.13 operations on a DTensor go to a fast path in C++, also of a subclass that defines them by itself.
 IS_DISPATCHED = TorchVersion(torch.__version__) >= "2.13"

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxpar.runtime.operand import is_sharded, part_of, place_of, refusal
-from fxpar.runtime.place import Place, check_agreed, exchanged
+from fxpar.state.operand import is_sharded, part_of, place_of, refusal
+from fxpar.state.place import Place, check_agreed, exchanged
 
 _NORMS = frozenset(("linalg_vector_norm", "norm", "_foreach_norm"))
 _UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
@@ -66,7 +66,7 @@ def gathered_rows(own: Tensor, axis: str, place: Place, what: str) -> Tensor:
     Raises:
         InputError: the ranks ask for different things. Where to know it would stop a GPU the numbers are NaN instead.
     """
-    group = place.world.groups[axis]
+    group = place.ranks.groups[axis]
     rows, agree = exchanged(own.reshape(-1).view(torch.uint8), group, what)
     values = rows.contiguous().view(own.dtype).reshape(group.size, *own.shape)
     if own.device.type != "cpu" and own.is_floating_point():

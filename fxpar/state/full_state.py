@@ -1,29 +1,26 @@
-"""Whole state dicts of a parallel module.
+"""Whole state dicts of a split model.
 
-Enters: a `ParallelModule`. Leaves: tensors under the author's names in their original shapes.
+Enters: what the ranks hold. Leaves: tensors under the author's names in their original shapes.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fxpar.errors import CheckpointError
 from fxpar.layout.shards import local_block
-from fxpar.runtime.sharded import Sharded, local_of, whole_of
-from fxpar.state.initial import named_tensors
-
-if TYPE_CHECKING:
-    from fxpar.runtime.module import ParallelModule
+from fxpar.state.held import Held
+from fxpar.state.sharded import Sharded, local_of, whole_of
 
 _SAMPLES = 1024
 
 
-def full_state_dict(module: ParallelModule) -> dict[str, Tensor]:
+def full_state_dict(held: Held) -> dict[str, Tensor]:
     """What `state_dict()` of the unsplit model would hold, on the CPU, the same on every rank. A collective call.
 
     Tensors share no memory with the module's; tied names share one tensor.
@@ -31,10 +28,10 @@ def full_state_dict(module: ParallelModule) -> dict[str, Tensor]:
     Raises:
         CheckpointError: the unsplit model's state dict holds something else than parameters and buffers.
     """
-    tensors = _all_tensors(module)
+    tensors = held.by_name()
     found: dict[str, Tensor] = {}
     done: dict[int, Tensor] = {}
-    for name in module.saved_names:
+    for name in held.saved:
         check_saved(name, tensors)
         value = tensors[name]
         if id(value) not in done:
@@ -44,7 +41,7 @@ def full_state_dict(module: ParallelModule) -> dict[str, Tensor]:
     return found
 
 
-def load_full_state_dict(module: ParallelModule, state: Mapping[str, Any]) -> None:
+def load_full_state_dict(held: Held, state: Mapping[str, Any]) -> None:
     """Loads what `full_state_dict` or the unsplit model's `state_dict` gives; each rank keeps its shards.
 
     Values are cast to the module's element types. Tied names may be left out if one of them is there.
@@ -53,18 +50,18 @@ def load_full_state_dict(module: ParallelModule, state: Mapping[str, Any]) -> No
         CheckpointError: a name is missing or unknown, a tensor has another shape, or tied names have different
             values; nothing is loaded then.
     """
-    tensors = _all_tensors(module)
-    groups = [entry.names for entry in named_tensors(module)]
-    check_names(state, module.saved_names, groups, "state dict", "load the model it was saved from")
+    tensors = held.by_name()
+    groups = [entry.names for entry in held.tensors]
+    check_names(state, held.saved, groups, "state dict", "load the model it was saved from")
     first: dict[int, str] = {}
     for name, value in state.items():
         if not isinstance(value, Tensor):
             raise CheckpointError(
-                f"has the type {type(value).__name__} and must be a tensor of shape {list(module.shape_of(name))}",
+                f"has the type {type(value).__name__} and must be a tensor of shape {list(held.shape_of(name))}",
                 where=name,
                 remedy="load the state dict of a model of the same configuration",
             )
-        check_shape(name, tuple(value.shape), module.shape_of(name))
+        check_shape(name, tuple(value.shape), held.shape_of(name))
         known = first.setdefault(id(tensors[name]), name)
         if state[known] is not value and not torch.equal(state[known], value):
             raise CheckpointError(
@@ -72,7 +69,7 @@ def load_full_state_dict(module: ParallelModule, state: Mapping[str, Any]) -> No
             )
     with torch.no_grad():
         for name in first.values():
-            part = local_block(state[name], module.layout_of(name), module.plan.axes, module.world.coordinates)
+            part = local_block(state[name], held.layout_of(name), held.axes, held.coordinates)
             local_of(tensors[name]).copy_(part)
 
 
@@ -149,13 +146,6 @@ def check_shape(name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> N
 
 def _some(names: list[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-
-
-def _all_tensors(module: ParallelModule) -> dict[str, Tensor]:
-    return {
-        **dict(module.named_buffers(remove_duplicate=False)),
-        **dict(module.named_parameters(remove_duplicate=False)),
-    }
 
 
 def fingerprints(model: nn.Module) -> dict[str, str]:
