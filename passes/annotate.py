@@ -10,11 +10,11 @@ from functools import partial
 from fxpar.choice.choose import Choice, choose
 from fxpar.choice.explain import reason_of
 from fxpar.choice.options import Option, value_of
+from fxpar.choice.overrides import match_lines
 from fxpar.errors import PassError
 from fxpar.layout.layout import Layout
 from fxpar.manager import Pass, register_pass
 from fxpar.program.program import Program, operands, output_types, update
-from fxpar.rules.overrides import match_lines
 
 
 @register_pass("annotate", requires={"canonical"}, provides={"layouts"})

@@ -19,6 +19,7 @@ from fxpar.program.gradients import carried, reached
 from fxpar.program.mixed import held_type
 from fxpar.program.operators import COERCION_OF, all_to_all, copy_to, share, sum_gradients
 from fxpar.program.program import Program, TensorType, operands, output_layouts, output_types
+from fxpar.program.weights import weights_of
 from fxpar.rules import call_of
 from fxpar.rules.vocabulary import ATEN_OF, traffic
 
@@ -60,11 +61,11 @@ def collectives(program: Program, sizes: Mapping[str, int] | None = None) -> lis
     values = symbol_sizes(program, sizes)
     wanted = reached(program, carried(program))
     owned = {p.node for p in program.parameters}
-    weights = {node for node in program.graph.nodes if node.op == "placeholder" and node.name in owned}
+    weights = weights_of(
+        program.graph, (node for node in program.graph.nodes if node.op == "placeholder" and node.name in owned)
+    )
     found = []
     for node in program.graph.nodes:
-        if node.op == "call_function" and operands(node) and weights.issuperset(operands(node)):
-            weights.add(node)
         if node.target in ATEN_OF:
             found += _inside(program, node, node in wanted, values)
         if node.op != "call_function" or node.target not in (*COERCION_OF, sum_gradients):

@@ -39,9 +39,9 @@ def explain(
     """Says why a value is laid out as it is, in milliseconds of a training step, and what else it could be."""
     from fxpar.choice.choose import choose
     from fxpar.choice.explain import explain as explained
+    from fxpar.choice.overrides import match_lines
     from fxpar.cli.files import open_start, run_passes
     from fxpar.passes import DEFAULT_PASSES
-    from fxpar.rules.overrides import match_lines
 
     start = open_start(ui, request)
     program = start.program

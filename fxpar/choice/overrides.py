@@ -13,14 +13,15 @@ from typing import NoReturn
 
 from torch import fx
 
+from fxpar.choice.follow import Arrived, Trail, Weights, follow
+from fxpar.choice.heads import all_cuts
+from fxpar.choice.segments import candidates
 from fxpar.errors import PlanError
 from fxpar.layout.layout import I, Placement
 from fxpar.program.coercions import at_rest
 from fxpar.program.program import Parameter, Program, operands, tensor_type
-from fxpar.rules.follow import Arrived, Trail, Weights, follow, weights_of
-from fxpar.rules.heads import all_cuts
+from fxpar.program.weights import weights_of
 from fxpar.rules.inference import describe
-from fxpar.rules.segments import candidates
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def resolve_overrides(
     if known:
         owned = [p for p in program.parameters if p.kind == "parameter"]
         return {nodes[p.node]: _known_pin(known.get(p.fqn, I), lines.get(p)) for p in owned}
-    weights = weights_of(program.graph, [nodes[p.node] for p in program.parameters])
+    weights = Weights(weights_of(program.graph, [nodes[p.node] for p in program.parameters]))
     pins: dict[fx.Node, Pin] = {}
     arrived: Arrived = {}
     used = _used(lines, nodes)

@@ -88,15 +88,6 @@ class Weights(set[fx.Node]):
         self.steps: dict[tuple[int, fx.Node, int, Placement], Step] = {}
 
 
-def weights_of(graph: fx.Graph, owned: Iterable[fx.Node]) -> Weights:
-    """The placeholders `owned` and all values that are made from them alone."""
-    found = Weights(owned)
-    for node in graph.nodes:
-        if node.op == "call_function" and operands(node) and all(other in found for other in operands(node)):
-            found.add(node)
-    return found
-
-
 def follow(node: fx.Node, placement: Placement, n: int, weights: Weights, arrived: Arrived | None = None) -> Trail:
     """Follows a shard over n ranks until it is summed or refused. With n = 1 every division comes out even.
 

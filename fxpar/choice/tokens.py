@@ -21,10 +21,11 @@ from collections.abc import Mapping, Sequence
 
 from torch import fx
 
+from fxpar.choice.follow import Step, Trail, Weights, advance, step_of
 from fxpar.layout.layout import Placement, shard
 from fxpar.program.program import Program, operands, output_types, tensor_type
+from fxpar.program.weights import weights_of
 from fxpar.rules.engine import Labelling, Refusal, call_of
-from fxpar.rules.follow import Step, Trail, Weights, advance, step_of, weights_of
 from fxpar.rules.inference import describe
 from fxpar.rules.table import rule_of
 
@@ -40,7 +41,7 @@ def tokens_of(program: Program, owned: Sequence[fx.Node]) -> tuple[dict[tuple[fx
     Args:
         owned: placeholders of parameters and buffers.
     """
-    made = weights_of(program.graph, owned)
+    made = Weights(weights_of(program.graph, owned))
     rows = token_rows(program, made)
     found, queries = {}, set()
     for node in owned:
