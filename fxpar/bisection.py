@@ -20,6 +20,7 @@ from fxpar.manager import Pass
 from fxpar.passes import DEFAULT_PASSES
 from fxpar.plan.plan import Plan
 from fxpar.program.program import Program
+from fxpar.program.properties import Property
 from fxpar.verification import need_memory
 from fxpar.verify.simulate import Run, check_world
 from fxpar.verify.static import verify_static
@@ -100,7 +101,7 @@ def bisect(
         except FxparError as error:
             return Bisection(Culprit(item.name, error, None), compared, untested)
         if item.preserves == "nothing":
-            split = "layouts" in program.properties
+            split = Property.LAYOUTS in program.properties
             origin, reference = program, None if split else reference_run(program, state, inputs)
             continue
         finished = complete(program) if reference is not None else None

@@ -15,6 +15,7 @@ from fxpar.cli.build import warn_unsplit, whole, whole_lines
 from fxpar.cli.options import Passes, Request, command
 from fxpar.cli.output import FAILED, FINE, Report, Ui, error_document, error_text, is_folder, print_table, table
 from fxpar.errors import CheckFailed, FxparError, InputError
+from fxpar.program.properties import Property
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -75,7 +76,7 @@ def _verify_model(ui: Ui, request: Request, level: str, passes: Sequence[Pass]) 
 
 
 def _need_local(passes: Sequence[Pass]) -> None:
-    if not any("local" in item.provides for item in passes):
+    if not any(Property.LOCAL in item.provides for item in passes):
         names = ", ".join(item.name for item in passes)
         raise InputError(
             "none of these passes makes the program local, so no rank can run it",
@@ -108,7 +109,7 @@ def _verify_text(ui: Ui, request: Request, level: str, passes: Sequence[Pass]) -
             f"is '{program.loss or 'none'}' in {start.path.name} and '{captured.loss or 'none'}' in {CAPTURE}",
             where="loss",
         )
-    if "local" not in program.properties:
+    if Property.LOCAL not in program.properties:
         _need_local(passes)
         program, _ = run_passes(ui, start, passes)
     for item, name in ((captured, folder / CAPTURE), (program, start.path)):
@@ -255,7 +256,7 @@ def _judge(folder: Path, free: Sequence[str]) -> Callable[[str, Path, Program], 
         if past_free:
             return None
         finished = complete(program)
-        if finished is None or "local" not in finished.properties:
+        if finished is None or Property.LOCAL not in finished.properties:
             return None
         values.check(finished, str(path))
         report = verify_values(captured, finished, values.state, values.inputs, reference=reference)

@@ -18,6 +18,7 @@ from fxpar.cli.build import warn_unsplit
 from fxpar.cli.options import Request, command, whole_number
 from fxpar.cli.output import FAILED, FINE, Report, Ui, amount, print_table, table
 from fxpar.errors import InputError
+from fxpar.program.properties import Property
 
 if TYPE_CHECKING:
     from fxpar.analysis.collectives import Collective
@@ -136,7 +137,7 @@ def comm(
     start = open_start(ui, request)
     program = start.program
     sizes = sizes_of(program, size or [])
-    if "collectives" not in program.properties:
+    if Property.COLLECTIVES not in program.properties:
         program, _ = run_passes(ui, start, DEFAULT_PASSES, until="vocab_parallel")
     warn_unsplit(ui, program)
     if any(note(node).recompute for node in program.graph.nodes if node.op == "call_function"):
