@@ -24,6 +24,7 @@ from fxpar.program.program import (
     output_types,
     set_note,
 )
+from fxpar.program.properties import Property
 from fxpar.rules import bind_arguments
 
 aten = torch.ops.aten
@@ -32,7 +33,9 @@ _SIZED = frozenset({aten.view.default, aten.reshape.default, aten.expand.default
 _SPLITS = frozenset({aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default, aten.split.sizes})
 
 
-@register_pass("localize", requires={"collectives", "rng", "vocabulary"}, provides={"local"})
+@register_pass(
+    "localize", requires={Property.COLLECTIVES, Property.RNG, Property.VOCABULARY}, provides={Property.LOCAL}
+)
 def localize(program: Program) -> Program:
     """Rewrites the literals that speak of sharded dimensions.
 

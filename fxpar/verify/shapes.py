@@ -23,6 +23,7 @@ from fxpar.layout.symbols import evaluate
 from fxpar.program import operators
 from fxpar.program.operators import COERCION_OF
 from fxpar.program.program import Program, ScalarType, TensorType, note, operands, output_layouts, output_types
+from fxpar.program.properties import Property
 from fxpar.rules import bind_arguments
 from fxpar.rules.functions import resolve_function
 from fxpar.rules.inference import describe
@@ -46,7 +47,7 @@ def check_shapes(program: Program) -> None:
     Raises:
         CheckFailed: an operation cannot run, or gives another element type or shape than its note.
     """
-    readings = (True, False) if "local" in program.properties and program.axes else (False,)
+    readings = (True, False) if Property.LOCAL in program.properties and program.axes else (False,)
     for local in readings:
         _check(program, local)
 
@@ -81,7 +82,7 @@ def _others(program: Program) -> Iterator[dict[str, int]]:
 
 def _run(program: Program, sizes: Mapping[str, int], local: bool) -> None:
     """Runs the program, as a rank where `local`, else as one device."""
-    whole = "local" in program.properties and not local
+    whole = Property.LOCAL in program.properties and not local
     values: dict[fx.Node, Any] = {}
     # Equal layers repeat types and calls: what these give is worked out once.
     types: dict[tuple[TensorType, Layout], Tensor] = {}
