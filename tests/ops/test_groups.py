@@ -3,7 +3,7 @@
 from typing import Any
 
 from fxpar.mesh.mesh import Mesh
-from tests.runtime import meshes
+from tests.ops import meshes
 from tests.runtime.world import World
 
 

@@ -1,25 +1,15 @@
-"""annotate finds the cut of weights that are taken apart, normalised, convolved or unused, and of merged heads."""
-
-from collections.abc import Callable
-from typing import Any
+"""The cut of weights that are taken apart, normalised, convolved or unused, and of merged heads."""
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from fxpar.analysis.collectives import collectives
 from fxpar.capture import capture
 from fxpar.errors import PlanError
-from fxpar.layout.layout import Layout, shard
-from fxpar.manager import PassManager
-from fxpar.oracle.check import check_operation, sample
-from fxpar.passes import canonicalize
-from fxpar.passes.annotate import keeping
 from fxpar.plan.plan import Plan
-from fxpar.program.program import Program, output_layouts
 from fxpar.report.reasons import unsplit
-from fxpar.verify.static import STATIC
 from tests.passes.modules import (
-    MLP,
     WIDTH,
     ChunkedAttention,
     ConvolutionMLP,
@@ -33,10 +23,9 @@ from tests.passes.modules import (
     build,
     layouts,
     run,
+    squares,
     values,
 )
-
-aten = torch.ops.aten
 
 UP_DOWN = {"up": "column", "down": "row"}
 ATTENTION = {"*.in_proj_*": "head", "*.out_proj": "row"}
@@ -139,50 +128,20 @@ def test_a_line_for_unused_parameters_alone_is_refused() -> None:
         run(build(SometimesUsed)[1], {"up": "column", "spare_up": "column"})
 
 
-def test_layouts_that_a_module_has_are_kept() -> None:
-    """Parameters that this program does not use, and cuts that it would not choose, or has none of."""
-    program = build(SometimesUsed)[1].program.with_(plan=Plan(tp=2, split={"*up": "column", "spare_up": "column"}))
-    cut = Layout.of({"tp": shard(0, 160)})
-    known = {"up.weight": cut, "spare_up.weight": cut}
-    found = layouts(PassManager([canonicalize, keeping(known)], STATIC).run(program))
-    assert {name for name, layout in found.items() if layout == "tp:S(0)"} == known.keys()
+class Many(nn.Module):
+    """Sixteen equal parts: as fine as a fused dimension is looked at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.out = nn.Linear(WIDTH, 16 * 12, bias=False), nn.Linear(12, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return squares(self.out(sum(self.fc(x).chunk(16, -1))))
 
 
-@pytest.mark.parametrize(
-    ("target", "args"),
-    [
-        (aten.linalg_vector_norm.default, (2, [1], True)),
-        (aten.linalg_vector_norm.default, (3, [-1])),
-        (aten.linalg_vector_norm.default, ()),
-        (aten._weight_norm.default, (torch.rand(1, 4, 1).double(), 1)),
-        (aten._weight_norm.default, (torch.rand(()).double(), -1)),
-    ],
-)
-def test_norms_keep_shards_of_the_dimensions_that_stay(target: Any, args: tuple[Any, ...]) -> None:
-    report = check_operation(target, [sample(torch.randn(6, 4, 12).double(), *args)])
-    assert (report.false_accepts, report.missed) == ([], [])
-    assert report.has_shard == (len(args) > 0 and args[-1] != -1)
-
-
-@pytest.mark.parametrize(("target", "args"), [(aten.sum.default, ()), (aten.sum.dim_IntList, ([1],))])
-def test_partial_values_are_not_summed_as_integers(target: Any, args: tuple[Any, ...]) -> None:
-    fractions = sample(5 * torch.randn(6, 4).double(), *args, dtype=torch.int64, fixed=(0,))
-    report = check_operation(target, [fractions])
-    assert (report.false_accepts, report.missed) == ([], [])
-    assert "self P → P" not in report.accepted
-    assert "self P → P" in check_operation(target, [sample(torch.arange(24).view(6, 4), *args)]).accepted
-
-
-KINDS: list[tuple[Callable[..., nn.Module], dict[str, str]]] = [(MLP, UP_DOWN), (ChunkedAttention, {"qkv": "column"})]
-
-
-@pytest.mark.parametrize(("kind", "split"), KINDS)
-def test_what_was_chosen_once_is_found_again(kind: Callable[..., nn.Module], split: dict[str, str]) -> None:
-    program = build(kind)[1].program.with_(plan=Plan(tp=2, split=split))
-    chosen = run(build(kind)[1], split, until="annotate")
-    known = _layouts(chosen)
-    assert _layouts(PassManager([canonicalize, keeping(known)], STATIC).run(program)) == known
-
-
-def _layouts(program: Program) -> dict[str, Layout]:
-    return {p.fqn: output_layouts(program.node(p.node))[0] for p in program.parameters}
+@pytest.mark.parametrize("tp", [2, 4])
+def test_sixteen_parts_are_cut_one_by_one(tp: int) -> None:
+    result = run(build(Many)[1], {"fc": "column", "out": "row"}, tp)
+    assert layouts(result)["fc.weight"] == "tp:S(0: 16 x 12)"
+    assert [(one.phase, one.op) for one in collectives(result)] == [("forward", "all_reduce")]
+    assert values(Many, split={"fc": "column", "out": "row"}, tp=tp).ok

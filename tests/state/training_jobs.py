@@ -15,8 +15,9 @@ import torch
 import fxpar
 from fxpar.runtime.module import ParallelModule
 from fxpar.state.sharded import whole_of
-from tests.runtime import models, weight_jobs
+from tests.runtime import models
 from tests.runtime.jobs import Found, kept, tp
+from tests.state import weight_jobs
 
 ROWS = 4
 

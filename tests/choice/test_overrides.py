@@ -1,4 +1,4 @@
-"""annotate reads the lines of a plan: which parameters they name, and what cannot be meant or done is refused."""
+"""The lines of a plan: which parameters they name, and what cannot be meant or done is refused."""
 
 import itertools
 from collections.abc import Callable
