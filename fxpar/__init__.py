@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from fxpar.plan.plan import Plan as Plan
     from fxpar.program.program import Program as Program
     from fxpar.rules import register_rule as register_rule
-    from fxpar.runtime.checkpoint import Checkpoint as Checkpoint
     from fxpar.runtime.module import ParallelModule as ParallelModule
+    from fxpar.state.checkpoint import Checkpoint as Checkpoint
     from fxpar.state.initial import materialize as materialize
 
 __version__ = "0.1.0"
 
 _WHERE = {
-    "Checkpoint": "fxpar.runtime.checkpoint",
+    "Checkpoint": "fxpar.state.checkpoint",
     "Cost": "fxpar.plan.cost",
     "FxparError": "fxpar.errors",
     "ParallelModule": "fxpar.runtime.module",

@@ -10,15 +10,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fxpar.capture import check_model, check_samples
+from fxpar.compile import check_arguments
 from fxpar.errors import InputError, shown
 from fxpar.manager import Pass
 from fxpar.passes import DEFAULT_PASSES
 from fxpar.plan.plan import Plan
-from fxpar.runtime.adopt import open_alike
-from fxpar.runtime.checkpoint import Checkpoint
 from fxpar.runtime.module import ParallelModule
 from fxpar.runtime.world import connect, join
-from fxpar.verify.check import check_arguments
+from fxpar.state.checkpoint import Checkpoint
+from fxpar.state.parts import open_alike
 
 _LONGEST_TIMEOUT = 1e7  # a third of a year; the process groups count in microseconds
 
@@ -73,7 +73,7 @@ def parallelize(
         _check_options(check_inputs)
         check_samples(example)
         world = join(plan, agreement)
-        opened = None if checkpoint is None else open_alike(checkpoint, model, world)
+        opened = None if checkpoint is None else open_alike(checkpoint, model, agreement.agree)
         module = ParallelModule(model, plan, world, example, loss, passes, opened, check_inputs)
         agreement.agree({}, "")  # every rank holds its shards
     return module

@@ -10,14 +10,15 @@ from functools import partial
 from fxpar.choice.choose import Choice, choose
 from fxpar.choice.explain import reason_of
 from fxpar.choice.options import Option, value_of
+from fxpar.choice.overrides import match_lines
 from fxpar.errors import PassError
 from fxpar.layout.layout import Layout
 from fxpar.manager import Pass, register_pass
 from fxpar.program.program import Program, operands, output_types, update
-from fxpar.rules.overrides import match_lines
+from fxpar.program.properties import Property
 
 
-@register_pass("annotate", requires={"canonical"}, provides={"layouts"})
+@register_pass("annotate", requires={Property.CANONICAL}, provides={Property.LAYOUTS})
 def annotate(program: Program) -> Program:
     """Gives every value a layout on every mesh axis.
 
@@ -54,7 +55,7 @@ def keeping(layouts: Mapping[str, Layout]) -> Pass:
 
 
 def _annotate(program: Program, layouts: Mapping[str, Layout]) -> Program:
-    if program.plan.sequence_parallel and program.axes and "sequence" not in program.properties:
+    if program.plan.sequence_parallel and program.axes and Property.SEQUENCE not in program.properties:
         raise PassError(
             "no pass has divided the sequence lengths", where="annotate", remedy="run divide_sequence before"
         )

@@ -23,13 +23,14 @@ from fxpar.program.program import (
     set_note,
     tensor_type,
 )
+from fxpar.program.properties import Property
 from fxpar.rules import bind_arguments
 
 aten = torch.ops.aten
 RNG_PATH = "fxpar.rng"
 
 
-@register_pass("assign_rng", requires={"canonical", "collectives"}, provides={"rng"})
+@register_pass("assign_rng", requires={Property.CANONICAL, Property.COLLECTIVES}, provides={Property.RNG})
 def assign_rng(program: Program) -> Program:
     """Replaces random operators by ones with a counter generator, keyed by (seed, node, step, microbatch, element).
 

@@ -24,6 +24,7 @@ from fxpar.program.program import (
     update,
     walk,
 )
+from fxpar.program.properties import Property
 
 aten = torch.ops.aten
 
@@ -54,7 +55,7 @@ _VIEWS = {aten._unsafe_view.default: aten.view.default}
 _WHERE_IT_RUNS = ("device", "pin_memory", "layout", "non_blocking")
 
 
-@register_pass("canonicalize", provides={"canonical"}, invalidates={"layouts"})
+@register_pass("canonicalize", provides={Property.CANONICAL}, invalidates={Property.LAYOUTS})
 def canonicalize(program: Program) -> Program:
     """Gives the graph one spelling for each thing.
 

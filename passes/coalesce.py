@@ -12,12 +12,13 @@ from fxpar.layout.symbols import product
 from fxpar.manager import register_pass
 from fxpar.program.operators import copy_to, share, sum_gradients
 from fxpar.program.program import Note, Program, note, operands, set_note, tensor_type
+from fxpar.program.properties import Property
 
 # Bytes of gradients that one reduction sums at most: large enough for bandwidth, small enough to start early.
 BUCKET = 64 * 2**20
 
 
-@register_pass("coalesce", requires={"collectives"}, provides={"coalesced"})
+@register_pass("coalesce", requires={Property.COLLECTIVES}, provides={Property.COALESCED})
 def coalesce(program: Program) -> Program:
     """Gathers the coercions of parameters whose backward is a reduction into buckets.
 

@@ -25,12 +25,15 @@ from fxpar.program.program import (
     output_types,
     update,
 )
+from fxpar.program.properties import Property
 from fxpar.rules import bind_arguments
 
 aten = torch.ops.aten
 
 
-@register_pass("divide_sequence", requires={"canonical"}, provides={"sequence"}, invalidates={"layouts"})
+@register_pass(
+    "divide_sequence", requires={Property.CANONICAL}, provides={Property.SEQUENCE}, invalidates={Property.LAYOUTS}
+)
 def divide_sequence(program: Program) -> Program:
     """Writes every sequence length as n times a symbol, n being the ranks that split each layer.
 

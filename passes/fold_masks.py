@@ -14,6 +14,7 @@ from fxpar.errors import PassError
 from fxpar.layout.symbols import Size, simplify
 from fxpar.manager import register_pass
 from fxpar.program.program import Note, Program, ScalarType, TensorType, note, set_note, tensor_type
+from fxpar.program.properties import Property
 from fxpar.rules import bind_arguments
 
 aten = torch.ops.aten
@@ -24,7 +25,7 @@ _Kind: TypeAlias = str | int
 _SMALLEST = torch.finfo(torch.bfloat16).min
 
 
-@register_pass("fold_masks", requires={"canonical"}, provides={"masks"})
+@register_pass("fold_masks", requires={Property.CANONICAL}, provides={Property.MASKS})
 def fold_masks(program: Program) -> Program:
     """Drops attention masks that say what `is_causal` says, or nothing; says windows in one way.
 
@@ -49,7 +50,7 @@ def fold_masks(program: Program) -> Program:
     indices a predicate. A mask is folded if its formula is proved equal for all sizes; samples prove nothing. What
     nothing uses any more goes. Refuses programs with layouts, in which new values would have none.
     """
-    if "layouts" in program.properties:
+    if Property.LAYOUTS in program.properties:
         raise PassError("layouts are chosen already", where="fold_masks", remedy="run it before annotate")
     masks = {node: mask for node in _attentions(program) if isinstance(mask := _mask(node), fx.Node)}
     above = _ancestors(program.graph, masks.values())

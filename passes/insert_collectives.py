@@ -20,13 +20,14 @@ from fxpar.program.program import (
     update,
     with_operands,
 )
+from fxpar.program.properties import Property
 from fxpar.rules.conversion import Conversion, conversions
 
 # The conversions that are there: of a value, to a layout.
 Made = dict[tuple[fx.Node, Layout], fx.Node]
 
 
-@register_pass("insert_collectives", requires={"layouts"}, provides={"collectives"})
+@register_pass("insert_collectives", requires={Property.LAYOUTS}, provides={Property.COLLECTIVES})
 def insert_collectives(program: Program) -> Program:
     """Inserts a coercion wherever a value is wanted in another layout than it has.
 

@@ -25,6 +25,7 @@ from fxpar.program.program import (
     output_types,
     set_note,
 )
+from fxpar.program.properties import Property
 from fxpar.rules import bind_arguments, call_of
 from fxpar.rules.local import peeled_call
 
@@ -34,7 +35,9 @@ _SIZED = frozenset({aten.view.default, aten.reshape.default, aten.expand.default
 _SPLITS = frozenset({aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default, aten.split.sizes})
 
 
-@register_pass("localize", requires={"collectives", "rng", "vocabulary"}, provides={"local"})
+@register_pass(
+    "localize", requires={Property.COLLECTIVES, Property.RNG, Property.VOCABULARY}, provides={Property.LOCAL}
+)
 def localize(program: Program) -> Program:
     """Rewrites the literals that speak of sharded dimensions.
 

@@ -9,12 +9,13 @@ from torch import fx
 from fxpar.errors import PassError
 from fxpar.manager import register_pass
 from fxpar.program.program import Program, describe, operands, output_layouts, update
+from fxpar.program.properties import Property
 from fxpar.rules import Refusal, bind_arguments, call_of, seed_signature
 from fxpar.rules.table import rule_of
 from fxpar.rules.vocabulary import COMPOSITE_OF
 
 
-@register_pass("vocab_parallel", requires={"canonical", "collectives"}, provides={"vocabulary"})
+@register_pass("vocab_parallel", requires={Property.CANONICAL, Property.COLLECTIVES}, provides={Property.VOCABULARY})
 def vocab_parallel(program: Program) -> Program:
     """Puts composite operators in place of operations whose vocabulary is cut.
 

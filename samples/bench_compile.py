@@ -28,12 +28,13 @@ from rich.console import Console
 from rich.table import Table
 
 import fxpar
+from fxpar.analysis.split import split_flops
 from fxpar.capture import capture
-from fxpar.manager import PassManager, Verifier
+from fxpar.compile import compile_program
+from fxpar.manager import Verifier
 from fxpar.passes import DEFAULT_PASSES
 from fxpar.program.program import PassRecord, Program
 from fxpar.text.printing import print_program
-from fxpar.verify.analysis import split_flops
 from fxpar.verify.static import STATIC
 
 PASSES = tuple(item.name for item in DEFAULT_PASSES)
@@ -113,7 +114,7 @@ def measure(size: Size, layers: int, tp: int) -> dict[str, Any]:
     captured = capture(model, {"input_ids": ids, "labels": ids.clone()}, fxpar.Plan(tp=tp))
     seconds = {"capture": time.perf_counter() - start}
     verifiers = [watch.timed(verifier) for verifier in STATIC]
-    program = PassManager(DEFAULT_PASSES, verifiers, on_pass=watch.passed).run(captured.program)
+    program = compile_program(captured.program, verifiers=verifiers, on_pass=watch.passed)
     total, cpu = time.perf_counter() - start, time.process_time() - worked
     unit = 1 if sys.platform == "darwin" else 1024
     return {

@@ -21,7 +21,7 @@ import fxpar
 from fxpar.oracle.check import check_operation, sample
 from fxpar.passes import DEFAULT_PASSES, canonicalize
 from fxpar.program.program import note, set_note
-from fxpar.verify.check import verify
+from fxpar.verification import verify
 
 aten = torch.ops.aten
 

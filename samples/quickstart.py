@@ -26,8 +26,8 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from torch.distributed.tensor import DTensor
 
 import fxpar
+from fxpar.analysis.collectives import collectives
 from fxpar.program.program import note
-from fxpar.verify.analysis import collectives
 
 BATCH, LENGTH, TOLERANCE = 8, 128, 1e-4
 

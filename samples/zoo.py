@@ -69,7 +69,7 @@ def judge(kind: str, tp: int) -> tuple[str, str]:
     from fxpar.cli.hf import build
     from fxpar.errors import CheckFailed, FxparError, InputError
     from fxpar.plan.plan import Plan
-    from fxpar.verify.check import expect, verify
+    from fxpar.verification import expect, verify
 
     torch.set_num_threads(1)
     try:
@@ -125,7 +125,7 @@ class _Job:
 def sweep(kinds: Sequence[str], tp: int, jobs: int, limit: float, memory: int) -> Iterator[Row]:
     """Judges the architectures, a few at a time; each in a process that ends after `limit` seconds."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "transformers", "fxpar.verify.check", "fxpar.cli.hf"])
+    context.set_forkserver_preload(["torch", "transformers", "fxpar.verification", "fxpar.cli.hf"])
     waiting, running = list(reversed(kinds)), list[_Job]()
     while waiting or running:
         while waiting and len(running) < jobs:

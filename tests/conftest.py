@@ -1,4 +1,5 @@
 import os
+from collections.abc import Iterator
 
 # torch reads it when it is first imported; the workers of pytest-xdist share the cores.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -7,10 +8,26 @@ import pytest
 import torch
 
 from tests.models.table import pytest_terminal_summary
+from tests.runtime.world import JOBS, World
 
 __all__ = ["pytest_collection_modifyitems", "pytest_terminal_summary"]
 
 torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def world2() -> Iterator[World]:
+    """Real processes, one world of each size for all tests of the session."""
+    world = World(2, JOBS)
+    yield world
+    world.stop()
+
+
+@pytest.fixture(scope="session")
+def world4() -> Iterator[World]:
+    world = World(4, JOBS)
+    yield world
+    world.stop()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
+from fxpar.analysis.collectives import collectives
 from fxpar.program.program import Program, note
-from fxpar.verify.analysis import collectives
 
 
 def layer_of(fqn: str) -> str:

@@ -25,7 +25,7 @@ from fxpar.plan.plan import Plan
 from fxpar.program.program import Program
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
-from fxpar.verify.check import verify
+from fxpar.verification import verify
 from fxpar.verify.static import STATIC, verify_static
 
 X = torch.randn(4, 6)

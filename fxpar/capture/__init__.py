@@ -41,6 +41,7 @@ class Captured:
         how: `export`, or `dynamo` where export failed.
         loss: the loss callable that was traced with the model, if any.
         unwalked: why the eager model's autograd graph could not be walked and compared; empty where it was.
+        findings: what was checked of it since, as sentences.
     """
 
     program: Program
@@ -48,6 +49,7 @@ class Captured:
     how: str
     loss: Callable[..., Any] | None
     unwalked: str = ""
+    findings: tuple[str, ...] = ()
 
 
 def capture(

@@ -10,13 +10,9 @@ import contextlib
 import sys
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
-import torch
-
+from fxpar.capture import patches
 from fxpar.capture.places import is_own
-
-_QUESTIONS = ("is_compiling", "is_dynamo_compiling", "is_exporting")
 
 
 class Questions(contextlib.ExitStack):
@@ -35,8 +31,7 @@ class Questions(contextlib.ExitStack):
 
     def __enter__(self) -> Questions:
         super().__enter__()
-        for name in _QUESTIONS:
-            self.enter_context(mock.patch.object(torch.compiler, name, self._answering(getattr(torch.compiler, name))))
+        self.enter_context(patches.questions(self._answering))
         return self
 
     def _answering(self, original: Callable[[], Any]) -> Callable[[], Any]:

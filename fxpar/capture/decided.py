@@ -10,11 +10,11 @@ import contextlib
 import random
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
-from unittest import mock
 
 import torch
 from torch import Tensor
 
+from fxpar.capture import patches
 from fxpar.errors import CaptureError
 
 _Known = Callable[[float], "bool | None"]
@@ -106,5 +106,5 @@ def host_numbers() -> Iterator[None]:
     def between(a: float, b: float) -> float:
         return _HostNumber() if (a, b) == (0, 1) else uniform(a, b)  # type: ignore[return-value]
 
-    with mock.patch.object(random, "random", _HostNumber), mock.patch.object(random, "uniform", between):
+    with patches.host_random(_HostNumber, between):
         yield

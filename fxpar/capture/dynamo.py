@@ -11,15 +11,13 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
-from torch._dynamo import trace_rules
 from torch._dynamo.functional_export import dynamo_graph_capture_for_export
-from torch._dynamo.side_effects import SideEffects
 
+from fxpar.capture import patches
 from fxpar.capture.guards import bound_arguments
 from fxpar.capture.places import source_of
 from fxpar.capture.recording import RECOMPUTE_KEY
@@ -64,7 +62,7 @@ def dynamo_graph(
         if isinstance(value, Tensor):
             for dim in symbolic_dims(value, symbolic):
                 torch._dynamo.maybe_mark_dynamic(value, dim)
-    with _functions_in_graph(), _assignments(module) as seen:
+    with patches.functions_in_graph(), _assignments(module) as seen:
         graph_module = dynamo_graph_capture_for_export(module)(*args, **kwargs)
     for owner, name, value in seen:
         check_assignment(module, owner, name, value, prefix)
@@ -76,44 +74,24 @@ def dynamo_graph(
 
 
 @contextlib.contextmanager
-def _functions_in_graph() -> Iterator[None]:
-    """Lets Dynamo keep each call of a user's autograd function, which the export then records."""
-    added = []
-    pending: list[type] = [torch.autograd.Function]
-    while pending:
-        cls = pending.pop()
-        pending.extend(cls.__subclasses__())
-        if not cls.__module__.startswith("torch.") and not trace_rules.is_callable_allowed(cls):
-            torch.compiler.allow_in_graph(cls)
-            added.append(id(cls))
-    try:
-        yield
-    finally:
-        for key in added:
-            trace_rules._allowed_callable_ids.remove(key)
-
-
-@contextlib.contextmanager
 def _assignments(root: nn.Module) -> Iterator[list[tuple[nn.Module, str, Any]]]:
     """What Dynamo sees assigned to modules' attributes, which it leaves out of the graph: (module, name, value)."""
     seen: list[tuple[nn.Module, str, Any]] = []
-    original = SideEffects.codegen_update_mutated
 
-    def update(self: Any, *args: Any, **kwargs: Any) -> Any:
-        for owner, values in self.store_attr_mutations.items():
+    def note(effects: Any) -> None:
+        for owner, values in effects.store_attr_mutations.items():
             module = getattr(owner, "value", None)
             if isinstance(module, nn.Module):
                 seen.extend((module, name, getattr(value, "value", value)) for name, value in values.items())
-        for store in self._get_modified_vars():
+        for store in effects._get_modified_vars():
             path = getattr(store.source, "name", "")
             path = str(path() if callable(path) else path)
             if path.endswith(("._buffers", "._parameters")):
                 module = root.get_submodule(".".join(_CHILD.findall(path)))
                 # What has no source was computed in the forward.
                 seen.extend((module, key.vt.value, value) for key, value in store.items.items() if value.source is None)
-        return original(self, *args, **kwargs)
 
-    with mock.patch.object(SideEffects, "codegen_update_mutated", update):
+    with patches.mutations(note):
         yield seen
 
 

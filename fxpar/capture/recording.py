@@ -12,12 +12,11 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
-from unittest import mock
 
 import torch
 import torch.utils._pytree as pytree
 import torch.utils.checkpoint
-from torch import Tensor, nn
+from torch import Tensor
 from torch._functorch.autograd_function import custom_function_call
 from torch._subclasses.fake_tensor import is_fake
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode
@@ -25,10 +24,10 @@ from torch.fx.traceback import annotate, preserve_node_meta
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fxpar.capture import patches
 from fxpar.capture.decided import Decided
 from fxpar.capture.places import is_foreign_file
 from fxpar.capture.sizes import Sizes
-from fxpar.capture.versions import apply_of, checkpoint_generator, owner_of_apply
 from fxpar.errors import CaptureError, InputError
 from fxpar.rules.functions import resolve_function
 
@@ -68,7 +67,7 @@ def recording() -> Iterator[Recorder]:
         if cls is torch.utils.checkpoint.CheckpointFunction:  # (run_function, preserve_rng_state, *args)
             return _reentrant(recorder, args[0], args[2:])
         if is_internal(cls) or not torch.compiler.is_exporting():
-            return apply_of(cls, *args, **kwargs)
+            return patches.apply_of(cls, *args, **kwargs)
         return _apply_as_operator(cls, library, recorder, args, kwargs)
 
     def transformed(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -90,12 +89,11 @@ def recording() -> Iterator[Recorder]:
 
     try:
         with (
-            mock.patch.object(torch.inference_mode, "__enter__", without_gradient),
-            mock.patch.object(owner_of_apply(), "apply", classmethod(apply)),
-            mock.patch.object(torch.autograd.function, "custom_function_call", transformed),
-            mock.patch.object(torch.utils.checkpoint, checkpoint_generator(), marked),
-            mock.patch.object(torch._C._autograd, "_push_saved_tensors_default_hooks", _refuse_saved_hooks),
-            _without_module_hooks(),
+            patches.inference_mode(without_gradient),
+            patches.autograd_functions(apply, transformed),
+            patches.checkpoints(marked),
+            patches.saved_tensors_hooks(_refuse_saved_hooks),
+            patches.module_hooks(_refuse_module_hooks),
             preserve_node_meta(),
         ):
             yield recorder
@@ -112,19 +110,8 @@ def _refuse_saved_hooks(*hooks: Any) -> NoReturn:
     _refuse_gradient("a hook on saved tensors")
 
 
-@contextlib.contextmanager
-def _without_module_hooks() -> Iterator[None]:
-    """While active, modules take no hooks on gradients, nor does the list of hooks for all of them."""
-
-    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
-        _refuse_gradient("a hook on a module's gradient")
-
-    with contextlib.ExitStack() as stack:
-        for name in ("register_full_backward_hook", "register_full_backward_pre_hook", "register_backward_hook"):
-            stack.enter_context(mock.patch.object(nn.Module, name, refuse))
-        for name in ("full_backward_hook", "full_backward_pre_hook", "backward_hook"):
-            stack.enter_context(mock.patch.object(nn.modules.module, f"register_module_{name}", refuse))
-        yield
+def _refuse_module_hooks(*args: Any, **kwargs: Any) -> NoReturn:
+    _refuse_gradient("a hook on a module's gradient")
 
 
 @contextlib.contextmanager
@@ -350,7 +337,7 @@ def _apply_as_operator(
         full = list(constants)
         for position, tensor in zip(positions, tensors, strict=True):
             full[position] = tensor
-        return apply_of(cls, *full)
+        return patches.apply_of(cls, *full)
 
     outputs = _try(run, path, [args[i].detach() for i in positions])
     name = f"f{next(_serial)}"

@@ -13,7 +13,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
-from unittest import mock
 
 import torch
 import torch._decomp
@@ -23,6 +22,7 @@ from torch._dynamo.exc import TorchDynamoException
 from torch.export import Dim, ExportedProgram
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
+from fxpar.capture import patches
 from fxpar.capture.asked import Questions
 from fxpar.capture.decided import host_numbers
 from fxpar.capture.dynamo import Assumption, dynamo_graph, symbolic_dims
@@ -214,13 +214,13 @@ def _functional(module: nn.Module, call: _Call, prefix: str) -> tuple[ExportedPr
     args, kwargs, symbolic = call
     shapes = pytree.tree_map(lambda value: _offered(value, symbolic), bound_arguments(module, args, kwargs))
     watch = Watch()
-    with recording() as recorder, _draws_stay():
+    with recording() as recorder, patches.draws_stay():
         try:
             # It prints the graph of a failed trace.
             with (
                 watched(module, prefix, watch.read),
                 watch,
-                _plain_distributions(),
+                patches.plain_distributions(),
                 host_numbers(),
                 contextlib.redirect_stderr(io.StringIO()),
             ):
@@ -230,44 +230,11 @@ def _functional(module: nn.Module, call: _Call, prefix: str) -> tuple[ExportedPr
                 raise
             raise type(error)(error.reason, where=place_of(error), remedy=error.remedy) from error
         settle(exported, prefix)
-        with _loss_shapes():
+        with patches.loss_shapes():
             functional = functional_form(exported)
         refuse_mutation(functional, prefix)
         replace_copies(functional)
     return functional, recorder
-
-
-def _plain_distributions() -> Any:
-    """While active, distributions do not check their parameters, which would branch on values."""
-    return mock.patch.object(torch.distributions.Distribution, "_validate_args", False)
-
-
-def _draws_stay() -> Any:
-    """While active, draws that nothing uses are no dead code: those behind them would take their bits."""
-    original = torch.fx.Node.is_impure
-
-    def is_impure(node: torch.fx.Node, *args: Any, **kwargs: Any) -> bool:
-        tags = getattr(node.target, "tags", ()) if node.op == "call_function" else ()
-        return torch.Tag.nondeterministic_seeded in tags or original(node, *args, **kwargs)
-
-    return mock.patch.object(torch.fx.Node, "is_impure", is_impure)
-
-
-@contextlib.contextmanager
-def _loss_shapes() -> Iterator[None]:
-    """While active, unreduced losses of symbolic sizes have their shape in functional form.
-
-    torch's rule for `nll_loss` reads the positional `reduction` as its old `size_average`: 0 (none) becomes a sum.
-    """
-    aten = torch.ops.aten
-
-    def nll_loss(
-        logits: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = 1, ignore_index: Any = -100
-    ) -> Any:
-        return aten.nll_loss_forward.default(logits, target, weight, reduction, ignore_index)[0]
-
-    with mock.patch.dict(torch._decomp.decomposition_table, {aten.nll_loss.default: nll_loss}):
-        yield
 
 
 def _offered(value: Any, symbolic: int | None) -> Any:

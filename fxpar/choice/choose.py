@@ -12,6 +12,7 @@ from typing import NoReturn
 from torch import fx
 
 from fxpar.choice.options import Option, Options, Value, list_options, value_of
+from fxpar.choice.overrides import Lines, Pin, resolve_overrides
 from fxpar.choice.prices import Prices
 from fxpar.choice.solve import Solution, solve
 from fxpar.errors import PlanError
@@ -19,7 +20,6 @@ from fxpar.layout.layout import I, Layout, Placement
 from fxpar.program.coercions import resting
 from fxpar.program.gradients import carried
 from fxpar.program.program import Program, describe, operands
-from fxpar.rules.overrides import Lines, Pin, resolve_overrides
 
 
 @dataclass(frozen=True)

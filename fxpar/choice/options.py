@@ -17,17 +17,17 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
+from fxpar.analysis.flops import matmul_flops
+from fxpar.choice.follow import Trail, Weights, follow
+from fxpar.choice.heads import all_cuts, farthest, heads_of, met_heads, natural_cut, shares_attention
+from fxpar.choice.segments import met_cut
+from fxpar.choice.tokens import tokens_of
 from fxpar.layout.layout import I, Placement, R, fits, shard
 from fxpar.layout.symbols import Size, names
 from fxpar.program.coercions import at_rest, resting, unsettled
 from fxpar.program.program import Program, describe, operands, output_types
 from fxpar.rules import Refusal, call_of, inferred, rule_of, seeded
 from fxpar.rules.engine import Call, partial_signatures
-from fxpar.rules.flops import matmul_flops
-from fxpar.rules.follow import Trail, Weights, follow
-from fxpar.rules.heads import all_cuts, farthest, heads_of, met_heads, natural_cut, shares_attention
-from fxpar.rules.segments import met_cut
-from fxpar.rules.tokens import tokens_of
 
 aten = torch.ops.aten
 

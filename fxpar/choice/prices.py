@@ -14,8 +14,11 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from fxpar.analysis.flops import matmul_flops
+from fxpar.analysis.ring import collective_seconds
+from fxpar.analysis.seconds import access_seconds, optimizer_seconds, product_seconds
+from fxpar.analysis.stored import materialised
 from fxpar.choice.options import Option, Options, Value
-from fxpar.choice.traffic import materialised
 from fxpar.layout.layout import I, Placement
 from fxpar.layout.symbols import evaluate, names, product
 from fxpar.plan.cost import Cost
@@ -23,17 +26,8 @@ from fxpar.program.coercions import coercion, computed_fraction, held_fraction, 
 from fxpar.program.mixed import held_type
 from fxpar.program.operators import all_to_all, copy_to, reduce_scatter, share
 from fxpar.program.program import Program, TensorType, output_types
-from fxpar.rules.flops import matmul_flops
 
 _BATCH, _SEQUENCE, _WIDTH = 8, 1024, 4096
-# Forward, and gradients of both operands.
-_PASSES = 3
-# Bytes that the optimizer moves for each parameter: weight, gradient and two moments, in 4 bytes each.
-_OPTIMIZER = 16
-# An activation is written and read in the forward pass, and its gradient in the backward pass.
-_ACCESSES = 4
-# Of what a ring sends, in units of (n - 1)/n of the value's bytes, and how often it starts.
-_VOLUME = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0}
 
 # Ties are broken in favour of less work that is the same on every rank: f late, g early, residual streams invariant.
 TIE = {"I": 0.0, "S": 0.0, "R": 1e-9, "P": 4e-9}
@@ -80,7 +74,7 @@ class Prices:
         found = {}
         if node in self._flops:
             part = computed_fraction(option.operands, n)
-            found["matrix product"] = _PASSES * self._flops[node] * part / self.cost.flops
+            found["matrix product"] = product_seconds(self._flops[node], part, self.cost)
         if node in self._stored:
             found["memory"] = sum(
                 self._accesses((node, i), placement)
@@ -90,7 +84,7 @@ class Prices:
         if node.op == "placeholder" and self.options.flags[node][0] and len(output_types(node)[0].shape) > 1:
             kind = output_types(node)[0]
             count = self.bytes_of((node, 0)) / kind.dtype.itemsize
-            found["optimizer"] = _OPTIMIZER * count * held_fraction(option.outputs[0], n) / self.cost.memory
+            found["optimizer"] = optimizer_seconds(count, held_fraction(option.outputs[0], n), self.cost)
         return found
 
     def _accesses(self, value: Value, placement: Placement) -> float:
@@ -100,7 +94,7 @@ class Prices:
         reason to choose it: streams would be cut and gathered again for every norm.
         """
         share = 1 / self.options.n if self.options.is_token_cut(value, placement) else 1.0
-        return _ACCESSES * self.bytes_of(value) * share / self.cost.memory
+        return access_seconds(self.bytes_of(value), share, self.cost)
 
     def node(self, node: fx.Node, option: Option) -> float:
         """Seconds of a node under an option, ties included."""
@@ -146,7 +140,7 @@ class Prices:
         if row.forward:  # what it yields is stored as other activations are
             seconds += self._accesses(value, target)
         for collective in filter(None, collectives):
-            seconds += _VOLUME[collective] * (latency + (n - 1) / n * size / self.cost.bandwidth)
+            seconds += collective_seconds(collective, n, size, self.cost, latency)
         return seconds
 
 

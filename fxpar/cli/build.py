@@ -13,6 +13,7 @@ from rich.console import Console
 
 from fxpar.cli.options import Passes, Request, command
 from fxpar.cli.output import Report, Ui, print_table, print_text, table, write_text
+from fxpar.program.properties import Property
 
 if TYPE_CHECKING:
     from fxpar.manager import Pass
@@ -56,10 +57,10 @@ def _summary(program: Program, how: str) -> dict[str, Any]:
 
     from fxpar.passes.canonicalize import canonicalize
     from fxpar.program.program import note
+    from fxpar.report.reasons import without_rule
     from fxpar.text.printing import target_name
-    from fxpar.verify.analysis import without_rule
 
-    canonical = program if "canonical" in program.properties else canonicalize(program.copy())
+    canonical = program if Property.CANONICAL in program.properties else canonicalize(program.copy())
     calls = [node for node in program.graph.nodes if node.op == "call_function"]
     return {
         "how": how,
@@ -190,10 +191,10 @@ def whole(program: Program) -> dict[str, Any]:
 
     `uncounted` are operators that may multiply matrices and are no part of the share of FLOPs that is split.
     """
-    from fxpar.rules.flops import uncounted
-    from fxpar.verify.analysis import unsplit, without_rule
+    from fxpar.analysis.flops import uncounted
+    from fxpar.report.reasons import unsplit, without_rule
 
-    if "layouts" not in program.properties or "tp" not in program.axes:
+    if Property.LAYOUTS not in program.properties or "tp" not in program.axes:
         return {"unsplit": {}, "without_rule": [], "uncounted": {}}
     return {
         "unsplit": dict(unsplit(program)),
@@ -223,9 +224,9 @@ def _few(names: list[str], most: int = 4) -> str:
 
 def warn_unsplit(ui: Ui, program: Program) -> float | None:
     """Share of the matrix FLOPs that tp divides, None before there are layouts or axes; warns where it is zero."""
-    from fxpar.verify.analysis import split_flops
+    from fxpar.analysis.split import split_flops
 
-    if "layouts" not in program.properties or "tp" not in program.axes:
+    if Property.LAYOUTS not in program.properties or "tp" not in program.axes:
         return None
     share = split_flops(program)
     if share == 0:

@@ -15,13 +15,14 @@ from fxpar.cli.build import warn_unsplit, whole, whole_lines
 from fxpar.cli.options import Passes, Request, command
 from fxpar.cli.output import FAILED, FINE, Report, Ui, error_document, error_text, is_folder, print_table, table
 from fxpar.errors import CheckFailed, FxparError, InputError
+from fxpar.program.properties import Property
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from fxpar.manager import Pass
     from fxpar.program.program import Program
-    from fxpar.verify.check import Verification
+    from fxpar.verification import Verification
     from fxpar.verify.values import ValueReport
 
 
@@ -42,7 +43,7 @@ def verify(
     """Proves a program: layouts and shapes (static), or also that all ranks compute what one device does (values)."""
     from fxpar.cli.files import is_text
     from fxpar.cli.models import load_passes
-    from fxpar.verify.check import LEVELS, expect
+    from fxpar.verification import LEVELS, expect
 
     if level is not None and level not in LEVELS:
         raise InputError("is unknown", where=f"--level {level}", remedy=f"choose one of {', '.join(LEVELS)}")
@@ -64,7 +65,7 @@ def verify(
 
 def _verify_model(ui: Ui, request: Request, level: str, passes: Sequence[Pass]) -> Verification:
     from fxpar.cli.files import need_memory, open_model
-    from fxpar.verify.check import verify
+    from fxpar.verification import verify
 
     loaded = open_model(ui, request)
     if level == "values":
@@ -75,7 +76,7 @@ def _verify_model(ui: Ui, request: Request, level: str, passes: Sequence[Pass]) 
 
 
 def _need_local(passes: Sequence[Pass]) -> None:
-    if not any("local" in item.provides for item in passes):
+    if not any(Property.LOCAL in item.provides for item in passes):
         names = ", ".join(item.name for item in passes)
         raise InputError(
             "none of these passes makes the program local, so no rank can run it",
@@ -86,9 +87,9 @@ def _need_local(passes: Sequence[Pass]) -> None:
 
 def _verify_text(ui: Ui, request: Request, level: str, passes: Sequence[Pass]) -> Verification:
     """Checks a text; by value after the passes that are left."""
+    from fxpar.analysis.split import split_flops
     from fxpar.cli.files import CAPTURE, VALUES, open_start, read_text, run_passes
-    from fxpar.verify.analysis import split_flops
-    from fxpar.verify.check import Verification
+    from fxpar.verification import Verification
     from fxpar.verify.static import verify_static
     from fxpar.verify.values import verify_values
 
@@ -108,7 +109,7 @@ def _verify_text(ui: Ui, request: Request, level: str, passes: Sequence[Pass]) -
             f"is '{program.loss or 'none'}' in {start.path.name} and '{captured.loss or 'none'}' in {CAPTURE}",
             where="loss",
         )
-    if "local" not in program.properties:
+    if Property.LOCAL not in program.properties:
         _need_local(passes)
         program, _ = run_passes(ui, start, passes)
     for item, name in ((captured, folder / CAPTURE), (program, start.path)):
@@ -163,8 +164,8 @@ def bisect(ui: Ui, request: Request, passes: Passes = None) -> Report:
 
 
 def _bisect_model(ui: Ui, request: Request, passes: Sequence[Pass]) -> tuple[str | None, str]:
+    from fxpar.bisection import bisect_model
     from fxpar.cli.files import is_text, need_memory, open_model
-    from fxpar.verify.check import bisect_model
 
     if is_text(request.model):
         raise InputError(
@@ -240,8 +241,8 @@ def _judge(folder: Path, free: Sequence[str]) -> Callable[[str, Path, Program], 
     Args:
         free: passes that declare to preserve nothing; texts from them on are compared with nothing.
     """
+    from fxpar.bisection import complete
     from fxpar.cli.files import CAPTURE, load_values, read_text
-    from fxpar.verify.bisect import complete
     from fxpar.verify.values import reference_run, verify_values
 
     values, captured = load_values(folder), read_text(folder / CAPTURE)
@@ -255,7 +256,7 @@ def _judge(folder: Path, free: Sequence[str]) -> Callable[[str, Path, Program], 
         if past_free:
             return None
         finished = complete(program)
-        if finished is None or "local" not in finished.properties:
+        if finished is None or Property.LOCAL not in finished.properties:
             return None
         values.check(finished, str(path))
         report = verify_values(captured, finished, values.state, values.inputs, reference=reference)

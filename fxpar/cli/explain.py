@@ -14,6 +14,7 @@ from rich.console import Console
 from fxpar.cli.options import Request, command
 from fxpar.cli.output import Report, Ui, print_table, table
 from fxpar.errors import InputError
+from fxpar.program.properties import Property
 
 if TYPE_CHECKING:
     from torch import fx
@@ -39,19 +40,19 @@ def explain(
     """Says why a value is laid out as it is, in milliseconds of a training step, and what else it could be."""
     from fxpar.choice.choose import choose
     from fxpar.choice.explain import explain as explained
+    from fxpar.choice.overrides import match_lines
     from fxpar.cli.files import open_start, run_passes
     from fxpar.passes import DEFAULT_PASSES
-    from fxpar.rules.overrides import match_lines
 
     start = open_start(ui, request)
     program = start.program
-    if "layouts" in program.properties:
+    if Property.LAYOUTS in program.properties:
         raise InputError(
             "its layouts are chosen already", where=start.name, remedy="name the model, or the text before annotate"
         )
     if not program.axes:
         raise InputError("one rank holds everything whole", where=start.name, remedy="give --tp N")
-    if "sequence" not in program.properties:
+    if Property.SEQUENCE not in program.properties:
         program, _ = run_passes(ui, start, DEFAULT_PASSES, until="divide_sequence")
     nodes = _named(program, name)
     lines = match_lines(program)

@@ -26,9 +26,10 @@ from fxpar.cli.functions import import_functions, save_functions
 from fxpar.cli.models import LoadedModel, load_model
 from fxpar.cli.options import EXAMPLE_FLAGS, MODE_FLAG, PLAN_FLAGS, Request
 from fxpar.cli.output import Ui, is_file, write_text
+from fxpar.compile import compile_program
 from fxpar.errors import InputError
 from fxpar.layout.symbols import evaluate
-from fxpar.manager import Pass, PassManager, Verifier
+from fxpar.manager import Pass, Verifier
 from fxpar.passes.assign_rng import RNG_PATH
 from fxpar.program.program import DTYPE_NAMES, PassRecord, Program
 from fxpar.text.parsing import parse_program
@@ -329,7 +330,7 @@ def run_passes(
             update(f"{record.name} done in {record.seconds:.2f} s ({done} of {len(names)} passes)")
 
         verifiers = (Verifier("text", frozenset(), tape.note), *STATIC)
-        program = PassManager(todo, verifiers, on_pass=progress).run(program, until=until)
+        program = compile_program(program, todo, verifiers, until=until, on_pass=progress)
     return program, tape.texts
 
 

@@ -18,10 +18,11 @@ from fxpar.cli.build import warn_unsplit
 from fxpar.cli.options import Request, command, whole_number
 from fxpar.cli.output import FAILED, FINE, Report, Ui, amount, print_table, table
 from fxpar.errors import InputError
+from fxpar.program.properties import Property
 
 if TYPE_CHECKING:
+    from fxpar.analysis.collectives import Collective
     from fxpar.program.program import Program
-    from fxpar.verify.analysis import Collective
 
 _ELSEWHERE = "elsewhere"
 Sizes = Annotated[
@@ -128,15 +129,15 @@ def comm(
     size: Sizes = None,
 ) -> Report:
     """Lists every collective of a training step, with its bytes."""
+    from fxpar.analysis.collectives import collectives
     from fxpar.cli.files import open_start, run_passes
     from fxpar.passes import DEFAULT_PASSES
     from fxpar.program.program import note
-    from fxpar.verify.analysis import collectives
 
     start = open_start(ui, request)
     program = start.program
     sizes = sizes_of(program, size or [])
-    if "collectives" not in program.properties:
+    if Property.COLLECTIVES not in program.properties:
         program, _ = run_passes(ui, start, DEFAULT_PASSES, until="vocab_parallel")
     warn_unsplit(ui, program)
     if any(note(node).recompute for node in program.graph.nodes if node.op == "call_function"):
@@ -179,8 +180,8 @@ def sizes_of(program: Program, given: Sequence[str]) -> dict[str, int]:
 def _show_comm(
     stdout: Console, name: str, program: Program, found: Sequence[Collective], values: dict[str, int]
 ) -> None:
+    from fxpar.analysis.collectives import layer_of
     from fxpar.program.program import note
-    from fxpar.verify.analysis import layer_of
 
     at = ", ".join(f"{symbol} = {value}" for symbol, value in values.items()) or "fixed sizes"
     if not found:

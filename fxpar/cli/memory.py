@@ -79,8 +79,8 @@ def _figures(ui: Ui, request: Request, size: Sequence[str], optimizer: str, chec
     import torch
 
     from fxpar.cli.files import compared, open_start, run_passes
+    from fxpar.compile import lower_program
     from fxpar.ops.collectives import Group
-    from fxpar.ops.lower import lower
     from fxpar.passes import DEFAULT_PASSES
     from fxpar.report import make_report
 
@@ -90,7 +90,7 @@ def _figures(ui: Ui, request: Request, size: Sequence[str], optimizer: str, chec
     program, _ = run_passes(ui, start, DEFAULT_PASSES)
     with ui.working(f"counting {request.model}"):
         # Nothing is sent: the groups have names alone.
-        lowered = lower(program, {axis: Group(axis, n) for axis, n in program.axes.items()}, main_values=True)
+        lowered = lower_program(program, {axis: Group(axis, n) for axis, n in program.axes.items()})
         return make_report(
             program,
             lowered,

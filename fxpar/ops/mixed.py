@@ -14,7 +14,7 @@ from fxpar.layout.symbols import product
 from fxpar.ops.coalesced import enter, sum_gradient, sum_gradients
 from fxpar.program.mixed import is_copy
 from fxpar.program.program import Program, operands, tensor_type
-from fxpar.rules.follow import weights_of
+from fxpar.program.weights import weights_of
 
 # Bytes of copies whose gradients are cast together: they are held until the last of them is there.
 _TOGETHER = 64 * 2**20

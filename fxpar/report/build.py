@@ -8,22 +8,25 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from math import prod
 
 import torch
 
+from fxpar.analysis import closed_form
+from fxpar.analysis.collectives import Collective, collectives, in_input_sizes, layer_of
+from fxpar.analysis.parameters import OPTIMIZERS, OptimizerKind, copy_bytes, held_by, held_bytes, local_elements
+from fxpar.analysis.split import split_flops
 from fxpar.errors import CheckFailed, InputError, shown
 from fxpar.layout.nesting import local_shape
 from fxpar.layout.symbols import evaluate, parse_size, product, simplify
 from fxpar.ops.lower import Lowered
 from fxpar.passes.assign_rng import RNG_PATH
-from fxpar.program.mixed import held_type, is_copy
+from fxpar.program.mixed import held_type
 from fxpar.program.program import Parameter, Program, note, output_layouts, output_types
-from fxpar.report import closed_form
 from fxpar.report.figures import ModelSize, ModuleMemory, Moment, PassLine, RankMemory, Report, Traffic
 from fxpar.report.measure import Kept, Measured, Peak, measure
-from fxpar.report.parameters import OPTIMIZERS, OptimizerKind, held_by, local_elements, places
-from fxpar.report.reasons import remarks, whole_matrices
-from fxpar.verify.analysis import Collective, collectives, in_input_sizes, layer_of, split_flops, without_rule
+from fxpar.report.reasons import remarks, whole_matrices, without_rule
+from fxpar.verify.simulate import coordinates
 
 _TOTAL = "all"
 _MOST_BYTES = 2**52  # intermediate results of a step are some times as large, and must stay below 2**63
@@ -225,34 +228,24 @@ def _by_part(kept: Iterable[Kept]) -> dict[str, int]:
     return found
 
 
-def _state(kind: OptimizerKind, held: int) -> int:
-    return kind.copies * held + kind.extra
-
-
-def _bytes(program: Program, parameter: Parameter) -> int:
-    """As the module holds it."""
-    return local_elements(program, parameter) * held_type(program.plan, parameter.type).dtype.itemsize
-
-
-def _copy_bytes(program: Program, parameter: Parameter) -> int:
-    """Of the copy that the program runs on, where the module holds main values."""
-    kind = parameter.type
-    return local_elements(program, parameter) * kind.dtype.itemsize if is_copy(program.plan, kind) else 0
-
-
 def _weights(program: Program) -> list[Parameter]:
     return [p for p in program.parameters if p.kind == "parameter"]
 
 
+def places(program: Program) -> list[dict[str, int]]:
+    """Every rank's index on the axes that split the program."""
+    return [coordinates(program.axes, rank) for rank in range(prod(program.axes.values()))]
+
+
 def _ranks(program: Program, step: Measured, kind: OptimizerKind, inputs: int) -> tuple[RankMemory, ...]:
     weights = _weights(program)
-    held = sum(_bytes(program, p) for p in weights)
-    buffers = sum(_bytes(program, p) for p in program.parameters if p.kind != "parameter")
+    held = sum(held_bytes(program, p) for p in weights)
+    buffers = sum(held_bytes(program, p) for p in program.parameters if p.kind != "parameter")
     trained = [p for p in weights if p.node in step.gradients]
-    gradients = sum(_bytes(program, p) for p in trained)
-    state = sum(_state(kind, _bytes(program, p)) for p in trained)
+    gradients = sum(held_bytes(program, p) for p in trained)
+    state = sum(kind.bytes(held_bytes(program, p)) for p in trained)
     activations = sum(kept.bytes for kept in step.kept)
-    copies = sum(_copy_bytes(program, p) for p in weights)
+    copies = sum(copy_bytes(program, p) for p in weights)
     peak = held + copies + buffers + state + inputs + step.peak.bytes
     found = []
     for rank, place in enumerate(places(program)):
@@ -277,13 +270,13 @@ def _modules(
             parts.setdefault(part, [])
     found = []
     for part, mine in parts.items():
-        trained = [_bytes(program, p) for p in mine if p.node in step.gradients]
+        trained = [held_bytes(program, p) for p in mine if p.node in step.gradients]
         found.append(
             ModuleMemory(
                 part,
-                sum(_bytes(program, p) for p in mine),
+                sum(held_bytes(program, p) for p in mine),
                 sum(trained),
-                sum(_state(kind, held) for held in trained),
+                sum(kind.bytes(held) for held in trained),
                 activations.bytes.get(part, 0),
                 activations.tensors.get(part, 0),
                 activations.formulas.get(part, ""),

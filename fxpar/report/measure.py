@@ -43,7 +43,7 @@ _UNCOUNTABLE = (
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
-# What a collective moves in the terms of `fxpar.verify.analysis`: the operand, or what all ranks' operands make up.
+# What a collective moves in the terms of `analysis.collectives`: the operand, or what all ranks' operands make up.
 _NAMES: Mapping[str, str] = {
     "all_reduce": "all_reduce",
     "all_gather_into_tensor": "all_gather",

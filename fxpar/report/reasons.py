@@ -5,16 +5,19 @@ Enters: a program with layouts. Leaves: reasons in words.
 
 from __future__ import annotations
 
+import operator
+
 import torch
 
+from fxpar.analysis.flops import uncounted
+from fxpar.analysis.parameters import local_elements
 from fxpar.choice.explain import CHEAPEST, ONLY
 from fxpar.layout.symbols import Size, names
 from fxpar.program import operators
-from fxpar.program.program import Program, operands, output_layouts, output_types
+from fxpar.program.program import Program, note, operands, output_layouts, output_types
 from fxpar.report.figures import Whole
-from fxpar.report.parameters import local_elements
-from fxpar.rules.flops import uncounted
-from fxpar.verify.analysis import unsplit
+from fxpar.rules import call_of, key_of, rule_of
+from fxpar.rules.composite import why_whole
 
 aten = torch.ops.aten
 _ATTENTION = frozenset({operators.attention, aten.scaled_dot_product_attention.default})
@@ -29,6 +32,36 @@ def whole_matrices(program: Program) -> tuple[Whole, ...]:
     """Parameters of two or more dimensions that every rank of tp holds whole."""
     sizes = {p.fqn: local_elements(program, p) * p.type.dtype.itemsize for p in program.parameters}
     return tuple(Whole(name, sizes[name], _IN_WORDS.get(reason, reason)) for name, reason in unsplit(program))
+
+
+def unsplit(program: Program, axis: str = "tp") -> list[tuple[str, str]]:
+    """Parameters with two or more dimensions that the axis does not divide, with the reason."""
+    found = []
+    for parameter in program.parameters:
+        node = program.node(parameter.node)
+        layouts = output_layouts(node)
+        is_matrix = parameter.kind == "parameter" and len(parameter.type.shape) > 1
+        if is_matrix and layouts and axis in program.axes and not layouts[0].on(axis).is_shard:
+            found.append((parameter.fqn, note(node).origin or ONLY))
+    return found
+
+
+def without_rule(program: Program) -> list[str]:
+    """Operators of a canonical program that take tensors and are not known to split: they stay whole on every rank.
+
+    They have no rule, or are functions of the author's that are not known to be element-wise, with the reason.
+    """
+    found = set()
+    for node in program.graph.nodes:
+        if node.target is operators.function:
+            reason = why_whole(call_of(node, 2))
+            found |= {f"fxpar.function: {reason}"} if reason else set()
+        known = node.target is operator.getitem or node.target in operators.OPERATORS.values()
+        if node.op != "call_function" or known or rule_of(node.target) is not None:
+            continue
+        if operands(node) and output_types(node):
+            found.add(key_of(node.target))
+    return sorted(found)
 
 
 def remarks(program: Program, split_flops: float) -> tuple[str, ...]:

@@ -1,1 +1,1 @@
-"""Programs on real processes: lowering, the parallel module, state and gradients."""
+"""Programs on real processes: the parallel module and its calls."""

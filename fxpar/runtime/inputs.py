@@ -23,8 +23,8 @@ from torch import Tensor
 
 from fxpar.errors import InputError, RankError
 from fxpar.ops.collectives import Group
+from fxpar.ops.groups import process_group
 from fxpar.runtime import batch as calls
-from fxpar.runtime.groups import process_group
 from fxpar.runtime.world import World
 
 _REMEDY = "pass the same batch on all ranks"

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from fxpar.errors import InputError
-from fxpar.runtime.sharded import local_of
-from fxpar.runtime.sharded_parameter import leaf_of
+from fxpar.state.sharded import local_of
+from fxpar.state.sharded_parameter import leaf_of
 
 
 class MainParameter(nn.Parameter):

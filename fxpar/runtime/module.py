@@ -22,24 +22,24 @@ from fxpar.program.mixed import is_mixed, main_dtype
 from fxpar.program.program import PRECISION_DTYPES, Program
 from fxpar.report import Report, make_report
 from fxpar.runtime import batch as calls
-from fxpar.runtime import distributed_state
-from fxpar.runtime.adopt import adopt, load
+from fxpar.runtime.adopt import adopt, held_by
 from fxpar.runtime.agreement import together
-from fxpar.runtime.checkpoint import Checkpoint
 from fxpar.runtime.execution import own_generator
-from fxpar.runtime.export import save_checkpoint
 from fxpar.runtime.inputs import Inputs
 from fxpar.runtime.mains import Copies, check_scaler
 from fxpar.runtime.optimizers import Optimizers
 from fxpar.runtime.outputs import returned
-from fxpar.runtime.place import Place
 from fxpar.runtime.programs import Call, Programs
 from fxpar.runtime.refusals import Immovable
-from fxpar.runtime.sharded import Sharded
-from fxpar.runtime.sharded_parameter import leaf_of
-from fxpar.runtime.state import fingerprints, full_state_dict, load_full_state_dict
-from fxpar.runtime.training import Extras, resume_training, save_training
 from fxpar.runtime.world import World
+from fxpar.state import distributed_state
+from fxpar.state.checkpoint import Checkpoint
+from fxpar.state.export import save_checkpoint
+from fxpar.state.full_state import fingerprints, full_state_dict, load_full_state_dict
+from fxpar.state.parts import load
+from fxpar.state.sharded import Sharded
+from fxpar.state.sharded_parameter import leaf_of
+from fxpar.state.training import Extras, Progress, resume_training, save_training
 
 
 class ParallelModule(Immovable):
@@ -107,12 +107,6 @@ class ParallelModule(Immovable):
         if name not in self._shapes:
             raise InputError("names no parameter or buffer", where=shown(name), remedy="take one of saved_names")
         return self._shapes[name]
-
-    def place_of(self, name: str) -> Place | None:
-        """Where this rank's part of a parameter or buffer lies; None where every rank holds it whole."""
-        layout = self.layout_of(name)
-        is_cut = any(placement.is_shard for _, placement in layout)
-        return Place(name, torch.Size(self.shape_of(name)), layout, self.world) if is_cut else None
 
     # ------------------------------------------------------------------ calls
 
@@ -233,7 +227,7 @@ class ParallelModule(Immovable):
     @together
     def full_state_dict(self) -> dict[str, Tensor]:
         """What `state_dict()` of the unsplit model would hold, on the CPU of every rank. All ranks must call it."""
-        return full_state_dict(self)
+        return full_state_dict(held_by(self))
 
     def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Loads the unsplit model's state dict; each rank keeps its shards. Tied names may be left out.
@@ -241,7 +235,7 @@ class ParallelModule(Immovable):
         Raises:
             CheckpointError: a name is missing or unknown, or a shape differs; nothing is loaded then.
         """
-        load_full_state_dict(self, state)
+        load_full_state_dict(held_by(self), state)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:  # type: ignore[override]
         """This rank's part under the author's names, as `torch.distributed.checkpoint` saves it and loads it in place.
@@ -257,7 +251,7 @@ class ParallelModule(Immovable):
                 where="state_dict()",
                 remedy="save this module by itself, not as a part of another",
             )
-        return distributed_state.state_dict(self)
+        return distributed_state.state_dict(held_by(self))
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Loads what `state_dict` of a module of the same plan gave, or whole tensors, of which each rank takes parts.
@@ -272,7 +266,7 @@ class ParallelModule(Immovable):
                 where="load_state_dict()",
                 remedy="leave it out: values are copied",
             )
-        return distributed_state.load_state_dict(self, state_dict, strict)
+        return distributed_state.load_state_dict(held_by(self), state_dict, strict)
 
     @together
     def save_checkpoint(self, folder: str | Path, shard_size: int | str = "5GB") -> None:
@@ -289,7 +283,7 @@ class ParallelModule(Immovable):
             CheckpointError: the folder holds a checkpoint already or cannot be written.
             InputError: `shard_size` is no size.
         """
-        save_checkpoint(self, self._programs.skeleton, folder, shard_size)
+        save_checkpoint(held_by(self), self._programs.skeleton, folder, shard_size)
 
     @together
     def load_checkpoint(self, checkpoint: str | Path | Checkpoint) -> None:
@@ -301,7 +295,7 @@ class ParallelModule(Immovable):
         Raises:
             CheckpointError: it cannot be read, or has other names or shapes; nothing is loaded then.
         """
-        load(self, checkpoint)
+        load(held_by(self), checkpoint)
 
     @together
     def save_training(
@@ -334,8 +328,9 @@ class ParallelModule(Immovable):
                 cannot be written or is not the same on all ranks.
             InputError: an option or object of the wrong kind, or trainings that differ between ranks.
         """
-        extras = Extras(scheduler, scaler)
-        return save_training(self, self._programs.skeleton, folder, optimizer, extras, position, keep, shard_size)
+        extras, progress = Extras(scheduler, scaler), Progress(self.step, position)
+        model = (self._programs.skeleton, self.plan)
+        return save_training(held_by(self), *model, folder, optimizer, extras, progress, keep, shard_size)
 
     @together
     def resume_training(
@@ -361,7 +356,9 @@ class ParallelModule(Immovable):
             CheckpointError: there is no save, it is damaged, or what was saved does not fit; nothing is loaded then.
             InputError: an object of the wrong kind, or other saves on other ranks.
         """
-        return resume_training(self, folder, optimizer, Extras(scheduler, scaler))
+        progress = resume_training(held_by(self), folder, optimizer, Extras(scheduler, scaler), self.plan.seed)
+        self.step = progress.step
+        return progress.position
 
     @together
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
@@ -387,7 +384,7 @@ class ParallelModule(Immovable):
         """
         compiled = self._programs.first
         given: dict[str, Any] = {"device": self.world.device, "sizes": sizes, "optimizer": optimizer}
-        given["findings"] = compiled.findings
+        given["findings"] = compiled.captured.findings
         return make_report(compiled.program, compiled.lowered, name=type(self._programs.skeleton).__name__, **given)
 
 

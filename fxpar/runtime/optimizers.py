@@ -16,9 +16,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fxpar.errors import InputError
-from fxpar.runtime.operand import part_of
-from fxpar.runtime.sharded import Sharded
-from fxpar.runtime.sharded_parameter import ShardedParameter
+from fxpar.state.operand import part_of
+from fxpar.state.sharded import Sharded
+from fxpar.state.sharded_parameter import ShardedParameter
 
 
 class Optimizers:

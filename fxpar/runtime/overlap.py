@@ -9,7 +9,7 @@ nobody but the optimizer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +17,18 @@ import torch
 from torch import Tensor, fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
+from fxpar.analysis import ring
 from fxpar.plan.cost import Cost
 
 _aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
 _WAIT = _c10d.wait_tensor.default
 # The second matrix is their last argument.
 _PRODUCTS = frozenset({_aten.mm.default, _aten.addmm.default, _aten.bmm.default})
-# Bytes that a rank of n sends in a ring for each byte of its operand.
-_SENT: Mapping[Any, Callable[[int], float]] = {
-    _c10d.all_reduce.default: lambda n: 2 * (n - 1) / n,
-    _c10d.all_gather_into_tensor.default: lambda n: n - 1,
-    _c10d.reduce_scatter_tensor.default: lambda n: (n - 1) / n,
-    _c10d.all_to_all_single.default: lambda n: (n - 1) / n,
+_COLLECTIVES: Mapping[Any, str] = {
+    _c10d.all_reduce.default: "all_reduce",
+    _c10d.all_gather_into_tensor.default: "all_gather",
+    _c10d.reduce_scatter_tensor.default: "reduce_scatter",
+    _c10d.all_to_all_single.default: "all_to_all",
 }
 # Seconds of postponed work that may wait for a collective: what it reads stays in memory for so long.
 _BACKLOG = 2e-3
@@ -66,7 +66,7 @@ class Overlap(CustomGraphPass):
 
     def uuid(self) -> Any:
         """Names this code and its constants in torch.compile's cache."""
-        return get_hash_for_files((str(Path(__file__)),), repr((self.cost, self.ranks)))
+        return get_hash_for_files((str(Path(__file__)), str(ring.__file__)), repr((self.cost, self.ranks)))
 
     def __call__(self, graph: fx.Graph) -> None:
         """Reorders `graph`; one without collectives keeps its order."""
@@ -74,7 +74,7 @@ class Overlap(CustomGraphPass):
             if node.target is _aten.addmm.default:
                 _separate(graph, node)
         nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
-        if not any(node.target in _SENT for node in nodes):
+        if not any(node.target in _COLLECTIVES for node in nodes):
             return
         last = [node for node in graph.nodes if node.op == "placeholder"][-1]
         for node in self.order(nodes):
@@ -110,7 +110,7 @@ class Overlap(CustomGraphPass):
                 run_postponed(sum(postponed.values()) - _BACKLOG)
             else:
                 place(node)
-                if node.target in _SENT:
+                if node.target in _COLLECTIVES:
                     run_postponed(self._seconds(node))
         for node in (*postponed, *nodes):
             place(node)
@@ -118,10 +118,11 @@ class Overlap(CustomGraphPass):
 
     def _seconds(self, node: fx.Node) -> float:
         """Of a collective or of a matrix product; anything else takes next to nothing."""
-        if node.target in _SENT:
+        if node.target in _COLLECTIVES:
+            op = _COLLECTIVES[node.target]
             operand: Tensor = node.all_input_nodes[0].meta["val"]
-            sent = operand.numel() * operand.element_size() * _SENT[node.target](self.ranks)
-            return self.cost.latency + sent / self.cost.bandwidth
+            whole = operand.numel() * operand.element_size() * (self.ranks if op == "all_gather" else 1)
+            return self.cost.latency + whole * ring.sent(op, self.ranks) / self.cost.bandwidth
         if not _is_product(node):
             return 0.0
         summed: int = node.args[-1].meta["val"].shape[-2]  # type: ignore[union-attr]
@@ -153,6 +154,6 @@ def _listened(nodes: Sequence[fx.Node]) -> set[fx.Node]:
     """Collectives and what they need."""
     found: set[fx.Node] = set()
     for node in reversed(nodes):
-        if node.target in _SENT or any(user in found for user in node.users):
+        if node.target in _COLLECTIVES or any(user in found for user in node.users):
             found.add(node)
     return found

@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxpar.capture import Captured, arguments, capture
+from fxpar.capture import Captured, arguments
 from fxpar.capture.precision import in_precision
+from fxpar.compile import compile_model, lower_program
 from fxpar.errors import InputError
 from fxpar.layout.layout import Layout
-from fxpar.manager import Pass, PassManager
-from fxpar.ops.lower import Lowered, lower
+from fxpar.manager import Pass
+from fxpar.ops.lower import Lowered
 from fxpar.passes.annotate import annotate, keeping
 from fxpar.plan.plan import Plan
 from fxpar.program.program import PRECISION_DTYPES, Program, TensorType, note, output_layouts
@@ -29,7 +30,6 @@ from fxpar.runtime.skeleton import attach, skeleton_of
 from fxpar.runtime.world import World
 from fxpar.text.printing import print_program
 from fxpar.verify.faithful import compare, compare_filled, findings
-from fxpar.verify.static import STATIC
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,6 @@ class Compiled:
     Attributes:
         constants: the program's constants on the device.
         indices: the rank's index on each axis, on the device.
-        findings: what was checked of the capture, as sentences.
         admitted: sizes at which the trace is known to be the model.
     """
 
@@ -49,7 +48,6 @@ class Compiled:
     run: Executor
     constants: Mapping[str, Tensor]
     indices: tuple[Tensor, ...]
-    findings: tuple[str, ...] = ()
     admitted: set[tuple[int, ...]] = field(default_factory=set)
 
     def admits(self, sizes: Mapping[str, int]) -> bool:
@@ -169,23 +167,27 @@ class Programs:
         calls.check(self.skeleton, batch, with_loss)
         for ghost, own in self._twins:
             ghost.training = own.training
-        captured = capture(self.skeleton, calls.example(batch), self._plan, self._loss if with_loss else loss)
-        if not with_loss:
-            calls.check_use(self.skeleton, captured.program)
-            captured = replace(captured, program=captured.program.with_(loss=self._loss_name(captured.program)))
-        checked = findings(captured, self._compared(captured, batch, model))
         passes = [keeping(self.layouts) if self.layouts and item is annotate else item for item in self._passes]
-        program = PassManager(passes, STATIC).run(captured.program)
+
+        def review(captured: Captured) -> Captured:
+            if not with_loss:
+                calls.check_use(self.skeleton, captured.program)
+                captured = replace(captured, program=captured.program.with_(loss=self._loss_name(captured.program)))
+            return replace(captured, findings=findings(captured, self._compared(captured, batch, model)))
+
+        asked = self._loss if with_loss else loss
+        compiled = compile_model(self.skeleton, calls.example(batch), self._plan, asked, passes, review)
+        program = compiled.program
         layouts = _parameter_layouts(program)
         odd = [n for n, layout in layouts.items() if layout != self.layouts.get(n, layout)]
         if odd:
             raise InputError("this call would need another split", where=odd[0], remedy="call it as the example")
         device = self._world.device
-        lowered = lower(program, self._world.groups, device, main_values=True)
+        lowered = lower_program(program, self._world.groups, device)
         constants = {name: value.to(device) for name, value in program.constants.items()}
         places = self._world.coordinates
         indices = tuple(torch.tensor(places[axis], device=device) for axis in lowered.indices)
-        return Compiled(captured, program, lowered, Executor(lowered, self._plan), constants, indices, checked)
+        return Compiled(compiled.captured, program, lowered, Executor(lowered, self._plan), constants, indices)
 
     def _compared(self, captured: Captured, batch: Any, model: nn.Module | None) -> str:
         """Compares a captured graph with the model, on rank 0; returns why not, where it is not."""

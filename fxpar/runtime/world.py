@@ -10,6 +10,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -18,9 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from fxpar.errors import PlanError, RankError
 from fxpar.mesh.mesh import Mesh
 from fxpar.ops.collectives import Group
+from fxpar.ops.groups import create_groups, process_group
 from fxpar.plan.plan import Plan
 from fxpar.runtime.agreement import Agreement, connected, plan_facts
-from fxpar.runtime.groups import create_groups, device_mesh, process_group
+from fxpar.state.held import Ranks
 
 
 @dataclass(frozen=True)
@@ -50,10 +52,15 @@ class World:
         """The groups themselves. Not kept: a group whose threads outlive the process's exit handlers aborts it."""
         return {axis: process_group(group) for axis, group in self.groups.items()}
 
+    @cached_property
+    def ranks(self) -> Ranks:
+        """What tensors of which each rank holds a part know of it; one record for all of them."""
+        return Ranks(self.device, self.mesh, self.groups, self.coordinates)
+
     @property
     def device_mesh(self) -> DeviceMesh:
         """The device mesh of the dense part, for sharded outputs. Not kept: it may hold its groups."""
-        return device_mesh(self.mesh.dense, self.groups, self.device)
+        return self.ranks.device_mesh
 
 
 def connect(seconds: float) -> Agreement:

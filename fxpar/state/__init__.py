@@ -1,1 +1,1 @@
-"""Weights of a run: how they begin."""
+"""Weights of a rank: what it holds of them, their initial values, checkpoints, optimizer state, saved trainings."""

@@ -18,10 +18,10 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
+from fxpar.analysis.flops import matmul_flops
 from fxpar.capture import Captured
 from fxpar.layout.symbols import evaluate
 from fxpar.program.program import Program
-from fxpar.rules.flops import matmul_flops
 from fxpar.text.tables import amount
 from fxpar.verify.simulate import symbol_values
 from fxpar.verify.values import call_inputs, check_capture

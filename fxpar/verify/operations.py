@@ -20,6 +20,7 @@ from fxpar.errors import CheckFailed
 from fxpar.program.gradients import carried
 from fxpar.program.operators import attention, dropout
 from fxpar.program.program import Program, describe, note, operands, tensor_type
+from fxpar.program.properties import Property
 from fxpar.rules import bind_arguments
 from fxpar.verify.derivatives import check_derivatives
 
@@ -42,7 +43,7 @@ def check_operations(program: Program) -> None:
     Raises:
         CheckFailed: names the first.
     """
-    is_canonical, flags = "canonical" in program.properties, carried(program)
+    is_canonical, flags = Property.CANONICAL in program.properties, carried(program)
     for node in program.graph.nodes:
         if node.op != "call_function":
             continue

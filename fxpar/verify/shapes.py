@@ -33,10 +33,11 @@ from fxpar.program.program import (
     output_layouts,
     output_types,
 )
+from fxpar.program.properties import Property
 from fxpar.rules import bind_arguments
 from fxpar.rules.functions import resolve_function
 from fxpar.rules.vocabulary import ATEN_OF
-from fxpar.verify.cost import check_cost
+from fxpar.verify.limits import check_cost
 from fxpar.verify.whole import whole_arguments
 
 aten = torch.ops.aten
@@ -55,7 +56,7 @@ def check_shapes(program: Program) -> None:
     Raises:
         CheckFailed: an operation cannot run, or gives another element type or shape than its note.
     """
-    readings = (True, False) if "local" in program.properties and program.axes else (False,)
+    readings = (True, False) if Property.LOCAL in program.properties and program.axes else (False,)
     for local in readings:
         _check(program, local)
 
@@ -90,7 +91,7 @@ def _others(program: Program) -> Iterator[dict[str, int]]:
 
 def _run(program: Program, sizes: Mapping[str, int], local: bool) -> None:
     """Runs the program, as a rank where `local`, else as one device."""
-    whole = "local" in program.properties and not local
+    whole = Property.LOCAL in program.properties and not local
     values: dict[fx.Node, Any] = {}
     # Equal layers repeat types and calls: what these give is worked out once.
     types: dict[tuple[TensorType, Layout], Tensor] = {}

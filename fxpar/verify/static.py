@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from fxpar.manager import Verifier
 from fxpar.program.program import Program
+from fxpar.program.properties import Property
 from fxpar.verify.header import check_header
 from fxpar.verify.operations import check_operations
 from fxpar.verify.shapes import check_shapes
@@ -18,8 +19,8 @@ STATIC: tuple[Verifier, ...] = (
     Verifier("header", frozenset(), check_header),
     Verifier("structure", frozenset(), check_structure),
     Verifier("operations", frozenset(), check_operations),
-    Verifier("choice", frozenset({"layouts"}), check_choice, until="collectives"),
-    Verifier("types", frozenset({"collectives"}), check_types),  # says which coercion a wrong shape lacks
+    Verifier("choice", frozenset({Property.LAYOUTS}), check_choice, until=Property.COLLECTIVES),
+    Verifier("types", frozenset({Property.COLLECTIVES}), check_types),  # says which coercion a wrong shape lacks
     Verifier("shapes", frozenset(), check_shapes),
 )
 

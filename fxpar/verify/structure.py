@@ -32,6 +32,7 @@ from fxpar.program.program import (
     output_node,
     output_types,
 )
+from fxpar.program.properties import Property
 from fxpar.rules import bind_arguments
 from fxpar.rules.randomness import draws_bits
 
@@ -105,7 +106,7 @@ def _check_note(program: Program, node: fx.Node) -> None:
     if unknown:
         raise CheckFailed(f"{kind} names the symbol {min(unknown)}, which no input has", where=describe(node))
     layouts, count = output_layouts(node), len(output_types(node))
-    if len(layouts) != count and (layouts or "layouts" in program.properties):
+    if len(layouts) != count and (layouts or Property.LAYOUTS in program.properties):
         raise CheckFailed(f"has {len(layouts)} layouts for {count} tensors", where=describe(node))
     for layout in layouts:
         _check_layout(program, node, layout)
@@ -191,7 +192,7 @@ def _check_random(program: Program) -> None:
     for node in program.graph.nodes:
         counted = node.op == "call_function" and node.target in DRAWS
         identity = 0 if node.op == "output" else note(node).random
-        if draws_bits(node) and "rng" in program.properties:
+        if draws_bits(node) and Property.RNG in program.properties:
             raise CheckFailed("draws bits that depend on the rank's generator", where=describe(node))
         if (counted or draws_bits(node)) and not 0 < identity < 2**32:
             raise CheckFailed(

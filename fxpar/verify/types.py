@@ -19,6 +19,7 @@ from fxpar.layout.nesting import misfit
 from fxpar.program.coercions import at_rest, coercion, resting, unsettled
 from fxpar.program.gradients import carried
 from fxpar.program.program import Program, describe, note, operands, output_layouts, output_types, tensor_type
+from fxpar.program.properties import Property
 from fxpar.rules import bind_arguments
 from fxpar.rules.inference import Context, infer_node, remedy_of, shown
 
@@ -45,7 +46,7 @@ def check_types(program: Program) -> None:
                 [flag for o in inputs for flag in flags[o]],
                 flags[node],
                 axes,
-                "local" in program.properties,
+                Property.LOCAL in program.properties,
                 _open(program),
             )
             found[node] = infer_node(node, given)
@@ -57,7 +58,7 @@ def check_types(program: Program) -> None:
 
 def _open(program: Program) -> bool:
     """Whether `vocab_parallel` has yet to run."""
-    return program.properties.isdisjoint({"vocabulary", "local"})
+    return program.properties.isdisjoint({Property.VOCABULARY, Property.LOCAL})
 
 
 def check_choice(program: Program) -> None:

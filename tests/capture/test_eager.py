@@ -75,7 +75,7 @@ def test_a_function_bound_before_the_trace_is_recorded(how: str) -> None:
 def unrecorded() -> Iterator[None]:
     """Stands for a torch in which what was bound before cannot be told from the operator itself."""
     nobody = type("Nobody", (), {"apply": None})
-    with mock.patch("fxpar.capture.recording.owner_of_apply", return_value=nobody):
+    with mock.patch("fxpar.capture.patches.owner_of_apply", return_value=nobody):
         yield
 
 

@@ -13,7 +13,7 @@ from fxpar.capture import capture
 from fxpar.passes import canonicalize
 from fxpar.plan.plan import Plan
 from fxpar.program.program import Program, note
-from fxpar.verify.check import verify
+from fxpar.verification import verify
 from tests.zoo import CASES
 
 QUICK = importlib.import_module("fxpar.capture.functional")

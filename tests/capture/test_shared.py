@@ -13,7 +13,7 @@ from torch.nn import functional
 from fxpar.capture import capture
 from fxpar.errors import CaptureError, CheckFailed
 from fxpar.plan.plan import Plan
-from fxpar.verify.check import verify
+from fxpar.verification import verify
 from tests.capture.models import example, net
 
 

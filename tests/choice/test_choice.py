@@ -13,10 +13,12 @@ import transformers
 from torch import Tensor, nn
 from torch.nn import functional
 
+from fxpar.analysis.split import split_flops
 from fxpar.capture import Captured, capture
 from fxpar.choice.options import Options, Value, list_options, value_of
 from fxpar.choice.prices import Prices
 from fxpar.choice.solve import solve
+from fxpar.compile import compile_program
 from fxpar.layout.layout import I, Placement, V
 from fxpar.passes import canonicalize
 from fxpar.passes.divide_sequence import divide
@@ -24,8 +26,7 @@ from fxpar.plan.cost import Cost
 from fxpar.plan.plan import Plan
 from fxpar.program.gradients import carried
 from fxpar.program.program import Program, operands
-from fxpar.verify.analysis import split_flops, unsplit
-from fxpar.verify.check import compile_program
+from fxpar.report.reasons import unsplit
 from fxpar.verify.values import call_inputs, program_state, verify_values
 from tests.layers import by_layer
 from tests.zoo import CASES
@@ -49,7 +50,7 @@ def slower(factor: float) -> Cost:
 def compiled(name: str, plan: Plan) -> Program:
     """The localised program of a model of the zoo."""
     found = captured(name)[1]
-    return compile_program(Captured(found.program.with_(plan=plan), found.spec, found.how, found.loss))
+    return compile_program(found.program.with_(plan=plan))
 
 
 MEGATRON = ("gpt2", "bert", "llama", "qwen3", "bloom", "nanogpt")
@@ -171,7 +172,7 @@ def test_with_the_batch_allowed_cutting_it_is_cheaper_for_the_small_model_of_the
     plan = Plan(tp=8)
     program = canonicalize(capture(model, batch, plan, loss).program.copy())
     for allowed in (False, True):
-        given = divide(program.copy(), 8, {"b"}) if allowed else program
+        given = divide(program.copy(), 8, {"b"}, where="batch", remedy="") if allowed else program
         options = list_options(given, 8, carried(given), {}, is_free=True, data_parallel=allowed)
         prices = Prices(given, options, plan.cost, width=1536)
         found = solve(given.graph, options, prices, {})

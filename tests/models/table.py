@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from fxpar.verify.check import Verification
+    from fxpar.verification import Verification
 
 _KEY = "by value"
 Record = Callable[[str, object], None]

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from fxpar.analysis.collectives import collectives
+from fxpar.compile import compile_program
 from fxpar.ops import collectives as ops
 from fxpar.passes.assign_rng import RNG_PATH
 from fxpar.plan.plan import Plan
 from fxpar.program.program import Program
-from fxpar.verify.analysis import collectives
-from fxpar.verify.check import compile_program
 from fxpar.verify.promote import promote, wide
 from fxpar.verify.simulate import run_ranks, symbol_values
 from fxpar.verify.values import call_inputs, program_state, rng_state
@@ -37,7 +37,7 @@ def compiled(name: str, tp: int = 2, split: Mapping[str, str] | None = None) -> 
     inputs = call_inputs(captured, model, case.example())
     state = {key: wide(value) for key, value in program_state(program, model).items()}
     given = {key: wide(value) for key, value in inputs.items()} | {RNG_PATH: rng_state()}
-    return compile_program(type(captured)(program, captured.spec, captured.how, captured.loss)), state, given
+    return compile_program(program), state, given
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -14,12 +14,15 @@ import torch
 import transformers
 from torch import nn
 
+from fxpar.analysis.collectives import Collective, collectives
+from fxpar.analysis.split import split_flops
 from fxpar.capture import Captured, capture
+from fxpar.compile import compile_program
 from fxpar.plan.plan import Plan
 from fxpar.program.operators import copy_to, share, sum_gradients
 from fxpar.program.program import Program, note, operands, output_layouts
-from fxpar.verify.analysis import Collective, collectives, split_flops, unsplit
-from fxpar.verify.check import Verification, compile_program
+from fxpar.report.reasons import unsplit
+from fxpar.verification import Verification
 from fxpar.verify.values import TOLERANCE, call_inputs, program_state, verify_values
 from tests.models.table import Record, add_row
 from tests.verify.cases import prepared
@@ -133,7 +136,7 @@ def captured(name: str) -> tuple[nn.Module, Captured]:
 def program(name: str, tp: int) -> Program:
     """The localised program, its layouts chosen by cost."""
     found = captured(name)[1]
-    return compile_program(replace(found, program=found.program.with_(plan=Plan(tp=tp))))
+    return compile_program(found.program.with_(plan=Plan(tp=tp)))
 
 
 def layouts(name: str, tp: int) -> dict[str, str]:
@@ -238,7 +241,7 @@ SPLIT = {
 @pytest.mark.parametrize(("name", "split"), [("kv2", SPLIT), ("phi3", {"*.qkv_proj": "head", "*.o_proj": "row"})])
 def test_a_plan_s_lines_find_shared_blocks_too(name: str, split: dict[str, str]) -> None:
     model, found = captured(name)
-    given = compile_program(replace(found, program=found.program.with_(plan=Plan(tp=4, split=split))))
+    given = compile_program(found.program.with_(plan=Plan(tp=4, split=split)))
     for parameter in given.parameters:
         if "attn" in parameter.fqn:
             assert str(output_layouts(given.node(parameter.node))[0]) == layouts(name, 4)[parameter.fqn]
@@ -259,7 +262,7 @@ def test_frozen_weights_share_blocks_without_a_collective() -> None:
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not name.startswith("k."))
     found = capture(model, example, Plan(tp=4))
-    frozen = compile_program(found)
+    frozen = compile_program(found.program)
     (mine,) = {str(output_layouts(frozen.node(p.node))[0]) for p in frozen.parameters if p.fqn == "k.weight"}
     assert mine == "tp:S(0: 8 / 2)"
     assert not any("k_weight" in collective.node for collective in collectives(frozen))

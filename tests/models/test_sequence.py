@@ -7,15 +7,18 @@ from typing import Any
 
 import pytest
 
+from fxpar.analysis.collectives import collectives
+from fxpar.analysis.split import split_flops
 from fxpar.capture import Captured, capture
 from fxpar.cli.models import LoadedModel, load_model
+from fxpar.compile import compile_model, compile_program
 from fxpar.errors import PlanError
 from fxpar.layout.symbols import names
 from fxpar.passes import DEFAULT_PASSES
 from fxpar.plan.plan import Plan
 from fxpar.program.program import Program, operands, output_layouts, output_types
-from fxpar.verify.analysis import collectives, split_flops, unsplit
-from fxpar.verify.check import compile_program, verify
+from fxpar.report.reasons import unsplit
+from fxpar.verification import verify
 from fxpar.verify.values import call_inputs, program_state, reference_run, verify_values
 from tests.layers import by_layer
 from tests.zoo import CASES
@@ -49,7 +52,7 @@ def reference(name: str) -> Any:
 
 def compiled(name: str, plan: Plan) -> Program:
     captured = loaded(name)[1]
-    return compile_program(Captured(captured.program.with_(plan=plan), captured.spec, captured.how, captured.loss))
+    return compile_program(captured.program.with_(plan=plan))
 
 
 def check(name: str, tp: int, sequence: bool) -> None:
@@ -148,5 +151,5 @@ def test_a_sequence_that_the_ranks_cannot_share_out_is_refused() -> None:
     found = load_model("hf:llama", 3, 15, 0, True)
     plan = Plan(tp=2, sequence_parallel=True)
     with pytest.raises(PlanError, match=r"sequence_parallel: input_ids has 15 in dimension 1, which 2 ranks cannot"):
-        compile_program(capture(found.model, found.batch, plan, found.loss))
+        compile_model(found.model, found.batch, plan, found.loss)
     assert [item.name for item in DEFAULT_PASSES].index("divide_sequence") == 2

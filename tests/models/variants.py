@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fxpar.analysis.split import split_flops
 from fxpar.capture import Captured, capture
+from fxpar.compile import compile_program
 from fxpar.plan.plan import Plan
-from fxpar.verify.analysis import split_flops
-from fxpar.verify.check import Verification, compile_program
+from fxpar.verification import Verification
 from fxpar.verify.static import verify_static
 from fxpar.verify.values import call_inputs, check_capture, program_state, verify_values
 from tests.zoo import CASES, VOCABULARY, Case, NanoGPT
@@ -63,7 +64,7 @@ def run(name: str, variant: Variant) -> Verification:
     model, captured = trace(name, _traced(variant))
     batch = _batch(case, variant)
     captured = replace(captured, program=captured.program.with_(plan=Plan(tp=variant.tp, split=case.split)))
-    program = compile_program(captured)
+    program = compile_program(captured.program)
     check_capture(captured, model, batch)
     state, inputs = program_state(captured.program, model), call_inputs(captured, model, batch)
     report = verify_values(captured.program, program, state, inputs)

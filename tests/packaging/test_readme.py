@@ -20,7 +20,7 @@ from fxpar.oracle.check import check_operation, sample
 from fxpar.passes import DEFAULT_PASSES
 from fxpar.rules import unregister_rule
 from fxpar.text.printing import print_program
-from fxpar.verify.check import verify
+from fxpar.verification import verify
 from fxpar.verify.static import STATIC
 from tests.zoo import CASES
 

@@ -9,21 +9,27 @@ import transformers
 from torch import Tensor, nn
 from torch.nn import functional
 
+from fxpar.analysis.collectives import collectives
+from fxpar.analysis.split import split_flops
 from fxpar.capture import capture
+from fxpar.compile import compile_program
+from fxpar.layout.layout import Layout, shard
 from fxpar.manager import PassManager
 from fxpar.passes import annotate, canonicalize
+from fxpar.passes.annotate import keeping
 from fxpar.plan.plan import Plan
-from fxpar.program.program import note
-from fxpar.verify.analysis import collectives, split_flops
+from fxpar.program.program import Program, note, output_layouts
 from tests.passes.modules import (
     MLP,
     WIDTH,
     Behind,
+    ChunkedAttention,
     FusedAttention,
     GatedMLP,
     GroupedAttention,
     InterleavedAttention,
     NormedHeads,
+    SometimesUsed,
     TransposedMLP,
     UnequalAttention,
     build,
@@ -358,27 +364,35 @@ def test_annotate_changes_notes_only() -> None:
     ]
 
 
-class Many(nn.Module):
-    """Sixteen equal parts: as fine as a fused dimension is looked at."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.out = nn.Linear(WIDTH, 16 * 12, bias=False), nn.Linear(12, WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return squares(self.out(sum(self.fc(x).chunk(16, -1))))
-
-
-@pytest.mark.parametrize("tp", [2, 4])
-def test_sixteen_parts_are_cut_one_by_one(tp: int) -> None:
-    result = run(build(Many)[1], {"fc": "column", "out": "row"}, tp)
-    assert layouts(result)["fc.weight"] == "tp:S(0: 16 x 12)"
-    assert kinds(result) == ["forward all_reduce"]
-    assert values(Many, split={"fc": "column", "out": "row"}, tp=tp).ok
-
-
 def test_a_capture_in_evaluation_mode_is_annotated_alike() -> None:
     torch.manual_seed(1)
     module = MLP().eval()
     captured = capture(module, {"x": torch.randn(3, 16, WIDTH)}, Plan(tp=2))
     assert layouts(run(captured, {"up": "column"})) == layouts(run(build(MLP)[1], {"up": "column"}))
+
+
+def test_layouts_that_a_module_has_are_kept() -> None:
+    """Parameters that this program does not use, and cuts that it would not choose, or has none of."""
+    program = build(SometimesUsed)[1].program.with_(plan=Plan(tp=2, split={"*up": "column", "spare_up": "column"}))
+    cut = Layout.of({"tp": shard(0, 160)})
+    known = {"up.weight": cut, "spare_up.weight": cut}
+    found = layouts(compile_program(program, [canonicalize, keeping(known)]))
+    assert {name for name, layout in found.items() if layout == "tp:S(0)"} == known.keys()
+
+
+KINDS: list[tuple[Callable[..., nn.Module], dict[str, str]]] = [
+    (MLP, {"up": "column", "down": "row"}),
+    (ChunkedAttention, {"qkv": "column"}),
+]
+
+
+@pytest.mark.parametrize(("kind", "split"), KINDS)
+def test_what_was_chosen_once_is_found_again(kind: Callable[..., nn.Module], split: dict[str, str]) -> None:
+    program = build(kind)[1].program.with_(plan=Plan(tp=2, split=split))
+    chosen = run(build(kind)[1], split, until="annotate")
+    known = _layouts(chosen)
+    assert _layouts(compile_program(program, [canonicalize, keeping(known)])) == known
+
+
+def _layouts(program: Program) -> dict[str, Layout]:
+    return {p.fqn: output_layouts(program.node(p.node))[0] for p in program.parameters}

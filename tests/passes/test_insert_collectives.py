@@ -12,7 +12,6 @@ from fxpar.passes import insert_collectives
 from fxpar.program.operators import COERCION_OF
 from fxpar.program.program import Program, note, operands, output_layouts
 from fxpar.text.parsing import parse_program
-from fxpar.verify.analysis import collectives
 from fxpar.verify.static import verify_static
 from tests.passes.modules import (
     MLP,
@@ -300,13 +299,3 @@ def test_a_missing_reduction_is_found_by_the_type_check() -> None:
     result.graph.erase_node(node)
     with pytest.raises(LayoutError, match=r"fxpar\.reduce_from"):
         verify_static(result)
-
-
-def test_collectives_are_listed_with_bytes_in_closed_form() -> None:
-    result = run(build(Behind, MLP)[1], MLP_SPLIT)
-    found = [(c.phase, c.op, c.node, c.bytes_formula, c.bytes) for c in collectives(result, {"b": 2, "s": 5})]
-    assert found == [
-        ("forward", "all_reduce", "embedding_reduce_from", "384*b*s", 3840),
-        ("backward", "all_reduce", "layer_norm_copy_to", "384*b*s", 3840),
-        ("forward", "all_reduce", "linear_1_reduce_from", "384*b*s", 3840),
-    ]

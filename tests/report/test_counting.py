@@ -1,4 +1,4 @@
-"""What is counted: saved tensors by hand, optimizers and shards by the real thing, closed forms by sizes."""
+"""What is counted: saved tensors by hand, peaks and collectives of a step, formulas by sizes."""
 
 from __future__ import annotations
 
@@ -13,18 +13,15 @@ from torch.utils.checkpoint import checkpoint
 
 from fxpar.capture import capture
 from fxpar.errors import CheckFailed, InputError
-from fxpar.layout.layout import Layout, Piece, Placement, padded_shard, shard
-from fxpar.layout.shards import local_block, without_padding
 from fxpar.layout.symbols import evaluate, parse_size
 from fxpar.manager import PassManager
 from fxpar.ops.collectives import Group
 from fxpar.ops.lower import Lowered, lower
 from fxpar.passes import DEFAULT_PASSES
 from fxpar.plan.plan import Plan
-from fxpar.program.program import Parameter, Program, TensorType, update
-from fxpar.report import Report, closed_form, make_report
+from fxpar.program.program import Program
+from fxpar.report import Report, make_report
 from fxpar.report.measure import Measured, measure
-from fxpar.report.parameters import OPTIMIZERS, held_by, places
 
 CPU = torch.device("cpu")
 ROWS, COLUMNS, WIDTH = 3, 5, 12
@@ -144,44 +141,6 @@ def test_a_step_that_sends_something_else_is_no_report() -> None:
         make_report(program, lowered, name="two", device=CPU)
 
 
-# ---------------------------------------------------------------------- closed forms
-
-
-def test_closed_forms_hold_at_other_sizes() -> None:
-    program, lowered = compiled(Two(lambda x: x @ x.transpose(1, 2) @ x), Plan())
-    powers = closed_form.exponents(program)
-    assert powers == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
-
-    def count(sizes: dict[str, int]) -> dict[str, int]:
-        return {"all": sum(k.bytes for k in measure(program, lowered, sizes, CPU).kept)}
-
-    where = closed_form.points(powers, {s.name: s.example for s in program.symbols})
-    formula = closed_form.fit(powers, where, [count(point) for point in where])["all"]
-    assert formula is not None
-    names = [s.name for s in program.symbols]
-    assert formula == parse_size("4*{0}*{1}**2 + 208*{0}*{1}".format(*names))
-    for sizes in ((2, 2), (7, 31)):
-        point = dict(zip(names, sizes, strict=True))
-        assert evaluate(formula, point) == count(point)["all"]
-
-
-def test_what_is_no_polynomial_of_these_powers_has_no_closed_form() -> None:
-    powers = [(0,), (1,)]
-    where = closed_form.points(powers, {"s": 10})
-    assert where == [{"s": 10}, {"s": 9}, {"s": 8}]
-    found = closed_form.fit(powers, where, [{"a": 3 * p["s"] + 1, "b": p["s"] ** 2} for p in where])
-    assert str(found["a"]) == "3*s + 1"
-    assert found["b"] is None
-
-
-def test_points_have_two_of_everything_at_least() -> None:
-    assert closed_form.points([(0, 0), (1, 1)], {"b": 1, "s": 1}) == [
-        {"b": 2, "s": 2},
-        {"b": 3, "s": 3},
-        {"b": 4, "s": 4},
-    ]
-
-
 def test_formulas_are_in_the_sizes_of_the_inputs() -> None:
     plan = Plan(tp=2, sequence_parallel=True, split={"up": "column", "down": "row"})
     report = reported(Residual(), plan, columns=4, sizes={"b": 6, "s": 8})
@@ -197,66 +156,6 @@ def test_formulas_are_in_the_sizes_of_the_inputs() -> None:
     assert evaluate(parse_size(report.activations), report.sizes) == report.ranks[0].activations
     with pytest.raises(InputError, match="7 cannot be shared out by 2 ranks"):
         reported(Residual(), plan, columns=4, sizes={"s": 7})
-
-
-# ---------------------------------------------------------------------- parameters
-
-
-@pytest.mark.parametrize(
-    ("name", "build"),
-    [
-        ("adamw", lambda p: torch.optim.AdamW(p)),
-        ("sgd", lambda p: torch.optim.SGD(p, lr=0.1)),
-        ("sgd-momentum", lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)),
-    ],
-)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_optimizers_have_the_state_that_torch_gives_them(name: str, build: Any, dtype: torch.dtype) -> None:
-    weight = nn.Parameter(torch.ones(7, 3, dtype=dtype))
-    weight.grad = torch.ones_like(weight)
-    optimizer = build([weight])
-    optimizer.step()
-    held = sum(value.nbytes for value in optimizer.state[weight].values() if isinstance(value, Tensor))
-    kind = OPTIMIZERS[name]
-    assert kind.copies * weight.nbytes + kind.extra == held
-
-
-@pytest.mark.parametrize(
-    "placement",
-    [
-        Placement("I"),
-        shard(0, 24),
-        shard(1, 8),
-        Placement("S", 0, (Piece(3, 8),)),
-        Placement("S", 0, (Piece(1, 24, copies=2),), settled=True),
-        Placement("S", 0, (Piece(1, 16), Piece(1, 8, sharded=False)), settled=True),
-    ],
-    ids=str,
-)
-def test_a_rank_holds_its_block(placement: Placement) -> None:
-    check_held(placement, torch.randn(24, 8), 4)
-
-
-@pytest.mark.parametrize(("size", "n"), [(259, 4), (259, 2), (1031, 8), (7, 4)])
-def test_padding_is_counted_on_the_ranks_that_have_it(size: int, n: int) -> None:
-    check_held(padded_shard(0, size, n), torch.randn(size, 8), n)
-
-
-def check_held(placement: Placement, whole: Tensor, n: int) -> None:
-    program, _ = compiled(Two(), Plan(tp=n, split={"up": "replicate", "down": "replicate"}))
-    kind = TensorType(whole.dtype, tuple(whole.shape))
-    parameter = Parameter("weight", "up_weight", "parameter", kind, True)
-    layout = Layout.of({"tp": placement})
-    update(program.node("up_weight"), type=kind, layout=layout)
-    for place in places(program):
-        part = local_block(whole, layout, program.axes, place)
-        found = held_by(program, parameter, place)
-        assert found.bytes == part.nbytes
-        assert found.padding == part.nbytes - without_padding(part, layout, program.axes, place).numel() * 4
-        alike = [local_block(whole, layout, program.axes, other) for other in places(program) if other != place]
-        rows = [(part.unsqueeze(1) == other.unsqueeze(0)).flatten(2).all(-1).any(1) for other in alike]
-        shared = torch.stack(rows).any(0) if placement.is_shared or not placement.is_shard else torch.zeros(1)
-        assert found.whole + found.shared == int(shared.sum()) * whole[0].nbytes
 
 
 def test_one_rank_splits_and_sends_nothing() -> None:

@@ -6,7 +6,7 @@ import torch
 import transformers
 
 from fxpar.plan.plan import Plan
-from fxpar.verify.check import verify
+from fxpar.verification import verify
 from fxpar.verify.values import TOLERANCE
 from tests.zoo import CASES
 

@@ -18,13 +18,13 @@ from fxpar.manager import PassManager
 from fxpar.passes import DEFAULT_PASSES
 from fxpar.program import operators
 from fxpar.program.program import TensorType
+from fxpar.report.reasons import without_rule
 from fxpar.rules import Call, Refusal, inferred, rule_of
 from fxpar.rules.composite import why_whole
 from fxpar.rules.functions import nonlinearity
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
-from fxpar.verify.analysis import without_rule
-from fxpar.verify.check import verify
+from fxpar.verification import verify
 from fxpar.verify.static import STATIC, verify_static
 from tests.capture import bound, functions
 

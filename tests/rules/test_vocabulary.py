@@ -20,7 +20,7 @@ from fxpar.rules import Call, Refusal, infer, rule_of
 from fxpar.rules.vocabulary import ATEN_OF
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import placement_text
-from fxpar.verify.check import verify
+from fxpar.verification import verify
 from fxpar.verify.simulate import Run, coordinates, run_ranks
 from fxpar.verify.static import verify_static
 

@@ -16,8 +16,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxpar
-from fxpar.runtime.sharded import local_of
-from fxpar.verify.analysis import collectives
+from fxpar.analysis.collectives import collectives
+from fxpar.state.sharded import local_of
 from tests.runtime import chosen
 from tests.runtime.jobs import Found, case_module, kept, tp
 from tests.zoo import CASES

@@ -21,9 +21,10 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 import fxpar
 from fxpar.runtime.module import ParallelModule
-from fxpar.runtime.sharded import whole_of
-from tests.runtime import models, weight_jobs
+from fxpar.state.sharded import whole_of
+from tests.runtime import models
 from tests.runtime.jobs import Found, case_module, gradients, kept, tiny_module, tp
+from tests.state import weight_jobs
 from tests.zoo import CASES
 
 # Rounding shows in the quotient of small moments, in one process as in many.

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 import fxpar
 from fxpar.errors import FxparError
 from fxpar.runtime.module import ParallelModule
-from fxpar.runtime.sharded import local_of, whole_of
+from fxpar.state.sharded import local_of, whole_of
 from tests.runtime import models
 from tests.zoo import CASES, VOCABULARY
 

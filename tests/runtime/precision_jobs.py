@@ -11,8 +11,8 @@ from torch import Tensor, nn
 import fxpar
 from fxpar.runtime.mains import Copies
 from fxpar.runtime.module import ParallelModule
-from fxpar.runtime.sharded import local_of, whole_of
-from fxpar.runtime.sharded_parameter import ShardedParameter, leaf_of
+from fxpar.state.sharded import local_of, whole_of
+from fxpar.state.sharded_parameter import ShardedParameter, leaf_of
 from tests.runtime import models
 from tests.runtime.jobs import Found, kept, refusal, tp
 

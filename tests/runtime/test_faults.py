@@ -13,8 +13,7 @@ import fxpar
 from fxpar.errors import InputError, RankError
 from fxpar.runtime.world import connect
 from tests.runtime import faults, models
-from tests.runtime.conftest import JOBS
-from tests.runtime.world import RankFailed, World
+from tests.runtime.world import JOBS, RankFailed, World
 
 
 @pytest.fixture(scope="module")

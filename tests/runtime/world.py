@@ -19,6 +19,9 @@ from typing import Any, TypeVar
 
 Result = TypeVar("Result")
 
+# What ranks find loaded in most tests.
+JOBS = "tests.runtime.jobs"
+
 # Ranks must fail before the test that waits for them does.
 GROUP_SECONDS, ANSWER_SECONDS = 60.0, 180.0
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 import transformers
 
-from fxpar.runtime.adopt import Loading
+from fxpar.state.parts import Loading
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -21,8 +21,9 @@ from fxpar.layout.shards import boxes, local_block
 from fxpar.manager import PassManager
 from fxpar.passes import DEFAULT_PASSES
 from fxpar.program.program import output_layouts
-from fxpar.runtime.adopt import Loading, Share, parts
+from fxpar.state.held import Held
 from fxpar.state.initial import named_tensors
+from fxpar.state.parts import Loading, parts
 from tests.state.live import LiveBytes
 from tests.zoo import CASES
 
@@ -96,11 +97,11 @@ def meta(name: str) -> nn.Module:
         return CASES[name].build().train()
 
 
-def share(model: nn.Module, found: dict[str, Layout], tp: int, rank: int) -> Share:
+def share(model: nn.Module, found: dict[str, Layout], tp: int, rank: int) -> Held:
     tensors = named_tensors(model)
     shapes = {name: tuple(entry.tensor.shape) for entry in tensors for name in entry.names}
     layout_of = {**dict.fromkeys(shapes, Layout()), **found}.__getitem__
-    return Share(tensors, list(model.state_dict()), shapes.__getitem__, layout_of, {"tp": tp}, {"tp": rank})
+    return Held(tensors, list(model.state_dict()), shapes.__getitem__, layout_of, {"tp": tp}, {"tp": rank})
 
 
 _CPU = torch.device("cpu")

@@ -16,7 +16,7 @@ from fxpar.errors import CheckFailed, InputError
 from fxpar.plan.plan import Plan
 from fxpar.program.program import Program
 from fxpar.text.parsing import parse_program
-from fxpar.verify.check import expect, verify
+from fxpar.verification import expect, verify
 from fxpar.verify.simulate import Run
 from fxpar.verify.values import check_capture, compare, reference_run, verify_values
 from tests.verify.cases import prepared, program, sequence

@@ -1,0 +1,177 @@
+"""All that a trace puts in the place of functions of torch, and of the host's generator; nowhere else is anything.
+
+Enters: replacements. Leaves: context managers under which they stand; what was there is back at the end. Where torch's
+versions differ in what is replaced is said here too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+from torch._dynamo import trace_rules
+from torch._dynamo.side_effects import SideEffects
+
+_QUESTIONS = ("is_compiling", "is_dynamo_compiling", "is_exporting")
+
+# ---------------------------------------------------------------------- autograd functions, regions, hooks
+
+
+def apply_of(cls: type, *args: Any, **kwargs: Any) -> Any:
+    """`cls.apply` as torch has it, whatever stands in its place."""
+    return torch._C._FunctionBase.__dict__["apply"].__get__(None, cls)(*args, **kwargs)
+
+
+def owner_of_apply() -> type:
+    """The class whose `apply` the calls of an autograd function reach.
+
+    Up to torch 2.14 `Function.apply` is a `classmethod` of Python that calls its base class: so do the methods that
+    were bound before, and they look the name up in each call. Later it is a descriptor in C, and what was bound before
+    stays what it was.
+    """
+    is_python = hasattr(torch.autograd.Function.__dict__["apply"], "__func__")
+    return torch.autograd.function._SingleLevelFunction if is_python else torch.autograd.Function
+
+
+def _checkpoint_generator() -> str:
+    """The generator in `torch.utils.checkpoint` that `checkpoint` goes through, which torch 2.15 has renamed."""
+    later = "_checkpoint_without_reentrant_generator_impl"
+    return later if hasattr(torch.utils.checkpoint, later) else "_checkpoint_without_reentrant_generator"
+
+
+@contextlib.contextmanager
+def autograd_functions(apply: Callable[..., Any], transformed: Callable[..., Any]) -> Iterator[None]:
+    """Takes the calls of autograd functions.
+
+    Args:
+        apply: called with the class and the arguments of its `apply`.
+        transformed: likewise, under a transform such as vmap.
+    """
+    with (
+        mock.patch.object(owner_of_apply(), "apply", classmethod(apply)),
+        mock.patch.object(torch.autograd.function, "custom_function_call", transformed),
+    ):
+        yield
+
+
+def checkpoints(region: Callable[..., Iterator[None]]) -> Any:
+    """Runs each checkpointed region inside a generator that yields once."""
+    return mock.patch.object(torch.utils.checkpoint, _checkpoint_generator(), region)
+
+
+def inference_mode(enter: Callable[[Any], None]) -> Any:
+    """Enters `torch.inference_mode` by another function, which is given the mode."""
+    return mock.patch.object(torch.inference_mode, "__enter__", enter)
+
+
+def saved_tensors_hooks(push: Callable[..., Any]) -> Any:
+    """Takes the hooks on saved tensors that are pushed."""
+    return mock.patch.object(torch._C._autograd, "_push_saved_tensors_default_hooks", push)
+
+
+@contextlib.contextmanager
+def module_hooks(register: Callable[..., Any]) -> Iterator[None]:
+    """Takes the hooks on gradients that modules are given, each or all of them."""
+    with contextlib.ExitStack() as stack:
+        for name in ("register_full_backward_hook", "register_full_backward_pre_hook", "register_backward_hook"):
+            stack.enter_context(mock.patch.object(nn.Module, name, register))
+        for name in ("full_backward_hook", "full_backward_pre_hook", "backward_hook"):
+            stack.enter_context(mock.patch.object(nn.modules.module, f"register_module_{name}", register))
+        yield
+
+
+# ---------------------------------------------------------------------- what a trace would get wrong
+
+
+def plain_distributions() -> Any:
+    """While active, distributions do not check their parameters, which would branch on values."""
+    return mock.patch.object(torch.distributions.Distribution, "_validate_args", False)
+
+
+def draws_stay() -> Any:
+    """While active, draws that nothing uses are no dead code: those behind them would take their bits."""
+    original = torch.fx.Node.is_impure
+
+    def is_impure(node: torch.fx.Node, *args: Any, **kwargs: Any) -> bool:
+        tags = getattr(node.target, "tags", ()) if node.op == "call_function" else ()
+        return torch.Tag.nondeterministic_seeded in tags or original(node, *args, **kwargs)
+
+    return mock.patch.object(torch.fx.Node, "is_impure", is_impure)
+
+
+@contextlib.contextmanager
+def loss_shapes() -> Iterator[None]:
+    """While active, unreduced losses of symbolic sizes have their shape in functional form.
+
+    torch's rule for `nll_loss` reads the positional `reduction` as its old `size_average`: 0 (none) becomes a sum.
+    """
+    aten = torch.ops.aten
+
+    def nll_loss(
+        logits: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = 1, ignore_index: Any = -100
+    ) -> Any:
+        return aten.nll_loss_forward.default(logits, target, weight, reduction, ignore_index)[0]
+
+    with mock.patch.dict(torch._decomp.decomposition_table, {aten.nll_loss.default: nll_loss}):
+        yield
+
+
+# ---------------------------------------------------------------------- questions and numbers of the host
+
+
+@contextlib.contextmanager
+def questions(answering: Callable[[Callable[[], Any]], Callable[[], Any]]) -> Iterator[None]:
+    """Answers whether a run is compiled or exported.
+
+    Args:
+        answering: makes the answer of torch's own function.
+    """
+    with contextlib.ExitStack() as stack:
+        for name in _QUESTIONS:
+            stack.enter_context(mock.patch.object(torch.compiler, name, answering(getattr(torch.compiler, name))))
+        yield
+
+
+@contextlib.contextmanager
+def host_random(number: Callable[[], Any], uniform: Callable[[float, float], Any]) -> Iterator[None]:
+    """Draws the host's `random.random` and `random.uniform` otherwise."""
+    with mock.patch.object(random, "random", number), mock.patch.object(random, "uniform", uniform):
+        yield
+
+
+# ---------------------------------------------------------------------- Dynamo
+
+
+@contextlib.contextmanager
+def functions_in_graph() -> Iterator[None]:
+    """Lets Dynamo keep each call of a user's autograd function, which the export then records."""
+    added = []
+    pending: list[type] = [torch.autograd.Function]
+    while pending:
+        cls = pending.pop()
+        pending.extend(cls.__subclasses__())
+        if not cls.__module__.startswith("torch.") and not trace_rules.is_callable_allowed(cls):
+            torch.compiler.allow_in_graph(cls)
+            added.append(id(cls))
+    try:
+        yield
+    finally:
+        for key in added:
+            trace_rules._allowed_callable_ids.remove(key)
+
+
+def mutations(seen: Callable[[Any], None]) -> Any:
+    """Shows Dynamo's side effects before it writes code for them."""
+    original = SideEffects.codegen_update_mutated
+
+    def update(effects: Any, *args: Any, **kwargs: Any) -> Any:
+        seen(effects)
+        return original(effects, *args, **kwargs)
+
+    return mock.patch.object(SideEffects, "codegen_update_mutated", update)

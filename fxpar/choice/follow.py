@@ -1,0 +1,221 @@
+"""Following a shard of a parameter through the graph.
+
+Enters: a placeholder and a shard of it. Leaves: what became of the shard downstream, from which an override learns
+which dimension it means and how a fused dimension must be cut.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from fxpar.layout.layout import Placement
+from fxpar.layout.symbols import divide, product
+from fxpar.program.coercions import coercion, unsettled
+from fxpar.program.program import operands, output_types
+from fxpar.rules.contraction import einsum_labels
+from fxpar.rules.engine import Labelling, Refusal, Signature, call_of
+from fxpar.rules.table import rule_of, seeded
+
+_aten = torch.ops.aten
+
+INSIDE = "the features of a head are needed together"
+
+
+@dataclass
+class Trail:
+    """Where a shard went.
+
+    Attributes:
+        role: what the first matrix product made of it: `column` (its output is a shard), `row` (partial), or "".
+        product: that product; `products` are all that the parameter is a factor of.
+        refused: operations that did not accept the shard, with their reasons.
+        factored: whether a view made it a cut between blocks of several elements (heads).
+        inner: whether a view left it in the last of the dimensions that it made (inside of heads).
+        vocabulary: operations over a vocabulary that took the shard for one.
+        seen: the placements of the values that the shard reached.
+        weights: those of them that are made from parameters alone (its transpose).
+    """
+
+    role: str = ""
+    product: fx.Node | None = None
+    products: list[fx.Node] = field(default_factory=list)
+    refused: list[tuple[fx.Node, Refusal]] = field(default_factory=list)
+    factored: bool = False
+    inner: bool = False
+    vocabulary: list[fx.Node] = field(default_factory=list)
+    seen: dict[fx.Node, tuple[Placement, ...]] = field(default_factory=dict)
+    weights: set[fx.Node] = field(default_factory=set)
+
+    @property
+    def torn(self) -> list[tuple[fx.Node, Refusal]]:
+        """Refusals because the cut does not fit the shapes."""
+        return [(node, refusal) for node, refusal in self.refused if refusal.structural]
+
+
+Arrived = Mapping[fx.Node, tuple[Placement, ...]]
+
+
+@dataclass(frozen=True)
+class Step:
+    """What an operation makes of a shard of one of its operands.
+
+    Attributes:
+        is_sum: whether it is a product, which sums a dimension.
+        is_composite: whether it takes the shard for a part of a vocabulary.
+    """
+
+    signature: Signature | Refusal
+    is_sum: bool
+    is_composite: bool
+
+
+class Weights(set[fx.Node]):
+    """Values of one graph that are made from parameters alone, and what trails learnt of its operations.
+
+    Trails of the parameters meet in the residual stream.
+
+    Attributes:
+        steps: by number of ranks, operation, index of the operand and shard.
+    """
+
+    def __init__(self, nodes: Iterable[fx.Node]) -> None:
+        super().__init__(nodes)
+        self.steps: dict[tuple[int, fx.Node, int, Placement], Step] = {}
+
+
+def follow(node: fx.Node, placement: Placement, n: int, weights: Weights, arrived: Arrived | None = None) -> Trail:
+    """Follows a shard over n ranks until it is summed or refused. With n = 1 every division comes out even.
+
+    Args:
+        weights: the values that are made from parameters alone.
+        arrived: placements that other parameters' shards gave to values. An operation at which they meet this one must
+            accept both.
+    """
+    trail = Trail()
+    trail.seen[node] = (unsettled(placement),)
+    trail.weights.add(node)
+    pending = [node]
+    visited: set[tuple[fx.Node, fx.Node]] = set()
+    while pending:
+        current = min(pending)  # in the order of the graph
+        pending.remove(current)
+        for user in sorted(current.users):
+            if user.op == "output" or (current, user) in visited:
+                continue
+            visited.add((current, user))
+            outputs = advance(trail, current, user, weights, arrived or {}, n)
+            if user in weights:
+                trail.weights.add(user)
+            if outputs and any(p.is_shard for p in outputs) and user not in trail.seen:
+                trail.seen[user] = outputs
+                pending.append(user)
+    return trail
+
+
+def advance(
+    trail: Trail, current: fx.Node, user: fx.Node, weights: Weights, arrived: Arrived, n: int
+) -> tuple[Placement, ...]:
+    """Takes a trail from a value to an operation that uses it: the outputs, none where the shard ends there."""
+    found = trail.seen[current]
+    if user.target is operator.getitem:
+        return (found[int(user.args[1])],)  # type: ignore[arg-type]
+    if not found[0].is_shard:
+        return ()
+    if _is_inside(current, user, found[0], weights):
+        trail.refused.append((user, Refusal(INSIDE, structural=True)))
+        return ()
+    inputs = operands(user)
+    step = step_of(user, inputs.index(current), found[0], n, weights)
+    signature = step.signature
+    if isinstance(signature, Refusal):
+        trail.refused.append((user, signature))
+        return ()
+    for other, wanted in zip(inputs, signature.operands, strict=True):
+        given = trail.seen.get(other) or arrived.get(other)
+        if given and given[0].is_shard and not _can_meet(given[0], wanted):
+            reason = f"%{other.name} arrives as {given[0]} where {wanted} fits"
+            # Parts of one weight that are cut in ways that do not fit each other.
+            trail.refused.append((user, Refusal(reason, structural=other in trail.seen)))
+    if step.is_composite:
+        trail.vocabulary.append(user)
+        return signature.outputs
+    if step.is_sum and current in trail.weights and len(inputs) > 1:
+        _note_product(trail, user, "row" if signature.outputs[0].kind == "P" else "column", weights)
+    _note_view(trail, user, found[0], signature.outputs[0])
+    return signature.outputs
+
+
+def _can_meet(given: Placement, wanted: Placement) -> bool:
+    """Whether two cuts are the same, or one is a part that the ranks can take of the other's blocks."""
+    if given == wanted:
+        return True
+    return (given.is_shared or wanted.is_shared) and bool(coercion(given, wanted) or coercion(wanted, given))
+
+
+def _is_inside(current: fx.Node, user: fx.Node, placement: Placement, weights: Weights) -> bool:
+    """Whether a product of activations, batched by heads, takes the cut dimension for the features of a head."""
+    given = operands(user)
+    rank = len(output_types(current)[0].shape)
+    if user.target is _aten.scaled_dot_product_attention.default:
+        return current in given[:3] and placement.dim == rank - 1
+    if user.target is _aten.einsum.default and weights.isdisjoint(given):
+        return len(given) == 2 and _is_inside_einsum(user, given.index(current), placement.dim)
+    if user.target not in (_aten.matmul.default, _aten.bmm.default) or rank < 3 or not weights.isdisjoint(given):
+        return False
+    return placement.dim == rank - 1 or (current is given[1] and placement.dim == rank - 2)
+
+
+def _is_inside_einsum(user: fx.Node, index: int, dim: int) -> bool:
+    """The same of an equation, whose labels may stand in any order: batch and heads are the labels that stay in both.
+
+    Of a product without heads only what is summed is needed together.
+    """
+    labelling = einsum_labels(call_of(user, 1))
+    if isinstance(labelling, Refusal):
+        return False
+    label, both = labelling.operands[index][dim], set(labelling.operands[0]) & set(labelling.operands[1])
+    batched = both - labelling.summed - {None}
+    return label not in batched and bool(batched) and (label in labelling.summed or len(batched) > 1)
+
+
+def step_of(user: fx.Node, index: int, placement: Placement, n: int, weights: Weights) -> Step:
+    """What an operation makes of a shard of its operand `index`, over n ranks."""
+    key = n, user, index, placement
+    if key not in weights.steps:
+        weights.steps[key] = _judged(user, index, placement, n)
+    return weights.steps[key]
+
+
+def _judged(user: fx.Node, index: int, placement: Placement, n: int) -> Step:
+    rule, call = rule_of(user.target), call_of(user, n)
+    signature, is_composite = seeded(call, index, placement)
+    labelling = rule.labels(call) if rule is not None and rule.labels else None
+    return Step(signature, isinstance(labelling, Labelling) and bool(labelling.summed), is_composite)
+
+
+def _note_product(trail: Trail, user: fx.Node, role: str, weights: Weights) -> None:
+    """The first product with an activation gives the role, else the first one (of two weights, of a table)."""
+    if not trail.role or (trail.product in weights and user not in weights):
+        trail.role, trail.product = role, user
+    trail.products.append(user)
+
+
+def _note_view(trail: Trail, user: fx.Node, source: Placement, result: Placement) -> None:
+    """Remembers what a view that makes several dimensions of one does to the cut.
+
+    The runs are counted in larger units where the cut is between blocks: heads, also in `[s, b*heads, d]`.
+    """
+    if len(operands(user)) != 1 or not result.is_shard:
+        return
+    before, after = output_types(operands(user)[0])[0].shape, output_types(user)[0].shape
+    if product(before) != product(after):
+        return
+    block = divide(source.pieces[0].size, result.pieces[0].size)
+    trail.factored |= block not in (None, 1)
+    parts = divide(before[source.dim], after[result.dim])
+    trail.inner |= block == 1 and parts not in (None, 1) and result.dim + 1 == len(after)

@@ -1,0 +1,99 @@
+"""The compiler in one sentence: capture → passes → verify → lower.
+
+Enters: a model, an example batch and a plan. Leaves: the program of every rank, and what a rank runs of it.
+`parallelize`, `verify`, `bisect_model`, reports and the command line all call these functions: what is proved is put
+together by the code that runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxpar.capture import Captured, capture
+from fxpar.errors import InputError, shown
+from fxpar.manager import Pass, PassManager, Verifier
+from fxpar.ops.collectives import Group
+from fxpar.ops.lower import Lowered, lower
+from fxpar.passes import DEFAULT_PASSES
+from fxpar.plan.plan import Plan
+from fxpar.program.program import PassRecord, Program
+from fxpar.verify.static import STATIC
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """A model that is captured, and its program after all passes."""
+
+    captured: Captured
+    program: Program
+
+
+def compile_model(
+    model: nn.Module,
+    batch: Any,
+    plan: Plan,
+    loss: Callable[..., Any] | str | None = None,
+    passes: Sequence[Pass] = DEFAULT_PASSES,
+    review: Callable[[Captured], Captured] | None = None,
+) -> Compilation:
+    """Captures the model in its current mode and compiles it.
+
+    Args:
+        model: in the plan's precision.
+        batch: as for `parallelize`.
+        loss: as for `fxpar.capture.capture`.
+        review: looks at what was captured before the passes run, and may settle what is open of it.
+
+    Raises:
+        FxparError: capture, `review`, a pass or a static check refused the model.
+    """
+    captured = capture(model, batch, plan, loss)
+    if review is not None:
+        captured = review(captured)
+    return Compilation(captured, compile_program(captured.program, passes))
+
+
+def compile_program(
+    program: Program,
+    passes: Sequence[Pass] = DEFAULT_PASSES,
+    verifiers: Sequence[Verifier] = STATIC,
+    *,
+    until: str | None = None,
+    on_pass: Callable[[PassRecord], None] | None = None,
+) -> Program:
+    """The program after all passes, or after the pass named `until`, statically checked before and after each.
+
+    Raises:
+        FxparError: a pass or a check refused it.
+    """
+    return PassManager(passes, verifiers, on_pass=on_pass).run(program, until=until)
+
+
+def lower_program(program: Program, groups: Mapping[str, Group], device: torch.device | str = "cpu") -> Lowered:
+    """What a rank runs of a compiled program, the plan's mixed precision carried out.
+
+    Args:
+        groups: process group of each axis of the program.
+        device: where it will run.
+    """
+    return lower(program, groups, device, main_values=True)
+
+
+def check_arguments(model: Any, plan: Any, passes: Any) -> None:
+    """Refuses arguments of other types.
+
+    Raises:
+        InputError: names the argument.
+    """
+    if not isinstance(model, nn.Module):
+        raise InputError(f"a {type(model).__name__} is no nn.Module", where="model", remedy="pass the model itself")
+    if not isinstance(plan, Plan):
+        raise InputError(f"a {type(plan).__name__} is no Plan", where="plan", remedy="pass fxpar.Plan(tp=…)")
+    if not isinstance(passes, (list, tuple)) or not passes:
+        remedy = "pass a list such as [*fxpar.passes.DEFAULT_PASSES, your_pass]"
+        raise InputError(f"{shown(passes)} is no list of passes", where="passes", remedy=remedy)

@@ -1,0 +1,208 @@
+"""An optimizer's state by the author's names, for a save and from it.
+
+Enters: what a rank holds and an optimizer of it. Leaves: tensors by state key and parameter, and a document of what is
+no tensor; and back. One rule for all optimizers: what has a parameter's shape is cut as the parameter is, what is one
+number is the same on all ranks. Anything else is refused by name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fxpar.errors import CheckpointError, InputError
+from fxpar.state.boxfile import can_hold
+from fxpar.state.held import Held
+from fxpar.state.plain import decode, encode
+from fxpar.state.sharded import Sharded, local_of
+
+# How a step is computed on the machine at hand, and not what.
+_MACHINE = frozenset(("foreach", "fused", "capturable", "differentiable"))
+_NAMES = frozenset(("params", "param_names"))
+_KEY = re.compile(r"[A-Za-z_][\w-]*")
+_ELEMENTWISE = "use an optimizer that treats each element by itself (AdamW, SGD, Adagrad, RMSprop, …)"
+
+
+@dataclass(frozen=True)
+class OptimizerState:
+    """What of an optimizer is saved.
+
+    Attributes:
+        tensors: by state key, then by parameter.
+        document: class, parameter groups and values that are no tensors, plain.
+    """
+
+    tensors: Mapping[str, Mapping[str, Tensor]]
+    document: Mapping[str, Any]
+
+
+def collect(held: Held, optimizer: Optimizer) -> OptimizerState:
+    """The state of an optimizer of a module's parameters.
+
+    Raises:
+        InputError: it is no optimizer, or one of other parameters.
+        CheckpointError: a state that cannot be saved by shards.
+    """
+    names = _names(held, optimizer)
+    stray = [key for key in optimizer.state if not isinstance(key, Tensor) or id(key) not in names]
+    if stray:
+        what = f"a {type(stray[0]).__name__}" if not isinstance(stray[0], str) else repr(stray[0])
+        raise CheckpointError(f"has state for {what}, no parameter", where="optimizer", remedy=_ELEMENTWISE)
+    tensors: dict[str, dict[str, Tensor]] = {}
+    values: dict[str, dict[str, Any]] = {}
+    for parameter, name in ((p, names[id(p)]) for group in optimizer.param_groups for p in group["params"]):
+        for key, value in optimizer.state.get(parameter, {}).items():
+            where = f"optimizer state {key} of {name}"
+            if not isinstance(key, str) or not _KEY.fullmatch(key):
+                raise CheckpointError(f"has no name but {key!r}", where=where, remedy="name states by identifiers")
+            if isinstance(value, Tensor):
+                _check_state(value, parameter, where)
+                tensors.setdefault(key, {})[name] = value
+            else:
+                values.setdefault(name, {})[key] = encode(value, where)
+    groups = [
+        {
+            "parameters": [names[id(p)] for p in group["params"]],
+            "options": {
+                key: encode(value, f"{key} of parameter group {number}")
+                for key, value in group.items()
+                if key not in _NAMES
+            },
+        }
+        for number, group in enumerate(optimizer.param_groups)
+    ]
+    host = [
+        key for key, found in tensors.items() if all(v.dim() == 0 and v.device.type == "cpu" for v in found.values())
+    ]
+    return OptimizerState(tensors, {"class": _kind(optimizer), "groups": groups, "values": values, "host": host})
+
+
+def _check_state(value: Tensor, parameter: Tensor, where: str) -> None:
+    if value.layout != torch.strided or not can_hold(value.dtype):
+        kind = value.dtype if value.layout == torch.strided else value.layout
+        raise CheckpointError(f"safetensors have no {kind}", where=where, remedy="keep dense floats and integers there")
+    if value.dim() == 0 and not isinstance(value, Sharded):
+        return
+    if value.shape != parameter.shape:
+        raise CheckpointError(
+            f"has the shape {list(value.shape)}: neither one number nor the parameter's {list(parameter.shape)}",
+            where=where,
+            remedy=_ELEMENTWISE,
+        )
+    if isinstance(value, Sharded) != isinstance(parameter, Sharded):
+        raise CheckpointError(
+            "is whole where the parameter is cut", where=where, remedy="make it with torch.zeros_like(parameter)"
+        )
+
+
+def check_fits(held: Held, optimizer: Optimizer, document: Mapping[str, Any], where: str) -> None:
+    """Checks that a saved state is one of this optimizer.
+
+    Raises:
+        CheckpointError: another class, or other parameter groups.
+        InputError: it is no optimizer of the module's parameters.
+    """
+    names = _names(held, optimizer)
+    if document["class"] != _kind(optimizer):
+        raise CheckpointError(
+            f"holds the state of {document['class']} and not of {_kind(optimizer)}",
+            where=where,
+            remedy="resume with the optimizer that was saved",
+        )
+    saved = [set(group["parameters"]) for group in document["groups"]]
+    here = [{names[id(p)] for p in group["params"]} for group in optimizer.param_groups]
+    if len(saved) != len(here):
+        raise CheckpointError(
+            f"has {len(saved)} parameter groups, and the optimizer {len(here)}", where=where, remedy=_SAME_GROUPS
+        )
+    for number, (wanted, found) in enumerate(zip(saved, here, strict=True)):
+        odd = sorted(wanted ^ found)
+        if odd:
+            side = "in the save alone" if odd[0] in wanted else "in the optimizer alone"
+            more = f" and {len(odd) - 1} more" if len(odd) > 1 else ""
+            raise CheckpointError(
+                f"parameter group {number} differs: {odd[0]}{more} is {side}", where=where, remedy=_SAME_GROUPS
+            )
+
+
+_SAME_GROUPS = "make the optimizer with the parameter groups that it was saved with"
+
+
+def restore(
+    held: Held,
+    optimizer: Optimizer,
+    document: Mapping[str, Any],
+    saved: Mapping[str, Any],
+    read: Callable[[str, str, bool], Tensor],
+) -> None:
+    """Gives an optimizer a saved state, for which `check_fits` holds.
+
+    Args:
+        saved: names of parameters by state key, for which there are tensors.
+        read: this rank's part of a key's tensor of a parameter; the last argument says whether it is one number.
+    """
+    names = _names(held, optimizer)
+    host = set(document["host"])
+    for group, kept in zip(optimizer.param_groups, document["groups"], strict=True):
+        _restore_options(group, {key: decode(value) for key, value in kept["options"].items()})
+    for group in optimizer.param_groups:
+        on_device = bool(group.get("capturable") or group.get("fused"))
+        for parameter in group["params"]:
+            name = names[id(parameter)]
+            state: dict[str, Any] = {key: decode(v) for key, v in document["values"].get(name, {}).items()}
+            for key in (key for key, found in saved.items() if name in found):
+                if saved[key][name]:
+                    part = read(key, name, True)
+                    is_host = not on_device if key == "step" else key in host
+                    state[key] = part if is_host else part.to(parameter.device)
+                    continue
+                part = read(key, name, False)
+                state[key] = torch.empty_like(parameter.detach(), dtype=part.dtype, requires_grad=False)
+                local_of(state[key]).copy_(part)
+            optimizer.state.pop(parameter, None)
+            if state:
+                optimizer.state[parameter] = state
+
+
+def _restore_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
+    for key, value in options.items():
+        if key in _MACHINE and key in group:
+            continue
+        own = group.get(key)
+        if isinstance(own, Tensor):  # a graph may have captured it
+            own.fill_(value)
+        else:
+            group[key] = value.item() if isinstance(value, Tensor) and own is not None else value
+
+
+def _names(held: Held, optimizer: Any) -> dict[int, str]:
+    """The name under which each of the optimizer's parameters is saved."""
+    if not isinstance(optimizer, Optimizer):
+        raise InputError(
+            f"a {type(optimizer).__name__} is no torch.optim.Optimizer", where="optimizer", remedy="pass the optimizer"
+        )
+    saved = set(held.saved)
+    names = {
+        id(entry.tensor): next((name for name in entry.names if name in saved), entry.first)
+        for entry in held.tensors
+        if entry.is_parameter
+    }
+    for number, group in enumerate(optimizer.param_groups):
+        for index, parameter in enumerate(group["params"]):
+            if id(parameter) not in names:
+                raise InputError(
+                    f"parameter {index} of group {number}, of shape {list(parameter.shape)}, is none of the module's",
+                    where="optimizer",
+                    remedy="make it of model.parameters(), after parallelize",
+                )
+    return names
+
+
+def _kind(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"

@@ -1,0 +1,124 @@
+"""One call that proves a model's split: `verify(model, batch, plan)`.
+
+Enters: a model, a batch and a plan. Leaves: a `Verification`, also where a check failed, so that tests and the command
+line can say what did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import nn
+
+from fxpar.analysis.flops import uncounted
+from fxpar.analysis.split import split_flops
+from fxpar.capture import check_samples
+from fxpar.capture.precision import in_precision
+from fxpar.compile import check_arguments, compile_model
+from fxpar.errors import CheckFailed, InputError
+from fxpar.manager import Pass
+from fxpar.passes import DEFAULT_PASSES
+from fxpar.plan.plan import Plan
+from fxpar.program.program import Program
+from fxpar.verify.simulate import check_world
+from fxpar.verify.static import verify_static
+from fxpar.verify.values import ValueReport, call_inputs, check_capture, program_state, verify_values
+
+LEVELS = ("static", "values")
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What was proved.
+
+    Attributes:
+        ok: everything asked for holds.
+        level: static or values.
+        program: the localised program.
+        split_flops: share of the matrix FLOPs that tp divides; `uncounted` operators are no part of them.
+        checks: names of the static checks that hold of the program.
+        values: deviations from the single device; None at level static.
+    """
+
+    ok: bool
+    level: str
+    program: Program
+    split_flops: float
+    checks: tuple[str, ...]
+    values: ValueReport | None
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain mapping for machines."""
+        found: dict[str, Any] = {"ok": self.ok, "level": self.level, "split_flops": self.split_flops}
+        found["uncounted"] = uncounted(self.program)
+        found["checks"] = list(self.checks)
+        if self.values is not None:
+            found |= {k: v for k, v in asdict(self.values).items() if k != "ok"}
+        return found
+
+
+def verify(
+    model: nn.Module,
+    batch: Any,
+    plan: Plan,
+    *,
+    level: str = "values",
+    loss: Callable[..., Any] | str | None = None,
+    passes: Sequence[Pass] = DEFAULT_PASSES,
+) -> Verification:
+    """Compiles the model for all ranks and proves the result.
+
+    Args:
+        model: in the mode to verify (training, with dropout on, says most). Needs weights at level values. It has the
+            plan's precision meanwhile, and is left as it was.
+        batch: as for `parallelize`.
+        level: `static`, or `values`: the captured graph is the eager module, and all simulated ranks give the single
+            device's loss, outputs and parameter gradients within 1e-10 in float64.
+
+    Raises:
+        FxparError: capture, a pass or a static check refused the model.
+    """
+    check_arguments(model, plan, passes)
+    if level not in LEVELS:
+        raise InputError("is unknown", where=f"level={level!r}", remedy=f"choose one of {', '.join(LEVELS)}")
+    check_samples(batch)
+    if level == "values":
+        check_world(plan.world_size)
+    with in_precision(model, plan):
+        compiled = compile_model(model, batch, plan, loss, passes)
+        captured, program = compiled.captured, compiled.program
+        share = split_flops(program)
+        checks = verify_static(program)
+        if level == "static":
+            return Verification(True, level, program, share, checks, None)
+        need_memory(model)
+        check_capture(captured, model, batch)
+        state, inputs = program_state(captured.program, model), call_inputs(captured, model, batch)
+        report = verify_values(captured.program, program, state, inputs)
+    return Verification(report.ok, level, program, share, checks, report)
+
+
+def expect(verification: Verification) -> Verification:
+    """The verification itself where it is ok.
+
+    Raises:
+        CheckFailed: it is not; names the worst tensor and its deviation.
+    """
+    if not verification.ok and verification.values is not None:
+        v = verification.values
+        error = max(v.loss_error, v.output_error, v.max_grad_error)
+        raise CheckFailed(f"deviates by {error:.3g} of the largest reference value", where=v.worst)
+    return verification
+
+
+def need_memory(model: nn.Module) -> None:
+    """Refuses models without values.
+
+    Raises:
+        InputError: a parameter is on the meta device.
+    """
+    meta = next((name for name, p in model.named_parameters() if p.is_meta), None)
+    if meta is not None:
+        raise InputError("has no values: the model is on the meta device", where=meta, remedy="use level static")

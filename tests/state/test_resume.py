@@ -1,0 +1,212 @@
+"""A training that stops and goes on is the one that never stopped."""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from fxpar.errors import CheckpointError, InputError
+from tests.runtime.jobs import Found
+from tests.runtime.world import JOBS, RankFailed, World
+from tests.state import training_jobs as jobs
+from tests.state.training_jobs import Training
+
+
+def assert_equal(found: Found, wanted: Found) -> None:
+    assert found["losses"] == wanted["losses"]
+    assert found["step"] == wanted["step"]
+    assert found["weights"].keys() == wanted["weights"].keys()
+    for name, value in wanted["weights"].items():
+        assert torch.equal(found["weights"][name], value), name
+
+
+@pytest.mark.parametrize("precision", ["as_is", "bf16"])
+def test_six_steps_and_six_more_are_twelve(world2: World, tmp_path: Path, precision: str) -> None:
+    wanted = world2.run(jobs.through, 12, precision)
+    first = world2.run(jobs.first_half, tmp_path, 6, precision)
+    second = world2.run(jobs.second_half, tmp_path, 6, precision)
+    for whole, before, after in zip(wanted, first, second, strict=True):
+        assert_equal({**after, "losses": before["losses"] + after["losses"]}, whole)
+        assert whole["losses"][-1] < whole["losses"][0] - 0.5
+    # One process reads what two ranks wrote.
+    alone = jobs.second_half(tmp_path, 6, precision)
+    tolerance = 1e-5 if precision == "as_is" else 2e-2
+    assert alone["losses"] == pytest.approx(second[0]["losses"], rel=tolerance)
+
+
+def test_shared_heads_and_padded_words_resume_on_other_ranks(world2: World, world4: World, tmp_path: Path) -> None:
+    jobs.resumed_llama(tmp_path / "1", 3, True)
+    world2.run(jobs.resumed_llama, tmp_path / "2", 3, True)
+    world4.run(jobs.resumed_llama, tmp_path / "4", 3, True)
+    wanted = jobs.resumed_llama(tmp_path / "1", 3, False)
+    assert wanted[-1] < wanted[0] - 0.01
+    for folder in ("1", "2", "4"):
+        for losses in (
+            *world4.run(jobs.resumed_llama, tmp_path / folder, 3, False),
+            *world2.run(jobs.resumed_llama, tmp_path / folder, 3, False),
+            jobs.resumed_llama(tmp_path / folder, 3, False),
+        ):
+            assert losses == pytest.approx(wanted, abs=1e-5)
+
+
+def assert_survives(folder: Path, count: int, rank: int, ranks: int) -> None:
+    """Kills a save at a call and resumes from what is there."""
+    world = World(ranks, JOBS, group_seconds=5.0)
+    try:
+        with pytest.raises(RankFailed, match="died"):
+            world.run(jobs.killed, folder, count, rank)
+        for found in world.run(jobs.after_kill, folder):
+            # The save before, or the one that was made: at the latest moments it is complete.
+            assert found["position"] in (2 * Training.MICRO, 4 * Training.MICRO)
+            assert len(found["folders"]) <= 2
+            assert all(name.startswith("training-") for name in found["folders"])
+    finally:
+        world.stop(kill=True)
+
+
+def test_a_killed_save_leaves_the_last_one(tmp_path: Path) -> None:
+    calls = jobs.calls_of_a_save(tmp_path / "counted")
+    moment = random.Random(str(tmp_path)).randrange(1, calls)
+    print(f"killed at call {moment} of {calls}")
+    assert_survives(tmp_path / "killed", moment, -1, 1)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("part", range(10))
+def test_a_save_killed_on_two_ranks_leaves_the_last_one(tmp_path: Path, part: int) -> None:
+    calls = jobs.calls_of_a_save(tmp_path / "counted")
+    chance = random.Random(str(tmp_path))
+    moment, rank = int(calls * (part + chance.random()) / 10) + 1, chance.choice((-1, 0, 1))
+    print(f"rank {rank} killed at call {moment} of some {calls}")
+    assert_survives(tmp_path / "killed", moment, rank, 2)
+
+
+def test_every_kind_of_optimizer_goes_on(world2: World, tmp_path: Path) -> None:
+    for found in (jobs.with_optimizers(tmp_path / "1"), *world2.run(jobs.with_optimizers, tmp_path / "2")):
+        assert found.keys() >= jobs.OPTIMIZERS.keys() - {"Rprop"}
+        assert set(found.values()) == {(True, True)}, found
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> tuple[Training, Path]:
+    training = Training()
+    training.steps(1)
+    return training, training.save(tmp_path)
+
+
+def refused(action: Callable[[], Any], *words: str) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        action()
+    for word in words:
+        assert word in str(caught.value)
+    assert caught.value.remedy
+
+
+def test_the_files_are_those_of_other_libraries(saved: tuple[Training, Path]) -> None:
+    training, path = saved
+    weights = load_file(path / "model.safetensors")
+    wanted = training.model.full_state_dict()
+    assert weights.keys() == wanted.keys() - {"head.weight"}
+    assert all(torch.equal(value, wanted[name]) for name, value in weights.items())
+    moments = load_file(path / "optimizer.exp_avg.safetensors")
+    named = dict(training.model.named_parameters())
+    assert moments.keys() == named.keys() - {"unused"}
+    assert all(torch.equal(value, training.optimizer.state[named[n]]["exp_avg"]) for n, value in moments.items())
+    assert {p.suffix for p in path.iterdir()} == {".safetensors", ".json"}
+    training.model.load_checkpoint(path)
+
+
+def test_large_trainings_are_in_several_files(tmp_path: Path) -> None:
+    training = Training()
+    training.steps(1)
+    path = training.model.save_training(tmp_path, training.optimizer, training.scheduler, shard_size=200)
+    assert len(list(path.glob("model-*-of-*.safetensors"))) > 3
+    assert (path / "optimizer.max_exp_avg_sq.safetensors.index.json").is_file()
+    before = training.model.full_state_dict()
+    training.steps(1)
+    training.model.resume_training(tmp_path, training.optimizer, training.scheduler)
+    assert all(torch.equal(value, before[n]) for n, value in training.model.full_state_dict().items())
+
+
+def test_saves_are_kept_and_a_certain_one_is_resumed(tmp_path: Path) -> None:
+    training = Training()
+    paths = []
+    for _ in range(4):
+        training.steps(1)
+        paths.append(training.save(tmp_path))
+        (tmp_path / "saving-00000009").mkdir()  # of a save that was killed
+    assert sorted(tmp_path.glob("training-*")) == paths[2:]
+    position = training.model.resume_training(paths[2], training.optimizer, training.scheduler)
+    assert position["microbatch"] == 9
+    assert training.model.resume_training(tmp_path, training.optimizer, training.scheduler)["microbatch"] == 12
+    with pytest.raises(InputError, match="keep"):
+        training.model.save_training(tmp_path, training.optimizer, keep=0)
+
+
+def test_what_does_not_fit_is_refused(saved: tuple[Training, Path], tmp_path: Path) -> None:
+    training, path = saved
+    model, optimizer, scheduler = training.model, training.optimizer, training.scheduler
+    before = model.full_state_dict()
+    refused(lambda: model.resume_training(path, optimizer), "holds a scheduler", "CosineAnnealingLR")
+    scaler = torch.amp.GradScaler("cpu")
+    refused(lambda: model.resume_training(path, optimizer, scheduler, scaler), "holds no scaler")
+    other = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    refused(lambda: model.resume_training(path, optimizer, other), "ConstantLR was passed")
+    adam = torch.optim.Adam(model.parameters())
+    refused(lambda: model.resume_training(path, adam, scheduler), "AdamW and not of torch.optim.adam.Adam")
+    one = torch.optim.AdamW(model.parameters())
+    refused(lambda: model.resume_training(path, one, scheduler), "2 parameter groups, and the optimizer 1")
+    norms = [p for n, p in model.named_parameters() if "norm" in n]
+    rest = [p for n, p in model.named_parameters() if "norm" not in n]
+    moved = torch.optim.AdamW([{"params": rest[1:]}, {"params": norms}])
+    refused(lambda: model.resume_training(path, moved, scheduler), "group 0 differs: unused is in the save alone")
+    foreign = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(3))])
+    with pytest.raises(InputError, match="none of the module's"):
+        model.resume_training(path, foreign, scheduler)
+    half = Training("bf16_weights")
+    refused(
+        lambda: half.model.resume_training(path, half.optimizer, half.scheduler), "is F32[", "BF16[", "Plan(precision"
+    )
+    refused(lambda: model.resume_training(tmp_path / "nothing", optimizer), "no such folder")
+    (tmp_path / "empty").mkdir()
+    refused(lambda: model.resume_training(tmp_path / "empty", optimizer), "holds no completed save")
+    assert all(torch.equal(value, before[n]) for n, value in model.full_state_dict().items())
+
+
+def test_what_cannot_be_saved_is_refused(tmp_path: Path) -> None:
+    training = Training()
+    model = training.model
+    training.steps(1)
+    refused(lambda: model.save_training(tmp_path, training.optimizer, position={"at": {3, 4}}), "position['at']", "set")
+    state = training.optimizer.state[model.get_parameter("up.weight")]
+    state["rows"] = torch.zeros(12)
+    refused(lambda: training.save(tmp_path), "optimizer state rows of up.weight", "[12]")
+    state["rows"] = len
+    refused(lambda: training.save(tmp_path), "optimizer state rows of up.weight", "builtin_function")
+    (tmp_path / "file").touch()
+    del state["rows"]
+    refused(lambda: training.save(tmp_path / "file"), "cannot be written")
+    assert not list(tmp_path.glob("training-*"))
+
+
+def test_damage_is_found_before_anything_is_loaded(saved: tuple[Training, Path]) -> None:
+    training, path = saved
+    training.steps(1)
+    before = training.model.full_state_dict()
+    for file in sorted(path.iterdir()):
+        whole = file.read_bytes()
+        if file.name == "config.json":
+            continue
+        for place in (3, len(whole) // 2, len(whole) - 3):
+            for damaged in (whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :], whole[:place]):
+                file.write_bytes(damaged)
+                refused(lambda: training.model.resume_training(path, training.optimizer, training.scheduler), file.name)
+        file.unlink()
+        refused(lambda: training.model.resume_training(path, training.optimizer, training.scheduler))
+        file.write_bytes(whole)
+    assert all(torch.equal(value, before[n]) for n, value in training.model.full_state_dict().items())
+    training.model.resume_training(path, training.optimizer, training.scheduler)
