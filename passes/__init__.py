@@ -11,6 +11,7 @@ from fxpar.passes.annotate import annotate
 from fxpar.passes.assign_rng import assign_rng
 from fxpar.passes.canonicalize import canonicalize
 from fxpar.passes.coalesce import coalesce
+from fxpar.passes.divide_batch import divide_batch
 from fxpar.passes.divide_sequence import divide_sequence
 from fxpar.passes.fold_masks import fold_masks
 from fxpar.passes.insert_collectives import insert_collectives
@@ -20,6 +21,7 @@ from fxpar.passes.vocab_parallel import vocab_parallel
 DEFAULT_PASSES: tuple[Pass, ...] = (
     canonicalize,
     fold_masks,
+    divide_batch,
     divide_sequence,
     annotate,
     insert_collectives,
@@ -35,6 +37,7 @@ __all__ = [
     "assign_rng",
     "canonicalize",
     "coalesce",
+    "divide_batch",
     "divide_sequence",
     "fold_masks",
     "insert_collectives",

@@ -7,13 +7,19 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
+from torch import fx
+
+from fxpar.choice.batch import batch_rows, batch_symbol, peel_program, place_batch
 from fxpar.choice.choose import Choice, choose
 from fxpar.choice.explain import reason_of
 from fxpar.choice.options import Option, value_of
 from fxpar.choice.overrides import match_lines
 from fxpar.errors import PassError
 from fxpar.layout.layout import Layout
+from fxpar.layout.nesting import spelled
+from fxpar.layout.symbols import divide
 from fxpar.manager import Pass, register_pass
+from fxpar.mesh.purpose import Cuts
 from fxpar.program.program import Program, operands, output_types, update
 from fxpar.program.properties import Property
 
@@ -55,45 +61,65 @@ def keeping(layouts: Mapping[str, Layout]) -> Pass:
 
 
 def _annotate(program: Program, layouts: Mapping[str, Layout]) -> Program:
-    if program.plan.sequence_parallel and program.axes and Property.SEQUENCE not in program.properties:
+    plan = program.plan
+    if plan.sequence_parallel and program.axes and Property.SEQUENCE not in program.properties:
         raise PassError(
             "no pass has divided the sequence lengths", where="annotate", remedy="run divide_sequence before"
         )
-    lines = match_lines(program)
-    solved = {axis: choose(program, axis, lines, layouts) for axis in program.axes}
-    for choice in solved.values():
-        _note_reasons(choice)
-    _write(program, solved)
+    inner, placed = program, dict[str, dict[fx.Node, Option]]()
+    for axis in plan.axes_for(Cuts.BATCH):
+        name = batch_symbol(inner)
+        rows = next(s.size for s in inner.symbols if s.name == name)
+        if divide(rows, plan.axes[axis]) is None:
+            raise PassError(f"no pass has divided the batch {rows}", where="annotate", remedy="run divide_batch before")
+        found = place_batch(inner, axis, batch_rows(inner, rows))
+        placed[axis] = {program.node(node.name): option for node, option in found.items()}
+        inner = peel_program(inner, axis, found)
+    lines = match_lines(inner)
+    for axis in plan.axes_for(Cuts.FEATURES):
+        choice = choose(inner, axis, lines, layouts)
+        options = {node.name: option for node, option in choice.chosen.items()}
+        placed[axis] = {node: options[node.name] for node in program.graph.nodes if node.name in options}
+        _note_reasons(program, choice)
+    _write(program, placed)
     return program
 
 
-def _note_reasons(choice: Choice) -> None:
+def _note_reasons(program: Program, choice: Choice) -> None:
     """Notes what each parameter and the product it decides are for, and why the layouts are what they are."""
+    own = {node.name: node for node in program.graph.nodes}
     for node, option in choice.chosen.items():
+        if node.name not in own:
+            continue
         if node.op != "placeholder":
-            update(node, origin=option.why)
+            update(own[node.name], origin=option.why)
             continue
         pin, trail = choice.pins.get(node), choice.options.trails.get((node, option.outputs[0]))
         decided = pin or trail
         if decided is not None:
-            update(node, role=decided.role)
+            update(own[node.name], role=decided.role)
             if decided.product is not None and decided.role:
-                update(decided.product, role=decided.role)
+                update(own[decided.product.name], role=decided.role)
         if pin is not None or option.why or node in choice.options.uncut or len(choice.options.of[node]) > 1:
-            update(node, origin=reason_of(choice, node))
+            update(own[node.name], origin=reason_of(choice, node))
 
 
-def _write(program: Program, solved: Mapping[str, Choice]) -> None:
+def _write(program: Program, placed: Mapping[str, Mapping[fx.Node, Option]]) -> None:
+    axes = program.axes
+
+    def layout(options: Mapping[str, Option], side: str, index: int) -> Layout:
+        return spelled(Layout.of({axis: getattr(options[axis], side)[index] for axis in options}), axes)
+
     for node in program.graph.nodes:
         kinds = () if node.op == "output" else output_types(node)
         if not kinds:
             continue
         maker, index = value_of(node)
-        chosen: dict[str, Option] = {axis: found.chosen[maker] for axis, found in solved.items()}
+        options = {axis: found[maker] for axis, found in placed.items()}
         if node.target is operator.getitem:
-            update(node, layout=Layout.of({axis: option.outputs[index] for axis, option in chosen.items()}))
+            update(node, layout=layout(options, "outputs", index))
             continue
-        layouts = [Layout.of({axis: option.outputs[i] for axis, option in chosen.items()}) for i in range(len(kinds))]
-        count = len(operands(node)) if node.op == "call_function" and chosen else 0
-        needs = [Layout.of({axis: option.operands[i] for axis, option in chosen.items()}) for i in range(count)]
-        update(node, layout=tuple(layouts) if len(layouts) > 1 else layouts[0], needs=tuple(needs))
+        layouts = [layout(options, "outputs", i) for i in range(len(kinds))]
+        count = len(operands(node)) if node.op == "call_function" and options else 0
+        needs = tuple(layout(options, "operands", i) for i in range(count))
+        update(node, layout=tuple(layouts) if len(layouts) > 1 else layouts[0], needs=needs)

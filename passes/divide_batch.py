@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpar.choice.batch import batch_symbol
 from fxpar.errors import PlanError
 from fxpar.layout.symbols import Size, names, product
 from fxpar.manager import register_pass
@@ -24,6 +25,7 @@ from fxpar.program.program import (
     set_note,
     tensor_type,
 )
+from fxpar.program.properties import Property
 from fxpar.rules import bind_arguments
 
 aten = torch.ops.aten
@@ -32,7 +34,7 @@ MEAN, SUM = 1, 2
 _NARROW = (torch.float16, torch.bfloat16)
 
 
-@register_pass("divide_batch", requires={"canonical"}, provides={"batch"}, invalidates={"layouts"})
+@register_pass("divide_batch", requires={Property.CANONICAL}, invalidates={Property.LAYOUTS})
 def divide_batch(program: Program) -> Program:
     """Writes the batch as n times a symbol, n being the ranks that share it out, and means over it as sums over counts.
 
@@ -66,25 +68,6 @@ def divide_batch(program: Program) -> Program:
         if node.op == "call_function" and node.target in _MEANS:
             _MEANS[node.target](_Counting(program.graph, node, name))
     return program
-
-
-def batch_symbol(program: Program) -> str:
-    """Name of the symbol that is the number of rows of the inputs.
-
-    Raises:
-        PlanError: no input has a symbolic first dimension, or two have different ones.
-    """
-    found = {
-        str(entry.type.shape[0])
-        for entry in program.inputs
-        if entry.type.shape and not isinstance(entry.type.shape[0], int)
-    }
-    known = [s.name for s in program.symbols if str(s.size) in found]
-    if len(known) != 1 or len(found) != 1:
-        shown = ", ".join(f"{entry.path} {entry.type}" for entry in program.inputs)
-        reason = "no input has rows whose number may vary" if not found else f"inputs differ in their rows ({shown})"
-        raise PlanError(reason, where="dp", remedy="pass inputs whose first dimension is the batch, or set dp=1")
-    return known[0]
 
 
 class _Counting:

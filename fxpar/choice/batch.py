@@ -13,17 +13,34 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
+import torch
 from torch import fx
 
 from fxpar.choice.options import Option, value_of
-from fxpar.errors import LayoutError
+from fxpar.errors import LayoutError, PlanError
 from fxpar.layout.layout import I, P, Placement, R, shard
+from fxpar.layout.nesting import peel
 from fxpar.program.coercions import resting
 from fxpar.program.gradients import carried
-from fxpar.program.program import Program, describe, operands, output_types, tensor_type
+from fxpar.program.program import (
+    Program,
+    Symbol,
+    TensorType,
+    ValueType,
+    describe,
+    note,
+    operands,
+    output_types,
+    set_note,
+    tensor_type,
+    update,
+    with_operands,
+)
 from fxpar.rules import Refusal, call_of, inferred, rule_of, seeded
 from fxpar.rules.engine import Call, partial_signatures
+from fxpar.rules.local import peeled_call
 
 
 def place_batch(program: Program, axis: str, rows: Mapping[str, int]) -> dict[fx.Node, Option]:
@@ -130,3 +147,90 @@ def batch_rows(program: Program, size: object) -> dict[str, int]:
         if dims:
             found[entry.path] = dims[0]
     return found
+
+
+def batch_symbol(program: Program) -> str:
+    """Name of the symbol that is the number of rows of the inputs.
+
+    Raises:
+        PlanError: no input has a symbolic first dimension, or two have different ones.
+    """
+    found = {
+        str(entry.type.shape[0])
+        for entry in program.inputs
+        if entry.type.shape and not isinstance(entry.type.shape[0], int)
+    }
+    known = [s.name for s in program.symbols if str(s.size) in found]
+    if len(known) != 1 or len(found) != 1:
+        shown = ", ".join(f"{entry.path} {entry.type}" for entry in program.inputs)
+        reason = "no input has rows whose number may vary" if not found else f"inputs differ in their rows ({shown})"
+        raise PlanError(reason, where="dp", remedy="pass inputs whose first dimension is the batch, or set dp=1")
+    return known[0]
+
+
+def peel_program(program: Program, axis: str, placed: Mapping[fx.Node, Option]) -> Program:
+    """The program as the axes inside see it: over what one data rank has of each value. Its nodes keep their names.
+
+    Args:
+        placed: what each node is on the axis.
+    """
+    n = program.axes[axis]
+    inner = program.copy()
+    own = {node.name: option for node, option in placed.items()}
+    given = {node.name: node for node in program.graph.nodes}
+    for node in list(inner.graph.nodes):
+        if node.op == "output" or not output_types(node):
+            continue
+        if node.target is operator.getitem:
+            maker, index = value_of(node)
+            update(node, type=_peeled(note(node).type, (own[maker.name].outputs[index],), n))
+            continue
+        option, old = own[node.name], given[node.name]
+        if node.op == "call_function":
+            _peel_operands(inner, node, old, own, option, n)
+        update(node, type=_peeled(note(node).type, option.outputs, n))
+    return inner.with_(
+        symbols=tuple(_symbol_within(s, program, own, n) for s in program.symbols),
+        inputs=tuple(replace(entry, type=tensor_type(inner.node(entry.node))) for entry in program.inputs),
+    )
+
+
+def _peeled(kind: ValueType, placements: Sequence[Placement], n: int) -> ValueType:
+    kinds = kind if isinstance(kind, tuple) else (kind,)
+    found = tuple(
+        replace(item, shape=peel(item.shape, placement, n))
+        for item, placement in zip(kinds, placements, strict=True)
+        if isinstance(item, TensorType)
+    )
+    return found if isinstance(kind, tuple) else found[0]
+
+
+def _peel_operands(
+    inner: Program, node: fx.Node, old: fx.Node, own: Mapping[str, Option], option: Option, n: int
+) -> None:
+    """Slices speak of a rank's part; an operand that is cut for this operation alone is a slice of it."""
+    call = peeled_call(call_of(old, n), option.operands, option.outputs)
+    if node.target is torch.ops.aten.slice.Tensor:
+        bounds = [call.get(name) for name in ("dim", "start", "end", "step")]
+        node.args, node.kwargs = (node.args[0], *bounds), {}
+    taken: list[fx.Node] = []
+    for operand, before, wanted in zip(operands(node), operands(old), option.operands, strict=True):
+        maker, index = value_of(before)
+        held = own[maker.name].outputs[index]
+        if wanted.is_shard and not held.is_shard:
+            kind = _peeled(tensor_type(operand), (wanted,), n)
+            assert isinstance(kind, TensorType)
+            with inner.graph.inserting_before(node):
+                part = (operand, wanted.dim, 0, None)
+                new = inner.graph.create_node("call_function", torch.ops.aten.slice.Tensor, part)
+            operand = set_note(new, replace(note(operand), type=kind))
+        taken.append(operand)
+    with_operands(node, taken)
+
+
+def _symbol_within(found: Symbol, program: Program, own: Mapping[str, Option], n: int) -> Symbol:
+    """A size that the axis shares out is n times smaller."""
+    entry = next(entry for entry in program.inputs if entry.path == found.path)
+    (placement,) = own[entry.node].outputs
+    is_cut = placement.is_shard and placement.dim == found.dim
+    return replace(found, multiple=found.multiple // n) if is_cut else found

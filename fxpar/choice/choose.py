@@ -71,7 +71,7 @@ def choose(program: Program, axis: str, lines: Lines, layouts: Mapping[str, Layo
     """
     n = program.axes[axis]
     known = {name: layout.on(axis) for name, layout in layouts.items()}
-    pins = resolve_overrides(program, lines, n, known) if axis == "tp" else {}
+    pins = resolve_overrides(program, lines, n, known)
     pinned = {node: pin.placement for node, pin in pins.items()}
     options = list_options(program, n, carried(program), pinned, is_free=not layouts)
     prices, ends = Prices(program, options, program.plan.cost), _ends(program, options)
