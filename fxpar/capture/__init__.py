@@ -26,7 +26,7 @@ from fxpar.program import operators
 from fxpar.program.collector import without_collections
 from fxpar.program.gradients import carried
 from fxpar.program.program import Program
-from fxpar.rules.functions import forget_proofs
+from fxpar.signatures.functions import forget_proofs
 
 __all__ = ["CallSpec", "Captured", "arguments", "capture", "check_model", "check_samples"]
 

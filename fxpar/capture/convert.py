@@ -42,7 +42,7 @@ from fxpar.program.program import (
     set_note,
     tensor_type,
 )
-from fxpar.rules.randomness import draws_bits
+from fxpar.signatures.randomness import draws_bits
 
 
 @dataclass(frozen=True)

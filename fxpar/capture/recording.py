@@ -30,7 +30,7 @@ from fxpar.capture.places import is_foreign_file
 from fxpar.capture.sizes import Sizes
 from fxpar.capture.versions import apply_of, checkpoint_generator, owner_of_apply
 from fxpar.errors import CaptureError, InputError
-from fxpar.rules.functions import resolve_function
+from fxpar.signatures.functions import resolve_function
 
 NAMESPACE = "fxpar_capture"
 RECOMPUTE_KEY = "fxpar_recompute"

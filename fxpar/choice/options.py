@@ -22,13 +22,13 @@ from fxpar.layout.symbols import Size, names
 from fxpar.program.coercions import at_rest, unsettled
 from fxpar.program.program import Program, operands, output_types
 from fxpar.rules import Refusal, call_of, inferred, rule_of, seeded
-from fxpar.rules.engine import Call, partial_signatures
 from fxpar.rules.flops import matmul_flops
 from fxpar.rules.follow import Trail, Weights, follow
 from fxpar.rules.heads import all_cuts, farthest, heads_of, met_heads, natural_cut, shares_attention
 from fxpar.rules.inference import describe, resting
 from fxpar.rules.segments import met_cut
 from fxpar.rules.tokens import tokens_of
+from fxpar.signatures.engine import Call, partial_signatures
 
 aten = torch.ops.aten
 

@@ -25,7 +25,7 @@ from fxpar.ops.collectives import Group
 from fxpar.program import operators as ops
 from fxpar.program.program import Program, note, operands, output_layouts
 from fxpar.rules import bind_arguments
-from fxpar.rules.functions import resolve_function
+from fxpar.signatures.functions import resolve_function
 
 # Operators without a derivative, which Python's functions of that name do not ask for.
 _UNDERIVED = frozenset({torch.ops.aten.randint_like.default, torch.ops.aten.randint_like.low_dtype})

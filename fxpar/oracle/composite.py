@@ -18,8 +18,8 @@ from fxpar.ops.random import IndexCut
 from fxpar.oracle.ranks import sample
 from fxpar.oracle.samples import Draw, Samples
 from fxpar.program import operators
-from fxpar.rules.functions import resolve_function
-from fxpar.rules.randomness import SHAPED, VALUED
+from fxpar.signatures.functions import resolve_function
+from fxpar.signatures.randomness import SHAPED, VALUED
 
 _IDENTITY = 17
 

@@ -28,7 +28,7 @@ from fxpar.oracle.ranks import (
     with_tensors,
 )
 from fxpar.rules import key_of
-from fxpar.rules.randomness import SHAPED, VALUED
+from fxpar.signatures.randomness import SHAPED, VALUED
 
 _CANNOT_RUN = (RuntimeError, IndexError, ValueError, TypeError)
 

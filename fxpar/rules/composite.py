@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from fxpar.layout.layout import I, Placement, R, V
-from fxpar.rules.engine import Call, Check, Labelling, Refusal, Rule, Signature, seed_signature
-from fxpar.rules.functions import impurity
-from fxpar.rules.matmul import attention_labels
-from fxpar.rules.pointwise import broadcast, pointwise_labels, pointwise_rules, same_values
+from fxpar.signatures.engine import Call, Check, Labelling, Refusal, Rule, Signature, seed_signature
+from fxpar.signatures.functions import impurity
+from fxpar.signatures.matmul import attention_labels
+from fxpar.signatures.pointwise import broadcast, pointwise_labels, pointwise_rules, same_values
 
 
 def dropout_labels(call: Call) -> Labelling | Refusal:

@@ -15,9 +15,9 @@ from torch import fx
 from fxpar.layout.symbols import Size, product, simplify
 from fxpar.program import operators
 from fxpar.program.program import Program, TensorType
-from fxpar.rules.contraction import contracted_dims, einsum_steps
-from fxpar.rules.engine import Call, Labelling, Refusal, call_of
 from fxpar.rules.table import key_of, rule_of
+from fxpar.signatures.contraction import contracted_dims, einsum_steps
+from fxpar.signatures.engine import Call, Labelling, Refusal, call_of
 
 Formula = Callable[[Call], Size]
 

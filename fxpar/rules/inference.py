@@ -22,10 +22,10 @@ from fxpar.layout.nesting import common_order, innermost, joined, listed, misfit
 from fxpar.program.coercions import axes_of, coercion, unsettled
 from fxpar.program.operators import COERCION_OF, axis_index, sum_gradients
 from fxpar.program.program import note, operands, output_layouts, output_types
-from fxpar.rules.engine import Call, Refusal, call_of
 from fxpar.rules.local import peeled_call, whole_call
 from fxpar.rules.suggest import suggest
 from fxpar.rules.table import inferred, rule_of
+from fxpar.signatures.engine import Call, Refusal, call_of
 
 _ILL_TYPED = (IndexError, KeyError, TypeError, ValueError, ArithmeticError, AttributeError)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from fxpar.layout.layout import Placement, fits, shard
 from fxpar.program.coercions import coercion, unsettled
 from fxpar.program.operators import COERCION_OF, Coercion
-from fxpar.rules.engine import Call, Refusal, Rule, seed_signature
+from fxpar.signatures.engine import Call, Refusal, Rule, seed_signature
 
 Judgement = Callable[[Sequence[Placement]], Sequence[Placement] | Refusal]
 

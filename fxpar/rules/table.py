@@ -16,15 +16,15 @@ from fxpar.errors import InputError, shown
 from fxpar.layout.layout import Placement
 from fxpar.program.operators import OPERATORS
 from fxpar.rules.composite import composite_rules
-from fxpar.rules.contraction import contraction_rules
-from fxpar.rules.engine import Call, Refusal, Rule, Signature, infer, seed_signature
-from fxpar.rules.functions import nonlinearity
-from fxpar.rules.matmul import formula, matmul_rules
-from fxpar.rules.pointwise import pointwise_labels, pointwise_rules
-from fxpar.rules.randomness import random_rules
-from fxpar.rules.reduce import reduction_rules
-from fxpar.rules.views import view_rules
 from fxpar.rules.vocabulary import COMPOSITE_OF, vocabulary_rules
+from fxpar.signatures.contraction import contraction_rules
+from fxpar.signatures.engine import Call, Refusal, Rule, Signature, infer, seed_signature
+from fxpar.signatures.functions import nonlinearity
+from fxpar.signatures.matmul import formula, matmul_rules
+from fxpar.signatures.pointwise import pointwise_labels, pointwise_rules
+from fxpar.signatures.randomness import random_rules
+from fxpar.signatures.reduce import reduction_rules
+from fxpar.signatures.views import view_rules
 
 _RULES: dict[str, Rule] = {
     **pointwise_rules(),

@@ -23,10 +23,10 @@ from torch import fx
 
 from fxpar.layout.layout import Placement, shard
 from fxpar.program.program import Program, operands, output_types, tensor_type
-from fxpar.rules.engine import Labelling, Refusal, call_of
 from fxpar.rules.follow import Step, Trail, Weights, advance, step_of, weights_of
 from fxpar.rules.inference import describe
 from fxpar.rules.table import rule_of
+from fxpar.signatures.engine import Labelling, Refusal, call_of
 
 # Of each value the cuts over tokens that are known, one tuple of outputs for each dimension of an input.
 Rows = Mapping[fx.Node, list[tuple[Placement | None, ...]]]

@@ -15,7 +15,7 @@ import torch
 from fxpar.layout.layout import I, P, Placement, R
 from fxpar.layout.symbols import Size, product, simplify
 from fxpar.program import operators
-from fxpar.rules.engine import Call, Refusal, Rule, Signature
+from fxpar.signatures.engine import Call, Refusal, Rule, Signature
 
 aten = torch.ops.aten
 

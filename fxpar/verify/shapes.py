@@ -25,9 +25,9 @@ from fxpar.program import operators
 from fxpar.program.operators import COERCION_OF
 from fxpar.program.program import Program, ScalarType, TensorType, note, operands, output_layouts, output_types
 from fxpar.rules import bind_arguments
-from fxpar.rules.functions import resolve_function
 from fxpar.rules.inference import describe
 from fxpar.rules.vocabulary import ATEN_OF
+from fxpar.signatures.functions import resolve_function
 from fxpar.verify.cost import check_cost
 from fxpar.verify.whole import whole_arguments
 

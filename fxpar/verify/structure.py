@@ -31,7 +31,7 @@ from fxpar.program.program import (
 )
 from fxpar.rules import bind_arguments
 from fxpar.rules.inference import describe
-from fxpar.rules.randomness import draws_bits
+from fxpar.signatures.randomness import draws_bits
 
 aten = torch.ops.aten
 

@@ -15,8 +15,8 @@ from fxpar.oracle.composite import Gate
 from fxpar.program import operators
 from fxpar.rules import Call, Rule
 from fxpar.rules.composite import dropout_labels, own_bits
-from fxpar.rules.matmul import attention_labels
-from fxpar.rules.pointwise import pointwise_labels
+from fxpar.signatures.matmul import attention_labels
+from fxpar.signatures.pointwise import pointwise_labels
 
 STATE, INDEX = torch.tensor([3, 1, 2]), [torch.tensor(0)]
 GATE = f"{Gate.__module__}.{Gate.__name__}"

@@ -20,7 +20,7 @@ from fxpar.program import operators
 from fxpar.program.program import TensorType
 from fxpar.rules import Call, Refusal, inferred, rule_of
 from fxpar.rules.composite import why_whole
-from fxpar.rules.functions import nonlinearity
+from fxpar.signatures.functions import nonlinearity
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
 from fxpar.verify.analysis import without_rule
