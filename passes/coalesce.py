@@ -10,7 +10,7 @@ from torch import fx
 
 from fxpar.layout.symbols import product
 from fxpar.manager import register_pass
-from fxpar.program.operators import copy_to, share, sum_gradients
+from fxpar.ops.coercions import copy_to, share, sum_gradients
 from fxpar.program.program import Note, Program, note, operands, set_note, tensor_type
 
 # Bytes of gradients that one reduction sums at most: large enough for bandwidth, small enough to start early.

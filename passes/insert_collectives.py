@@ -7,7 +7,7 @@ from torch import fx
 from fxpar.errors import PassError
 from fxpar.layout.layout import I, Layout, Placement, R
 from fxpar.manager import register_pass
-from fxpar.program.coercions import coercion
+from fxpar.ops.coercions import coercion
 from fxpar.program.gradients import carried
 from fxpar.program.program import (
     Note,

@@ -13,8 +13,7 @@ from torch import fx
 from fxpar.layout.symbols import product
 from fxpar.ops.coalesced import enter, sum_gradient, sum_gradients
 from fxpar.program.mixed import is_copy
-from fxpar.program.program import Program, operands, tensor_type
-from fxpar.rules.follow import weights_of
+from fxpar.program.program import Program, made_of, operands, tensor_type
 
 # Bytes of copies whose gradients are cast together: they are held until the last of them is there.
 _TOGETHER = 64 * 2**20
@@ -32,7 +31,7 @@ class Lowering:
         """Adds the placeholders in front of `first`, the first node that is none."""
         self.graph, self._first, self._plan = program.graph, first, program.plan
         self.copies: dict[str, fx.Node] = {}
-        self._made = weights_of(program.graph, [program.node(p.node) for p in program.parameters])
+        self._made = made_of(program.graph, [program.node(p.node) for p in program.parameters])
         self._mains: dict[str, tuple[fx.Node, int, bool]] = {}
         for parameter in program.parameters:
             if parameter.kind == "parameter" and is_copy(program.plan, parameter.type):

@@ -10,7 +10,7 @@ dictionary, therefore notes are replaced and never mutated.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -346,6 +346,15 @@ def operands(node: fx.Node) -> list[fx.Node]:
 
     visit(node.args)
     visit(node.kwargs)
+    return found
+
+
+def made_of(graph: fx.Graph, owned: Iterable[fx.Node]) -> set[fx.Node]:
+    """The placeholders `owned` and all values that are made from them alone."""
+    found = set(owned)
+    for node in graph.nodes:
+        if node.op == "call_function" and operands(node) and found.issuperset(operands(node)):
+            found.add(node)
     return found
 
 

@@ -9,7 +9,7 @@ import torch
 
 from fxpar.choice.explain import CHEAPEST, ONLY
 from fxpar.layout.symbols import Size, names
-from fxpar.program import operators
+from fxpar.ops import alike
 from fxpar.program.program import Program, operands, output_layouts, output_types
 from fxpar.report.figures import Whole
 from fxpar.report.parameters import local_elements
@@ -17,7 +17,6 @@ from fxpar.rules.flops import uncounted
 from fxpar.verify.analysis import unsplit
 
 aten = torch.ops.aten
-_ATTENTION = frozenset({operators.attention, aten.scaled_dot_product_attention.default})
 _SOFTMAX = frozenset({aten.softmax.int, aten._softmax.default})
 _IN_WORDS = {
     CHEAPEST: "a step with it cut would take longer (fxpar explain tells by how much)",
@@ -64,7 +63,7 @@ def _lengths(program: Program) -> set[Size]:
     """Sizes over which attention runs."""
     found: set[Size] = set()
     for node in program.graph.nodes:
-        if node.target in _ATTENTION:
+        if alike(node.target) is aten.scaled_dot_product_attention.default:
             found |= {output_types(operand)[0].shape[-2] for operand in operands(node)[:2]}
         elif node.target in _SOFTMAX and output_types(node)[0].shape:
             found.add(output_types(node)[0].shape[-1])

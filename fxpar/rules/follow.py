@@ -15,8 +15,9 @@ from torch import fx
 
 from fxpar.layout.layout import Placement
 from fxpar.layout.symbols import divide, product
-from fxpar.program.coercions import coercion, unsettled
-from fxpar.program.program import operands, output_types
+from fxpar.ops.coercions import coercion
+from fxpar.program.coercions import unsettled
+from fxpar.program.program import made_of, operands, output_types
 from fxpar.rules.table import rule_of, seeded
 from fxpar.signatures.contraction import einsum_labels
 from fxpar.signatures.engine import Labelling, Refusal, Signature, call_of
@@ -90,11 +91,7 @@ class Weights(set[fx.Node]):
 
 def weights_of(graph: fx.Graph, owned: Iterable[fx.Node]) -> Weights:
     """The placeholders `owned` and all values that are made from them alone."""
-    found = Weights(owned)
-    for node in graph.nodes:
-        if node.op == "call_function" and operands(node) and all(other in found for other in operands(node)):
-            found.add(node)
-    return found
+    return Weights(made_of(graph, owned))
 
 
 def follow(node: fx.Node, placement: Placement, n: int, weights: Weights, arrived: Arrived | None = None) -> Trail:

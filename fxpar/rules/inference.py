@@ -19,8 +19,9 @@ from torch import fx
 from fxpar.errors import LayoutError
 from fxpar.layout.layout import I, Layout, Placement, R, V
 from fxpar.layout.nesting import common_order, innermost, joined, listed, misfit, spelled
-from fxpar.program.coercions import axes_of, coercion, unsettled
-from fxpar.program.operators import COERCION_OF, axis_index, sum_gradients
+from fxpar.ops.coercions import COERCION_OF, coercion, sum_gradients
+from fxpar.ops.random import axis_index
+from fxpar.program.coercions import axes_of, unsettled
 from fxpar.program.program import note, operands, output_layouts, output_types
 from fxpar.rules.local import peeled_call, whole_call
 from fxpar.rules.suggest import suggest
@@ -85,7 +86,7 @@ def coerced(node: fx.Node, source: Layout, axes: Mapping[str, int]) -> Layout:
 
 def _check_row(node: fx.Node, source: Placement, target: Placement, axis: str) -> None:
     """The operator is the row of the table that converts these placements."""
-    row = COERCION_OF[node.target]  # type: ignore[index]
+    row = COERCION_OF[node.target]
     wanted = coercion(source, target)
     remedy = f"use fxpar.{wanted.operator.__name__}[{axis}]" if wanted else ""
     if source.kind == target.kind != "S":
@@ -141,7 +142,7 @@ class Context:
         outputs: whether a gradient flows through each output of the node.
         axes: sizes of the mesh axes.
         local: whether literals speak of a rank's part.
-        composite: whether operations may yet become composite ones (`fxpar.rules.vocabulary`).
+        composite: whether operations may yet become composite ones (`fxpar.ops.vocabulary`).
     """
 
     layouts: Sequence[Layout]

@@ -15,8 +15,10 @@ from torch import fx
 from fxpar.errors import CheckFailed
 from fxpar.layout.layout import Layout, Placement, pieces_of
 from fxpar.layout.symbols import names
+from fxpar.ops import Operator
+from fxpar.ops.coercions import COERCION_OF, sum_gradients
+from fxpar.ops.random import axis_index
 from fxpar.passes.assign_rng import RNG_PATH
-from fxpar.program.operators import COERCION_OF, DRAWS, OPERATORS, axis_index, sum_gradients
 from fxpar.program.program import (
     Program,
     ScalarType,
@@ -152,7 +154,7 @@ def _check_layout(program: Program, node: fx.Node, layout: Layout) -> None:
 
 def _check_axis(program: Program, node: fx.Node) -> None:
     axis = node.kwargs.get("axis")
-    if axis is not None and OPERATORS.get(getattr(node.target, "__name__", "")) and axis not in program.axes:
+    if axis is not None and isinstance(node.target, Operator) and axis not in program.axes:
         known = ", ".join(program.axes) or "none"
         raise CheckFailed(f"the axis {axis} is not in the mesh ({known})", where=describe(node))
 
@@ -180,7 +182,7 @@ def _check_random(program: Program) -> None:
     seen: dict[int, fx.Node] = {}
     states = [entry.node for entry in program.inputs if entry.path == RNG_PATH]
     for node in program.graph.nodes:
-        counted = node.op == "call_function" and node.target in DRAWS
+        counted = isinstance(node.target, Operator) and node.target.draws
         identity = 0 if node.op == "output" else note(node).random
         if draws_bits(node) and "rng" in program.properties:
             raise CheckFailed("draws bits that depend on the rank's generator", where=describe(node))

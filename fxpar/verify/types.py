@@ -16,7 +16,8 @@ from torch import fx
 from fxpar.errors import CheckFailed, LayoutError
 from fxpar.layout.layout import I, Layout, Placement, R
 from fxpar.layout.nesting import misfit
-from fxpar.program.coercions import at_rest, coercion, unsettled
+from fxpar.ops.coercions import coercion
+from fxpar.program.coercions import at_rest, unsettled
 from fxpar.program.gradients import carried
 from fxpar.program.program import Program, note, operands, output_layouts, output_types, tensor_type
 from fxpar.rules import bind_arguments

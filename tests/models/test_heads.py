@@ -15,8 +15,8 @@ import transformers
 from torch import nn
 
 from fxpar.capture import Captured, capture
+from fxpar.ops.coercions import copy_to, share, sum_gradients
 from fxpar.plan.plan import Plan
-from fxpar.program.operators import copy_to, share, sum_gradients
 from fxpar.program.program import Program, note, operands, output_layouts
 from fxpar.verify.analysis import Collective, collectives, split_flops, unsplit
 from fxpar.verify.check import Verification, compile_program

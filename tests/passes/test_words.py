@@ -12,11 +12,11 @@ from torch.nn import functional
 from fxpar.capture import capture
 from fxpar.errors import PassError, PlanError
 from fxpar.manager import PassManager
+from fxpar.ops.coercions import sum_gradients
 from fxpar.passes import DEFAULT_PASSES, annotate, canonicalize
 from fxpar.passes.coalesce import coalesce
 from fxpar.passes.divide_sequence import divide_sequence
 from fxpar.plan.plan import Plan
-from fxpar.program.operators import sum_gradients
 from fxpar.program.program import Program, operands
 from fxpar.text.printing import print_program
 from fxpar.verify.check import verify
