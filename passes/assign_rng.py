@@ -10,8 +10,8 @@ from torch import fx
 
 from fxpar.layout.layout import Layout, R, V
 from fxpar.manager import register_pass
+from fxpar.ops.random import attention, axis_index, dropout, uniform, uniform_like
 from fxpar.passes.draws import DISTRIBUTIONS, Draw, refuse, without_gradient
-from fxpar.program.operators import attention, axis_index, dropout, uniform, uniform_like
 from fxpar.program.program import (
     Input,
     Note,

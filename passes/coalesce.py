@@ -10,7 +10,7 @@ from torch import fx
 
 from fxpar.layout.symbols import product
 from fxpar.manager import register_pass
-from fxpar.program.operators import copy_to, share, sum_gradients
+from fxpar.ops.coercions import copy_to, share, sum_gradients
 from fxpar.program.program import Note, Program, note, operands, set_note, tensor_type
 from fxpar.program.properties import Property
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from torch import fx
 
 from fxpar.errors import PassError
 from fxpar.manager import register_pass
+from fxpar.ops import COMPOSITE_OF
 from fxpar.program.program import Program, describe, operands, output_layouts, update
 from fxpar.program.properties import Property
 from fxpar.rules import Refusal, bind_arguments, call_of, seed_signature
 from fxpar.rules.table import rule_of
-from fxpar.rules.vocabulary import COMPOSITE_OF
 
 
 @register_pass("vocab_parallel", requires={Property.CANONICAL, Property.COLLECTIVES}, provides={Property.VOCABULARY})
@@ -57,9 +58,10 @@ def _is_cut(program: Program, node: fx.Node, axis: str) -> bool:
 
 def _replace(node: fx.Node, axis: str) -> None:
     target = COMPOSITE_OF[node.target]
-    names = target.__code__.co_varnames[: target.__code__.co_argcount]
-    given: dict[str, Any] = {name: value for name, value in bind_arguments(node).items() if name in names}
-    defaults = dict(zip(names[len(names) - len(target.__defaults__ or ()) :], target.__defaults__ or (), strict=True))
+    takes = {name: p.default for name, p in target.signature.parameters.items() if name != "axis"}
+    given: dict[str, Any] = {name: value for name, value in bind_arguments(node).items() if name in takes}
+    defaults = {name: value for name, value in takes.items() if value is not inspect.Parameter.empty}
+    names = list(takes)
     while names and names[-1] in defaults and given.get(names[-1], defaults[names[-1]]) == defaults[names[-1]]:
         names = names[:-1]
     node.args, node.kwargs = tuple(given.get(name, defaults.get(name)) for name in names), {"axis": axis}

@@ -16,11 +16,11 @@ import sympy
 import torch
 
 from fxpar.layout.symbols import Size, names, product, simplify, symbol
-from fxpar.program import operators
+from fxpar.ops import alike
 from fxpar.program.program import Program, operands, output_types
 
 Exponents = tuple[int, ...]
-_ATTENTION = frozenset({operators.attention, torch.ops.aten.scaled_dot_product_attention.default})
+_ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
 
 
 def exponents(program: Program) -> list[Exponents]:
@@ -28,7 +28,7 @@ def exponents(program: Program) -> list[Exponents]:
     order = [symbol(s.name) for s in program.symbols]
     shapes = {kind.shape for node in program.graph.nodes if node.op != "output" for kind in output_types(node)}
     for node in program.graph.nodes:
-        if node.target in _ATTENTION:  # its scores are no value of the graph
+        if alike(node.target) is _ATTENTION:  # its scores are no value of the graph
             query, key = (output_types(operand)[0].shape for operand in operands(node)[:2])
             shapes.add((*query[:-1], key[-2]))
     found = {(0,) * len(order)}

@@ -6,22 +6,19 @@ Enters: a program with coercions in place. Leaves: a list of collectives with by
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Set
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch import fx
 
-from fxpar.layout.layout import Placement
-from fxpar.layout.symbols import Size, evaluate, product, simplify, symbol
-from fxpar.program.coercions import shared_fraction
+from fxpar.layout.symbols import Size, evaluate, simplify, symbol
+from fxpar.ops.operator import Crossing, Operator
 from fxpar.program.gradients import carried, reached
 from fxpar.program.mixed import held_type
-from fxpar.program.operators import COERCION_OF, all_to_all, copy_to, share, sum_gradients
-from fxpar.program.program import Program, TensorType, operands, output_layouts, output_types
+from fxpar.program.program import Program, note, operands, output_layouts
 from fxpar.program.weights import weights_of
 from fxpar.rules import call_of
-from fxpar.rules.vocabulary import ATEN_OF, traffic
 
 _LAYER = re.compile(r"(?:.*?\.)?\d+(?=\.|$)")
 
@@ -66,27 +63,23 @@ def collectives(program: Program, sizes: Mapping[str, int] | None = None) -> lis
     )
     found = []
     for node in program.graph.nodes:
-        if node.target in ATEN_OF:
-            found += _inside(program, node, node in wanted, values)
-        if node.op != "call_function" or node.target not in (*COERCION_OF, sum_gradients):
+        if not isinstance(node.target, Operator) or node.target.traffic is None:
             continue
-        axis = str(node.kwargs["axis"])
-        kinds = list(zip(output_types(node), output_layouts(node), strict=True))
-        if node.target is sum_gradients:  # it leaves out what the loss does not reach
-            kinds = [pair for index, pair in enumerate(kinds) if _takes(node, index, wanted)]
-        of_parameter = node in weights
-        forward, backward = _operations(node)
-        for phase, op in (("forward", forward), ("backward", backward if node in wanted else "")):
-            if op:
-                cuts = [] if node.target is sum_gradients else _padded_cuts(node, axis, phase)
-                if of_parameter and phase == "backward" and node.target in (copy_to, share, sum_gradients):
-                    kinds = [(held_type(program.plan, kind), layout) for kind, layout in kinds]
-                size = simplify(sum(_bytes(kind, layout.on(axis), cuts) for kind, layout in kinds))
-                where = "parameter" if of_parameter else phase
-                found.append(
-                    Collective(op, axis, where, node.name, evaluate(size, values), in_input_sizes(program, size))
-                )
+        for sent in node.target.traffic(_crossing(program, node, wanted, node in weights)):
+            size = simplify(sent.bytes)
+            where = str(node.kwargs["axis"]), sent.phase, node.name
+            found.append(Collective(sent.collective, *where, evaluate(size, values), in_input_sizes(program, size)))
     return found
+
+
+def _crossing(program: Program, node: fx.Node, wanted: Set[fx.Node], of_parameters: bool) -> Crossing:
+    axis = str(node.kwargs["axis"])
+    call = call_of(node, program.axes[axis])
+    before = [layout.on(axis) for operand in operands(node) for layout in output_layouts(operand)]
+    after = [layout.on(axis) for layout in output_layouts(node)]
+    held = [held_type(program.plan, kind) for kind in call.outputs]
+    takes = [_takes(node, index, wanted) for index in range(len(after))]
+    return Crossing(call, tuple(before), tuple(after), tuple(held), of_parameters, tuple(takes))
 
 
 def in_input_sizes(program: Program, size: Size) -> str:
@@ -107,50 +100,11 @@ def symbol_sizes(program: Program, sizes: Mapping[str, int] | None) -> dict[str,
     return {s.name: -(-given[s.name] // s.multiple) if s.name in given else s.example for s in program.symbols}
 
 
-def _padded_cuts(node: fx.Node, axis: str, phase: str) -> list[Placement]:
-    """The cuts of a coercion whose padding travels too."""
-    before, after = (output_layouts(n)[0].on(axis) for n in (operands(node)[0], node))
-    if node.target is all_to_all and before.dim == after.dim:  # each way by the whole, from the other cut
-        return [p for p in (before if phase == "forward" else after,) if p.is_padded]
-    return [p for p in (before, after) if p.is_padded]
-
-
-def _bytes(kind: TensorType, placement: Placement, cuts: Sequence[Placement]) -> Size:
-    """Of a whole value with the padding of its cuts; of one of which ranks share a part, of that."""
-    shape = list(kind.shape)
-    for cut in cuts:
-        shape[cut.dim] = cut.pieces[0].padded
-    size = simplify(product(shape) * kind.dtype.itemsize)
-    if not placement.is_shared:
-        return size
-    part, total = shared_fraction(placement)
-    return int(size) * part // total
-
-
 def _takes(node: fx.Node, index: int, wanted: Set[fx.Node]) -> bool:
+    """Whether the loss sends a gradient to an output of a node."""
+    if not isinstance(note(node).type, tuple):
+        return node in wanted
     return any(user in wanted and user.args[1] == index for user in node.users)
-
-
-def _inside(program: Program, node: fx.Node, is_reached: bool, values: Mapping[str, int]) -> list[Collective]:
-    """The collectives of a composite operator."""
-    axis, found = str(node.kwargs["axis"]), []
-    kind = output_types(operands(node)[0])[0]
-    for op, phase, elements in traffic(call_of(node, program.axes[axis])):
-        size = simplify(elements * max(kind.dtype.itemsize, 4))  # halves are summed in float32
-        if phase == "forward" or is_reached:
-            found.append(Collective(op, axis, phase, node.name, evaluate(size, values), in_input_sizes(program, size)))
-    return found
-
-
-def _operations(node: fx.Node) -> tuple[str, str]:
-    """The collectives of a coercion, forward and backward; one dimension is cut anew by way of the whole."""
-    if node.target is sum_gradients:
-        return "", "all_reduce"
-    row, axis = COERCION_OF[node.target], str(node.kwargs["axis"])  # type: ignore[index]
-    before, after = (output_layouts(n)[0].on(axis) for n in (operands(node)[0], node))
-    if row.operator is all_to_all and before.dim == after.dim:
-        return "all_gather", "all_gather"
-    return row.forward, row.backward
 
 
 def layer_of(fqn: str) -> str:

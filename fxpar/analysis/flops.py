@@ -13,11 +13,11 @@ import torch
 from torch import fx
 
 from fxpar.layout.symbols import Size, product, simplify
-from fxpar.program import operators
+from fxpar.ops import Operator, alike
 from fxpar.program.program import Program, TensorType
-from fxpar.rules.contraction import contracted_dims, einsum_steps
-from fxpar.rules.engine import Call, Labelling, Refusal, call_of
 from fxpar.rules.table import key_of, rule_of
+from fxpar.signatures.contraction import contracted_dims, einsum_steps
+from fxpar.signatures.engine import Call, Labelling, Refusal, call_of
 
 Formula = Callable[[Call], Size]
 
@@ -33,11 +33,12 @@ def matmul_flops(program: Program) -> Iterator[tuple[fx.Node, Size]]:
 
 def uncounted(program: Program) -> dict[str, int]:
     """Operators that may multiply matrices and that no formula knows, with the number of their calls."""
-    return dict(sorted(Counter(_name(node) for node in program.graph.nodes if _is_unknown(node)).items()))
+    return dict(sorted(Counter(name for node in program.graph.nodes if (name := _unknown(node))).items()))
 
 
 def _flops(node: fx.Node) -> Size:
-    formula = _FORMULAS.get(key_of(node.target))
+    own = node.target.flops if isinstance(node.target, Operator) else None
+    formula = own or _FORMULAS.get(key_of(alike(node.target)))
     if formula is not None:
         return formula(call_of(node, 1))
     return _by_labels(node) if _is_foreign(node) else 0
@@ -153,7 +154,6 @@ def _formulas() -> dict[str, Formula]:
         **dict.fromkeys(("aten.conv_transpose2d.input", "aten.conv_transpose3d.input"), _convolution),
         **dict.fromkeys(("aten.convolution.default", "aten._convolution.default"), _convolution),
         "aten.scaled_dot_product_attention.default": _attention,
-        f"fxpar.{operators.attention.__name__}": _attention,
         **dict.fromkeys((f"aten._scaled_dot_product_{name}.default" for name in kernels), _attention),
         **dict.fromkeys(("aten._grouped_mm.default", "aten._scaled_grouped_mm.default"), _grouped),
         "transformers.grouped_mm_fallback.default": _grouped,
@@ -181,16 +181,22 @@ _NO_PRODUCTS = (
 _OF_ONE = ("linalg_", "matrix_", "cov", "corrcoef", "inverse", "pinverse", "pdist", "cdist", "chain_matmul")
 
 
-def _is_unknown(node: fx.Node) -> bool:
+def _unknown(node: fx.Node) -> str:
+    """Name of an operator that may multiply matrices and that no formula knows; empty for others."""
     if node.op != "call_function":
-        return False
+        return ""
     call = call_of(node, 1)
     if not any(kind.is_float for kind in call.outputs) or not any(kind.is_float for kind in call.operands):
+        return ""
+    if isinstance(node.target, Operator):
+        return node.target.uncounted(call) if node.target.uncounted is not None else ""
+    return key_of(node.target) if _is_unknown(node, call) else ""
+
+
+def _is_unknown(node: fx.Node, call: Call) -> bool:
+    if rule_of(node.target) is not None or key_of(node.target) in _FORMULAS:
         return False
-    rule = rule_of(node.target)
-    if node.target is operators.function:
-        return rule is None or rule.labels is None or isinstance(rule.labels(call), Refusal)
-    if rule is not None or key_of(node.target) in _FORMULAS or not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, torch._ops.OpOverload):
         return False
     if node.target.namespace not in ("aten", "prims"):
         return True
@@ -200,7 +206,3 @@ def _is_unknown(node: fx.Node) -> bool:
     is_elementwise = torch.Tag.pointwise in node.target.tags
     several = sum(kind.is_float for kind in call.operands) > 1
     return several and not is_elementwise and not name.startswith(tuple(_NO_PRODUCTS))
-
-
-def _name(node: fx.Node) -> str:
-    return str(node.kwargs["path"]) if node.target is operators.function else key_of(node.target)

@@ -21,12 +21,12 @@ from fxpar.capture.memo import OtherMemos
 from fxpar.capture.sizes import SizeError, check_views
 from fxpar.capture.trace import arguments, trace
 from fxpar.errors import CaptureError
+from fxpar.ops.functions import function as kept
 from fxpar.plan.plan import Plan
-from fxpar.program import operators
 from fxpar.program.collector import without_collections
 from fxpar.program.gradients import carried
 from fxpar.program.program import Program
-from fxpar.rules.functions import forget_proofs
+from fxpar.signatures.functions import forget_proofs
 
 __all__ = ["CallSpec", "Captured", "arguments", "capture", "check_model", "check_samples"]
 
@@ -90,7 +90,7 @@ def _capture(model: nn.Module, batch: Any, plan: Plan, loss: Callable[..., Any] 
         break
     program = _with_trainable_loss(model, program, is_guess=loss is None)
     eager = walk(model, batch, function, others)
-    compare(eager, Counter(str(n.kwargs["path"]) for n in program.graph.nodes if n.target is operators.function))
+    compare(eager, Counter(str(n.kwargs["path"]) for n in program.graph.nodes if n.target is kept))
     return Captured(program, spec, traced.how, function, eager.reason)
 
 

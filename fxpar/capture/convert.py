@@ -27,8 +27,8 @@ from fxpar.capture.sizes import SizeError, written
 from fxpar.capture.trace import Trace
 from fxpar.errors import CaptureError
 from fxpar.layout.symbols import Size, names, simplify, symbol
+from fxpar.ops.functions import function
 from fxpar.plan.plan import Plan
-from fxpar.program.operators import function
 from fxpar.program.program import (
     DTYPE_NAMES,
     Input,
@@ -42,7 +42,7 @@ from fxpar.program.program import (
     set_note,
     tensor_type,
 )
-from fxpar.rules.randomness import draws_bits
+from fxpar.signatures.randomness import draws_bits
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from fxpar.capture.decided import Decided
 from fxpar.capture.places import is_foreign_file
 from fxpar.capture.sizes import Sizes
 from fxpar.errors import CaptureError, InputError
-from fxpar.rules.functions import resolve_function
+from fxpar.signatures.functions import resolve_function
 
 NAMESPACE = "fxpar_capture"
 RECOMPUTE_KEY = "fxpar_recompute"

@@ -39,8 +39,8 @@ from fxpar.program.program import (
     with_operands,
 )
 from fxpar.rules import Refusal, call_of, inferred, rule_of, seeded
-from fxpar.rules.engine import Call, partial_signatures
 from fxpar.rules.local import peeled_call
+from fxpar.signatures.engine import Call, partial_signatures
 
 
 def place_batch(program: Program, axis: str, rows: Mapping[str, int]) -> dict[fx.Node, Option]:

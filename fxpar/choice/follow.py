@@ -15,11 +15,12 @@ from torch import fx
 
 from fxpar.layout.layout import Placement
 from fxpar.layout.symbols import divide, product
-from fxpar.program.coercions import coercion, unsettled
+from fxpar.ops.coercions import coercion
+from fxpar.program.coercions import unsettled
 from fxpar.program.program import operands, output_types
-from fxpar.rules.contraction import einsum_labels
-from fxpar.rules.engine import Labelling, Refusal, Signature, call_of
 from fxpar.rules.table import rule_of, seeded
+from fxpar.signatures.contraction import einsum_labels
+from fxpar.signatures.engine import Labelling, Refusal, Signature, call_of
 
 _aten = torch.ops.aten
 

@@ -27,7 +27,7 @@ from fxpar.layout.symbols import Size, names
 from fxpar.program.coercions import at_rest, resting, unsettled
 from fxpar.program.program import Program, describe, operands, output_types
 from fxpar.rules import Refusal, call_of, inferred, rule_of, seeded
-from fxpar.rules.engine import Call, partial_signatures
+from fxpar.signatures.engine import Call, partial_signatures
 
 aten = torch.ops.aten
 

@@ -21,10 +21,10 @@ from fxpar.analysis.stored import materialised
 from fxpar.choice.options import Option, Options, Value
 from fxpar.layout.layout import I, Placement
 from fxpar.layout.symbols import evaluate, names, product
+from fxpar.ops.coercions import coercion
 from fxpar.plan.cost import Cost
-from fxpar.program.coercions import coercion, computed_fraction, held_fraction, shared_fraction
+from fxpar.program.coercions import computed_fraction, held_fraction, shared_fraction
 from fxpar.program.mixed import held_type
-from fxpar.program.operators import all_to_all, copy_to, reduce_scatter, share
 from fxpar.program.program import Program, TensorType, output_types
 
 _BATCH, _SEQUENCE, _WIDTH = 8, 1024, 4096
@@ -116,22 +116,22 @@ class Prices:
         if source == target:
             return 0.0
         row = coercion(source, target)
-        if row is None or row.operator is all_to_all:
+        if row is None or (row.forward and source.is_shard and target.is_shard):
             return None
-        if row.operator is reduce_scatter and not self.options.is_token_cut(value, target):
+        if source.kind == "P" and target.is_shard and not self.options.is_token_cut(value, target):
             return None
         whole_matrix = target.is_shard and carries and is_matrix(output_types(value[0])[value[1]])
         is_held = value[0] in self.options.weights or value[0] in self.options.tables
-        if is_held and (source.is_shard or whole_matrix) and row.operator is not share:
+        if is_held and (source.is_shard or whole_matrix) and not source.settled:
             return None
         collectives = [row.forward] if not carries else [row.forward, row.backward]
         n, size = self.options.n, self.bytes_of(value)
         # Gradients of parameters are summed many at once.
         latency = 0.0 if value[0] in self.options.weights else self.cost.latency
-        if row.operator in (copy_to, share) and value[0] in self.options.weights:
+        if row.sums_gradients and value[0] in self.options.weights:
             kind = output_types(value[0])[value[1]]
             size *= held_type(self.program.plan, kind).dtype.itemsize / kind.dtype.itemsize
-        if row.operator is share:
+        if source.settled:
             part, total = shared_fraction(source)
             size *= part / total
         seconds = TIE_CONVERSION

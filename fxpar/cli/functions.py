@@ -15,7 +15,7 @@ from pathlib import Path
 from fxpar.cli.models import user_code
 from fxpar.cli.output import write_text
 from fxpar.errors import InputError
-from fxpar.program import operators
+from fxpar.ops.functions import function
 from fxpar.program.program import Program
 
 FUNCTIONS = "functions.json"
@@ -23,7 +23,7 @@ FUNCTIONS = "functions.json"
 
 def save_functions(folder: Path, program: Program) -> None:
     """Notes where the modules of a program's functions are; nothing of a program without any."""
-    calls = [node for node in program.graph.nodes if node.target is operators.function]
+    calls = [node for node in program.graph.nodes if node.target is function]
     names = {str(node.kwargs["path"]).rpartition(".")[0] for node in calls}
     files = {name: getattr(sys.modules.get(name), "__file__", None) for name in sorted(names)}
     found = {name: file for name, file in files.items() if file}

@@ -1,1 +1,31 @@
-"""Implementations of fxpar's graph operators on a rank's tensors, bound to process groups."""
+"""The graph operators of fxpar: one record each, with what a rank runs in their place.
+
+Enters: the families' records. Leaves: all of them by name, and those that stand for operations of torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from fxpar.ops.coercions import COERCION_OF, sum_gradients
+from fxpar.ops.functions import function
+from fxpar.ops.operator import Operator, alike
+from fxpar.ops.random import attention, axis_index, dropout, uniform, uniform_like
+from fxpar.ops.vocabulary import argmax, cross_entropy, embedding, log_softmax, logsumexp, nll_loss, topk
+
+__all__ = ["COMPOSITE_OF", "OPERATORS", "Operator", "alike"]
+
+_DRAWN = (axis_index, dropout, uniform, uniform_like, attention)
+_WORDS = (embedding, cross_entropy, nll_loss, log_softmax, logsumexp, argmax, topk)
+
+# What the text form may name behind `fxpar.`.
+OPERATORS: Mapping[str, Operator] = MappingProxyType(
+    {record.__name__: record for record in (*COERCION_OF, *_DRAWN, sum_gradients, *_WORDS, function)}
+)
+
+# The composite operator of each operation of torch that has one.
+COMPOSITE_OF: Mapping[Any, Operator] = MappingProxyType(
+    {target: record for record in OPERATORS.values() for target in record.stands_for}
+)

@@ -6,13 +6,11 @@ index.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from torch import Tensor
 
 from fxpar.ops import collectives as c
-from fxpar.program import operators
 
 Pieces = Sequence[tuple[int, c.Run]]
 
@@ -80,24 +78,3 @@ def all_to_all(
     if source_dim == target_dim:
         return c.Recut.apply(x, *cuts, c.Group(group, size), index)  # type: ignore[no-any-return, no-untyped-call]
     return c.AllToAll.apply(x, *cuts, c.Group(group, size))  # type: ignore[no-any-return, no-untyped-call]
-
-
-WITH_GROUP: Mapping[Callable[..., Any], Callable[..., Tensor]] = {
-    operators.copy_to: copy_to,
-    operators.reduce_from: reduce_from,
-    operators.all_reduce: all_reduce,
-}
-WITH_INDEX: Mapping[Callable[..., Any], Callable[..., Tensor]] = {
-    operators.settle: settle,
-    operators.keep_first: keep_first,
-    operators.mask_first: mask_first,
-}
-WITH_CUT: Mapping[Callable[..., Any], Callable[..., Tensor]] = {
-    operators.all_gather: all_gather,
-    operators.reduce_scatter: reduce_scatter,
-}
-WITH_CUT_AND_INDEX: Mapping[Callable[..., Any], Callable[..., Tensor]] = {
-    operators.split: split,
-    operators.gather: gather,
-    operators.take: take,
-}

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from fxpar.ops.collectives import Group, sum_over
 from fxpar.ops.factored import Shared, restored, summand
@@ -106,3 +106,33 @@ def enter(mains: Sequence[Tensor], copies: Sequence[Tensor]) -> list[Tensor]:
     entered: Any = Enter.apply(*(main for main, _ in pairs), *(copy for _, copy in pairs))  # type: ignore[no-untyped-call]
     remaining = iter(entered)
     return [next(remaining) if main.requires_grad else copy for main, copy in zip(mains, copies, strict=True)]
+
+
+def prune_buckets(graph: fx.Graph, results: Sequence[fx.Node]) -> None:
+    """Takes weights that no result needs out of what many share: reductions of gradients, and casts.
+
+    A compiled backward would give them zeros in place of no gradient, and an optimizer would move them.
+    """
+    needed: set[fx.Node] = set()
+    pending = list(results)
+    while pending:
+        node = pending.pop()
+        if node not in needed:
+            needed.add(node)
+            pending += node.all_input_nodes
+    for node in list(graph.nodes):
+        if node.target not in (sum_gradients, enter):
+            continue
+        lists: list[Any] = [arg for arg in node.args if isinstance(arg, list) and arg]
+        values = lists[-1] if isinstance(lists[-1][0], fx.Node) else lists[0]  # copies, or weights that have none
+        items = {user.args[1]: user for user in node.users}
+        kept = [index for index in range(len(values)) if items.get(index) in needed]
+        for index, item in items.items():
+            if index in kept:
+                item.args = (node, kept.index(index))
+            else:
+                item.replace_all_uses_with(values[index])
+                graph.erase_node(item)
+        node.args = tuple([arg[i] for i in kept] if isinstance(arg, list) and arg else arg for arg in node.args)
+        if not kept:
+            graph.erase_node(node)

@@ -1,4 +1,4 @@
-"""The coercions of shards whose blocks several ranks hold, on local tensors (`fxpar.program.coercions`).
+"""The coercions of shards whose blocks several ranks hold, on local tensors (`fxpar.ops.coercions`).
 
 Enters: a rank's tensor, its cut as *runs* (outer, elements of a rank's block, blocks, …), a process group by name and
 the rank's index on the axis as a tensor. Leaves: the rank's tensor in the other placement.

@@ -1,4 +1,4 @@
-"""Dropout in one kernel on NVIDIA GPUs: the bits of `fxpar.ops.random`, drawn in registers.
+"""Dropout in one kernel on NVIDIA GPUs: the bits of `fxpar.ops.counter`, drawn in registers.
 
 Enters: a rank's tensor, the generator's input, and how the tensor is cut. Leaves: the tensor with its dropped elements.
 No mask is kept: backward draws the same bits again. The plain form needs about five hundred 64-bit integer operations
@@ -15,8 +15,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
-from fxpar.ops import random
-from fxpar.ops.random import IndexCut
+from fxpar.ops import counter
+from fxpar.ops.counter import IndexCut
 
 _BLOCK = 2048
 # Numbers of 32 bits travel as signed ones: torch.compile (2.11) takes no larger ones for kernels.
@@ -108,12 +108,12 @@ _dropout.register_autograd(_backward, setup_context=_keep)
 
 
 def dropout(x: Tensor, rng: Tensor, p: float, origin: int, cuts: list[IndexCut]) -> Tensor:
-    """`fxpar.ops.random.dropout`, the same bits.
+    """`fxpar.ops.counter.dropout`, the same bits.
 
     Float64, tensors that several axes cut and those of more than 2^31 elements take the plain form.
     """
     if p >= 1.0 or x.dtype == torch.float64 or len(cuts) > 1 or not 0 < x.numel() < _SIGN:
-        return random.dropout(x, rng, p, origin, cuts)
+        return counter.dropout(x, rng, p, origin, cuts)
     run, ranks, rank = 1, 1, rng
     if cuts:
         dim, outer, ranks, rank = cuts[0]

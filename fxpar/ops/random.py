@@ -1,183 +1,259 @@
-"""Random bits without a state: a counter generator in plain tensor operations (SPEC section 2.4).
+"""What draws bits of the counter generator (SPEC section 2.4), and the rank's coordinate by which ranks draw their own.
 
-Enters: (seed, step, microbatch) as a tensor, a node's identity, and the global index of every element. Leaves: the same
-bits under every plan, in recomputation and in replayed graphs.
-
-Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011), Philox4x32-10.
+Enters: nothing. Leaves: a record for each operator that `assign_rng` puts in place of torch's random ones. Numbers are
+made in `fxpar.ops.counter`, on GPUs in `fxpar.ops.kernels`.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+import importlib.util
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn import functional
+from torch import Tensor, fx
 
-_M0, _M1 = 0xD2511F53, 0xCD9E8D57
-_W0, _W1 = 0x9E3779B9, 0xBB67AE85
-_MASK = 0xFFFFFFFF
+from fxpar.errors import InputError
+from fxpar.layout.layout import I, Placement, R, V
+from fxpar.ops import counter
+from fxpar.ops.onrank import OnRank
+from fxpar.ops.operator import OnShapes, Operator, Run
+from fxpar.program.program import note, output_layouts
+from fxpar.signatures.engine import Call, Check, Labelling, Refusal, Rule, Signature, bind_arguments, seed_signature
+from fxpar.signatures.matmul import attention_labels
+from fxpar.signatures.pointwise import broadcast, same_values
 
-# One axis over which a tensor is cut: dimension, outer repetitions, ranks and the rank's index.
-IndexCut = tuple[int, int, int, Tensor]
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+# ---------------------------------------------------------------------- rules
 
 
-def _multiply(a: Tensor, constant: int) -> tuple[Tensor, Tensor]:
-    """High and low 32 bits of a product of 32-bit numbers held in int64.
+def dropout_labels(call: Call) -> Labelling | Refusal:
+    """The values are element-wise; the generator's state and the indices are not sharded."""
+    out = call.outputs[0].shape
+    ins = [broadcast(call.operands[0].shape, out)]
+    ins += [(None,) * len(kind.shape) for kind in call.operands[1:]]
+    return Labelling(tuple(ins), (tuple(f"d{i}" for i in range(len(out))),))
 
-    The constant is applied in two halves: a full product would exceed 63 bits.
+
+def own_bits(call: Call, placements: Sequence[Placement]) -> Refusal | None:
+    """An axis index is passed exactly where the values are a shard (SPEC 2.4)."""
+    varying = [i for i, name in enumerate(call.names) if name == "indices" and placements[i].kind == "V"]
+    is_shard = placements[0].is_shard
+    if is_shard and not varying:
+        return Refusal("the ranks hold different elements but would draw the same bits: pass fxpar.axis_index")
+    if is_shard and len(placements[0].pieces) > 1:
+        return Refusal("random bits for a dimension of several segments: split the segments first")
+    if varying and not is_shard:
+        return Refusal("the ranks hold the same elements but would draw different bits: drop the axis index")
+    return None
+
+
+def own_bits_of_probabilities(call: Call, placements: Sequence[Placement]) -> Refusal | None:
+    """As `own_bits`; the query's cut must be the probabilities', from which attention drops."""
+    query, out = call.operands[0].shape, call.outputs[0].shape
+    lead = any(p.is_shard and p.dim < len(k.shape) - 2 for p, k in zip(placements, call.operands, strict=True))
+    is_shard = placements[0].is_shard
+    if (lead and not is_shard) or (is_shard and len(query) != len(out)):
+        return Refusal("random bits for probabilities that are cut in another way than the query: expand the query")
+    return own_bits(call, placements)
+
+
+def bits_alone(call: Call, placements: Sequence[Placement]) -> tuple[Placement, ...] | Refusal | None:
+    """As `own_bits`; the values of the operand do not matter: for those of a sum all ranks draw the same."""
+    is_plain = all(placement in (I, R) for placement in placements[1:])
+    return own_bits(call, placements) or (same_values(call, placements) if is_plain else None)
+
+
+def _indexed(
+    labels: Callable[[Call], Labelling | Refusal], check: Check, linear: tuple[tuple[str, ...], ...] = ()
+) -> Rule:
+    """The rule of an operator that draws bits for its first operand, and takes an index where that is a shard."""
+    plain = Rule(labels)
+
+    def seed(call: Call, index: int, placement: Placement) -> Signature | Refusal:
+        found = seed_signature(plain, call, index, placement)
+        if isinstance(found, Refusal):
+            return found
+        is_shard = found.operands[0].is_shard
+        pairs = zip(call.names, found.operands, strict=True)
+        ins = tuple(V if name == "indices" and is_shard else p for name, p in pairs)
+        refused = check(call, ins)
+        return refused if isinstance(refused, Refusal) else Signature(ins, found.outputs)
+
+    return Rule(labels, linear, seed=seed, check=check, varying=("indices",))
+
+
+# ---------------------------------------------------------------------- shapes
+
+
+def _dropout_shape(call: OnShapes) -> Tensor:
+    x: Tensor = call.args[0]
+    if not x.is_floating_point():
+        raise ValueError(f"dropout of {x.dtype}")
+    return x
+
+
+def _uniform_shape(call: OnShapes) -> Tensor:
+    return _numbers(call, call.args[0])
+
+
+def _uniform_like_shape(call: OnShapes) -> Tensor:
+    return _numbers(call, call.args[0].shape)
+
+
+def _numbers(call: OnShapes, shape: Sequence[int]) -> Tensor:
+    dtype = bind_arguments(call.node)["dtype"]
+    if dtype not in _FLOATS:
+        raise TypeError(f"draws uniform numbers of {dtype}")
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _attention_shape(call: OnShapes) -> Tensor:
+    names = ("query", "key", "value", "mask", "rng", "p", "is_causal", "scale", "enable_gqa")
+    given = {"mask": None, **dict(zip(names, call.args, strict=False)), **call.kwargs}
+    options = {k: given[k] for k in ("is_causal", "scale", "enable_gqa") if k in given}
+    tensors = (given[k] for k in ("query", "key", "value", "mask"))
+    found: Tensor = torch.ops.aten.scaled_dot_product_attention.default(*tensors, 0.0, **options)
+    return found
+
+
+# ---------------------------------------------------------------------- lowering
+
+
+def _lower_index(node: fx.Node, rank: OnRank) -> fx.Node:
+    return rank.ranks(node).index
+
+
+def _lower_dropout(node: fx.Node, rank: OnRank) -> Run:
+    x, rng, p, *_ = node.args
+    return Run(_dropout_form(rank.device), (x, rng, p, note(node).random, _cuts(node, rank)))
+
+
+def _dropout_form(device: torch.device) -> Callable[..., Tensor]:
+    """One kernel on NVIDIA GPUs; elsewhere PyTorch's operators, the same bits."""
+    if device.type != "cuda":
+        return counter.dropout
+    if importlib.util.find_spec("triton") is None:
+        raise InputError(
+            "dropout on a GPU is a Triton kernel, and Triton is not installed",
+            where="dropout",
+            remedy="pip install triton, or run on the CPU",
+        )
+    from fxpar.ops import kernels
+
+    return kernels.dropout
+
+
+def _lower_uniform(node: fx.Node, rank: OnRank) -> Run:
+    return Run(counter.uniform, (*node.args, note(node).random))
+
+
+def _lower_uniform_like(node: fx.Node, rank: OnRank) -> Run:
+    x, rng, dtype, *_ = node.args
+    return Run(counter.uniform_like, (x, rng, dtype, note(node).random, _cuts(node, rank)))
+
+
+def _lower_attention(node: fx.Node, rank: OnRank) -> Run:
+    query, key, value, mask, rng, p, causal, scale, gqa, *_ = node.args
+    if _may_fuse(node, rank):
+        return Run(counter.fused_attention, (query, key, value, mask, p, causal, scale, gqa), draws=True)
+    cuts, random = _cuts(node, rank), note(node).random
+    return Run(counter.attention, (query, key, value, mask, rng, p, random, causal, scale, gqa, cuts))
+
+
+def _may_fuse(node: fx.Node, rank: OnRank) -> bool:
+    """Whether a fused kernel may draw bits of its own.
+
+    There are such kernels on GPUs. They cannot give ranks that hold the same heads the same bits, nor the same
+    again to a region that is recomputed.
     """
-    low = a * (constant & 0xFFFF)
-    high = a * (constant >> 16)
-    middle = high + (low >> 16)
-    return (middle >> 16) & _MASK, ((middle << 16) | (low & 0xFFFF)) & _MASK
+    layout = output_layouts(node)[0]
+    is_apart = all(layout.on(axis).is_shard and not layout.on(axis).is_shared for axis in rank.program.axes)
+    is_asked = rank.program.plan.rng == "fused" and rank.device.type == "cuda"
+    return is_asked and is_apart and not note(node).recompute
 
 
-def philox(counter: Sequence[Tensor], key: Sequence[Tensor], rounds: int = 10) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Philox4x32: four 32-bit words (in int64) from a 128-bit counter and a 64-bit key, all broadcast together."""
-    c0, c1, c2, c3 = counter
-    k0, k1 = key
-    for _ in range(rounds):
-        h0, l0 = _multiply(c0, _M0)
-        h1, l1 = _multiply(c2, _M1)
-        c0, c1, c2, c3 = h1 ^ c1 ^ k0, l1, h0 ^ c3 ^ k1, l0
-        k0, k1 = (k0 + _W0) & _MASK, (k1 + _W1) & _MASK
-    return c0, c1, c2, c3
+def _cuts(node: fx.Node, rank: OnRank) -> list[Any]:
+    """The cuts of the values for whose elements bits are drawn; the node has an index for each."""
+    found = rank.element_cuts(node)
+    assert len(found) == len(bind_arguments(node)["indices"])
+    return found
 
 
-def global_index(shape: Sequence[int], cuts: Sequence[IndexCut], device: torch.device) -> Tensor:
-    """Row-major index in the whole tensor of every element that a rank holds; `shape` is the rank's."""
-    index = torch.zeros((), dtype=torch.int64, device=device)
-    for dim, size in enumerate(shape):
-        position = torch.arange(size, device=device)
-        whole = size
-        for cut_dim, outer, n, rank in cuts:
-            if cut_dim == dim:
-                run = whole // outer
-                position = position // run * (run * n) + rank * run + position % run
-                whole = whole * n
-        index = index * whole + position.view(-1, *[1] * (len(shape) - 1 - dim))
-    return index.expand(tuple(shape))
+# ---------------------------------------------------------------------- records
 
 
-def random_words(shape: Sequence[int], rng: Tensor, origin: int, cuts: Sequence[IndexCut]) -> Tensor:
-    """One uniform 32-bit word (in int64) for each element a rank holds.
+@partial(
+    Operator, shape=lambda call: torch.empty((), dtype=torch.int64, device="meta"), lower=_lower_index, stage="rng"
+)
+def axis_index(*, axis: str) -> Any:
+    """The rank's coordinate on the axis, an i64 scalar of placement V."""
+
+
+_record = partial(Operator, stage="rng", draws=True)
+
+
+# With the same bits on all ranks a dropped sum is the sum of what is dropped of the summands.
+@partial(_record, rule=_indexed(dropout_labels, own_bits, (("x",),)), shape=_dropout_shape, lower=_lower_dropout)
+def dropout(x: Any, rng: Any, p: float, indices: Any = ()) -> Any:
+    """Dropout with the mask of a stateless counter generator (SPEC section 2.4).
 
     Args:
-        shape: the rank's shape.
-        rng: i64[3]: seed, step, microbatch.
-        origin: identity of the node, 32 bits.
-        cuts: the axes over which the tensor is cut.
+        x: the values, any shape.
+        rng: i64[3], (seed, step, microbatch).
+        p: probability of a zero.
+        indices: one `axis_index` for every axis over which `x` is sharded; none on the others, so that the ranks of
+            an axis draw the same bits where `x` is the same and the bits of their own elements where it is a shard.
     """
-    index = global_index(shape, cuts, rng.device)
-    # Four neighbours share a counter and take one word each.
-    if _in_fours(shape, cuts):
-        words = _drawn(index.reshape(-1)[::4], rng, origin)
-        return torch.stack(words, -1).reshape(tuple(shape))
-    w0, w1, w2, w3 = _drawn(index, rng, origin)
-    is_odd = (index & 1) == 1
-    return torch.where((index & 2) == 0, torch.where(is_odd, w1, w0), torch.where(is_odd, w3, w2))
 
 
-def _in_fours(shape: Sequence[int], cuts: Sequence[IndexCut]) -> bool:
-    """Whether each four neighbours of a rank are those of one counter: runs must hold whole counters."""
-    runs = [math.prod(shape[dim:]) // outer for dim, outer, _, _ in cuts]
-    return all(run % 4 == 0 for run in (math.prod(shape), *runs))
+@partial(_record, rule=Rule(), shape=_uniform_shape, lower=_lower_uniform, stops_gradient=True)
+def uniform(size: Any, rng: Any, dtype: Any) -> Any:
+    """Uniform numbers in (0, 1), the same on every rank, from the counter generator (SPEC section 2.4).
 
-
-def _drawn(index: Tensor, rng: Tensor, origin: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The four words of the counters of elements.
-
-    Elements past 2^34 share the word of the microbatch, whose number is far below 2^16.
+    Args:
+        size: the shape.
+        rng: i64[3], (seed, step, microbatch).
+        dtype: floating type of the numbers.
     """
-    seed, step, microbatch = rng[0], rng[1], rng[2]
-    counter = (
-        (index >> 2) & _MASK,
-        torch.full_like(index, origin),
-        step & _MASK,
-        (microbatch + ((index >> 34) << 16)) & _MASK,
-    )
-    return philox(counter, (seed & _MASK, (seed >> 32) & _MASK))
 
 
-def dropout(x: Tensor, rng: Tensor, p: float, origin: int, cuts: Sequence[IndexCut]) -> Tensor:
-    """Zeroes each element with probability p and scales the others by 1/(1 - p)."""
-    if p >= 1.0:
-        return x * 0.0
-    keep = random_words(x.shape, rng, origin, cuts) >= int(p * 2**32)
-    return torch.where(keep, x * (1.0 / (1.0 - p)), x.new_zeros(()))
+@partial(
+    _record,
+    rule=_indexed(dropout_labels, bits_alone),
+    shape=_uniform_like_shape,
+    lower=_lower_uniform_like,
+    stops_gradient=True,
+)
+def uniform_like(x: Any, rng: Any, dtype: Any, indices: Any = ()) -> Any:
+    """Uniform numbers in (0, 1), one for each element of `x`, whose values do not matter.
 
-
-# Bits of a uniform number's significand, less the one that keeps it off 0 and 1.
-_UNIFORM_BITS = {torch.float64: 32, torch.float32: 23, torch.float16: 10, torch.bfloat16: 7}
-
-
-def uniform_like(x: Tensor, rng: Tensor, dtype: torch.dtype, origin: int, cuts: Sequence[IndexCut]) -> Tensor:
-    """Uniform numbers in the open interval (0, 1) for the elements of a rank's `x`.
-
-    They are odd multiples of 2^-(bits + 1), exact in their type: no logarithm or inverse of them is infinite.
+    Arguments as in `uniform`; `indices` as in `dropout`.
     """
-    bits = _UNIFORM_BITS[dtype]
-    words = random_words(x.shape, rng, origin, cuts) >> (32 - bits)
-    return (2 * words + 1).to(dtype) * 2.0 ** -(bits + 1)
 
 
-def uniform(size: Sequence[int], rng: Tensor, dtype: torch.dtype, origin: int) -> Tensor:
-    """As `uniform_like`, for a whole tensor of that shape."""
-    return uniform_like(rng.new_empty(size), rng, dtype, origin, [])
-
-
-def fused_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-) -> Tensor:
-    """Scaled dot-product attention in a fused kernel, which draws from the device's own generator.
-
-    Shapes as of `attention`. The masks are equal to those of `attention` in distribution only.
-    """
-    return functional.scaled_dot_product_attention(
-        query, key, value, mask, p, is_causal, scale=scale, enable_gqa=enable_gqa
-    )
-
-
+@partial(
+    _record,
+    rule=_indexed(attention_labels, own_bits_of_probabilities, (("value",),)),
+    shape=_attention_shape,
+    lower=_lower_attention,
+    like=torch.ops.aten.scaled_dot_product_attention.default,
+)
 def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    rng: Tensor,
+    query: Any,
+    key: Any,
+    value: Any,
+    mask: Any,
+    rng: Any,
     p: float,
-    origin: int,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-    cuts: Sequence[IndexCut],
-) -> Tensor:
-    """Scaled dot-product attention in its plain form with dropout on the probabilities.
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    indices: Any = (),
+) -> Any:
+    """Scaled dot-product attention with the counter generator's dropout on the probabilities.
 
-    Shapes: query [..., s, d], key [..., t, d], value [..., t, v]; result [..., s, v]. A row whose mask allows nothing
-    gives zeros, as the fused operator does.
+    Arguments as `torch.nn.functional.scaled_dot_product_attention`; `rng`, `p` and `indices` as in `dropout`.
     """
-    if enable_gqa and query.shape[-3] != key.shape[-3]:
-        groups = query.shape[-3] // key.shape[-3]
-        key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
-    scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
-    if is_causal:
-        rows = torch.arange(scores.shape[-2], device=scores.device)
-        mask = rows.unsqueeze(1) >= torch.arange(scores.shape[-1], device=scores.device)
-    if mask is not None:
-        infinity = torch.full((), float("-inf"), dtype=scores.dtype, device=scores.device)
-        scores = torch.where(mask, scores, infinity) if mask.dtype == torch.bool else scores + mask
-        nothing = (scores == infinity).all(-1, keepdim=True)
-        scores = scores.masked_fill(nothing, 0.0)
-        probabilities = scores.softmax(-1).masked_fill(nothing, 0.0)
-    else:
-        probabilities = scores.softmax(-1)
-    return dropout(probabilities, rng, p, origin, cuts) @ value

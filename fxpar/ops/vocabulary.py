@@ -1,315 +1,262 @@
-"""Operators over a vocabulary that the ranks of an axis share out (SPEC section 2.3), on local tensors.
+"""The operators over a vocabulary that is cut (SPEC section 2.3).
 
-Enters: a rank's block of a table or of logits, and which block it is. Leaves: lookups (partial sums), losses and
-statistics that are the same on every rank, with the gradients of the rank's block. What travels is one value for each
-row (token), never a row.
-
-Source: Shoeybi et al., "Megatron-LM" (arXiv 1909.08053), section 3.
+Enters: operations of `aten` that need the whole of the dimension that is cut. Leaves: the record of the composite
+operator that stands for each of them, with its one signature. Until the pass `vocab_parallel` has put them in place the
+layout choice and the type check take an operation for its composite where its own rule refuses. What a rank computes is
+in `fxpar.ops.words`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn import functional
+from torch import fx
 
-from fxpar.ops.collectives import Gather, Group, max_over, sum_over
+from fxpar.layout.layout import I, P, Placement, R
+from fxpar.layout.symbols import Size, product, simplify
+from fxpar.ops import words
+from fxpar.ops.onrank import OnRank
+from fxpar.ops.operator import Crossing, OnShapes, Operator, Run, Sent
+from fxpar.program.program import operands, output_types
+from fxpar.signatures.engine import Call, Refusal, Rule, Signature, bind_arguments
 
-_MEAN, _SUM = 1, 2
+aten = torch.ops.aten
 
+# ---------------------------------------------------------------------- rules
 
-@dataclass(frozen=True)
-class Block:
-    """Which part of a vocabulary of `size` words a rank holds.
-
-    Attributes:
-        size: words of the whole vocabulary.
-        group: the ranks that share it.
-        index: the rank's number among them, i64 scalar.
-    """
-
-    size: int
-    group: Group
-    index: Tensor
-
-    @property
-    def share(self) -> int:
-        """Words of a rank; the last ranks may have less, and padding behind."""
-        return -(-self.size // self.group.size)
-
-    @property
-    def first(self) -> Tensor:
-        """The rank's first word."""
-        return self.index * self.share
-
-    def local(self, words: Tensor) -> tuple[Tensor, Tensor]:
-        """Positions of words in the rank's block, 0 for those of other ranks, and which are its own."""
-        position = words - self.first
-        own = (position >= 0) & (position < self.share) & (words < self.size)
-        return torch.where(own, position, 0), own
-
-    def hide_padding(self, x: Tensor, dim: int, value: float) -> Tensor:
-        """`x` with a value in place of padding along `dim`."""
-        width = x.shape[dim]
-        if width * self.group.size == self.size:
-            return x
-        column = torch.arange(width, device=x.device)
-        padding = (column >= self.share) | (column + self.first >= self.size)
-        return x.masked_fill(padding.view(-1, *[1] * (x.dim() - 1 - dim % x.dim())), value)
+# For each operand that has the vocabulary the dimension that is it; a reason where the call has none.
+Dims = Callable[[Call], Mapping[str, int] | Refusal]
 
 
-def embedding(weight: Tensor, words: Tensor, padding_idx: int, block: Block) -> Tensor:
-    """Rows of the rank's block of a table, zeros for words of other ranks: a summand of the lookup.
-
-    Shapes: weight [words a rank, h], words [...]; result [..., h]. The row `padding_idx` gets no gradient.
-
-    Raises:
-        RuntimeError: a word is not in [0, vocabulary); on a GPU a device-side assertion.
-    """
-    torch._assert_async(((words >= 0) & (words < block.size)).all(), f"an id is outside of [0, {block.size})")
-    position, own = block.local(words)
-    rows = functional.embedding(position, weight)
-    if padding_idx >= 0:
-        rows = torch.where((words == padding_idx).unsqueeze(-1), rows.detach(), rows)
-    return rows.masked_fill(~own.unsqueeze(-1), 0.0)
+def _table(call: Call) -> Mapping[str, int] | Refusal:
+    if call.get("scale_grad_by_freq") or call.get("sparse"):
+        return Refusal("gradients that are sparse, or divided by counts, need the whole table")
+    return {"weight": 0}
 
 
-def _log_sum_exp(x: Tensor, block: Block, finite: bool = False) -> tuple[Tensor, Tensor]:
-    """Largest value and sum of exponentials (of the rank's block) of each row of `x` [N, words a rank].
-
-    Args:
-        finite: an infinite largest value counts as 0, so that a row of nothing but infinities has its sum.
-    """
-    hidden = block.hide_padding(x, -1, float("-inf"))
-    largest = max_over(hidden.amax(-1), block.group)
-    if finite:
-        largest = largest.masked_fill(largest.isinf(), 0.0)
-    return largest, (hidden - largest.unsqueeze(-1)).exp().sum(-1)
+def _classes(call: Call) -> Mapping[str, int] | Refusal:
+    if call.operands[1].is_float:
+        return Refusal("a loss with probabilities as target needs whole operands")
+    return {"self": 1 if len(call.operands[0].shape) > 1 else 0, "weight": 0}
 
 
-class Statistics(torch.autograd.Function):
-    """log Σ exp, the target's logit, and the sum of weighted logits, for each row; the same on every rank.
-
-    All three are of the logits less the row's largest, which cancels in a loss: a model that is sure of its words has
-    logits that are large against their loss. Two all-reduces of N and 2·N (with weighted logits 3·N) values. Saves the
-    logits themselves and no probabilities.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, position: Tensor, own: Tensor, weights: Tensor | None, block: Block
-    ) -> tuple[Tensor, ...]:
-        """x [N, words a rank]; position and own [N] as of `Block.local`; weights [words a rank] or None."""
-        wide = _wide(x)
-        largest, total = _log_sum_exp(wide, block)
-        picked = wide.gather(-1, position.unsqueeze(-1)).squeeze(-1) - largest
-        parts = [total, picked.masked_fill(~own, 0.0)]
-        if weights is not None:
-            parts.append(block.hide_padding((wide - largest.unsqueeze(-1)) * weights, -1, 0.0).sum(-1))
-        sums = sum_over(torch.stack(parts), block.group).unbind(0)
-        log_sum = sums[0].log()
-        ctx.save_for_backward(x, position, own, weights, largest, log_sum, block.index)
-        ctx.size, ctx.group = block.size, block.group
-        return log_sum, *sums[1:]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """The rank's block of the gradient; padding gets none."""
-        x, position, own, weights, largest, log_sum, index = ctx.saved_tensors
-        block = Block(ctx.size, ctx.group, index)
-        found = (_wide(x) - largest.unsqueeze(-1) - log_sum.unsqueeze(-1)).exp() * grads[0].unsqueeze(-1)
-        if weights is not None:
-            found = found + weights * grads[2].unsqueeze(-1)
-        found = block.hide_padding(found, -1, 0.0)
-        picked = grads[1].masked_fill(~own, 0.0).unsqueeze(-1)
-        return found.scatter_add(-1, position.unsqueeze(-1), picked).to(x.dtype), None, None, None, None
+def _searched(call: Call) -> Mapping[str, int] | Refusal:
+    dims = call.get("dim", -1)
+    if isinstance(dims, (list, tuple)):
+        dims = dims[0] if len(dims) == 1 else None
+    rank = len(call.operands[0].shape)
+    if dims is None or not rank:
+        return Refusal("the operation runs over several dimensions")
+    return {"self": int(dims) % rank}
 
 
-def _wide(x: Tensor) -> Tensor:
-    """Half precision in float32: sums of exponentials need it, as in PyTorch's own kernels."""
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+def _best(call: Call) -> Mapping[str, int] | Refusal:
+    """Of a search for several: which of equal values it takes is torch's own, and a model that computes with it (a
+    router, say, whose weights begin at zero) must go on with those of one device."""
+    if call.decides:
+        return Refusal("what topk finds decides what is computed, and of equal values it takes those of the whole")
+    return _searched(call)
 
 
-def _rows(x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits [N, C, …] or [C] with their words last, one row for each target."""
-    last = x.movedim(1 if x.dim() > 1 else 0, -1)
-    return last.reshape(-1, last.shape[-1]), target.reshape(-1)
+def _rule(dims: Dims, output: Callable[[Placement], Placement]) -> Rule:
+    """The one signature: the vocabulary is cut wherever it occurs, everything else is whole."""
+
+    def signature(call: Call, index: int, placement: Placement) -> Signature | Refusal:
+        found = dims(call)
+        if isinstance(found, Refusal):
+            return found
+        piece = placement.piece
+        if found.get(call.names[index]) != placement.dim:
+            return Refusal("the operation cuts its vocabulary alone")
+        if piece is None or piece.outer != 1 or piece.copies > 1 or not isinstance(piece.size, int):
+            return Refusal("the vocabulary must be cut into one block for each rank")
+        if not piece.padded and piece.size % call.n:
+            return Refusal(f"{piece.size} words are not divisible by {call.n}", structural=True)
+        ins = [placement.at(found[name]) if name in found else R for name in call.names]
+        return Signature(tuple(ins), (output(ins[0]),) * len(call.outputs))
+
+    def check(call: Call, placements: Sequence[Placement]) -> tuple[Placement, ...] | Refusal:
+        first = next((i for i, placement in enumerate(placements) if placement.is_shard), None)
+        if first is None:
+            return Refusal("no operand has a vocabulary that is cut: use the operation of aten")
+        wanted = signature(call, first, placements[first])
+        if isinstance(wanted, Refusal):
+            return wanted
+        for name, found, target in zip(call.names, placements, wanted.operands, strict=True):
+            if found != target:
+                return Refusal(f"operand {name} is {found} where {target} fits the vocabulary")
+        return wanted.outputs
+
+    return Rule(seed=signature, check=check, padding=("weight", "self"))
 
 
+# ---------------------------------------------------------------------- traffic
+
+# Collective, phase and number of rows, which are what an operator communicates one value of.
+Rows = Iterator[tuple[str, str, Size]]
+
+
+def _by_rows(dims: Dims, sent: Callable[[Call, Size], Rows]) -> Callable[[Crossing], Iterator[Sent]]:
+    """Traffic of one value or several for each row; halves are summed in float32."""
+
+    def traffic(crossing: Crossing) -> Iterator[Sent]:
+        call = crossing.call
+        found = dims(call)
+        if isinstance(found, Refusal):
+            return
+        kind = call.operands[0]
+        rows = product(size for dim, size in enumerate(kind.shape) if dim != found["self"])
+        for collective, phase, elements in sent(call, rows):
+            if phase == "forward" or any(crossing.reached):
+                yield Sent(collective, phase, simplify(elements * max(kind.dtype.itemsize, 4)))
+
+    return traffic
+
+
+def _cross_entropy_rows(call: Call, rows: Size) -> Rows:
+    weighted, smooth = "weight" in call.names, bool(call.get("label_smoothing"))
+    yield "all_reduce", "forward", rows
+    yield "all_reduce", "forward", simplify(rows * (3 if smooth else 2))
+    if weighted:
+        yield "all_reduce", "forward", rows
+    if weighted and smooth:
+        yield "all_reduce", "forward", 1
+
+
+def _nll_loss_rows(call: Call, rows: Size) -> Rows:
+    if "weight" in call.names:
+        yield "all_reduce", "forward", rows
+
+
+def _logsumexp_rows(call: Call, rows: Size) -> Rows:
+    yield "all_reduce", "forward", rows
+    yield "all_reduce", "forward", rows
+
+
+def _log_softmax_rows(call: Call, rows: Size) -> Rows:
+    yield from _logsumexp_rows(call, rows)
+    yield "all_reduce", "backward", rows
+
+
+def _best_rows(call: Call, rows: Size) -> Rows:
+    """Each rank's best values, and which words they are."""
+    count = simplify(rows * (call.n * call.get("k", 1)))
+    yield "all_gather", "forward", count
+    yield "all_gather", "forward", count
+
+
+# ---------------------------------------------------------------------- shapes and lowering
+
+
+def _topk_shape(call: OnShapes) -> Any:
+    """Of more words than a rank has: searched is the whole."""
+    x, dim = call.args[0], int(bind_arguments(call.node)["dim"])
+    cut = output_types(operands(call.node)[0])[0].shape
+    shape = [int(cut[dim]) if d == dim % len(cut) else size for d, size in enumerate(x.shape)]
+    given = {name: value for name, value in call.kwargs.items() if name != "axis"}
+    return aten.topk.default(x.new_empty(shape), *call.args[1:], **given)
+
+
+def _lowered(function: Callable[..., Any]) -> Callable[[fx.Node, OnRank], Run]:
+    """Arguments as in the graph with defaults, then the vocabulary's block."""
+    blocked = words.with_block(function)
+
+    def lower(node: fx.Node, rank: OnRank) -> Run:
+        given = {name: value for name, value in bind_arguments(node).items() if name != "axis"}
+        cut = next(p for operand in operands(node) if (p := rank.placed(operand, node)).is_shard)
+        ranks = rank.ranks(node)
+        return Run(blocked, (*given.values(), int(cut.pieces[0].size), ranks.group, ranks.size, ranks.index))
+
+    return lower
+
+
+# ---------------------------------------------------------------------- records
+
+
+def _composite(*targets: torch._ops.OpOverload) -> Callable[..., Operator]:
+    """The record of an operator that stands for some of torch, of which the last takes what this one does."""
+    return partial(Operator, stage="vocabulary", stands_for=targets, like=targets[-1])
+
+
+@partial(
+    _composite(aten.embedding.default),
+    rule=_rule(_table, lambda cut: P),
+    lower=_lowered(words.embedding),
+)
+def embedding(weight: Any, indices: Any, padding_idx: int = -1, *, axis: str) -> Any:
+    """`aten.embedding` of a table whose rows are cut over the axis: a partial sum (SPEC section 2.3)."""
+
+
+@partial(
+    _composite(aten.cross_entropy_loss.default),
+    rule=_rule(_classes, lambda cut: I),
+    traffic=_by_rows(_classes, _cross_entropy_rows),
+    lower=_lowered(words.cross_entropy),
+)
 def cross_entropy(
-    x: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    reduction: int,
-    ignore_index: int,
-    label_smoothing: float,
-    block: Block,
-) -> Tensor:
-    """`torch.nn.functional.cross_entropy` of logits of which the rank holds a block of words; targets are indices.
-
-    Shapes as there: logits [N, C], [N, C, …] or [C]; class weights [words a rank].
-
-    Raises:
-        RuntimeError: a target is neither `ignore_index` nor in [0, vocabulary).
-    """
-    rows, words = _rows(x, target)
-    counted = _counted(words, ignore_index, block)
-    position, own = block.local(torch.where(counted, words, 0))
-    smooth = None
-    if label_smoothing:
-        smooth = _wide(weight) if weight is not None else torch.ones((), dtype=_wide(x).dtype, device=x.device)
-    log_sum, picked, *weighted = Statistics.apply(rows, position, own & counted, smooth, block)  # type: ignore[no-untyped-call]
-    scale = counted.to(log_sum.dtype)
-    if weight is not None:
-        scale = scale * sum_over(_wide(weight)[position].masked_fill(~own, 0.0), block.group)
-    losses = scale * (log_sum - picked) * (1 - label_smoothing)
-    if label_smoothing:
-        total: Any = block.size
-        if weight is not None:
-            total = sum_over(block.hide_padding(_wide(weight), 0, 0.0).sum(), block.group)
-        losses = losses + (total * log_sum - weighted[0]) * (label_smoothing / block.size)
-    losses = losses.masked_fill(~counted, 0.0)  # which stops a gradient that is no number, of a mean over none
-    return _reduced(losses, scale, reduction).reshape(target.shape if reduction == 0 else ()).to(x.dtype)
+    self: Any,
+    target: Any,
+    weight: Any = None,
+    reduction: int = 1,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    *,
+    axis: str,
+) -> Any:
+    """`aten.cross_entropy_loss` of logits whose classes are cut over the axis; the loss is invariant."""
 
 
-def _counted(words: Tensor, ignore_index: int, block: Block) -> Tensor:
-    counted = words != ignore_index
-    legal = ~counted | ((words >= 0) & (words < block.size))
-    torch._assert_async(legal.all(), f"a target is neither {ignore_index} nor in [0, {block.size})")
-    return counted
-
-
-def _reduced(losses: Tensor, scale: Tensor, reduction: int) -> Tensor:
-    """One number for each row, their sum, or their weighted mean."""
-    if reduction == _MEAN:
-        return losses.sum() / scale.sum()
-    return losses.sum() if reduction == _SUM else losses
-
-
+@partial(
+    _composite(aten.nll_loss.default, aten.nll_loss_nd.default),
+    rule=_rule(_classes, lambda cut: P),
+    traffic=_by_rows(_classes, _nll_loss_rows),
+    lower=_lowered(words.nll_loss),
+)
 def nll_loss(
-    x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int, block: Block
-) -> Tensor:
-    """`torch.nn.functional.nll_loss`: a rank adds the rows whose target is in its block, a summand of the loss."""
-    rows, words = _rows(x, target)
-    counted = _counted(words, ignore_index, block)
-    position, own = block.local(torch.where(counted, words, 0))
-    picked = _wide(rows.gather(-1, position.unsqueeze(-1)).squeeze(-1).masked_fill(~(own & counted), 0.0))
-    scale = counted.to(picked.dtype)
-    if weight is not None:
-        scale = scale * sum_over(_wide(weight)[position].masked_fill(~own, 0.0), block.group)
-    return _reduced(-picked * scale, scale, reduction).reshape(target.shape if reduction == 0 else ()).to(x.dtype)
+    self: Any, target: Any, weight: Any = None, reduction: int = 1, ignore_index: int = -100, *, axis: str
+) -> Any:
+    """`aten.nll_loss_nd` of log-probabilities whose classes are cut over the axis: a partial sum."""
 
 
-class LogSumExp(torch.autograd.Function):
-    """log Σ exp of each row: one value of it on every rank."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, block: Block) -> Tensor:
-        """[..., words a rank] → [...]."""
-        largest, total = _log_sum_exp(_wide(x), block, finite=True)
-        found = largest + sum_over(total, block.group).log()
-        ctx.save_for_backward(x, found, block.index)
-        ctx.size, ctx.group = block.size, block.group
-        return found.to(x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """The rank's block of the gradient."""
-        x, found, index = ctx.saved_tensors
-        found = found.masked_fill(found == float("-inf"), 0.0)
-        spread = (_wide(x) - found.unsqueeze(-1)).exp() * grad.unsqueeze(-1)
-        return Block(ctx.size, ctx.group, index).hide_padding(spread, -1, 0.0).to(x.dtype), None
+@partial(
+    _composite(aten.log_softmax.int),
+    rule=_rule(_searched, lambda cut: cut),
+    traffic=_by_rows(_searched, _log_softmax_rows),
+    lower=_lowered(words.log_softmax),
+)
+def log_softmax(self: Any, dim: int, dtype: Any = None, *, axis: str) -> Any:
+    """`aten.log_softmax` over a dimension that is cut over the axis; cut alike."""
 
 
-def logsumexp(x: Tensor, dim: int, keepdim: bool, block: Block) -> Tensor:
-    """`torch.logsumexp` over the cut dimension."""
-    found = LogSumExp.apply(x.movedim(dim, -1), block)  # type: ignore[no-untyped-call]
-    return found.unsqueeze(dim) if keepdim else found  # type: ignore[no-any-return]
+@partial(
+    _composite(aten.logsumexp.default),
+    rule=_rule(_searched, lambda cut: I),
+    traffic=_by_rows(_searched, _logsumexp_rows),
+    lower=_lowered(words.logsumexp),
+)
+def logsumexp(self: Any, dim: Any, keepdim: bool = False, *, axis: str) -> Any:
+    """`aten.logsumexp` over a dimension that is cut over the axis; invariant."""
 
 
-class LogSoftmax(torch.autograd.Function):
-    """Logarithm of the softmax over the last dimension, cut as its operand."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, block: Block) -> Tensor:
-        """[..., words a rank], twice."""
-        largest, total = _log_sum_exp(_wide(x), block)
-        log_sum = largest + sum_over(total, block.group).log()
-        found = (_wide(x) - log_sum.unsqueeze(-1)).to(x.dtype)
-        ctx.save_for_backward(found, block.index)
-        ctx.size, ctx.group = block.size, block.group
-        return found
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """The rank's block of the gradient: the sum over all words is needed."""
-        found, index = ctx.saved_tensors
-        block = Block(ctx.size, ctx.group, index)
-        own = _wide(block.hide_padding(grad, -1, 0.0))
-        total = sum_over(own.sum(-1), block.group).unsqueeze(-1)
-        return block.hide_padding(own - _wide(found).exp() * total, -1, 0.0).to(grad.dtype), None
+@partial(
+    _composite(aten.argmax.default),
+    rule=_rule(_searched, lambda cut: I),
+    traffic=_by_rows(_searched, _best_rows),
+    lower=_lowered(words.argmax),
+)
+def argmax(self: Any, dim: int, keepdim: bool = False, *, axis: str) -> Any:
+    """`aten.argmax` over a dimension that is cut over the axis; the same on every rank."""
 
 
-def log_softmax(x: Tensor, dim: int, dtype: torch.dtype | None, block: Block) -> Tensor:
-    """`torch.log_softmax` over the cut dimension."""
-    cast = x if dtype is None else x.to(dtype)
-    return LogSoftmax.apply(cast.movedim(dim, -1), block).movedim(-1, dim)  # type: ignore[no-any-return, no-untyped-call]
-
-
-def argmax(x: Tensor, dim: int, keepdim: bool, block: Block) -> Tensor:
-    """`torch.argmax` over the cut dimension; of equal values the first."""
-    value, position = _searched(x.detach(), dim, True, block).max(-1, keepdim=True)
-    # Padding may tie with the least value that there is.
-    own = (block.size - block.first).clamp(min=1, max=block.share)
-    best = _all(value, block).argmax(-1, keepdim=True)
-    words = (torch.minimum(position, own - 1) + block.first).clamp(max=block.size - 1)
-    found = _all(words, block).gather(-1, best).squeeze(-1)
-    return found.unsqueeze(dim) if keepdim else found
-
-
-def topk(x: Tensor, k: int, dim: int, largest: bool, ordered: bool, block: Block) -> tuple[Tensor, Tensor]:
-    """`torch.topk` over the cut dimension: of each rank's best the best; of equal values the first.
-
-    Stable sorts keep padding, which stands behind the words, behind words of the same value.
-    """
-    values, position = torch.sort(_searched(x, dim, largest, block), dim=-1, descending=largest, stable=True)
-    count = min(k, values.shape[-1])
-    words = position[..., :count] + block.first
-    is_padding = (position[..., :count] >= block.share) | (words >= block.size)
-    all_words = _all(words.masked_fill(is_padding, block.size), block)
-    front = torch.sort(all_words == block.size, dim=-1, stable=True)[1]
-    candidates = _all(values[..., :count], block).gather(-1, front)
-    best, which = torch.sort(candidates, dim=-1, descending=largest, stable=True)
-    found = all_words.gather(-1, front).gather(-1, which[..., :k])
-    return best[..., :k].movedim(-1, dim), found.movedim(-1, dim)
-
-
-def _searched(x: Tensor, dim: int, largest: bool, block: Block) -> Tensor:
-    """The searched dimension last, padding last of all values."""
-    if x.is_floating_point():
-        worst = float("-inf") if largest else float("inf")
-    else:
-        worst = torch.iinfo(x.dtype).min if largest else torch.iinfo(x.dtype).max
-    return block.hide_padding(x.movedim(dim, -1), -1, worst)
-
-
-def with_block(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function as a lowered graph calls it: vocabulary, group's name and size, and index in place of a block."""
-
-    def call(*args: Any) -> Any:
-        *rest, size, name, ranks, index = args
-        return function(*rest, Block(size, Group(name, ranks), index))
-
-    # FX writes calls by name.
-    call.__name__ = call.__qualname__ = f"vocabulary_{function.__name__}"
-    return call
-
-
-def _all(x: Tensor, block: Block) -> Tensor:
-    """The ranks' values behind each other in the last dimension."""
-    found = Gather.apply(x, (x.dim() - 1, [(1, None)]), block.group, block.index)  # type: ignore[no-untyped-call]
-    return found  # type: ignore[no-any-return]
+@partial(
+    _composite(aten.topk.default),
+    rule=_rule(_best, lambda cut: I),
+    shape=_topk_shape,
+    traffic=_by_rows(_searched, _best_rows),
+    lower=_lowered(words.topk),
+)
+def topk(self: Any, k: int, dim: int = -1, largest: bool = True, sorted: bool = True, *, axis: str) -> Any:
+    """`aten.topk` over a dimension that is cut over the axis; values are invariant."""

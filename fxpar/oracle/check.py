@@ -284,7 +284,7 @@ def check_operation(
     """Checks the rule of an operator by brute force.
 
     Args:
-        target: the overload, or `fxpar.program.operators.dropout`, `attention` or `function`.
+        target: the overload, or fxpar's `dropout`, `attention` or `function`.
         samples: calls with concrete arguments; float64 operands of a few elements.
         shards: numbers of ranks.
         rule: the rule to check instead of the registered one.

@@ -13,32 +13,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxpar.ops import random
-from fxpar.ops.random import IndexCut
+from fxpar.ops import counter
+from fxpar.ops import random as records
+from fxpar.ops.counter import IndexCut
+from fxpar.ops.functions import function as kept
 from fxpar.oracle.ranks import sample
 from fxpar.oracle.samples import Draw, Samples
-from fxpar.program import operators
-from fxpar.rules.functions import resolve_function
-from fxpar.rules.randomness import SHAPED, VALUED
+from fxpar.signatures.functions import resolve_function
+from fxpar.signatures.randomness import SHAPED, VALUED
 
 _IDENTITY = 17
 
 
 def dropout(x: Tensor, rng: Tensor, p: float, indices: object = (), *, cuts: Sequence[IndexCut] = ()) -> Tensor:
     """`fxpar.dropout` of a node with some identity; `cuts` say which block of the whole `x` is."""
-    return random.dropout(x, rng, p, _IDENTITY, cuts)
+    return counter.dropout(x, rng, p, _IDENTITY, cuts)
 
 
 def uniform(size: Sequence[int], rng: Tensor, dtype: torch.dtype) -> Tensor:
     """`fxpar.uniform` of a node with some identity."""
-    return random.uniform(size, rng, dtype, _IDENTITY)
+    return counter.uniform(size, rng, dtype, _IDENTITY)
 
 
 def uniform_like(
     x: Tensor, rng: Tensor, dtype: torch.dtype, indices: object = (), *, cuts: Sequence[IndexCut] = ()
 ) -> Tensor:
     """`fxpar.uniform_like`, as `dropout`."""
-    return random.uniform_like(x, rng, dtype, _IDENTITY, cuts)
+    return counter.uniform_like(x, rng, dtype, _IDENTITY, cuts)
 
 
 def drawn(x: Tensor, *args: Any, cuts: Sequence[IndexCut] = (), **kwargs: Any) -> Tensor:
@@ -72,7 +73,7 @@ def attention(
     cuts: Sequence[IndexCut] = (),
 ) -> Tensor:
     """`fxpar.attention` of a node with some identity; `cuts` say which block of the whole the probabilities are."""
-    return random.attention(query, key, value, mask, rng, p, _IDENTITY, is_causal, scale, enable_gqa, cuts)
+    return counter.attention(query, key, value, mask, rng, p, _IDENTITY, is_causal, scale, enable_gqa, cuts)
 
 
 def function(*args: Any, path: str) -> Any:
@@ -92,14 +93,14 @@ def overload(name: str) -> torch._ops.OpOverload:
 
 
 KERNELS: Mapping[Any, Callable[..., Any]] = {
-    operators.dropout: dropout,
-    operators.uniform: uniform,
-    operators.uniform_like: uniform_like,
-    operators.attention: attention,
+    records.dropout: dropout,
+    records.uniform: uniform,
+    records.uniform_like: uniform_like,
+    records.attention: attention,
     **dict.fromkeys(map(overload, SHAPED), drawn),
     **dict.fromkeys(map(overload, VALUED), drawn_below),
     torch.ops.aten.rrelu.default: rrelu,
-    operators.function: function,
+    kept: function,
     torch.ops.aten._weight_norm.default: weight_norm,
 }
 

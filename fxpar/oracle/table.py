@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from fxpar.ops import COMPOSITE_OF, OPERATORS
 from fxpar.oracle.composite import composite
 from fxpar.oracle.moves import creation, indexing, parts, views
 from fxpar.oracle.ranks import Sample
@@ -27,8 +28,6 @@ from fxpar.oracle.samples import (
     words,
 )
 from fxpar.oracle.trial import Target
-from fxpar.program.operators import OPERATORS
-from fxpar.rules.vocabulary import ATEN_OF
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ EXEMPT: Mapping[str, str] = {
 
 # Operators that the oracle cannot run on one rank alone, and why.
 COMMUNICATING: Mapping[str, str] = dict.fromkeys(
-    (f"fxpar.{composite.__name__}" for composite in ATEN_OF),
+    map(str, COMPOSITE_OF.values()),
     "it communicates inside: its ranks are simulated together, against the whole vocabulary (test_vocabulary)",
 )
 

@@ -27,8 +27,9 @@ from fxpar.oracle.ranks import (
     tensors_of,
     with_tensors,
 )
+from fxpar.program.operators import GraphOperator
 from fxpar.rules import key_of
-from fxpar.rules.randomness import SHAPED, VALUED
+from fxpar.signatures.randomness import SHAPED, VALUED
 
 _CANNOT_RUN = (RuntimeError, IndexError, ValueError, TypeError)
 
@@ -47,7 +48,8 @@ def _parameters(target: Target) -> dict[str, Any]:
     """Names of the arguments in order, with defaults."""
     if isinstance(target, torch._ops.OpOverload):
         return {a.name: a.default_value for a in target._schema.arguments}
-    return {p.name: p.default for p in inspect.signature(target).parameters.values()}
+    takes = target.signature if isinstance(target, GraphOperator) else inspect.signature(target)
+    return {p.name: p.default for p in takes.parameters.values()}
 
 
 class Trial:

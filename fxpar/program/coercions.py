@@ -1,16 +1,7 @@
-"""Which coercion converts one placement to another, and what of a value it is about.
+"""What a coercion is about: its axes, and what of a value ranks hold together.
 
-Enters: two placements on one axis. Leaves: the row of SPEC section 2.1's table, or of a factored axis, or None.
-
-Where the ranks of an axis share blocks (`kv / c`, `!kv`) the axis is factored: n/c blocks over the outer factor, and
-on the inner one the blocks are invariant (settled) or replicated. Its coercions are those of the inner factor:
-
-================  ========================  ==========================================  ===========
-from → to         forward                   backward                                    name
-================  ========================  ==========================================  ===========
-S / c; I → S / c  identity                  all-reduce of the shared blocks' gradients  `share`
-S / c → S / d     each rank keeps its part  zero-pad (partial)                          `take_part`
-================  ========================  ==========================================  ===========
+Enters: a node, or placements on one axis. Leaves: axes, shards that are settled or not, fractions of a value. The table
+of coercions is in `fxpar.ops.coercions`.
 """
 
 from __future__ import annotations
@@ -21,9 +12,6 @@ from dataclasses import replace
 from torch import fx
 
 from fxpar.layout.layout import I, Piece, Placement, R
-from fxpar.program.operators import COERCIONS, FACTORED, Coercion
-
-_SHARE, _TAKE_PART = FACTORED
 
 
 def axes_of(node: fx.Node) -> tuple[str, ...]:
@@ -49,18 +37,7 @@ def resting(placement: Placement, carries: bool) -> Placement:
     return R if placement == I else unsettled(placement)
 
 
-def coercion(source: Placement, target: Placement) -> Coercion | None:
-    """The row that converts `source` to `target`; None where nothing does, or where they are the same."""
-    if source == target:
-        return None
-    if source.settled or target.settled:
-        return _SHARE if source.settled and unsettled(source) == target else None
-    if not source.is_shared and not target.is_shared:
-        return COERCIONS.get((source.kind, target.kind))
-    return _TAKE_PART if _is_finer(source, target) else None
-
-
-def _is_finer(source: Placement, target: Placement) -> bool:
+def is_finer(source: Placement, target: Placement) -> bool:
     """Whether every rank holds in `source` all that it holds in `target`, piece by piece."""
     if source.dim != target.dim or len(source.pieces) != len(target.pieces):
         return False

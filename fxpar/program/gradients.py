@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import torch
 from torch import fx
 
-from fxpar.program.operators import uniform, uniform_like
+from fxpar.program.operators import GraphOperator
 from fxpar.program.program import Program, operands, output_types
 
 _aten = torch.ops.aten
@@ -48,8 +48,6 @@ _STOPS: frozenset[object] = frozenset(
         _aten.randint_like.low_dtype,
         _aten.randn_like.default,
         _aten.uniform.default,
-        uniform,
-        uniform_like,
     }
 )
 
@@ -66,9 +64,13 @@ def carried(program: Program) -> dict[fx.Node, tuple[bool, ...]]:
             flags = found[node.args[0]]
             found[node] = (flags[int(node.args[1])],) if flags else ()
         else:
-            flows = node.target not in _STOPS and any(any(found[o]) for o in operands(node))
+            flows = not _stops(node.target) and any(any(found[o]) for o in operands(node))
             found[node] = tuple(flows and kind.is_float for kind in kinds)
     return found
+
+
+def _stops(target: object) -> bool:
+    return target.stops_gradient if isinstance(target, GraphOperator) else target in _STOPS
 
 
 def reached(program: Program, flags: Mapping[fx.Node, tuple[bool, ...]]) -> set[fx.Node]:

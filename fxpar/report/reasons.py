@@ -13,14 +13,12 @@ from fxpar.analysis.flops import uncounted
 from fxpar.analysis.parameters import local_elements
 from fxpar.choice.explain import CHEAPEST, ONLY
 from fxpar.layout.symbols import Size, names
-from fxpar.program import operators
+from fxpar.ops import Operator, alike
 from fxpar.program.program import Program, note, operands, output_layouts, output_types
 from fxpar.report.figures import Whole
 from fxpar.rules import call_of, key_of, rule_of
-from fxpar.rules.composite import why_whole
 
 aten = torch.ops.aten
-_ATTENTION = frozenset({operators.attention, aten.scaled_dot_product_attention.default})
 _SOFTMAX = frozenset({aten.softmax.int, aten._softmax.default})
 _IN_WORDS = {
     CHEAPEST: "a step with it cut would take longer (fxpar explain tells by how much)",
@@ -53,10 +51,10 @@ def without_rule(program: Program) -> list[str]:
     """
     found = set()
     for node in program.graph.nodes:
-        if node.target is operators.function:
-            reason = why_whole(call_of(node, 2))
-            found |= {f"fxpar.function: {reason}"} if reason else set()
-        known = node.target is operator.getitem or node.target in operators.OPERATORS.values()
+        if isinstance(node.target, Operator) and node.target.whole is not None:
+            reason = node.target.whole(call_of(node, 2))
+            found |= {f"{node.target}: {reason}"} if reason else set()
+        known = node.target is operator.getitem or isinstance(node.target, Operator)
         if node.op != "call_function" or known or rule_of(node.target) is not None:
             continue
         if operands(node) and output_types(node):
@@ -97,7 +95,7 @@ def _lengths(program: Program) -> set[Size]:
     """Sizes over which attention runs."""
     found: set[Size] = set()
     for node in program.graph.nodes:
-        if node.target in _ATTENTION:
+        if alike(node.target) is aten.scaled_dot_product_attention.default:
             found |= {output_types(operand)[0].shape[-2] for operand in operands(node)[:2]}
         elif node.target in _SOFTMAX and output_types(node)[0].shape:
             found.add(output_types(node)[0].shape[-1])

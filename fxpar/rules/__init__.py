@@ -1,6 +1,7 @@
-"""For each operation, its legal layouts: data, checked by brute force (`fxpar.oracle.check`)."""
+"""For each operation, its legal layouts: checked by brute force (`fxpar.oracle.check`)."""
 
-from fxpar.rules.engine import (
+from fxpar.rules.table import inferred, key_of, register_rule, rule_of, rules, seeded, unregister_rule
+from fxpar.signatures.engine import (
     Call,
     Labelling,
     Refusal,
@@ -12,7 +13,6 @@ from fxpar.rules.engine import (
     partial_signatures,
     seed_signature,
 )
-from fxpar.rules.table import inferred, key_of, register_rule, rule_of, rules, seeded, unregister_rule
 
 __all__ = [
     "Call",

@@ -20,8 +20,8 @@ from torch import fx
 from fxpar.errors import LayoutError
 from fxpar.layout.layout import Layout, Placement, R
 from fxpar.layout.nesting import innermost, joined, misfit, spelled
-from fxpar.program.coercions import axes_of, coercion, held_fraction, resting
-from fxpar.program.operators import COERCION_OF, Coercion
+from fxpar.ops.coercions import COERCION_OF, Coercion, coercion
+from fxpar.program.coercions import axes_of, held_fraction, resting
 from fxpar.program.program import describe, operands, output_layouts, output_types
 
 
@@ -67,7 +67,7 @@ def coerced(node: fx.Node, source: Layout, axes: Mapping[str, int]) -> Layout:
 
 def _check_row(node: fx.Node, source: Placement, target: Placement, axis: str) -> None:
     """The operator is the row of the table that converts these placements."""
-    row = COERCION_OF[node.target]  # type: ignore[index]
+    row = COERCION_OF[node.target]
     wanted = coercion(source, target)
     remedy = f"use fxpar.{wanted.operator.__name__}[{axis}]" if wanted else ""
     if source.kind == target.kind != "S":

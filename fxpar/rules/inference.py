@@ -18,14 +18,15 @@ from torch import fx
 from fxpar.errors import LayoutError
 from fxpar.layout.layout import I, Layout, Placement, R, V
 from fxpar.layout.nesting import common_order, listed, spelled
+from fxpar.ops.coercions import COERCION_OF, sum_gradients
+from fxpar.ops.random import axis_index
 from fxpar.program.coercions import axes_of, resting, unsettled
-from fxpar.program.operators import COERCION_OF, axis_index, sum_gradients
 from fxpar.program.program import operands, output_layouts, output_types
 from fxpar.rules.conversion import coerced, fail
-from fxpar.rules.engine import Call, Refusal, call_of
 from fxpar.rules.local import peeled_call, whole_call
 from fxpar.rules.suggest import suggest
 from fxpar.rules.table import inferred, rule_of
+from fxpar.signatures.engine import Call, Refusal, call_of
 
 _ILL_TYPED = (IndexError, KeyError, TypeError, ValueError, ArithmeticError, AttributeError)
 
@@ -49,7 +50,7 @@ class Context:
         outputs: whether a gradient flows through each output of the node.
         axes: sizes of the mesh axes.
         local: whether literals speak of a rank's part.
-        composite: whether operations may yet become composite ones (`fxpar.rules.vocabulary`).
+        composite: whether operations may yet become composite ones (`fxpar.ops.vocabulary`).
     """
 
     layouts: Sequence[Layout]

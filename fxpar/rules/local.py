@@ -18,7 +18,7 @@ from fxpar.layout.nesting import local_size, peel, seen_by
 from fxpar.layout.slices import local_bounds
 from fxpar.layout.symbols import Size
 from fxpar.program.program import TensorType
-from fxpar.rules.engine import Call, Refusal
+from fxpar.signatures.engine import Call, Refusal
 
 
 def whole_call(call: Call, layout: Layout, axes: Mapping[str, int]) -> Call | Refusal:

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from fxpar.layout.layout import Placement, fits, shard
-from fxpar.program.coercions import coercion, unsettled
-from fxpar.program.operators import COERCION_OF, Coercion
-from fxpar.rules.engine import Call, Refusal, Rule, seed_signature
+from fxpar.ops.coercions import COERCION_OF, Coercion, coercion
+from fxpar.program.coercions import unsettled
+from fxpar.signatures.engine import Call, Refusal, Rule, seed_signature
 
 Judgement = Callable[[Sequence[Placement]], Sequence[Placement] | Refusal]
 

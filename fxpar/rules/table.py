@@ -1,7 +1,8 @@
 """The table of rules, by operator.
 
-Enters: `register_rule` calls of fxpar and of users. Leaves: `rule_of`. The table is the one piece of state of this
-package that grows after import: a user's operator must be known to every pass, verifier and command.
+Enters: rules of operations of torch (`fxpar.signatures`), records of fxpar's operators (`fxpar.ops`), and users'
+`register_rule` calls. Leaves: `rule_of`. The table is the one piece of state of this package that grows after import: a
+user's operator must be known to every pass, verifier and command.
 """
 
 from __future__ import annotations
@@ -14,17 +15,16 @@ import torch
 
 from fxpar.errors import InputError, shown
 from fxpar.layout.layout import Placement
-from fxpar.program.operators import OPERATORS
-from fxpar.rules.composite import composite_rules
-from fxpar.rules.contraction import contraction_rules
-from fxpar.rules.engine import Call, Refusal, Rule, Signature, infer, seed_signature
-from fxpar.rules.functions import nonlinearity
-from fxpar.rules.matmul import formula, matmul_rules
-from fxpar.rules.pointwise import pointwise_labels, pointwise_rules
-from fxpar.rules.randomness import random_rules
-from fxpar.rules.reduce import reduction_rules
-from fxpar.rules.views import view_rules
-from fxpar.rules.vocabulary import COMPOSITE_OF, vocabulary_rules
+from fxpar.ops import COMPOSITE_OF, OPERATORS, Operator
+from fxpar.program.operators import GraphOperator
+from fxpar.signatures.contraction import contraction_rules
+from fxpar.signatures.engine import Call, Refusal, Rule, Signature, infer, seed_signature
+from fxpar.signatures.functions import nonlinearity
+from fxpar.signatures.matmul import formula, matmul_rules
+from fxpar.signatures.pointwise import pointwise_labels, pointwise_rules
+from fxpar.signatures.randomness import random_rules
+from fxpar.signatures.reduce import reduction_rules
+from fxpar.signatures.views import view_rules
 
 _RULES: dict[str, Rule] = {
     **pointwise_rules(),
@@ -33,8 +33,6 @@ _RULES: dict[str, Rule] = {
     **contraction_rules(),
     **view_rules(),
     **reduction_rules(),
-    **composite_rules(),
-    **vocabulary_rules(),
 }
 
 
@@ -42,13 +40,12 @@ def key_of(target: Any) -> str:
     """Name of an operator in the table: `aten.linear.default`, `fxpar.dropout`."""
     if isinstance(target, torch._ops.OpOverload):
         return str(target)
-    name = getattr(target, "__name__", str(target))
-    return f"fxpar.{name}" if OPERATORS.get(name) is target else name
+    return str(target) if isinstance(target, GraphOperator) else getattr(target, "__name__", str(target))
 
 
 def rule_of(target: Any) -> Rule | None:
     """The operator's rule, None where it has none."""
-    return _RULES.get(key_of(target))
+    return target.rule if isinstance(target, Operator) else _RULES.get(key_of(target))
 
 
 def seeded(call: Call, index: int, placement: Placement) -> tuple[Signature | Refusal, bool]:
@@ -59,9 +56,9 @@ def seeded(call: Call, index: int, placement: Placement) -> tuple[Signature | Re
     found = seed_signature(rule, call, index, placement)
     if isinstance(found, Refusal) and call.target in COMPOSITE_OF:
         other = COMPOSITE_OF[call.target]
-        composite = seed_signature(_RULES[key_of(other)], replace(call, target=other), index, placement)
-        if not isinstance(composite, Refusal):
-            return composite, True
+        answer = seed_signature(_composite_rule(other), replace(call, target=other), index, placement)
+        if not isinstance(answer, Refusal):
+            return answer, True
     return found, False
 
 
@@ -81,14 +78,19 @@ def inferred(
     found = infer(rule_of(call.target), call, placements, carries)
     if isinstance(found, Refusal) and composite and call.target in COMPOSITE_OF:
         other = COMPOSITE_OF[call.target]
-        answer = infer(_RULES[key_of(other)], replace(call, target=other), placements, carries)
+        answer = infer(_composite_rule(other), replace(call, target=other), placements, carries)
         return found if isinstance(answer, Refusal) else answer
     return found
 
 
+def _composite_rule(record: Operator) -> Rule:
+    assert record.rule is not None, f"{record} stands for another operator and has no rule"
+    return record.rule
+
+
 def rules() -> Mapping[str, Rule]:
     """All rules by operator name (a copy)."""
-    return dict(_RULES)
+    return {**_RULES, **{str(record): record.rule for record in OPERATORS.values() if record.rule is not None}}
 
 
 def register_rule(

@@ -24,9 +24,10 @@ from torch import fx
 from fxpar.errors import TextError
 from fxpar.layout.nesting import seen_by
 from fxpar.layout.symbols import product
+from fxpar.ops import OPERATORS, Operator
+from fxpar.ops.coercions import COERCION_OF
 from fxpar.plan.plan import Plan
 from fxpar.program.coercions import axes_of
-from fxpar.program.operators import COERCION_OF, OPERATORS
 from fxpar.program.program import (
     Input,
     Note,
@@ -75,18 +76,19 @@ _COMMENT = re.compile(rf"\s*(?:#\s*(?:({STRING}|[^\s\"]\S*)(?:\s+({STRING}|[^\s\
 _AXIS = re.compile(rf"({IDENTIFIER}):(.*)")
 
 
-def parse_program(text: str, *, where: str = "program") -> Program:
+def parse_program(text: str, *, where: str = "program", operators: Mapping[str, Operator] = OPERATORS) -> Program:
     """The program whose text it is, with an empty history.
 
     Args:
         text: as `print_program` wrote it.
         where: what to call the text in errors, for example a file's name.
+        operators: what may stand behind `fxpar.`, by name.
 
     Raises:
         TextError: the text is malformed; `where` has the line number.
         PlanError: the plan line holds a value that a plan refuses.
     """
-    reader = _Reader()
+    reader = _Reader(operators)
     last = 1
     for number, line in enumerate(text.split("\n"), 1):
         stripped = line.strip()
@@ -109,7 +111,8 @@ def _located(where: str) -> Iterator[None]:
 class _Reader:
     """What the lines read so far have defined."""
 
-    def __init__(self) -> None:
+    def __init__(self, operators: Mapping[str, Operator]) -> None:
+        self.operators = operators
         self.graph = fx.Graph()
         self.nodes: dict[str, fx.Node] = {}
         self.header: dict[str, Any] = {}
@@ -251,7 +254,7 @@ class _Reader:
     def _call(self, scanner: Scanner) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         found = scanner.match(_TARGET) or fail("expected an operator", "write its full name and '(', aten.mm.default(")
         name, axis = found[1], found[2]
-        target = resolve(name)
+        target = resolve(name, self.operators)
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
         for _ in scanner.items(")"):
@@ -263,7 +266,7 @@ class _Reader:
                 args.append(value)
             else:
                 kwargs[key[1]] = value
-        takes_axis = OPERATORS.get(name.removeprefix("fxpar.")) is target
+        takes_axis = isinstance(target, Operator)
         if "axis" in kwargs if takes_axis else axis is not None:
             fail("the mesh axis stands in the wrong place", "write it in brackets after an operator of fxpar")
         if axis is not None:

@@ -33,8 +33,9 @@ from fxpar.errors import TextError
 from fxpar.layout.layout import Layout, Placement, shard
 from fxpar.layout.nesting import seen_by
 from fxpar.layout.symbols import Size
+from fxpar.ops.coercions import COERCION_OF
 from fxpar.program.coercions import axes_of
-from fxpar.program.operators import COERCION_OF, OPERATORS
+from fxpar.program.operators import GraphOperator
 from fxpar.program.program import (
     DTYPE_NAMES,
     Program,
@@ -69,9 +70,9 @@ def target_name(node: fx.Node) -> str:
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
         return str(target)
-    if _is_fxpar(target):
-        name, axis = getattr(target, "__name__", ""), node.kwargs.get("axis")
-        return f"fxpar.{name}[{axis}]" if axis is not None else f"fxpar.{name}"
+    if isinstance(target, GraphOperator):
+        axis = node.kwargs.get("axis")
+        return f"{target}[{axis}]" if axis is not None else str(target)
     for name, function in FUNCTIONS.items():
         if function is target:
             return name
@@ -80,10 +81,6 @@ def target_name(node: fx.Node) -> str:
         where=f"%{node.name}",
         remedy="call operators of torch.ops or fxpar, or functions of numbers",
     )
-
-
-def _is_fxpar(target: Any) -> bool:
-    return OPERATORS.get(getattr(target, "__name__", "")) is target
 
 
 def word(text: str) -> str:
@@ -167,7 +164,7 @@ def _head(node: fx.Node, program: Program) -> str:
             details.append(_tensor_text(program.constants[owned.fqn]))
         return f"{owned.kind}[{json.dumps(owned.fqn)}]" + (f"({', '.join(details)})" if details else "")
     arguments = [value_text(a) for a in node.args]
-    shown_with_target = "axis" if _is_fxpar(node.target) else ""
+    shown_with_target = "axis" if isinstance(node.target, GraphOperator) else ""
     arguments += [f"{k}={value_text(v)}" for k, v in node.kwargs.items() if k != shown_with_target]
     return f"{target_name(node)}({', '.join(arguments)})"
 
@@ -196,7 +193,7 @@ def _layout_text(node: fx.Node, layout: Layout, axes: Mapping[str, int]) -> str:
     """As `layout_text`; for a coercion the source stands before an arrow: `tp:P→I`."""
     kinds = output_types(node)
     shape = kinds[0].shape if kinds else ()
-    row = COERCION_OF.get(node.target) if node.op == "call_function" else None  # type: ignore[arg-type]
+    row = COERCION_OF.get(node.target) if node.op == "call_function" else None
     sources = output_layouts(operands(node)[0])[:1] if row is not None else ()
     if not sources:
         return layout_text(layout, shape, axes)

@@ -20,7 +20,7 @@ from fxpar.errors import TextError
 from fxpar.layout.layout import Layout, Placement, fits, parse_placement
 from fxpar.layout.nesting import peel
 from fxpar.layout.symbols import Size, parse_size, shape_text
-from fxpar.program.operators import OPERATORS
+from fxpar.program.operators import GraphOperator
 from fxpar.program.program import DTYPES, ScalarType, TensorType, ValueType
 from fxpar.text.printing import FUNCTIONS, value_text
 
@@ -241,8 +241,13 @@ def parse_type(text: str, axes: Mapping[str, int]) -> tuple[ValueType, Layout | 
     return kinds, layouts or None
 
 
-def resolve(name: str) -> Any:
-    """The operator of that name, from the tables or among those that torch has registered."""
+def resolve(name: str, operators: Mapping[str, GraphOperator]) -> Any:
+    """The operator of that name, from the tables or among those that torch has registered.
+
+    Args:
+        name: as the text writes it, without an axis.
+        operators: what may stand behind `fxpar.`, by name.
+    """
     parts = name.split(".")
     if len(parts) == 3:
         try:
@@ -251,8 +256,8 @@ def resolve(name: str) -> Any:
             found = None
         if isinstance(found, torch._ops.OpOverload):
             return found
-    elif len(parts) == 2 and parts[0] == "fxpar" and parts[1] in OPERATORS:
-        return OPERATORS[parts[1]]
+    elif len(parts) == 2 and parts[0] == "fxpar" and parts[1] in operators:
+        return operators[parts[1]]
     elif name in FUNCTIONS:
         return FUNCTIONS[name]
     fail(f"the operator {name} is unknown", "name a registered one with its overload (aten.add.Tensor) or fxpar's")
@@ -269,7 +274,8 @@ def check_call(name: str, target: Any, args: Sequence[Any], kwargs: Mapping[str,
         fits = fits and required <= set(given) <= {a.name for a in schema}
     else:
         try:
-            inspect.signature(target).bind(*args, **kwargs)
+            takes = target.signature if isinstance(target, GraphOperator) else inspect.signature(target)
+            takes.bind(*args, **kwargs)
             fits = not (kwargs and name in FUNCTIONS)  # builtins name their arguments, but take none by name
         except TypeError:
             fits = False

@@ -13,11 +13,10 @@ from collections.abc import Mapping
 from torch import fx
 
 from fxpar.errors import CheckFailed
+from fxpar.ops import Operator
 from fxpar.passes import DEFAULT_PASSES
-from fxpar.program.operators import COERCION_OF, DRAWS, axis_index, sum_gradients
 from fxpar.program.program import Program, describe, output_layouts
 from fxpar.program.properties import Property
-from fxpar.rules.vocabulary import ATEN_OF
 
 _RESTS_ON: Mapping[str, frozenset[str]] = {name: item.requires for item in DEFAULT_PASSES for name in item.provides}
 
@@ -44,14 +43,8 @@ def check_header(program: Program) -> None:
 
 
 def _check_node(program: Program, node: fx.Node) -> None:
-    shown = ""
-    if node.op == "call_function" and node.target in (*COERCION_OF, sum_gradients):
-        shown = Property.COLLECTIVES
-    elif node.op == "call_function" and node.target in ATEN_OF:
-        shown = Property.VOCABULARY
-    elif node.op == "call_function" and node.target in (*DRAWS, axis_index):
-        shown = Property.RNG
-    elif program.axes and output_layouts(node):
+    shown = node.target.stage if isinstance(node.target, Operator) else ""
+    if not shown and program.axes and output_layouts(node):
         shown = Property.LAYOUTS
     if shown and shown not in program.properties:
         raise CheckFailed(

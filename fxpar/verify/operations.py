@@ -17,8 +17,8 @@ import torch
 from torch import fx
 
 from fxpar.errors import CheckFailed
+from fxpar.ops import Operator
 from fxpar.program.gradients import carried
-from fxpar.program.operators import attention, dropout
 from fxpar.program.program import Program, describe, note, operands, tensor_type
 from fxpar.program.properties import Property
 from fxpar.rules import bind_arguments
@@ -173,7 +173,7 @@ def _check_arithmetic(node: fx.Node) -> None:
 
 
 def _draws(node: fx.Node) -> bool:
-    return node.target in (dropout, attention)
+    return isinstance(node.target, Operator) and node.target.draws
 
 
 def _is_tensor(node: fx.Node, key: str, value: Any) -> bool:

@@ -21,8 +21,7 @@ from fxpar.errors import CheckFailed
 from fxpar.layout.layout import Layout
 from fxpar.layout.nesting import local_shape
 from fxpar.layout.symbols import evaluate
-from fxpar.program import operators
-from fxpar.program.operators import COERCION_OF
+from fxpar.ops.operator import OnShapes, Operator
 from fxpar.program.program import (
     Program,
     ScalarType,
@@ -34,14 +33,10 @@ from fxpar.program.program import (
     output_types,
 )
 from fxpar.program.properties import Property
-from fxpar.rules import bind_arguments
-from fxpar.rules.functions import resolve_function
-from fxpar.rules.vocabulary import ATEN_OF
 from fxpar.verify.limits import check_cost
 from fxpar.verify.whole import whole_arguments
 
 aten = torch.ops.aten
-_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 # What an operation on shapes raises where they do not fit; some of torch's shape functions use assertions.
 _FAILURES = (RuntimeError, ValueError, IndexError, TypeError, KeyError, AssertionError, ArithmeticError)
@@ -134,41 +129,10 @@ def _identity(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 
 def _call(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: Sequence[Tensor]) -> Any:
-    """The operation on meta tensors; for fxpar's own operators what stands for them on one rank."""
+    """The operation on meta tensors; for fxpar's own operators what their records say."""
     target: Any = node.target
-    if target in COERCION_OF:
-        before, after = output_types(operands(node)[0])[0], output_types(node)[0]
-        if before != after:
-            raise ValueError(f"a coercion of {before} cannot give {after}")
-        return wanted[0]  # which the layouts before and after decide
-    if target is operators.sum_gradients:
-        return list(args)
-    if target is operators.axis_index:
-        return torch.empty((), dtype=torch.int64, device="meta")
-    if target is operators.dropout:
-        if not args[0].is_floating_point():
-            raise ValueError(f"dropout of {args[0].dtype}")
-        return args[0]
-    if target in (operators.uniform, operators.uniform_like):
-        given = bind_arguments(node)
-        if given["dtype"] not in _FLOATS:
-            raise TypeError(f"draws uniform numbers of {given['dtype']}")
-        shape = args[0].shape if target is operators.uniform_like else args[0]
-        return torch.empty(shape, dtype=given["dtype"], device="meta")
-    if target is operators.attention:
-        names = ("query", "key", "value", "mask", "rng", "p", "is_causal", "scale", "enable_gqa")
-        given = {"mask": None, **dict(zip(names, args, strict=False)), **kwargs}
-        options = {k: given[k] for k in ("is_causal", "scale", "enable_gqa") if k in given}
-        tensors = (given[k] for k in ("query", "key", "value", "mask"))
-        return aten.scaled_dot_product_attention.default(*tensors, 0.0, **options)
-    if target is operators.function:
-        return resolve_function(str(kwargs["path"])).apply(*args)
-    if target is operators.topk:  # of more words than a rank has: searched is the whole
-        dim, cut = int(bind_arguments(node)["dim"]), output_types(operands(node)[0])[0].shape
-        shape = [int(cut[dim]) if d == dim % len(cut) else size for d, size in enumerate(args[0].shape)]
-        args = (args[0].new_empty(shape), *args[1:])
-    if target in ATEN_OF:
-        target, kwargs = ATEN_OF[target], {k: v for k, v in kwargs.items() if k != "axis"}
+    if isinstance(target, Operator):
+        return target.on_shapes(OnShapes(node, args, kwargs, tuple(wanted)))
     if _makes_tensors(node) or "device" in kwargs:
         kwargs = {**kwargs, "device": "meta"}
     if target is aten.view.default:  # as it is lowered: strides are those of a kernel

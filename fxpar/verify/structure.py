@@ -16,9 +16,11 @@ from fxpar.errors import CheckFailed
 from fxpar.layout.layout import Layout, pieces_of
 from fxpar.layout.nesting import spelled
 from fxpar.layout.symbols import names
+from fxpar.ops import Operator
+from fxpar.ops.coercions import COERCION_OF, sum_gradients
+from fxpar.ops.random import axis_index
 from fxpar.passes.assign_rng import RNG_PATH
 from fxpar.program.coercions import axes_of
-from fxpar.program.operators import COERCION_OF, DRAWS, OPERATORS, axis_index, sum_gradients
 from fxpar.program.program import (
     Program,
     ScalarType,
@@ -34,7 +36,7 @@ from fxpar.program.program import (
 )
 from fxpar.program.properties import Property
 from fxpar.rules import bind_arguments
-from fxpar.rules.randomness import draws_bits
+from fxpar.signatures.randomness import draws_bits
 
 aten = torch.ops.aten
 
@@ -159,7 +161,7 @@ def _check_layout(program: Program, node: fx.Node, layout: Layout) -> None:
 
 
 def _check_axis(program: Program, node: fx.Node) -> None:
-    if not OPERATORS.get(getattr(node.target, "__name__", "")):
+    if not isinstance(node.target, Operator):
         return
     for axis in axes_of(node):
         if axis not in program.axes:
@@ -190,7 +192,7 @@ def _check_random(program: Program) -> None:
     seen: dict[int, fx.Node] = {}
     states = [entry.node for entry in program.inputs if entry.path == RNG_PATH]
     for node in program.graph.nodes:
-        counted = node.op == "call_function" and node.target in DRAWS
+        counted = isinstance(node.target, Operator) and node.target.draws
         identity = 0 if node.op == "output" else note(node).random
         if draws_bits(node) and Property.RNG in program.properties:
             raise CheckFailed("draws bits that depend on the rank's generator", where=describe(node))

@@ -16,7 +16,8 @@ from torch import fx
 from fxpar.errors import CheckFailed, LayoutError
 from fxpar.layout.layout import I, Layout, Placement, R
 from fxpar.layout.nesting import misfit
-from fxpar.program.coercions import at_rest, coercion, resting, unsettled
+from fxpar.ops.coercions import coercion
+from fxpar.program.coercions import at_rest, resting, unsettled
 from fxpar.program.gradients import carried
 from fxpar.program.program import Program, describe, note, operands, output_layouts, output_types, tensor_type
 from fxpar.program.properties import Property

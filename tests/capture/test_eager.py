@@ -21,7 +21,7 @@ import fxpar
 from fxpar.capture import capture, eager
 from fxpar.capture.eager import compare, walk
 from fxpar.errors import CaptureError, CheckFailed
-from fxpar.program.operators import function
+from fxpar.ops.functions import function
 from fxpar.verify import faithful as values
 from fxpar.verify.values import check_capture
 from tests.capture import bound as _bound

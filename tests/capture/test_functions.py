@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fxpar.capture import Captured, capture
 from fxpar.errors import CaptureError
-from fxpar.program.operators import function
+from fxpar.ops.functions import function
 from fxpar.program.program import note
 from fxpar.text.printing import print_program
 from tests.capture.functions import (

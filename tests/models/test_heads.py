@@ -18,8 +18,8 @@ from fxpar.analysis.collectives import Collective, collectives
 from fxpar.analysis.split import split_flops
 from fxpar.capture import Captured, capture
 from fxpar.compile import compile_program
+from fxpar.ops.coercions import copy_to, share, sum_gradients
 from fxpar.plan.plan import Plan
-from fxpar.program.operators import copy_to, share, sum_gradients
 from fxpar.program.program import Program, note, operands, output_layouts
 from fxpar.report.reasons import unsplit
 from fxpar.verification import Verification

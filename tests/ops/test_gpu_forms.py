@@ -11,7 +11,7 @@ import pytest
 from fxpar.capture import capture
 from fxpar.errors import InputError
 from fxpar.manager import PassManager
-from fxpar.ops import random
+from fxpar.ops import counter
 from fxpar.ops.collectives import Group
 from fxpar.ops.lower import Lowered, lower
 from fxpar.passes import DEFAULT_PASSES
@@ -35,12 +35,12 @@ def lowered(name: str, plan: Plan, device: str = "cuda", is_checkpointed: bool =
 
 
 def attention_forms(found: Lowered) -> set[Any]:
-    return {node.target for node in found.module.graph.nodes} & {random.attention, random.fused_attention}
+    return {node.target for node in found.module.graph.nodes} & {counter.attention, counter.fused_attention}
 
 
 def test_attention_with_dropout_is_fused_on_gpus() -> None:
     found = lowered("llama", Plan(tp=2))
-    assert attention_forms(found) == {random.fused_attention}
+    assert attention_forms(found) == {counter.fused_attention}
     assert found.draws
 
 
@@ -53,7 +53,7 @@ def test_attention_keeps_the_exact_form_where_it_must() -> None:
         lowered("llama", Plan(tp=3)),
     ]
     for found in exact:
-        assert attention_forms(found) == {random.attention}
+        assert attention_forms(found) == {counter.attention}
         assert not found.draws
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxpar.ops import random
+from fxpar.ops import counter
 
 pytestmark = pytest.mark.gpu
 
@@ -39,7 +39,7 @@ def test_the_kernel_draws_the_bits_of_the_plain_form(
     torch.compiler.reset()  # the cases share one code, whose variants are counted
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
     cuts: list[Any] = [] if cut is None else [(*cut[:3], torch.tensor(cut[3]))]
-    wanted = random.dropout(x, state(), 0.3, ORIGIN, cuts)
+    wanted = counter.dropout(x, state(), 0.3, ORIGIN, cuts)
     ours = x.cuda().requires_grad_()
     on_device = [(*c[:3], c[3].cuda()) for c in cuts]
 

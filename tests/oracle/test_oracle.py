@@ -19,8 +19,8 @@ from fxpar.oracle.table import (
     operations,
 )
 from fxpar.rules import Call, Refusal, Rule, register_rule, rule_of, rules, unregister_rule
-from fxpar.rules.matmul import formula
-from fxpar.rules.pointwise import pointwise_labels
+from fxpar.signatures.matmul import formula
+from fxpar.signatures.pointwise import pointwise_labels
 
 aten = torch.ops.aten
 

@@ -9,10 +9,10 @@ from torch.nn import functional
 
 from fxpar.capture import capture
 from fxpar.errors import LayoutError, PassError
+from fxpar.ops.random import attention, axis_index, dropout
 from fxpar.passes import assign_rng
 from fxpar.passes.assign_rng import RNG_PATH
 from fxpar.plan.plan import Plan
-from fxpar.program.operators import attention, axis_index, dropout
 from fxpar.program.program import Program, note
 from fxpar.text.parsing import parse_program
 from fxpar.verify.simulate import run_ranks, run_single

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fxpar.ops.coercions import sum_gradients
 from fxpar.passes.coalesce import coalesce
 from fxpar.plan.plan import Plan
-from fxpar.program.operators import sum_gradients
 from fxpar.program.program import operands
 from fxpar.verification import verify
 from tests.passes.modules import shown

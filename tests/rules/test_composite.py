@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from fxpar.layout.layout import R
+from fxpar.ops.functions import function as kept
+from fxpar.ops.random import attention, dropout, dropout_labels, own_bits
 from fxpar.oracle.check import OracleReport, check_operation, sample
 from fxpar.oracle.composite import Gate
-from fxpar.program import operators
 from fxpar.rules import Call, Rule
-from fxpar.rules.composite import dropout_labels, own_bits
-from fxpar.rules.matmul import attention_labels
-from fxpar.rules.pointwise import pointwise_labels
+from fxpar.signatures.matmul import attention_labels
+from fxpar.signatures.pointwise import pointwise_labels
 
 STATE, INDEX = torch.tensor([3, 1, 2]), [torch.tensor(0)]
 GATE = f"{Gate.__module__}.{Gate.__name__}"
@@ -61,13 +61,13 @@ def plain(report: OracleReport) -> list[str]:
 
 
 def test_dropout_of_a_shard_takes_an_index_and_of_a_sum_the_bits_of_all() -> None:
-    indexed = check_operation(operators.dropout, [sample(x(6, 12), STATE, 0.4, INDEX)])
+    indexed = check_operation(dropout, [sample(x(6, 12), STATE, 0.4, INDEX)])
     assert plain(indexed) == [
         "x P, rng R, indices R → P",
         "x S(0), rng R, indices V → S(0)",
         "x S(1), rng R, indices V → S(1)",
     ]
-    bare = check_operation(operators.dropout, [sample(x(6, 12), STATE, 0.4)])
+    bare = check_operation(dropout, [sample(x(6, 12), STATE, 0.4)])
     assert plain(bare) == ["x P, rng R → P"]
     assert indexed.missed == bare.missed == []
     assert indexed.false_accepts == bare.false_accepts == []
@@ -81,42 +81,42 @@ QUERY_OF_ALL = (x(1, 6, 2), x(6, 6, 2), x(6, 6, 2), None, STATE, 0.4, False, Non
 
 WRONG: dict[str, tuple[Callable[..., object], tuple[object, ...], Rule, str, str]] = {
     "ranks that draw the same bits for their shards": (
-        operators.dropout,
+        dropout,
         (x(6, 12), STATE, 0.4),
         Rule(dropout_labels, check=any_bits, varying=("indices",)),
         "x S(0), rng R → S(0)",
         "values",
     ),
     "an index for a whole value": (
-        operators.dropout,
+        dropout,
         (x(6, 12), STATE, 0.4, INDEX),
         Rule(dropout_labels, check=lambda call, placements: (R,), varying=("indices",)),
         "x R, rng R, indices V → R",
         "the index says nothing of a whole value",
     ),
     "ranks that draw bits of their own for a partial sum": (
-        operators.dropout,
+        dropout,
         (x(6, 12), STATE, 0.4, INDEX),
         Rule(dropout_labels, (("x",),), check=any_bits, varying=("indices",)),
         "x P, rng R, indices V → P",
         "the index says nothing of a whole value",
     ),
     "a partial state": (
-        operators.dropout,
+        dropout,
         (x(6, 12), STATE, 0.4),
         Rule(dropout_labels, (("rng",),), varying=("indices",)),
         "x R, rng P → P",
         "values",
     ),
     "probabilities of a shard of keys under a whole query": (
-        operators.attention,
+        attention,
         QUERY_OF_ALL,
         Rule(attention_labels, check=own_bits, varying=("indices",)),
         "query R, key S(0), value S(0), rng R → S(0)",
         "values",
     ),
     "a function of rows that is called element-wise": (
-        operators.function,
+        kept,
         (x(6, 12),),
         Rule(pointwise_labels),
         "0 S(1) → S(1)",
@@ -128,20 +128,20 @@ WRONG: dict[str, tuple[Callable[..., object], tuple[object, ...], Rule, str, str
 @pytest.mark.parametrize("case", WRONG)
 def test_a_wrong_rule_of_a_composite_is_caught(case: str) -> None:
     target, args, rule, signature, fault = WRONG[case]
-    options = {"path": path_of(Centred)} if target is operators.function else {}
+    options = {"path": path_of(Centred)} if target is kept else {}
     report = check_operation(target, [sample(*args, **options)], rule=rule)  # type: ignore[arg-type]
     found = {finding.signature: finding.reason for finding in report.false_accepts}
     assert found[signature].startswith(fault)
 
 
 def test_attention_is_not_cut_where_its_query_is_not() -> None:
-    report = check_operation(operators.attention, [sample(*QUERY_OF_ALL)])
+    report = check_operation(attention, [sample(*QUERY_OF_ALL)])
     assert report.false_accepts == []
     assert plain(report) == ["query R, key R, value P, rng R → P", "query R, key R, value S(2), rng R → S(2)"]
 
 
 def test_an_element_wise_function_is_cut_along_any_dimension() -> None:
-    report = check_operation(operators.function, [sample(x(6, 12), x(6, 12), path=GATE)])
+    report = check_operation(kept, [sample(x(6, 12), x(6, 12), path=GATE)])
     assert plain(report) == ["0 S(0), 1 S(0) → S(0)", "0 S(1), 1 S(1) → S(1)"]
     assert report.false_accepts == []
     assert {f.signature for f in report.missed} == {"0 P, 1 R"}
@@ -149,6 +149,6 @@ def test_an_element_wise_function_is_cut_along_any_dimension() -> None:
 
 @pytest.mark.parametrize("function", [Centred, Cubed])
 def test_a_function_that_reads_its_neighbours_is_not_cut(function: type) -> None:
-    report = check_operation(operators.function, [sample(x(6, 12), path=path_of(function))])
+    report = check_operation(kept, [sample(x(6, 12), path=path_of(function))])
     assert (report.accepted, report.false_accepts) == ({}, [])
     assert report.refused > 0

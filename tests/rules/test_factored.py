@@ -9,11 +9,11 @@ import torch
 
 from fxpar.errors import LayoutError
 from fxpar.layout.layout import I, Placement, R, parse_placement, shard
+from fxpar.ops.coercions import coercion, share, take_part
 from fxpar.oracle.check import check_operation, sample
 from fxpar.oracle.ranks import held
 from fxpar.oracle.table import operations
-from fxpar.program.coercions import at_rest, coercion, held_fraction, shared_fraction, unsettled
-from fxpar.program.operators import share, take_part
+from fxpar.program.coercions import at_rest, held_fraction, shared_fraction, unsettled
 from fxpar.rules import Call
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program

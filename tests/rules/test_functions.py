@@ -15,13 +15,12 @@ from fxpar.errors import LayoutError
 from fxpar.layout.layout import I, R, shard
 from fxpar.layout.symbols import symbol
 from fxpar.manager import PassManager
+from fxpar.ops.functions import function, why_whole
 from fxpar.passes import DEFAULT_PASSES
-from fxpar.program import operators
 from fxpar.program.program import TensorType
 from fxpar.report.reasons import without_rule
 from fxpar.rules import Call, Refusal, inferred, rule_of
-from fxpar.rules.composite import why_whole
-from fxpar.rules.functions import nonlinearity
+from fxpar.signatures.functions import nonlinearity
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
 from fxpar.verification import verify
@@ -39,7 +38,7 @@ def call(cls: type, *arguments: Any) -> Call:
     plain = {"path": f"{cls.__module__}.{cls.__name__}"}
     plain |= {str(i): a for i, a in enumerate(given) if not isinstance(a, tuple)}
     kinds = tuple(TensorType(torch.float32, shape) for shape in shapes.values())
-    return Call(operators.function, plain, kinds, tuple(shapes), kinds[:1], 2)
+    return Call(function, plain, kinds, tuple(shapes), kinds[:1], 2)
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,10 @@ from torch import nn
 
 from fxpar.capture import capture
 from fxpar.manager import PassManager
+from fxpar.ops.coercions import COERCION_OF, sum_gradients
+from fxpar.ops.random import axis_index
 from fxpar.oracle.table import COMMUNICATING, OCCURRING, WITHOUT_OPERANDS
 from fxpar.passes import DEFAULT_PASSES
-from fxpar.program.operators import COERCION_OF, axis_index, sum_gradients
 from fxpar.program.program import Program, operands, output_types
 from fxpar.rules import key_of, rules
 from tests.models.variants import Variant, trace

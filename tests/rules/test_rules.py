@@ -10,7 +10,7 @@ from torch import fx
 from fxpar.errors import InputError
 from fxpar.layout.layout import I, P, R, V, parse_placement
 from fxpar.layout.symbols import parse_size
-from fxpar.program.operators import dropout
+from fxpar.ops.random import dropout
 from fxpar.program.program import Note, ScalarType, TensorType, set_note
 from fxpar.rules import (
     Call,

@@ -13,11 +13,11 @@ from fxpar.errors import LayoutError
 from fxpar.layout.layout import I, P, Placement, R, padded_shard, shard
 from fxpar.layout.shards import local_block
 from fxpar.layout.symbols import shape_text
+from fxpar.ops import COMPOSITE_OF
+from fxpar.ops.vocabulary import cross_entropy, embedding, nll_loss, topk
 from fxpar.plan.plan import Plan
-from fxpar.program import operators
 from fxpar.program.program import Program, TensorType, output_layouts
 from fxpar.rules import Call, Refusal, infer, rule_of
-from fxpar.rules.vocabulary import ATEN_OF
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import placement_text
 from fxpar.verification import verify
@@ -280,16 +280,16 @@ def test_of_equal_experts_a_router_takes_those_of_one_device(tp: int) -> None:
     ids = torch.randint(0, 37, (3, 8))
     proof = verify(Routed(), {"ids": ids, "labels": ids.roll(1, 1)}, Plan(tp=tp))
     assert proof.ok, proof.values
-    assert not [node for node in proof.program.graph.nodes if node.target is operators.topk]
+    assert not [node for node in proof.program.graph.nodes if node.target is topk]
 
 
-@pytest.mark.parametrize("composite", ATEN_OF, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("composite", dict.fromkeys(COMPOSITE_OF.values()), ids=str)
 def test_a_composite_takes_a_cut_vocabulary_and_nothing_else(composite: Any) -> None:
     f64, i64 = torch.float64, torch.int64
-    names = ("weight", "indices") if composite is operators.embedding else ("self", "target")
+    names = ("weight", "indices") if composite is embedding else ("self", "target")
     types = (TensorType(f64, (8, 6)), TensorType(i64, (8,)))
-    single = composite not in (operators.embedding, operators.cross_entropy, operators.nll_loss)
-    dim = 0 if composite is operators.embedding else 1
+    single = composite not in (embedding, cross_entropy, nll_loss)
+    dim = 0 if composite is embedding else 1
     call = Call(composite, {"dim": 1, "k": 2, "reduction": 1}, types[: 2 - single], names[: 2 - single], types[:1], 2)
     rule = rule_of(composite)
     assert rule is not None

@@ -12,7 +12,7 @@ from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 import fxpar
-from fxpar.program.operators import sum_gradients
+from fxpar.ops.coercions import sum_gradients
 from tests.runtime import models
 from tests.runtime.jobs import Found, gradients, tp
 from tests.zoo import CASES

@@ -10,8 +10,11 @@ from torch import fx
 
 from fxpar.layout.layout import I, Layout, P, Piece, Placement, R, V, shard
 from fxpar.layout.symbols import Size, symbol
+from fxpar.ops import OPERATORS
+from fxpar.ops.coercions import reduce_from
+from fxpar.ops.functions import function
+from fxpar.ops.random import axis_index, dropout
 from fxpar.plan.plan import Plan
-from fxpar.program import operators
 from fxpar.program.program import DTYPES, Input, Note, Parameter, Program, ScalarType, Symbol, TensorType, set_note
 
 aten = torch.ops.aten
@@ -70,7 +73,7 @@ def mlp() -> Program:
         origin='split line "*.down", weight: by hand', fqn="mlp.down", source="model.py:41",
     )  # fmt: skip
     out = build.node(
-        "mlp_out", operators.reduce_from, down, kwargs={"axis": "tp"}, type=f32(b, s, 64), layout=tp(I), fqn="mlp.down"
+        "mlp_out", reduce_from, down, kwargs={"axis": "tp"}, type=f32(b, s, 64), layout=tp(I), fqn="mlp.down"
     )
     loss = build.node("loss", aten.sum.default, out, type=f32(), layout=tp(I), source="model.py:42")
     symbols = (Symbol("b", "x", 0, 3), Symbol("s", "x", 1, 16))
@@ -124,7 +127,7 @@ def literals() -> Program:
     values += ['say "hi"\\\n', "ünï → # {", [], [[1, 2], [x, [half]]], (3, (4.0, "%x")), torch.device("cuda")]
     values += [*DTYPES.values(), torch.channels_last, torch.strided]
     kwargs = {"path": "my.module.Function"}
-    called = build.node("called", operators.function, x, *values, kwargs=kwargs, type=f32(b, 6))
+    called = build.node("called", function, x, *values, kwargs=kwargs, type=f32(b, 6))
     fill = {"dtype": torch.bfloat16, "device": torch.device("cpu"), "pin_memory": False}
     build.node("zeros_2", aten.zeros.default, [size, whole], kwargs=fill, type=TensorType(torch.bfloat16, (b, 2)))
     top = build.node("topk", aten.topk.default, called, 2, type=(f32(b, 2), TensorType(torch.int64, (b, 2))))
@@ -175,11 +178,11 @@ def layouts() -> Program:
     needs = (tp(placements["segments"]), tp(shard(0, 2)), tp(shard(1, 288)))
     build.node("both", aten.cat.default, [split, made[0]], 1, type=f32(b, 576), layout=tp(I), needs=needs)
     for kind in ("gather", "all_to_all"):
-        operator_ = operators.OPERATORS[kind]
+        operator_ = OPERATORS[kind]
         build.node(kind, operator_, made[2], kwargs={"axis": "tp"}, type=f32(b * s * 96, 288), layout=tp(made_to(kind)))
-    index = build.node("index", operators.axis_index, kwargs={"axis": "tp"}, type=f32(), layout=tp(V))
+    index = build.node("index", axis_index, kwargs={"axis": "tp"}, type=f32(), layout=tp(V))
     noise = [made[0], made[1], 0.1, [index]]
-    build.node("noise", operators.dropout, *noise, type=f32(b * s * 96, 288), layout=tp(I), random=1)
+    build.node("noise", dropout, *noise, type=f32(b * s * 96, 288), layout=tp(I), random=1)
     return build.program({})
 
 

@@ -12,8 +12,8 @@ import fxpar
 from fxpar.bisection import Bisection, Culprit, bisect, complete
 from fxpar.errors import CheckFailed, PassError
 from fxpar.manager import Pass
+from fxpar.ops.coercions import reduce_from
 from fxpar.passes import DEFAULT_PASSES
-from fxpar.program import operators
 from fxpar.program.program import Program, note, set_note
 from tests.verify.cases import prepared, program
 
@@ -67,7 +67,7 @@ def add_twice(found: Program) -> None:
 
 def drop_reduction(found: Program) -> None:
     """What a bug in insert_collectives would do."""
-    reduction = calls(found, operators.reduce_from)[0]
+    reduction = calls(found, reduce_from)[0]
     reduction.replace_all_uses_with(reduction.args[0])  # type: ignore[arg-type]
     found.graph.erase_node(reduction)
 

@@ -12,8 +12,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
-from fxpar.program.operators import OPERATORS
-from fxpar.rules.vocabulary import ATEN_OF, COMPOSITE_OF
+from fxpar.ops import COMPOSITE_OF, OPERATORS
 from tests.verify.edits import Edit, Edits
 from tests.verify.lines import Line, Source
 
@@ -21,8 +20,8 @@ _PADDED = re.compile(r"S\((\d+): (\d+) ~ (\d+)\)")
 _SHARED_OUT = re.compile(r"symbol (\w+) = (\S+?)(?: / (\d+))? like (\d+)$")
 
 # What stands before the arguments, of each composite operator and of the operation that it stands for.
-_TO_ATEN = {f"fxpar.{composite.__name__}[tp](": f"{target}(" for composite, target in ATEN_OF.items()}
-_TO_COMPOSITE = {f"{target}(": f"fxpar.{composite.__name__}[tp](" for target, composite in COMPOSITE_OF.items()}
+_TO_ATEN = {f"{composite}[tp](": f"{composite.like}(" for composite in COMPOSITE_OF.values()}
+_TO_COMPOSITE = {f"{target}(": f"{composite}[tp](" for target, composite in COMPOSITE_OF.items()}
 assert all(name[len("fxpar.") : -len("[tp](")] in OPERATORS for name in _TO_ATEN)
 
 

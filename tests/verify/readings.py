@@ -6,21 +6,21 @@ Enters: a localised program, weights and inputs. Leaves: how far the ranks devia
 
 from __future__ import annotations
 
-import inspect
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, fx
 
 from fxpar.layout.layout import Layout
 from fxpar.layout.symbols import evaluate
+from fxpar.ops import Operator
+from fxpar.ops.coercions import COERCION_OF, sum_gradients
+from fxpar.ops.random import axis_index
 from fxpar.passes.assign_rng import RNG_PATH
-from fxpar.program.operators import COERCION_OF, DRAWS, axis_index, sum_gradients
 from fxpar.program.program import Program, TensorType, operands, output_layouts, output_types, update
-from fxpar.rules.vocabulary import ATEN_OF
 from fxpar.verify.promote import promote, wide
 from fxpar.verify.simulate import Run, run_ranks, run_single, symbol_values
 from fxpar.verify.values import ValueReport, compare, rng_state
@@ -51,13 +51,12 @@ def whole_program(program: Program, sizes: Mapping[str, int]) -> Program:
             _replace(graph, node, operands(node)[0])
         elif node.target is operator.getitem and operands(node)[0].target is sum_gradients:
             _replace(graph, node, operands(operands(node)[0])[int(node.args[1])])
-        elif node.target in DRAWS:
-            node.args = (
-                node.args[: _names(node.target).index("indices")] if "indices" in _names(node.target) else node.args
-            )
+        elif isinstance(node.target, Operator) and node.target.draws:
+            names = list(node.target.signature.parameters)
+            node.args = node.args[: names.index("indices")] if "indices" in names else node.args
             node.kwargs = {name: value for name, value in node.kwargs.items() if name != "indices"}
-        elif node.target in ATEN_OF:
-            node.target = ATEN_OF[node.target]
+        elif isinstance(node.target, Operator) and node.target.stands_for:
+            node.target = node.target.like
             node.kwargs = {name: value for name, value in node.kwargs.items() if name != "axis"}
         else:
             shapes = [[evaluate(size, sizes) for size in kind.shape] for kind in output_types(node)]
@@ -72,10 +71,6 @@ def whole_program(program: Program, sizes: Mapping[str, int]) -> Program:
     result.graph_module.recompile()
     plan = replace(program.plan, tp=1, split={}, sequence_parallel=False)
     return result.with_(plan=plan, properties=program.properties - {"local"})
-
-
-def _names(target: Any) -> list[str]:
-    return list(inspect.signature(target).parameters)
 
 
 def _replace(graph: fx.Graph, node: fx.Node, other: fx.Node) -> None:

@@ -15,11 +15,12 @@ from fxpar.errors import CheckFailed
 from fxpar.layout.layout import Piece, Placement, fits, pieces_of
 from fxpar.layout.shards import block, whole
 from fxpar.ops import bound, factored
+from fxpar.ops.coercions import coercion
 from fxpar.ops.collectives import Group
 from fxpar.ops.lower import Lowered, lower
 from fxpar.oracle.ranks import agree_gradient, place_gradient
 from fxpar.passes.assign_rng import RNG_PATH
-from fxpar.program.coercions import at_rest, coercion
+from fxpar.program.coercions import at_rest
 from fxpar.program.program import Program
 from fxpar.verify.promote import promote, wide
 from fxpar.verify.simulate import run_ranks, simulated_world, symbol_values

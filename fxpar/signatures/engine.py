@@ -22,6 +22,7 @@ from torch import fx
 
 from fxpar.layout.layout import I, P, Piece, Placement, R, fits
 from fxpar.layout.symbols import Size, divide
+from fxpar.program.operators import GraphOperator
 from fxpar.program.program import ScalarType, TensorType, has_note, note, output_types
 
 
@@ -138,11 +139,12 @@ def bind_arguments(node: fx.Node) -> dict[str, Any]:
         names: Sequence[str] = [a.name for a in schema]
         defaults = {a.name: a.default_value for a in schema if a.has_default_value()}
     else:
-        code = getattr(node.target, "__code__", None)
+        function = node.target.stub if isinstance(node.target, GraphOperator) else node.target
+        code = getattr(function, "__code__", None)
         if code is None or code.co_flags & 0x04:  # a builtin, or *args
             return {**{str(i): a for i, a in enumerate(node.args)}, **node.kwargs}
         names = code.co_varnames[: code.co_argcount]
-        values = getattr(node.target, "__defaults__", None) or ()
+        values = getattr(function, "__defaults__", None) or ()
         defaults = dict(zip(names[len(names) - len(values) :], values, strict=True))
     given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
     return {**given, **{k: v for k, v in defaults.items() if k not in given}}

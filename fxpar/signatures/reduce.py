@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from fxpar.layout.layout import P, Placement
-from fxpar.rules.engine import Call, Labelling, Labels, Refusal, Rule
-from fxpar.rules.pointwise import keeps_sums
+from fxpar.signatures.engine import Call, Labelling, Labels, Refusal, Rule
+from fxpar.signatures.pointwise import keeps_sums
 
 
 def _reduced(call: Call) -> list[int]:

@@ -13,8 +13,8 @@ import torch
 from torch import fx
 
 from fxpar.layout.layout import Placement
-from fxpar.rules.engine import Call, Refusal, Rule, Signature, bind_arguments, seed_signature
-from fxpar.rules.pointwise import pointwise_labels, same_values
+from fxpar.signatures.engine import Call, Refusal, Rule, Signature, bind_arguments, seed_signature
+from fxpar.signatures.pointwise import pointwise_labels, same_values
 
 aten = torch.ops.aten
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fxpar.layout.layout import Layout, Piece, Placement
 from fxpar.layout.shards import local_block
-from fxpar.ops.random import IndexCut, attention, dropout, global_index, philox, random_words
+from fxpar.ops.counter import IndexCut, attention, dropout, global_index, philox, random_words
 
 ORIGIN = 0xC0FFEE
 

@@ -9,8 +9,8 @@ from fxpar.layout.layout import P, Piece, Placement, R, pieces_of, through_view
 from fxpar.layout.nesting import local_size
 from fxpar.layout.slices import slice_pieces, strided_pieces
 from fxpar.layout.symbols import Size, divide, simplify
-from fxpar.rules.engine import Call, Labelling, Labels, Refusal, Rule, Signature, seed_signature, transfer
-from fxpar.rules.pointwise import broadcast, keeps_sums
+from fxpar.signatures.engine import Call, Labelling, Labels, Refusal, Rule, Signature, seed_signature, transfer
+from fxpar.signatures.pointwise import broadcast, keeps_sums
 
 _SELF = (("self",),)
 _END = 2**62

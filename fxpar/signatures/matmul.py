@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from fxpar.layout.symbols import Size
-from fxpar.rules.engine import Call, Labelling, Labels, Refusal, Rule
-from fxpar.rules.pointwise import broadcast
+from fxpar.signatures.engine import Call, Labelling, Labels, Refusal, Rule
+from fxpar.signatures.pointwise import broadcast
 
 
 def _read(part: str, rank: int) -> Labels:

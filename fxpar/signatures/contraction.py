@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 from fxpar.layout.symbols import Size
 from fxpar.program.program import TensorType
-from fxpar.rules.engine import Call, Labelling, Labels, Refusal, Rule
-from fxpar.rules.pointwise import broadcast
+from fxpar.signatures.engine import Call, Labelling, Labels, Refusal, Rule
+from fxpar.signatures.pointwise import broadcast
 
 Terms = tuple[tuple[str, ...], ...]
 

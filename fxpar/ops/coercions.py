@@ -1,0 +1,306 @@
+"""The coercions: every conversion between two placements on one axis (SPEC section 2.1).
+
+Enters: nothing. Leaves: a record for each row of the table with the collective it costs forward and backward, for the
+rows of a factored axis, whose ranks share blocks (f and the slice on its inner factor), and for the bucket of many f.
+The placement a coercion converts *to* is the one in the node's note; `coercion` says which row converts one placement
+to another.
+
+Where the ranks of an axis share blocks (`kv / c`, `!kv`) the axis is factored: n/c blocks over the outer factor, and
+on the inner one the blocks are invariant (settled) or replicated. Its coercions are those of the inner factor:
+
+================  ========================  ==========================================  ===========
+from → to         forward                   backward                                    name
+================  ========================  ==========================================  ===========
+S / c; I → S / c  identity                  all-reduce of the shared blocks' gradients  `share`
+S / c → S / d     each rank keeps its part  zero-pad (partial)                          `take_part`
+================  ========================  ==========================================  ===========
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor, fx
+
+from fxpar.layout.layout import Placement
+from fxpar.layout.symbols import Size, product, simplify
+from fxpar.ops import bound, coalesced, factored
+from fxpar.ops.onrank import OnRank
+from fxpar.ops.operator import Crossing, OnShapes, Operator, Run, Sent
+from fxpar.program.coercions import is_finer, shared_fraction, unsettled
+from fxpar.program.program import TensorType, operands, output_types
+
+Lower = Callable[[fx.Node, OnRank], Run]
+
+# ---------------------------------------------------------------------- shapes and traffic
+
+
+def _shape(call: OnShapes) -> Tensor:
+    """The layouts before and after decide what a rank holds of the value, which stays the same."""
+    before, after = output_types(operands(call.node)[0])[0], output_types(call.node)[0]
+    if before != after:
+        raise ValueError(f"a coercion of {before} cannot give {after}")
+    return call.outputs[0]
+
+
+def _traffic(crossing: Crossing) -> Iterator[Sent]:
+    """That of the table's row. Each collective takes the whole value, with the padding of both cuts."""
+    row, (before,), (after,) = COERCION_OF[crossing.call.target], crossing.before, crossing.after
+    cuts = [p for p in (before, after) if p.is_padded]
+    kind = crossing.call.outputs[0]
+    if row.forward:
+        yield Sent(row.forward, _phase(crossing, "forward"), _bytes(kind, after, cuts))
+    if row.backward and crossing.reached[0]:
+        held = crossing.held[0] if crossing.of_parameters and row.sums_gradients else kind
+        yield Sent(row.backward, _phase(crossing, "backward"), _bytes(held, after, cuts))
+
+
+def _exchange_traffic(crossing: Crossing) -> Iterator[Sent]:
+    """One dimension is cut anew by way of the whole, each way from the other cut."""
+    (before,), (after,) = crossing.before, crossing.after
+    if before.dim != after.dim:
+        yield from _traffic(crossing)
+        return
+    kind = crossing.call.outputs[0]
+    for phase, cut in (("forward", before), ("backward", after)):
+        if phase == "forward" or crossing.reached[0]:
+            padded = [cut] if cut.is_padded else []
+            yield Sent("all_gather", _phase(crossing, phase), _bytes(kind, after, padded))
+
+
+def _bucket_traffic(crossing: Crossing) -> Iterator[Sent]:
+    """All gradients at once; it leaves out what the loss does not reach."""
+    kinds = crossing.held if crossing.of_parameters else crossing.call.outputs
+    entries = zip(kinds, crossing.after, crossing.reached, strict=True)
+    if any(crossing.reached):
+        size = simplify(sum(_bytes(kind, placement, []) for kind, placement, is_reached in entries if is_reached))
+        yield Sent("all_reduce", _phase(crossing, "backward"), size)
+
+
+def _phase(crossing: Crossing, phase: str) -> str:
+    return "parameter" if crossing.of_parameters else phase
+
+
+def _bytes(kind: TensorType, placement: Placement, cuts: Sequence[Placement]) -> Size:
+    """Of a whole value with the padding of its cuts; of one of which ranks share a part, of that."""
+    shape = list(kind.shape)
+    for cut in cuts:
+        shape[cut.dim] = cut.pieces[0].padded
+    size = simplify(product(shape) * kind.dtype.itemsize)
+    if not placement.is_shared:
+        return size
+    part, total = shared_fraction(placement)
+    return int(size) * part // total
+
+
+# ---------------------------------------------------------------------- lowering
+
+
+def _with_group(function: Callable[..., Tensor]) -> Lower:
+    def lower(node: fx.Node, rank: OnRank) -> Run:
+        ranks = rank.ranks(node)
+        return Run(function, (node.args[0], ranks.group, ranks.size))
+
+    return lower
+
+
+def _with_index(function: Callable[..., Tensor]) -> Lower:
+    def lower(node: fx.Node, rank: OnRank) -> Run:
+        return Run(function, (node.args[0], rank.ranks(node).index))
+
+    return lower
+
+
+def _with_cut(function: Callable[..., Tensor], *, index: bool = False) -> Lower:
+    """The cut is that of the side that is a shard.
+
+    Args:
+        function: takes the rank's tensor, the cut, group and size.
+        index: whether it takes the rank's index too.
+    """
+
+    def lower(node: fx.Node, rank: OnRank) -> Run:
+        ranks, (source, result) = rank.ranks(node), _sides(node, rank)
+        cut = rank.cut(source if source.is_shard else result)
+        return Run(function, (node.args[0], *cut, ranks.group, ranks.size, *([ranks.index] if index else [])))
+
+    return lower
+
+
+def _sides(node: fx.Node, rank: OnRank) -> tuple[Placement, Placement]:
+    return rank.placed(operands(node)[0], node), rank.placed(node, node)
+
+
+def _lower_copy_to(node: fx.Node, rank: OnRank) -> Run:
+    if rank.mixed is not None and rank.mixed.is_wide(node):
+        return _summed_widely(node, rank, None)
+    return _with_group(bound.copy_to)(node, rank)
+
+
+def _lower_share(node: fx.Node, rank: OnRank) -> Run:
+    ranks, (source, _) = rank.ranks(node), _sides(node, rank)
+    held = source.dim, rank.shared(source, source, ranks.size)
+    if rank.mixed is not None and rank.mixed.is_wide(node):
+        return _summed_widely(node, rank, held)
+    return Run(factored.share, (node.args[0], *held, ranks.group, ranks.size, ranks.index))
+
+
+def _summed_widely(node: fx.Node, rank: OnRank, held: coalesced.Held) -> Run:
+    """Of what half-precision parameters make: gradients are summed in the type of main values."""
+    assert rank.mixed is not None
+    ranks, copies = rank.ranks(node), rank.mixed.copies_of(node)
+    function = coalesced.sum_gradient if copies else coalesced.sum_widely
+    return Run(function, (node.args[0], held, ranks.group, ranks.size, ranks.index, *copies))
+
+
+def _lower_take_part(node: fx.Node, rank: OnRank) -> Run:
+    ranks, (source, result) = rank.ranks(node), _sides(node, rank)
+    pieces = rank.shared(source, result, ranks.size)
+    return Run(factored.take_part, (node.args[0], source.dim, pieces, ranks.index))
+
+
+def _lower_all_to_all(node: fx.Node, rank: OnRank) -> Run:
+    ranks, (source, result) = rank.ranks(node), _sides(node, rank)
+    cuts = *rank.cut(source), *rank.cut(result)
+    return Run(bound.all_to_all, (node.args[0], *cuts, ranks.group, ranks.size, ranks.index))
+
+
+def _lower_sum_gradients(node: fx.Node, rank: OnRank) -> Run:
+    ranks, held = rank.ranks(node), list[coalesced.Held]()
+    for source in operands(node):
+        placement = rank.placed(source, node)
+        pieces = rank.shared(placement, placement, ranks.size) if placement.is_shard else []
+        held.append((placement.dim, pieces) if placement.is_shard else None)
+    copies = [] if rank.mixed is None else rank.mixed.copies_of(node)
+    where = ranks.group, ranks.size, ranks.index
+    return Run(coalesced.sum_gradients, (list(node.args), held, *where, *([copies] if copies else [])))
+
+
+# ---------------------------------------------------------------------- records
+
+_record = partial(Operator, shape=_shape, traffic=_traffic, stage="collectives")
+
+
+@partial(_record, kinds=("I", "R"), sends=("", "all_reduce"), lower=_lower_copy_to)
+def copy_to(x: Any, *, axis: str) -> Any:
+    """I → R (Megatron's f): identity; all-reduce of the gradient."""
+
+
+@partial(_record, kinds=("P", "I"), sends=("all_reduce", ""), lower=_with_group(bound.reduce_from))
+def reduce_from(x: Any, *, axis: str) -> Any:
+    """P → I (Megatron's g): all-reduce; identity on the gradient."""
+
+
+@partial(_record, kinds=("S", "R"), sends=("all_gather", "reduce_scatter"), lower=_with_cut(bound.all_gather))
+def all_gather(x: Any, *, axis: str) -> Any:
+    """S → R (sequence-parallel gather): all-gather; reduce-scatter of the gradient."""
+
+
+@partial(_record, kinds=("P", "S"), sends=("reduce_scatter", "all_gather"), lower=_with_cut(bound.reduce_scatter))
+def reduce_scatter(x: Any, *, axis: str) -> Any:
+    """P → S (sequence-parallel scatter-reduce): reduce-scatter; all-gather of the gradient."""
+
+
+@partial(_record, kinds=("I", "S"), sends=("", "all_gather"), lower=_with_cut(bound.split, index=True))
+def split(x: Any, *, axis: str) -> Any:
+    """I → S: each rank keeps its block; all-gather of the gradient."""
+
+
+@partial(_record, kinds=("S", "I"), sends=("all_gather", ""), lower=_with_cut(bound.gather, index=True))
+def gather(x: Any, *, axis: str) -> Any:
+    """S → I: all-gather; each rank keeps its block of the gradient."""
+
+
+@partial(_record, kinds=("R", "S"), lower=_with_cut(bound.take, index=True))
+def take(x: Any, *, axis: str) -> Any:
+    """R → S: each rank keeps its block; the gradient is padded with zeros, a summand."""
+
+
+@partial(_record, kinds=("P", "R"), sends=("all_reduce", "all_reduce"), lower=_with_group(bound.all_reduce))
+def all_reduce(x: Any, *, axis: str) -> Any:
+    """P → R: all-reduce, forward and backward."""
+
+
+@partial(_record, kinds=("R", "I"), lower=_with_index(bound.settle))
+def settle(x: Any, *, axis: str) -> Any:
+    """R → I: identity; the gradient is kept on rank 0 and zero elsewhere."""
+
+
+@partial(_record, kinds=("I", "P"), lower=_with_index(bound.keep_first))
+def keep_first(x: Any, *, axis: str) -> Any:
+    """I → P: kept on rank 0, zero elsewhere; identity on the gradient."""
+
+
+@partial(_record, kinds=("R", "P"), lower=_with_index(bound.mask_first))
+def mask_first(x: Any, *, axis: str) -> Any:
+    """R → P: kept on rank 0, zero elsewhere, forward and backward."""
+
+
+@partial(
+    _record, kinds=("S", "S"), sends=("all_to_all", "all_to_all"), traffic=_exchange_traffic, lower=_lower_all_to_all
+)
+def all_to_all(x: Any, *, axis: str) -> Any:
+    """S(i) → S(j): all-to-all, forward and backward."""
+
+
+@partial(_record, kinds=("S", "S"), sends=("", "all_reduce"), lower=_lower_share)
+def share(x: Any, *, axis: str) -> Any:
+    """S; I → S (f among the ranks that share a block): identity; all-reduce of the gradients of what is shared."""
+
+
+@partial(_record, kinds=("S", "S"), lower=_lower_take_part)
+def take_part(x: Any, *, axis: str) -> Any:
+    """S / c → S: each of the ranks that share a block keeps a part of it; the gradient is padded with zeros."""
+
+
+@partial(_record, shape=lambda call: list(call.args), traffic=_bucket_traffic, lower=_lower_sum_gradients)
+def sum_gradients(*weights: Any, axis: str) -> Any:
+    """Several parameters, each coerced as `copy_to` or `share` would: identity; one all-reduce of all gradients."""
+
+
+# ---------------------------------------------------------------------- the table
+
+
+@dataclass(frozen=True)
+class Coercion:
+    """One row of the table: from and to (kinds), and the collective of each direction ("" where it is local)."""
+
+    source: str
+    target: str
+    operator: Operator
+    forward: str
+    backward: str
+
+    @property
+    def sums_gradients(self) -> bool:
+        """Whether the value stays as it is and the ranks' gradients are summed: of parameters, in the main type."""
+        return not self.forward and self.backward == "all_reduce"
+
+
+def _row(operator: Operator) -> Coercion:
+    assert operator.kinds is not None
+    return Coercion(*operator.kinds, operator, *operator.sends)
+
+
+_PLAIN = (copy_to, reduce_from, all_gather, reduce_scatter, split, gather, take, all_reduce, settle, keep_first)
+COERCIONS: Mapping[tuple[str, str], Coercion] = {
+    (row.source, row.target): row for row in map(_row, (*_PLAIN, mask_first, all_to_all))
+}
+# Of shards whose blocks several ranks hold (SPEC section 2.2): I → R and R → S on the inner factor of the axis.
+_SHARE, _TAKE_PART = _row(share), _row(take_part)
+
+COERCION_OF: Mapping[Any, Coercion] = {row.operator: row for row in (*COERCIONS.values(), _SHARE, _TAKE_PART)}
+
+
+def coercion(source: Placement, target: Placement) -> Coercion | None:
+    """The row that converts `source` to `target`; None where nothing does, or where they are the same."""
+    if source == target:
+        return None
+    if source.settled or target.settled:
+        return _SHARE if source.settled and unsettled(source) == target else None
+    if not source.is_shared and not target.is_shared:
+        return COERCIONS.get((source.kind, target.kind))
+    return _TAKE_PART if is_finer(source, target) else None

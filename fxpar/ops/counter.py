@@ -1,0 +1,183 @@
+"""Random bits without a state: a counter generator in plain tensor operations (SPEC section 2.4).
+
+Enters: (seed, step, microbatch) as a tensor, a node's identity, and the global index of every element. Leaves: the same
+bits under every plan, in recomputation and in replayed graphs.
+
+Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011), Philox4x32-10.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+_M0, _M1 = 0xD2511F53, 0xCD9E8D57
+_W0, _W1 = 0x9E3779B9, 0xBB67AE85
+_MASK = 0xFFFFFFFF
+
+# One axis over which a tensor is cut: dimension, outer repetitions, ranks and the rank's index.
+IndexCut = tuple[int, int, int, Tensor]
+
+
+def _multiply(a: Tensor, constant: int) -> tuple[Tensor, Tensor]:
+    """High and low 32 bits of a product of 32-bit numbers held in int64.
+
+    The constant is applied in two halves: a full product would exceed 63 bits.
+    """
+    low = a * (constant & 0xFFFF)
+    high = a * (constant >> 16)
+    middle = high + (low >> 16)
+    return (middle >> 16) & _MASK, ((middle << 16) | (low & 0xFFFF)) & _MASK
+
+
+def philox(counter: Sequence[Tensor], key: Sequence[Tensor], rounds: int = 10) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Philox4x32: four 32-bit words (in int64) from a 128-bit counter and a 64-bit key, all broadcast together."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(rounds):
+        h0, l0 = _multiply(c0, _M0)
+        h1, l1 = _multiply(c2, _M1)
+        c0, c1, c2, c3 = h1 ^ c1 ^ k0, l1, h0 ^ c3 ^ k1, l0
+        k0, k1 = (k0 + _W0) & _MASK, (k1 + _W1) & _MASK
+    return c0, c1, c2, c3
+
+
+def global_index(shape: Sequence[int], cuts: Sequence[IndexCut], device: torch.device) -> Tensor:
+    """Row-major index in the whole tensor of every element that a rank holds; `shape` is the rank's."""
+    index = torch.zeros((), dtype=torch.int64, device=device)
+    for dim, size in enumerate(shape):
+        position = torch.arange(size, device=device)
+        whole = size
+        for cut_dim, outer, n, rank in cuts:
+            if cut_dim == dim:
+                run = whole // outer
+                position = position // run * (run * n) + rank * run + position % run
+                whole = whole * n
+        index = index * whole + position.view(-1, *[1] * (len(shape) - 1 - dim))
+    return index.expand(tuple(shape))
+
+
+def random_words(shape: Sequence[int], rng: Tensor, origin: int, cuts: Sequence[IndexCut]) -> Tensor:
+    """One uniform 32-bit word (in int64) for each element a rank holds.
+
+    Args:
+        shape: the rank's shape.
+        rng: i64[3]: seed, step, microbatch.
+        origin: identity of the node, 32 bits.
+        cuts: the axes over which the tensor is cut.
+    """
+    index = global_index(shape, cuts, rng.device)
+    # Four neighbours share a counter and take one word each.
+    if _in_fours(shape, cuts):
+        words = _drawn(index.reshape(-1)[::4], rng, origin)
+        return torch.stack(words, -1).reshape(tuple(shape))
+    w0, w1, w2, w3 = _drawn(index, rng, origin)
+    is_odd = (index & 1) == 1
+    return torch.where((index & 2) == 0, torch.where(is_odd, w1, w0), torch.where(is_odd, w3, w2))
+
+
+def _in_fours(shape: Sequence[int], cuts: Sequence[IndexCut]) -> bool:
+    """Whether each four neighbours of a rank are those of one counter: runs must hold whole counters."""
+    runs = [math.prod(shape[dim:]) // outer for dim, outer, _, _ in cuts]
+    return all(run % 4 == 0 for run in (math.prod(shape), *runs))
+
+
+def _drawn(index: Tensor, rng: Tensor, origin: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The four words of the counters of elements.
+
+    Elements past 2^34 share the word of the microbatch, whose number is far below 2^16.
+    """
+    seed, step, microbatch = rng[0], rng[1], rng[2]
+    counter = (
+        (index >> 2) & _MASK,
+        torch.full_like(index, origin),
+        step & _MASK,
+        (microbatch + ((index >> 34) << 16)) & _MASK,
+    )
+    return philox(counter, (seed & _MASK, (seed >> 32) & _MASK))
+
+
+def dropout(x: Tensor, rng: Tensor, p: float, origin: int, cuts: Sequence[IndexCut]) -> Tensor:
+    """Zeroes each element with probability p and scales the others by 1/(1 - p)."""
+    if p >= 1.0:
+        return x * 0.0
+    keep = random_words(x.shape, rng, origin, cuts) >= int(p * 2**32)
+    return torch.where(keep, x * (1.0 / (1.0 - p)), x.new_zeros(()))
+
+
+# Bits of a uniform number's significand, less the one that keeps it off 0 and 1.
+_UNIFORM_BITS = {torch.float64: 32, torch.float32: 23, torch.float16: 10, torch.bfloat16: 7}
+
+
+def uniform_like(x: Tensor, rng: Tensor, dtype: torch.dtype, origin: int, cuts: Sequence[IndexCut]) -> Tensor:
+    """Uniform numbers in the open interval (0, 1) for the elements of a rank's `x`.
+
+    They are odd multiples of 2^-(bits + 1), exact in their type: no logarithm or inverse of them is infinite.
+    """
+    bits = _UNIFORM_BITS[dtype]
+    words = random_words(x.shape, rng, origin, cuts) >> (32 - bits)
+    return (2 * words + 1).to(dtype) * 2.0 ** -(bits + 1)
+
+
+def uniform(size: Sequence[int], rng: Tensor, dtype: torch.dtype, origin: int) -> Tensor:
+    """As `uniform_like`, for a whole tensor of that shape."""
+    return uniform_like(rng.new_empty(size), rng, dtype, origin, [])
+
+
+def fused_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Tensor:
+    """Scaled dot-product attention in a fused kernel, which draws from the device's own generator.
+
+    Shapes as of `attention`. The masks are equal to those of `attention` in distribution only.
+    """
+    return functional.scaled_dot_product_attention(
+        query, key, value, mask, p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    rng: Tensor,
+    p: float,
+    origin: int,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    cuts: Sequence[IndexCut],
+) -> Tensor:
+    """Scaled dot-product attention in its plain form with dropout on the probabilities.
+
+    Shapes: query [..., s, d], key [..., t, d], value [..., t, v]; result [..., s, v]. A row whose mask allows nothing
+    gives zeros, as the fused operator does.
+    """
+    if enable_gqa and query.shape[-3] != key.shape[-3]:
+        groups = query.shape[-3] // key.shape[-3]
+        key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
+    scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if is_causal:
+        rows = torch.arange(scores.shape[-2], device=scores.device)
+        mask = rows.unsqueeze(1) >= torch.arange(scores.shape[-1], device=scores.device)
+    if mask is not None:
+        infinity = torch.full((), float("-inf"), dtype=scores.dtype, device=scores.device)
+        scores = torch.where(mask, scores, infinity) if mask.dtype == torch.bool else scores + mask
+        nothing = (scores == infinity).all(-1, keepdim=True)
+        scores = scores.masked_fill(nothing, 0.0)
+        probabilities = scores.softmax(-1).masked_fill(nothing, 0.0)
+    else:
+        probabilities = scores.softmax(-1)
+    return dropout(probabilities, rng, p, origin, cuts) @ value

@@ -1,0 +1,144 @@
+"""What a graph that is being lowered knows of the rank that will run it.
+
+Enters: a program, process groups by axis, a device. Leaves: the groups, coordinates, sizes and cuts of which the
+operators' lowering (`fxpar.ops.operator`) makes arguments. The graph is the same on every rank: ranks differ by the
+index tensors they pass.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from fxpar.layout.layout import Placement, share_of
+from fxpar.layout.symbols import Size
+from fxpar.ops.collectives import Group
+from fxpar.ops.mixed import Lowering
+from fxpar.program.program import Program, operands, output_layouts
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks among which a node communicates.
+
+    Attributes:
+        group: name of their process group.
+        size: how many they are.
+        index: node of the rank's number among them, i64 scalar.
+    """
+
+    group: str
+    size: int
+    index: fx.Node
+
+
+class OnRank:
+    """A rank's part of a program that is being lowered.
+
+    Attributes:
+        program: with property `local`, or without mesh axes.
+        device: where factory operators put their tensors.
+        mixed: how copies of main values enter; None where parameters are taken in the program's own types.
+        indices: by axis, the placeholder of the rank's index, i64 scalar.
+    """
+
+    def __init__(
+        self, program: Program, groups: Mapping[str, Group], device: torch.device, *, main_values: bool
+    ) -> None:
+        """Adds the placeholders of copies, then of indices, behind those of the program."""
+        self.program, self.device = program, device
+        self._groups, self._graph = groups, program.graph
+        self._first = next(node for node in self._graph.nodes if node.op != "placeholder")
+        self._sizes: dict[str, fx.Node] = {}
+        self.mixed = Lowering(program, self._first) if main_values else None
+        self.indices: dict[str, fx.Node] = {}
+        for axis in groups:
+            with self._graph.inserting_before(self._first):
+                self.indices[axis] = self._graph.placeholder(f"{axis}_rank")
+
+    def ranks(self, node: fx.Node) -> Ranks:
+        """Those of the axis that a node names.
+
+        Raises:
+            KeyError: the axis has no group.
+        """
+        axis = str(node.kwargs["axis"])
+        return Ranks(self._groups[axis].name, self._groups[axis].size, self.indices[axis])
+
+    def placed(self, value: fx.Node, node: fx.Node) -> Placement:
+        """How `value` is held on the axis that `node` names."""
+        return output_layouts(value)[0].on(str(node.kwargs["axis"]))
+
+    def size(self, size: Size) -> Any:
+        """A size as a number, or a symbolic one as a node."""
+        if isinstance(size, int):
+            return size
+        if isinstance(size, sympy.Integer):
+            return int(size)
+        if isinstance(size, sympy.Symbol):
+            return self._symbol(str(size))
+        terms = [self.size(part) for part in size.args]
+        combine = {sympy.Add: operator.add, sympy.Mul: operator.mul}[size.func]
+        result = terms[0]
+        for term in terms[1:]:
+            with self._graph.inserting_before(self._first):
+                result = self._graph.call_function(combine, (result, term))
+        return result
+
+    def _symbol(self, name: str) -> fx.Node:
+        if name not in self._sizes:
+            known = next(s for s in self.program.symbols if s.name == name)
+            path = next(i for i in self.program.inputs if i.path == known.path)
+            with self._graph.inserting_before(self._first):
+                source = self.program.node(path.node)
+                size = self._graph.call_function(torch.ops.aten.sym_size.int, (source, known.dim))
+                if known.multiple > 1:
+                    size = self._graph.call_function(operator.floordiv, (size, known.multiple))
+                self._sizes[name] = size
+        return self._sizes[name]
+
+    def cut(self, placement: Placement) -> tuple[int, list[tuple[Any, Any]]]:
+        """Dimension and pieces of a shard, as `fxpar.ops.collectives` takes them."""
+        assert not placement.is_shared, "segments that ranks share have no coercion"
+        pieces = []
+        for piece in placement.pieces:
+            run = self.size(piece.size) if len(placement.pieces) > 1 else None
+            pieces.append((self.size(piece.outer), (int(piece.size), piece.padded) if piece.padded else run))
+        return placement.dim, pieces
+
+    def shared(self, source: Placement, target: Placement, n: int) -> list[tuple[Any, ...]]:
+        """The pieces of a rank's tensor that is held as `source`, and in how many parts `target` has their blocks.
+
+        They are as `fxpar.ops.factored` takes them.
+        """
+        found = []
+        for piece, wanted in zip(source.pieces, target.pieces, strict=True):
+            copies, kept = (p.copies if p.sharded else n for p in (piece, wanted))
+            share = share_of(piece, n) if len(source.pieces) > 1 else None
+            length = None if share is None else self.size(share)
+            found.append((length, self.size(wanted.outer), copies, copies // kept))
+        return found
+
+    def element_cuts(self, node: fx.Node) -> list[Any]:
+        """The cuts of a node's first operand, as (dim, outer, n, rank's index) of `fxpar.ops.counter.IndexCut`."""
+        found = []
+        for axis, placement in output_layouts(operands(node)[0])[0]:
+            if placement.is_shard:
+                piece = placement.piece
+                assert piece is not None
+                blocks, index = self.program.axes[axis] // piece.copies, self.indices[axis]
+                found.append((placement.dim, self.size(piece.outer), blocks, self._block(index, piece.copies)))
+        return found
+
+    def _block(self, index: fx.Node, copies: int) -> fx.Node:
+        """Which of the blocks that neighbours share a rank holds."""
+        if copies == 1:
+            return index
+        with self._graph.inserting_before(self._first):
+            return self._graph.call_function(operator.floordiv, (index, copies))

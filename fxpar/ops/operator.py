@@ -1,0 +1,147 @@
+"""The record of a graph operator: all that fxpar knows of one, in one place.
+
+Enters: the family's functions. Leaves: `Operator`, which is the target of nodes, so that whoever meets a node of it
+reads what it needs there: the rules, the checks of shapes, lowering, reports and costs know no operator by its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxpar.layout.layout import Placement
+from fxpar.layout.symbols import Size
+from fxpar.ops.onrank import OnRank
+from fxpar.program.operators import GraphOperator
+from fxpar.program.program import TensorType
+from fxpar.signatures.engine import Call, Rule
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a rank runs in place of a node.
+
+    Attributes:
+        function: of tensors, numbers and names of groups. FX writes calls by name: each needs one of its own.
+        arguments: nodes and literals.
+        draws: whether it draws from the device's generator, which must be seeded apart for each rank.
+    """
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    draws: bool = False
+
+
+@dataclass(frozen=True)
+class OnShapes:
+    """A call on tensors of the meta device, of a rank's shapes or of the whole's.
+
+    Attributes:
+        node: the node that makes it.
+        args: its arguments, tensors and numbers in place of nodes.
+        kwargs: the same by name.
+        outputs: what the note, with the layout where the shapes are a rank's, says of the results.
+    """
+
+    node: fx.Node
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """A node of a training step, as it communicates on the axis that it names.
+
+    Attributes:
+        call: over global shapes.
+        before: placements of the operands.
+        after: placements of the outputs.
+        held: types of the outputs as modules hold parameters: of main values under mixed precision.
+        of_parameters: whether parameters alone make it.
+        reached: for each output, whether the loss sends a gradient there.
+    """
+
+    call: Call
+    before: tuple[Placement, ...]
+    after: tuple[Placement, ...]
+    held: tuple[TensorType, ...]
+    of_parameters: bool
+    reached: tuple[bool, ...]
+
+
+@dataclass(frozen=True)
+class Sent:
+    """One collective of a training step.
+
+    Attributes:
+        collective: all_reduce, all_gather, reduce_scatter or all_to_all.
+        phase: forward, backward or parameter, as of `fxpar.verify.analysis.Collective`.
+        bytes: of the whole value: what an all-gather yields, a reduction takes in.
+    """
+
+    collective: str
+    phase: str
+    bytes: Size
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Operator(GraphOperator):
+    """A graph operator of fxpar.
+
+    Attributes:
+        lower: what a rank runs in place of a node: a call, or a node of the lowered graph.
+        shape: the results of a call on shapes alone (`on_shapes`); by default those of `like` with its arguments.
+        rule: its legal signatures; None for a coercion, and where the type check knows them (`fxpar.rules.inference`).
+        kinds: of a coercion: the kinds of placement from and to which it converts.
+        sends: of a coercion: its collectives forward and backward, "" where it is local.
+        traffic: what it communicates; None for nothing.
+        like: the operator of torch that gives the same shapes, and FLOPs, on one device; tensors that both take have
+            the same names.
+        stands_for: operators of torch that are taken for this one where their own rules refuse a cut, until the pass
+            `vocab_parallel` has put it in place.
+        flops: forward ones of matrix products (2 a multiply-add), over global shapes; by default those of `like`.
+        uncounted: name of what may hold matrix products that `flops` does not know; empty where nothing does.
+        whole: why it takes whole operands; empty where it can be split.
+        stage: property of programs that have it, which the pass provides that puts it there; "" for any program.
+        draws: whether it draws bits of the counter generator: it has an identity and takes the generator's state.
+    """
+
+    _: KW_ONLY
+    lower: Callable[[fx.Node, OnRank], Run | fx.Node]
+    shape: Callable[[OnShapes], Any] | None = None
+    rule: Rule | None = None
+    kinds: tuple[str, str] | None = None
+    sends: tuple[str, str] = ("", "")
+    traffic: Callable[[Crossing], Iterable[Sent]] | None = None
+    like: torch._ops.OpOverload | None = None
+    stands_for: tuple[torch._ops.OpOverload, ...] = ()
+    flops: Callable[[Call], Size] | None = None
+    uncounted: Callable[[Call], str] | None = None
+    whole: Callable[[Call], str] | None = None
+    stage: str = ""
+    draws: bool = False
+
+    def __post_init__(self) -> None:
+        if self.shape is None and self.like is None:
+            raise ValueError(f"{self} has neither a function of shapes nor an operator of torch that is like it")
+
+    def on_shapes(self, call: OnShapes) -> Any:
+        """The results of a call on shapes alone.
+
+        Raises:
+            ValueError: the operands do not fit; TypeError, RuntimeError or IndexError where torch says so.
+        """
+        if self.shape is not None:
+            return self.shape(call)
+        assert self.like is not None
+        return self.like(*call.args, **{name: value for name, value in call.kwargs.items() if name != "axis"})
+
+
+def alike(target: Any) -> Any:
+    """The operator of torch that the target of a node is, or is like; None where there is none."""
+    return target.like if isinstance(target, Operator) else target
