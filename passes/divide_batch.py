@@ -15,9 +15,11 @@ from fxpar.errors import PlanError
 from fxpar.layout.symbols import Size, names, product
 from fxpar.manager import register_pass
 from fxpar.mesh.purpose import Cuts
+from fxpar.ops.sizes import size
 from fxpar.passes.divide_sequence import divide as divide_sizes
 from fxpar.program.program import (
     Program,
+    ScalarType,
     TensorType,
     describe,
     note,
@@ -41,11 +43,13 @@ def divide_batch(program: Program) -> Program:
     Before (dp 2)::
 
         symbol b = input_ids.0 like 4
+        %b = aten.sym_size.int(%input_ids, 0) : b
         %loss = aten.mean.default(%rows) : f32[]
 
     After::
 
         symbol b = input_ids.0 / 2 like 2
+        %b = fxpar.size(%input_ids, 0) : 2*b
         %loss_sum = aten.sum.default(%rows) : f32[]
         %loss_ones = aten.ones_like.default(%rows) : f32[2*b]
         %loss_count = aten.sum.default(%loss_ones) : f32[]
@@ -65,9 +69,17 @@ def divide_batch(program: Program) -> Program:
     remedy = f"pass rows that {n} ranks can share out"
     program = divide_sizes(program, n, {name}, where="dp", remedy=remedy)
     for node in list(program.graph.nodes):
-        if node.op == "call_function" and node.target in _MEANS:
+        if node.target is aten.sym_size.int and name in names((_value(node),)):
+            (source,), dim = operands(node), int(bind_arguments(node)["dim"])
+            node.target, node.args, node.kwargs = size, (source, dim % len(tensor_type(source).shape)), {}
+        elif node.op == "call_function" and node.target in _MEANS:
             _MEANS[node.target](_Counting(program.graph, node, name))
     return program
+
+
+def _value(node: fx.Node) -> Size:
+    kind = note(node).type
+    return kind.value if isinstance(kind, ScalarType) else 1
 
 
 class _Counting:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from typing import Any
 
 from torch import fx
@@ -10,6 +11,7 @@ from torch import fx
 from fxpar.errors import PassError
 from fxpar.manager import register_pass
 from fxpar.ops import COMPOSITE_OF
+from fxpar.program.coercions import inner_view
 from fxpar.program.program import Program, describe, operands, output_layouts, update
 from fxpar.program.properties import Property
 from fxpar.rules import Refusal, bind_arguments, call_of, seed_signature
@@ -47,12 +49,19 @@ def vocab_parallel(program: Program) -> Program:
 
 def _is_cut(program: Program, node: fx.Node, axis: str) -> bool:
     """Whether an operand is a shard that the operation's own rule refuses."""
-    call, rule = call_of(node, program.axes[axis]), rule_of(node.target)
+    rule = rule_of(node.target)
     assert rule is not None
-    placements = [layout.on(axis) for operand in operands(node) for layout in output_layouts(operand)]
+    views = [
+        inner_view(operand, program.axes, [axis], index)
+        for operand in operands(node)
+        for index in range(len(output_layouts(operand)))
+    ]
+    outputs = tuple(inner_view(node, program.axes, [axis], index)[0] for index in range(len(output_layouts(node))))
+    call = call_of(node, program.axes[axis])
+    call = replace(call, operands=tuple(kind for kind, _ in views), outputs=outputs)
     return any(
         placement.is_shard and isinstance(seed_signature(rule, call, index, placement), Refusal)
-        for index, placement in enumerate(placements)
+        for index, (_, placement) in enumerate(views)
     )
 
 

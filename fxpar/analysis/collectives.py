@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Set
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from math import prod
 from typing import Any
 
 from torch import fx
 
+from fxpar.layout.layout import Placement
 from fxpar.layout.symbols import Size, evaluate, simplify, symbol
 from fxpar.ops.operator import Crossing, Operator
+from fxpar.program.coercions import axes_of, inner_view
 from fxpar.program.gradients import carried, reached
 from fxpar.program.mixed import held_type
-from fxpar.program.program import Program, note, operands, output_layouts
+from fxpar.program.program import Program, TensorType, note, operands, output_layouts
 from fxpar.program.weights import weights_of
 from fxpar.rules import call_of
 
@@ -73,13 +76,23 @@ def collectives(program: Program, sizes: Mapping[str, int] | None = None) -> lis
 
 
 def _crossing(program: Program, node: fx.Node, wanted: Set[fx.Node], of_parameters: bool) -> Crossing:
-    axis = str(node.kwargs["axis"])
-    call = call_of(node, program.axes[axis])
-    before = [layout.on(axis) for operand in operands(node) for layout in output_layouts(operand)]
-    after = [layout.on(axis) for layout in output_layouts(node)]
-    held = [held_type(program.plan, kind) for kind in call.outputs]
-    takes = [_takes(node, index, wanted) for index in range(len(after))]
-    return Crossing(call, tuple(before), tuple(after), tuple(held), of_parameters, tuple(takes))
+    """The node as its axes see it, over what the other axes leave."""
+    names = axes_of(node)
+
+    def views(value: fx.Node) -> list[tuple[TensorType, Placement]]:
+        return [inner_view(value, program.axes, names, index) for index in range(len(output_layouts(value)))]
+
+    before = [view for operand in operands(node) for view in views(operand)]
+    after = views(node)
+    call = replace(
+        call_of(node, prod(program.axes[axis] for axis in names)),
+        operands=tuple(kind for kind, _ in before),
+        outputs=tuple(kind for kind, _ in after),
+    )
+    held = tuple(held_type(program.plan, kind) for kind in call.outputs)
+    takes = tuple(_takes(node, index, wanted) for index in range(len(after)))
+    given, made = (tuple(placement for _, placement in side) for side in (before, after))
+    return Crossing(call, given, made, held, of_parameters, takes)
 
 
 def in_input_sizes(program: Program, size: Size) -> str:

@@ -277,3 +277,14 @@ def joined(outer: Placement, n: int, inner: Placement) -> Placement | None:
         for x, y in pairs
     ]
     return replace(outer, pieces=pieces_of([x for x, _ in pairs])) if alike and all(alike) else None
+
+
+def joined_cut(layout: Layout, axes: Mapping[str, int], names: Sequence[str]) -> Placement | None:
+    """The cut of several axes that a layout lists last as one over all their ranks; None where it is none."""
+    found, ranks = layout.on(names[0]), axes[names[0]]
+    for axis in names[1:]:
+        whole = joined(found, ranks, layout.on(axis))
+        if whole is None:
+            return None
+        found, ranks = whole, ranks * axes[axis]
+    return found

@@ -13,6 +13,7 @@ from fxpar.ops.coercions import COERCION_OF, sum_gradients
 from fxpar.ops.functions import function
 from fxpar.ops.operator import Operator, alike
 from fxpar.ops.random import attention, axis_index, dropout, uniform, uniform_like
+from fxpar.ops.sizes import size
 from fxpar.ops.vocabulary import argmax, cross_entropy, embedding, log_softmax, logsumexp, nll_loss, topk
 
 __all__ = ["COMPOSITE_OF", "OPERATORS", "Operator", "alike"]
@@ -22,7 +23,7 @@ _WORDS = (embedding, cross_entropy, nll_loss, log_softmax, logsumexp, argmax, to
 
 # What the text form may name behind `fxpar.`.
 OPERATORS: Mapping[str, Operator] = MappingProxyType(
-    {record.__name__: record for record in (*COERCION_OF, *_DRAWN, sum_gradients, *_WORDS, function)}
+    {record.__name__: record for record in (*COERCION_OF, *_DRAWN, sum_gradients, *_WORDS, function, size)}
 )
 
 # The composite operator of each operation of torch that has one.

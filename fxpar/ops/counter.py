@@ -52,7 +52,7 @@ def global_index(shape: Sequence[int], cuts: Sequence[IndexCut], device: torch.d
     for dim, size in enumerate(shape):
         position = torch.arange(size, device=device)
         whole = size
-        for cut_dim, outer, n, rank in cuts:
+        for cut_dim, outer, n, rank in reversed(cuts):
             if cut_dim == dim:
                 run = whole // outer
                 position = position // run * (run * n) + rank * run + position % run
@@ -68,7 +68,7 @@ def random_words(shape: Sequence[int], rng: Tensor, origin: int, cuts: Sequence[
         shape: the rank's shape.
         rng: i64[3]: seed, step, microbatch.
         origin: identity of the node, 32 bits.
-        cuts: the axes over which the tensor is cut.
+        cuts: the axes over which the tensor is cut, the outermost first.
     """
     index = global_index(shape, cuts, rng.device)
     # Four neighbours share a counter and take one word each.

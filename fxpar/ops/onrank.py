@@ -8,8 +8,9 @@ index tensors they pass.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import sympy
@@ -20,6 +21,7 @@ from fxpar.layout.layout import Placement, share_of
 from fxpar.layout.symbols import Size
 from fxpar.ops.collectives import Group
 from fxpar.ops.mixed import Lowering
+from fxpar.program.coercions import axes_of, inner_view
 from fxpar.program.program import Program, operands, output_layouts
 
 
@@ -58,7 +60,7 @@ class OnRank:
         self._sizes: dict[str, fx.Node] = {}
         self.mixed = Lowering(program, self._first) if main_values else None
         self.indices: dict[str, fx.Node] = {}
-        for axis in groups:
+        for axis in (axis for axis in program.axes if axis in groups):
             with self._graph.inserting_before(self._first):
                 self.indices[axis] = self._graph.placeholder(f"{axis}_rank")
 
@@ -68,12 +70,21 @@ class OnRank:
         Raises:
             KeyError: the axis has no group.
         """
-        axis = str(node.kwargs["axis"])
-        return Ranks(self._groups[axis].name, self._groups[axis].size, self.indices[axis])
+        group = self._groups[str(node.kwargs["axis"])]
+        return Ranks(group.name, group.size, self._index(axes_of(node)))
+
+    def _index(self, names: Sequence[str]) -> fx.Node:
+        """Number of the rank in the joined group of some axes, neighbours being on the last."""
+        index = self.indices[names[0]]
+        for axis in names[1:]:
+            with self._graph.inserting_before(self._first):
+                scaled = self._graph.call_function(operator.mul, (index, self.program.axes[axis]))
+                index = self._graph.call_function(operator.add, (scaled, self.indices[axis]))
+        return index
 
     def placed(self, value: fx.Node, node: fx.Node) -> Placement:
-        """How `value` is held on the axis that `node` names."""
-        return output_layouts(value)[0].on(str(node.kwargs["axis"]))
+        """How `value` is held on the axes that `node` names, as these see it innermost."""
+        return inner_view(value, self.program.axes, axes_of(node))[1]
 
     def size(self, size: Size) -> Any:
         """A size as a number, or a symbolic one as a node."""
@@ -98,10 +109,16 @@ class OnRank:
             with self._graph.inserting_before(self._first):
                 source = self.program.node(path.node)
                 size = self._graph.call_function(torch.ops.aten.sym_size.int, (source, known.dim))
-                if known.multiple > 1:
-                    size = self._graph.call_function(operator.floordiv, (size, known.multiple))
+                shared = known.multiple // self._ranks_of(source, known.dim)
+                if shared > 1:
+                    size = self._graph.call_function(operator.floordiv, (size, shared))
                 self._sizes[name] = size
         return self._sizes[name]
+
+    def _ranks_of(self, value: fx.Node, dim: int) -> int:
+        """How many ranks cut a dimension of an input."""
+        cuts = [axis for layout in output_layouts(value) for axis, p in layout if p.is_shard and p.dim == dim]
+        return prod(self.program.axes[axis] for axis in cuts)
 
     def cut(self, placement: Placement) -> tuple[int, list[tuple[Any, Any]]]:
         """Dimension and pieces of a shard, as `fxpar.ops.collectives` takes them."""

@@ -6,7 +6,7 @@ reads what it needs there: the rules, the checks of shapes, lowering, reports an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
@@ -45,12 +45,14 @@ class OnShapes:
         args: its arguments, tensors and numbers in place of nodes.
         kwargs: the same by name.
         outputs: what the note, with the layout where the shapes are a rank's, says of the results.
+        axes: sizes of the mesh axes where the shapes are a rank's; none where they are the whole's.
     """
 
     node: fx.Node
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     outputs: tuple[Tensor, ...]
+    axes: Mapping[str, int]
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ def own_bits(call: Call, placements: Sequence[Placement]) -> Refusal | None:
     """An axis index is passed exactly where the values are a shard (SPEC 2.4)."""
     varying = [i for i, name in enumerate(call.names) if name == "indices" and placements[i].kind == "V"]
     is_shard = placements[0].is_shard
-    if is_shard and not varying:
+    if is_shard and len(varying) != 1:
         return Refusal("the ranks hold different elements but would draw the same bits: pass fxpar.axis_index")
     if is_shard and len(placements[0].pieces) > 1:
         return Refusal("random bits for a dimension of several segments: split the segments first")
@@ -76,9 +76,9 @@ def _indexed(
         found = seed_signature(plain, call, index, placement)
         if isinstance(found, Refusal):
             return found
-        is_shard = found.operands[0].is_shard
-        pairs = zip(call.names, found.operands, strict=True)
-        ins = tuple(V if name == "indices" and is_shard else p for name, p in pairs)
+        # The index of this axis varies, and those of others do not: any may stand for it here.
+        own = call.position("indices") if found.operands[0].is_shard else None
+        ins = tuple(V if i == own else p for i, p in enumerate(found.operands))
         refused = check(call, ins)
         return refused if isinstance(refused, Refusal) else Signature(ins, found.outputs)
 

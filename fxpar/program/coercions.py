@@ -6,12 +6,14 @@ of coercions is in `fxpar.ops.coercions`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from torch import fx
 
 from fxpar.layout.layout import I, Piece, Placement, R
+from fxpar.layout.nesting import innermost, joined_cut, seen_by
+from fxpar.program.program import TensorType, output_layouts, output_types
 
 
 def axes_of(node: fx.Node) -> tuple[str, ...]:
@@ -75,3 +77,32 @@ def held_fraction(placement: Placement, n: int) -> float:
     if len({part for _, part in parts}) == 1 or any(not isinstance(length, int) for length, _ in parts):
         return max(part for _, part in parts)
     return sum(int(length) * part for length, part in parts) / total
+
+
+def inner_view(
+    value: fx.Node, axes: Mapping[str, int], names: Sequence[str], output: int = 0
+) -> tuple[TensorType, Placement]:
+    """What the other axes leave of a value, and how some axes hold that: as one placement over all their ranks.
+
+    Args:
+        value: a node with layouts.
+        axes: sizes of the mesh axes.
+        names: the axes, outermost first.
+        output: which of the node's tensors it is.
+
+    Raises:
+        ValueError: the axes hold it in different ways, or others cut across their blocks.
+    """
+    kind, layout = output_types(value)[output], output_layouts(value)[output]
+    last = innermost(layout, axes, names)
+    if last is None:
+        raise ValueError(f"{layout} of %{value.name} cannot be listed with {'-'.join(names)} innermost")
+    placement = last.on(names[0])
+    if placement.is_shard:
+        cut = joined_cut(last, axes, names)
+        if cut is None:
+            raise ValueError(f"{layout} of %{value.name} is not one run of blocks over {'-'.join(names)}")
+        placement = cut
+    elif any(last.on(axis) != placement for axis in names):
+        raise ValueError(f"{layout} of %{value.name} is not alike on {'-'.join(names)}")
+    return TensorType(kind.dtype, seen_by(last, kind.shape, axes)[names[0]]), placement

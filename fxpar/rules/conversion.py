@@ -19,7 +19,7 @@ from torch import fx
 
 from fxpar.errors import LayoutError
 from fxpar.layout.layout import Layout, Placement, R
-from fxpar.layout.nesting import innermost, joined, misfit, spelled
+from fxpar.layout.nesting import innermost, joined_cut, misfit, spelled
 from fxpar.ops.coercions import COERCION_OF, Coercion, coercion
 from fxpar.program.coercions import axes_of, held_fraction, resting
 from fxpar.program.program import describe, operands, output_layouts, output_types
@@ -91,17 +91,6 @@ def _check_joined(node: fx.Node, before: Layout, after: Layout, axes: Mapping[st
         if any(layout.on(axis).is_shard for axis in names) and joined_cut(layout, axes, names) is None:
             reason = f"{layout} is not one run of blocks over {'-'.join(names)}"
             fail(node, names[-1], reason, "convert the axes one by one, the innermost first")
-
-
-def joined_cut(layout: Layout, axes: Mapping[str, int], names: Sequence[str]) -> Placement | None:
-    """The cut of several axes that a layout lists last as one over all their ranks; None where it is none."""
-    found, ranks = layout.on(names[0]), axes[names[0]]
-    for axis in names[1:]:
-        whole = joined(found, ranks, layout.on(axis))
-        if whole is None:
-            return None
-        found, ranks = whole, ranks * axes[axis]
-    return found
 
 
 # ---------------------------------------------------------------------- the way from one layout to another

@@ -12,12 +12,14 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import fx
 
 from fxpar.errors import LayoutError
 from fxpar.layout.layout import I, Layout, Placement, R, V
 from fxpar.layout.nesting import common_order, listed, spelled
+from fxpar.ops import alike
 from fxpar.ops.coercions import COERCION_OF, sum_gradients
 from fxpar.ops.random import axis_index
 from fxpar.program.coercions import axes_of, resting, unsettled
@@ -105,12 +107,19 @@ def steps(node: fx.Node, given: Context) -> Iterator[Step]:
         placements = tuple(layout.on(axis) for layout in layouts)
         if isinstance(call, Refusal):
             fail(node, axis, f"{call.reason} ({shown(node, placements)})")
+        call = replace(call, target=_target_on(node, axis))
         found = judged(call, placements, given)
         yield Step(axis, call, placements, found)
         if isinstance(found, Refusal):
             return
         if inside is not None:
             call = _inside(call, placements, found, given.axes[inside])
+
+
+def _target_on(node: fx.Node, axis: str) -> Any:
+    """On an axis that a composite operator does not name it is the operator of torch that it is like."""
+    is_other = axes_of(node) and axis not in axes_of(node)
+    return alike(node.target) if is_other else node.target
 
 
 def _listed(layout: Layout, axes: Mapping[str, int], order: Sequence[str]) -> Layout:

@@ -296,7 +296,9 @@ def infer(
     if isinstance(wanted, Refusal):
         return wanted
     for i, (kind, want) in enumerate(zip(kinds, wanted.operands, strict=True)):
-        given = placements[i] if kind == "S" or want.kind == "V" else R
+        if rule.varying and call.names[i] in rule.varying:
+            continue  # of the axes' indices one varies here: the rule's check has seen which
+        given = placements[i] if kind == "S" else R
         if given != want:
             return Refusal(
                 f"operand {call.names[i]} is {given} where {want} fits {placements[index]} of {call.names[index]}"

@@ -104,7 +104,7 @@ def _run(program: Program, sizes: Mapping[str, int], local: bool) -> None:
             check_cost(node, args, kwargs)
             key = _identity(node, args, kwargs)
             if key is None or key not in calls:
-                calls[key] = _call(node, args, kwargs, wanted)
+                calls[key] = _call(node, args, kwargs, wanted, program.axes if local else {})
             values[node] = calls[key]
         except _FAILURES as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
@@ -128,11 +128,17 @@ def _identity(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     return node.target, plain(args), plain([*kwargs.items()])
 
 
-def _call(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], wanted: Sequence[Tensor]) -> Any:
+def _call(
+    node: fx.Node,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    wanted: Sequence[Tensor],
+    axes: Mapping[str, int],
+) -> Any:
     """The operation on meta tensors; for fxpar's own operators what their records say."""
     target: Any = node.target
     if isinstance(target, Operator):
-        return target.on_shapes(OnShapes(node, args, kwargs, tuple(wanted)))
+        return target.on_shapes(OnShapes(node, args, kwargs, tuple(wanted), axes))
     if _makes_tensors(node) or "device" in kwargs:
         kwargs = {**kwargs, "device": "meta"}
     if target is aten.view.default:  # as it is lowered: strides are those of a kernel

@@ -16,7 +16,9 @@ from torch import fx
 from fxpar.errors import CheckFailed, LayoutError
 from fxpar.layout.layout import I, Layout, Placement, R
 from fxpar.layout.nesting import misfit
+from fxpar.mesh.purpose import Cuts
 from fxpar.ops.coercions import coercion
+from fxpar.ops.sizes import size
 from fxpar.program.coercions import at_rest, resting, unsettled
 from fxpar.program.gradients import carried
 from fxpar.program.program import Program, describe, note, operands, output_layouts, output_types, tensor_type
@@ -97,6 +99,8 @@ def _check_number(node: fx.Node, found: Mapping[fx.Node, tuple[Layout, ...]]) ->
     Raises:
         LayoutError: it is the size of a dimension that is cut, or made of elements that differ by rank.
     """
+    if node.target is size:
+        return  # it speaks of the whole
     for operand in operands(node):
         for layout, kind in zip(found[operand], output_types(operand), strict=True):
             for axis, placement in layout:
@@ -135,7 +139,7 @@ def _placeholder(program: Program, node: fx.Node, carries: bool) -> Layout:
                 where=describe(node),
                 remedy=_start(node, axis, whole, placement),
             )
-        if placement.is_shard and program.parameter(node) is None:
+        if placement.is_shard and program.parameter(node) is None and axis not in program.plan.axes_for(Cuts.BATCH):
             raise LayoutError(
                 f"on axis {axis}: an input cannot be {placement}: every rank gets it whole",
                 where=describe(node),
