@@ -114,6 +114,7 @@ class Conversion:
 # What a collective sends, in sizes of the value that it is about.
 _SENT: Mapping[str, float] = {"": 0.0, "all_reduce": 2.0}
 _STEP = 1e-3  # of two ways that send the same the shorter one
+_LATE = 1e-6  # and that which sends first: what sums a parameter's gradient stands at the parameter
 
 
 def conversions(source: Layout, target: Layout, axes: Mapping[str, int], carries: bool) -> list[Conversion] | None:
@@ -135,7 +136,8 @@ def conversions(source: Layout, target: Layout, axes: Mapping[str, int], carries
             continue
         seen.add(layout)
         for step in _next(layout, end, axes):
-            heapq.heappush(ways, (cost + _cost(layout, step, axes), next(count), step.layout, (*path, step)))
+            more = _cost(layout, step, axes) + (_LATE * len(path) if step.row.forward or step.row.backward else 0.0)
+            heapq.heappush(ways, (cost + more, next(count), step.layout, (*path, step)))
     return None
 
 
