@@ -77,6 +77,16 @@ def divide_batch(program: Program) -> Program:
     return program
 
 
+def of_all_ranks(program: Program) -> Program:
+    """The program for the batches of all data ranks together, where its example is one rank's."""
+    n = math.prod(program.plan.axes_for(Cuts.BATCH).values())
+    if n == 1:
+        return program
+    name = batch_symbol(program)
+    grown = (replace(s, example=s.example * n) if s.name == name else s for s in program.symbols)
+    return program.with_(symbols=tuple(grown))
+
+
 def _value(node: fx.Node) -> Size:
     kind = note(node).type
     return kind.value if isinstance(kind, ScalarType) else 1

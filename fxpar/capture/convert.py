@@ -63,15 +63,14 @@ class CallSpec:
     out_leaves: tuple[tuple[str, Any], ...]
     conditions: tuple[Any, ...] = ()
 
-    def admits(self, program: Program, sizes: Mapping[str, int]) -> bool:
-        """Whether the trace is the model at these values of the program's symbols.
+    def admits(self, sizes: Mapping[str, int]) -> bool:
+        """Whether the trace is the model for inputs of these sizes, by symbol.
 
         A trace takes it for granted that symbols are not 1, and records none of the branches that are decided by that.
         """
-        values = {symbol.name: sizes[symbol.name] * symbol.multiple for symbol in program.symbols}
-        if 1 in values.values():
+        if 1 in sizes.values():
             return False
-        return all(bool(r.subs({s: values[str(s)] for s in r.free_symbols})) for r in self.conditions)
+        return all(bool(r.subs({s: sizes[str(s)] for s in r.free_symbols})) for r in self.conditions)
 
 
 class _Converter:

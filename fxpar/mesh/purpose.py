@@ -7,9 +7,10 @@ Nothing outside `fxpar/mesh` and `fxpar/plan` knows an axis by its name: passes 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import combinations
 
 
 class Cuts(StrEnum):
@@ -41,3 +42,14 @@ PURPOSES: Mapping[str, Purpose] = {
     "ep": Purpose(Cuts.EXPERTS, "expert parallel"),
     "tp": Purpose(Cuts.FEATURES, "tensor parallel"),
 }
+
+
+def joined_names(axes: Iterable[str]) -> tuple[str, ...]:
+    """The names of all sets of axes that may communicate: `dp`, `tp`, `dp-tp`.
+
+    Args:
+        axes: in nesting order.
+    """
+    names = tuple(axes)
+    sets = (combinations(names, count) for count in range(1, len(names) + 1))
+    return tuple("-".join(some) for found in sets for some in found)

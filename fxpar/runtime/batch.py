@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -17,9 +18,11 @@ from torch import Tensor, nn
 
 from fxpar.capture import CallSpec
 from fxpar.errors import InputError
+from fxpar.layout.layout import Layout
+from fxpar.layout.nesting import local_shape
 from fxpar.layout.symbols import evaluate
 from fxpar.passes.assign_rng import RNG_PATH
-from fxpar.program.program import Input, Program
+from fxpar.program.program import Input, Program, output_layouts
 
 # What transformers calls a cache, and the flag that asks for one.
 _CACHES = ("past_key_values", "past_key_value", "cache_params", "use_cache")
@@ -172,34 +175,66 @@ def bind(spec: CallSpec, call: Any, device: torch.device) -> dict[str, Tensor]:
     return {str(what): value.to(device).contiguous() for (kind, what), value in pairs if kind == "input"}
 
 
-def sizes_of(program: Program, inputs: Mapping[str, Tensor]) -> dict[str, int] | None:
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of a call.
+
+    Attributes:
+        shares: values of the program's symbols: what each rank has of a size that ranks share out.
+        given: of the inputs as this rank brings them, by symbol.
+    """
+
+    shares: dict[str, int]
+    given: dict[str, int]
+
+
+def sizes_of(program: Program, inputs: Mapping[str, Tensor]) -> Sizes | None:
     """The symbols' values; None where the program was traced for other fixed sizes.
 
     Raises:
         InputError: sizes differ that were equal in the example.
     """
-    values: dict[str, int] = {}
+    found = Sizes({}, {})
     first: dict[str, str] = {}
     symbols = {symbol.size: symbol for symbol in program.symbols}
     entries = user_inputs(program)
     for entry in entries:
+        cut = _cut_dims(program, entry)
         for dim, wanted in enumerate(entry.type.shape):
             if wanted in symbols:
-                found, known = inputs[entry.path].shape[dim], symbols[wanted]
-                share, rest = divmod(found, known.multiple)
+                size, known = inputs[entry.path].shape[dim], symbols[wanted]
+                ranks = known.multiple // cut.get(dim, 1)
+                share, rest = divmod(size, ranks)
                 if rest:
                     raise InputError(
-                        f"has size {found} in dimension {dim}, which {known.multiple} ranks cannot share out",
+                        f"has size {size} in dimension {dim}, which {ranks} ranks cannot share out",
                         where=f"batch entry {entry.path}",
-                        remedy=f"pad it to a multiple of {known.multiple}, or set sequence_parallel=False",
+                        remedy=f"pad it to a multiple of {ranks}, or set sequence_parallel=False",
                     )
                 place = first.setdefault(known.name, f"{entry.path} dimension {dim}")
-                if values.setdefault(known.name, share) != share:
-                    _unequal(entry.path, dim, found, place, values[known.name] * known.multiple)
+                known_size = found.given.setdefault(known.name, size)
+                if found.shares.setdefault(known.name, share) != share:
+                    _unequal(entry.path, dim, size, place, known_size)
     for entry in entries:
-        if tuple(evaluate(size, values) for size in entry.type.shape) != tuple(inputs[entry.path].shape):
+        part = [local_shape(entry.type.shape, layout, program.axes) for layout in _layouts(program, entry)]
+        shape = part[0] if part else entry.type.shape
+        if tuple(evaluate(size, found.shares) for size in shape) != tuple(inputs[entry.path].shape):
             return None
-    return values
+    return found
+
+
+def _layouts(program: Program, entry: Input) -> tuple[Layout, ...]:
+    return output_layouts(program.node(entry.node))
+
+
+def _cut_dims(program: Program, entry: Input) -> dict[int, int]:
+    """Ranks by the dimension of an input that they share out; each brings its part of it."""
+    found: dict[int, int] = {}
+    for layout in _layouts(program, entry):
+        for axis, placement in layout:
+            if placement.is_shard:
+                found[placement.dim] = found.get(placement.dim, 1) * program.axes[axis]
+    return found
 
 
 def _unequal(path: str, dim: int, found: int, place: str, known: int) -> NoReturn:

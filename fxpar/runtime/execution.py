@@ -61,8 +61,10 @@ class Executor:
         module = apply_recompute(self.lowered.only(wanted).module)
         if not self.plan.compile:
             return module
-        options: dict[str, Any] = {"post_grad_custom_post_pass": Overlap(self.plan.cost, self.plan.tp)}
-        if self.plan.tp > 1:
+        options: dict[str, Any] = {
+            "post_grad_custom_post_pass": Overlap(self.plan.cost, max(self.plan.axes.values(), default=1))
+        }
+        if self.plan.axes:
             # Inductor's own order for peak memory would bring weight gradients back in front of collectives.
             options["reorder_for_peak_memory"] = False
         return torch.compile(module, fullgraph=True, dynamic=False, options=options)

@@ -22,6 +22,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from fxpar.errors import InputError, RankError
+from fxpar.mesh.purpose import PURPOSES, Cuts
 from fxpar.ops.collectives import Group
 from fxpar.ops.groups import process_group
 from fxpar.runtime import batch as calls
@@ -47,7 +48,7 @@ class Inputs:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._hosts, self._devices = _hosts(world), _all(dist.group.WORLD)
+        self._hosts, self._devices = _hosts(world), _alike(world)
         self._steps: dict[int, Tensor] = {}
         # What the device has not said yet: when it has, into which memory, and about which batch.
         self._pending: tuple[torch.cuda.Event, Tensor, Any] | None = None
@@ -66,15 +67,19 @@ class Inputs:
         batch = pytree.tree_map_only(Tensor, lambda value: value.to(device), batch)
         text = hashlib.sha256(json.dumps(facts).encode()).digest()
         known = torch.frombuffer(bytearray(text[:8]), dtype=torch.int64)
-        values = self.checksum(batch)
-        if device.type == "cpu":
-            known = torch.cat([known, values])
-        found = _extremes(known, self._hosts)
-        if not _is_equal(found):
+        values = None if self._devices is None else self.checksum(batch)
+        is_one = self._devices is not None and self._devices.size == self._world.size
+        if device.type == "cpu" and values is not None and is_one:
+            known, values = torch.cat([known, values]), None
+        if not _is_equal(_extremes(known, self._hosts)):
             self._differs(batch, facts)
-        if device.type == "cpu":
+        if values is None or self._devices is None:
             return batch, None
         found = _extremes(values, self._devices)
+        if device.type == "cpu":
+            if not _is_equal(found):
+                self._differs(batch, facts)
+            return batch, None
         host = torch.empty(found.shape, dtype=torch.int64, pin_memory=True)
         host.copy_(found, non_blocking=True)
         event = torch.cuda.Event()
@@ -94,7 +99,8 @@ class Inputs:
 
     def _differs(self, batch: Any, facts: Mapping[str, str]) -> None:
         """Finds out what differs, where ranks can say it in words."""
-        self._world.agreement.agree({**facts, **calls.batch_facts(batch, values=True)}, _REMEDY)
+        everything = self._devices is not None and self._devices.size == self._world.size
+        self._world.agreement.agree({**facts, **calls.batch_facts(batch, values=everything)}, _REMEDY)
         raise InputError("differs between ranks", where="the batch", remedy=_REMEDY)
 
     def checksum(self, batch: Any) -> Tensor:
@@ -156,6 +162,12 @@ def _hosts(world: World) -> Group:
                 remedy="set GLOO_SOCKET_IFNAME to the network's interface, or pass check_inputs=False",
             ) from error
     return _all(own)
+
+
+def _alike(world: World) -> Group | None:
+    """The group of the ranks that are given the same batch; None where each has its own."""
+    names = [axis for axis in world.coordinates if PURPOSES[axis].cuts is not Cuts.BATCH]
+    return world.groups["-".join(names)] if names else None
 
 
 def _all(group: Any) -> Group:

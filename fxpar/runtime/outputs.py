@@ -5,18 +5,19 @@ Enters: a rank's results by name. Leaves: the nest that the author's forward ret
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fxpar.errors import InputError
-from fxpar.layout.layout import Layout, Placement, shard
+from fxpar.layout.layout import Layout, Placement, R, shard
+from fxpar.layout.nesting import seen_by
 from fxpar.layout.shards import without_padding
-from fxpar.layout.symbols import evaluate
+from fxpar.layout.symbols import Size, evaluate
 from fxpar.ops import bound
 from fxpar.program.program import TensorType, note, output_layouts
 from fxpar.runtime.programs import Call
@@ -49,28 +50,46 @@ def _with_plain_gradient(value: Tensor) -> Tensor:
 
 
 def _whole_or_dtensor(name: str, value: Tensor, layout: Layout, call: Call, world: World) -> Any:
-    """A sharded output as DTensor where its shard is an even block of the dimension, else gathered."""
+    """A sharded output as DTensor where its shards are even blocks of dimensions; others are gathered."""
     program = call.compiled.program
-    placement = layout.on("tp") if "tp" in program.axes else Placement("I")
-    if not placement.is_shard:
+    if not any(placement.is_shard for _, placement in layout):
         return _with_plain_gradient(value)
     kind = note(program.output_nodes()[name]).type
     assert isinstance(kind, TensorType)
-    if placement.is_padded or placement == shard(placement.dim, kind.shape[placement.dim]):
-        # The last ranks may hold less than the first: the whole shape cannot be told from the part.
-        own = without_padding(value, layout, program.axes, world.coordinates)
-        shape = torch.Size([evaluate(size, call.sizes) for size in kind.shape])
-        return DTensor.from_local(
-            own,
-            world.device_mesh["tp"],
-            [Shard(placement.dim)],
-            run_check=False,
-            shape=shape,
-            stride=torch.empty(shape, device="meta").stride(),
-        )
+    for axis in reversed([axis for axis, _ in layout]):
+        seen = seen_by(layout, kind.shape, program.axes)[axis]
+        placement = layout.on(axis)
+        if placement.is_shard and not _is_block(placement, seen):
+            value = _gathered(name, value, axis, placement, call, world)
+            layout = layout.with_(axis, R)
+    cuts = dict(layout)
+    if not any(placement.is_shard for placement in cuts.values()):
+        return _with_plain_gradient(value)
+    # The last ranks may hold less than the first: the whole shape cannot be told from the part.
+    own = without_padding(value, layout, program.axes, world.coordinates)
+    shape = torch.Size([evaluate(size, call.sizes) for size in kind.shape])
+    mesh = world.device_mesh
+    assert mesh.mesh_dim_names is not None
+    held = [cuts[axis] for axis in mesh.mesh_dim_names]
+    return DTensor.from_local(
+        own,
+        mesh,
+        [Shard(placement.dim) if placement.is_shard else Replicate() for placement in held],
+        run_check=False,
+        shape=shape,
+        stride=torch.empty(shape, device="meta").stride(),
+    )
+
+
+def _is_block(placement: Placement, shape: Sequence[Size]) -> bool:
+    """Whether the ranks hold one block each, in their order, as `Shard` says."""
+    return placement.is_padded or placement == shard(placement.dim, shape[placement.dim])
+
+
+def _gathered(name: str, value: Tensor, axis: str, placement: Placement, call: Call, world: World) -> Tensor:
     if placement.is_shared:
         raise InputError(f"the ranks hold {placement} of it", where=f"output {name}", remedy="do not return it")
     pieces = [(evaluate(p.outer, call.sizes), evaluate(p.size, call.sizes)) for p in placement.pieces]
-    group = world.groups["tp"]
-    index = call.compiled.indices[call.compiled.lowered.indices.index("tp")]
+    group = world.groups[axis]
+    index = call.compiled.indices[call.compiled.lowered.indices.index(axis)]
     return bound.gather(value, placement.dim, pieces, group.name, group.size, index)

@@ -21,6 +21,7 @@ from fxpar.layout.layout import Layout
 from fxpar.manager import Pass
 from fxpar.ops.lower import Lowered
 from fxpar.passes.annotate import annotate, keeping
+from fxpar.passes.divide_batch import of_all_ranks
 from fxpar.plan.plan import Plan
 from fxpar.program.program import PRECISION_DTYPES, Program, TensorType, note, output_layouts
 from fxpar.runtime import batch as calls
@@ -51,9 +52,9 @@ class Compiled:
     admitted: set[tuple[int, ...]] = field(default_factory=set)
 
     def admits(self, sizes: Mapping[str, int]) -> bool:
-        """Whether the program is the model at these sizes."""
+        """Whether the program is the model for inputs of these sizes."""
         key = tuple(sizes.values())
-        if key not in self.admitted and self.captured.spec.admits(self.program, sizes):
+        if key not in self.admitted and self.captured.spec.admits(sizes):
             self.admitted.add(key)
         return key in self.admitted
 
@@ -156,7 +157,7 @@ class Programs:
         nest = ((batch,), {}) if compiled.captured.loss is not None else arguments(self.skeleton, batch, False)
         inputs = calls.bind(spec, nest, self._world.device)
         sizes = calls.sizes_of(compiled.program, inputs)
-        return None if sizes is None or not compiled.admits(sizes) else Call(compiled, inputs, sizes)
+        return None if sizes is None or not compiled.admits(sizes.given) else Call(compiled, inputs, sizes.shares)
 
     def _compile(self, batch: Any, with_loss: bool, loss: Any = "", model: nn.Module | None = None) -> Compiled:
         """Captures and splits the model for a batch; with an empty loss, the loss is what is there of it.
@@ -173,7 +174,8 @@ class Programs:
             if not with_loss:
                 calls.check_use(self.skeleton, captured.program)
                 captured = replace(captured, program=captured.program.with_(loss=self._loss_name(captured.program)))
-            return replace(captured, findings=findings(captured, self._compared(captured, batch, model)))
+            captured = replace(captured, findings=findings(captured, self._compared(captured, batch, model)))
+            return replace(captured, program=of_all_ranks(captured.program))
 
         asked = self._loss if with_loss else loss
         compiled = compile_model(self.skeleton, calls.example(batch), self._plan, asked, passes, review)

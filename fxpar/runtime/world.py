@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fxpar.errors import PlanError, RankError
 from fxpar.mesh.mesh import Mesh
+from fxpar.mesh.purpose import joined_names
 from fxpar.ops.collectives import Group
 from fxpar.ops.groups import create_groups, process_group
 from fxpar.plan.plan import Plan
@@ -34,8 +35,8 @@ class World:
         size: number of processes.
         device: of parameters and inputs.
         mesh: which ranks communicate with which.
-        groups: name and size of the process group by axis; axes of one rank have none.
-        coordinates: the rank's index on each of these axes.
+        groups: name and size of the process group by axis, and by axes that are joined (`dp-tp`).
+        coordinates: the rank's index on each axis of more than one rank.
         agreement: where the ranks compare their programs and leave the reasons of failures.
     """
 
@@ -89,8 +90,9 @@ def join(plan: Plan, agreement: Agreement) -> World:
     """
     size = dist.get_world_size() if dist.is_initialized() else 1
     if size != plan.world_size:
+        asked = ", ".join(f"{axis}={n}" for axis, n in plan.axes.items()) or "of one rank"
         raise PlanError(
-            f"the plan needs {plan.world_size} processes (tp={plan.tp}) and there are {size}",
+            f"the plan needs {plan.world_size} processes ({asked}) and there are {size}",
             where="world size",
             remedy=f"start with torchrun --nproc-per-node {plan.world_size}",
         )
@@ -101,9 +103,9 @@ def join(plan: Plan, agreement: Agreement) -> World:
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     agreement.agree(plan_facts(plan), "pass the same plan on every rank")  # before groups are created by it
     mesh = plan.mesh
-    groups = create_groups(mesh, plan.axes, timedelta(seconds=agreement.seconds))
+    groups = create_groups(mesh, joined_names(plan.axes), timedelta(seconds=agreement.seconds))
     index = mesh.coordinates(rank)
-    return World(rank, size, device, mesh, groups, {axis: index[axis] for axis in groups}, agreement)
+    return World(rank, size, device, mesh, groups, {axis: index[axis] for axis in plan.axes}, agreement)
 
 
 def _initialise(seconds: float) -> None:

@@ -33,8 +33,8 @@ class Ranks:
     Attributes:
         device: of its tensors.
         mesh: which ranks communicate with which.
-        groups: name and size of the process group by axis; axes of one rank have none.
-        coordinates: the rank's index on each of these axes.
+        groups: name and size of the process group by axis, and by axes that are joined.
+        coordinates: the rank's index on each axis of more than one rank.
     """
 
     device: torch.device

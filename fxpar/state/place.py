@@ -52,7 +52,7 @@ class Place:
     @cached_property
     def axes(self) -> Mapping[str, int]:
         """Ranks of each axis."""
-        return {axis: group.size for axis, group in self.ranks.groups.items()}
+        return {axis: self.ranks.groups[axis].size for axis in self.ranks.coordinates}
 
     @cached_property
     def part_shape(self) -> torch.Size:

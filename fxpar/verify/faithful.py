@@ -103,7 +103,7 @@ def _smaller(captured: Captured, whole: Mapping[str, int]) -> Iterator[dict[str,
     rows = {s.name: min(_ROWS, whole[s.name]) if s.dim == 0 else whole[s.name] for s in program.symbols}
     short = {s.name: rows[s.name] if s.dim == 0 else min(_LENGTH, rows[s.name]) for s in program.symbols}
     for sizes in (rows, short, dict(whole)):
-        if sizes == whole or captured.spec.admits(program, sizes):
+        if sizes == whole or captured.spec.admits(sizes):
             yield sizes
 
 

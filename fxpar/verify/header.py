@@ -43,8 +43,8 @@ def check_header(program: Program) -> None:
 
 
 def _check_node(program: Program, node: fx.Node) -> None:
-    shown = node.target.stage if isinstance(node.target, Operator) else ""
-    if not shown and program.axes and output_layouts(node):
+    shown = node.target.stage if isinstance(node.target, Operator) else None
+    if shown is None and program.axes and output_layouts(node):
         shown = Property.LAYOUTS
     if shown and shown not in program.properties:
         raise CheckFailed(

@@ -7,7 +7,6 @@ execute the very operators of the runtime, collectives included; only the proces
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from fxpar.errors import CheckFailed, InputError
 from fxpar.layout.layout import Layout
 from fxpar.layout.shards import local_block
 from fxpar.layout.symbols import evaluate
+from fxpar.mesh.purpose import joined_names
 from fxpar.ops.collectives import Group
 from fxpar.ops.lower import Lowered, lower
 from fxpar.program.program import Program, output_layouts, output_types
@@ -63,14 +63,9 @@ def simulated_world(axes: Mapping[str, int]) -> Iterator[dict[str, Group]]:
     world = math.prod(axes.values())
     dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
     try:
-        yield {"-".join(names): _group(axes, names) for names in _subsets(axes)}
+        yield {name: _group(axes, name.split("-")) for name in joined_names(axes)}
     finally:
         dist.destroy_process_group()
-
-
-def _subsets(axes: Mapping[str, int]) -> Iterator[tuple[str, ...]]:
-    for count in range(1, len(axes) + 1):
-        yield from itertools.combinations(axes, count)
 
 
 def _group(axes: Mapping[str, int], names: Sequence[str]) -> Group:
