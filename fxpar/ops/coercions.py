@@ -32,6 +32,7 @@ from fxpar.ops.onrank import OnRank
 from fxpar.ops.operator import Crossing, OnShapes, Operator, Run, Sent
 from fxpar.program.coercions import is_finer, shared_fraction, unsettled
 from fxpar.program.program import TensorType, operands, output_types
+from fxpar.program.properties import Property
 
 Lower = Callable[[fx.Node, OnRank], Run]
 
@@ -181,7 +182,7 @@ def _lower_sum_gradients(node: fx.Node, rank: OnRank) -> Run:
 
 # ---------------------------------------------------------------------- records
 
-_record = partial(Operator, shape=_shape, traffic=_traffic, stage="collectives")
+_record = partial(Operator, shape=_shape, traffic=_traffic, stage=Property.COLLECTIVES)
 
 
 @partial(_record, kinds=("I", "R"), sends=("", "all_reduce"), lower=_lower_copy_to)

@@ -18,6 +18,7 @@ from fxpar.layout.symbols import Size
 from fxpar.ops.onrank import OnRank
 from fxpar.program.operators import GraphOperator
 from fxpar.program.program import TensorType
+from fxpar.program.properties import Property
 from fxpar.signatures.engine import Call, Rule
 
 
@@ -82,7 +83,7 @@ class Sent:
 
     Attributes:
         collective: all_reduce, all_gather, reduce_scatter or all_to_all.
-        phase: forward, backward or parameter, as of `fxpar.verify.analysis.Collective`.
+        phase: forward, backward or parameter, as of `fxpar.analysis.collectives.Collective`.
         bytes: of the whole value: what an all-gather yields, a reduction takes in.
     """
 
@@ -109,7 +110,7 @@ class Operator(GraphOperator):
         flops: forward ones of matrix products (2 a multiply-add), over global shapes; by default those of `like`.
         uncounted: name of what may hold matrix products that `flops` does not know; empty where nothing does.
         whole: why it takes whole operands; empty where it can be split.
-        stage: property of programs that have it, which the pass provides that puts it there; "" for any program.
+        stage: property of programs that have it, which the pass provides that puts it there; None for any program.
         draws: whether it draws bits of the counter generator: it has an identity and takes the generator's state.
     """
 
@@ -125,7 +126,7 @@ class Operator(GraphOperator):
     flops: Callable[[Call], Size] | None = None
     uncounted: Callable[[Call], str] | None = None
     whole: Callable[[Call], str] | None = None
-    stage: str = ""
+    stage: Property | None = None
     draws: bool = False
 
     def __post_init__(self) -> None:

@@ -20,6 +20,7 @@ from fxpar.ops import counter
 from fxpar.ops.onrank import OnRank
 from fxpar.ops.operator import OnShapes, Operator, Run
 from fxpar.program.program import note, output_layouts
+from fxpar.program.properties import Property
 from fxpar.signatures.engine import Call, Check, Labelling, Refusal, Rule, Signature, bind_arguments, seed_signature
 from fxpar.signatures.matmul import attention_labels
 from fxpar.signatures.pointwise import broadcast, same_values
@@ -186,13 +187,16 @@ def _cuts(node: fx.Node, rank: OnRank) -> list[Any]:
 
 
 @partial(
-    Operator, shape=lambda call: torch.empty((), dtype=torch.int64, device="meta"), lower=_lower_index, stage="rng"
+    Operator,
+    shape=lambda call: torch.empty((), dtype=torch.int64, device="meta"),
+    lower=_lower_index,
+    stage=Property.RNG,
 )
 def axis_index(*, axis: str) -> Any:
     """The rank's coordinate on the axis, an i64 scalar of placement V."""
 
 
-_record = partial(Operator, stage="rng", draws=True)
+_record = partial(Operator, stage=Property.RNG, draws=True)
 
 
 # With the same bits on all ranks a dropped sum is the sum of what is dropped of the summands.

@@ -21,6 +21,7 @@ from fxpar.ops import words
 from fxpar.ops.onrank import OnRank
 from fxpar.ops.operator import Crossing, OnShapes, Operator, Run, Sent
 from fxpar.program.program import operands, output_types
+from fxpar.program.properties import Property
 from fxpar.signatures.engine import Call, Refusal, Rule, Signature, bind_arguments
 
 aten = torch.ops.aten
@@ -178,7 +179,7 @@ def _lowered(function: Callable[..., Any]) -> Callable[[fx.Node, OnRank], Run]:
 
 def _composite(*targets: torch._ops.OpOverload) -> Callable[..., Operator]:
     """The record of an operator that stands for some of torch, of which the last takes what this one does."""
-    return partial(Operator, stage="vocabulary", stands_for=targets, like=targets[-1])
+    return partial(Operator, stage=Property.VOCABULARY, stands_for=targets, like=targets[-1])
 
 
 @partial(
