@@ -83,7 +83,7 @@ class Sent:
 
     Attributes:
         collective: all_reduce, all_gather, reduce_scatter or all_to_all.
-        phase: forward, backward or parameter, as of `fxpar.verify.analysis.Collective`.
+        phase: forward, backward or parameter, as of `fxpar.analysis.collectives.Collective`.
         bytes: of the whole value: what an all-gather yields, a reduction takes in.
     """
 

@@ -46,7 +46,7 @@ def _check_node(program: Program, node: fx.Node) -> None:
     shown = node.target.stage if isinstance(node.target, Operator) else None
     if shown is None and program.axes and output_layouts(node):
         shown = Property.LAYOUTS
-    if shown and shown not in program.properties:
+    if shown is not None and shown not in program.properties:
         raise CheckFailed(
             f"is there, but the program does not have the property {shown}",
             where=describe(node),

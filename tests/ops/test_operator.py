@@ -22,6 +22,7 @@ from fxpar.ops.lower import lower
 from fxpar.ops.onrank import OnRank
 from fxpar.ops.operator import Crossing, Run, Sent
 from fxpar.program.program import Program
+from fxpar.program.properties import Property
 from fxpar.report import make_report
 from fxpar.report.reasons import without_rule
 from fxpar.rules import key_of, rule_of
@@ -68,7 +69,7 @@ def _traffic(crossing: Crossing) -> Iterator[Sent]:
     lower=_lower,
     traffic=_traffic,
     like=torch.ops.aten.linear.default,
-    stage="collectives",
+    stage=Property.COLLECTIVES,
 )
 def row_linear(input: Any, weight: Any, *, axis: str) -> Any:
     """A product whose summed dimension is cut, reduced at once."""
