@@ -69,7 +69,7 @@ def whole_program(program: Program, sizes: Mapping[str, int]) -> Program:
         if node.op != "output" and output_layouts(node):
             update(node, layout=tuple(Layout() for _ in output_layouts(node)))
     result.graph_module.recompile()
-    plan = replace(program.plan, tp=1, split={}, sequence_parallel=False)
+    plan = replace(program.plan.on_one_rank(), sequence_parallel=False)
     return result.with_(plan=plan, properties=program.properties - {"local"})
 
 
