@@ -87,6 +87,8 @@ def unary(d: Draw) -> dict[str, Samples]:
         "bitwise_not": [sample(d.mask(a, b)), sample(d.i(9, a, b))],
         "threshold": [sample(x, 0.5, 0.1)],
         "full_like": [sample(x, 3.0)],
+        "fill.Scalar": [sample(x, 3.0)],
+        "fill.Tensor": [sample(x, d.x())],
         "pow.Tensor_Scalar": [sample(x, 2), sample(x, 0.5)],
         "pow.Scalar": [sample(2.0, x)],
         "mul.Scalar": [sample(x, 2.5)],

@@ -29,6 +29,7 @@ _STOPS: frozenset[object] = frozenset(
         _aten.new_ones.default,
         _aten.new_zeros.default,
         _aten.empty_like.default,
+        _aten.fill.Scalar,
         _aten.full_like.default,
         _aten.ones_like.default,
         _aten.zeros_like.default,

@@ -140,6 +140,8 @@ def pointwise_rules() -> dict[str, Rule]:
         rules[f"aten.{name}"] = Rule(pointwise_labels, ((values,),), check=_zero_only(number))
     for name in ("zeros_like", "ones_like", "full_like"):
         rules[f"aten.{name}.default"] = Rule(pointwise_labels, check=same_values)
+    rules["aten.fill.Scalar"] = Rule(pointwise_labels, check=same_values)
+    rules["aten.fill.Tensor"] = Rule(pointwise_labels, (("value",),))
     rules["aten.broadcast_tensors.default"] = Rule(pointwise_labels, (("tensors",),), check=_each_for_itself)
     rules["aten.prelu.default"] = Rule(_prelu_labels)
     for name in ("_to_copy.default", "to.dtype", "to.device"):

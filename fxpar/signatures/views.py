@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
+
 from fxpar.layout.layout import P, Piece, Placement, R, pieces_of, through_view
 from fxpar.layout.nesting import local_size
 from fxpar.layout.slices import slice_pieces, strided_pieces
@@ -284,6 +286,15 @@ def _difference(call: Call) -> Labelling | Refusal:
     return Labelling((tuple(labels),) * len(call.operands), (tuple(labels),))
 
 
+def _scatter(call: Call) -> Labelling | Refusal:
+    """A part of `dim`, or one element of it, is put in place of what is there: it cannot be sharded."""
+    labels = _numbered(len(call.operands[0].shape))
+    dim = _wrap(call.get("dim", 0), len(labels))
+    labels[dim] = None
+    part = labels[:dim] + labels[dim + 1 :] if call.target is torch.ops.aten.select_scatter.default else labels
+    return Labelling((tuple(labels), tuple(part)), (tuple(labels),))
+
+
 def _triangle(call: Call) -> Labelling | Refusal:
     labels = _numbered(len(call.operands[0].shape))
     labels[-2:] = [None, None]
@@ -353,6 +364,9 @@ def view_rules() -> dict[str, Rule]:
         "aten.index_select.default": Rule(_index_select, _SELF),
         "aten.embedding.default": Rule(_embedding, (("weight",),)),
         **dict.fromkeys(["aten.pad.default", "aten.constant_pad_nd.default"], pad),
+        **dict.fromkeys(
+            ["aten.slice_scatter.default", "aten.select_scatter.default"], Rule(_scatter, (("self", "src"),))
+        ),
         **dict.fromkeys(["aten.tril.default", "aten.triu.default"], Rule(_triangle, _SELF)),
         **dict.fromkeys(
             ["aten.new_ones.default", "aten.new_zeros.default", "aten.new_full.default"],
