@@ -17,6 +17,7 @@ from torch import fx, nn
 
 from fxpar.ops.coalesced import prune_buckets
 from fxpar.ops.collectives import Group
+from fxpar.ops.deferred import Reduction, take_out
 from fxpar.ops.onrank import OnRank
 from fxpar.ops.operator import Operator
 from fxpar.program.program import Program, operands
@@ -53,6 +54,13 @@ class Lowered:
         prune_buckets(graph, [by_name[name] for name in wanted])
         graph.output(tuple(by_name[name] for name in wanted))
         return replace(self, module=fx.GraphModule(self.module, graph), outputs=wanted)
+
+    def without_reductions(self) -> tuple[Lowered, tuple[Reduction, ...]]:
+        """A copy that leaves gradients of parameters as each rank has them, and the reductions that it lacks."""
+        graph = fx.Graph()
+        graph.output(graph.graph_copy(self.module.graph, {}))
+        reductions = take_out(graph, self.inputs)
+        return replace(self, module=fx.GraphModule(self.module, graph)), reductions
 
 
 def lower(

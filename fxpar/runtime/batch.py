@@ -62,6 +62,22 @@ def canonical(batch: Any) -> Any:
     return tuple(batch) if type(batch) is list else batch
 
 
+def microbatches(batch: Any, takes_lists: bool) -> list[Any]:
+    """The parts of a step: the items of a list, or the batch alone; in canonical form.
+
+    Args:
+        takes_lists: whether a batch itself is a list; one of lists, tuples or mappings has microbatches still.
+
+    Raises:
+        InputError: the list is empty.
+    """
+    if type(batch) is not list or (takes_lists and not all(isinstance(item, (list, tuple, Mapping)) for item in batch)):
+        return [canonical(batch)]
+    if not batch:
+        raise InputError("holds no microbatch", where="batch", remedy="pass at least one")
+    return [canonical(item) for item in batch]
+
+
 def check(model: nn.Module, batch: Any, has_loss: bool) -> None:
     """Refuses a batch that the model's forward does not take, or that holds what no program can.
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from fxpar.errors import InputError, shown
 from fxpar.layout.layout import Layout
 from fxpar.manager import Pass
+from fxpar.ops.deferred import Reduction
 from fxpar.passes.assign_rng import RNG_PATH
 from fxpar.plan.plan import Plan
 from fxpar.program.mixed import is_mixed, main_dtype
@@ -40,6 +42,26 @@ from fxpar.state.parts import load
 from fxpar.state.sharded import Sharded
 from fxpar.state.sharded_parameter import leaf_of
 from fxpar.state.training import Extras, Progress, resume_training, save_training
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """One of several that make a step.
+
+    Attributes:
+        index: which.
+        count: how many there are.
+        step: random state of the step, i64[3].
+    """
+
+    index: int
+    count: int
+    step: Tensor
+
+    @property
+    def random_state(self) -> Tensor:
+        """Seed, step and microbatch."""
+        return torch.cat([self.step[:2], self.step[2:] + self.index])
 
 
 class ParallelModule(Immovable):
@@ -79,6 +101,7 @@ class ParallelModule(Immovable):
         self._shapes = {n: tuple(t.shape) for n, t in _tensors(model, everything=True).items()}
         self._programs = Programs(model, self, plan, world, loss, passes)
         options = {"option check_inputs": str(check_inputs)}
+        self._takes_lists = isinstance(example, list)
         self._programs.start(model, calls.canonical(example), {**options, **fingerprints(model)})
         self._inputs = Inputs(world) if check_inputs and world.size > 1 else None
         with torch.device("cpu"):  # and not that of a context in which the model was built
@@ -138,6 +161,8 @@ class ParallelModule(Immovable):
         """Forward and backward of one batch; gradients are added to `.grad`. Returns the loss, detached.
 
         Args:
+            batch: what the model's forward takes. A list of such is the microbatches of one step: their losses are
+                averaged, and the ranks' gradients of parameters summed once, behind the last.
             scaler: scales the loss that is differentiated (not the one returned), and with it the gradients: call its
                 `unscale_`, `step` and `update` as always. float16 gradients need it.
 
@@ -150,7 +175,37 @@ class ParallelModule(Immovable):
         if not torch.is_grad_enabled():
             raise InputError("gradients are off", where="train_step", remedy="leave torch.no_grad()")
         check_scaler(scaler, self.plan.precision, self.world.device)
-        call, are_equal = self._bound(calls.canonical(batch), callable(self._loss))
+        parts = calls.microbatches(batch, self._takes_lists)
+        if len(parts) == 1:
+            return self._differentiated(parts[0], scaler)
+        leaves = [leaf_of(value) for value in self.parameters()]
+        before = [leaf.grad for leaf in leaves]
+        for leaf in leaves:
+            leaf.grad = None
+        state, reductions = self._random_state(), None
+        losses = []
+        for index, part in enumerate(parts):
+            losses.append(self._differentiated(part, scaler, Microbatch(index, len(parts), state)))
+            wanted = self._last.reductions
+            if reductions is not None and wanted != reductions:
+                raise InputError(
+                    "reduces other gradients than the first",
+                    where=f"microbatch {index}",
+                    remedy="pass microbatches of one structure and kind of sizes",
+                )
+            reductions = wanted
+        self._reduce(reductions or ())
+        for leaf, kept in zip(leaves, before, strict=True):
+            if kept is not None:
+                leaf.grad = kept if leaf.grad is None else kept + leaf.grad
+        return torch.stack(losses).mean()
+
+    def _differentiated(
+        self, batch: Any, scaler: torch.amp.GradScaler | None, microbatch: Microbatch | None = None
+    ) -> Tensor:
+        """Forward and backward of a batch, or of one of several, whose gradients stay this rank's own."""
+        call, are_equal = self._bound(batch, callable(self._loss))
+        self._last = call.compiled
         name = call.compiled.program.loss
         if not name:
             what = f"{self._loss!r}" if isinstance(self._loss, str) else "or more than one scalar"
@@ -159,15 +214,26 @@ class ParallelModule(Immovable):
                 where="train_step",
                 remedy="pass labels, or name the loss: parallelize(…, loss=…)",
             )
-        loss = self._outputs(call, (name,))[name]
+        loss = self._outputs(call, (name,), microbatch)[name]
         if not loss.requires_grad:
             raise InputError(
                 "no parameter that the loss reaches requires a gradient", where="train_step", remedy="unfreeze some"
             )
-        (loss if scaler is None else scaler.scale(loss)).backward()
+        share = loss if microbatch is None else loss / microbatch.count
+        (share if scaler is None else scaler.scale(share)).backward()
         return loss.detach() if are_equal is None else loss.detach().where(are_equal, torch.nan)
 
-    def _outputs(self, call: Call, wanted: tuple[str, ...]) -> dict[str, Tensor]:
+    def _reduce(self, reductions: Sequence[Reduction]) -> None:
+        """Sums the ranks' gradients of parameters."""
+        tensors = _tensors(self)
+        names = {p.node: p.fqn for p in self._last.program.parameters}
+        for reduction in reductions:
+            leaves = {node: leaf_of(tensors[names[node]]) for node in reduction.names}
+            with torch.no_grad():
+                for node, total in reduction.run({node: leaf.grad for node, leaf in leaves.items()}).items():
+                    leaves[node].grad = total
+
+    def _outputs(self, call: Call, wanted: tuple[str, ...], microbatch: Microbatch | None = None) -> dict[str, Tensor]:
         compiled, program = call.compiled, call.compiled.program
         if torch.is_autocast_enabled(self.world.device.type):
             raise InputError(
@@ -186,14 +252,18 @@ class ParallelModule(Immovable):
                 )
             values[parameter.node] = leaf_of(value)
         for entry in program.inputs:
-            values[entry.node] = self._random_state() if entry.path == RNG_PATH else call.inputs[entry.path]
+            if entry.path != RNG_PATH:
+                values[entry.node] = call.inputs[entry.path]
+            else:
+                values[entry.node] = self._random_state() if microbatch is None else microbatch.random_state
         ordered = [values[name] for name in compiled.lowered.inputs]
         if self._copies is not None:
             names = {p.node: p.fqn for p in program.parameters}
             mains = {names[node]: tensors[names[node]] for node in compiled.lowered.copies}
             ordered += self._copies.current(mains, self.training)
         with own_generator(self.world, self.plan.seed, self.step) if compiled.lowered.draws else nullcontext():
-            return compiled.run(tuple(call.sizes.items()), wanted, (*ordered, *compiled.indices))
+            run = compiled.run if microbatch is None else compiled.local
+            return run(tuple(call.sizes.items()), wanted, (*ordered, *compiled.indices))
 
     def _held(self, name: str, tensors: Mapping[str, Tensor]) -> Tensor:
         """A parameter or buffer, if it is the module's own still."""

@@ -19,6 +19,7 @@ from fxpar.compile import compile_model, lower_program
 from fxpar.errors import InputError
 from fxpar.layout.layout import Layout
 from fxpar.manager import Pass
+from fxpar.ops.deferred import Reduction
 from fxpar.ops.lower import Lowered
 from fxpar.passes.annotate import annotate, keeping
 from fxpar.passes.divide_batch import of_all_ranks
@@ -38,6 +39,7 @@ class Compiled:
     """A program for one mode and one structure of the batch, ready to run.
 
     Attributes:
+        run: runs it; `local` leaves the parameters' gradients as this rank has them, and `reductions` sum them.
         constants: the program's constants on the device.
         indices: the rank's index on each axis, on the device.
         admitted: sizes at which the trace is known to be the model.
@@ -47,6 +49,8 @@ class Compiled:
     program: Program
     lowered: Lowered
     run: Executor
+    local: Executor
+    reductions: tuple[Reduction, ...]
     constants: Mapping[str, Tensor]
     indices: tuple[Tensor, ...]
     admitted: set[tuple[int, ...]] = field(default_factory=set)
@@ -189,7 +193,9 @@ class Programs:
         constants = {name: value.to(device) for name, value in program.constants.items()}
         places = self._world.coordinates
         indices = tuple(torch.tensor(places[axis], device=device) for axis in lowered.indices)
-        return Compiled(compiled.captured, program, lowered, Executor(lowered, self._plan), constants, indices)
+        local, reductions = lowered.without_reductions()
+        runs = Executor(lowered, self._plan), Executor(local, self._plan)
+        return Compiled(compiled.captured, program, lowered, *runs, reductions, constants, indices)
 
     def _compared(self, captured: Captured, batch: Any, model: nn.Module | None) -> str:
         """Compares a captured graph with the model, on rank 0; returns why not, where it is not."""

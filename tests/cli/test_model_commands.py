@@ -152,12 +152,12 @@ def test_comm_lists_megatrons_collectives(communicated: Any) -> None:
 
 
 def test_comm_takes_sizes_of_symbols(dump: Path) -> None:
-    found = fxpar("comm", str(dump / "09-localize.txt"), "--size", "b=8", "--size", "s=1024", "--json").document
+    found = fxpar("comm", str(dump / "10-localize.txt"), "--size", "b=8", "--size", "s=1024", "--json").document
     assert Counter(c["bytes"] for c in found) == {8 * 1024 * 96 * 4: 6, 8 * 1024 * 4: 1, 2 * 8 * 1024 * 4: 1}
 
 
 def test_comm_prints_totals_by_layer(dump: Path) -> None:
-    result = fxpar("comm", str(dump / "09-localize.txt"))
+    result = fxpar("comm", str(dump / "10-localize.txt"))
     totals = [" ".join(line.split()) for line in result.out.splitlines()]
     assert "transformer.h.0 2: 36.0 KiB 2: 36.0 KiB 4: 72.0 KiB" in totals
     assert "elsewhere 3: 18.6 KiB 1: 18.0 KiB 4: 36.6 KiB" in totals
