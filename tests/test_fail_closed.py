@@ -263,7 +263,7 @@ UNREDUCED = (
 TABLE = [
     # plans
     Bad("tp of zero", lambda: Plan(tp=0), "PlanError", "tp=0 is no positive integer"),
-    Bad("axis of a later version", lambda: Plan(dp=2), "PlanError", "dp=2 is not supported yet"),
+    Bad("axis of a later version", lambda: Plan(cp=2), "PlanError", "cp=2 is not supported yet"),
     Bad("unknown role", lambda: Plan(split={"up": "diagonal"}), "PlanError", "'diagonal' is unknown"),
     Bad("several faults at once", lambda: Plan(tp=-1, seed=-1), "PlanError", "seed=-1 is no integer"),
     Bad("unknown precision", lambda: Plan(precision="fp12"), "PlanError", "precision='fp12' is unknown"),

@@ -69,7 +69,7 @@ def test_passes_lists_contracts() -> None:
     assert [entry["name"] for entry in found] == NAMES
     assert set(found[0]) == {"name", "requires", "provides", "invalidates", "preserves", "summary"}
     assert found[1]["requires"] == ["canonical"]
-    assert [found[i]["provides"] for i in (1, 2, 3)] == [["masks"], ["sequence"], ["layouts"]]
+    assert [found[i]["provides"] for i in (1, 3, 4)] == [["masks"], ["sequence"], ["layouts"]]
     assert found[-1]["requires"] == ["collectives", "rng", "vocabulary"]
     assert all(entry["summary"] and entry["preserves"] == "values" for entry in found)
     assert "requires canonical" in fxpar("passes").out

@@ -13,7 +13,7 @@ import fxpar
 from fxpar.errors import InputError, PlanError
 from fxpar.plan.plan import PRECISIONS, SPLITS, Plan
 
-LATER = ("dp", "cp", "pp", "ep")
+LATER = ("cp", "pp", "ep")
 
 text_keys = st.text(min_size=1, max_size=20)
 plans = st.builds(

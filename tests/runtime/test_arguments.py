@@ -65,7 +65,7 @@ REFUSED: dict[str, tuple[Callable[[Any], object], str]] = {
     "timeout: too long": (_parallelize(timeout=1e300), "timeout: 1e+300 is no number of seconds"),
     "timeout: no float": (_parallelize(timeout=HUGE), "timeout: an integer of 16610 bits is no number"),
     "plan: tp": (lambda m: fxpar.Plan(tp=HUGE), "tp=an integer of 16610 bits is more than 4096"),
-    "plan: dp": (lambda m: fxpar.Plan(dp=HUGE), "dp=an integer of 16610 bits is not supported yet"),
+    "plan: dp": (lambda m: fxpar.Plan(dp=HUGE), "dp=an integer of 16610 bits is more than 4096"),
     "plan: seed": (lambda m: fxpar.Plan(seed=HUGE), "seed=an integer of 16610 bits is no integer in"),
     "plan: cost": (lambda m: fxpar.Plan(cost=fxpar.Cost(flops=HUGE)), "cost.flops=an integer of 16610 bits"),
     "plan: another option": (lambda m: fxpar.Plan().replace(moon=3), "unknown option moon"),
