@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fxpar.api import parallelize as parallelize
+    from fxpar.api import shard_batch as shard_batch
     from fxpar.errors import FxparError as FxparError
     from fxpar.manager import PassManager as PassManager
     from fxpar.manager import register_pass as register_pass
@@ -35,6 +36,7 @@ _WHERE = {
     "parallelize": "fxpar.api",
     "register_pass": "fxpar.manager",
     "register_rule": "fxpar.rules",
+    "shard_batch": "fxpar.api",
 }
 
 

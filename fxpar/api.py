@@ -95,3 +95,23 @@ def _check(model: nn.Module, loss: Any) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if isinstance(tensor, DTensor):
             raise InputError("is a DTensor, split already", where=name, remedy="pass the unsplit model")
+
+
+def shard_batch(batch: Any, model: ParallelModule) -> Any:
+    """This process's rows of a batch of all data ranks: what its `train_step` takes.
+
+    Args:
+        batch: as the model's forward takes it, with the rows of all data ranks; or a list of such, the microbatches of
+            a step.
+        model: made by `parallelize`, whose program says which dimension of which entry is the batch.
+
+    Returns:
+        The same nest. Entries that have no rows are whole; without data parallel ranks it is the batch itself.
+
+    Raises:
+        InputError: an entry's rows are not divisible by the data ranks.
+    """
+    if not isinstance(model, ParallelModule):
+        remedy = "pass what parallelize returned"
+        raise InputError(f"a {type(model).__name__} is no ParallelModule", where="shard_batch", remedy=remedy)
+    return model.own_rows(batch)

@@ -9,17 +9,14 @@ from functools import partial
 
 from torch import fx
 
-from fxpar.choice.batch import batch_rows, batch_symbol, peel_program, place_batch
-from fxpar.choice.choose import Choice, choose
+from fxpar.choice.choose import Choice
 from fxpar.choice.explain import reason_of
 from fxpar.choice.options import Option, value_of
-from fxpar.choice.overrides import match_lines
+from fxpar.choice.several import place
 from fxpar.errors import PassError
 from fxpar.layout.layout import Layout
 from fxpar.layout.nesting import spelled
-from fxpar.layout.symbols import divide
 from fxpar.manager import Pass, register_pass
-from fxpar.mesh.purpose import Cuts
 from fxpar.program.program import Program, operands, output_types, update
 from fxpar.program.properties import Property
 
@@ -42,10 +39,12 @@ def annotate(program: Program) -> Program:
     *needs* are the layouts in which an operation wants its operands. Values stay equal: the pass changes notes only. It
     refuses plan lines that match nothing, contradict each other or ask for a cut that the model cannot carry.
 
-    Algorithm: overrides become pins (a fused dimension is cut in the way that nothing downstream tears). Every other
-    parameter that an operation uses may be cut. Of all choices of legal signatures that one is taken which costs the
-    fewest seconds of a training step (`fxpar.choice`): collectives, forward and backward, matrix products and memory
-    traffic, the optimizer's too. Shards of weights are never converted.
+    Algorithm: inputs are cut over their rows on the axes that share out the batch, and every operation follows. The
+    rest is solved on what one data rank has (`fxpar.choice.several`). Overrides become pins (a fused dimension is cut
+    in the way that nothing downstream tears). Every other parameter that an operation uses may be cut. Of all choices
+    of legal signatures that one is taken which costs the fewest seconds of a training step (`fxpar.choice`):
+    collectives, forward and backward, matrix products and memory traffic, the optimizer's too. Shards of weights are
+    never converted.
     """
     return _annotate(program, {})
 
@@ -61,27 +60,14 @@ def keeping(layouts: Mapping[str, Layout]) -> Pass:
 
 
 def _annotate(program: Program, layouts: Mapping[str, Layout]) -> Program:
-    plan = program.plan
-    if plan.sequence_parallel and program.axes and Property.SEQUENCE not in program.properties:
+    if program.plan.sequence_parallel and program.axes and Property.SEQUENCE not in program.properties:
         raise PassError(
             "no pass has divided the sequence lengths", where="annotate", remedy="run divide_sequence before"
         )
-    inner, placed = program, dict[str, dict[fx.Node, Option]]()
-    for axis in plan.axes_for(Cuts.BATCH):
-        name = batch_symbol(inner)
-        rows = next(s.size for s in inner.symbols if s.name == name)
-        if divide(rows, plan.axes[axis]) is None:
-            raise PassError(f"no pass has divided the batch {rows}", where="annotate", remedy="run divide_batch before")
-        found = place_batch(inner, axis, batch_rows(inner, rows))
-        placed[axis] = {program.node(node.name): option for node, option in found.items()}
-        inner = peel_program(inner, axis, found)
-    lines = match_lines(inner)
-    for axis in plan.axes_for(Cuts.FEATURES):
-        choice = choose(inner, axis, lines, layouts)
-        options = {node.name: option for node, option in choice.chosen.items()}
-        placed[axis] = {node: options[node.name] for node in program.graph.nodes if node.name in options}
+    found = place(program, layouts)
+    for choice in found.choices.values():
         _note_reasons(program, choice)
-    _write(program, placed)
+    _write(program, found.options)
     return program
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,7 +13,6 @@ from fxpar.choice.batch import batch_symbol
 from fxpar.errors import PlanError
 from fxpar.layout.symbols import Size, names, product
 from fxpar.manager import register_pass
-from fxpar.mesh.purpose import Cuts
 from fxpar.ops.sizes import size
 from fxpar.passes.divide_sequence import divide as divide_sizes
 from fxpar.program.program import (
@@ -62,7 +60,7 @@ def divide_batch(program: Program) -> Program:
 
     Refuses models whose batch is no symbolic size, and examples whose rows the ranks do not divide.
     """
-    n = math.prod(program.plan.axes_for(Cuts.BATCH).values())
+    n = program.plan.data_ranks
     if n == 1:
         return program
     name = batch_symbol(program)
@@ -79,7 +77,7 @@ def divide_batch(program: Program) -> Program:
 
 def of_all_ranks(program: Program) -> Program:
     """The program for the batches of all data ranks together, where its example is one rank's."""
-    n = math.prod(program.plan.axes_for(Cuts.BATCH).values())
+    n = program.plan.data_ranks
     if n == 1:
         return program
     name = batch_symbol(program)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Set
 from dataclasses import replace
 
@@ -12,7 +11,6 @@ import torch
 from fxpar.errors import PlanError
 from fxpar.layout.symbols import Size, simplify, symbol
 from fxpar.manager import register_pass
-from fxpar.mesh.purpose import Cuts
 from fxpar.program.program import (
     Input,
     Parameter,
@@ -54,7 +52,7 @@ def divide_sequence(program: Program) -> Program:
 
     Refuses an example whose sequence the ranks do not divide.
     """
-    n = math.prod(program.plan.axes_for(Cuts.FEATURES).values())
+    n = program.plan.splitting
     if not program.plan.sequence_parallel or n == 1:
         return program
     remedy = f"pad the example to a multiple of {n}, or set sequence_parallel=False"

@@ -1,32 +1,37 @@
 """How much of a program's arithmetic its ranks divide among them.
 
-Enters: a program with layouts. Leaves: the share of matrix FLOPs that an axis divides.
+Enters: a program with layouts. Leaves: the share of matrix FLOPs that is divided.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 
 from fxpar.analysis.collectives import symbol_sizes
 from fxpar.analysis.flops import matmul_flops
 from fxpar.layout.symbols import evaluate
+from fxpar.mesh.purpose import Cuts
 from fxpar.program.coercions import computed_fraction
 from fxpar.program.program import Program, operands, output_layouts
 
 
-def split_flops(program: Program, axis: str = "tp", sizes: Mapping[str, int] | None = None) -> float:
-    """Share of the matrix FLOPs that the ranks of an axis divide among them; 1 for an axis of one rank.
+def split_flops(program: Program, sizes: Mapping[str, int] | None = None) -> float:
+    """Share of the matrix FLOPs that the ranks which split each layer divide among them; 1 where there are none.
 
     Of a product that c of n ranks compute alike, that is (1 - c/n) / (1 - 1/n). It is a share of what can be counted:
     `fxpar.analysis.flops.uncounted` lists the rest.
     """
-    if axis not in program.axes:
+    axes = program.plan.axes_for(Cuts.FEATURES)
+    n = prod(axes.values())
+    if n == 1:
         return 1.0
     values = symbol_sizes(program, sizes)
-    n, total, split = program.axes[axis], 0, 0.0
+    total, split = 0, 0.0
     for node, flops in matmul_flops(program):
         amount = evaluate(flops, values)
         total += amount
-        placements = [layout.on(axis) for o in operands(node) for layout in output_layouts(o)]
-        split += amount * (1 - computed_fraction(placements, n)) / (1 - 1 / n)
+        held = [layout for o in operands(node) for layout in output_layouts(o)]
+        computed = prod(computed_fraction([layout.on(axis) for layout in held], axes[axis]) for axis in axes)
+        split += amount * (1 - computed) / (1 - 1 / n)
     return split / total if total else 0.0

@@ -13,7 +13,7 @@ from torch import fx
 
 from fxpar.choice.choose import Choice
 from fxpar.choice.legal import blocked
-from fxpar.choice.options import value_of
+from fxpar.choice.options import Option, value_of
 from fxpar.layout.layout import Placement
 from fxpar.program.program import Program, describe, operands
 
@@ -70,6 +70,14 @@ def explain(program: Program, choice: Choice, node: fx.Node) -> Explanation:
         other.cost - choice.solution.cost if other is not None else 0.0,
         tuple(_chain(choice, maker)),
     )
+
+
+def followed(axis: str, node: fx.Node, placed: Mapping[fx.Node, Option]) -> Explanation:
+    """Explains the layout of a node's first output on an axis where nothing is chosen."""
+    maker, index = value_of(node)
+    placement = placed[maker].outputs[index]
+    reason = f"{axis} shares out the batch: rows are cut, parameters are whole"
+    return Explanation(describe(node), placement, reason, {}, (), None, 0.0, ())
 
 
 def reason_of(choice: Choice, node: fx.Node) -> str:

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from fxpar.cli.options import Passes, Request, command
 from fxpar.cli.output import Report, Ui, print_table, print_text, table, write_text
+from fxpar.mesh.purpose import Cuts
 from fxpar.program.properties import Property
 
 if TYPE_CHECKING:
@@ -178,7 +179,7 @@ def _show_passes(
         counts = [str(len(names)) for names in (record.added, record.erased, record.changed)]
         listing.add_row(record.name, f"{1000 * record.seconds:.0f} ms", *counts)
     print_table(stdout, name, listing)
-    split = "" if share is None else f"; {share:.1%} of the matrix FLOPs are split over {program.plan.tp} ranks"
+    split = "" if share is None else f"; {share:.1%} of the matrix FLOPs are split over {program.plan.splitting} ranks"
     stdout.print(f"{len(program.graph.nodes)} nodes; {', '.join(sorted(program.properties)) or 'no properties'}{split}")
     for line in (*findings, *whole_lines(whole(program))):
         stdout.print(line, soft_wrap=True)
@@ -187,14 +188,14 @@ def _show_passes(
 
 
 def whole(program: Program) -> dict[str, Any]:
-    """What tp leaves whole: matrices with the reason, and operators without a rule. Empty before there are layouts.
+    """What is left whole: matrices with the reason, and operators without a rule. Empty before there are layouts.
 
     `uncounted` are operators that may multiply matrices and are no part of the share of FLOPs that is split.
     """
     from fxpar.analysis.flops import uncounted
     from fxpar.report.reasons import unsplit, without_rule
 
-    if Property.LAYOUTS not in program.properties or "tp" not in program.axes:
+    if Property.LAYOUTS not in program.properties or not program.plan.axes_for(Cuts.FEATURES):
         return {"unsplit": {}, "without_rule": [], "uncounted": {}}
     return {
         "unsplit": dict(unsplit(program)),
@@ -223,12 +224,12 @@ def _few(names: list[str], most: int = 4) -> str:
 
 
 def warn_unsplit(ui: Ui, program: Program) -> float | None:
-    """Share of the matrix FLOPs that tp divides, None before there are layouts or axes; warns where it is zero."""
+    """Share of the matrix FLOPs that is split, None before there are layouts or axes; warns where it is zero."""
     from fxpar.analysis.split import split_flops
 
-    if Property.LAYOUTS not in program.properties or "tp" not in program.axes:
+    if Property.LAYOUTS not in program.properties or not program.plan.axes_for(Cuts.FEATURES):
         return None
     share = split_flops(program)
     if share == 0:
-        ui.warn(f"no matrix product is split: each of the {program.plan.tp} ranks computes everything")
+        ui.warn(f"no matrix product is split: each of the {program.plan.splitting} ranks computes everything")
     return share

@@ -133,7 +133,7 @@ def _show_verification(stdout: Console, name: str, found: Verification) -> None:
         else:
             rows.add_row("gradients", "none: no parameter is trainable")
         rows.add_row("largest error", f"{v.worst} (tolerance {TOLERANCE:g} of the largest reference value)")
-    ranks = found.program.plan.tp
+    ranks = found.program.plan.splitting
     rows.add_row("matrix FLOPs split", f"{found.split_flops:.1%} over {ranks} ranks" if ranks > 1 else "one rank")
     rows.add_row("verdict", f"{'ok' if found.ok else 'FAILED'} at level {found.level}")
     print_table(stdout, name, rows)

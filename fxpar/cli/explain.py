@@ -38,9 +38,9 @@ def explain(
     name: Annotated[str, typer.Argument(metavar="NODE|FQN", help="a node, a parameter or a module of the program")],
 ) -> Report:
     """Says why a value is laid out as it is, in milliseconds of a training step, and what else it could be."""
-    from fxpar.choice.choose import choose
     from fxpar.choice.explain import explain as explained
-    from fxpar.choice.overrides import match_lines
+    from fxpar.choice.explain import followed
+    from fxpar.choice.several import place
     from fxpar.cli.files import open_start, run_passes
     from fxpar.passes import DEFAULT_PASSES
 
@@ -55,12 +55,16 @@ def explain(
     if Property.SEQUENCE not in program.properties:
         program, _ = run_passes(ui, start, DEFAULT_PASSES, until="divide_sequence")
     nodes = _named(program, name)
-    lines = match_lines(program)
     found = {}
     with ui.working(f"choosing layouts of {start.name}"):
+        placed = place(program, {})
         for axis in program.axes:
-            choice = choose(program, axis, lines, {})
-            found[axis] = [explained(program, choice, node) for node in nodes]
+            choice = placed.choices.get(axis)
+            if choice is None:
+                found[axis] = [followed(axis, node, placed.options[axis]) for node in nodes]
+            else:
+                inner = {node.name: node for node in placed.inner.graph.nodes}
+                found[axis] = [explained(placed.inner, choice, inner[node.name]) for node in nodes]
     document = [{"axis": axis, **_document(each)} for axis, all_of_it in found.items() for each in all_of_it]
 
     def show(stdout: Console) -> None:

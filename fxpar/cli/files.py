@@ -23,7 +23,7 @@ from torch import Tensor
 from fxpar.capture import Captured, capture, check_samples
 from fxpar.capture.precision import cast_parameters
 from fxpar.cli.functions import import_functions, save_functions
-from fxpar.cli.models import LoadedModel, load_model
+from fxpar.cli.models import SAMPLES, LoadedModel, is_built, load_model
 from fxpar.cli.options import EXAMPLE_FLAGS, MODE_FLAG, PLAN_FLAGS, Request
 from fxpar.cli.output import Ui, is_file, write_text
 from fxpar.compile import compile_program
@@ -184,7 +184,10 @@ def open_model(ui: Ui, request: Request) -> LoadedModel:
             remedy="name a file that 'fxpar run --dump' or 'fxpar trace --out' wrote, or file.py:function",
         )
     with ui.working(f"loading {request.model}"):
-        loaded = load_model(request.model, request.batch, request.seq, request.plan.seed, request.train)
+        rows, ranks = request.batch, request.plan.data_ranks
+        if ranks > 1 and is_built(request.model):
+            rows = (SAMPLES if rows is None else rows) * ranks
+        loaded = load_model(request.model, rows, request.seq, request.plan.seed, request.train)
         check_samples(loaded.batch)
         cast_parameters(loaded.model, request.plan)
         return loaded

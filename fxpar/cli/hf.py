@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from fxpar.cli.hf_config import REFUSALS, first_line, small_config
 from fxpar.cli.hf_example import OWN, make_example
+from fxpar.cli.models import SAMPLES
 from fxpar.errors import InputError
 
-BATCH, SEQUENCE = 3, 16
+SEQUENCE = 16
 LARGEST = 200_000_000
 
 
@@ -59,7 +60,7 @@ def build(spec: str, batch: int | None, seq: int | None, seed: int) -> Built:
             where=where,
             remedy=f"try {', '.join(near)}",
         )
-    samples, length = BATCH if batch is None else batch, SEQUENCE if seq is None else seq
+    samples, length = SAMPLES if batch is None else batch, SEQUENCE if seq is None else seq
     for option, value in (("--batch", samples), ("--seq", length)):
         if value < 2:
             raise InputError(f"{value} is too small", where=f"{where} {option}", remedy="give at least 2")

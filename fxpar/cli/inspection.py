@@ -185,7 +185,7 @@ def _show_comm(
 
     at = ", ".join(f"{symbol} = {value}" for symbol, value in values.items()) or "fixed sizes"
     if not found:
-        stdout.print(f"{name}: no collectives ({program.plan.tp} rank{'s' * (program.plan.tp > 1)} of tp)")
+        stdout.print(f"{name}: no collectives ({program.plan.world_size} rank{'s' * (program.plan.world_size > 1)})")
         return
     modules = {node.name: note(node).fqn for node in program.graph.nodes if node.op != "output"}
     layers: dict[str, list[Collective]] = {}

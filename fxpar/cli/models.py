@@ -69,6 +69,15 @@ class LoadedModel:
         return not any(t.is_meta for t in (*self.model.parameters(), *self.model.buffers()))
 
 
+# Rows of an example that is made here.
+SAMPLES = 3
+
+
+def is_built(spec: str) -> bool:
+    """Whether the model and its example are made here, and not by a function of the user's."""
+    return spec.startswith("hf:")
+
+
 def load_model(spec: str, batch: int | None, seq: int | None, seed: int, train: bool) -> LoadedModel:
     """Loads a model by name.
 

@@ -54,7 +54,7 @@ class Request:
             raise InputError(f"{', '.join(given)}: {reason}", where=self.model, remedy=remedy)
 
 
-PLAN_FLAGS = ("--plan", "--tp", "--split", "--sequence-parallel", "--seed", "--precision")
+PLAN_FLAGS = ("--plan", "--tp", "--dp", "--split", "--sequence-parallel", "--seed", "--precision")
 EXAMPLE_FLAGS = ("--batch", "--seq")
 MODE_FLAG = "--train/--eval"
 
@@ -91,6 +91,7 @@ def _request(
     ],
     plan: Annotated[str | None, typer.Option(metavar="FILE", help="plan as YAML; flags win over it")] = None,
     tp: Annotated[int | None, number_option("ranks that split each layer")] = None,
+    dp: Annotated[int | None, number_option("groups of them that share out the batch")] = None,
     split: Annotated[
         list[str] | None,
         typer.Option(
@@ -108,7 +109,7 @@ def _request(
     seed: Annotated[int | None, number_option("seed of dropout, random weights and the example")] = None,
     precision: Annotated[str | None, typer.Option(metavar="TYPE", help="as_is, fp32, bf16, …: see fxpar.Plan")] = None,
     train: Annotated[bool | None, typer.Option("--train/--eval", help="mode to capture (default: train)")] = None,
-    batch: Annotated[int | None, number_option("samples of an hf: example (default: 3)")] = None,
+    batch: Annotated[int | None, number_option("samples of an hf: example, for each data rank (default: 3)")] = None,
     seq: Annotated[int | None, number_option("tokens a sample of an hf: example (default: 16)")] = None,
 ) -> Request:
     """The request of a command line.
@@ -116,11 +117,11 @@ def _request(
     Raises:
         InputError: the plan file or a flag cannot be used.
     """
-    given = {"--plan": plan, "--tp": tp, "--split": split, "--seed": seed, "--precision": precision}
+    given = {"--plan": plan, "--tp": tp, "--dp": dp, "--split": split, "--seed": seed, "--precision": precision}
     given |= {"--sequence-parallel": sequence}
     given |= {MODE_FLAG: train, "--batch": batch, "--seq": seq}
     chosen = Plan() if plan is None else Plan.load(plan)
-    changes: dict[str, Any] = {"tp": tp, "sequence_parallel": sequence, "seed": seed, "precision": precision}
+    changes: dict[str, Any] = {"tp": tp, "dp": dp, "sequence_parallel": sequence, "seed": seed, "precision": precision}
     changes = {name: value for name, value in changes.items() if value is not None}
     if split:
         changes["split"] = {**chosen.split, **_split_lines(split)}

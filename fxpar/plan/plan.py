@@ -6,6 +6,7 @@ Enters: options, flags or a YAML file. Leaves: a frozen, self-checked `Plan`. Ne
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -138,6 +139,16 @@ class Plan:
     def axes_for(self, cuts: Cuts) -> dict[str, int]:
         """Sizes of those axes whose ranks share out the batch, the features …"""
         return {axis: size for axis, size in self.axes.items() if PURPOSES[axis].cuts is cuts}
+
+    @property
+    def data_ranks(self) -> int:
+        """Parts into which the batch is shared out."""
+        return math.prod(self.axes_for(Cuts.BATCH).values())
+
+    @property
+    def splitting(self) -> int:
+        """Ranks that split each layer."""
+        return math.prod(self.axes_for(Cuts.FEATURES).values())
 
     def on_one_rank(self) -> Plan:
         """The same plan for a single device: no axis has several ranks, and no line splits anything."""

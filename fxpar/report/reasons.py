@@ -13,6 +13,7 @@ from fxpar.analysis.flops import uncounted
 from fxpar.analysis.parameters import local_elements
 from fxpar.choice.explain import CHEAPEST, ONLY
 from fxpar.layout.symbols import Size, names
+from fxpar.mesh.purpose import Cuts
 from fxpar.ops import Operator, alike
 from fxpar.program.program import Program, note, operands, output_layouts, output_types
 from fxpar.report.figures import Whole
@@ -32,14 +33,13 @@ def whole_matrices(program: Program) -> tuple[Whole, ...]:
     return tuple(Whole(name, sizes[name], _IN_WORDS.get(reason, reason)) for name, reason in unsplit(program))
 
 
-def unsplit(program: Program, axis: str = "tp") -> list[tuple[str, str]]:
-    """Parameters with two or more dimensions that the axis does not divide, with the reason."""
-    found = []
+def unsplit(program: Program) -> list[tuple[str, str]]:
+    """Parameters with two or more dimensions that no axis divides of those that split layers, with the reason."""
+    axes, found = program.plan.axes_for(Cuts.FEATURES), []
     for parameter in program.parameters:
         node = program.node(parameter.node)
-        layouts = output_layouts(node)
         is_matrix = parameter.kind == "parameter" and len(parameter.type.shape) > 1
-        if is_matrix and layouts and axis in program.axes and not layouts[0].on(axis).is_shard:
+        if is_matrix and any(not layout.on(axis).is_shard for layout in output_layouts(node) for axis in axes):
             found.append((parameter.fqn, note(node).origin or ONLY))
     return found
 

@@ -40,6 +40,10 @@ _LONGEST_REASON = 2000
 _LONGEST_FACT = 60
 
 
+# Under which a rank tells its party.
+_PARTY = "party"
+
+
 @dataclass
 class Agreement:
     """One module's place in the store.
@@ -124,10 +128,13 @@ class Agreement:
 
     # ------------------------------------------------------------------ agreements
 
-    def agree(self, facts: Mapping[str, str], remedy: str) -> None:
+    def agree(self, facts: Mapping[str, str], remedy: str, party: str = "") -> None:
         """Compares facts by name over all ranks; all of them must call it at the same place.
 
         The rank that comes last compares; its verdict, or the first failure, is what every rank reads.
+
+        Args:
+            party: ranks are compared with those of the same party alone.
 
         Raises:
             InputError: a rank has another text; names the first that differs, and the ranks.
@@ -139,7 +146,7 @@ class Agreement:
         if store is None:
             raise RankError("the process group is gone", where=self.what, remedy="destroy it after the last call")
         try:
-            verdict = self._verdict(store, point, facts, remedy)
+            verdict = self._verdict(store, point, {_PARTY: party, **facts} if party else facts, remedy)
         except dist.DistError as error:
             raise _unreachable(error, f"rank {self.rank}, {self.what}") from error
         self.points += 1
@@ -163,14 +170,15 @@ class Agreement:
 
     def _compared(self, store: Store, point: str, remedy: str) -> dict[str, Any]:
         texts = store.multi_get([f"{point}/{rank}" for rank in range(self.size)])
-        first, *rest = (json.loads(text) for text in texts)
-        names = dict.fromkeys(name for found in (first, *rest) for name in found)
-        for name in names:
-            odd = [rank for rank, found in enumerate(rest, 1) if found.get(name) != first.get(name)]
-            if odd:
-                here, there = _shown(first.get(name)), _shown(rest[odd[0] - 1].get(name))
-                reason = f"differs between rank 0{here} and {_ranks(odd)}{there}"
-                return {"kind": "differs", "where": name, "reason": reason, "remedy": remedy}
+        told = [json.loads(text) for text in texts]
+        for name in dict.fromkeys(name for found in told for name in found if name != _PARTY):
+            for party in dict.fromkeys(found.get(_PARTY) for found in told):
+                first, *rest = (rank for rank, found in enumerate(told) if found.get(_PARTY) == party)
+                odd = [rank for rank in rest if told[rank].get(name) != told[first].get(name)]
+                if odd:
+                    here, there = _shown(told[first].get(name)), _shown(told[odd[0]].get(name))
+                    reason = f"differs between rank {first}{here} and {_ranks(odd)}{there}"
+                    return {"kind": "differs", "where": name, "reason": reason, "remedy": remedy}
         return {}
 
     def _absent(self, store: Store, point: str, facts: Mapping[str, str]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fxpar.capture import CallSpec
 from fxpar.errors import InputError
-from fxpar.layout.layout import Layout
+from fxpar.layout.layout import Layout, Placement
 from fxpar.layout.nesting import local_shape
 from fxpar.layout.symbols import evaluate
 from fxpar.passes.assign_rng import RNG_PATH
@@ -237,6 +237,46 @@ def sizes_of(program: Program, inputs: Mapping[str, Tensor]) -> Sizes | None:
         if tuple(evaluate(size, found.shares) for size in shape) != tuple(inputs[entry.path].shape):
             return None
     return found
+
+
+def own_rows(program: Program, batch: Any, coordinates: Mapping[str, int]) -> Any:
+    """A rank's part of a batch that has the rows of all data ranks.
+
+    Args:
+        coordinates: the rank's index on each axis.
+
+    Raises:
+        InputError: rows that the ranks cannot share out.
+    """
+    entries = {entry.path: entry for entry in user_inputs(program)}
+    cut = {dim for entry in entries.values() for dim in _cut_dims(program, entry)}
+    if not cut:
+        return batch
+    values, spec = pytree.tree_flatten(batch)
+    found = []
+    for (path, value), plain in zip(leaves(batch), values, strict=True):
+        own = value if isinstance(value, Tensor) else plain
+        for axis, placement, n in _row_cuts(program, entries.get(path)) if isinstance(value, Tensor) else ():
+            rows = own.shape[placement.dim]
+            if rows % n:
+                raise InputError(
+                    f"has {rows} rows in dimension {placement.dim}, which {n} ranks of {axis} cannot share out",
+                    where=f"batch entry {path}",
+                    remedy=f"pass a multiple of {n}",
+                )
+            own = own.narrow(placement.dim, coordinates[axis] * (rows // n), rows // n)
+        found.append(own)
+    return pytree.tree_unflatten(found, spec)
+
+
+def _row_cuts(program: Program, entry: Input | None) -> list[tuple[str, Placement, int]]:
+    """The axes that share out an entry, from the outermost. One that the program does not take is cut as others are."""
+    known = user_inputs(program) if entry is None else [entry]
+    for other in known:
+        found = [(a, p, program.axes[a]) for layout in _layouts(program, other) for a, p in layout if p.is_shard]
+        if found or entry is not None:
+            return found
+    return []
 
 
 def _layouts(program: Program, entry: Input) -> tuple[Layout, ...]:

@@ -48,7 +48,9 @@ class Inputs:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._hosts, self._devices = _hosts(world), _alike(world)
+        self._hosts, self._devices, self._everyone = _hosts(world), _alike(world), _all(dist.group.WORLD)
+        places = world.coordinates.items()
+        self._party = " ".join(f"{axis} {index}" for axis, index in places if PURPOSES[axis].cuts is Cuts.BATCH)
         self._steps: dict[int, Tensor] = {}
         # What the device has not said yet: when it has, into which memory, and about which batch.
         self._pending: tuple[torch.cuda.Event, Tensor, Any] | None = None
@@ -69,17 +71,15 @@ class Inputs:
         known = torch.frombuffer(bytearray(text[:8]), dtype=torch.int64)
         values = None if self._devices is None else self.checksum(batch)
         is_one = self._devices is not None and self._devices.size == self._world.size
-        if device.type == "cpu" and values is not None and is_one:
-            known, values = torch.cat([known, values]), None
+        if device.type == "cpu" and values is not None:
+            # Of ranks that are given other batches, all must know where some differ.
+            known = torch.cat([known, values if is_one else self._odd(values)])
+            values = None
         if not _is_equal(_extremes(known, self._hosts)):
             self._differs(batch, facts)
         if values is None or self._devices is None:
             return batch, None
-        found = _extremes(values, self._devices)
-        if device.type == "cpu":
-            if not _is_equal(found):
-                self._differs(batch, facts)
-            return batch, None
+        found = _extremes(values if is_one else self._odd(values), self._everyone)
         host = torch.empty(found.shape, dtype=torch.int64, pin_memory=True)
         host.copy_(found, non_blocking=True)
         event = torch.cuda.Event()
@@ -99,9 +99,18 @@ class Inputs:
 
     def _differs(self, batch: Any, facts: Mapping[str, str]) -> None:
         """Finds out what differs, where ranks can say it in words."""
-        everything = self._devices is not None and self._devices.size == self._world.size
-        self._world.agreement.agree({**facts, **calls.batch_facts(batch, values=everything)}, _REMEDY)
+        agree = self._world.agreement.agree
+        agree({**facts, **calls.batch_facts(batch, values=False)}, _REMEDY)
+        if self._devices is not None:
+            agree(calls.batch_facts(batch, values=True), _REMEDY, self._party)
         raise InputError("differs between ranks", where="the batch", remedy=_REMEDY)
+
+    def _odd(self, values: Tensor) -> Tensor:
+        """Zero where the ranks that are given one batch have the same values, else this rank's number."""
+        assert self._devices is not None
+        found = _extremes(values, self._devices)
+        is_same = found[0].eq(found[1].bitwise_not()).all()
+        return torch.where(is_same, 0, self._world.rank + 1).reshape(1)
 
     def checksum(self, batch: Any) -> Tensor:
         """A number that follows from the bits of all tensors of a batch and from their order; i64[1]."""

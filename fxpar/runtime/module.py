@@ -223,6 +223,12 @@ class ParallelModule(Immovable):
         (share if scaler is None else scaler.scale(share)).backward()
         return loss.detach() if are_equal is None else loss.detach().where(are_equal, torch.nan)
 
+    def own_rows(self, batch: Any) -> Any:
+        """This rank's rows of a batch, or of a list of microbatches, that has those of all data ranks."""
+        if type(batch) is list and not self._takes_lists:
+            return [self.own_rows(part) for part in batch]
+        return calls.own_rows(self.program, batch, self.world.coordinates)
+
     def _reduce(self, reductions: Sequence[Reduction]) -> None:
         """Sums the ranks' gradients of parameters."""
         tensors = _tensors(self)

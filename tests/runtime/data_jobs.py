@@ -1,0 +1,179 @@
+"""What the ranks of a test world do with data parallel ranks, and the same on one process for reference.
+
+Ranks are given a plan for each; in the test's own process, where no group exists, it is of one rank and the batch is
+that of all.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import fxpar
+from fxpar.analysis.collectives import collectives
+from fxpar.cli.models import load_model
+from fxpar.errors import FxparError
+from fxpar.runtime.module import ParallelModule
+from fxpar.state.sharded import whole_of
+from tests.runtime import accounting
+
+Found = dict[str, Any]
+
+ROWS = 8
+_kept: dict[Any, tuple[ParallelModule, dict[str, Tensor]]] = {}
+
+
+def plan(tp: int, dp: int, **options: Any) -> fxpar.Plan:
+    return fxpar.Plan(tp=tp, dp=dp, **options) if dist.is_initialized() else fxpar.Plan()
+
+
+def batches(name: str, count: int = 1) -> list[Any]:
+    """Microbatches of all ranks, whose first rows count few words."""
+    example = load_model(f"hf:{name}", 3, None, 0, True).batch
+    generator = torch.Generator().manual_seed(5)
+    found = []
+    for _ in range(count):
+        order = torch.cat([torch.randperm(3, generator=generator) for _ in range(3)])[:ROWS]
+        batch = {key: value[order].clone() for key, value in example.items()}
+        if "labels" in batch and batch["labels"].dim() > 1:
+            batch["labels"][:2, 2:] = -100
+        found.append(batch)
+    return found
+
+
+def module(name: str, tp: int, dp: int, **options: Any) -> ParallelModule:
+    """A model as if it were new."""
+    key = (name, tp, dp, *options.items())
+    if key not in _kept:
+        loaded = load_model(f"hf:{name}", 3, None, 0, True)
+        rows = ROWS // dp if dist.is_initialized() else ROWS
+        example = {k: v[:rows] for k, v in batches(name)[0].items()}
+        made = fxpar.parallelize(loaded.model, plan(tp, dp, **options), example, loaded.loss)
+        _kept[key] = made, made.full_state_dict()
+    found, state = _kept[key]
+    found.train()
+    found.load_full_state_dict(state)
+    found.zero_grad()
+    found.step = 0
+    return found
+
+
+def train(name: str, tp: int, dp: int, sequence_parallel: bool, count: int, steps: int) -> Found:
+    """AdamW steps, clipped, with dropout; each step has `count` microbatches."""
+    model = module(name, tp, dp, sequence_parallel=sequence_parallel)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-6)
+    parts = batches(name, count)
+    own = fxpar.shard_batch(parts if count > 1 else parts[0], model)
+    losses, norms = [], []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        losses.append(model.train_step(own).item())
+        norms.append(model.clip_grad_norm_(1.0).item())
+        optimizer.step()
+    return {"losses": losses, "norms": norms, "state": model.full_state_dict()}
+
+
+def microbatches(name: str, tp: int, dp: int, sequence_parallel: bool) -> Found:
+    """Gradients of three microbatches on top of a step's, and how many large sums the three took."""
+    model = module(name, tp, dp, sequence_parallel=sequence_parallel)
+    own = fxpar.shard_batch(batches(name, 3), model)
+    model.train_step(own[0])
+    sums: list[int] = []
+    plain = dist.all_reduce
+
+    def counted(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        sums.append(tensor.numel())
+        return plain(tensor, *args, **kwargs)
+
+    dist.all_reduce = counted
+    try:
+        loss = model.train_step(own).item()
+    finally:
+        dist.all_reduce = plain
+    gradients = {n: whole_of(p.grad).clone() for n, p in model.named_parameters() if p.grad is not None}
+    return {"loss": loss, "gradients": gradients, "sums": [count for count in sums if count > 64]}
+
+
+def torch_clips(name: str, tp: int, dp: int) -> tuple[float, float]:
+    """The norm by the module and by torch's own function."""
+    model = module(name, tp, dp)
+    model.train_step(fxpar.shard_batch(batches(name)[0], model))
+    own = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+    whole = own.full_tensor() if hasattr(own, "full_tensor") else own
+    return model.clip_grad_norm_(1e9).item(), float(whole)
+
+
+def outputs(name: str, tp: int, dp: int) -> Found:
+    """The logits of a plain call, whole."""
+    model = module(name, tp, dp).eval()
+    found = model(**fxpar.shard_batch(batches(name)[0], model))
+    logits = found["logits"]
+    kind = type(logits).__name__
+    placements = str(getattr(logits, "placements", ""))
+    whole = logits.full_tensor() if hasattr(logits, "full_tensor") else logits
+    return {"kind": kind, "placements": placements, "logits": whole.detach().clone()}
+
+
+def account(name: str, tp: int, dp: int, sequence_parallel: bool) -> Found:
+    """A step as it was counted and, from rank 0, its report and the program's collectives."""
+    model = module(name, tp, dp, sequence_parallel=sequence_parallel)
+    found = accounting.step(model, fxpar.shard_batch(batches(name)[0], model))
+    if dist.get_rank() == 0:
+        found["report"] = model.report().to_dict()
+        found["listed"] = Counter((c.phase, c.op, c.bytes) for c in collectives(model.program))
+    return found
+
+
+def refusals(tp: int, dp: int) -> list[tuple[str, str]]:
+    """Where and why calls are refused."""
+    model = module("gpt2", tp, dp)
+    batch = batches("gpt2")[0]
+    own = fxpar.shard_batch(batch, model)
+    rank = dist.get_rank()
+    tensor_rank, data_rank = rank % tp, rank // tp
+    other_values = {key: value.clone() for key, value in own.items()}
+    if tensor_rank:
+        other_values["input_ids"][0, 0] += 1
+    other_rows = {key: value[: len(value) - data_rank] for key, value in own.items()}
+    calls = (
+        lambda: model.train_step(other_values),
+        lambda: model.train_step(other_rows),
+        lambda: fxpar.shard_batch({key: value[:3] for key, value in batch.items()}, model),
+        lambda: model.train_step([]),
+    )
+    found = []
+    for call in calls:
+        try:
+            call()
+        except FxparError as error:
+            found.append((error.where, error.reason))
+    return found
+
+
+def saved(folder: str, tp: int, dp: int) -> dict[str, Tensor]:
+    """Trains two steps and saves; the weights."""
+    model = module("gpt2", tp, dp)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-6)
+    own = fxpar.shard_batch(batches("gpt2")[0], model)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model.train_step(own)
+        optimizer.step()
+    model.save_training(folder, optimizer, position=7)
+    return model.full_state_dict()
+
+
+def resumed(folder: str, tp: int, dp: int) -> Found:
+    """Goes on from a save under another plan: weights and a further step."""
+    model = module("gpt2", tp, dp)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-6)
+    position = model.resume_training(folder, optimizer)
+    before = model.full_state_dict()
+    optimizer.zero_grad()
+    loss = model.train_step(fxpar.shard_batch(batches("gpt2")[0], model)).item()
+    optimizer.step()
+    return {"position": position, "before": before, "loss": loss, "after": model.full_state_dict()}

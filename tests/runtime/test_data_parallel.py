@@ -1,0 +1,99 @@
+"""Data parallel ranks, alone and beside tensor parallel ones, train as one process does on all their rows."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.runtime import data_jobs
+from tests.runtime.data_jobs import Found
+from tests.runtime.test_report import assert_agrees
+from tests.runtime.test_training import assert_same
+from tests.runtime.world import World
+
+STEPS = 10
+EVERY_TIME = {("gpt2", 2, 2, True, 3), ("llama", 1, 4, False, 1)}
+TABLE = [
+    (name, tp, dp, sequence, count)
+    for name in ("gpt2", "llama", "bert", "gpt_neox", "bloom")
+    for tp, dp in ((2, 2), (1, 4))
+    for sequence in ((False, True) if tp > 1 else (False,))
+    for count in (1, 3)
+]
+
+
+@cache
+def alone(name: str, count: int) -> Found:
+    return data_jobs.train(name, 1, 1, False, count, STEPS)
+
+
+@pytest.mark.parametrize(
+    ("name", "tp", "dp", "sequence", "count"),
+    [pytest.param(*row, marks=() if row in EVERY_TIME else pytest.mark.matrix) for row in TABLE],
+)
+def test_ten_steps_are_those_of_one_process(
+    world4: World, name: str, tp: int, dp: int, sequence: bool, count: int
+) -> None:
+    """Losses, clipped norms and weights, with dropout, uneven counts of words, and microbatches."""
+    wanted = alone(name, count)
+    for found in world4.run(data_jobs.train, name, tp, dp, sequence, count, STEPS):
+        assert found["losses"] == pytest.approx(wanted["losses"], abs=1e-5)
+        assert found["norms"] == pytest.approx(wanted["norms"], rel=1e-5)
+        assert_same(found["state"], wanted["state"], 1e-5)
+
+
+@pytest.mark.parametrize("sequence", [True, pytest.param(False, marks=pytest.mark.matrix)])
+def test_gradients_of_microbatches_are_summed_once_a_step(world4: World, sequence: bool) -> None:
+    wanted = data_jobs.microbatches("gpt2", 1, 1, False)
+    # Of the joined group one sum, of data ranks one, with sequence parallelism; else the second alone.
+    for found in world4.run(data_jobs.microbatches, "gpt2", 2, 2, sequence):
+        assert found["loss"] == pytest.approx(wanted["loss"], abs=1e-5)
+        assert_same(found["gradients"], wanted["gradients"], 2e-6)
+        assert len(found["sums"]) == (2 if sequence else 1)
+
+
+def test_norms_by_torch_and_by_the_module_are_the_true_one(world4: World) -> None:
+    wanted, _ = data_jobs.torch_clips("gpt2", 1, 1)
+    for mine, torchs in world4.run(data_jobs.torch_clips, "gpt2", 2, 2):
+        assert mine == pytest.approx(wanted, rel=1e-5)
+        assert torchs == pytest.approx(wanted, rel=1e-5)
+
+
+def test_outputs_are_tensors_of_both_axes(world4: World) -> None:
+    wanted = data_jobs.outputs("gpt2", 1, 1)
+    for found in world4.run(data_jobs.outputs, "gpt2", 2, 2):
+        assert found["kind"] == "DTensor"
+        assert found["placements"] == "(Shard(dim=0), Shard(dim=2))"
+        assert_same({"logits": found["logits"]}, {"logits": wanted["logits"]}, 1e-5)
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_a_step_sends_and_holds_what_the_report_says(world4: World, sequence: bool) -> None:
+    report = assert_agrees(world4.run(data_jobs.account, "gpt2", 2, 2, sequence))
+    axes = Counter(c["axis"] for c in report["collectives"])
+    assert set(axes) == {"dp", "tp"} | ({"dp-tp"} if sequence else set())
+
+
+def test_calls_that_differ_are_refused_before_they_hang(world4: World) -> None:
+    for found in world4.run(data_jobs.refusals, 2, 2):
+        wheres = [where for where, _ in found]
+        assert "input_ids" in wheres[0]
+        assert "input_ids" in wheres[1]
+        assert wheres[2:] == ["batch entry input_ids", "batch"]
+        assert found[2][1] == "has 3 rows in dimension 0, which 2 ranks of dp cannot share out"
+
+
+def test_a_training_goes_on_under_other_axes(world4: World, tmp_path: Path) -> None:
+    """Saved by 2 x 2 ranks, taken up by 1 x 4, by 4 x 1 and by one process."""
+    (state, *_) = world4.run(data_jobs.saved, str(tmp_path), 2, 2)
+    wanted = data_jobs.resumed(str(tmp_path), 1, 1)
+    assert wanted["position"] == 7
+    assert_same(wanted["before"], state, 0.0)
+    for tp, dp in ((1, 4), (4, 1)):
+        for found in world4.run(data_jobs.resumed, str(tmp_path), tp, dp):
+            assert_same(found["before"], state, 0.0)
+            assert found["loss"] == pytest.approx(wanted["loss"], abs=1e-5)
+            assert_same(found["after"], wanted["after"], 1e-5)
