@@ -208,6 +208,8 @@ def convert(traced: Trace, model: nn.Module, plan: Plan, loss: str | None) -> tu
     for node in traced.exported.graph.nodes:
         if node.op == "call_function":
             mapping[node] = _copy(state, graph, node, mapping)
+            if node.target is torch.ops.aten._assert_tensor_metadata.default:  # the program runs elsewhere too
+                mapping[node].kwargs = {name: v for name, v in mapping[node].kwargs.items() if name != "device"}
         elif node.op == "get_attr":
             raise CaptureError(f"the trace refers to {node.target}", where=f"%{node.name}", remedy="report this model")
     outputs, out_leaves = _outputs(state, graph, mapping)
