@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -69,7 +70,8 @@ def cuts(draw: st.DrawFn, size: int, n: int) -> Placement:
 def layouts(draw: st.DrawFn) -> tuple[int, Layout]:
     """A layout of one dimension, its axes in any order."""
     size = draw(st.sampled_from([8, 12, 24, 36, 48, 72]))
-    seen, entries = (size,), []
+    seen: tuple[Any, ...] = (size,)
+    entries: list[tuple[str, Placement]] = []
     for axis in draw(st.permutations(list(AXES))):
         cut = draw(cuts(int(seen[0]), AXES[axis])) if draw(st.booleans()) else R
         entries.append((axis, cut))
