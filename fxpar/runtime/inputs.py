@@ -29,6 +29,8 @@ from fxpar.runtime import batch as calls
 from fxpar.runtime.world import World
 
 _REMEDY = "pass the same batch on all ranks"
+_SHAPES = "pass batches of equal shapes on all ranks: pad them"
+_OWN = "pass the same batch on all ranks of one data rank"
 # Odd numbers without structure, as splitmix64 mixes with.
 _MIX, _STEP = -0x40A7B892E31B1A47, -0x61C8864680B583EB
 # Words that are mixed at a time, so that a batch of images needs no memory to speak of.
@@ -100,9 +102,9 @@ class Inputs:
     def _differs(self, batch: Any, facts: Mapping[str, str]) -> None:
         """Finds out what differs, where ranks can say it in words."""
         agree = self._world.agreement.agree
-        agree({**facts, **calls.batch_facts(batch, values=False)}, _REMEDY)
+        agree({**facts, **calls.batch_facts(batch, values=False)}, _SHAPES if self._party else _REMEDY)
         if self._devices is not None:
-            agree(calls.batch_facts(batch, values=True), _REMEDY, self._party)
+            agree(calls.batch_facts(batch, values=True), _OWN if self._party else _REMEDY, self._party)
         raise InputError("differs between ranks", where="the batch", remedy=_REMEDY)
 
     def _odd(self, values: Tensor) -> Tensor:

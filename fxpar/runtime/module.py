@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from torch import Tensor, nn
 from fxpar.errors import InputError, shown
 from fxpar.layout.layout import Layout
 from fxpar.manager import Pass
-from fxpar.ops.deferred import Reduction
 from fxpar.passes.assign_rng import RNG_PATH
 from fxpar.plan.plan import Plan
 from fxpar.program.mixed import is_mixed, main_dtype
@@ -33,6 +31,7 @@ from fxpar.runtime.optimizers import Optimizers
 from fxpar.runtime.outputs import returned
 from fxpar.runtime.programs import Call, Programs
 from fxpar.runtime.refusals import Immovable
+from fxpar.runtime.step import Microbatch, Reductions, run_microbatches
 from fxpar.runtime.world import World
 from fxpar.state import distributed_state
 from fxpar.state.checkpoint import Checkpoint
@@ -42,26 +41,6 @@ from fxpar.state.parts import load
 from fxpar.state.sharded import Sharded
 from fxpar.state.sharded_parameter import leaf_of
 from fxpar.state.training import Extras, Progress, resume_training, save_training
-
-
-@dataclass(frozen=True)
-class Microbatch:
-    """One of several that make a step.
-
-    Attributes:
-        index: which.
-        count: how many there are.
-        step: random state of the step, i64[3].
-    """
-
-    index: int
-    count: int
-    step: Tensor
-
-    @property
-    def random_state(self) -> Tensor:
-        """Seed, step and microbatch."""
-        return torch.cat([self.step[:2], self.step[2:] + self.index])
 
 
 class ParallelModule(Immovable):
@@ -178,27 +157,12 @@ class ParallelModule(Immovable):
         parts = calls.microbatches(batch, self._takes_lists)
         if len(parts) == 1:
             return self._differentiated(parts[0], scaler)
+
+        def run(part: Any, microbatch: Microbatch) -> tuple[Tensor, Reductions]:
+            return self._differentiated(part, scaler, microbatch), self._last.reductions
+
         leaves = [leaf_of(value) for value in self.parameters()]
-        before = [leaf.grad for leaf in leaves]
-        for leaf in leaves:
-            leaf.grad = None
-        state, reductions = self._random_state(), None
-        losses = []
-        for index, part in enumerate(parts):
-            losses.append(self._differentiated(part, scaler, Microbatch(index, len(parts), state)))
-            wanted = self._last.reductions
-            if reductions is not None and wanted != reductions:
-                raise InputError(
-                    "reduces other gradients than the first",
-                    where=f"microbatch {index}",
-                    remedy="pass microbatches of one structure and kind of sizes",
-                )
-            reductions = wanted
-        self._reduce(reductions or ())
-        for leaf, kept in zip(leaves, before, strict=True):
-            if kept is not None:
-                leaf.grad = kept if leaf.grad is None else kept + leaf.grad
-        return torch.stack(losses).mean()
+        return run_microbatches(parts, leaves, self._random_state(), run, self._reduce)
 
     def _differentiated(
         self, batch: Any, scaler: torch.amp.GradScaler | None, microbatch: Microbatch | None = None
@@ -229,7 +193,7 @@ class ParallelModule(Immovable):
             return [self.own_rows(part) for part in batch]
         return calls.own_rows(self.program, batch, self.world.coordinates)
 
-    def _reduce(self, reductions: Sequence[Reduction]) -> None:
+    def _reduce(self, reductions: Reductions) -> None:
         """Sums the ranks' gradients of parameters."""
         tensors = _tensors(self)
         names = {p.node: p.fqn for p in self._last.program.parameters}
