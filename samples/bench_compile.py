@@ -3,6 +3,7 @@
     python samples/bench_compile.py                                  # all models at full depth
     python samples/bench_compile.py --model llama-70b --layers 20 40 80
     python samples/bench_compile.py --model llama-512 --tp 512 --json
+    python samples/bench_compile.py --model llama-8b --tp 8 --dp 8
 
 Models are transformers' own, on the meta device: nothing is computed and no weight is in memory. The clock runs from
 the first line of the capture to the localised program, checked after each pass. The text of a program names no rank,
@@ -105,13 +106,13 @@ class Watch:
         return replace(verifier, check=check)
 
 
-def measure(size: Size, layers: int, tp: int) -> dict[str, Any]:
+def measure(size: Size, layers: int, tp: int, dp: int) -> dict[str, Any]:
     """Compiles one model in this process."""
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     model, watch = build(size, layers), Watch()
-    ids = torch.zeros(2, size.sequence, dtype=torch.long, device="meta")
+    ids = torch.zeros(2 * dp, size.sequence, dtype=torch.long, device="meta")
     start, worked = time.perf_counter(), time.process_time()
-    captured = capture(model, {"input_ids": ids, "labels": ids.clone()}, fxpar.Plan(tp=tp))
+    captured = capture(model, {"input_ids": ids, "labels": ids.clone()}, fxpar.Plan(tp=tp, dp=dp))
     seconds = {"capture": time.perf_counter() - start}
     verifiers = [watch.timed(verifier) for verifier in STATIC]
     program = compile_program(captured.program, verifiers=verifiers, on_pass=watch.passed)
@@ -120,6 +121,7 @@ def measure(size: Size, layers: int, tp: int) -> dict[str, Any]:
     return {
         "layers": layers,
         "tp": tp,
+        "dp": dp,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "nodes": len(program.graph.nodes),
         "seconds": {**seconds, **watch.seconds, "total": total, "cpu": cpu},
@@ -129,9 +131,10 @@ def measure(size: Size, layers: int, tp: int) -> dict[str, Any]:
     }
 
 
-def measure_apart(name: str, layers: int, tp: int) -> dict[str, Any]:
+def measure_apart(name: str, layers: int, tp: int, dp: int) -> dict[str, Any]:
     """`measure` in a process of its own."""
     command = [sys.executable, __file__, "--here", "--model", name, "--layers", str(layers), "--tp", str(tp)]
+    command += ["--dp", str(dp)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(done.stderr)
@@ -143,12 +146,13 @@ def report(rows: Sequence[Mapping[str, Any]]) -> None:
     """Prints a line for each compilation; the passes besides the choice of layouts are quick, and stand in one sum."""
     columns = ("capture", "annotate", "other passes", "checks", "total", "cpu")
     table = Table(title="seconds from a model to the program of each rank")
-    for title in ("model", "tp", "layers", "weights", "nodes", *columns, "peak", "split", "text"):
+    for title in ("model", "tp", "dp", "layers", "weights", "nodes", *columns, "peak", "split", "text"):
         table.add_column(title, justify="left" if title == "model" else "right")
     for row in rows:
         spent = row["seconds"] | {"other passes": sum(row["seconds"][name] for name in PASSES if name != "annotate")}
         seconds = [f"{spent[column]:.1f}" for column in columns]
-        sizes = [str(row["tp"]), str(row["layers"]), f"{row['parameters'] / 1e9:.1f} G", str(row["nodes"])]
+        sizes = [str(row[key]) for key in ("tp", "dp", "layers")]
+        sizes += [f"{row['parameters'] / 1e9:.1f} G", str(row["nodes"])]
         ends = [f"{row['peak_bytes'] / 2**30:.1f} GiB", f"{row['split_flops']:.1%}", f"{row['text_bytes'] >> 10} KiB"]
         table.add_row(row["model"], *sizes, *seconds, *ends)
     Console(width=None if sys.stdout.isatty() else 140).print(table)
@@ -161,6 +165,7 @@ def main() -> None:
     parser.add_argument("--model", nargs="+", choices=MODELS, default=list(MODELS), help="which ones (all)")
     parser.add_argument("--layers", nargs="+", type=int, help="depths to compile each at (its own)")
     parser.add_argument("--tp", type=int, help="ranks that split each layer (8; 512 of llama-512)")
+    parser.add_argument("--dp", type=int, default=1, help="groups of them that share out the batch (1)")
     parser.add_argument("--json", action="store_true", help="print one JSON list and no table")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)  # in this process, which measures one
     options = parser.parse_args()
@@ -168,13 +173,13 @@ def main() -> None:
         parser.error("--layers must be at least 1")
     if options.here:
         size = MODELS[options.model[0]]
-        print(json.dumps(measure(size, options.layers[0], options.tp)))
+        print(json.dumps(measure(size, options.layers[0], options.tp, options.dp)))
         return
     rows = []
     for name in options.model:
         for layers in options.layers or [MODELS[name].layers[1]]:
             print(f"compiling {name} with {layers} layers", file=sys.stderr)
-            rows.append(measure_apart(name, layers, options.tp or MODELS[name].tp))
+            rows.append(measure_apart(name, layers, options.tp or MODELS[name].tp, options.dp))
     if options.json:
         print(json.dumps(rows))
     else:
