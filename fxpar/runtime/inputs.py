@@ -102,9 +102,12 @@ class Inputs:
     def _differs(self, batch: Any, facts: Mapping[str, str]) -> None:
         """Finds out what differs, where ranks can say it in words."""
         agree = self._world.agreement.agree
-        agree({**facts, **calls.batch_facts(batch, values=False)}, _SHAPES if self._party else _REMEDY)
-        if self._devices is not None:
-            agree(calls.batch_facts(batch, values=True), _OWN if self._party else _REMEDY, self._party)
+        if not self._party:
+            agree({**facts, **calls.batch_facts(batch, values=True)}, _REMEDY)
+        else:
+            agree({**facts, **calls.batch_facts(batch, values=False)}, _SHAPES)
+            if self._devices is not None:
+                agree(calls.batch_facts(batch, values=True), _OWN, self._party)
         raise InputError("differs between ranks", where="the batch", remedy=_REMEDY)
 
     def _odd(self, values: Tensor) -> Tensor:
