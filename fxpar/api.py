@@ -106,10 +106,11 @@ def shard_batch(batch: Any, model: ParallelModule) -> Any:
         model: made by `parallelize`, whose program says which dimension of which entry is the batch.
 
     Returns:
-        The same nest. Entries that have no rows are whole; without data parallel ranks it is the batch itself.
+        The same nest. Entries that have no rows are whole; without data parallel ranks it is the batch itself. Of rows
+        that are no multiple of the data ranks, the first ranks have one more.
 
     Raises:
-        InputError: an entry's rows are not divisible by the data ranks.
+        InputError: an entry has fewer rows than there are data ranks.
     """
     if not isinstance(model, ParallelModule):
         remedy = "pass what parallelize returned"

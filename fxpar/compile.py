@@ -74,14 +74,21 @@ def compile_program(
     return PassManager(passes, verifiers, on_pass=on_pass).run(program, until=until)
 
 
-def lower_program(program: Program, groups: Mapping[str, Group], device: torch.device | str = "cpu") -> Lowered:
+def lower_program(
+    program: Program,
+    groups: Mapping[str, Group],
+    device: torch.device | str = "cpu",
+    *,
+    uneven_rows: bool = False,
+) -> Lowered:
     """What a rank runs of a compiled program, the plan's mixed precision carried out.
 
     Args:
         groups: process group of each axis of the program.
         device: where it will run.
+        uneven_rows: whether data ranks may bring other numbers of rows.
     """
-    return lower(program, groups, device, main_values=True)
+    return lower(program, groups, device, main_values=True, uneven_rows=uneven_rows)
 
 
 def check_arguments(model: Any, plan: Any, passes: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Sequence
+from graphlib import CycleError, TopologicalSorter
 
 import torch
 from torch import fx
@@ -13,6 +14,7 @@ from fxpar.manager import register_pass
 from fxpar.ops.coercions import copy_to, share, sum_gradients
 from fxpar.program.program import Note, Program, note, operands, set_note, tensor_type
 from fxpar.program.properties import Property
+from fxpar.program.weights import owner_of, summed
 
 # Bytes of gradients that one reduction sums at most: large enough for bandwidth, small enough to start early.
 BUCKET = 64 * 2**20
@@ -36,12 +38,24 @@ def coalesce(program: Program) -> Program:
     Under sequence parallelism every norm weight and row bias is used on a part of the tokens, and its gradient is a
     summand on each rank; so are those of kv heads that ranks share. One flat reduction of a bucket takes the place of a
     hundred small ones. Values and gradients stay equal. Coercions of anything but parameters stay where they are.
+    Those of one parameter over several axes follow one another, and so do their buckets::
+
+        %tp_gradients = fxpar.sum_gradients[tp](%k, %v) : …
+        %k_share = operator.getitem(%tp_gradients, 0) : …
+        %v_share = operator.getitem(%tp_gradients, 1) : …
+        %dp_gradients = fxpar.sum_gradients[dp](%k_share, %v_share, %q) : …
 
     Algorithm: the coercions of one axis and element type, in the reverse order of use, which is that in which backward
-    makes their gradients; a bucket is closed when it is full.
+    makes their gradients; a bucket is closed when it is full. Buckets stand in the order in which parameters take the
+    axes; where two parameters take them in opposite orders, just the first coercion of each is put into one.
     """
     found = [node for node in program.graph.nodes if _is_reduction(program, node)]
-    for bucket in _buckets(found):
+    order = _order(found)
+    if order is None:
+        found = [node for node in found if operands(node)[0].op == "placeholder"]
+        order = list(dict.fromkeys(str(node.kwargs["axis"]) for node in found))
+    buckets = [bucket for bucket in _buckets(found) if len(bucket) > 1]
+    for bucket in sorted(buckets, key=lambda bucket: order.index(str(bucket[0].kwargs["axis"])), reverse=True):
         _merge(program, bucket)
     return program
 
@@ -49,8 +63,21 @@ def coalesce(program: Program) -> Program:
 def _is_reduction(program: Program, node: fx.Node) -> bool:
     if node.op != "call_function" or node.target not in (copy_to, share):
         return False
-    parameter = program.parameter(operands(node)[0])
+    parameter = program.parameter(owner_of(node))
     return parameter is not None and parameter.trainable
+
+
+def _order(nodes: Sequence[fx.Node]) -> list[str] | None:
+    """The axes so that each stands behind those that parameters take before it; None where there is no such order."""
+    before: dict[str, set[str]] = {str(node.kwargs["axis"]): set() for node in nodes}
+    for node in nodes:
+        source = operands(node)[0]
+        if source.op != "placeholder":
+            before[str(node.kwargs["axis"])].add(str(source.kwargs["axis"]))
+    try:
+        return list(TopologicalSorter(before).static_order())
+    except CycleError:
+        return None
 
 
 def _buckets(nodes: Sequence[fx.Node]) -> Iterator[list[fx.Node]]:
@@ -66,12 +93,12 @@ def _buckets(nodes: Sequence[fx.Node]) -> Iterator[list[fx.Node]]:
         buckets[-1].append(node)
         sizes[id(buckets[-1])] = sizes.get(id(buckets[-1]), 0) + size
     for buckets in groups.values():
-        yield from (bucket for bucket in buckets if len(bucket) > 1)
+        yield from buckets
 
 
 def _merge(program: Program, bucket: Sequence[fx.Node]) -> None:
-    """One node in front of the first use, and an item of it in place of each coercion."""
-    first = next(node for node in program.graph.nodes if node.op != "placeholder")
+    """One node in front of all others, and an item of it in place of each coercion."""
+    first = _first(program)
     axis = str(bucket[0].kwargs["axis"])
     with program.graph.inserting_before(first):
         merged = program.graph.create_node(
@@ -85,3 +112,18 @@ def _merge(program: Program, bucket: Sequence[fx.Node]) -> None:
     set_note(merged, Note(type=tuple(tensor_type(node) for node in bucket), layout=tuple(layouts), origin="bucket"))  # type: ignore[arg-type]
     for index, node in enumerate(bucket):
         node.target, node.args, node.kwargs = operator.getitem, (merged, index), {}
+    for node in operands(merged):
+        _move_to_front(program, node)
+
+
+def _move_to_front(program: Program, node: fx.Node) -> None:
+    """Puts what sums a parameter's gradients over other axes before in front of all others."""
+    source = summed(node)
+    if source is not None:
+        _first(program).prepend(node)
+        _move_to_front(program, source)
+
+
+def _first(program: Program) -> fx.Node:
+    found: fx.Node = next(node for node in program.graph.nodes if node.op != "placeholder")
+    return found

@@ -67,7 +67,7 @@ def insert_collectives(program: Program) -> Program:
 
 def _converted(program: Program, made: Made, node: fx.Node, wanted: Layout, carries: bool, user: fx.Node) -> fx.Node:
     source = output_layouts(node)[0]
-    way = conversions(source, wanted, program.axes, carries)
+    way = conversions(source, wanted, program.axes, carries, program.plan.cost)
     if way is None:
         pairs = [(p, wanted.on(axis)) for axis, p in source if p != wanted.on(axis)]
         before, after = (" ".join(map(str, side)) for side in zip(*pairs, strict=True))

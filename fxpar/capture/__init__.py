@@ -18,6 +18,7 @@ from fxpar.capture.convert import CallSpec, convert
 from fxpar.capture.eager import compare, walk
 from fxpar.capture.guards import check_model, check_samples
 from fxpar.capture.memo import OtherMemos
+from fxpar.capture.rowwise import check_row_wise
 from fxpar.capture.sizes import SizeError, check_views
 from fxpar.capture.trace import arguments, trace
 from fxpar.errors import CaptureError
@@ -91,6 +92,9 @@ def _capture(model: nn.Module, batch: Any, plan: Plan, loss: Callable[..., Any] 
     program = _with_trainable_loss(model, program, is_guess=loss is None)
     eager = walk(model, batch, function, others)
     compare(eager, Counter(str(n.kwargs["path"]) for n in program.graph.nodes if n.target is kept))
+    if plan.row_wise:
+        call = ((batch,), {}) if function is not None else arguments(model, batch, False)
+        check_row_wise(program, {**dict(model.named_buffers()), **dict(model.named_parameters())}, spec.inputs(call))
     return Captured(program, spec, traced.how, function, eager.reason)
 
 

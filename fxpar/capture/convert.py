@@ -25,7 +25,7 @@ from fxpar.capture.places import module_of, source_of
 from fxpar.capture.recording import RECOMPUTE_KEY, refuse_foreign
 from fxpar.capture.sizes import SizeError, written
 from fxpar.capture.trace import Trace
-from fxpar.errors import CaptureError
+from fxpar.errors import CaptureError, CheckFailed
 from fxpar.layout.symbols import Size, names, simplify, symbol
 from fxpar.ops.functions import function
 from fxpar.plan.plan import Plan
@@ -62,6 +62,18 @@ class CallSpec:
     out_spec: pytree.TreeSpec
     out_leaves: tuple[tuple[str, Any], ...]
     conditions: tuple[Any, ...] = ()
+
+    def inputs(self, call: tuple[tuple[Any, ...], dict[str, Any]]) -> dict[str, Any]:
+        """The program's inputs, by path, of a call `(args, kwargs)`.
+
+        Raises:
+            CheckFailed: the call has another structure than the traced one.
+        """
+        leaves, spec = pytree.tree_flatten(call)
+        if spec != self.in_spec:
+            raise CheckFailed("the batch has another structure than the example", where="batch")
+        pairs = zip(self.in_leaves, leaves, strict=True)
+        return {str(what): value for (kind, what), value in pairs if kind == "input"}
 
     def admits(self, sizes: Mapping[str, int]) -> bool:
         """Whether the trace is the model for inputs of these sizes, by symbol.

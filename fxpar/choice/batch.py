@@ -19,9 +19,11 @@ import torch
 from torch import fx
 
 from fxpar.choice.options import Option, value_of
-from fxpar.errors import LayoutError, PlanError
+from fxpar.errors import LayoutError
 from fxpar.layout.layout import I, P, Placement, R, shard
 from fxpar.layout.nesting import peel
+from fxpar.layout.symbols import Size, simplify
+from fxpar.mesh.purpose import Cuts
 from fxpar.program.coercions import resting
 from fxpar.program.gradients import carried
 from fxpar.program.program import (
@@ -38,8 +40,10 @@ from fxpar.program.program import (
     update,
     with_operands,
 )
+from fxpar.program.rows import batch_size
 from fxpar.rules import Refusal, call_of, inferred, rule_of, seeded
 from fxpar.rules.local import peeled_call
+from fxpar.rules.rows import RowWise, lacks_rule, name_of
 from fxpar.signatures.engine import Call, partial_signatures
 
 
@@ -53,6 +57,7 @@ def place_batch(program: Program, axis: str, rows: Mapping[str, int]) -> dict[fx
         LayoutError: an operation needs the rows of other ranks.
     """
     flags, found = carried(program), dict[fx.Node, Option]()
+    row_wise = RowWise(program.plan.row_wise, {axis: batch_size(program)})
     paths = {entry.node: entry.path for entry in program.inputs}
     for node in program.graph.nodes:
         kinds = () if node.op == "output" else output_types(node)
@@ -67,25 +72,44 @@ def place_batch(program: Program, axis: str, rows: Mapping[str, int]) -> dict[fx
         given = [found[maker].outputs[index] for maker, index in values]
         carries = [flags[maker][index] for maker, index in values]
         is_owned = any(program.parameter(maker) is not None and flags[maker][0] for maker, _ in values)
-        wanted = _operands(call_of(node, program.axes[axis]), given, carries, is_owned)
-        answer = wanted if isinstance(wanted, Refusal) else _outputs(node, program.axes[axis], wanted, carries)
+        call = replace(call_of(node, program.axes[axis]), rows=row_wise.of(node, axis))
+        answer = _signature(call, given, carries, is_owned)
         if isinstance(answer, Refusal):
-            raise LayoutError(
-                f"on axis {axis}: {answer.reason}",
-                where=describe(node),
-                remedy=f"rows of the batch are computed apart: write it row by row, or set {axis}=1",
-            )
-        assert not isinstance(wanted, Refusal)
-        outputs = tuple(resting(p, flag) for p, flag in zip(answer, flags[node], strict=True))
+            remedy = f"rows of the batch are computed apart: {_remedy(node, call)}, or set {axis}=1"
+            raise LayoutError(f"on axis {axis}: {answer.reason}", where=describe(node), remedy=remedy)
+        wanted, made = answer
+        outputs = tuple(resting(p, flag) for p, flag in zip(made, flags[node], strict=True))
         found[node] = Option(tuple(resting(p, flag) for p, flag in zip(wanted, carries, strict=True)), outputs, "batch")
     return found
 
 
-def _outputs(
-    node: fx.Node, n: int, wanted: Sequence[Placement], carries: Sequence[bool]
-) -> tuple[Placement, ...] | Refusal:
+def _remedy(node: fx.Node, call: Call) -> str:
+    """What lets an operation have part of the rows."""
+    if call.rows is None and lacks_rule(node):
+        return f'if this operator does so too declare it, Plan(row_wise=("{name_of(node)}",)), else write it row by row'
+    return "write it row by row"
+
+
+def _signature(
+    call: Call, given: Sequence[Placement], carries: Sequence[bool], is_owned: bool
+) -> tuple[Sequence[Placement], Sequence[Placement]] | Refusal:
+    """What an operation needs its operands to be, and what it makes of them; arguments as for `_operands`."""
+    wanted = _operands(call, given, carries, is_owned)
+    if isinstance(wanted, Refusal):
+        return wanted
+    made = _outputs(call, wanted, carries)
+    if not isinstance(made, Refusal):
+        return wanted, made
+    # What is made of parameters by a backward that takes whole gradients alone: theirs are summed behind it.
+    whole = [I] * len(given)
+    is_whole = all(placement == I or not flag for placement, flag in zip(given, carries, strict=True))
+    other = _outputs(call, whole, carries) if is_whole and not any(p.is_shard for p in given) else made
+    return other if isinstance(other, Refusal) else (whole, other)
+
+
+def _outputs(call: Call, wanted: Sequence[Placement], carries: Sequence[bool]) -> tuple[Placement, ...] | Refusal:
     settled = [resting(placement, flag) for placement, flag in zip(wanted, carries, strict=True)]
-    return inferred(call_of(node, n), settled, carries, composite=False)
+    return inferred(call, settled, carries, composite=False)
 
 
 def _operands(
@@ -126,46 +150,20 @@ def _of_sums(
     return [R if is_owned or "R" in kinds else I for _ in given]
 
 
-def batch_rows(program: Program, size: object) -> dict[str, int]:
-    """For each input, by path, the dimension that is the rows.
-
-    Args:
-        size: the number of rows.
+def declared(program: Program) -> RowWise:
+    """The operators that the plan declares row-wise, and the rows as each axis that shares out the batch sees them.
 
     Raises:
-        LayoutError: two dimensions of an input are.
+        PlanError: the plan declares some, and no symbolic size is the batch.
     """
-    found = {}
-    for entry in program.inputs:
-        dims = [dim for dim, other in enumerate(entry.type.shape) if other == size]
-        if len(dims) > 1:
-            raise LayoutError(
-                f"dimensions {' and '.join(map(str, dims))} of {entry.type} are both as long as the batch",
-                where=f"input {entry.path}",
-                remedy="pass it with sizes that differ, or set dp=1",
-            )
-        if dims:
-            found[entry.path] = dims[0]
-    return found
-
-
-def batch_symbol(program: Program) -> str:
-    """Name of the symbol that is the number of rows of the inputs.
-
-    Raises:
-        PlanError: no input has a symbolic first dimension, or two have different ones.
-    """
-    found = {
-        str(entry.type.shape[0])
-        for entry in program.inputs
-        if entry.type.shape and not isinstance(entry.type.shape[0], int)
-    }
-    known = [s.name for s in program.symbols if str(s.size) in found]
-    if len(known) != 1 or len(found) != 1:
-        shown = ", ".join(f"{entry.path} {entry.type}" for entry in program.inputs)
-        reason = "no input has rows whose number may vary" if not found else f"inputs differ in their rows ({shown})"
-        raise PlanError(reason, where="dp", remedy="pass inputs whose first dimension is the batch, or set dp=1")
-    return known[0]
+    axes, found = program.plan.axes_for(Cuts.BATCH), dict[str, Size]()
+    if not program.plan.row_wise or not axes:
+        return RowWise()
+    rows = batch_size(program)
+    for axis, n in axes.items():
+        found[axis] = rows
+        rows = simplify(rows / n)
+    return RowWise(program.plan.row_wise, found)
 
 
 def peel_program(program: Program, axis: str, placed: Mapping[fx.Node, Option]) -> Program:

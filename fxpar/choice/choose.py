@@ -74,7 +74,7 @@ def choose(program: Program, axis: str, lines: Lines, layouts: Mapping[str, Layo
     pins = resolve_overrides(program, lines, n, known)
     pinned = {node: pin.placement for node, pin in pins.items()}
     options = list_options(program, n, carried(program), pinned, is_free=not layouts)
-    prices, ends = Prices(program, options, program.plan.cost), _ends(program, options)
+    prices, ends = Prices(program, options, program.plan.cost.on([axis])), _ends(program, options)
     solution = solve(program.graph, options, prices, ends)
     if solution is None:
         _refuse(program, options, pins)

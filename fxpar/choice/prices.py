@@ -128,7 +128,7 @@ class Prices:
         n, size = self.options.n, self.bytes_of(value)
         # Gradients of parameters are summed many at once.
         latency = 0.0 if value[0] in self.options.weights else self.cost.latency
-        if row.sums_gradients and value[0] in self.options.weights:
+        if row.operator.sums_gradients and value[0] in self.options.weights:
             kind = output_types(value[0])[value[1]]
             size *= held_type(self.program.plan, kind).dtype.itemsize / kind.dtype.itemsize
         if source.settled:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from fxpar.choice.batch import batch_rows, batch_symbol, peel_program, place_batch
+from fxpar.choice.batch import peel_program, place_batch
 from fxpar.choice.choose import Choice, choose
 from fxpar.choice.options import Option
 from fxpar.choice.overrides import match_lines
@@ -20,6 +20,8 @@ from fxpar.layout.layout import Layout
 from fxpar.layout.symbols import divide
 from fxpar.mesh.purpose import Cuts
 from fxpar.program.program import Program
+from fxpar.program.rows import batch_rows, batch_size
+from fxpar.rules.rows import check_declared
 
 
 @dataclass(frozen=True)
@@ -50,9 +52,10 @@ def place(program: Program, layouts: Mapping[str, Layout]) -> Placed:
     """
     plan, inner = program.plan, program
     options: dict[str, dict[fx.Node, Option]] = {}
+    if not layouts:  # a further program of a module may lack an operator, in evaluation say
+        check_declared(program)
     for axis in plan.axes_for(Cuts.BATCH):
-        name = batch_symbol(inner)
-        rows = next(s.size for s in inner.symbols if s.name == name)
+        rows = batch_size(inner)
         if divide(rows, plan.axes[axis]) is None:
             raise PassError(f"no pass has divided the batch {rows}", where="annotate", remedy="run divide_batch before")
         found = place_batch(inner, axis, batch_rows(inner, rows))

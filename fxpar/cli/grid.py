@@ -10,7 +10,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from html import escape
 
-from fxpar.mesh.axes import Axes, Groups
+from fxpar.mesh.atoms import Groups
+from fxpar.mesh.axes import Axes
 from fxpar.mesh.mesh import Mesh
 
 # Light enough for black text. Groups beyond these repeat the colours; their tags differ.

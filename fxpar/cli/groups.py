@@ -19,8 +19,9 @@ from fxpar.cli.grid import Panel, Row, colour, panels, rows, short, svg, tag
 from fxpar.cli.options import command, number_option, whole_number
 from fxpar.cli.output import Report, Ui, print_table, table, write_text
 from fxpar.errors import InputError, shown
-from fxpar.mesh.axes import Groups
-from fxpar.mesh.mesh import DENSE, DENSE_AXES, EXPERT, EXPERT_AXES, ORDER, Mesh
+from fxpar.mesh.atoms import Groups
+from fxpar.mesh.mesh import DENSE_AXES, EXPERT_AXES, ORDER, Mesh
+from fxpar.mesh.purpose import DENSE, EXPERT
 
 _ALWAYS = {DENSE: (*DENSE_AXES, "dp-cp"), EXPERT: EXPERT_AXES}
 _USE = {

@@ -54,7 +54,18 @@ class Request:
             raise InputError(f"{', '.join(given)}: {reason}", where=self.model, remedy=remedy)
 
 
-PLAN_FLAGS = ("--plan", "--tp", "--dp", "--split", "--sequence-parallel", "--seed", "--precision")
+PLAN_FLAGS = (
+    "--plan",
+    "--tp",
+    "--dp",
+    "--split",
+    "--row-wise",
+    "--batch-dim",
+    "--loss-reduction",
+    "--sequence-parallel",
+    "--seed",
+    "--precision",
+)
 EXAMPLE_FLAGS = ("--batch", "--seq")
 MODE_FLAG = "--train/--eval"
 
@@ -99,6 +110,20 @@ def _request(
             help="split the modules or parameters that GLOB names by column, row, head, vocab or replicate; repeatable",
         ),
     ] = None,
+    row_wise: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="GLOB",
+            help="operators without a rule that compute the rows of the batch apart, by name; repeatable",
+        ),
+    ] = None,
+    batch_dim: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PATH=DIM", help="dimension of an input that is the batch, if not the first; repeatable"),
+    ] = None,
+    loss_reduction: Annotated[
+        str | None, typer.Option(metavar="HOW", help="mean, token or local_mean: see fxpar.Plan")
+    ] = None,
     sequence: Annotated[
         bool | None,
         typer.Option(
@@ -118,25 +143,44 @@ def _request(
         InputError: the plan file or a flag cannot be used.
     """
     given = {"--plan": plan, "--tp": tp, "--dp": dp, "--split": split, "--seed": seed, "--precision": precision}
-    given |= {"--sequence-parallel": sequence}
+    given |= {"--sequence-parallel": sequence, "--row-wise": row_wise, "--batch-dim": batch_dim}
+    given |= {"--loss-reduction": loss_reduction}
     given |= {MODE_FLAG: train, "--batch": batch, "--seq": seq}
     chosen = Plan() if plan is None else Plan.load(plan)
     changes: dict[str, Any] = {"tp": tp, "dp": dp, "sequence_parallel": sequence, "seed": seed, "precision": precision}
+    changes["loss_reduction"] = loss_reduction
     changes = {name: value for name, value in changes.items() if value is not None}
     if split:
         changes["split"] = {**chosen.split, **_split_lines(split)}
+    if batch_dim:
+        changes["batch_dims"] = {**chosen.batch_dims, **_dims(batch_dim)}
+    if row_wise:
+        changes["row_wise"] = (*chosen.row_wise, *row_wise)
     flags = tuple(name for name, value in given.items() if value not in (None, []))
     return Request(model, chosen.replace(**changes), flags, batch, seq, train is not False)
 
 
 def _split_lines(lines: Sequence[str]) -> dict[str, str]:
+    return _pairs("--split", lines, "is no line of a split", "GLOB=HOW")
+
+
+def _dims(lines: Sequence[str]) -> dict[str, int]:
+    found = _pairs("--batch-dim", lines, "is no dimension of an input", "PATH=DIM")
+    for path, dim in found.items():
+        if not re.fullmatch(r"-?\d{1,3}", dim):
+            where = f"--batch-dim {path}={dim}"
+            raise InputError("is no dimension of an input", where=where, remedy="write 'PATH=DIM', a number")
+    return {path: int(dim) for path, dim in found.items()}
+
+
+def _pairs(flag: str, lines: Sequence[str], reason: str, form: str) -> dict[str, str]:
     found: dict[str, str] = {}
     for line in lines:
-        glob, equals, how = line.rpartition("=")
-        if not equals or not glob:
-            raise InputError("is no line of a split", where=f"--split {line}", remedy="write 'GLOB=HOW'")
-        if found.setdefault(glob, how) != how:
-            raise InputError(f"contradicts --split {glob}={found[glob]}", where=f"--split {line}", remedy="keep one")
+        name, equals, value = line.rpartition("=")
+        if not equals or not name:
+            raise InputError(reason, where=f"{flag} {line}", remedy=f"write '{form}'")
+        if found.setdefault(name, value) != value:
+            raise InputError(f"contradicts {flag} {name}={found[name]}", where=f"{flag} {line}", remedy="keep one")
     return found
 
 

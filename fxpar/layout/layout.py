@@ -21,11 +21,13 @@ So `1 × h` is the plain shard, `3 × h` is a fused [q|k|v] of equal parts, `b �
 b·s, and `h | kv | kv` are segments of unequal size. A run is contiguous, hence "heads × head size" needs no third
 number: that n divides the number of heads is checked by the view that makes the heads a dimension.
 
-Three more forms of a piece. `!kv` is a segment that every rank holds whole. `kv / c` is cut into n/c blocks of which
+Five more forms of a piece. `!kv` is a segment that every rank holds whole. `kv / c` is cut into n/c blocks of which
 each is held by c neighbours (the axis is factored, SPEC section 2.2): the gradient of a block is partial among them, as
 with R, or the same on all of them, as with I, where the placement is *settled* (`S(0: kv / 2; I)`). `v ~ p` is a run of
 v elements that n need not divide (a vocabulary): every rank holds p/n, of which the first are its ceil(v/n) elements or
-what is left of them, the others padding.
+what is left of them, the others padding. In `s reversed` rank r holds the r-th block from the end of each run. And the
+runs may consist of segments: `b x (s | s reversed)` is the zigzag of context parallelism (SPEC section 6), in a
+flattened b·2s. Rules refuse these two (`Placement.in_rank_order`) where they do more than hand a cut on.
 """
 
 from __future__ import annotations
@@ -45,6 +47,9 @@ class Piece:
     Attributes:
         copies: neighbouring ranks that hold the same block.
         padded: elements that all ranks hold of the run, padding included; 0 where there is none.
+        reversed: whether the ranks' order is that of the blocks from the end of each run.
+        segments: what a run consists of, where it is not one: cuts of `size` elements in all, some of them reversed,
+            none whole, shared, padded or of segments itself.
     """
 
     outer: Size
@@ -52,6 +57,8 @@ class Piece:
     sharded: bool = True
     copies: int = 1
     padded: int = 0
+    reversed: bool = False
+    segments: tuple[Piece, ...] = ()
 
     @property
     def length(self) -> Size:
@@ -61,11 +68,18 @@ class Piece:
     @property
     def is_plain(self) -> bool:
         """Whether the ranks' blocks differ and hold nothing else."""
-        return self.sharded and self.copies == 1 and not self.padded
+        return self.sharded and self.copies == 1 and not self.padded and self.in_rank_order
+
+    @property
+    def in_rank_order(self) -> bool:
+        """Whether each rank's blocks are those of its number, counted from the start of each run."""
+        return not self.reversed and not self.segments
 
     def __str__(self) -> str:
         mark = "" if self.sharded else "!"
-        text = f"{mark}{self.size}" if self.outer == 1 else f"{mark}{self.outer} x {self.size}"
+        run = f"({' | '.join(map(str, self.segments))})" if self.segments else f"{self.size}"
+        text = f"{mark}{run}" if self.outer == 1 else f"{mark}{self.outer} x {run}"
+        text += " reversed" if self.reversed else ""
         return text + (f" / {self.copies}" if self.copies > 1 else "") + (f" ~ {self.padded}" if self.padded else "")
 
 
@@ -97,6 +111,11 @@ class Placement:
     def is_padded(self) -> bool:
         """Whether ranks hold elements that are none of the value."""
         return any(piece.padded for piece in self.pieces)
+
+    @property
+    def in_rank_order(self) -> bool:
+        """Whether each rank's blocks are those of its number; true of what is no shard."""
+        return all(piece.in_rank_order for piece in self.pieces)
 
     def at(self, dim: int) -> Placement:
         """The same cut on another dimension."""
@@ -138,9 +157,9 @@ def padded_shard(dim: int, size: int, n: int) -> Placement:
 
 
 def pieces_of(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
-    """Canonical form: empty pieces dropped, neighbours that repeat the same run merged."""
+    """Canonical form: empty pieces dropped, neighbours that repeat the same run merged, segments only where needed."""
     merged: list[Piece] = []
-    for piece in pieces:
+    for piece in _spliced(pieces):
         if piece.length == 0:
             continue
         if not piece.sharded:
@@ -154,6 +173,18 @@ def pieces_of(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
         else:
             merged.append(piece)
     return tuple(merged)
+
+
+def _spliced(pieces: Sequence[Piece]) -> Iterator[Piece]:
+    """The pieces, segments in canonical form: one segment is its run, and those of a single run are pieces."""
+    for piece in pieces:
+        inner = pieces_of(piece.segments)
+        if len(inner) == 1:
+            yield replace(inner[0], outer=simplify(piece.outer * inner[0].outer))
+        elif inner and piece.outer == 1:
+            yield from inner
+        else:
+            yield replace(piece, segments=inner)
 
 
 def fits(placement: Placement, shape: Sequence[Size], n: int) -> bool:
@@ -170,11 +201,27 @@ def fits(placement: Placement, shape: Sequence[Size], n: int) -> bool:
 
 def _fits(piece: Piece, n: int, count: int) -> bool:
     if piece.padded:
-        one_run = piece.sharded and piece.outer == piece.copies == count == 1 and isinstance(piece.size, int)
+        one_run = (
+            piece.in_rank_order
+            and piece.sharded
+            and piece.outer == piece.copies == count == 1
+            and isinstance(piece.size, int)
+        )
         return one_run and piece.padded % n == 0 and -(-int(piece.size) // n) <= piece.padded // n
+    if not piece.in_rank_order:
+        return piece.sharded and piece.copies == 1 and _fits_out_of_order(piece, n)
     if not piece.sharded:
         return piece.copies == 1
     return piece.copies < max(n, 2) and n % piece.copies == 0 and divide(piece.size, n // piece.copies) is not None
+
+
+def _fits_out_of_order(piece: Piece, n: int) -> bool:
+    if not piece.segments:
+        return divide(piece.size, n) is not None
+    cuts = all(replace(p, reversed=False).is_plain for p in piece.segments)
+    cuts = cuts and any(p.reversed for p in piece.segments)
+    lengths = simplify(sum(p.length for p in piece.segments))
+    return cuts and not piece.reversed and lengths == piece.size and all(divide(p.size, n) for p in piece.segments)
 
 
 def share_of(piece: Piece, n: int) -> Size | None:
@@ -190,6 +237,8 @@ def through_view(placement: Placement, source: Sequence[Size], target: Sequence[
     Row-major flattening turns the cut run into `outer × size` of the whole tensor; the dimension of `target` in
     which that run starts must hold it entirely. Sizes may be symbolic: what does not hold for all values is None.
     """
+    if not placement.in_rank_order:
+        return None
     before = product(source[: placement.dim])
     piece = placement.piece
     if piece is None:
@@ -263,7 +312,9 @@ class Layout:
 
 
 _SHARD = re.compile(r"S\((\d+)(?::\s*([^;]*?)(; I)?)?\)$")
-_PIECE = re.compile(r"(!?)(.*?)(?: / (\d{1,9}))?(?: ~ (\d{1,18}))?$")
+_PIECE = re.compile(r"(!?)(.*?)( reversed)?(?: / (\d{1,9}))?(?: ~ (\d{1,18}))?$")
+_BAR = re.compile(r"\|(?![^(]*\))")  # outside of brackets
+_SEGMENTS = re.compile(r"(?:(.*?) x )?\((.*\|.*)\)$")
 
 
 def parse_placement(text: str, shape: Sequence[Size] | None) -> Placement:
@@ -277,14 +328,24 @@ def parse_placement(text: str, shape: Sequence[Size] | None) -> Placement:
     dim = int(match[1])
     if match[2] is None:
         return shard(dim, shape[dim])
-    return Placement("S", dim, tuple(_parse_piece(part) for part in match[2].split("|")), match[3] is not None)
+    return Placement("S", dim, _parse_pieces(match[2]), match[3] is not None)
+
+
+def _parse_pieces(text: str) -> tuple[Piece, ...]:
+    return tuple(_parse_piece(part.strip()) for part in _BAR.split(text))
 
 
 def _parse_piece(text: str) -> Piece:
-    match = _PIECE.match(text.strip())
+    within = _SEGMENTS.match(text)
+    if within is not None:
+        segments = tuple(_parse_piece(part.strip()) for part in within[2].split("|"))
+        size = simplify(sum(piece.length for piece in segments))
+        return Piece(parse_size(within[1]) if within[1] else 1, size, segments=segments)
+    match = _PIECE.match(text)
     assert match is not None  # every part but the middle may be empty
-    outer, mark, size = match[2].rpartition(" x ")
-    copies, padded = int(match[3] or 1), int(match[4] or 0)
-    if copies < 1 or (match[4] is not None and padded < 1):
-        raise TextError(f"'{text.strip()}' is no piece of a dimension", remedy="write numbers from 1 on behind / and ~")
-    return Piece(parse_size(outer) if mark else 1, parse_size(size), not match[1], copies, padded)
+    outer, mark, size_text = match[2].rpartition(" x ")
+    copies, padded = int(match[4] or 1), int(match[5] or 0)
+    if copies < 1 or (match[5] is not None and padded < 1):
+        raise TextError(f"'{text}' is no piece of a dimension", remedy="write numbers from 1 on behind / and ~")
+    sizes = parse_size(outer) if mark else 1, parse_size(size_text)
+    return Piece(*sizes, not match[1], copies, padded, match[3] is not None)

@@ -131,7 +131,8 @@ def _aligned(outer: Placement, n: int, inner: Placement) -> list[tuple[Piece, Pi
     pending, others = list(outer.pieces), list(inner.pieces)
     found: list[tuple[Piece, Piece]] = []
     while pending and others:
-        x, y = pending.pop(0), others.pop(0)
+        x = pending.pop(0)
+        y = _gathered(others, share_of(replace(x, outer=1), n)) if x.sharded else others.pop(0)
         left, right = share_of(x, n), y.length
         if left is None:
             return []
@@ -145,6 +146,20 @@ def _aligned(outer: Placement, n: int, inner: Placement) -> list[tuple[Piece, Pi
             x, y = (x, head[0]) if left < right else (head[0], y)
         found.append((x, y))
     return [] if pending or others else found
+
+
+def _gathered(pieces: list[Piece], run: Size | None) -> Piece:
+    """Takes the first piece off; or the first few as segments, where they are a run and some of them are reversed.
+
+    Listed inside an axis whose block is that run, they are pieces of their own; listed outside, a run of several.
+    """
+    for count in range(2, len(pieces) + 1 if any(piece.reversed for piece in pieces) else 0):
+        some = tuple(pieces[:count])
+        plain = all(replace(piece, reversed=False).is_plain for piece in some)
+        if plain and any(piece.reversed for piece in some) and simplify(sum(piece.length for piece in some)) == run:
+            del pieces[:count]
+            return Piece(1, run, segments=some)
+    return pieces.pop(0)
 
 
 def _head(piece: Piece, length: int, n: int = 0) -> tuple[Piece, Piece] | None:
@@ -176,11 +191,13 @@ def _swap(x: Piece, n: int, y: Piece, m: int) -> tuple[Piece, Piece] | None:
         return None
     blocks, parts = n // x.copies, m // y.copies
     if divide(block, y.size) is not None:  # runs of y lie in blocks of x
+        if x.segments:  # of several sizes
+            return None
         own = divide(x.size, parts)
         return None if own is None else (replace(y, outer=simplify(y.outer * blocks)), replace(x, size=own))
     runs = divide(y.size, block)  # runs of y are several of x
     share = None if runs is None else divide(x.outer, parts)
-    if runs is None or share is None or divide(runs, parts) is None:
+    if runs is None or share is None or divide(runs, parts) is None or y.segments:
         return None
     return replace(y, size=simplify(y.size * blocks)), replace(x, outer=share)
 

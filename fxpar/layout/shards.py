@@ -33,10 +33,15 @@ def block(whole: Tensor, placement: Placement, n: int, rank: int, sizes: Mapping
         start += outer * run
         if piece.padded:
             part = _padded_block(part, piece, placement.dim, n, rank)
+        elif piece.segments:
+            part = part.unflatten(placement.dim, (outer, run))
+            part = block(part, Placement("S", placement.dim + 1, piece.segments), n, rank, sizes)
+            part = part.flatten(placement.dim, placement.dim + 1)
         elif piece.sharded:
             blocks = n // piece.copies
+            own = blocks - 1 - rank if piece.reversed else rank // piece.copies
             part = part.unflatten(placement.dim, (outer, blocks, run // blocks))
-            part = part.select(placement.dim + 1, rank // piece.copies).flatten(placement.dim, placement.dim + 1)
+            part = part.select(placement.dim + 1, own).flatten(placement.dim, placement.dim + 1)
         parts.append(part)
     return parts[0] if len(parts) == 1 else torch.cat(parts, placement.dim)
 
@@ -71,7 +76,11 @@ def whole(blocks: Sequence[Tensor], placement: Placement, sizes: Mapping[str, in
         length = outer * run // count
         own = [b.narrow(dim, start, length) for b in blocks[:: piece.copies]]
         start += length
-        if piece.sharded:
+        if piece.segments:
+            runs = [b.unflatten(dim, (outer, run // n)) for b in own]
+            parts.append(whole(runs, Placement("S", dim + 1, piece.segments), sizes).flatten(dim, dim + 1))
+        elif piece.sharded:
+            own = own[::-1] if piece.reversed else own
             stacked = torch.stack([b.unflatten(dim, (outer, run // count)) for b in own], dim + 1)
             parts.append(stacked.flatten(dim, dim + 2))
         else:

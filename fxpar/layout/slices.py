@@ -35,7 +35,12 @@ def strided_pieces(pieces: Sequence[Piece], start: Size, stop: Size, step: int, 
     None where the ranks would not pick the same positions of their blocks, or the sizes are not known.
     """
     known = all(isinstance(v, int) for v in (start, stop, *(p.length for p in pieces)))
-    if not known or start >= stop or step > sum(int(p.length) for p in pieces) or any(p.padded for p in pieces):
+    if (
+        not known
+        or start >= stop
+        or step > sum(int(p.length) for p in pieces)
+        or not all(p.in_rank_order and not p.padded for p in pieces)
+    ):
         return None
     frame = _stride_frame(pieces, int(start), int(stop), step, n)
     return None if frame is None else pieces_of([replace(p, size=int(p.size) // step) for p in frame[2]])

@@ -10,9 +10,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from fxpar.errors import PlanError
-
-# Groups in ascending order, each with its ranks in ascending order.
-Groups = tuple[tuple[int, ...], ...]
+from fxpar.mesh.atoms import Atom, Groups, groups_over
 
 
 @dataclass(frozen=True)
@@ -67,16 +65,15 @@ class Axes:
     def groups(self, axes: Collection[str]) -> Groups:
         """The groups over a set of axes: the ranks of a group agree on every other axis (SPEC section 1).
 
-        Strides grow along `sizes`, so that ascending ranks are the order in which the axes are counted up, the fastest
-        first; the order within `axes` says nothing.
+        The order within `axes` says nothing.
 
         Raises:
             PlanError: there is no such axis.
         """
         self._check(axes)
-        firsts = self._ranks_over([name for name in self.names if name not in axes])
-        steps = self._ranks_over([name for name in self.names if name in axes])
-        return tuple(tuple(self.offset + first + step for step in steps) for first in firsts)
+        own = [self._atom(name) for name in self.names if name in axes]
+        others = [self._atom(name) for name in self.names if name not in axes]
+        return groups_over(own, others, self.offset)
 
     def factored(self, axis: str, factors: Sequence[tuple[str, int]]) -> Axes:
         """The same ranks with an axis written as a product of axes, the fastest first.
@@ -95,13 +92,8 @@ class Axes:
             )
         return Axes((*self.sizes[:place], *factors, *self.sizes[place + 1 :]), self.offset)
 
-    def _ranks_over(self, axes: Iterable[str]) -> list[int]:
-        """Ranks, less the offset, that are at 0 on all other axes, ascending."""
-        found = [0]
-        for axis in axes:
-            stride, size = self.stride(axis), dict(self.sizes)[axis]
-            found = [low + stride * index for index in range(size) for low in found]
-        return found
+    def _atom(self, axis: str) -> Atom:
+        return Atom(dict(self.sizes)[axis], self.stride(axis))
 
     def _check(self, axes: Iterable[str]) -> None:
         unknown = next((axis for axis in axes if axis not in self.names), None)

@@ -9,19 +9,24 @@ A group is named by its axes, in any order: `tp-pp`, `dp-cp`. A name with ep, et
 and dp stand for etp and edp: `tp-ep` is `etp-ep`. cp and the factors of cp and tp have no counterpart there, so that
 `ep-cp` means nothing and is refused. `pp` alone and `tp-pp` are of the dense part. `embedding` are the first and the
 last stage of each pipeline group.
+
+Every axis of both parts is a set of *atoms* (`fxpar.mesh.atoms`), where the two parts have a common refinement. Groups
+are listed without one too; a plan needs it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import combinations
 
 from fxpar.errors import PlanError, shown
-from fxpar.mesh.axes import Axes, Groups
+from fxpar.mesh.atoms import Atom, Groups, refined
+from fxpar.mesh.axes import Axes
+from fxpar.mesh.purpose import DENSE, EXPERT, NESTING, PURPOSES
 
-DENSE, EXPERT = "dense", "expert"
 ORDER = "tp-cp-ep-dp-pp"
 EMBEDDING = "embedding"
 
@@ -244,6 +249,11 @@ class Mesh:
         """
         if name == EMBEDDING:
             return tuple(tuple(dict.fromkeys((group[0], group[-1]))) for group in self.dense.groups(["pp"]))
+        axes, found = self._named(name)
+        return axes.groups(found)
+
+    def _named(self, name: str) -> tuple[Axes, list[str]]:
+        """The part that the name of a group speaks of, and the axes that it names there."""
         words = name.split("-")
         if self.part(name) == EXPERT:
             axes, found = self.expert, [_IN_EXPERTS.get(word, word) for word in words]
@@ -262,11 +272,62 @@ class Mesh:
                 where=f"group {name}",
                 remedy=f"combine axes of one part, here {', '.join(known)}",
             )
-        return axes.groups(found)
+        return axes, found
 
     def _pieces(self, words: list[str]) -> list[str]:
         """The axes, with the factors instead of factored ones."""
         return [piece for word in words for piece in dict(self.factors.get(word, ((word, 0),)))]
+
+    # ------------------------------------------------------------------ atoms
+
+    @cached_property
+    def atoms(self) -> tuple[Atom, ...]:
+        """The common refinement of the dense part with its factors and of the expert part, from the fastest atom.
+
+        Raises:
+            PlanError: there is none; names the two numbers of ranks of which neither divides the other.
+        """
+        return refined({DENSE: self._factored.sizes, EXPERT: self.expert.sizes})
+
+    def atoms_of(self, name: str) -> tuple[Atom, ...]:
+        """The atoms of an axis, of a factor of one, or of joined axes, in nesting order: the outermost first.
+
+        Joined axes nest as in `PURPOSES`, whatever their order in the name; of an axis the slowest atom is outermost,
+        so that ascending ranks are neighbouring blocks. An axis of one rank has no atoms.
+
+        Args:
+            name: as `groups` takes it, `embedding` excepted.
+
+        Raises:
+            PlanError: the name has no meaning, or the parts have no common refinement.
+        """
+        axes, found = self._named(name)
+        found = sorted(found, key=lambda axis: (_depth(self._axis_of(axis)), -axes.stride(axis)))
+        spans = [range(axes.stride(axis), axes.stride(axis) * dict(axes.sizes)[axis]) for axis in found]
+        return tuple(atom for span in spans for atom in reversed(self.atoms) if atom.stride in span)
+
+    def _axis_of(self, name: str) -> str:
+        """The axis whose factor it is; an axis is its own."""
+        return next((axis for axis, factors in self.factors.items() if name in dict(factors)), name)
+
+    def nested(self, part: str) -> dict[str, int]:
+        """Sizes of the axes of more than one rank that may stand in a layout of a part, in nesting order.
+
+        Args:
+            part: `dense` or `expert`.
+        """
+        return {axis: self.sizes[axis] for axis in NESTING[part] if self.sizes[axis] > 1}
+
+    def sharing(self, names: Iterable[str]) -> tuple[str, str] | None:
+        """The first two of some axes that have an atom in common, which never stand in one layout; None without such.
+
+        Raises:
+            PlanError: a name has no meaning, or the parts have no common refinement.
+        """
+        pairs = combinations(names, 2)
+        return next((pair for pair in pairs if set(self.atoms_of(pair[0])) & set(self.atoms_of(pair[1]))), None)
+
+    # ------------------------------------------------------------------ ranks
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """The rank's index on every axis of both parts, factors included.
@@ -285,6 +346,11 @@ class Mesh:
         """
         own = self.dense.coordinates(rank)["pp"]
         return tuple(chunk * self.pp + own for chunk in range(self.virtual))
+
+
+def _depth(axis: str) -> int:
+    """Place of an axis in nesting order."""
+    return list(PURPOSES).index(axis)
 
 
 def _stride(axes: Axes) -> str:

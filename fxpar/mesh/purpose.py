@@ -1,8 +1,10 @@
 """What the axes of a mesh are for.
 
-Enters: nothing. Leaves: the axes in nesting order, with what each may cut of a model. Needs no torch.
+Enters: nothing. Leaves: the axes, with what each may cut of a model, and the order in which those of a part nest. Needs
+no torch.
 
 Nothing outside `fxpar/mesh` and `fxpar/plan` knows an axis by its name: passes ask a plan for the axes of a purpose.
+How fast an axis is depends on the machine and is part of a plan (`fxpar.plan.cost`).
 """
 
 from __future__ import annotations
@@ -12,10 +14,13 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import combinations
 
+DENSE, EXPERT = "dense", "expert"
+
 
 class Cuts(StrEnum):
     """What of a model an axis shares out among its ranks."""
 
+    LAYERS = "layers"
     BATCH = "batch"
     SEQUENCE = "sequence"
     FEATURES = "features"
@@ -35,13 +40,20 @@ class Purpose:
     meaning: str
 
 
-# Activations nest in this order, the outermost axis first, whatever ranks are neighbours (DESIGN section 3).
+# Those of a part stand in the order in which they nest, the outermost first.
 PURPOSES: Mapping[str, Purpose] = {
+    "pp": Purpose(Cuts.LAYERS, "pipeline parallel"),
     "dp": Purpose(Cuts.BATCH, "data parallel"),
     "cp": Purpose(Cuts.SEQUENCE, "context parallel"),
-    "ep": Purpose(Cuts.EXPERTS, "expert parallel"),
     "tp": Purpose(Cuts.FEATURES, "tensor parallel"),
+    "edp": Purpose(Cuts.BATCH, "data parallel for experts"),
+    "ep": Purpose(Cuts.EXPERTS, "expert parallel"),
+    "etp": Purpose(Cuts.FEATURES, "tensor parallel within an expert"),
 }
+
+# The axes that may stand in a layout of each part. Activations nest in this order, the outermost axis first, whatever
+# ranks are neighbours (DESIGN section 3). Layers are no dimension of a value: pp stands in no layout.
+NESTING: Mapping[str, tuple[str, ...]] = {DENSE: ("dp", "cp", "tp"), EXPERT: ("edp", "ep", "etp")}
 
 
 def joined_names(axes: Iterable[str]) -> tuple[str, ...]:

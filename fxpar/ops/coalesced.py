@@ -7,6 +7,7 @@ axis in one flat tensor, in the type of the parameters.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -108,6 +109,9 @@ def enter(mains: Sequence[Tensor], copies: Sequence[Tensor]) -> list[Tensor]:
     return [next(remaining) if main.requires_grad else copy for main, copy in zip(mains, copies, strict=True)]
 
 
+_BUCKETS = (sum_gradients, enter)
+
+
 def prune_buckets(graph: fx.Graph, results: Sequence[fx.Node]) -> None:
     """Takes weights that no result needs out of what many share: reductions of gradients, and casts.
 
@@ -119,9 +123,9 @@ def prune_buckets(graph: fx.Graph, results: Sequence[fx.Node]) -> None:
         node = pending.pop()
         if node not in needed:
             needed.add(node)
-            pending += node.all_input_nodes
+            pending += _inputs(node)
     for node in list(graph.nodes):
-        if node.target not in (sum_gradients, enter):
+        if node.target not in _BUCKETS:
             continue
         lists: list[Any] = [arg for arg in node.args if isinstance(arg, list) and arg]
         values = lists[-1] if isinstance(lists[-1][0], fx.Node) else lists[0]  # copies, or weights that have none
@@ -136,3 +140,13 @@ def prune_buckets(graph: fx.Graph, results: Sequence[fx.Node]) -> None:
         node.args = tuple([arg[i] for i in kept] if isinstance(arg, list) and arg else arg for arg in node.args)
         if not kept:
             graph.erase_node(node)
+
+
+def _inputs(node: fx.Node) -> list[fx.Node]:
+    """What a node takes: an item of a bucket what is its own there, and what all items take, as the rank's index."""
+    source = node.args[0] if node.target is operator.getitem else None
+    if not isinstance(source, fx.Node) or source.target not in _BUCKETS:
+        return node.all_input_nodes
+    index: Any = node.args[1]
+    own: list[Any] = [arg[index] if isinstance(arg, list) and arg else arg for arg in source.args]
+    return [arg for arg in own if isinstance(arg, fx.Node)]

@@ -55,7 +55,7 @@ def _traffic(crossing: Crossing) -> Iterator[Sent]:
     if row.forward:
         yield Sent(row.forward, _phase(crossing, "forward"), _bytes(kind, after, cuts))
     if row.backward and crossing.reached[0]:
-        held = crossing.held[0] if crossing.of_parameters and row.sums_gradients else kind
+        held = crossing.held[0] if crossing.of_parameters and row.operator.sums_gradients else kind
         yield Sent(row.backward, _phase(crossing, "backward"), _bytes(held, after, cuts))
 
 
@@ -152,9 +152,9 @@ def _lower_share(node: fx.Node, rank: OnRank) -> Run:
 def _summed_widely(node: fx.Node, rank: OnRank, held: coalesced.Held) -> Run:
     """Of what half-precision parameters make: gradients are summed in the type of main values."""
     assert rank.mixed is not None
-    ranks, copies = rank.ranks(node), rank.mixed.copies_of(node)
-    function = coalesced.sum_gradient if copies else coalesced.sum_widely
-    return Run(function, (node.args[0], held, ranks.group, ranks.size, ranks.index, *copies))
+    ranks, given = rank.ranks(node), rank.mixed.given_by(node)
+    function = coalesced.sum_gradient if given else coalesced.sum_widely
+    return Run(function, (node.args[0], held, ranks.group, ranks.size, ranks.index, *given))
 
 
 def _lower_take_part(node: fx.Node, rank: OnRank) -> Run:
@@ -175,9 +175,9 @@ def _lower_sum_gradients(node: fx.Node, rank: OnRank) -> Run:
         placement = rank.placed(source, node)
         pieces = rank.shared(placement, placement, ranks.size) if placement.is_shard else []
         held.append((placement.dim, pieces) if placement.is_shard else None)
-    copies = [] if rank.mixed is None else rank.mixed.copies_of(node)
+    given = [] if rank.mixed is None else rank.mixed.given_by(node)
     where = ranks.group, ranks.size, ranks.index
-    return Run(coalesced.sum_gradients, (list(node.args), held, *where, *([copies] if copies else [])))
+    return Run(coalesced.sum_gradients, (list(node.args), held, *where, *([given] if given else [])))
 
 
 # ---------------------------------------------------------------------- records
@@ -185,7 +185,7 @@ def _lower_sum_gradients(node: fx.Node, rank: OnRank) -> Run:
 _record = partial(Operator, shape=_shape, traffic=_traffic, stage=Property.COLLECTIVES)
 
 
-@partial(_record, kinds=("I", "R"), sends=("", "all_reduce"), lower=_lower_copy_to)
+@partial(_record, kinds=("I", "R"), sends=("", "all_reduce"), lower=_lower_copy_to, sums_gradients=True)
 def copy_to(x: Any, *, axis: str) -> Any:
     """I → R (Megatron's f): identity; all-reduce of the gradient."""
 
@@ -247,7 +247,7 @@ def all_to_all(x: Any, *, axis: str) -> Any:
     """S(i) → S(j): all-to-all, forward and backward."""
 
 
-@partial(_record, kinds=("S", "S"), sends=("", "all_reduce"), lower=_lower_share)
+@partial(_record, kinds=("S", "S"), sends=("", "all_reduce"), lower=_lower_share, sums_gradients=True)
 def share(x: Any, *, axis: str) -> Any:
     """S; I → S (f among the ranks that share a block): identity; all-reduce of the gradients of what is shared."""
 
@@ -257,9 +257,18 @@ def take_part(x: Any, *, axis: str) -> Any:
     """S / c → S: each of the ranks that share a block keeps a part of it; the gradient is padded with zeros."""
 
 
-@partial(_record, shape=lambda call: list(call.args), traffic=_bucket_traffic, lower=_lower_sum_gradients)
+@partial(
+    _record,
+    shape=lambda call: list(call.args),
+    traffic=_bucket_traffic,
+    lower=_lower_sum_gradients,
+    sums_gradients=True,
+)
 def sum_gradients(*weights: Any, axis: str) -> Any:
-    """Several parameters, each coerced as `copy_to` or `share` would: identity; one all-reduce of all gradients."""
+    """Several parameters, each coerced as `copy_to` or `share` would: identity; one all-reduce of all gradients.
+
+    A weight may also be what another such sum, over other axes, gives of a parameter.
+    """
 
 
 # ---------------------------------------------------------------------- the table
@@ -274,11 +283,6 @@ class Coercion:
     operator: Operator
     forward: str
     backward: str
-
-    @property
-    def sums_gradients(self) -> bool:
-        """Whether the value stays as it is and the ranks' gradients are summed: of parameters, in the main type."""
-        return not self.forward and self.backward == "all_reduce"
 
 
 def _row(operator: Operator) -> Coercion:
@@ -297,8 +301,11 @@ COERCION_OF: Mapping[Any, Coercion] = {row.operator: row for row in (*COERCIONS.
 
 
 def coercion(source: Placement, target: Placement) -> Coercion | None:
-    """The row that converts `source` to `target`; None where nothing does, or where they are the same."""
-    if source == target:
+    """The row that converts `source` to `target`; None where nothing does, or where they are the same.
+
+    What is lowered takes blocks in the order of the ranks: nothing converts others.
+    """
+    if source == target or not (source.in_rank_order and target.in_rank_order):
         return None
     if source.settled or target.settled:
         return _SHARE if source.settled and unsettled(source) == target else None

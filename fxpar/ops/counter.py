@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,8 +20,25 @@ _M0, _M1 = 0xD2511F53, 0xCD9E8D57
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85
 _MASK = 0xFFFFFFFF
 
-# One axis over which a tensor is cut: dimension, outer repetitions, ranks and the rank's index.
-IndexCut = tuple[int, int, int, Tensor]
+
+class IndexCut(NamedTuple):
+    """One axis over which a tensor is cut.
+
+    Ranks hold units of each block: one each of a block in equal parts, or some rows each of a batch.
+
+    Attributes:
+        dim: the dimension.
+        outer: how often the block is repeated in it.
+        own: units that this rank holds.
+        total: units that all ranks hold; a number, or an i64 scalar.
+        before: units of the ranks before this one, an i64 scalar.
+    """
+
+    dim: int
+    outer: int
+    own: int
+    total: int | Tensor
+    before: Tensor
 
 
 def _multiply(a: Tensor, constant: int) -> tuple[Tensor, Tensor]:
@@ -51,12 +69,13 @@ def global_index(shape: Sequence[int], cuts: Sequence[IndexCut], device: torch.d
     index = torch.zeros((), dtype=torch.int64, device=device)
     for dim, size in enumerate(shape):
         position = torch.arange(size, device=device)
-        whole = size
-        for cut_dim, outer, n, rank in reversed(cuts):
-            if cut_dim == dim:
-                run = whole // outer
-                position = position // run * (run * n) + rank * run + position % run
-                whole = whole * n
+        whole: int | Tensor = size
+        for cut in reversed(cuts):
+            if cut.dim == dim:
+                run = whole // cut.outer
+                unit = run // cut.own
+                position = position // run * (unit * cut.total) + cut.before * unit + position % run
+                whole = unit * cut.total * cut.outer
         index = index * whole + position.view(-1, *[1] * (len(shape) - 1 - dim))
     return index.expand(tuple(shape))
 
@@ -82,8 +101,8 @@ def random_words(shape: Sequence[int], rng: Tensor, origin: int, cuts: Sequence[
 
 def _in_fours(shape: Sequence[int], cuts: Sequence[IndexCut]) -> bool:
     """Whether each four neighbours of a rank are those of one counter: runs must hold whole counters."""
-    runs = [math.prod(shape[dim:]) // outer for dim, outer, _, _ in cuts]
-    return all(run % 4 == 0 for run in (math.prod(shape), *runs))
+    units = [math.prod(shape[cut.dim :]) // (cut.outer * cut.own) for cut in cuts]
+    return all(unit % 4 == 0 for unit in (math.prod(shape), *units))
 
 
 def _drawn(index: Tensor, rng: Tensor, origin: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -96,7 +96,7 @@ def _bucket(graph: fx.Graph, node: fx.Node, parameters: frozenset[str]) -> Reduc
         return None
     values: Any = weights
     if rest:
-        values = _entered(graph, node, weights, rest[0])
+        values = _entered(graph, node, weights, rest[0])  # type: ignore[arg-type]
     for item in list(node.users):
         item.replace_all_uses_with(values[item.args[1]])
         graph.erase_node(item)
@@ -104,11 +104,15 @@ def _bucket(graph: fx.Graph, node: fx.Node, parameters: frozenset[str]) -> Reduc
     return Reduction(names, tuple(held), Group(group, size))  # type: ignore[arg-type]
 
 
-def _entered(graph: fx.Graph, node: fx.Node, mains: Any, copies: Any) -> list[fx.Node]:
-    """The copies, whose gradients are those of the main values."""
+def _entered(graph: fx.Graph, node: fx.Node, mains: Sequence[fx.Node], given: Sequence[fx.Node]) -> list[fx.Node]:
+    """What a sum gives: the copies, whose gradients are those of the main values, or these as they are."""
+    pairs = [(main, copy) for main, copy in zip(mains, given, strict=True) if copy is not main]
+    if not pairs:
+        return list(mains)
     with graph.inserting_before(node):
-        entered = graph.call_function(coalesced.enter, (list(mains), list(copies)))
-        return [graph.call_function(operator.getitem, (entered, index)) for index in range(len(copies))]
+        entered = graph.call_function(coalesced.enter, ([main for main, _ in pairs], [copy for _, copy in pairs]))
+        items = iter([graph.call_function(operator.getitem, (entered, index)) for index in range(len(pairs))])
+    return [main if copy is main else next(items) for main, copy in zip(mains, given, strict=True)]
 
 
 def _one(graph: fx.Graph, node: fx.Node, parameters: frozenset[str]) -> Reduction | None:

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed.device_mesh import DeviceMesh
 
-from fxpar.mesh.axes import Axes, Groups
+from fxpar.mesh.atoms import Groups
+from fxpar.mesh.axes import Axes
 from fxpar.mesh.mesh import Mesh
 from fxpar.ops.collectives import Group
 

@@ -29,6 +29,7 @@ def _dropout_kernel(  # type: ignore[no-untyped-def]
     y_ptr,
     rng_ptr,
     rank_ptr,
+    offset_ptr,
     count,
     run,
     ranks,
@@ -36,12 +37,14 @@ def _dropout_kernel(  # type: ignore[no-untyped-def]
     threshold,
     SCALE: tl.constexpr,
     IS_CUT: tl.constexpr,
+    IS_MOVED: tl.constexpr,
     IN_FOURS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """A program keeps or drops `BLOCK` consecutive elements of the rank's tensor.
 
     `run` elements that are neighbours here are neighbours in the whole tensor; the next run there is another rank's.
+    Where this is a part of the first dimension's (`IS_MOVED`), that many elements stand before it.
     Where runs consist of whole counters (`IN_FOURS`), a lane draws the four words of one counter for four elements.
     `threshold` is that of 32-bit words, less 2^31.
     """
@@ -51,6 +54,8 @@ def _dropout_kernel(  # type: ignore[no-untyped-def]
     index = local
     if IS_CUT:
         index = (local // run * ranks + tl.load(rank_ptr)) * run + local % run
+    if IS_MOVED:
+        index += tl.load(offset_ptr)
     seed, step, microbatch = tl.load(rng_ptr), tl.load(rng_ptr + 1), tl.load(rng_ptr + 2)
     zero = tl.zeros_like(index)
     c0 = (index >> 2).to(tl.uint32)
@@ -72,16 +77,24 @@ def _dropout_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton_op("fxpar::dropout", mutates_args={})
-def _dropout(x: Tensor, rng: Tensor, rank: Tensor, p: float, origin: int, run: int, ranks: int) -> Tensor:
-    """Dropout of a contiguous tensor; `ranks` is 1 where it is whole."""
+def _dropout(
+    x: Tensor, rng: Tensor, rank: Tensor, offset: Tensor, p: float, origin: int, run: int, ranks: int, unit: int
+) -> Tensor:
+    """Dropout of a contiguous tensor; `ranks` is 1 where no inner axis cuts it, `unit` is 0 where no outer one does.
+
+    Args:
+        rank: the rank's index among those that cut it, an i64 scalar.
+        offset: elements before it, a multiple of `unit`, an i64 scalar.
+    """
     y = torch.empty_like(x)
-    is_in_fours = ranks == 1 or run % 4 == 0
+    is_in_fours = (ranks == 1 or run % 4 == 0) and unit % 4 == 0
     grid = (triton.cdiv(x.numel(), _BLOCK),)
     wrap_triton(_dropout_kernel)[grid](
         x,
         y,
         rng,
         rank,
+        offset,
         x.numel(),
         run,
         ranks,
@@ -89,6 +102,7 @@ def _dropout(x: Tensor, rng: Tensor, rank: Tensor, p: float, origin: int, run: i
         int(p * 2**32) - _SIGN,
         SCALE=1.0 / (1.0 - p),  # torch.compile would pass a variable as float64
         IS_CUT=ranks > 1,
+        IS_MOVED=unit > 0,
         IN_FOURS=is_in_fours,
         BLOCK=_BLOCK,
     )
@@ -96,12 +110,12 @@ def _dropout(x: Tensor, rng: Tensor, rank: Tensor, p: float, origin: int, run: i
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, rng, rank, *ctx.options = inputs
-    ctx.save_for_backward(rng, rank)
+    _, rng, rank, offset, *ctx.options = inputs
+    ctx.save_for_backward(rng, rank, offset)
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return _dropout(grad.contiguous(), *ctx.saved_tensors, *ctx.options), None, None, None, None, None, None
+    return _dropout(grad.contiguous(), *ctx.saved_tensors, *ctx.options), *[None] * 8
 
 
 _dropout.register_autograd(_backward, setup_context=_keep)
@@ -110,13 +124,21 @@ _dropout.register_autograd(_backward, setup_context=_keep)
 def dropout(x: Tensor, rng: Tensor, p: float, origin: int, cuts: list[IndexCut]) -> Tensor:
     """`fxpar.ops.counter.dropout`, the same bits.
 
-    Float64, tensors that several axes cut and those of more than 2^31 elements take the plain form.
+    Float64, tensors of more than 2^31 elements and those that several axes cut take the plain form, but where the outer
+    one cuts the first dimension, as data ranks do.
     """
-    if p >= 1.0 or x.dtype == torch.float64 or len(cuts) > 1 or not 0 < x.numel() < _SIGN:
+    outer, inner = cuts[:1], cuts[1:]
+    if not outer or outer[0].outer != 1 or x.shape[: outer[0].dim].numel() != 1:
+        outer, inner = [], cuts
+    is_plain = all(cut.own == 1 and isinstance(cut.total, int) for cut in inner)
+    if p >= 1.0 or x.dtype == torch.float64 or len(inner) > 1 or not is_plain or not 0 < x.numel() < _SIGN:
         return counter.dropout(x, rng, p, origin, cuts)
-    run, ranks, rank = 1, 1, rng
-    if cuts:
-        dim, outer, ranks, rank = cuts[0]
-        run = x.shape[dim:].numel() // outer
-    found: Tensor = _dropout(x.contiguous(), rng, rank, p, origin, run, ranks)
+    run, ranks, rank, unit, offset = 1, 1, rng, 0, rng
+    if inner:
+        run, rank = x.shape[inner[0].dim :].numel() // inner[0].outer, inner[0].before
+        ranks = int(inner[0].total)
+    if outer:
+        unit = x.numel() * ranks // outer[0].own
+        offset = outer[0].before * unit
+    found: Tensor = _dropout(x.contiguous(), rng, rank, offset, p, origin, run, ranks, unit)
     return found

@@ -31,11 +31,12 @@ class Lowered:
     """A runnable module.
 
     Attributes:
-        module: called with `inputs` in order, then the copies, then the indices.
+        module: called with `inputs` in order, then the copies, the indices and the rows.
         inputs: names of the program's placeholders. Those that have copies are main values (`fxpar.program.mixed`).
         copies: names of the placeholders whose copies, in the program's type, follow.
         indices: axes whose rank index (i64 scalar) follows.
         outputs: names of the results.
+        takes_rows: whether the numbers of rows that all ranks and those before this one bring (i64 scalars) follow.
         draws: whether fused kernels draw from the device's generator, which must be seeded apart for each rank.
     """
 
@@ -44,6 +45,7 @@ class Lowered:
     copies: tuple[str, ...]
     indices: tuple[str, ...]
     outputs: tuple[str, ...]
+    takes_rows: bool
     draws: bool
 
     def only(self, wanted: tuple[str, ...]) -> Lowered:
@@ -69,6 +71,7 @@ def lower(
     device: torch.device | str = "cpu",
     *,
     main_values: bool = False,
+    uneven_rows: bool = False,
 ) -> Lowered:
     """Lowers a program.
 
@@ -78,6 +81,7 @@ def lower(
         device: where factory operators put their tensors.
         main_values: whether the plan's mixed precision is carried out: the module takes main values and copies. Else
             it takes parameters in the program's own types.
+        uneven_rows: whether data ranks may bring other numbers of rows.
 
     Raises:
         KeyError: an axis has no group.
@@ -85,7 +89,7 @@ def lower(
     program = program.copy()
     graph, draws = program.graph, False
     inputs = tuple(node.name for node in graph.nodes if node.op == "placeholder")
-    rank = OnRank(program, groups, torch.device(device), main_values=main_values)
+    rank = OnRank(program, groups, torch.device(device), main_values=main_values, uneven_rows=uneven_rows)
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
@@ -98,7 +102,7 @@ def lower(
         rank.mixed.enter()
         copies = tuple(rank.mixed.copies)
     module = fx.GraphModule(nn.Module(), graph)
-    return Lowered(module, inputs, copies, tuple(rank.indices), tuple(program.outputs), draws)
+    return Lowered(module, inputs, copies, tuple(rank.indices), tuple(program.outputs), uneven_rows, draws)
 
 
 def _replace(node: fx.Node, record: Operator, rank: OnRank) -> bool:

@@ -19,10 +19,13 @@ from torch import fx
 
 from fxpar.layout.layout import Placement, share_of
 from fxpar.layout.symbols import Size
+from fxpar.mesh.purpose import Cuts
 from fxpar.ops.collectives import Group
+from fxpar.ops.counter import IndexCut
 from fxpar.ops.mixed import Lowering
 from fxpar.program.coercions import axes_of, inner_view
 from fxpar.program.program import Program, operands, output_layouts
+from fxpar.program.rows import batch_symbol
 
 
 @dataclass(frozen=True)
@@ -48,12 +51,20 @@ class OnRank:
         device: where factory operators put their tensors.
         mixed: how copies of main values enter; None where parameters are taken in the program's own types.
         indices: by axis, the placeholder of the rank's index, i64 scalar.
+        rows: where ranks may bring other numbers of rows, the placeholders of how many all bring and of how many those
+            before this one do, i64 scalars.
     """
 
     def __init__(
-        self, program: Program, groups: Mapping[str, Group], device: torch.device, *, main_values: bool
+        self,
+        program: Program,
+        groups: Mapping[str, Group],
+        device: torch.device,
+        *,
+        main_values: bool,
+        uneven_rows: bool = False,
     ) -> None:
-        """Adds the placeholders of copies, then of indices, behind those of the program."""
+        """Adds the placeholders of copies, then of indices and rows, behind those of the program."""
         self.program, self.device = program, device
         self._groups, self._graph = groups, program.graph
         self._first = next(node for node in self._graph.nodes if node.op != "placeholder")
@@ -63,6 +74,10 @@ class OnRank:
         for axis in (axis for axis in program.axes if axis in groups):
             with self._graph.inserting_before(self._first):
                 self.indices[axis] = self._graph.placeholder(f"{axis}_rank")
+        self.rows: tuple[fx.Node, fx.Node] | None = None
+        if uneven_rows:
+            with self._graph.inserting_before(self._first):
+                self.rows = self._graph.placeholder("rows_total"), self._graph.placeholder("rows_before")
 
     def ranks(self, node: fx.Node) -> Ranks:
         """Those of the axis that a node names.
@@ -143,15 +158,21 @@ class OnRank:
         return found
 
     def element_cuts(self, node: fx.Node) -> list[Any]:
-        """The cuts of a node's first operand, as (dim, outer, n, rank's index) of `fxpar.ops.counter.IndexCut`."""
+        """The cuts of a node's first operand, as `fxpar.ops.counter.IndexCut`."""
         found = []
         for axis, placement in output_layouts(operands(node)[0])[0]:
             if placement.is_shard:
                 piece = placement.piece
                 assert piece is not None
-                blocks, index = self.program.axes[axis] // piece.copies, self.indices[axis]
-                found.append((placement.dim, self.size(piece.outer), blocks, self._block(index, piece.copies)))
+                units: tuple[Any, ...] = self._units(axis, piece.copies)
+                found.append(IndexCut(placement.dim, self.size(piece.outer), *units))
         return found
+
+    def _units(self, axis: str, copies: int) -> tuple[Any, Any, Any]:
+        """How many units of a block this rank holds, and all do, and those before this one."""
+        if self.rows is not None and axis in self.program.plan.axes_for(Cuts.BATCH):
+            return self._symbol(batch_symbol(self.program)), *self.rows
+        return 1, self.program.axes[axis] // copies, self._block(self.indices[axis], copies)
 
     def _block(self, index: fx.Node, copies: int) -> fx.Node:
         """Which of the blocks that neighbours share a rank holds."""

@@ -23,6 +23,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from types import MappingProxyType
 from typing import Any
 
@@ -30,13 +31,13 @@ import torch
 from torch import fx
 
 from fxpar.errors import InputError
-from fxpar.layout.layout import I, P, Piece, Placement, R, V, pieces_of, shard
+from fxpar.layout.layout import I, Layout, P, Piece, Placement, R, V, pieces_of, shard
 from fxpar.oracle.ranks import Sample, divides, sample, shuffled, tensors_of, with_tensors
 from fxpar.oracle.trial import Target, Trial
 from fxpar.program.program import Note, TensorType, set_note
 from fxpar.rules import Call, Refusal, Rule, call_of, infer, key_of, partial_signatures, rule_of, seed_signature
 
-__all__ = ["Finding", "OracleReport", "Sample", "check_operation", "make_call", "report_table", "sample"]
+__all__ = ["Finding", "OracleReport", "Sample", "check_operation", "make_node", "report_table", "sample"]
 
 
 @dataclass(frozen=True)
@@ -45,18 +46,18 @@ class Finding:
 
     Attributes:
         signature: operands and, where the rule accepted them, outputs.
-        n: number of ranks.
+        ranks: how many there are; of several axes the number of each.
         shapes: global shapes of the operands.
         reason: what is wrong with the answer, or why the rule refused.
     """
 
     signature: str
-    n: int
+    ranks: str
     shapes: str
     reason: str
 
     def __str__(self) -> str:
-        return f"{self.signature}  on {self.n} ranks, {self.shapes}: {self.reason}"
+        return f"{self.signature}  on {self.ranks} ranks, {self.shapes}: {self.reason}"
 
 
 @dataclass
@@ -108,8 +109,17 @@ def _first_of_each(findings: Iterable[Finding]) -> list[Finding]:
     return list(found.values())
 
 
-def make_call(trial: Trial) -> Call:
-    """The call of a sample as the rules see it."""
+# The mesh of a rule is one axis.
+_AXIS = "axis"
+
+
+@cache
+def _on_one_axis(placement: Placement) -> Layout:
+    return Layout(((_AXIS, placement),))
+
+
+def make_node(trial: Trial) -> fx.Node:
+    """The call of a sample as a node of a graph."""
     graph = fx.Graph()
 
     def kind(t: torch.Tensor) -> TensorType:
@@ -121,7 +131,7 @@ def make_call(trial: Trial) -> Call:
     kinds = tuple(kind(t) for t in trial.outputs)
     returns = trial.target._schema.returns if isinstance(trial.target, torch._ops.OpOverload) else ()
     is_single = [str(value.type) for value in returns] in ([], ["Tensor"])
-    return call_of(set_note(node, Note(kinds[0] if is_single else kinds)), trial.n)
+    return set_note(node, Note(kinds[0] if is_single else kinds))
 
 
 def shards(size: int, dim: int, n: int, outers: Iterable[int], segments: Iterable[Sequence[int]]) -> list[Placement]:
@@ -147,7 +157,7 @@ def shards(size: int, dim: int, n: int, outers: Iterable[int], segments: Iterabl
 
 
 def candidates(
-    t: torch.Tensor, n: int, outers: Sequence[int], segments: Sequence[Sequence[int]], halves: bool = False
+    t: torch.Tensor | TensorType, n: int, outers: Sequence[int], segments: Sequence[Sequence[int]], halves: bool = False
 ) -> list[Placement]:
     """Placements to try for a tensor; `halves` adds a shard of the first half of each dimension."""
     found = [R] if t.dtype == torch.bool else [R, P]
@@ -157,7 +167,7 @@ def candidates(
     return found
 
 
-def _padded(t: torch.Tensor, n: int) -> list[Placement]:
+def padded(t: torch.Tensor | TensorType, n: int) -> list[Placement]:
     """Each dimension in blocks with one or two elements of padding behind."""
     sizes = [(dim, size, -(-size // n) * n + n) for dim, size in enumerate(t.shape) if size > 1]
     return [Placement("S", dim, (Piece(1, size, padded=padded),)) for dim, size, padded in sizes]
@@ -165,7 +175,7 @@ def _padded(t: torch.Tensor, n: int) -> list[Placement]:
 
 def _choices(trial: Trial, call: Call, outers: Sequence[int], halves: bool) -> list[list[Placement]]:
     """Placements to try for each operand of a call."""
-    found = [candidates(t, trial.n, outers, trial.sample.segments, halves) for t in trial.operands]
+    found = [candidates(t, call.n, outers, trial.sample.segments, halves) for t in trial.operands]
     for i, name in enumerate(call.names):
         if name == "indices" and not isinstance(trial.target, torch._ops.OpOverload):
             found[i] = [R, V]
@@ -183,7 +193,7 @@ def _tried(trial: Trial, call: Call) -> Iterator[tuple[tuple[Placement, ...], bo
         yield placements, all(p in known for p, known in zip(placements, counted, strict=True))
 
 
-def _mixtures(placements: tuple[Placement, ...], carries: Sequence[bool]) -> Iterator[tuple[Placement, ...]]:
+def mixtures(placements: tuple[Placement, ...], carries: Sequence[bool]) -> Iterator[tuple[Placement, ...]]:
     """The same with one or all replicated operands invariant: no operation takes both kinds."""
     places = [i for i, p in enumerate(placements) if p == R and carries[i]]
     for chosen in [*([i] for i in places), places] if len(places) > 1 else [places] * bool(places):
@@ -199,14 +209,25 @@ class _Judge:
     """Compares one rule with the ranks of one trial and writes into a report."""
 
     def __init__(self, rule: Rule | None, trial: Trial, other: Trial, report: OracleReport) -> None:
-        self.rule, self.trial, self.other, self.report, self.call = rule, trial, other, report, make_call(trial)
+        self.rule, self.trial, self.other, self.report, self.call = (
+            rule,
+            trial,
+            other,
+            report,
+            call_of(make_node(trial), trial.axes[_AXIS]),
+        )
         few = len(trial.operands) <= 2
         outers, cuts = tuple(range(2, 37)) if few else (2,), trial.sample.segments
-        self.outs = [candidates(o, trial.n, outers, cuts, few) for o in trial.outputs]
+        self.outs = [candidates(o, self.call.n, outers, cuts, few) for o in trial.outputs]
 
     def finding(self, ins: Sequence[Placement], outs: Sequence[Placement], reason: str) -> Finding:
         shapes = " ".join(str(list(t.shape)) for t in self.trial.operands)
-        return Finding(_text(self.call, ins, outs), self.trial.n, shapes, reason)
+        return Finding(_text(self.call, ins, outs), str(self.call.n), shapes, reason)
+
+    @staticmethod
+    def fault(trial: Trial, ins: Sequence[Placement], index: int, out: Placement) -> str:
+        """What is wrong with an output being `out`; empty where all is right."""
+        return trial.fault([_on_one_axis(p) for p in ins], index, _on_one_axis(out))
 
     def wrong(self, ins: Sequence[Placement], outs: Sequence[Placement], fault: str) -> None:
         """Notes a false accept once, whether it was proposed or inferred."""
@@ -220,8 +241,8 @@ class _Judge:
             return
         found = partial_signatures(self.rule, self.call)
         for index, t in enumerate(self.trial.operands):
-            tried = candidates(t, self.trial.n, (2, 3), self.trial.sample.segments, True)
-            for placement in (*tried, *_padded(t, self.trial.n)):
+            tried = candidates(t, self.call.n, (2, 3), self.trial.sample.segments, True)
+            for placement in (*tried, *padded(t, self.call.n)):
                 if placement.is_shard:
                     signature = seed_signature(self.rule, self.call, index, placement)
                     found += [] if isinstance(signature, Refusal) else [signature]
@@ -235,7 +256,7 @@ class _Judge:
     def judge(self, ins: tuple[Placement, ...], counted: bool) -> None:
         """Checks the rule's answer for operands so placed, and every mixture of them with invariant ones."""
         carries = self.trial.carries
-        for mixed in _mixtures(ins, carries):
+        for mixed in mixtures(ins, carries):
             answer = infer(self.rule, self.call, mixed, carries)
             if not isinstance(answer, Refusal):
                 self.accept(mixed, answer, count=False)
@@ -253,10 +274,10 @@ class _Judge:
         if len(outs) != len(self.trial.outputs):
             fault = f"{len(outs)} placements for {len(self.trial.outputs)} outputs"
         for p, t in zip(ins, self.trial.operands, strict=True):
-            if not divides(p, t.shape, self.trial.n):
+            if not divides(p, t.shape, self.call.n):
                 fault = f"{p} does not divide {list(t.shape)}"
         for index, out in enumerate(outs):
-            fault = fault or self.trial.fault(ins, index, out)
+            fault = fault or self.fault(self.trial, ins, index, out)
         if fault:
             self.wrong(ins, outs, fault)
         elif count:
@@ -265,10 +286,13 @@ class _Judge:
 
     def is_legal(self, ins: Sequence[Placement]) -> bool:
         """Whether every output has a placement that is right."""
-        if not all(divides(p, t.shape, self.trial.n) for p, t in zip(ins, self.trial.operands, strict=True)):
+        if not all(divides(p, t.shape, self.call.n) for p, t in zip(ins, self.trial.operands, strict=True)):
             return False
         return all(
-            any(not self.trial.fault(ins, index, out) and not self.other.fault(ins, index, out) for out in outs)
+            any(
+                not self.fault(self.trial, ins, index, out) and not self.fault(self.other, ins, index, out)
+                for out in outs
+            )
             for index, outs in enumerate(self.outs)
         )
 
@@ -298,14 +322,15 @@ def check_operation(
     for call in samples:
         for n in shards:
             generator = torch.Generator().manual_seed(seed)
-            trial = Trial(target, call, n, generator)
+            axes = {_AXIS: n}
+            trial = Trial(target, call, axes, generator)
             if not trial.operands or any(bool(o.isnan().any()) for o in tensors_of(trial.outputs)):
                 raise InputError(
                     "a sample needs a tensor operand and a result without NaN",
                     where=report.operation,
                     remedy="pass sample(torch.randn(…), …)",
                 )
-            judge = _Judge(checked, trial, Trial(target, shuffled(call, generator), n, generator), report)
+            judge = _Judge(checked, trial, Trial(target, shuffled(call, generator), axes, generator), report)
             judge.seeds()
             for placements, counted in _tried(trial, judge.call):
                 judge.judge(placements, counted)

@@ -51,6 +51,11 @@ def views(d: Draw) -> dict[str, Samples]:
         ],
         "flip": [sample(x, [1]), sample(d.x(a, b), [0, 1])],
         "roll": [sample(x, [1], [1]), sample(d.x(a, b), [1])],
+        "pixel_shuffle": [sample(d.x(a, 4 * b, 2, 3), 2)],
+        "adaptive_avg_pool1d": [sample(x, [2])],
+        "adaptive_avg_pool2d": [sample(d.x(a, b, 4, 6), [2, 3])],
+        "_adaptive_avg_pool2d": [sample(d.x(a, b, 4, 6), [2, 3])],
+        "pixel_unshuffle": [sample(d.x(a, b, 4, 6), 2)],
         "tril": [sample(x), sample(d.x(a, b), 1)],
         "triu": [sample(x), sample(d.x(a, b), 1)],
         "pad": [

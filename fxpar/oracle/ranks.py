@@ -19,13 +19,15 @@ V      the rank's index                none
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
 
-from fxpar.layout.layout import Placement
+from fxpar.layout.layout import Piece, Placement
 
 # Relative to the largest value. What is wrong is wrong by about that; casts to float32 round.
 TOLERANCE = 1e-5
@@ -68,17 +70,30 @@ def shuffled(call: Sample, generator: torch.Generator) -> Sample:
     return Sample(visit(call.args), kwargs, call.segments, call.fixed)
 
 
+@lru_cache(maxsize=4096)
+def _index(placement: Placement, n: int, rank: int) -> torch.Tensor:
+    """`held` as a tensor."""
+    return torch.tensor(held(placement, n, rank), dtype=torch.int64)
+
+
 def held(placement: Placement, n: int, rank: int) -> list[int]:
     """Positions of the sharded dimension that a rank holds, in the order in which it holds them."""
+    return _held(placement.pieces, n, rank, 0)
+
+
+def _held(pieces: Sequence[Piece], n: int, rank: int, start: int) -> list[int]:
     found: list[int] = []
-    start = 0
-    for piece in placement.pieces:
+    for piece in pieces:
         outer, size = int(piece.outer), int(piece.size)
         block = -(-size * piece.copies // n)
+        own = n - 1 - rank if piece.reversed else rank // piece.copies
         for _ in range(outer):
-            first = start + rank // piece.copies * block if piece.sharded else start
-            last = min(first + block, start + size) if piece.sharded else start + size
-            found.extend(range(first, last))
+            if piece.segments:
+                found.extend(_held(piece.segments, n, rank, start))
+            else:
+                first = start + own * block if piece.sharded else start
+                last = min(first + block, start + size) if piece.sharded else start + size
+                found.extend(range(first, last))
             start += size
     return found
 
@@ -97,15 +112,18 @@ def divides(placement: Placement, shape: Sequence[int], n: int) -> bool:
     total = sum(int(p.outer) * int(p.size) for p in placement.pieces)
     cut = [p for p in placement.pieces if p.sharded]
     if placement.is_padded:
+        if len(placement.pieces) > 1:
+            return False
         (only,) = cut
         share = int(only.padded) // n
         return total == shape[placement.dim] and only.padded % n == 0 and share * n >= total and -(-total // n) <= share
-    even = all(n % p.copies == 0 and p.copies < n and int(p.size) % (n // p.copies) == 0 for p in cut)
+    runs = [q for p in cut for q in p.segments or (p,)]
+    even = all(n % p.copies == 0 and p.copies < n and int(p.size) % (n // p.copies) == 0 for p in runs)
     return 0 <= placement.dim < len(shape) and total == shape[placement.dim] and even
 
 
 def _block(x: torch.Tensor, placement: Placement, n: int, rank: int) -> torch.Tensor:
-    return x.index_select(placement.dim, torch.tensor(held(placement, n, rank), dtype=torch.int64))
+    return x.index_select(placement.dim, _index(placement, n, rank))
 
 
 def _summands(x: torch.Tensor, n: int, generator: torch.Generator) -> list[torch.Tensor]:
@@ -169,42 +187,90 @@ def _shared_summands(g: torch.Tensor, placement: Placement, n: int, generator: t
     return found
 
 
-def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
+def close(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether tensors are the same, up to rounding."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    if not a.is_floating_point():
-        return torch.equal(a, b)
+    is_equal = torch.equal(a, b)
+    if is_equal or not a.is_floating_point():
+        return is_equal
     scale = float(b.detach().abs().max()) if b.numel() else 0.0
-    return torch.allclose(a, b, rtol=TOLERANCE, atol=TOLERANCE * min(scale, 1.0))
+    return math.isfinite(scale) and torch.allclose(a, b, rtol=TOLERANCE, atol=TOLERANCE * min(scale, 1.0))
+
+
+def _alike(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """What all ranks hold; None where they hold different things."""
+    return parts[0] if all(part is parts[0] or close(part, parts[0]) for part in parts[1:]) else None
+
+
+def _summed(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    if any(part.shape != parts[0].shape for part in parts):
+        return None
+    return torch.stack(list(parts)).sum(0, dtype=parts[0].dtype)
+
+
+def _blocks(
+    parts: Sequence[torch.Tensor], placement: Placement
+) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]] | None:
+    """A zero tensor of the whole's shape, and each rank's positions and elements without padding.
+
+    None where a rank has another number of them.
+    """
+    n, dim = len(parts), placement.dim
+    found, shape = [], list(parts[0].shape)
+    for rank, part in enumerate(parts):
+        mine, own = _index(placement, n, rank), _unpadded(part, placement, n, rank)
+        if list(own.shape) != [*shape[:dim], len(mine), *shape[dim + 1 :]]:
+            return None
+        found.append((mine, own))
+    shape[dim] = sum(int(piece.outer) * int(piece.size) for piece in placement.pieces)
+    return torch.zeros(shape, dtype=parts[0].dtype), found
+
+
+def value_of(parts: Sequence[torch.Tensor], placement: Placement) -> torch.Tensor | None:
+    """The value of which the ranks' parts are so placed; None where they are none of one."""
+    if not placement.is_shard:
+        return _summed(parts) if placement.kind == "P" else _alike(parts)
+    blocks = _blocks(parts, placement)
+    if blocks is None:
+        return None
+    whole, owned = blocks
+    for positions, own in owned:
+        whole.index_copy_(placement.dim, positions, own.detach())
+    is_one = all(close(own, whole.index_select(placement.dim, positions)) for positions, own in owned)
+    return whole if is_one else None
+
+
+def gradient_of(parts: Sequence[torch.Tensor], placement: Placement) -> torch.Tensor | None:
+    """The gradient of which the ranks' parts are those of a value so placed; None where they are none of one."""
+    if placement.kind in "IP":
+        return _alike(parts)
+    if not placement.is_shard:
+        return _summed(parts)
+    if placement.settled:
+        return value_of(parts, placement)
+    blocks = _blocks(parts, placement)
+    if blocks is None:
+        return None
+    whole, owned = blocks
+    for (positions, own), part in zip(owned, parts, strict=True):
+        behind = part.narrow(placement.dim, len(positions), part.shape[placement.dim] - len(positions))
+        if behind.numel() and behind.abs().max() > TOLERANCE:
+            return None  # padding has no gradient
+        whole.index_add_(placement.dim, positions, own)
+    return whole
 
 
 def agree(parts: Sequence[torch.Tensor], placement: Placement, x: torch.Tensor) -> bool:
     """Whether the ranks' parts are the value x as placed."""
-    n = len(parts)
-    if placement.kind == "P":
-        return all(p.shape == x.shape for p in parts) and _close(torch.stack(list(parts)).sum(0, dtype=x.dtype), x)
-    if placement.is_shard:
-        own = (_unpadded(part, placement, n, rank) for rank, part in enumerate(parts))
-        return all(_close(part, _block(x, placement, n, rank)) for rank, part in enumerate(own))
-    return all(_close(part, x) for part in parts)
+    whole = value_of(parts, placement)
+    return whole is not None and close(whole, x)
 
 
 def agree_gradient(parts: Sequence[torch.Tensor], placement: Placement, g: torch.Tensor) -> bool:
     """Whether the ranks' parts are the gradient g of a value so placed."""
-    n = len(parts)
-    if placement.kind in "IP":
-        return all(_close(part, g) for part in parts)
-    if not placement.is_shard:
-        return _close(torch.stack(list(parts)).sum(0), g)
-    if placement.is_padded:
-        wanted = place_gradient(g, placement, n, torch.Generator())
-        return all(_close(part, own) for part, own in zip(parts, wanted, strict=True))
-    if placement.settled:
-        return agree(parts, placement, g)
-    whole = torch.zeros_like(g)
-    for rank, part in enumerate(parts):
-        whole.index_add_(placement.dim, torch.tensor(held(placement, n, rank), dtype=torch.int64), part)
-    return _close(whole, g)
+    whole = gradient_of(parts, placement)
+    return whole is not None and close(whole, g)
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:

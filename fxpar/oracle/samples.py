@@ -320,9 +320,19 @@ def losses(d: Draw) -> dict[str, Samples]:
     two = (d.normal(n, s), d.x(n, s))
     found = {
         f"{name}": [sample(*two, how) for how in (0, 1, 2)]
-        for name in ("mse_loss", "l1_loss", "binary_cross_entropy_with_logits")
+        for name in ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div")
     }
-    found["binary_cross_entropy_with_logits"] = [sample(*two, None, None, how) for how in (0, 1, 2)]
+    weights = d.x(s).abs()
+    found["binary_cross_entropy_with_logits"] = [
+        *(sample(*two, None, None, how) for how in (0, 1, 2)),
+        sample(*two, None, weights, 2, fixed=(2,)),
+        sample(*two, weights, None, 0, fixed=(2,)),
+    ]
+    chances = tuple(value.sigmoid() for value in two)
+    found["binary_cross_entropy"] = [
+        *(sample(*chances, None, how, fixed=(1,)) for how in (0, 1, 2)),
+        sample(*chances, weights, 2, fixed=(1, 2)),
+    ]
     return found | {
         "cross_entropy_loss": [
             *(sample(logits, ignored, None, how) for how in (0, 1, 2)),

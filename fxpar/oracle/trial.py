@@ -1,6 +1,6 @@
-"""One sample call on n ranks: what they compute, and whether that is the call's result and gradient.
+"""One sample call on the ranks of a mesh: what they compute, and whether that is the call's result and gradient.
 
-Enters: an operator, concrete arguments, placements. Leaves: "" where the ranks together hold the right values and the
+Enters: an operator, concrete arguments, layouts. Leaves: "" where the ranks together hold the right values and the
 right gradients, else what is wrong. Each rank makes the call with the literals that its own program would have.
 """
 
@@ -13,20 +13,22 @@ from typing import Any
 
 import torch
 
-from fxpar.layout.layout import Placement
+from fxpar.layout.layout import Layout, Placement
+from fxpar.ops.counter import IndexCut
 from fxpar.oracle.composite import KERNELS
-from fxpar.oracle.ranks import (
-    Sample,
-    agree,
-    agree_gradient,
-    divides,
-    held,
-    padding,
-    place,
-    place_gradient,
-    tensors_of,
-    with_tensors,
+from fxpar.oracle.grid import (
+    Coordinates,
+    Parts,
+    coordinates,
+    fits,
+    holds,
+    holds_gradient,
+    local_shape,
+    positions,
+    spread,
+    spread_gradient,
 )
+from fxpar.oracle.ranks import Sample, tensors_of, with_tensors
 from fxpar.program.operators import GraphOperator
 from fxpar.rules import key_of
 from fxpar.signatures.randomness import SHAPED, VALUED
@@ -36,7 +38,7 @@ _CANNOT_RUN = (RuntimeError, IndexError, ValueError, TypeError)
 # An overload, or a graph operator of fxpar.
 Target = torch._ops.OpOverload | Callable[..., Any]
 Results = list[torch.Tensor]
-Runner = Callable[[Sequence[torch.Tensor]], Results]
+Runner = Callable[[Sequence[torch.Tensor], Coordinates], Results]
 
 
 def packet_of(target: Target) -> str:
@@ -53,17 +55,17 @@ def _parameters(target: Target) -> dict[str, Any]:
 
 
 class Trial:
-    """A sample call on n ranks: its global result, and what the ranks make of it under given placements.
+    """A sample call on a mesh: its global result, and what the ranks make of it under given layouts.
 
     Args:
         target: the overload, or a graph operator of fxpar that has a kernel.
         sample: the call.
-        n: number of ranks.
+        axes: sizes of the mesh axes.
         generator: source of summands and gradients.
     """
 
-    def __init__(self, target: Target, sample: Sample, n: int, generator: torch.Generator) -> None:
-        self.target, self.sample, self.n, self._generator = target, sample, n, generator
+    def __init__(self, target: Target, sample: Sample, axes: Mapping[str, int], generator: torch.Generator) -> None:
+        self.target, self.sample, self.axes, self._generator = target, sample, dict(axes), generator
         self.operands = [t.detach() for t in tensors_of([*sample.args, *sample.kwargs.values()])]
         self.carries = [t.is_floating_point() and i not in sample.fixed for i, t in enumerate(self.operands)]
         self._kernel = KERNELS.get(target, target)
@@ -73,8 +75,8 @@ class Trial:
         self.outputs = self.run_with(leaves)
         self._gradients = [torch.randn(o.shape, generator=generator, dtype=torch.float64) for o in self.outputs]
         self._wanted = [self._backward(leaves, o, g) for o, g in zip(self.outputs, self._gradients, strict=True)]
-        self._placed: dict[tuple[int, Placement], list[torch.Tensor]] = {}
-        self._last: tuple[Any, list[tuple[Results, Results]] | str] = (None, "")
+        self._placed: dict[tuple[int, Layout], Parts] = {}
+        self._last: tuple[Any, dict[Coordinates, tuple[Results, Results]] | str] = (None, "")
 
     def argument(self, name: str) -> Any:
         """An argument by its schema name, its default where it was not passed."""
@@ -83,22 +85,24 @@ class Trial:
             return self.sample.args[index]
         return self.sample.kwargs.get(name, self._defaults[name])
 
-    def fault(self, placements: Sequence[Placement], index: int, out: Placement) -> str:
-        """What is wrong with output `index` being `out` for operands so placed; empty where all is right."""
-        if not divides(out, self.outputs[index].shape, self.n):
+    def fault(self, layouts: Sequence[Layout], index: int, out: Layout) -> str:
+        """What is wrong with output `index` being `out` for operands so laid out; empty where all is right."""
+        if not fits(out, self.outputs[index].shape, self.axes):
             return f"{out} does not divide {list(self.outputs[index].shape)}"
-        ranks = self._ranks(placements, out)
+        ranks = self._ranks(layouts, out)
         if isinstance(ranks, str):
             return ranks
-        parts = [results[index] for _, results in ranks]
-        if not agree(parts, out, self.outputs[index]):
+        parts = {rank: results[index] for rank, (_, results) in ranks.items()}
+        if not holds(parts, out, self.axes, self.outputs[index]):
             return "values"
         if not self.outputs[index].requires_grad:
             return ""
-        gradients = place_gradient(self._gradients[index].to(parts[0].dtype), out, self.n, self._generator)
-        got = [self._backward(leaves, part, g) for (leaves, _), part, g in zip(ranks, parts, gradients, strict=True)]
-        for i, (placement, wanted) in enumerate(zip(placements, self._wanted[index], strict=True)):
-            if self.carries[i] and not agree_gradient([grads[i] for grads in got], placement, wanted):
+        dtype = next(iter(parts.values())).dtype
+        gradients = spread_gradient(self._gradients[index].to(dtype), out, self.axes, self._generator)
+        got = {rank: self._backward(ranks[rank][0], part, gradients[rank]) for rank, part in parts.items()}
+        for i, (layout, wanted) in enumerate(zip(layouts, self._wanted[index], strict=True)):
+            mine = {rank: grads[i] for rank, grads in got.items()}
+            if self.carries[i] and not holds_gradient(mine, layout, self.axes, wanted):
                 return f"gradient of operand {i}"
         return ""
 
@@ -113,30 +117,31 @@ class Trial:
         found = iter(torch.autograd.grad(out, asked, g.to(out.dtype), retain_graph=True, materialize_grads=True))
         return [next(found) if leaf.requires_grad else torch.zeros_like(leaf) for leaf in leaves]
 
-    def _ranks(self, placements: Sequence[Placement], out: Placement) -> list[tuple[Results, Results]] | str:
+    def _ranks(self, layouts: Sequence[Layout], out: Layout) -> dict[Coordinates, tuple[Results, Results]] | str:
         """Operands and results of every rank, or why a rank cannot run. The last answer is kept."""
         shape_matters = packet_of(self.target) in _BY_OUTPUT
-        key = (tuple(placements), out if shape_matters else None)
+        key = (tuple(layouts), out if shape_matters else None)
         if self._last[0] != key:
-            self._last = (key, self._run(placements, out))
+            self._last = (key, self._run(layouts, out))
         return self._last[1]
 
-    def _run(self, placements: Sequence[Placement], out: Placement) -> list[tuple[Results, Results]] | str:
-        runner = localised(self, placements, out)
+    def _run(self, layouts: Sequence[Layout], out: Layout) -> dict[Coordinates, tuple[Results, Results]] | str:
+        runner = localised(self, layouts, out)
         if isinstance(runner, str):
             return runner
         parts = []
-        for i, placement in enumerate(placements):
-            if (i, placement) not in self._placed:
-                self._placed[i, placement] = place(self.operands[i], placement, self.n, self._generator)
-            parts.append(self._placed[i, placement])
-        ranks = []
-        for rank in range(self.n):
+        for i, layout in enumerate(layouts):
+            if (i, layout) not in self._placed:
+                self._placed[i, layout] = spread(self.operands[i], layout, self.axes, self._generator)
+            parts.append(self._placed[i, layout])
+        ranks = {}
+        for rank in coordinates(self.axes):
             leaves = self._leaves([part[rank] for part in parts])
             try:
-                ranks.append((leaves, runner(leaves)))
+                ranks[rank] = leaves, runner(leaves, rank)
             except _CANNOT_RUN as error:
-                return f"rank {rank} cannot run: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+                named = rank[0] if len(rank) == 1 else rank
+                return f"rank {named} cannot run: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
         return ranks
 
     def run_with(self, leaves: Sequence[torch.Tensor], **changes: Any) -> Results:
@@ -149,99 +154,105 @@ class Trial:
                 kwargs[name] = value
         return tensors_of(self._kernel(*args, **kwargs))
 
-    def local_positions(self, placement: Placement, dim: int, size: int, rank: int) -> list[int]:
-        """The global positions a rank holds of a dimension of the first operand."""
-        is_cut = placement.is_shard and placement.dim == dim
-        return held(placement, self.n, rank) if is_cut else list(range(size))
-
-
-def _local_shape(trial: Trial, out: Placement) -> list[int]:
-    shape = list(trial.outputs[0].shape)
-    if out.is_shard:
-        shape[out.dim] = len(held(out, trial.n, 0)) + padding(out, trial.n, 0)
-    return shape
-
 
 def _dim(trial: Trial) -> int:
     return int(trial.argument("dim")) % max(trial.operands[0].dim(), 1)
 
 
-def _slice(trial: Trial, placements: Sequence[Placement], out: Placement) -> Runner | str:
+def _own_positions(trial: Trial, layout: Layout, dim: int) -> list[list[int]]:
+    """The positions of a dimension of the first operand that each rank holds."""
+    size = trial.operands[0].shape[dim]
+    return [positions(layout, dim, size, trial.axes, rank) for rank in coordinates(trial.axes)]
+
+
+def _slice(trial: Trial, layouts: Sequence[Layout], out: Layout) -> Runner | str:
     """The bounds that pick a rank's part; they stand in the program, so all ranks must have the same."""
+    bounds = local_bounds(trial, layouts[0])
+    if isinstance(bounds, str):
+        return bounds
+    start, end = bounds
+    return lambda leaves, rank: trial.run_with(leaves, start=start, end=end)
+
+
+def local_bounds(trial: Trial, layout: Layout) -> tuple[int, int] | str:
+    """Start and end of a slice as every rank's own; why there are none."""
     dim, step = _dim(trial), int(trial.argument("step"))
     size = trial.operands[0].shape[dim]
     wanted = set(range(size)[slice(trial.argument("start"), trial.argument("end"), step)])
     bounds = set()
-    for rank in range(trial.n):
-        mine = trial.local_positions(placements[0], dim, size, rank)
+    for mine in _own_positions(trial, layout, dim):
         local = [i for i, position in enumerate(mine) if position in wanted]
         if any(b - a != step for a, b in itertools.pairwise(local)):
             return "no slice picks the rank's part"
         bounds.add((local[0], local[-1] + 1) if local else (0, 0))
-    if len(bounds) > 1:
-        return "the ranks need different bounds"
-    start, end = bounds.pop()
-    return lambda leaves: trial.run_with(leaves, start=start, end=end)
+    return "the ranks need different bounds" if len(bounds) > 1 else bounds.pop()
 
 
-def _split(trial: Trial, placements: Sequence[Placement], out: Placement) -> Runner | str:
+def _split(trial: Trial, layouts: Sequence[Layout], out: Layout) -> Runner | str:
     """As `_slice`, for the sizes of all parts."""
     dim = _dim(trial)
-    size = trial.operands[0].shape[dim]
     bounds, start = [], 0
     for output in trial.outputs:
         bounds.append((start, start + output.shape[dim]))
         start = bounds[-1][1]
-    sizes = set()
-    for rank in range(trial.n):
-        mine = trial.local_positions(placements[0], dim, size, rank)
-        sizes.add(tuple(sum(first <= position < last for position in mine) for first, last in bounds))
+    sizes = {
+        tuple(sum(first <= position < last for position in mine) for first, last in bounds)
+        for mine in _own_positions(trial, layouts[0], dim)
+    }
     if len(sizes) > 1:
         return "the ranks need different sizes"
     local = list(sizes.pop())
-    return lambda leaves: list(torch.split(leaves[0], local, dim))
+    return lambda leaves, rank: list(torch.split(leaves[0], local, dim))
 
 
-def _unflatten(trial: Trial, placements: Sequence[Placement], out: Placement) -> Runner | str:
+def _out_shape(trial: Trial, out: Layout) -> list[int]:
+    return local_shape(out, trial.outputs[0].shape, trial.axes)
+
+
+def _unflatten(trial: Trial, layouts: Sequence[Layout], out: Layout) -> Runner | str:
     dim = _dim(trial)
-    shape = _local_shape(trial, out)[dim : dim + len(trial.argument("sizes"))]
-    return lambda leaves: trial.run_with(leaves, sizes=shape)
+    shape = _out_shape(trial, out)[dim : dim + len(trial.argument("sizes"))]
+    return lambda leaves, rank: trial.run_with(leaves, sizes=shape)
 
 
-def _shaped(name: str) -> Callable[[Trial, Sequence[Placement], Placement], Runner | str]:
-    def runner(trial: Trial, placements: Sequence[Placement], out: Placement) -> Runner | str:
-        shape = _local_shape(trial, out)
-        return lambda leaves: trial.run_with(leaves, **{name: shape})
+def _shaped(name: str) -> Callable[[Trial, Sequence[Layout], Layout], Runner | str]:
+    def runner(trial: Trial, layouts: Sequence[Layout], out: Layout) -> Runner | str:
+        shape = _out_shape(trial, out)
+        return lambda leaves, rank: trial.run_with(leaves, **{name: shape})
 
     return runner
 
 
-def _own_bits(trial: Trial, placements: Sequence[Placement], out: Placement) -> Runner | str:
-    """With an index a rank draws as for its block of the first operand, without one as for the whole."""
-    first = placements[0]
-    varying = [i for i, placement in enumerate(placements) if placement.kind == "V"]
-    if varying and len(first.pieces) != 1:
+def _own_bits(trial: Trial, layouts: Sequence[Layout], out: Layout) -> Runner | str:
+    """With an axis' index a rank draws as for its block of the first operand there, without one as for the whole."""
+    indexed = {axis for layout in layouts for axis, placement in layout if placement.kind == "V"}
+    drawn = [(axis, placement) for axis, placement in layouts[0] if axis in indexed]
+    if any(len(placement.pieces) != 1 for _, placement in drawn):
         return "the index says nothing of a whole value, or of several segments"
-    outer, copies = (int(first.pieces[0].outer), first.pieces[0].copies) if varying else (1, 1)
-    return lambda leaves: trial.run_with(
-        leaves, cuts=[(first.dim, outer, trial.n // copies, leaves[i] // copies) for i in varying]
-    )
+    return lambda leaves, rank: trial.run_with(leaves, cuts=_index_cuts(trial, drawn, rank))
 
 
-def _bits_of_elements(trial: Trial, placements: Sequence[Placement], out: Placement) -> Runner | str:
+def _index_cuts(trial: Trial, drawn: Sequence[tuple[str, Placement]], rank: Coordinates) -> list[IndexCut]:
+    place_of, found = dict(zip(trial.axes, rank, strict=True)), []
+    for axis, placement in drawn:
+        piece = placement.pieces[0]
+        index = torch.tensor(place_of[axis] // piece.copies)
+        found.append(IndexCut(placement.dim, int(piece.outer), 1, trial.axes[axis] // piece.copies, index))
+    return found
+
+
+def _bits_of_elements(trial: Trial, layouts: Sequence[Layout], out: Layout) -> Runner | str:
     """A shard draws as for its block of the result, and anything else as for the whole."""
-    if not out.is_shard:
-        return trial.run_with
-    if len(out.pieces) != 1:
+    drawn = [(axis, placement) for axis, placement in out if placement.is_shard]
+    if any(len(placement.pieces) != 1 for _, placement in drawn):
         return "random bits for a dimension of several segments"
-    outer, copies = int(out.pieces[0].outer), out.pieces[0].copies
-    blocks = trial.n // copies
-    ranks = iter(range(trial.n))
-    return lambda leaves: trial.run_with(leaves, cuts=[(out.dim, outer, blocks, torch.tensor(next(ranks) // copies))])
+    if not drawn:
+        return lambda leaves, rank: trial.run_with(leaves)
+    return lambda leaves, rank: trial.run_with(leaves, cuts=_index_cuts(trial, drawn, rank))
 
 
 # The operations whose arguments hold sizes, which a rank's program has as its own, and those that take its index.
-_LITERALS: Mapping[str, Callable[[Trial, Sequence[Placement], Placement], Runner | str]] = {
+_LITERALS: Mapping[str, Callable[[Trial, Sequence[Layout], Layout], Runner | str]] = {
     **dict.fromkeys(("aten::view", "aten::_unsafe_view", "aten::expand"), _shaped("size")),
     **{f"aten::new_{name}": _shaped("size") for name in ("ones", "zeros", "full")},
     "aten::reshape": _shaped("shape"),
@@ -251,11 +262,11 @@ _LITERALS: Mapping[str, Callable[[Trial, Sequence[Placement], Placement], Runner
     **dict.fromkeys(("fxpar.dropout", "fxpar.uniform_like", "fxpar.attention"), _own_bits),
     **{f"aten::{name.partition('.')[0]}": _bits_of_elements for name in (*SHAPED, *VALUED)},
 }
-# Those among them whose literals follow from the placement of the output.
+# Those among them whose literals follow from the layout of the output.
 _BY_OUTPUT = frozenset(name for name, literal in _LITERALS.items() if literal not in (_slice, _split, _own_bits))
 
 
-def localised(trial: Trial, placements: Sequence[Placement], out: Placement) -> Runner | str:
+def localised(trial: Trial, layouts: Sequence[Layout], out: Layout) -> Runner | str:
     """The call as a rank makes it, with its own literals; the reason where no literals serve all ranks."""
     literal = _LITERALS.get(packet_of(trial.target))
-    return trial.run_with if literal is None else literal(trial, placements, out)
+    return (lambda leaves, rank: trial.run_with(leaves)) if literal is None else literal(trial, layouts, out)

@@ -5,10 +5,16 @@ Enters: nothing. Leaves: `Cost`, part of a plan. Needs no torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from types import MappingProxyType
+from typing import Any
 
 from fxpar.errors import shown
+from fxpar.mesh.purpose import PURPOSES
+
+# What an axis may have of its own.
+_OF_AXES = ("bandwidth", "latency")
 
 
 @dataclass(frozen=True)
@@ -16,20 +22,78 @@ class Cost:
     """What the layout choice takes a machine for. Only ratios decide; the defaults are of one H200 of eight.
 
     Attributes:
-        bandwidth: bytes a second that a rank sends in a ring of the tp axis.
+        bandwidth: bytes a second that a rank sends in a ring.
         latency: seconds that a collective takes before its first byte.
         flops: multiply-adds a second, times two, of a rank's matrix products.
         memory: bytes a second of a rank's memory.
+        axes: bandwidth and latency, or one of them, of axes whose ranks have other links, by name: where data ranks
+            are on different machines, `{"dp": {"bandwidth": 45e9, "latency": 2e-5}}`.
     """
 
     bandwidth: float = 320e9
     latency: float = 5e-6
     flops: float = 600e12
     memory: float = 4e12
+    axes: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not any(self._wrong_axes()):
+            own = {axis: MappingProxyType(dict(sorted(given.items()))) for axis, given in sorted(self.axes.items())}
+            object.__setattr__(self, "axes", MappingProxyType(own))
+
+    def __hash__(self) -> int:
+        return hash(repr(self))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A read-only mapping cannot be pickled or copied."""
+        return _made, (self.to_dict(),)
 
     def problems(self) -> Iterator[str]:
         """What is wrong with the values."""
         for entry in fields(self):
-            value = getattr(self, entry.name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e100:
-                yield f"cost.{entry.name}={shown(value)} is no positive number: give it in SI units"
+            if entry.name != "axes":
+                yield from _wrong_number(f"cost.{entry.name}", getattr(self, entry.name))
+        yield from self._wrong_axes()
+
+    def _wrong_axes(self) -> Iterator[str]:
+        if not isinstance(self.axes, Mapping):
+            yield f"cost.axes={shown(self.axes)} is no mapping: write {{'dp': {{'bandwidth': …}}}}"
+            return
+        for axis, own in self.axes.items():
+            if axis not in PURPOSES:
+                yield f"cost.axes has the unknown axis {shown(axis)}: choose from {', '.join(PURPOSES)}"
+            elif not isinstance(own, Mapping) or not own or not set(own) <= set(_OF_AXES):
+                yield f"cost.axes[{axis!r}]={shown(own)} is no mapping of {' and '.join(_OF_AXES)}: give one or both"
+            else:
+                for name, value in own.items():
+                    yield from _wrong_number(f"cost.axes[{axis!r}].{name}", value)
+
+    def on(self, axes: Iterable[str]) -> Cost:
+        """The constants for what some axes communicate: joined ones have the slowest of their links."""
+        if not self.axes:
+            return self
+        own = [self.axes.get(axis, {}) for axis in axes]
+        return replace(
+            self,
+            bandwidth=min((given.get("bandwidth", self.bandwidth) for given in own), default=self.bandwidth),
+            latency=max((given.get("latency", self.latency) for given in own), default=self.latency),
+            axes={},
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """What differs from the defaults, in plain values."""
+        values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
+        values["axes"] = {axis: dict(own) for axis, own in self.axes.items()}
+        return {name: value for name, value in values.items() if value != getattr(_USUAL, name)}
+
+
+_USUAL = Cost()
+
+
+def _made(values: Mapping[str, Any]) -> Cost:
+    return Cost(**values)
+
+
+def _wrong_number(name: str, value: Any) -> Iterator[str]:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e100:
+        yield f"{name}={shown(value)} is no positive number: give it in SI units"

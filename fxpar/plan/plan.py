@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -17,15 +18,20 @@ import yaml
 
 from fxpar.errors import PlanError, shorter, shown
 from fxpar.mesh.mesh import Mesh
-from fxpar.mesh.purpose import PURPOSES, Cuts
+from fxpar.mesh.purpose import DENSE, PURPOSES, Cuts
 from fxpar.plan.cost import Cost
 
 SPLITS = ("column", "row", "head", "vocab", "replicate")
+LOSS_REDUCTIONS = ("mean", "token", "local_mean")
 RNGS = ("fused", "exact")
 PRECISIONS = ("as_is", "fp32", "bf16", "fp16", "bf16_weights")
 
 # More ranks than one axis ever had: beyond them there is only a slip of the keyboard.
 MOST_RANKS = 4096
+
+# Options that are mappings, which are kept sorted and cannot be written to.
+_MAPPINGS = ("split", "batch_dims", "padding")
+_AXES = ("tp", "dp", "cp", "pp", "ep")
 
 # Axes of DESIGN's mesh whose passes do not exist yet; asking for them is refused by name.
 _LATER_AXES = (("cp", ""), ("pp", ""), ("ep", ""))
@@ -57,6 +63,13 @@ class Plan:
             parameter whole; what no line names is chosen by cost. A glob names a module (all its parameters) or a
             single parameter. A line that names the parameter itself wins over lines for its module; two lines of one
             kind must agree. The order of lines is irrelevant: they are stored sorted.
+        batch_dims: by path of an input (`labels`, `batch.0`) which of its dimensions is the rows of the batch, where
+            that is not the first, or not one dimension alone.
+        padding: by path of an input what stands in it behind the end of a sequence, for data ranks whose batches have
+            other lengths: 0 by itself, in a mask what masks, in targets of a loss what it ignores.
+        loss_reduction: what the loss of a step is where it is a mean. `mean` is that over the rows of all data ranks of
+            a microbatch, averaged over microbatches; `token` that over all that counts in the step; `local_mean` the
+            mean of the means of each data rank, as Megatron has it.
         sequence_parallel: whether activations between the split matrices may be cut over the sequence, so that norms,
             dropout and residuals are shared out too: all-reduces become pairs of reduce-scatter and all-gather. tp must
             divide the sequence length.
@@ -64,6 +77,11 @@ class Plan:
         rng: where dropout inside of attention draws its bits on GPUs: `fused`, in the fused kernel, from seeds of each
             rank's own, so that masks depend on the number of ranks; `exact`, in the plain form, slower, with the masks
             of the single device. All other dropout is exact always.
+        row_wise: globs on the names of operators that no rule knows (`mylib.scan.default`, as the text form has it, or
+            an autograd function's class, `mymodel.scan.Scan`), each of which computes the rows of the batch apart:
+            dimension 0 of an operand or output whose size is a multiple of the batch is rows, other operands serve all
+            rows. Data parallel ranks can run an operator without a rule only so. That it is true is checked when the
+            model is captured. A glob that matches none is an error. The order is irrelevant: they are stored sorted.
         precision: element types. `as_is` takes the model's own; `fp32` and `bf16_weights` cast the model, and with it
             gradients and optimizer state. `bf16` and `fp16` are mixed precision (FSDP2's `MixedPrecisionPolicy` with
             this `param_dtype` and `reduce_dtype=torch.float32`): the program runs in that type on copies of float32
@@ -80,6 +98,10 @@ class Plan:
     pp: int = 1
     ep: int = 1
     split: Mapping[str, str] = field(default_factory=dict)
+    batch_dims: Mapping[str, int] = field(default_factory=dict)
+    padding: Mapping[str, int | float | bool] = field(default_factory=dict)
+    loss_reduction: str = "mean"
+    row_wise: tuple[str, ...] = ()
     sequence_parallel: bool = False
     seed: int = 0
     rng: str = "fused"
@@ -91,7 +113,9 @@ class Plan:
         problems = list(self._problems())
         if problems:
             raise PlanError("; ".join(problems), where="plan", remedy="help(fxpar.Plan) lists the options")
-        object.__setattr__(self, "split", MappingProxyType(dict(sorted(self.split.items()))))
+        for name in _MAPPINGS:
+            object.__setattr__(self, name, MappingProxyType(dict(sorted(getattr(self, name).items()))))
+        object.__setattr__(self, "row_wise", tuple(sorted(set(self.row_wise))))
 
     def __hash__(self) -> int:
         return hash(self.to_yaml())
@@ -100,7 +124,12 @@ class Plan:
         """A read-only mapping cannot be pickled or copied; a plan's YAML is all of it."""
         return Plan.from_yaml, (self.to_yaml(),)
 
-    def _problems(self) -> Any:
+    def _problems(self) -> Iterator[str]:
+        yield from self._wrong_sizes()
+        yield from self._wrong_parts()
+        yield from self._wrong_options()
+
+    def _wrong_sizes(self) -> Iterator[str]:
         for axis, use in (("tp", "that split each layer"), ("dp", "that share out the batch"), *_LATER_AXES):
             size = getattr(self, axis)
             if type(size) is not int or size < 1:
@@ -109,6 +138,16 @@ class Plan:
                 yield f"{axis}={shown(size)} is not supported yet: leave {axis}=1"
             elif size > MOST_RANKS:
                 yield f"{axis}={shown(size)} is more than {MOST_RANKS}: give the number of ranks {use}"
+
+    def _wrong_parts(self) -> Iterator[str]:
+        """What the dense and the expert part contradict each other in, once each size is one."""
+        if all(type(size := getattr(self, axis)) is int and 0 < size <= MOST_RANKS for axis in _AXES):
+            try:
+                self.mesh.atoms  # noqa: B018 - for what it raises
+            except PlanError as error:
+                yield f"{error.reason}: {error.remedy}"
+
+    def _wrong_options(self) -> Iterator[str]:
         if not isinstance(self.split, Mapping):
             yield f"split={shown(self.split)} is no mapping from name globs to {', '.join(SPLITS)}"
         else:
@@ -117,6 +156,13 @@ class Plan:
                     yield f"split has the key {shown(glob)}: write a glob on module or parameter names"
                 if how not in SPLITS:
                     yield f"split[{shown(glob)}]={shown(how)} is unknown: choose one of {', '.join(SPLITS)}"
+        yield from _by_path("batch_dims", self.batch_dims, (int,), "dimension")
+        yield from _by_path("padding", self.padding, (int, float, bool), "number")
+        if self.loss_reduction not in LOSS_REDUCTIONS:
+            choice = ", ".join(LOSS_REDUCTIONS)
+            yield f"loss_reduction={shown(self.loss_reduction)} is unknown: choose one of {choice}"
+        if not isinstance(self.row_wise, (tuple, list)) or not all(isinstance(g, str) and g for g in self.row_wise):
+            yield f"row_wise={shown(self.row_wise)} is no list of globs: write names of operators"
         for name in ("sequence_parallel", "compile"):
             if type(getattr(self, name)) is not bool:
                 yield f"{name}={shown(getattr(self, name))} is neither True nor False: write one of them"
@@ -133,8 +179,8 @@ class Plan:
 
     @property
     def axes(self) -> dict[str, int]:
-        """Sizes of the axes that are larger than one, in nesting order, the outermost first."""
-        return {axis: size for axis in PURPOSES if (size := getattr(self, axis)) > 1}
+        """Sizes of the axes that layouts name, those larger than one, in nesting order, the outermost first."""
+        return self.mesh.nested(DENSE)
 
     def axes_for(self, cuts: Cuts) -> dict[str, int]:
         """Sizes of those axes whose ranks share out the batch, the features …"""
@@ -152,7 +198,7 @@ class Plan:
 
     def on_one_rank(self) -> Plan:
         """The same plan for a single device: no axis has several ranks, and no line splits anything."""
-        changes: dict[str, Any] = {**dict.fromkeys(self.axes, 1), "split": {}}
+        changes: dict[str, Any] = {**dict.fromkeys(_AXES, 1), "split": {}, "row_wise": ()}
         return dataclasses.replace(self, **changes)
 
     @property
@@ -160,7 +206,7 @@ class Plan:
         """Ranks the plan needs."""
         return len(self.mesh.ranks)
 
-    @property
+    @cached_property
     def mesh(self) -> Mesh:
         """Which ranks communicate with which."""
         return Mesh(tp=self.tp, cp=self.cp, dp=self.dp, pp=self.pp, ep=self.ep)
@@ -177,10 +223,11 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         """What differs from the defaults, in plain values."""
         found = _changed(self, Plan())
-        if "split" in found:
-            found["split"] = dict(self.split)
+        found |= {name: dict(found[name]) for name in _MAPPINGS if name in found}
+        if "row_wise" in found:
+            found["row_wise"] = list(self.row_wise)
         if "cost" in found:
-            found["cost"] = _changed(self.cost, Cost())
+            found["cost"] = self.cost.to_dict()
         return found
 
     @classmethod
@@ -249,6 +296,18 @@ class Plan:
         except (OSError, TypeError, ValueError) as error:
             raise PlanError(_fault(error), where=shorter(str(path)), remedy="name a readable YAML file") from None
         return cls.from_yaml(text, where=str(path))
+
+
+def _by_path(option: str, values: Any, kinds: tuple[type, ...], what: str) -> Iterator[str]:
+    """What is wrong with an option that says something of each of some inputs."""
+    if not isinstance(values, Mapping):
+        yield f"{option}={shown(values)} is no mapping from paths of inputs: write {{'labels': …}}"
+        return
+    for path, value in values.items():
+        if not isinstance(path, str) or not path:
+            yield f"{option} has the key {shown(path)}: write an input's path, as labels or batch.0"
+        if type(value) not in kinds or value != value:
+            yield f"{option}[{shown(path)}]={shown(value)} is no {what}: give one"
 
 
 def _fault(error: Exception) -> str:

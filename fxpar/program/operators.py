@@ -19,11 +19,14 @@ class GraphOperator:
     Attributes:
         stub: a function whose name, signature and docstring are the operator's; it is never called.
         stops_gradient: whether the results ignore the operands' values, so that no gradient flows through them.
+        sums_gradients: whether values stay as they are and the ranks' gradients are summed: of parameters, in the main
+            type, once a step.
     """
 
     stub: Callable[..., Any]
     _: KW_ONLY
     stops_gradient: bool = False
+    sums_gradients: bool = False
 
     @property
     def __name__(self) -> str:

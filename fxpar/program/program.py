@@ -20,6 +20,8 @@ from torch import fx
 
 from fxpar.layout.layout import Layout
 from fxpar.layout.symbols import Size, shape_text, simplify, symbol
+from fxpar.mesh.mesh import Mesh
+from fxpar.mesh.purpose import DENSE
 from fxpar.plan.plan import Plan
 
 DTYPES: Mapping[str, torch.dtype] = {
@@ -274,9 +276,14 @@ class Program:
         return {node.name: note(node).layout for node in self.graph.nodes if node.op != "output"}
 
     @property
+    def mesh(self) -> Mesh:
+        """The ranks for which the program is, and their atoms."""
+        return self.plan.mesh
+
+    @property
     def axes(self) -> dict[str, int]:
-        """Sizes of the mesh axes that are larger than one, by name."""
-        return self.plan.axes
+        """Sizes of the axes that layouts name, those larger than one, in nesting order, the outermost first."""
+        return self.mesh.nested(DENSE)
 
     def copy(self) -> Program:
         """A program with a graph of its own. Notes are frozen and shared."""

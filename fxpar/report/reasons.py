@@ -5,8 +5,6 @@ Enters: a program with layouts. Leaves: reasons in words.
 
 from __future__ import annotations
 
-import operator
-
 import torch
 
 from fxpar.analysis.flops import uncounted
@@ -17,7 +15,8 @@ from fxpar.mesh.purpose import Cuts
 from fxpar.ops import Operator, alike
 from fxpar.program.program import Program, note, operands, output_layouts, output_types
 from fxpar.report.figures import Whole
-from fxpar.rules import call_of, key_of, rule_of
+from fxpar.rules import call_of, key_of
+from fxpar.rules.rows import RowWise, lacks_rule
 
 aten = torch.ops.aten
 _SOFTMAX = frozenset({aten.softmax.int, aten._softmax.default})
@@ -47,18 +46,17 @@ def unsplit(program: Program) -> list[tuple[str, str]]:
 def without_rule(program: Program) -> list[str]:
     """Operators of a canonical program that take tensors and are not known to split: they stay whole on every rank.
 
-    They have no rule, or are functions of the author's that are not known to be element-wise, with the reason.
+    They have no rule, or are functions of the author's that are not known to be element-wise, with the reason. What the
+    plan declares row-wise is whole for the ranks that split layers alone.
     """
-    found = set()
+    found, declared = set(), RowWise(program.plan.row_wise if program.plan.data_ranks > 1 else ())
+    splits_layers = bool(program.plan.axes_for(Cuts.FEATURES))
     for node in program.graph.nodes:
-        if isinstance(node.target, Operator) and node.target.whole is not None:
-            reason = node.target.whole(call_of(node, 2))
-            found |= {f"{node.target}: {reason}"} if reason else set()
-        known = node.target is operator.getitem or isinstance(node.target, Operator)
-        if node.op != "call_function" or known or rule_of(node.target) is not None:
+        if not lacks_rule(node) or (declared.names(node) and not splits_layers):
             continue
-        if operands(node) and output_types(node):
-            found.add(key_of(node.target))
+        known = isinstance(node.target, Operator) and node.target.whole is not None
+        text = f"{node.target}: {node.target.whole(call_of(node, 2))}" if known else key_of(node.target)
+        found.add(f"{text} (of its rank's rows, as row_wise says)" if declared.names(node) else text)
     return sorted(found)
 
 

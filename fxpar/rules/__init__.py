@@ -1,6 +1,6 @@
 """For each operation, its legal layouts: checked by brute force (`fxpar.oracle.check`)."""
 
-from fxpar.rules.table import inferred, key_of, register_rule, rule_of, rules, seeded, unregister_rule
+from fxpar.rules.table import inferred, key_of, register_rule, rule_for, rule_of, rules, seeded, unregister_rule
 from fxpar.signatures.engine import (
     Call,
     Labelling,
@@ -27,6 +27,7 @@ __all__ = [
     "key_of",
     "partial_signatures",
     "register_rule",
+    "rule_for",
     "rule_of",
     "rules",
     "seed_signature",

@@ -21,6 +21,7 @@ from fxpar.errors import LayoutError
 from fxpar.layout.layout import Layout, Placement, R
 from fxpar.layout.nesting import innermost, joined_cut, misfit, spelled
 from fxpar.ops.coercions import COERCION_OF, Coercion, coercion
+from fxpar.plan.cost import Cost
 from fxpar.program.coercions import axes_of, held_fraction, resting
 from fxpar.program.program import describe, operands, output_layouts, output_types
 
@@ -80,6 +81,8 @@ def _check_row(node: fx.Node, source: Placement, target: Placement, axis: str) -
         fail(node, axis, f"gives {row.target}, the note says {target} ({shown})", remedy)
     if source == target:
         fail(node, axis, f"converts {source} to itself", "remove it")
+    if not (source.in_rank_order and target.in_rank_order):
+        fail(node, axis, f"does not convert {source} to {target}", "leave the blocks in the order of the ranks")
     if wanted is not row:
         fail(node, axis, f"does not convert {source} to {target}", remedy or "convert the segments one by one")
 
@@ -117,27 +120,31 @@ _STEP = 1e-3  # of two ways that send the same the shorter one
 _LATE = 1e-6  # and that which sends first: what sums a parameter's gradient stands at the parameter
 
 
-def conversions(source: Layout, target: Layout, axes: Mapping[str, int], carries: bool) -> list[Conversion] | None:
+def conversions(
+    source: Layout, target: Layout, axes: Mapping[str, int], carries: bool, cost: Cost
+) -> list[Conversion] | None:
     """The legal coercions from one layout to another that send least, forward and backward; None where there are none.
 
     Args:
         axes: sizes of the mesh axes.
         carries: whether the value carries a gradient; without one I and R are the same.
+        cost: on slower axes a byte counts for more.
     """
     start, end = (layout if carries else _without_gradient(layout) for layout in (source, target))
     ways: list[tuple[float, int, Layout, tuple[Conversion, ...]]] = [(0.0, 0, start, ())]
     seen: set[Layout] = set()
     count = itertools.count(1)
     while ways:
-        cost, _, layout, path = heapq.heappop(ways)
+        sent, _, layout, path = heapq.heappop(ways)
         if layout == end:
             return list(path)
         if layout in seen:
             continue
         seen.add(layout)
         for step in _next(layout, end, axes):
-            more = _cost(layout, step, axes) + (_LATE * len(path) if step.row.forward or step.row.backward else 0.0)
-            heapq.heappush(ways, (cost + more, next(count), step.layout, (*path, step)))
+            late = _LATE * len(path) if step.row.forward or step.row.backward else 0.0
+            more = _cost(layout, step, axes, cost) + late
+            heapq.heappush(ways, (sent + more, next(count), step.layout, (*path, step)))
     return None
 
 
@@ -145,8 +152,9 @@ def _without_gradient(layout: Layout) -> Layout:
     return Layout(tuple((axis, resting(placement, False)) for axis, placement in layout))
 
 
-def _cost(layout: Layout, step: Conversion, axes: Mapping[str, int]) -> float:
-    part = 1.0
+def _cost(layout: Layout, step: Conversion, axes: Mapping[str, int], cost: Cost) -> float:
+    """What a step sends, in sizes of the value that it is about; more where its axes are slower than the usual ones."""
+    part = cost.bandwidth / cost.on(step.axes).bandwidth
     for axis, placement in layout:
         if axis not in step.axes:
             part *= held_fraction(placement, axes[axis])

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import fx
 
 from fxpar.errors import LayoutError
 from fxpar.layout.layout import I, Layout, Placement, R, V
-from fxpar.layout.nesting import common_order, listed, spelled
+from fxpar.layout.nesting import common_order, listed, misfit, spelled
 from fxpar.ops import alike
 from fxpar.ops.coercions import COERCION_OF, sum_gradients
 from fxpar.ops.random import axis_index
@@ -26,8 +26,9 @@ from fxpar.program.coercions import axes_of, resting, unsettled
 from fxpar.program.program import operands, output_layouts, output_types
 from fxpar.rules.conversion import coerced, fail
 from fxpar.rules.local import peeled_call, whole_call
+from fxpar.rules.rows import RowWise
 from fxpar.rules.suggest import suggest
-from fxpar.rules.table import inferred, rule_of
+from fxpar.rules.table import inferred, rule_for, rule_of
 from fxpar.signatures.engine import Call, Refusal, call_of
 
 _ILL_TYPED = (IndexError, KeyError, TypeError, ValueError, ArithmeticError, AttributeError)
@@ -53,6 +54,7 @@ class Context:
         axes: sizes of the mesh axes.
         local: whether literals speak of a rank's part.
         composite: whether operations may yet become composite ones (`fxpar.ops.vocabulary`).
+        row_wise: which operators the plan declares row-wise.
     """
 
     layouts: Sequence[Layout]
@@ -61,6 +63,7 @@ class Context:
     axes: Mapping[str, int]
     local: bool = False
     composite: bool = False
+    row_wise: RowWise = field(default_factory=RowWise)
 
     def found(self, axis: str) -> list[Placement]:
         """Placements of the operands on an axis."""
@@ -107,7 +110,7 @@ def steps(node: fx.Node, given: Context) -> Iterator[Step]:
         placements = tuple(layout.on(axis) for layout in layouts)
         if isinstance(call, Refusal):
             fail(node, axis, f"{call.reason} ({shown(node, placements)})")
-        call = replace(call, target=_target_on(node, axis))
+        call = replace(call, target=_target_on(node, axis), rows=given.row_wise.of(node, axis))
         found = judged(call, placements, given)
         yield Step(axis, call, placements, found)
         if isinstance(found, Refusal):
@@ -188,7 +191,12 @@ def _operation(node: fx.Node, given: Context) -> list[Layout]:
             fail(node, step.axis, f"{step.found.reason} ({shown(node, step.operands)})", remedy)
         for entry, placement in zip(entries, step.found, strict=True):
             entry.append((step.axis, placement))
-    return [spelled(Layout(tuple(entry)), given.axes) for entry in entries]
+    found = [spelled(Layout(tuple(entry)), given.axes) for entry in entries]
+    for layout, kind in zip(found, output_types(node), strict=True):
+        wrong = misfit(layout, kind.shape, given.axes) if any(p.is_padded for _, p in layout) else ""
+        if wrong:
+            fail(node, wrong, f"{kind} is padded in a dimension that another axis cuts too ({layout})")
+    return found
 
 
 def shown(node: fx.Node, held: Sequence[Placement | Layout]) -> str:
@@ -218,7 +226,7 @@ def _remedy(node: fx.Node, given: Context, step: Step, *, exactly: bool = False)
         return judged(step.call, placements, given)
 
     try:
-        best = suggest(judge, rule_of(node.target), step.call, step.operands, wanted, exactly=exactly)
+        best = suggest(judge, rule_for(step.call), step.call, step.operands, wanted, exactly=exactly)
     except _ILL_TYPED:
         return ""
     if best is None:

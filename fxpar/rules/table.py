@@ -24,6 +24,7 @@ from fxpar.signatures.matmul import formula, matmul_rules
 from fxpar.signatures.pointwise import pointwise_labels, pointwise_rules
 from fxpar.signatures.randomness import random_rules
 from fxpar.signatures.reduce import reduction_rules
+from fxpar.signatures.rows import ROW_WISE
 from fxpar.signatures.views import view_rules
 
 _RULES: dict[str, Rule] = {
@@ -48,9 +49,14 @@ def rule_of(target: Any) -> Rule | None:
     return target.rule if isinstance(target, Operator) else _RULES.get(key_of(target))
 
 
+def rule_for(call: Call) -> Rule | None:
+    """The rule of a call: its operator's, or that of what the plan declares row-wise."""
+    return rule_of(call.target) if call.rows is None else ROW_WISE
+
+
 def seeded(call: Call, index: int, placement: Placement) -> tuple[Signature | Refusal, bool]:
     """The signature that makes operand `index` a shard as given, and whether it is that of a composite operator."""
-    rule = rule_of(call.target)
+    rule = rule_for(call)
     if rule is None:
         return Refusal("no rule says how the operation treats shards"), False
     found = seed_signature(rule, call, index, placement)
@@ -75,7 +81,7 @@ def inferred(
         reason = nonlinearity(call, rule_of)
         if reason:
             return Refusal(f"{reason}, and replicated (R) operands have partial gradients: keep them invariant (I)")
-    found = infer(rule_of(call.target), call, placements, carries)
+    found = infer(rule_for(call), call, placements, carries)
     if isinstance(found, Refusal) and composite and call.target in COMPOSITE_OF:
         other = COMPOSITE_OF[call.target]
         answer = infer(_composite_rule(other), replace(call, target=other), placements, carries)

@@ -169,13 +169,19 @@ def example(batch: Any) -> Any:
     return pytree.tree_map_only(Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device="meta"), batch)
 
 
-def batch_facts(batch: Any, values: bool) -> dict[str, str]:
-    """A batch by entries, for ranks to compare: types and shapes, and with `values` a digest of the elements."""
+def batch_facts(batch: Any, values: bool, sizes: bool = True) -> dict[str, str]:
+    """A batch by entries, for ranks to compare.
+
+    Args:
+        values: whether a digest of the elements is part of it.
+        sizes: whether shapes are, and not only the numbers of dimensions.
+    """
     found = {"the batch": f"{type(batch).__name__} of {', '.join(path for path, _ in leaves(batch))}"}
     for path, value in leaves(batch):
         text = repr(value) if isinstance(value, _CONSTANTS) else type(value).__name__
         if isinstance(value, Tensor):
-            text = f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+            shape = list(value.shape) if sizes else [value.dim()]
+            text = f"{str(value.dtype).removeprefix('torch.')}{shape}"
             if values and not value.is_meta:
                 data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
                 text += f" of values {hashlib.sha256(data.tobytes()).hexdigest()[:12]}"
@@ -197,7 +203,7 @@ class Sizes:
 
     Attributes:
         shares: values of the program's symbols: what each rank has of a size that ranks share out.
-        given: of the inputs as this rank brings them, by symbol.
+        given: of the inputs, by symbol; rows are those of all data ranks, where they bring as many.
     """
 
     shares: dict[str, int]
@@ -228,9 +234,9 @@ def sizes_of(program: Program, inputs: Mapping[str, Tensor]) -> Sizes | None:
                         remedy=f"pad it to a multiple of {ranks}, or set sequence_parallel=False",
                     )
                 place = first.setdefault(known.name, f"{entry.path} dimension {dim}")
-                known_size = found.given.setdefault(known.name, size)
+                known_size = found.given.setdefault(known.name, size * cut.get(dim, 1))
                 if found.shares.setdefault(known.name, share) != share:
-                    _unequal(entry.path, dim, size, place, known_size)
+                    _unequal(entry.path, dim, size, place, known_size // cut.get(dim, 1))
     for entry in entries:
         part = [local_shape(entry.type.shape, layout, program.axes) for layout in _layouts(program, entry)]
         shape = part[0] if part else entry.type.shape
@@ -240,13 +246,13 @@ def sizes_of(program: Program, inputs: Mapping[str, Tensor]) -> Sizes | None:
 
 
 def own_rows(program: Program, batch: Any, coordinates: Mapping[str, int]) -> Any:
-    """A rank's part of a batch that has the rows of all data ranks.
+    """A rank's part of a batch of all data ranks; the first ranks have a row more where these are no divisor.
 
     Args:
         coordinates: the rank's index on each axis.
 
     Raises:
-        InputError: rows that the ranks cannot share out.
+        InputError: fewer rows than ranks.
     """
     entries = {entry.path: entry for entry in user_inputs(program)}
     cut = {dim for entry in entries.values() for dim in _cut_dims(program, entry)}
@@ -258,13 +264,13 @@ def own_rows(program: Program, batch: Any, coordinates: Mapping[str, int]) -> An
         own = value if isinstance(value, Tensor) else plain
         for axis, placement, n in _row_cuts(program, entries.get(path)) if isinstance(value, Tensor) else ():
             rows = own.shape[placement.dim]
-            if rows % n:
+            if rows < n:
                 raise InputError(
-                    f"has {rows} rows in dimension {placement.dim}, which {n} ranks of {axis} cannot share out",
+                    f"has {rows} rows in dimension {placement.dim}, fewer than the {n} ranks of {axis}",
                     where=f"batch entry {path}",
-                    remedy=f"pass a multiple of {n}",
+                    remedy=f"pass at least {n}",
                 )
-            own = own.narrow(placement.dim, coordinates[axis] * (rows // n), rows // n)
+            own = own.tensor_split(n, placement.dim)[coordinates[axis]]
         found.append(own)
     return pytree.tree_unflatten(found, spec)
 

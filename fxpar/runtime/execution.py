@@ -61,9 +61,9 @@ class Executor:
         module = apply_recompute(self.lowered.only(wanted).module)
         if not self.plan.compile:
             return module
-        options: dict[str, Any] = {
-            "post_grad_custom_post_pass": Overlap(self.plan.cost, max(self.plan.axes.values(), default=1))
-        }
+        # A compiled graph tells no axis from another: each collective is taken for one of the slowest and largest.
+        cost, ranks = self.plan.cost.on(self.plan.axes), max(self.plan.axes.values(), default=1)
+        options: dict[str, Any] = {"post_grad_custom_post_pass": Overlap(cost, ranks)}
         if self.plan.axes:
             # Inductor's own order for peak memory would bring weight gradients back in front of collectives.
             options["reorder_for_peak_memory"] = False

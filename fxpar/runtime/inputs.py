@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -22,14 +22,15 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from fxpar.errors import InputError, RankError
-from fxpar.mesh.purpose import PURPOSES, Cuts
+from fxpar.mesh.mesh import Mesh
+from fxpar.mesh.purpose import DENSE, PURPOSES, Cuts
 from fxpar.ops.collectives import Group
 from fxpar.ops.groups import process_group
 from fxpar.runtime import batch as calls
 from fxpar.runtime.world import World
 
 _REMEDY = "pass the same batch on all ranks"
-_SHAPES = "pass batches of equal shapes on all ranks: pad them"
+_SHARED = "pass the same on all ranks: it has no rows that they could share out"
 _OWN = "pass the same batch on all ranks of one data rank"
 # Odd numbers without structure, as splitmix64 mixes with.
 _MIX, _STEP = -0x40A7B892E31B1A47, -0x61C8864680B583EB
@@ -37,6 +38,10 @@ _MIX, _STEP = -0x40A7B892E31B1A47, -0x61C8864680B583EB
 _CHUNK = 1 << 20
 # Sizes for which the factors of the words' places are kept.
 _MOST_KEPT = 8
+
+
+# By data rank, the shapes of the tensors of its batch in their order.
+Shapes = list[list[tuple[int, ...]]]
 
 
 class Inputs:
@@ -53,15 +58,21 @@ class Inputs:
         self._hosts, self._devices, self._everyone = _hosts(world), _alike(world), _all(dist.group.WORLD)
         places = world.coordinates.items()
         self._party = " ".join(f"{axis} {index}" for axis, index in places if PURPOSES[axis].cuts is Cuts.BATCH)
+        # By rank, which part of the batch it is given.
+        self._parts = [data_part(world.mesh, rank) for rank in range(world.size)]
         self._steps: dict[int, Tensor] = {}
         # What the device has not said yet: when it has, into which memory, and about which batch.
-        self._pending: tuple[torch.cuda.Event, Tensor, Any] | None = None
+        self._pending: tuple[torch.cuda.Event, Tensor, Any, Any] | None = None
 
-    def compare(self, batch: Any, facts: Mapping[str, str]) -> tuple[Any, Tensor | None]:
-        """The batch on the device, and whether its values are the same on all ranks, where that is not known yet.
+    def compare(
+        self, batch: Any, facts: Mapping[str, str], shared: Collection[str] = ()
+    ) -> tuple[Any, Tensor | None, Shapes | None]:
+        """The batch on the device, whether its values are the same on all ranks, where that is not known yet, and the
+        shapes of all data ranks' batches, where they differ.
 
         Args:
-            facts: what the host knows of the call.
+            facts: what the host knows of the call, but the sizes of the batch.
+            shared: paths of entries that all data ranks must have alike: they have no rows.
 
         Raises:
             InputError: this batch differs, or the values of the one before did.
@@ -69,43 +80,70 @@ class Inputs:
         self._settle()
         device = self._world.device
         batch = pytree.tree_map_only(Tensor, lambda value: value.to(device), batch)
-        text = hashlib.sha256(json.dumps(facts).encode()).digest()
-        known = torch.frombuffer(bytearray(text[:8]), dtype=torch.int64)
+        shapes = [list(value.shape) for _, value in calls.leaves(batch) if isinstance(value, Tensor)]
+        known = torch.tensor([_digest(facts), _digest(shapes)])
         values = None if self._devices is None else self.checksum(batch)
+        whole = {path: value for path, value in calls.leaves(batch) if path in shared} if self._party else {}
+        alike = self.checksum(whole) if whole else None
         is_one = self._devices is not None and self._devices.size == self._world.size
         if device.type == "cpu" and values is not None:
             # Of ranks that are given other batches, all must know where some differ.
             known = torch.cat([known, values if is_one else self._odd(values)])
             values = None
-        if not _is_equal(_extremes(known, self._hosts)):
-            self._differs(batch, facts)
-        if values is None or self._devices is None:
-            return batch, None
-        found = _extremes(values if is_one else self._odd(values), self._everyone)
+        if device.type == "cpu" and alike is not None:
+            known, alike = torch.cat([known, alike]), None
+        extremes, others = _extremes(known, self._hosts), None
+        if not _is_equal(extremes):
+            if self._party and _is_equal(torch.cat([extremes[:, :1], extremes[:, 2:]], 1)):
+                others = self._shapes(shapes)
+            if others is None:
+                self._differs(batch, facts, whole)
+        words = [] if values is None else [values if is_one else self._odd(values)]
+        words += [] if alike is None else [alike]
+        if not words:
+            return batch, None, others
+        found = _extremes(torch.cat(words), self._everyone)
         host = torch.empty(found.shape, dtype=torch.int64, pin_memory=True)
         host.copy_(found, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
-        self._pending = (event, host, batch)
-        return batch, found[0].eq(found[1].bitwise_not()).all()
+        self._pending = (event, host, batch, whole)
+        return batch, found[0].eq(found[1].bitwise_not()).all(), others
+
+    def _shapes(self, own: list[list[int]]) -> Shapes | None:
+        """By data rank, the shapes of the tensors of its batch; None where ranks of one differ."""
+        mine = torch.tensor([size for shape in own for size in shape])
+        found = [torch.empty_like(mine) for _ in range(self._world.size)]
+        dist.all_gather(found, mine, group=process_group(self._hosts))
+        by_part: dict[int, list[int]] = {}
+        for part, sizes in zip(self._parts, (sizes.tolist() for sizes in found), strict=True):
+            if by_part.setdefault(part, sizes) != sizes:
+                return None
+        split = [[by_part[part].pop(0) for _ in shape] for part in sorted(by_part) for shape in own]
+        return [[tuple(s) for s in split[i : i + len(own)]] for i in range(0, len(split), len(own))]
 
     def _settle(self) -> None:
         """Raises for the call before. Its checksum lies before its program on the device, which has begun by now."""
         if self._pending is None:
             return
-        event, host, batch = self._pending
+        event, host, batch, whole = self._pending
         self._pending = None
         event.synchronize()
         if not _is_equal(host):
-            self._differs(batch, {"the call": "the call before this one"})
+            self._differs(batch, {"the call": "the call before this one"}, whole)
 
-    def _differs(self, batch: Any, facts: Mapping[str, str]) -> None:
+    def somewhere(self, is_so: bool) -> bool:
+        """Whether something is so on any rank. A collective call of the hosts."""
+        return bool(_extremes(torch.tensor([int(is_so)]), self._hosts)[0].any())
+
+    def _differs(self, batch: Any, facts: Mapping[str, str], whole: Any) -> None:
         """Finds out what differs, where ranks can say it in words."""
         agree = self._world.agreement.agree
         if not self._party:
             agree({**facts, **calls.batch_facts(batch, values=True)}, _REMEDY)
         else:
-            agree({**facts, **calls.batch_facts(batch, values=False)}, _SHAPES)
+            agree(facts, _REMEDY)
+            agree(calls.batch_facts(whole, values=True), _SHARED)
             if self._devices is not None:
                 agree(calls.batch_facts(batch, values=True), _OWN, self._party)
         raise InputError("differs between ranks", where="the batch", remedy=_REMEDY)
@@ -139,6 +177,19 @@ class Inputs:
         mixed *= _STEP
         mixed ^= mixed >> 32
         return mixed.sum()
+
+
+def _digest(value: Any) -> int:
+    return int.from_bytes(hashlib.sha256(json.dumps(value).encode()).digest()[:8], signed=True)
+
+
+def data_part(mesh: Mesh, rank: int) -> int:
+    """Which part of the batch a rank is given."""
+    places, index = mesh.coordinates(rank), 0
+    for axis, n in mesh.nested(DENSE).items():
+        if PURPOSES[axis].cuts is Cuts.BATCH:
+            index = index * n + places[axis]
+    return index
 
 
 def _words(value: Tensor) -> list[Tensor]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from fxpar.errors import InputError, shown
 from fxpar.layout.layout import Layout
 from fxpar.manager import Pass
 from fxpar.passes.assign_rng import RNG_PATH
+from fxpar.passes.reduction import COUNT
 from fxpar.plan.plan import Plan
 from fxpar.program.mixed import is_mixed, main_dtype
 from fxpar.program.program import PRECISION_DTYPES, Program
@@ -31,7 +33,8 @@ from fxpar.runtime.optimizers import Optimizers
 from fxpar.runtime.outputs import returned
 from fxpar.runtime.programs import Call, Programs
 from fxpar.runtime.refusals import Immovable
-from fxpar.runtime.step import Microbatch, Reductions, run_microbatches
+from fxpar.runtime.step import Microbatch, Ran, Reductions, run_microbatches, weighed
+from fxpar.runtime.uneven import check_padding
 from fxpar.runtime.world import World
 from fxpar.state import distributed_state
 from fxpar.state.checkpoint import Checkpoint
@@ -119,10 +122,11 @@ class ParallelModule(Immovable):
 
     def _bound(self, batch: Any, with_loss: bool) -> tuple[Call, Tensor | None]:
         """The program for a call, and whether the ranks' values are equal, where the device has yet to say that."""
-        are_equal = None
+        are_equal, shapes = None, None
         if self._inputs is not None:
-            batch, are_equal = self._inputs.compare(batch, self._programs.facts(batch, values=False))
-        return self._programs.bound(batch, with_loss), are_equal
+            facts = self._programs.facts(batch, sizes=False)
+            batch, are_equal, shapes = self._inputs.compare(batch, facts, self._programs.without_rows)
+        return self._programs.bound(batch, with_loss, shapes), are_equal
 
     @together
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -132,7 +136,10 @@ class ParallelModule(Immovable):
             InputError: an argument that the model's forward does not take, or a value that no program can.
         """
         call, _ = self._bound(calls.called_with(self._programs.skeleton, args, kwargs), False)
-        outputs = self._outputs(call, tuple(call.compiled.program.outputs))
+        if call.unproven:
+            self._check_padding(call, self._loss_of(call, "call"))
+        wanted = tuple(name for name in call.compiled.program.outputs if name != COUNT)
+        outputs = self._outputs(call, wanted)
         return returned(call, outputs, self.world)
 
     @together
@@ -141,7 +148,8 @@ class ParallelModule(Immovable):
 
         Args:
             batch: what the model's forward takes. A list of such is the microbatches of one step: their losses are
-                averaged, and the ranks' gradients of parameters summed once, behind the last.
+                averaged (`Plan.loss_reduction` says how), and the ranks' gradients of parameters summed once, behind
+                the last.
             scaler: scales the loss that is differentiated (not the one returned), and with it the gradients: call its
                 `unscale_`, `step` and `update` as always. float16 gradients need it.
 
@@ -156,36 +164,62 @@ class ParallelModule(Immovable):
         check_scaler(scaler, self.plan.precision, self.world.device)
         parts = calls.microbatches(batch, self._takes_lists)
         if len(parts) == 1:
-            return self._differentiated(parts[0], scaler)
+            return self._differentiated(parts[0], scaler).loss
 
-        def run(part: Any, microbatch: Microbatch) -> tuple[Tensor, Reductions]:
-            return self._differentiated(part, scaler, microbatch), self._last.reductions
+        def run(part: Any, microbatch: Microbatch) -> Ran:
+            return self._differentiated(part, scaler, microbatch)
 
         leaves = [leaf_of(value) for value in self.parameters()]
         return run_microbatches(parts, leaves, self._random_state(), run, self._reduce)
 
+    def _check_padding(self, call: Call, name: str) -> None:
+        """What pads sequences for the sake of other ranks must not matter; it is tried once for each program."""
+        if not call.unproven:
+            return
+        assert self._inputs is not None, "only what was compared can be longer elsewhere"
+        state = torch.tensor([self.plan.seed, self.step, 0], device=self.world.device)
+        leaves = [leaf for value in self.parameters() if (leaf := leaf_of(value)).requires_grad]
+
+        def run(other: bool) -> list[Tensor | None]:
+            tried = replace(call, inputs=call.fills) if other else call
+            loss = self._outputs(tried, (name,), Microbatch(0, 1, state))[name]
+            gradients = torch.autograd.grad(loss, leaves, allow_unused=True) if loss.requires_grad else ()
+            return [loss.detach(), *gradients]
+
+        check_padding(run, self._inputs.somewhere, call.unproven)
+        call.compiled.padded.update(call.unproven)
+
     def _differentiated(
         self, batch: Any, scaler: torch.amp.GradScaler | None, microbatch: Microbatch | None = None
-    ) -> Tensor:
+    ) -> Ran:
         """Forward and backward of a batch, or of one of several, whose gradients stay this rank's own."""
         call, are_equal = self._bound(batch, callable(self._loss))
         self._last = call.compiled
-        name = call.compiled.program.loss
-        if not name:
-            what = f"{self._loss!r}" if isinstance(self._loss, str) else "or more than one scalar"
-            raise InputError(
-                f"the model returns no loss ({what})",
-                where="train_step",
-                remedy="pass labels, or name the loss: parallelize(…, loss=…)",
-            )
-        loss = self._outputs(call, (name,), microbatch)[name]
+        name = self._loss_of(call, "train_step")
+        self._check_padding(call, name)
+        is_counted = microbatch is not None and COUNT in call.compiled.program.outputs
+        found = self._outputs(call, (name, COUNT) if is_counted else (name,), microbatch)
+        loss, counted = found[name], found.get(COUNT)
         if not loss.requires_grad:
             raise InputError(
                 "no parameter that the loss reaches requires a gradient", where="train_step", remedy="unfreeze some"
             )
-        share = loss if microbatch is None else loss / microbatch.count
+        share = loss if microbatch is None else weighed(loss, counted, microbatch)
         (share if scaler is None else scaler.scale(share)).backward()
-        return loss.detach() if are_equal is None else loss.detach().where(are_equal, torch.nan)
+        value = loss.detach() if are_equal is None else loss.detach().where(are_equal, torch.nan)
+        return Ran(value, call.ready.reductions, counted)
+
+    def _loss_of(self, call: Call, where: str) -> str:
+        name = call.compiled.program.loss
+        if not name:
+            what = f"{self._loss!r}" if isinstance(self._loss, str) else "or more than one scalar"
+            why = ", so that nothing shows whether what pads its sequences matters" if call.unproven else ""
+            raise InputError(
+                f"the model returns no loss ({what}){why}",
+                where=where,
+                remedy="pass labels, or name the loss: parallelize(…, loss=…)",
+            )
+        return name
 
     def own_rows(self, batch: Any) -> Any:
         """This rank's rows of a batch, or of a list of microbatches, that has those of all data ranks."""
@@ -204,7 +238,7 @@ class ParallelModule(Immovable):
                     leaves[node].grad = total
 
     def _outputs(self, call: Call, wanted: tuple[str, ...], microbatch: Microbatch | None = None) -> dict[str, Tensor]:
-        compiled, program = call.compiled, call.compiled.program
+        compiled, program, lowered = call.compiled, call.compiled.program, call.ready.lowered
         if torch.is_autocast_enabled(self.world.device.type):
             raise InputError(
                 "would change the element types of the program", where="autocast", remedy="use Plan(precision=…)"
@@ -226,14 +260,14 @@ class ParallelModule(Immovable):
                 values[entry.node] = call.inputs[entry.path]
             else:
                 values[entry.node] = self._random_state() if microbatch is None else microbatch.random_state
-        ordered = [values[name] for name in compiled.lowered.inputs]
+        ordered = [values[name] for name in lowered.inputs]
         if self._copies is not None:
             names = {p.node: p.fqn for p in program.parameters}
-            mains = {names[node]: tensors[names[node]] for node in compiled.lowered.copies}
+            mains = {names[node]: tensors[names[node]] for node in lowered.copies}
             ordered += self._copies.current(mains, self.training)
-        with own_generator(self.world, self.plan.seed, self.step) if compiled.lowered.draws else nullcontext():
-            run = compiled.run if microbatch is None else compiled.local
-            return run(tuple(call.sizes.items()), wanted, (*ordered, *compiled.indices))
+        with own_generator(self.world, self.plan.seed, self.step) if lowered.draws else nullcontext():
+            run = call.ready.run if microbatch is None else call.ready.local
+            return run(tuple(call.sizes.items()), wanted, (*ordered, *call.places))
 
     def _held(self, name: str, tensors: Mapping[str, Tensor]) -> Tensor:
         """A parameter or buffer, if it is the module's own still."""

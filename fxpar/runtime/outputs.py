@@ -6,7 +6,7 @@ Enters: a rank's results by name. Leaves: the nest that the author's forward ret
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.utils._pytree as pytree
@@ -18,8 +18,10 @@ from fxpar.layout.layout import Layout, Placement, R, shard
 from fxpar.layout.nesting import seen_by
 from fxpar.layout.shards import without_padding
 from fxpar.layout.symbols import Size, evaluate
+from fxpar.mesh.purpose import PURPOSES, Cuts
 from fxpar.ops import bound
 from fxpar.program.program import TensorType, note, output_layouts
+from fxpar.runtime.inputs import data_part
 from fxpar.runtime.programs import Call
 from fxpar.runtime.world import World
 
@@ -60,6 +62,8 @@ def _whole_or_dtensor(name: str, value: Tensor, layout: Layout, call: Call, worl
         seen = seen_by(layout, kind.shape, program.axes)[axis]
         placement = layout.on(axis)
         if placement.is_shard and not _is_block(placement, seen):
+            if call.rows and PURPOSES[axis].cuts is Cuts.BATCH:
+                _refuse_rows(name, call.rows)
             value = _gathered(name, value, axis, placement, call, world)
             layout = layout.with_(axis, R)
     cuts = dict(layout)
@@ -68,6 +72,9 @@ def _whole_or_dtensor(name: str, value: Tensor, layout: Layout, call: Call, worl
     # The last ranks may hold less than the first: the whole shape cannot be told from the part.
     own = without_padding(value, layout, program.axes, world.coordinates)
     shape = torch.Size([evaluate(size, call.sizes) for size in kind.shape])
+    if call.rows:
+        mine = call.rows[data_part(world.mesh, world.rank)]
+        shape = _whole_shape(name, own.shape, shape, layout, call, mine)
     mesh = world.device_mesh
     assert mesh.mesh_dim_names is not None
     held = [cuts[axis] for axis in mesh.mesh_dim_names]
@@ -78,6 +85,38 @@ def _whole_or_dtensor(name: str, value: Tensor, layout: Layout, call: Call, worl
         run_check=False,
         shape=shape,
         stride=torch.empty(shape, device="meta").stride(),
+    )
+
+
+def _whole_shape(
+    name: str, own: Sequence[int], shape: Sequence[int], layout: Layout, call: Call, mine: int
+) -> torch.Size:
+    """The shape of the whole where data ranks hold other numbers of rows, as `DTensor` can say it.
+
+    Args:
+        own: this rank's shape.
+        shape: of the whole, if all ranks held as many rows as this one.
+        mine: this rank's rows.
+
+    Raises:
+        InputError: the ranks' parts do not lie as `torch.chunk` would lay them.
+    """
+    sizes = list(shape)
+    for axis, placement in layout:
+        if placement.is_shard and PURPOSES[axis].cuts is Cuts.BATCH:
+            unit = own[placement.dim] // mine
+            parts = [unit * rows for rows in call.rows]
+            if [len(part) for part in torch.arange(sum(parts)).chunk(len(parts))] != parts:
+                _refuse_rows(name, call.rows)
+            sizes[placement.dim] = sum(parts)
+    return torch.Size(sizes)
+
+
+def _refuse_rows(name: str, rows: Sequence[int]) -> NoReturn:
+    raise InputError(
+        f"the data ranks hold {', '.join(map(str, rows))} rows of it, which no DTensor says",
+        where=f"output {name}",
+        remedy="pass as many rows on each data rank, or as torch.chunk cuts them; train_step takes any",
     )
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import cached_property
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -18,15 +19,20 @@ from fxpar.capture.precision import in_precision
 from fxpar.compile import compile_model, lower_program
 from fxpar.errors import InputError
 from fxpar.layout.layout import Layout
+from fxpar.layout.symbols import names
 from fxpar.manager import Pass
+from fxpar.mesh.purpose import Cuts
 from fxpar.ops.deferred import Reduction
 from fxpar.ops.lower import Lowered
 from fxpar.passes.annotate import annotate, keeping
 from fxpar.passes.divide_batch import of_all_ranks
 from fxpar.plan.plan import Plan
 from fxpar.program.program import PRECISION_DTYPES, Program, TensorType, note, output_layouts
+from fxpar.program.rows import batch_symbol
 from fxpar.runtime import batch as calls
+from fxpar.runtime import uneven
 from fxpar.runtime.execution import Executor
+from fxpar.runtime.inputs import Shapes
 from fxpar.runtime.refusals import Unwrappable
 from fxpar.runtime.skeleton import attach, skeleton_of
 from fxpar.runtime.world import World
@@ -35,25 +41,44 @@ from fxpar.verify.faithful import compare, compare_filled, findings
 
 
 @dataclass(frozen=True)
-class Compiled:
-    """A program for one mode and one structure of the batch, ready to run.
+class Ready:
+    """A lowered program.
 
     Attributes:
         run: runs it; `local` leaves the parameters' gradients as this rank has them, and `reductions` sum them.
-        constants: the program's constants on the device.
-        indices: the rank's index on each axis, on the device.
-        admitted: sizes at which the trace is known to be the model.
     """
 
-    captured: Captured
-    program: Program
     lowered: Lowered
     run: Executor
     local: Executor
     reductions: tuple[Reduction, ...]
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A program for one mode and one structure of the batch, ready to run.
+
+    Attributes:
+        ready: as a rank runs it where all bring as many rows; `uneven` where they do not, made on first use.
+        constants: the program's constants on the device.
+        indices: the rank's index on each axis, on the device.
+        admitted: sizes at which the trace is known to be the model.
+        padded: inputs of which it is known that what pads them does not matter.
+    """
+
+    captured: Captured
+    program: Program
+    ready: Ready
     constants: Mapping[str, Tensor]
     indices: tuple[Tensor, ...]
+    uneven: list[Ready] = field(default_factory=list)
     admitted: set[tuple[int, ...]] = field(default_factory=set)
+    padded: set[str] = field(default_factory=set)
+
+    @property
+    def lowered(self) -> Lowered:
+        """The module that runs where all ranks bring as many rows."""
+        return self.ready.lowered
 
     def admits(self, sizes: Mapping[str, int]) -> bool:
         """Whether the program is the model for inputs of these sizes."""
@@ -65,11 +90,26 @@ class Compiled:
 
 @dataclass(frozen=True)
 class Call:
-    """A batch bound to its program: inputs by path on the device, and the values of the symbols."""
+    """A batch bound to its program.
+
+    Attributes:
+        ready: what runs.
+        inputs: by path, on the device.
+        sizes: values of the symbols, of what this rank brings.
+        places: the rank's index on each axis and, where ranks bring other numbers of rows, how many all bring and those
+            before this one: the last inputs of the module.
+        fills: inputs as they may be as well, where some were made longer, by path; `unproven` are these.
+        rows: of each data rank, where they differ.
+    """
 
     compiled: Compiled
+    ready: Ready
     inputs: Mapping[str, Tensor]
     sizes: Mapping[str, int]
+    places: tuple[Tensor, ...]
+    fills: Mapping[str, Tensor] = field(default_factory=dict)
+    unproven: frozenset[str] = frozenset()
+    rows: tuple[int, ...] = ()
 
 
 class Programs:
@@ -110,7 +150,7 @@ class Programs:
         """
         with_loss = callable(self._loss)
         first = self._compile(example, with_loss, self._loss, model)
-        everything = {**self.facts(example, values=False), **facts, "the program": _digest(first)}
+        everything = {**self.facts(example), **facts, "the program": _digest(first)}
         remedy = "build the model alike on every rank: seed it, or load one checkpoint"
         self._world.agreement.agree(everything, remedy)
         self.layouts = _parameter_layouts(first.program)
@@ -122,16 +162,52 @@ class Programs:
         """That of the example's mode and structure."""
         return next(iter(self._known.values()))[0]
 
+    @cached_property
+    def without_rows(self) -> frozenset[str]:
+        """Paths of the first program's inputs that are the same on all data ranks, and none of whose sizes varies."""
+        program, axes = self.first.program, self._plan.axes_for(Cuts.BATCH)
+        found = set()
+        for entry in calls.user_inputs(program):
+            (layout,) = output_layouts(program.node(entry.node))
+            if not any(axis in axes and placement.is_shard for axis, placement in layout):
+                found |= {entry.path} if not names(entry.type.shape) else set()
+        return frozenset(found)
+
     def __iter__(self) -> Iterator[Compiled]:
         """All that are compiled."""
         return (compiled for known in self._known.values() for compiled in known)
 
-    def bound(self, batch: Any, with_loss: bool) -> Call:
+    def bound(self, batch: Any, with_loss: bool, shapes: Shapes | None = None) -> Call:
         """The program for a call; it is compiled where none fits, on all ranks or on none.
 
+        Args:
+            shapes: those of all data ranks' batches, where they differ.
+
         Raises:
-            InputError: the batch does not fit the model, or the ranks make other calls.
+            InputError: the batch does not fit the model, or the ranks make other calls, or batches that no program
+                takes together.
         """
+        if shapes is None:
+            return self._bound(batch, with_loss)
+        compiled = self._bound(uneven.largest(batch, shapes), with_loss).compiled
+        brought = uneven.brought(compiled, batch, shapes, self._world)
+        inputs = self._inputs(compiled, brought.batch)
+        sizes = calls.sizes_of(compiled.program, inputs)
+        assert sizes is not None, "a program does not fit a batch that was made to fit"
+        if brought.rows:
+            sizes.given[batch_symbol(compiled.program)] = sum(brought.rows)
+        if not compiled.admits(sizes.given):
+            _refuse_branch(sizes.given)
+        call = Call(compiled, compiled.ready, inputs, sizes.shares, compiled.indices)
+        if brought.fills is not None:
+            call = replace(call, fills=self._inputs(compiled, brought.fills), unproven=brought.unproven)
+        if not brought.rows:
+            return call
+        if not compiled.uneven:
+            compiled.uneven.append(self._ready(compiled.program, uneven_rows=True))
+        return replace(call, ready=compiled.uneven[0], places=(*compiled.indices, *brought.places), rows=brought.rows)
+
+    def _bound(self, batch: Any, with_loss: bool) -> Call:
         calls.check(self.skeleton, batch, with_loss)
         known = self._known.setdefault(self._key(batch, with_loss), [])
         for compiled in known:
@@ -139,29 +215,36 @@ class Programs:
             if call is not None:
                 return call
         compiled = self._compile(batch, with_loss)
-        facts = {**self.facts(batch, values=False), "the program": _digest(compiled)}
+        facts = {**self.facts(batch), "the program": _digest(compiled)}
         self._world.agreement.agree(facts, "make the same calls on every rank, with batches of the same sizes")
         known.append(compiled)
         call = self._fit(compiled, batch)
-        assert call is not None, "a program does not fit the batch it was compiled for"
+        if call is None:  # a rank traces its own rows, and the branches of the model go by those of all
+            sizes = calls.sizes_of(compiled.program, self._inputs(compiled, batch))
+            _refuse_branch({} if sizes is None else sizes.given)
         return call
 
-    def facts(self, batch: Any, values: bool) -> dict[str, str]:
-        """What must be the same on all ranks in a call."""
+    def facts(self, batch: Any, sizes: bool = True) -> dict[str, str]:
+        """What must be the same on all ranks in a call; the sizes of the batch are part of it, or are not."""
         modes = [own.training for _, own in self._twins]
         mode = "training" if all(modes) else f"modules in training {modes}" if any(modes) else "evaluation"
-        return {"the call": self._world.agreement.what, "the mode": mode, **calls.batch_facts(batch, values)}
+        return {"the call": self._world.agreement.what, "the mode": mode, **calls.batch_facts(batch, False, sizes)}
 
     def _key(self, batch: Any, with_loss: bool) -> Any:
         return tuple(own.training for _, own in self._twins), with_loss, calls.structure(batch)
 
     def _fit(self, compiled: Compiled, batch: Any) -> Call | None:
         """The call by a program; None where the program is for other sizes."""
+        inputs = self._inputs(compiled, batch)
+        sizes = calls.sizes_of(compiled.program, inputs)
+        if sizes is None or not compiled.admits(sizes.given):
+            return None
+        return Call(compiled, compiled.ready, inputs, sizes.shares, compiled.indices)
+
+    def _inputs(self, compiled: Compiled, batch: Any) -> dict[str, Tensor]:
         spec = compiled.captured.spec
         nest = ((batch,), {}) if compiled.captured.loss is not None else arguments(self.skeleton, batch, False)
-        inputs = calls.bind(spec, nest, self._world.device)
-        sizes = calls.sizes_of(compiled.program, inputs)
-        return None if sizes is None or not compiled.admits(sizes.given) else Call(compiled, inputs, sizes.shares)
+        return calls.bind(spec, nest, self._world.device)
 
     def _compile(self, batch: Any, with_loss: bool, loss: Any = "", model: nn.Module | None = None) -> Compiled:
         """Captures and splits the model for a batch; with an empty loss, the loss is what is there of it.
@@ -189,13 +272,16 @@ class Programs:
         if odd:
             raise InputError("this call would need another split", where=odd[0], remedy="call it as the example")
         device = self._world.device
-        lowered = lower_program(program, self._world.groups, device)
+        ready = self._ready(program)
         constants = {name: value.to(device) for name, value in program.constants.items()}
         places = self._world.coordinates
-        indices = tuple(torch.tensor(places[axis], device=device) for axis in lowered.indices)
+        indices = tuple(torch.tensor(places[axis], device=device) for axis in ready.lowered.indices)
+        return Compiled(compiled.captured, program, ready, constants, indices)
+
+    def _ready(self, program: Program, uneven_rows: bool = False) -> Ready:
+        lowered = lower_program(program, self._world.groups, self._world.device, uneven_rows=uneven_rows)
         local, reductions = lowered.without_reductions()
-        runs = Executor(lowered, self._plan), Executor(local, self._plan)
-        return Compiled(compiled.captured, program, lowered, *runs, reductions, constants, indices)
+        return Ready(lowered, Executor(lowered, self._plan), Executor(local, self._plan), reductions)
 
     def _compared(self, captured: Captured, batch: Any, model: nn.Module | None) -> str:
         """Compares a captured graph with the model, on rank 0; returns why not, where it is not."""
@@ -214,6 +300,15 @@ class Programs:
         if wanted in scalars:
             return wanted
         return scalars[0] if len(scalars) == 1 and self._loss is None else ""
+
+
+def _refuse_branch(sizes: Mapping[str, int]) -> NoReturn:
+    given = ", ".join(f"{name}={size}" for name, size in sizes.items())
+    raise InputError(
+        f"the model takes another branch for the rows of all data ranks ({given}) than for those of one",
+        where="batch",
+        remedy="write the model without a branch on the number of rows, or set dp=1",
+    )
 
 
 def _digest(compiled: Compiled) -> str:

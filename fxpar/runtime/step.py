@@ -27,11 +27,14 @@ class Microbatch:
         index: which.
         count: how many there are.
         step: random state of the step, i64[3].
+        unit: what counted in the loss of the first, by which the others are weighed; None where all weigh alike, or in
+            the first.
     """
 
     index: int
     count: int
     step: Tensor
+    unit: Tensor | None = None
 
     @property
     def random_state(self) -> Tensor:
@@ -39,11 +42,40 @@ class Microbatch:
         return torch.cat([self.step[:2], self.step[2:] + self.index])
 
 
+@dataclass(frozen=True)
+class Ran:
+    """What a microbatch gave.
+
+    Attributes:
+        loss: detached.
+        reductions: those that its gradients lack.
+        counted: what counted in its loss, where microbatches are weighed by that.
+    """
+
+    loss: Tensor
+    reductions: Reductions
+    counted: Tensor | None = None
+
+
+def weighed(loss: Tensor, counted: Tensor | None, microbatch: Microbatch) -> Tensor:
+    """What is differentiated of a microbatch: its loss over their number or, where words count, times those it has.
+
+    These are taken in units of the first's, so that half precision overflows no sooner.
+    """
+    if counted is None:
+        return loss / microbatch.count
+    return loss * (counted / _unit(counted if microbatch.unit is None else microbatch.unit))
+
+
+def _unit(counted: Tensor) -> Tensor:
+    return counted.where(counted != 0, 1)
+
+
 def run_microbatches(
     parts: Sequence[Any],
     leaves: Sequence[Tensor],
     state: Tensor,
-    run: Callable[[Any, Microbatch], tuple[Tensor, Reductions]],
+    run: Callable[[Any, Microbatch], Ran],
     reduce: Callable[[Reductions], None],
 ) -> Tensor:
     """The mean loss of a step, differentiated.
@@ -52,7 +84,7 @@ def run_microbatches(
         parts: the microbatches.
         leaves: of which autograd computes gradients. Where a microbatch fails they have those of before.
         state: random state of the step, i64[3].
-        run: forward and backward of one; gives its loss, detached, and the reductions that its gradients lack.
+        run: forward and backward of one.
         reduce: carries them out.
 
     Raises:
@@ -63,18 +95,17 @@ def run_microbatches(
         leaf.grad = None
     is_done = False
     try:
-        losses, first = [], None
+        ran: list[Ran] = []
         for index, part in enumerate(parts):
-            loss, reductions = run(part, Microbatch(index, len(parts), state))
-            if first is not None and reductions != first:
+            ran.append(run(part, Microbatch(index, len(parts), state, ran[0].counted if ran else None)))
+            if ran[-1].reductions != ran[0].reductions:
                 raise InputError(
                     "reduces other gradients than the first",
                     where=f"microbatch {index}",
                     remedy="pass microbatches of one structure and kind of sizes",
                 )
-            first = reductions
-            losses.append(loss)
-        reduce(first or ())
+        reduce(ran[0].reductions)
+        total = _average(ran, leaves)
         is_done = True
     finally:
         for leaf, kept in zip(leaves, before, strict=True):
@@ -82,4 +113,17 @@ def run_microbatches(
                 leaf.grad = kept
             elif kept is not None:
                 leaf.grad = kept + leaf.grad
-    return torch.stack(losses).mean()
+    return total
+
+
+def _average(ran: Sequence[Ran], leaves: Sequence[Tensor]) -> Tensor:
+    """The loss of the step. Gradients that were weighed by counts are divided by that of all."""
+    losses = torch.stack([each.loss for each in ran])
+    if ran[0].counted is None:
+        return losses.mean()
+    counts = torch.stack([each.counted for each in ran if each.counted is not None])
+    factor = _unit(counts[0]) / counts.sum()
+    for leaf in leaves:
+        if leaf.grad is not None:
+            leaf.grad.mul_(factor)
+    return (losses * counts).sum() / counts.sum()

@@ -59,6 +59,8 @@ class Call:
         n: ranks of the axis.
         decides: of an operation that gives indices: whether the program computes with them, and does not just
             return them.
+        rows: where the plan declares that the operation computes the rows of the batch apart, their number as the axis
+            sees it.
     """
 
     target: Any
@@ -68,6 +70,7 @@ class Call:
     outputs: tuple[TensorType, ...]
     n: int
     decides: bool = False
+    rows: Size | None = None
 
     def get(self, name: str, default: Any = None) -> Any:
         """A non-tensor argument."""
@@ -189,7 +192,8 @@ def transfer(placement: Placement, source: Size, dim: int, size: Size, n: int) -
     if size == source:
         return placement.at(dim)
     piece = placement.piece
-    run = divide(size, piece.outer) if piece is not None and not piece.padded else None
+    is_run = piece is not None and not piece.padded and piece.in_rank_order
+    run = divide(size, piece.outer) if piece is not None and is_run else None
     if piece is None or run is None:
         return Refusal(f"a dimension of {size} cannot follow the cut {placement}", structural=True)
     copies = piece.copies
@@ -209,12 +213,27 @@ def seed_signature(rule: Rule, call: Call, index: int, placement: Placement) -> 
     """The signature that makes operand `index` a shard as given."""
     if not fits(placement, call.operands[index].shape, call.n):
         return Refusal(f"{placement} of {call.operands[index]} is not divisible by {call.n}", structural=True)
+    if not placement.in_rank_order and not _hands_on(rule, call):
+        return _out_of_order(placement, call.names[index])
     found = _seed(rule, call, index, placement)
     if placement.is_padded and not isinstance(found, Refusal):
         for name, operand in zip(call.names, found.operands, strict=True):
             if operand.is_padded and name not in rule.padding:
                 return Refusal(f"the operation would compute with the padding of {operand} of {name}")
     return found
+
+
+def _hands_on(rule: Rule | None, call: Call) -> bool:
+    """Whether an operation does with each block what it does with any other: it hands cuts on by labels alone."""
+    by_labels = rule is not None and rule.labels is not None and rule.seed is None and rule.check is None
+    return by_labels and isinstance(call.target, torch._ops.OpOverload)
+
+
+def _out_of_order(placement: Placement, name: str) -> Refusal:
+    return Refusal(
+        f"operand {name} is {placement}, whose blocks are not in the order of the ranks, and the operation may depend "
+        "on positions"
+    )
 
 
 def _seed(rule: Rule, call: Call, index: int, placement: Placement) -> Signature | Refusal:
@@ -266,6 +285,10 @@ def infer(
     for placement, operand in zip(placements, call.operands, strict=True):
         if not fits(placement, operand.shape, call.n):
             return Refusal(f"{placement} of {operand} is not divisible by {call.n}", structural=True)
+    if not _hands_on(rule, call):
+        for placement, name in zip(placements, call.names, strict=True):
+            if not placement.in_rank_order:
+                return _out_of_order(placement, name)
     placements = tuple(R if p == I and not c else p for p, c in zip(placements, carries, strict=True))
     settled = next((name for name, p in zip(call.names, placements, strict=True) if p.settled), None)
     if settled is not None:

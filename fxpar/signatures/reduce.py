@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from fxpar.layout.layout import P, Placement
 from fxpar.signatures.engine import Call, Labelling, Labels, Refusal, Rule
-from fxpar.signatures.pointwise import keeps_sums
+from fxpar.signatures.pointwise import broadcast, keeps_sums
 
 
 def _reduced(call: Call) -> list[int]:
@@ -74,16 +74,37 @@ def _loss(call: Call) -> Labelling | Refusal:
 
 
 def _pointwise_loss(call: Call) -> Labelling | Refusal:
-    labels = tuple(f"d{i}" for i in range(len(call.operands[0].shape)))
+    """Element by element, with weights that may be broadcast: all elements, or their sum."""
+    shape = call.operands[0].shape
+    labels = tuple(f"d{i}" for i in range(len(shape)))
     how = call.get("reduction", 1)
-    if how == 1 or any(kind.shape != call.operands[0].shape for kind in call.operands):
+    if how == 1:
         return Refusal("a mean divides by the size of the whole: it needs whole operands")
+    if call.operands[1].shape != shape or any(len(kind.shape) > len(shape) for kind in call.operands):
+        return Refusal("a loss of values and targets of other shapes needs whole operands")
     out, summed = (labels, ()) if how == 0 else ((), labels)
-    return Labelling((labels,) * len(call.operands), (out,), frozenset(summed))
+    return Labelling(tuple(broadcast(kind.shape, shape) for kind in call.operands), (out,), frozenset(summed))
 
 
 def _no_partial_target(call: Call, placements: Sequence[Placement]) -> Refusal | None:
     return Refusal("a loss is not linear in partial (P) values: reduce them first") if P in placements else None
+
+
+def _no_partial_value(call: Call, placements: Sequence[Placement]) -> Refusal | None:
+    """As `_no_partial_target`, of a loss that is linear in what weighs its elements."""
+    values = [p for name, p in zip(call.names, placements, strict=True) if name != "weight"]
+    return _no_partial_target(call, values)
+
+
+_POINTWISE_LOSSES = (
+    "mse_loss.default",
+    "l1_loss.default",
+    "smooth_l1_loss.default",
+    "huber_loss.default",
+    "kl_div.default",
+)
+# These are linear in what weighs the elements.
+_WEIGHED_LOSSES = ("binary_cross_entropy.default", "binary_cross_entropy_with_logits.default")
 
 
 def reduction_rules() -> dict[str, Rule]:
@@ -104,9 +125,8 @@ def reduction_rules() -> dict[str, Rule]:
         "cross_entropy_loss.default": Rule(_loss, check=_no_partial_target),
         "nll_loss.default": Rule(_loss, (("self",),)),
         "nll_loss_nd.default": Rule(_loss, (("self",),)),
-        "mse_loss.default": Rule(_pointwise_loss, check=_no_partial_target),
-        "l1_loss.default": Rule(_pointwise_loss, check=_no_partial_target),
-        "binary_cross_entropy_with_logits.default": Rule(_pointwise_loss, check=_no_partial_target),
+        **dict.fromkeys(_POINTWISE_LOSSES, Rule(_pointwise_loss, check=_no_partial_target)),
+        **dict.fromkeys(_WEIGHED_LOSSES, Rule(_pointwise_loss, (("weight?",),), check=_no_partial_value)),
     }
     for name in [
         "amax",

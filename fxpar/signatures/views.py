@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -197,6 +197,9 @@ def _cat_segments(call: Call, placements: Sequence[Placement]) -> tuple[Placemen
     dim = _cat_dim(call)
     if not any(p.is_shard and p.dim == dim for p in placements):
         return None
+    padded = next((p for p in placements if p.is_padded), None)
+    if padded is not None:
+        return Refusal(f"the padding of {padded} would stand among the parts", structural=True)
     pieces: list[Piece] = []
     for placement, kind in zip(placements, call.operands, strict=True):
         if placement.is_shard and placement.dim == dim:
@@ -295,6 +298,17 @@ def _scatter(call: Call) -> Labelling | Refusal:
     return Labelling((tuple(labels), tuple(part)), (tuple(labels),))
 
 
+def _whole_behind(count: int) -> Callable[[Call], Labelling | Refusal]:
+    """The last dimensions are mixed: what pools pixels, or makes pixels of channels, keeps images apart."""
+
+    def labels(call: Call) -> Labelling | Refusal:
+        found = _numbered(len(call.operands[0].shape))
+        found[-count:] = [None] * count
+        return Labelling((tuple(found),), (tuple(found),))
+
+    return labels
+
+
 def _triangle(call: Call) -> Labelling | Refusal:
     labels = _numbered(len(call.operands[0].shape))
     labels[-2:] = [None, None]
@@ -366,6 +380,11 @@ def view_rules() -> dict[str, Rule]:
         **dict.fromkeys(["aten.pad.default", "aten.constant_pad_nd.default"], pad),
         **dict.fromkeys(
             ["aten.slice_scatter.default", "aten.select_scatter.default"], Rule(_scatter, (("self", "src"),))
+        ),
+        **dict.fromkeys(["aten.pixel_shuffle.default", "aten.pixel_unshuffle.default"], Rule(_whole_behind(3), _SELF)),
+        "aten.adaptive_avg_pool1d.default": Rule(_whole_behind(1), _SELF),
+        **dict.fromkeys(
+            ["aten.adaptive_avg_pool2d.default", "aten._adaptive_avg_pool2d.default"], Rule(_whole_behind(2), _SELF)
         ),
         **dict.fromkeys(["aten.tril.default", "aten.triu.default"], Rule(_triangle, _SELF)),
         **dict.fromkeys(

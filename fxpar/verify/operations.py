@@ -19,7 +19,7 @@ from torch import fx
 from fxpar.errors import CheckFailed
 from fxpar.ops import Operator
 from fxpar.program.gradients import carried
-from fxpar.program.program import Program, describe, note, operands, tensor_type
+from fxpar.program.program import Program, describe, note, operands, output_types
 from fxpar.program.properties import Property
 from fxpar.rules import bind_arguments
 from fxpar.verify.derivatives import check_derivatives
@@ -160,7 +160,7 @@ def _check_domains(node: fx.Node) -> None:
     _check_pairs(node, given)
     if _KERNELS.fullmatch(name):
         _check_kernel(node)
-    if _BITS.fullmatch(name) and any(tensor_type(operand).is_float for operand in operands(node)):
+    if _BITS.fullmatch(name) and any(kind.is_float for operand in operands(node) for kind in output_types(operand)):
         _fail(node, f"{name} of floating numbers", "cast them to integers or booleans")
 
 
@@ -189,7 +189,7 @@ def _is_tensor(node: fx.Node, key: str, value: Any) -> bool:
 
 def _check_kernel(node: fx.Node) -> None:
     """Norms run in the type of what they normalise, their weights in that, or in float32 where that is a half."""
-    first, *rest = [tensor_type(operand).dtype for operand in operands(node)]
+    first, *rest = [kind.dtype for operand in operands(node) for kind in output_types(operand)]
     wider = {torch.float32} if first in (torch.float16, torch.bfloat16) else set()
     for dtype in rest:
         if dtype not in {first, *wider}:
@@ -207,6 +207,6 @@ def _check_pairs(node: fx.Node, given: Mapping[str, Any]) -> None:
         _fail(node, f"{len(shifts)} shifts are given for {len(dims)} dimensions", "write as many of both")
     table, word = given.get("weight"), given.get("padding_idx")
     if isinstance(table, fx.Node) and isinstance(word, int) and table in operands(node):
-        rows = tensor_type(table).shape[0]
+        rows = output_types(table)[0].shape[0]
         if word < -1 or (isinstance(rows, int) and word >= rows):
             _fail(node, f"padding_idx={word} is none of the {rows} rows", "write -1 for none")

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
-from fxpar.errors import CheckFailed
+from fxpar.errors import CheckFailed, PlanError
 from fxpar.layout.layout import Layout, pieces_of
 from fxpar.layout.nesting import spelled
 from fxpar.layout.symbols import names
@@ -35,6 +35,7 @@ from fxpar.program.program import (
     output_types,
 )
 from fxpar.program.properties import Property
+from fxpar.program.weights import owner_of
 from fxpar.rules import bind_arguments
 from fxpar.signatures.randomness import draws_bits
 
@@ -121,12 +122,15 @@ def _check_note(program: Program, node: fx.Node) -> None:
 
 
 def _check_bucket(program: Program, node: fx.Node) -> None:
-    """It gives its operands again, and these are parameters: its reduction runs once a step, not in each microbatch."""
+    """It gives its operands again, and these are parameters, of which other axes' gradients may be summed before.
+
+    Its reduction runs once a step, not in each microbatch.
+    """
     given, kinds = operands(node), output_types(node)
     if [kind for operand in given for kind in output_types(operand)] != list(kinds):
         raise CheckFailed(f"gives {len(kinds)} tensors that are not its {len(given)} operands", where=describe(node))
     for operand in given:
-        parameter = program.parameter(operand)
+        parameter = program.parameter(owner_of(operand))
         if parameter is None or not parameter.trainable:
             raise CheckFailed(
                 f"sums gradients of %{operand.name}, which is no trainable parameter",
@@ -146,17 +150,34 @@ def _sizes(kind: ValueType) -> Iterator[object]:
 
 
 def _check_layout(program: Program, node: fx.Node, layout: Layout) -> None:
-    if {axis for axis, _ in layout} != set(program.axes):
+    names = [axis for axis, _ in layout]
+    if set(names) != set(program.axes):
+        _check_atoms(program, node, names)
         known = " ".join(program.axes) or "none"
         raise CheckFailed(f"the layout '{layout}' does not name the axes ({known})", where=describe(node))
     for axis, placement in layout:
-        sizes = [size for piece in placement.pieces for size in (piece.outer, piece.size)]
+        pieces = [part for piece in placement.pieces for part in (piece, *piece.segments)]
+        sizes = [size for piece in pieces for size in (piece.outer, piece.size)]
         if any(isinstance(size, int) and size < 0 for size in sizes) or pieces_of(placement.pieces) != placement.pieces:
             raise CheckFailed(f"on axis {axis}: {placement} is not in its shortest form", where=describe(node))
     one = spelled(layout, program.axes)
     if one != layout:
         raise CheckFailed(
             f"the layout '{layout}' is not in its one spelling", where=describe(node), remedy=f"write {one}"
+        )
+
+
+def _check_atoms(program: Program, node: fx.Node, names: list[str]) -> None:
+    """No two axes of a layout stand for the same ranks: it speaks of the dense or of the expert part, in one way."""
+    try:
+        pair = program.mesh.sharing(names)
+    except PlanError as error:
+        raise CheckFailed(error.reason, where=describe(node), remedy=error.remedy) from None
+    if pair is not None:
+        raise CheckFailed(
+            f"the axes {pair[0]} and {pair[1]} of one layout share ranks",
+            where=describe(node),
+            remedy="name each rank by one of them; to change the part is a conversion",
         )
 
 

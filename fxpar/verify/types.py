@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxpar.choice.batch import declared
 from fxpar.errors import CheckFailed, LayoutError
-from fxpar.layout.layout import I, Layout, Placement, R
+from fxpar.layout.layout import I, Layout, Placement, R, shard
 from fxpar.layout.nesting import misfit
 from fxpar.mesh.purpose import Cuts
 from fxpar.ops.coercions import coercion
@@ -37,7 +38,7 @@ def check_types(program: Program) -> None:
     axes = program.axes
     if not axes:
         return
-    flags = carried(program)
+    flags, row_wise = carried(program), declared(program)
     found: dict[fx.Node, tuple[Layout, ...]] = {}
     for node in program.graph.nodes:
         if node.op == "placeholder":
@@ -51,6 +52,7 @@ def check_types(program: Program) -> None:
                 axes,
                 Property.LOCAL in program.properties,
                 _open(program),
+                row_wise,
             )
             found[node] = infer_node(node, given)
             _compare(node, found[node], given)
@@ -73,7 +75,7 @@ def check_choice(program: Program) -> None:
     """
     if not program.axes:
         return
-    flags = carried(program)
+    flags, row_wise = carried(program), declared(program)
     for node in program.graph.nodes:
         if node.op == "placeholder":
             _placeholder(program, node, flags[node][0])
@@ -87,7 +89,7 @@ def check_choice(program: Program) -> None:
             names = [o.name for o in inputs for _ in flags[o]]
             for name, source, target, flag in zip(names, given, needs, carries, strict=True):
                 _convertible(node, name, source, target, flag)
-            wanted = Context(needs, carries, flags[node], program.axes, composite=True)
+            wanted = Context(needs, carries, flags[node], program.axes, composite=True, row_wise=row_wise)
             _compare(node, infer_node(node, wanted), wanted)
         elif node.op == "call_function":
             _check_number(node, {o: output_layouts(o) for o in operands(node)})
@@ -148,6 +150,13 @@ def _placeholder(program: Program, node: fx.Node, carries: bool) -> Layout:
         if axis == wrong:
             ranks = f"{program.axes[axis]} ranks"
             raise LayoutError(f"on axis {axis}: {placement} does not fit {kind} over {ranks}", where=describe(node))
+        if not placement.in_rank_order:
+            raise LayoutError(
+                f"on axis {axis}: {placement} has blocks that are not in the order of the ranks, as which nothing is "
+                "placed on them",
+                where=describe(node),
+                remedy=_start(node, axis, whole, shard(placement.dim, kind.shape[placement.dim])),
+            )
         rest = at_rest(placement) if carries else unsettled(placement)
         if placement != rest:
             reason = "has blocks that several ranks hold, whose gradients nothing would sum"

@@ -31,6 +31,7 @@ from fxpar.manager import PassManager
 from fxpar.passes.annotate import annotate
 from fxpar.passes.assign_rng import RNG_PATH, assign_rng
 from fxpar.passes.canonicalize import canonicalize
+from fxpar.passes.divide_batch import divide_batch
 from fxpar.passes.insert_collectives import insert_collectives
 from fxpar.program.program import Program, has_note, output_layouts, output_types
 from fxpar.verify.promote import promote, wide
@@ -79,15 +80,14 @@ def call_inputs(captured: Captured, model: nn.Module, batch: Any) -> dict[str, T
         call: Any = ((batch,), {})
     else:
         call = arguments(model, batch, False)
-    leaves, spec = pytree.tree_flatten(call)
-    if spec != captured.spec.in_spec:
-        raise CheckFailed("the batch has another structure than the example", where="batch")
-    pairs = zip(captured.spec.in_leaves, leaves, strict=True)
-    return {str(what): value for (kind, what), value in pairs if kind == "input"}
+    return captured.spec.inputs(call)
 
 
 def reference_program(captured: Program) -> Program:
     """The captured program on one device with the counter generator's masks, in float64."""
+    if captured.loss and captured.plan.loss_reduction != "mean":
+        # What the plan takes for the loss is written into the graph; its numbers are those of the whole.
+        captured = PassManager([canonicalize, divide_batch]).run(captured)
     single = captured.with_(plan=captured.plan.on_one_rank())
     return promote(PassManager([canonicalize, annotate, insert_collectives, assign_rng]).run(single))
 
@@ -157,7 +157,8 @@ def compare(reference: Run, program: Program, ranks: Sequence[Run], sizes: Mappi
         sizes: values of the symbols.
     """
     layouts = {p.fqn: output_layouts(program.node(p.node))[0] for p in program.parameters}
-    outputs = {name: output_layouts(node)[0] for name, node in program.output_nodes().items()}
+    nodes = {name: node for name, node in program.output_nodes().items() if name in reference.outputs}
+    outputs = {name: output_layouts(node)[0] for name, node in nodes.items()}
     largest = max((_scale(g) for g in reference.gradients.values()), default=1.0) or 1.0
     errors = {"loss": 0.0, "output": 0.0, "gradient": 0.0}
     worst, peak = "", -1.0

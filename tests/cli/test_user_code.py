@@ -164,3 +164,42 @@ def test_a_dump_with_a_function_is_verified_from_its_own_folder(tmp_path: Path) 
     gone = run(tmp_path / "dump", "verify", "10-localize.txt")
     assert gone.returncode == 2
     assert re.search(r"gadget.py of the module gadget\w* is gone; put it back", gone.stderr.replace("\n", " "))
+
+
+ROW_WISE = """
+import torch
+from torch import nn
+
+
+class Scan(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.cumsum(1)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.flip(1).cumsum(1).flip(1)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(12, 24)
+
+    def forward(self, x):
+        return Scan.apply(self.fc(x)).square().mean()
+
+
+def build():
+    return Model(), (torch.randn(4, 5, 12),)
+"""
+
+
+def test_a_function_is_declared_row_wise_by_a_flag(tmp_path: Path) -> None:
+    path = tmp_path / "fxpar_row_wise.py"
+    path.write_text(ROW_WISE)
+    refused = fxpar("verify", f"{path}:build", "--dp", "2")
+    assert refused.status == 1
+    assert 'Plan(row_wise=("fxpar_row_wise.Scan",))' in refused.err.replace("\n", " ")
+    result = fxpar("verify", f"{path}:build", "--dp", "2", "--row-wise", "fxpar_row_wise.*")
+    assert result.status == 0, result.err

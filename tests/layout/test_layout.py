@@ -6,6 +6,7 @@ The counting (`held`) is the oracle's and uses nothing of `fxpar.layout`.
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -38,15 +39,23 @@ RANKS = st.sampled_from([2, 3])
 
 
 @st.composite
-def cuts(draw: st.DrawFn, n: int, most: int = 4) -> tuple[Piece, ...]:
+def runs(draw: st.DrawFn, n: int, in_order: bool) -> Piece:
+    """Runs that n divides; their blocks may go to the ranks in reverse, and they may consist of segments."""
+    run = Piece(draw(st.integers(1, 3)), n * draw(st.integers(1, 4)), reversed=not in_order and draw(st.booleans()))
+    if in_order or draw(st.integers(0, 2)):
+        return run
+    segments = (replace(run, reversed=True), *draw(st.lists(runs(n, True), max_size=2)))
+    return Piece(draw(st.integers(1, 3)), length(segments), segments=segments)
+
+
+@st.composite
+def cuts(draw: st.DrawFn, n: int, most: int = 4, in_order: bool = False) -> tuple[Piece, ...]:
     """Pieces of which n divides the sharded runs, in no canonical form; at least one is sharded."""
     found = [
-        Piece(draw(st.integers(1, 3)), n * draw(st.integers(1, 4)))
-        if draw(st.booleans())
-        else Piece(1, draw(st.integers(1, 8)), False)
+        draw(runs(n, in_order)) if draw(st.booleans()) else Piece(1, draw(st.integers(1, 8)), False)
         for _ in range(draw(st.integers(0, most - 1)))
     ]
-    found.insert(draw(st.integers(0, len(found))), Piece(draw(st.integers(1, 3)), n * draw(st.integers(1, 4))))
+    found.insert(draw(st.integers(0, len(found))), draw(runs(n, in_order)))
     return tuple(found)
 
 
@@ -258,7 +267,7 @@ def test_views_of_one_piece(shapes: tuple[list[int], list[int]], n: int) -> None
 @given(st.data(), st.lists(st.integers(1, 3), max_size=2), st.lists(st.integers(1, 4), max_size=2), RANKS)
 def test_views_of_segments(data: st.DataObject, lead: list[int], rest: list[int], n: int) -> None:
     unit = math.prod(rest)
-    pieces = pieces_of(data.draw(cuts(n, 3)))
+    pieces = pieces_of(data.draw(cuts(n, 3, in_order=True)))
     wide = pieces_of([Piece(p.outer, int(p.size) * unit, p.sharded) for p in pieces])
     leads = data.draw(st.sampled_from([lead, [math.prod(lead)], [1, *lead, 1]]))
     split, merged = [*lead, length(pieces), *rest], [*leads, length(pieces) * unit]

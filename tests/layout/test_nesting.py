@@ -51,6 +51,16 @@ def elements(layout: Layout, size: int, axes: Mapping[str, int] = AXES) -> Map:
 
 
 @st.composite
+def runs(draw: st.DrawFn, outer: int, size: int, n: int) -> Piece:
+    """Runs of that size; their blocks may go to the ranks in reverse, and they may consist of two segments."""
+    kind = draw(st.sampled_from(["plain", "plain", "reversed", "segments"]))
+    if kind == "segments" and size > n:
+        first = n * draw(st.integers(1, size // n - 1))
+        return Piece(outer, size, segments=(Piece(1, first), Piece(1, size - first, reversed=True)))
+    return Piece(outer, size, reversed=kind == "reversed")
+
+
+@st.composite
 def cuts(draw: st.DrawFn, size: int, n: int) -> Placement:
     """A cut of a dimension into up to two segments, of which some may be whole or shared; or R."""
     first = draw(st.sampled_from([size, size, size // 2, size // 3])) or size
@@ -61,7 +71,7 @@ def cuts(draw: st.DrawFn, size: int, n: int) -> Placement:
             pieces.append(Piece(1, length, False))
         else:
             outer = draw(st.sampled_from(outers))
-            pieces.append(Piece(outer, length // outer))
+            pieces.append(draw(runs(outer, length // outer, n)))
     found = Placement("S", 0, pieces_of(pieces))
     return found if fits(found, (size,), n) else R
 

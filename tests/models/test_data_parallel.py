@@ -108,6 +108,12 @@ def test_parameters_are_whole_on_the_data_axis_and_reduced_once() -> None:
     assert sum(c.bytes for c in over_dp if c.phase != "parameter") <= 16
 
 
+def test_few_kv_heads_are_summed_over_their_ranks_and_then_with_all_others() -> None:
+    """Two ranks hold each key and value: one bucket over them, and no further one over data ranks."""
+    found = collectives(compiled("llama,num_key_value_heads=2", Plan(tp=4, dp=2)))
+    assert sorted(c.axis for c in found if c.phase == "parameter") == ["dp", "tp"]
+
+
 def test_what_changes_on_both_axes_is_reduced_over_both_at_once() -> None:
     """A norm's weight is used on some rows and some tokens: one bucket of the joined group."""
     found = collectives(compiled("llama", Plan(tp=2, dp=2, sequence_parallel=True)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -94,7 +96,7 @@ def test_the_same_key_gives_the_same_mask() -> None:
 def cut_of(placement: Placement, n: int, rank: int) -> IndexCut:
     """The cut as a lowered graph passes it."""
     assert placement.piece is not None
-    return placement.dim, int(placement.piece.outer), n, torch.tensor(rank)
+    return IndexCut(placement.dim, int(placement.piece.outer), 1, n, torch.tensor(rank))
 
 
 # One axis: every dimension, plain and in several runs.
@@ -129,6 +131,27 @@ def test_a_shard_over_two_axes_draws_the_bits_of_its_own_elements(first: Placeme
             assert torch.equal(random_words(own.shape, state(), ORIGIN, cuts), own)
 
 
+@pytest.mark.parametrize("rows", [(5, 3), (1, 6, 1), (2, 4, 1, 1)], ids=str)
+@pytest.mark.parametrize("second", [None, *CUTS[1:]], ids=str)
+def test_ranks_of_other_numbers_of_rows_draw_the_bits_of_their_own(rows: tuple[int, ...], second: Any) -> None:
+    """Also where the batch is the outer factor of a dimension, or not the first one."""
+    whole = random_words(SHAPE, state(), ORIGIN, [])
+    for index, part in enumerate(whole.split(rows)):
+        before = torch.tensor(sum(rows[:index]))
+        for total in (sum(rows), torch.tensor(sum(rows))):
+            cuts = [IndexCut(0, 1, rows[index], total, before)]
+            for tp in range(2):
+                own = part
+                if second is not None:
+                    own = local_block(part, Layout.of({"tp": second}), {"tp": 2}, {"tp": tp})
+                    cuts = [cuts[0], cut_of(second, 2, tp)]
+                assert torch.equal(random_words(own.shape, state(), ORIGIN, cuts), own)
+            flat = random_words((part.shape[0] * 24, 12), state(), ORIGIN, cuts[:1])
+            assert torch.equal(flat, part.flatten(0, 1))
+            turned = random_words((24, part.shape[0], 12), state(), ORIGIN, [cuts[0]._replace(dim=1)])
+            assert torch.equal(turned, random_words((24, 8, 12), state(), ORIGIN, []).split(rows, 1)[index])
+
+
 def test_every_element_has_an_index_of_its_own() -> None:
     index = global_index(SHAPE, [], torch.device("cpu"))
     assert index.reshape(-1).tolist() == list(range(8 * 24 * 12))
@@ -137,11 +160,12 @@ def test_every_element_has_an_index_of_its_own() -> None:
 def test_elements_beyond_34_bits_draw_bits_of_their_own() -> None:
     """The last of 2^23 ranks holds elements above 2^34; it draws other bits than those 2^34 below."""
     ranks, width = 1 << 23, 1 << 12
-    far = random_words((1, width), state(), ORIGIN, [(0, 1, ranks, torch.tensor(ranks - 1))])
+    far = random_words((1, width), state(), ORIGIN, [IndexCut(0, 1, 1, ranks, torch.tensor(ranks - 1))])
     low_word = (ranks - 1) % (1 << 22)
-    near = random_words((1, width), state(), ORIGIN, [(0, 1, ranks, torch.tensor(low_word))])
+    near = random_words((1, width), state(), ORIGIN, [IndexCut(0, 1, 1, ranks, torch.tensor(low_word))])
     indices = [
-        global_index((1, width), [(0, 1, ranks, torch.tensor(r))], torch.device("cpu")) for r in (ranks - 1, low_word)
+        global_index((1, width), [IndexCut(0, 1, 1, ranks, torch.tensor(r))], torch.device("cpu"))
+        for r in (ranks - 1, low_word)
     ]
     assert int(indices[0].min()) > 1 << 34
     assert torch.equal(indices[0] & ((1 << 34) - 1), indices[1])

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
 from fxpar.ops import counter
+from fxpar.ops.counter import IndexCut
 
 pytestmark = pytest.mark.gpu
 
 ORIGIN = 0xFFFFFFF1
-# Shapes with a cut: whole, a plain cut, several runs, and runs that are no multiple of a counter's four elements.
-CASES: tuple[tuple[tuple[int, ...], tuple[int, int, int, int] | None], ...] = (
-    ((5, 7, 9), None),
-    ((2, 3000), None),
-    ((4, 6, 8), (1, 1, 2, 1)),
-    ((4, 6, 8), (1, 3, 4, 2)),
-    ((3, 5, 6), (2, 3, 2, 1)),
-    ((3, 5, 7), (2, 1, 2, 1)),
+# Shapes with cuts (dim, outer, own, total, before): whole, plain, several runs, runs that are no multiple of counters'
+# four elements, and what data ranks leave of the first dimension, of equal numbers of rows and others.
+CASES: tuple[tuple[tuple[int, ...], tuple[tuple[int, int, int, int, int], ...]], ...] = (
+    ((5, 7, 9), ()),
+    ((2, 3000), ()),
+    ((4, 6, 8), ((1, 1, 1, 2, 1),)),
+    ((4, 6, 8), ((1, 3, 1, 4, 2),)),
+    ((3, 5, 6), ((2, 3, 1, 2, 1),)),
+    ((3, 5, 7), ((2, 1, 1, 2, 1),)),
+    ((4, 6, 8), ((0, 1, 1, 2, 1),)),
+    ((4, 6, 8), ((0, 1, 1, 2, 1), (1, 1, 1, 2, 1))),
+    ((3, 5, 7), ((0, 1, 3, 8, 5), (2, 1, 1, 2, 1))),
+    ((6, 5), ((0, 1, 3, 8, 5),)),
+    ((4, 6, 8), ((0, 1, 2, 5, 3), (0, 2, 1, 2, 1))),
 )
 
 
@@ -29,19 +34,19 @@ def state(seed: int = (1 << 40) + 5) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("shape", "cut"), CASES, ids=str)
+@pytest.mark.parametrize(("shape", "cuts"), CASES, ids=str)
 @pytest.mark.parametrize("is_compiled", [False, True])
 def test_the_kernel_draws_the_bits_of_the_plain_form(
-    shape: tuple[int, ...], cut: tuple[int, int, int, int] | None, dtype: torch.dtype, is_compiled: bool
+    shape: tuple[int, ...], cuts: tuple[tuple[int, int, int, int, int], ...], dtype: torch.dtype, is_compiled: bool
 ) -> None:
     from fxpar.ops import kernels
 
     torch.compiler.reset()  # the cases share one code, whose variants are counted
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
-    cuts: list[Any] = [] if cut is None else [(*cut[:3], torch.tensor(cut[3]))]
-    wanted = counter.dropout(x, state(), 0.3, ORIGIN, cuts)
+    on_host = [IndexCut(*cut[:4], torch.tensor(cut[4])) for cut in cuts]
+    wanted = counter.dropout(x, state(), 0.3, ORIGIN, on_host)
     ours = x.cuda().requires_grad_()
-    on_device = [(*c[:3], c[3].cuda()) for c in cuts]
+    on_device = [cut._replace(before=cut.before.cuda()) for cut in on_host]
 
     def call(value: Tensor, rng: Tensor) -> Tensor:
         return kernels.dropout(value, rng, 0.3, ORIGIN, on_device)

@@ -18,6 +18,7 @@ from fxpar.plan.plan import Plan
 from fxpar.program.program import Program
 from fxpar.text.printing import print_program
 from fxpar.verification import verify
+from fxpar.verify.values import call_inputs, program_state, reference_run
 
 
 class Rows(nn.Module):
@@ -81,6 +82,13 @@ LOSSES = {
     "squared": lambda z, y: functional.mse_loss(z, z.detach().roll(1, -1)),
     "absolute": lambda z, y: functional.l1_loss(z, torch.ones_like(z)),
     "binary": lambda z, y: functional.binary_cross_entropy_with_logits(z, torch.ones_like(z)),
+    "huber": lambda z, y: functional.huber_loss(z, torch.ones_like(z)),
+    "smooth": lambda z, y: functional.smooth_l1_loss(z, torch.ones_like(z)),
+    "divergence": lambda z, y: functional.kl_div(z.log_softmax(-1), torch.ones_like(z), log_target=True),
+    "chances": lambda z, y: functional.binary_cross_entropy(z.sigmoid(), torch.ones_like(z), WEIGHT.to(z)),
+    "binary by classes": lambda z, y: functional.binary_cross_entropy_with_logits(
+        z, torch.ones_like(z), pos_weight=WEIGHT.to(z)
+    ),
     "two losses": lambda z, y: functional.cross_entropy(z, y) + 0.1 * z.square().mean(),
     "over the number of rows": lambda z, y: z.square().sum() / z.shape[0],
 }
@@ -128,3 +136,108 @@ def test_inputs_with_different_rows_are_refused() -> None:
     captured = capture(Two(), {"x": torch.randn(4, 6), "z": torch.randn(6, 6)}, Plan(dp=2))
     with pytest.raises(PlanError, match="dp: inputs differ in their rows"):
         PassManager([canonicalize, divide_batch]).run(captured.program)
+
+
+def test_the_loss_may_be_the_mean_of_each_ranks_mean() -> None:
+    lines = print_program(divided(functional.cross_entropy, Plan(dp=2, loss_reduction="local_mean"))).splitlines()
+    assert [line.split("  #")[0] for line in lines[-11:-1]] == [
+        "%cross_entropy_loss_rows = aten.cross_entropy_loss.default(%linear_bias, %y, None, 0, -100, 0.0) : f32[2*b]",
+        "%cross_entropy_loss_own = aten.view.default(%cross_entropy_loss_rows, [2, -1]) : f32[2, b]",
+        "%cross_entropy_loss_sum = aten.sum.dim_IntList(%cross_entropy_loss_own, [1], False) : f32[2]",
+        "%cross_entropy_loss_counted = aten.ne.Scalar(%y, -100) : bool[2*b]",
+        "%cross_entropy_loss_ones = aten._to_copy.default(%cross_entropy_loss_counted, dtype=dtype.f32) : f32[2*b]",
+        "%cross_entropy_loss_own_1 = aten.view.default(%cross_entropy_loss_ones, [2, -1]) : f32[2, b]",
+        "%cross_entropy_loss_count = aten.sum.dim_IntList(%cross_entropy_loss_own_1, [1], False) : f32[2]",
+        "%cross_entropy_loss_quotient = aten.div.Tensor(%cross_entropy_loss_sum, %cross_entropy_loss_count) : f32[2]",
+        "%cross_entropy_loss_means = aten.sum.default(%cross_entropy_loss_quotient) : f32[]",
+        "%cross_entropy_loss = aten.div.Tensor(%cross_entropy_loss_means, 2) : f32[]",
+    ]
+
+
+AVERAGED = [name for name in LOSSES if name not in ("mean over rows", "mean, kept", "sum", "over the number of rows")]
+
+
+@pytest.mark.parametrize("name", AVERAGED)
+def test_the_mean_of_ranks_means_is_what_ranks_alone_would_have(name: str) -> None:
+    model, rows, dp = Rows(LOSSES[name]), batch(), 4
+    if name == "mean over columns":
+        with pytest.raises(PlanError, match="the loss is no mean over the batch"):
+            verify(model, rows, Plan(dp=dp, loss_reduction="local_mean"))
+        return
+    found = verify(model, rows, Plan(dp=dp, loss_reduction="local_mean"))
+    assert found.ok, found.values
+    captured = capture(model, rows, Plan(dp=dp, loss_reduction="local_mean"))
+    state, inputs = program_state(captured.program, model), call_inputs(captured, model, rows)
+    run = reference_run(captured.program, state, inputs)
+    alone = [model.double()(rows["x"].double()[i : i + 2], rows["y"][i : i + 2]) for i in range(0, 8, 2)]
+    wanted = torch.stack(alone).mean()
+    assert float(run.outputs["output"]) == pytest.approx(float(wanted), abs=1e-12)
+    for parameter, gradient in zip(model.parameters(), torch.autograd.grad(wanted, [*model.parameters()]), strict=True):
+        own = run.gradients[next(n for n, p in model.named_parameters() if p is parameter)]
+        assert torch.allclose(own, gradient, atol=1e-12)
+
+
+NO_MEANS = {
+    "local_mean": {
+        "sum": "the loss is no mean over the batch",
+        "mean over rows": "is no mean of the whole",
+        "mean squared": "is no mean of each rank's own",
+    },
+    "token": {"sum": "the loss is not one mean", "two losses": "the loss is not one mean"},
+}
+
+
+@pytest.mark.parametrize(("reduction", "name"), [(r, name) for r, found in NO_MEANS.items() for name in found])
+def test_a_loss_that_is_no_mean_cannot_be_averaged_otherwise(reduction: str, name: str) -> None:
+    losses = {**LOSSES, "mean squared": lambda z, y: z.square().mean() ** 2}
+    with pytest.raises(PlanError, match=NO_MEANS[reduction][name]):
+        divided(losses[name], Plan(dp=2, loss_reduction=reduction))
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+def test_what_counts_in_the_loss_is_an_output_where_words_count(dp: int) -> None:
+    program = divided(lambda z, y: 3 * functional.cross_entropy(z, y), Plan(dp=dp, loss_reduction="token"))
+    assert program.outputs == ("output", "fxpar.count")
+    assert "count" in program.output_nodes()["fxpar.count"].name
+    assert verify(Rows(functional.cross_entropy), batch(), Plan(dp=dp, loss_reduction="token")).ok
+
+
+def test_the_batch_may_be_another_dimension_than_the_first() -> None:
+    class Turned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(6, 5)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return functional.cross_entropy(self.up(x).flatten(0, 1), y.flatten())
+
+    rows = {"x": torch.randn(7, 4, 6), "y": torch.randint(0, 5, (7, 4))}
+    with pytest.raises(PlanError, match="x has 7 in dimension 0"):
+        verify(Turned(), rows, Plan(dp=2))
+    assert verify(Turned(), rows, Plan(dp=2, batch_dims={"x": 1})).ok
+    with pytest.raises(PlanError, match=r"batch_dims\['z'\]: names no input; choose from x, y"):
+        verify(Turned(), rows, Plan(dp=2, batch_dims={"z": 1}))
+    with pytest.raises(PlanError, match=r"has no dimension 3"):
+        verify(Turned(), rows, Plan(dp=2, batch_dims={"x": 3}))
+    with pytest.raises(PlanError, match=r"batch_dims\['x'\]: dimension 2 of .* is not as long"):
+        verify(Turned(), rows, Plan(dp=2, batch_dims={"x": 2, "y": 1}))
+
+
+NO_COUNTS = {
+    "clamped": lambda z, y: z.square().sum() / (y != -100).sum().clamp(min=1),
+    "by what is learned": lambda z, y: functional.cross_entropy(z, y) / z.detach().abs().sum(),
+}
+
+
+@pytest.mark.parametrize("name", NO_COUNTS)
+def test_what_is_no_count_weighs_no_microbatch(name: str) -> None:
+    with pytest.raises(PlanError, match="divided by what is no count"):
+        divided(NO_COUNTS[name], Plan(dp=2, loss_reduction="token"))
+
+
+def test_means_beside_sums_of_all_are_none_of_the_ranks() -> None:
+    def loss(z: Tensor, y: Tensor) -> Tensor:
+        return functional.cross_entropy(z, y) + z.square().sum() / (y != -100).sum()
+
+    with pytest.raises(PlanError, match="is no mean of each rank's own"):
+        divided(loss, Plan(dp=2, loss_reduction="local_mean"))

@@ -3,7 +3,9 @@
 import copy
 import dataclasses
 import pickle
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 
 import fxpar
 from fxpar.errors import InputError, PlanError
+from fxpar.mesh.atoms import Atom
 from fxpar.plan.plan import PRECISIONS, SPLITS, Plan
 
 LATER = ("cp", "pp", "ep")
@@ -20,6 +23,7 @@ plans = st.builds(
     Plan,
     tp=st.integers(1, 4096),
     split=st.dictionaries(text_keys, st.sampled_from(SPLITS), max_size=5),
+    row_wise=st.lists(text_keys, max_size=3),
     seed=st.integers(0, 2**63 - 1),
     precision=st.sampled_from(PRECISIONS),
 )
@@ -38,6 +42,18 @@ def test_the_order_of_split_lines_says_nothing(plan: Plan) -> None:
     turned = plan.replace(split=dict(reversed(list(plan.split.items()))))
     assert list(turned.split) == list(plan.split)
     assert turned.to_yaml() == plan.to_yaml()
+
+
+def test_globs_of_row_wise_operators_are_sorted_and_each_once() -> None:
+    plan = Plan(dp=2, row_wise=("mylib.scan.default", "*.Scan", "mylib.scan.default"))
+    assert plan.row_wise == ("*.Scan", "mylib.scan.default")
+    assert plan.on_one_rank() == Plan()
+
+
+@pytest.mark.parametrize("given", ["mylib.scan.default", [""], [3], None])
+def test_row_wise_takes_a_list_of_globs(given: object) -> None:
+    with pytest.raises(PlanError, match=r"row_wise=.* is no list of globs"):
+        Plan.from_dict({"row_wise": given})
 
 
 def test_a_file_gives_the_plan_back(tmp_path: Path) -> None:
@@ -179,3 +195,53 @@ def test_the_cost_s_constants_go_to_a_file_and_back() -> None:
         Plan.from_yaml("cost: {speed: 3}")
     with pytest.raises(PlanError, match=r"cost\.latency=-1 is no positive number"):
         Plan(cost=fxpar.Cost(latency=-1))
+
+
+def test_sizes_whose_parts_have_no_refinement_are_refused_with_both_numbers() -> None:
+    with pytest.raises(PlanError, match=r"cp = 2 ranks of the dense part and ep = 3 ranks of the expert part, and 2"):
+        Plan(cp=2, dp=3, ep=3)
+    with pytest.raises(PlanError, match=r"world size 2 is no multiple of etp·ep·pp = 2·2·1 = 4"):
+        Plan(tp=2, ep=2)
+    with pytest.raises(PlanError, match="16777216 ranks are more than 131072"):
+        Plan(tp=4096, dp=4096)
+
+
+def test_layouts_name_the_axes_of_the_dense_part_in_nesting_order() -> None:
+    plan = Plan(tp=2, dp=3)
+    assert list(plan.axes.items()) == [("dp", 3), ("tp", 2)]
+    assert plan.mesh.atoms_of("dp-tp") == (Atom(3, 2), Atom(2, 1))
+    assert plan.on_one_rank().axes == {}
+
+
+def test_an_axis_may_have_links_of_its_own() -> None:
+    cost = fxpar.Cost(axes={"tp": {"bandwidth": 9e11}, "dp": {"latency": 2e-5, "bandwidth": 45e9}})
+    plan = Plan(tp=2, dp=2, cost=cost)
+    assert Plan.from_yaml(plan.to_yaml()) == plan
+    assert plan.to_dict()["cost"] == {"axes": {"dp": {"bandwidth": 45e9, "latency": 2e-5}, "tp": {"bandwidth": 9e11}}}
+    assert copy.deepcopy(cost) == pickle.loads(pickle.dumps(cost)) == cost
+    assert {cost: 1}[pickle.loads(pickle.dumps(cost))] == 1
+    usual = fxpar.Cost()
+    assert cost.on(["tp"]) == fxpar.Cost(bandwidth=9e11)
+    assert cost.on(["dp", "tp"]) == fxpar.Cost(bandwidth=45e9, latency=2e-5)
+    assert cost.on(["cp"]) == cost.on([]) == usual.on(["dp"]) == usual
+    with pytest.raises(TypeError):
+        cost.axes["dp"]["latency"] = 1  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("axes", "text"),
+    [
+        ({"xp": {"latency": 1.0}}, "cost.axes has the unknown axis 'xp': choose from pp, dp"),
+        ({"dp": 3}, "cost.axes['dp']=3 is no mapping of bandwidth and latency"),
+        ({"dp": {}}, "cost.axes['dp']={} is no mapping of bandwidth and latency"),
+        ({"dp": {"flops": 1.0}}, "cost.axes['dp']={'flops': 1.0} is no mapping of bandwidth and latency"),
+        ({"dp": {"latency": 0}}, "cost.axes['dp'].latency=0 is no positive number"),
+        ({"dp": {"bandwidth": True}}, "cost.axes['dp'].bandwidth=True is no positive number"),
+        ([], "cost.axes=[] is no mapping"),
+    ],
+)
+def test_links_that_are_none_are_refused(axes: Any, text: str) -> None:
+    with pytest.raises(PlanError, match=re.escape(text)):
+        Plan(cost=fxpar.Cost(axes=axes))
+    with pytest.raises(PlanError, match=re.escape(text)):
+        Plan.from_dict({"cost": {"axes": axes}})

@@ -116,4 +116,4 @@ def variants() -> Found:
             wide = torch.zeros(batch["ids"].shape[0], width, dtype=torch.long)
             wide[:, : batch["ids"].shape[1]] = batch["ids"]
             losses.append(float(model.train_step({**batch, "ids": wide[:, : batch["ids"].shape[1]]})))
-    return {"losses": losses, "graphs": len(next(iter(model._programs)).run.made)}
+    return {"losses": losses, "graphs": len(next(iter(model._programs)).ready.run.made)}

@@ -77,9 +77,9 @@ def train(name: str, tp: int, dp: int, sequence_parallel: bool, count: int, step
     return {"losses": losses, "norms": norms, "state": model.full_state_dict()}
 
 
-def microbatches(name: str, tp: int, dp: int, sequence_parallel: bool) -> Found:
+def microbatches(name: str, tp: int, dp: int, sequence_parallel: bool, precision: str = "as_is") -> Found:
     """Gradients of three microbatches on top of a step's, and how many large sums the three took."""
-    model = module(name, tp, dp, sequence_parallel=sequence_parallel)
+    model = module(name, tp, dp, sequence_parallel=sequence_parallel, precision=precision)
     own = fxpar.shard_batch(batches(name, 3), model)
     model.train_step(own[0])
     sums: list[int] = []
@@ -96,6 +96,23 @@ def microbatches(name: str, tp: int, dp: int, sequence_parallel: bool) -> Found:
         dist.all_reduce = plain
     gradients = {n: whole_of(p.grad).clone() for n, p in model.named_parameters() if p.grad is not None}
     return {"loss": loss, "gradients": gradients, "sums": [count for count in sums if count > 64]}
+
+
+def microbatches_apart(name: str, tp: int, dp: int) -> dict[str, tuple[float, float]]:
+    """Under mixed precision: how far the gradients of two microbatches are from the mean of two steps', and size.
+
+    A step of one microbatch sums gradients within its backward. Halves of a loss round as the loss does.
+    """
+    model = module(name, tp, dp, precision="bf16")
+    own = fxpar.shard_batch(batches(name, 2), model)
+    model.train_step(own)
+    together = {n: whole_of(p.grad).clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    for part in own:
+        model.train_step(part)
+    apart = {n: whole_of(p.grad) / len(own) for n, p in model.named_parameters() if p.grad is not None}
+    assert together.keys() == apart.keys()
+    return {n: (float((apart[n] - g).abs().max()), float(g.abs().max())) for n, g in together.items()}
 
 
 def torch_clips(name: str, tp: int, dp: int) -> tuple[float, float]:
@@ -133,16 +150,15 @@ def refusals(tp: int, dp: int) -> list[tuple[str, str]]:
     model = module("gpt2", tp, dp)
     batch = batches("gpt2")[0]
     own = fxpar.shard_batch(batch, model)
-    rank = dist.get_rank()
-    tensor_rank, data_rank = rank % tp, rank // tp
+    tensor_rank = dist.get_rank() % tp
     other_values = {key: value.clone() for key, value in own.items()}
     if tensor_rank:
         other_values["input_ids"][0, 0] += 1
-    other_rows = {key: value[: len(value) - data_rank] for key, value in own.items()}
+    other_rows = {key: value[: len(value) - tensor_rank] for key, value in own.items()}
     calls = (
         lambda: model.train_step(other_values),
         lambda: model.train_step(other_rows),
-        lambda: fxpar.shard_batch({key: value[:3] for key, value in batch.items()}, model),
+        lambda: fxpar.shard_batch({key: value[:1] for key, value in batch.items()}, model),
         lambda: model.train_step([]),
     )
     found = []

@@ -55,6 +55,30 @@ def test_gradients_of_microbatches_are_summed_once_a_step(world4: World, sequenc
         assert len(found["sums"]) == (2 if sequence else 1)
 
 
+# Two layers, each with a fused weight whose key and value both tensor parallel ranks hold.
+SHARED = "falcon,multi_query=true,new_decoder_architecture=false,hidden_dropout=0.0,attention_dropout=0.0"
+
+
+# All that a rank holds over the data ranks; then of each layer the shared part over the others.
+SHARED_SUMS = [78912, 2 * 24 * 96]
+
+
+def test_what_tensor_parallel_ranks_share_is_summed_once_a_step_on_each_axis(world4: World) -> None:
+    wanted = data_jobs.microbatches(SHARED, 1, 1, False)
+    for found in world4.run(data_jobs.microbatches, SHARED, 2, 2, False):
+        assert found["loss"] == pytest.approx(wanted["loss"], abs=1e-5)
+        assert_same(found["gradients"], wanted["gradients"], 2e-6)
+        assert found["sums"] == SHARED_SUMS
+    for apart in world4.run(data_jobs.microbatches_apart, SHARED, 2, 2):
+        assert [n for n, (error, size) in apart.items() if error > 1e-5 * max(size, 1e-3)] == []
+
+
+@pytest.mark.matrix
+def test_what_is_shared_is_summed_once_in_mixed_precision_too(world4: World) -> None:
+    for found in world4.run(data_jobs.microbatches, SHARED, 2, 2, False, "bf16"):
+        assert found["sums"] == SHARED_SUMS
+
+
 def test_norms_by_torch_and_by_the_module_are_the_true_one(world4: World) -> None:
     wanted, _ = data_jobs.torch_clips("gpt2", 1, 1)
     for mine, torchs in world4.run(data_jobs.torch_clips, "gpt2", 2, 2):
@@ -83,7 +107,7 @@ def test_calls_that_differ_are_refused_before_they_hang(world4: World) -> None:
         assert "input_ids" in wheres[0]
         assert "input_ids" in wheres[1]
         assert wheres[2:] == ["batch entry input_ids", "batch"]
-        assert found[2][1] == "has 3 rows in dimension 0, which 2 ranks of dp cannot share out"
+        assert found[2][1] == "has 1 rows in dimension 0, fewer than the 2 ranks of dp"
 
 
 def test_a_training_goes_on_under_other_axes(world4: World, tmp_path: Path) -> None:

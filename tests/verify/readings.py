@@ -7,6 +7,7 @@ Enters: a localised program, weights and inputs. Leaves: how far the ranks devia
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -112,12 +113,17 @@ def judge(program: Program, state: Mapping[str, Tensor], inputs: Mapping[str, Te
 
 _Result = TypeVar("_Result")
 
+# A word that no table has is told by torch's lookup in its own words, and by that of ranks which have a part of it.
+_NO_WORD = re.compile(r"IndexError: index out of range in self|an id is outside of \[")
+_OUTSIDE = "an id is outside of its table"
+
 
 def _attempt(run: Callable[[], _Result]) -> _Result | str:
     try:
         return run()
     except RAISED as error:
-        return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        text = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        return _OUTSIDE if _NO_WORD.search(text) else text
 
 
 def _shown(result: Run | list[Run] | str) -> str:

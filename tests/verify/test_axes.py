@@ -10,12 +10,15 @@ import pytest
 import torch
 
 from fxpar.errors import CheckFailed, FxparError, LayoutError
+from fxpar.layout.layout import I, Layout
 from fxpar.manager import PassManager
 from fxpar.passes import DEFAULT_PASSES
 from fxpar.plan.plan import Plan
+from fxpar.program.program import update
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
 from fxpar.verify.static import verify_static
+from fxpar.verify.structure import check_structure
 from tests.verify import foreign, mutate, mutate_values
 from tests.verify.cases import Known, known
 from tests.verify.edits import Mutant
@@ -226,13 +229,31 @@ def axis_mutants(text: str, seed: int, count: int) -> Iterator[Mutant]:
             yield Mutant(kind, f"{line[:100]} -> {new[:100]}", changed)
 
 
+_AXIS = re.compile(r"(?<![A-Za-z])(dp|tp)(?![A-Za-z])")
+
+
+def renamed(text: str) -> str:
+    """The same program with the names of the axes exchanged: generators that know tp alone edit what dp does."""
+    return _AXIS.sub(lambda m: {"dp": "tp", "tp": "dp"}[m[1]], text)
+
+
+def on_data_ranks(text: str, before: str, seed: int, count: int) -> list[Mutant]:
+    """Faults of the kinds of both generators, on the data axis."""
+    found = mutate.mutants(renamed(text), renamed(before), seed, count)
+    found += mutate_values.mutants(renamed(text), seed=seed, count=count)
+    return [Mutant(f"{mutant.kind} on dp", mutant.edit, renamed(mutant.text)) for mutant in found]
+
+
 ROWS = (
     ("gpt2,n_layer=1", 2, 2, True, 30),
+    ("gpt2,n_layer=1", 2, 3, False, 6),
     *(
         pytest.param(*row, marks=pytest.mark.matrix)
         for row in (
             ("gpt2,n_layer=1", 2, 2, False, 300),
             ("gpt2,n_layer=1", 2, 3, False, 200),
+            ("gpt2,n_layer=1", 3, 2, True, 150),
+            ("llama,num_hidden_layers=1,num_key_value_heads=2", 2, 4, False, 150),
             ("llama,num_hidden_layers=1,num_key_value_heads=2", 2, 4, True, 200),
             ("t5,num_layers=1", 3, 2, False, 150),
         )
@@ -247,6 +268,52 @@ def test_no_mutant_over_two_axes_escapes(name: str, dp: int, tp: int, sequence_p
     before = text_on_two_axes(name, dp, tp, sequence_parallel, "assign_rng")
     found = list(axis_mutants(text, count, count)) + mutate_values.mutants(text, seed=tp, count=count)
     found += mutate.mutants(text, before, tp, count) + foreign.foreign(text, siblings(), tp, count)
+    found += on_data_ranks(text, before, dp, -(-count // 2))
     counts = conclude(f"{name} {dp} x {tp}", found, held)
     assert counts["rejected"] > counts.total() / 3
     assert accepted(Mutant("none", "", text)) is not None
+
+
+@pytest.mark.parametrize(
+    ("axes", "message"),
+    [
+        (("dp", "tp", "etp"), "the axes tp and etp of one layout share ranks; name each rank by one of them"),
+        (("dp", "dp-cp", "tp"), "the axes dp and dp-cp of one layout share ranks"),
+        (("edp", "tp-dp"), "the axes edp and tp-dp of one layout share ranks"),
+        (("dp", "tp-ep-cp"), "the group 'tp-ep-cp' has no meaning: 'cp' is no axis of the expert part"),
+        (("edp", "etp"), "the layout 'edp:I etp:I' does not name the axes (dp tp)"),
+    ],
+)
+def test_two_axes_that_share_ranks_stand_in_no_layout(axes: tuple[str, ...], message: str) -> None:
+    program = parse_program(text_of("return y=%w\n"))
+    update(program.node("w"), layout=Layout(tuple((axis, I) for axis in axes)))
+    with pytest.raises(CheckFailed, match=re.escape(f"%w: {message}")):
+        check_structure(program)
+
+
+OUT_OF_ORDER = [
+    (
+        "tp:S(0: 12 | 12 reversed)",
+        "return y=%w\n",
+        "on axis tp: S(0: 12 | 12 reversed) has blocks that are not in the order of the ranks",
+    ),
+    (
+        "tp:S(0: 2 x (4 | 8 reversed))",
+        "return y=%w\n",
+        "on axis tp: S(0: 2 x (4 | 8 reversed)) has blocks that are not in the order of the ranks",
+    ),
+    (
+        "tp:I",
+        "%a = fxpar.split[tp](%w) : f32[24, 12] dp:I tp:I→S(0: 12 | 12 reversed)\nreturn y=%a\n",
+        "on axis tp: does not convert I to S(0: 12 | 12 reversed)",
+    ),
+    ("tp:S(0: 28 | -4)", "return y=%w\n", "on axis tp: S(0: 28 | -4) is not in its shortest form"),
+    ("tp:S(0: 2 x (16 | -4))", "return y=%w\n", "on axis tp: S(0: 2 x (16 | -4)) is not in its shortest form"),
+    ("tp:S(0: 2 x (6 | 6))", "return y=%w\n", "on axis tp: S(0: 2 x (6 | 6)) is not in its shortest form"),
+]
+
+
+@pytest.mark.parametrize(("w", "lines", "message"), OUT_OF_ORDER)
+def test_blocks_out_of_the_ranks_order_are_placed_by_nothing(w: str, lines: str, message: str) -> None:
+    with pytest.raises((LayoutError, CheckFailed), match=re.escape(message)):
+        verify_static(parse_program(text_of(lines, w=f"dp:I {w}")))

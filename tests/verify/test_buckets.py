@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from fxpar.errors import CheckFailed
+from fxpar.ops import coalesced
+from fxpar.ops.collectives import Group
+from fxpar.ops.lower import lower
 from fxpar.text.parsing import parse_program
 from fxpar.verify.static import verify_static
+from tests.verify.readings import judge
 
 BUCKET = """fxpar 1
 plan {"tp": 2}
@@ -63,3 +68,79 @@ def test_a_fault_of_a_bucket_is_named(name: str) -> None:
     with pytest.raises(CheckFailed) as error:
         verify_static(parse_program(BUCKET.replace(old, new)))
     assert str(error.value).startswith(message)
+
+
+# Keys and values that two tensor parallel ranks share are summed over these, then with the queries over data ranks.
+CHAIN = """fxpar 1
+plan {"tp": 4, "dp": 2}
+properties canonical coalesced collectives layouts local masks rng sequence vocabulary
+symbol b = x.0 / 2 like 3
+loss loss
+%k = parameter["k"] : f32[8, 12] dp:I tp:S(0: 8 / 2; I)
+%v = parameter["v"] : f32[8, 12] dp:I tp:S(0: 8 / 2; I)
+%q = parameter["q"] : f32[16, 12] dp:I tp:S(0)
+%x = input["x"] : f32[2*b, 12] dp:S(0) tp:R
+%tp_sums = fxpar.sum_gradients[tp](%k, %v) : (f32[8, 12] dp:I tp:S(0: 8 / 2); f32[8, 12] dp:I tp:S(0: 8 / 2))
+%k_share = operator.getitem(%tp_sums, 0) : f32[8, 12] dp:I tp:S(0: 8 / 2)
+%v_share = operator.getitem(%tp_sums, 1) : f32[8, 12] dp:I tp:S(0: 8 / 2)
+%dp_sums = fxpar.sum_gradients[dp](%q, %v_share, %k_share) : (f32[16, 12] dp:R tp:S(0); f32[8, 12] dp:R tp:S(0: 8 / 2); f32[8, 12] dp:R tp:S(0: 8 / 2))
+%k_sum = operator.getitem(%dp_sums, 2) : f32[8, 12] dp:R tp:S(0: 8 / 2)
+%v_sum = operator.getitem(%dp_sums, 1) : f32[8, 12] dp:R tp:S(0: 8 / 2)
+%q_sum = operator.getitem(%dp_sums, 0) : f32[16, 12] dp:R tp:S(0)
+%y = aten.linear.default(%x, %q_sum) : f32[2*b, 16] dp:S(0) tp:S(1)
+%keys = aten.linear.default(%x, %k_sum) : f32[2*b, 8] dp:S(0) tp:S(1: 8 / 2)
+%own = fxpar.take_part[tp](%keys) : f32[2*b, 8] dp:S(0) tp:S(1: 8 / 2)→S(1)
+%values = aten.linear.default(%x, %v_sum) : f32[2*b, 8] dp:S(0) tp:S(1: 8 / 2)
+%aside = fxpar.take_part[tp](%values) : f32[2*b, 8] dp:S(0) tp:S(1: 8 / 2)→S(1)
+%squares = aten.pow.Tensor_Scalar(%own, 2) : f32[2*b, 8] dp:S(0) tp:S(1)
+%of_rows = aten.sum.dim_IntList(%squares, [1]) : f32[2*b] dp:S(0) tp:P
+%rows = fxpar.reduce_from[tp](%of_rows) : f32[2*b] dp:S(0) tp:P→I
+%summand = aten.sum.default(%rows) : f32[] dp:P tp:I
+%loss = fxpar.reduce_from[dp](%summand) : f32[] dp:P→I tp:I
+return loss=%loss, y=%y, aside=%aside
+"""  # noqa: E501
+
+
+def test_a_parameter_is_summed_over_one_axis_after_the_other() -> None:
+    program = parse_program(CHAIN)
+    verify_static(program)
+    generator = torch.Generator().manual_seed(0)
+    state = {p.fqn: torch.randn(*map(int, p.type.shape), generator=generator) for p in program.parameters}
+    assert judge(program, state, {"x": torch.randn(6, 12, generator=generator)}).kind == "same"
+
+
+CHAIN_FAULTS = {
+    "items of the wrong bucket": (
+        "(%q, %v_share, %k_share)",
+        "(%q, %k_share, %k_share)",
+        "%dp_sums: converts %k_share to R on axis dp a second time",
+    ),
+    "a value between": (
+        "%dp_sums = fxpar.sum_gradients[dp](%q, %v_share, %k_share)",
+        "%twice = aten.mul.Tensor(%k_share, 2) : f32[8, 12] dp:I tp:S(0: 8 / 2)\n"
+        "%dp_sums = fxpar.sum_gradients[dp](%q, %v_share, %twice)",
+        "%dp_sums: sums gradients of %twice, which is no trainable parameter",
+    ),
+    "a frozen one": (
+        'parameter["v"]',
+        'parameter["v"](frozen)',
+        "%tp_sums: sums gradients of %v, which is no trainable parameter",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHAIN_FAULTS)
+def test_a_fault_of_buckets_that_follow_one_another_is_named(name: str) -> None:
+    old, new, message = CHAIN_FAULTS[name]
+    assert old in CHAIN
+    with pytest.raises(CheckFailed) as error:
+        verify_static(parse_program(CHAIN.replace(old, new)))
+    assert str(error.value).startswith(message)
+
+
+def test_what_a_result_does_not_need_is_in_no_bucket() -> None:
+    """Values stand aside: a compiled backward would give them zeros, and an optimizer would move them."""
+    groups = {axis: Group(axis, n) for axis, n in parse_program(CHAIN).axes.items()}
+    graph = lower(parse_program(CHAIN), groups).only(("loss",)).module.graph
+    sums = [node for node in graph.nodes if node.target is coalesced.sum_gradients]
+    assert [[str(weight) for weight in node.args[0]] for node in sums] == [["k"], ["k_share"]]

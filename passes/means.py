@@ -1,0 +1,113 @@
+"""Means over the batch as sums over counts.
+
+Enters: an operation that takes a mean. Leaves: what stands for it. A helper of `divide_batch`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar.errors import PlanError
+from fxpar.passes.counts import Counting, wide
+from fxpar.program.program import TensorType, describe, operands, tensor_type
+
+aten = torch.ops.aten
+
+NONE, MEAN, SUM = 0, 1, 2
+
+
+def _mean(c: Counting) -> None:
+    x = operands(c.node)[0]
+    shape, out = tensor_type(x).shape, tensor_type(c.node)
+    dims = c.given.get("dim")
+    dims = [d % len(shape) for d in dims] if dims else list(range(len(shape)))
+    if not any(c.varies(shape[d]) for d in dims):
+        return
+    keep, dtype = bool(c.given.get("keepdim")), wide(out.dtype)
+    if c.node.target is aten.mean.default:
+        total = c.total("sum", x, dtype)
+    elif c.ranks > 1:
+        remedy = "take the mean of all its elements, or loss_reduction=mean"
+        raise PlanError("is no mean of the whole, so that ranks have none of it", where=describe(c.node), remedy=remedy)
+    else:
+        kind = TensorType(dtype, out.shape)
+        total = c.call("sum", aten.sum.dim_IntList, (x, dims, keep), kind, dtype=dtype)
+    c.finish(total, c.count(x, dims, dtype))
+
+
+def _class_loss(c: Counting) -> None:
+    """The mean over the targets that are not ignored, by their weights where there are some."""
+    x, target = operands(c.node)[:2]
+    shape = tensor_type(x).shape
+    if c.given.get("reduction", MEAN) != MEAN or not any(c.varies(size) for size in shape) or len(shape) < 2:
+        return
+    dtype = wide(tensor_type(x).dtype)
+    total = _summed(c, {"self": c.cast("wide", x, dtype)}, dtype)
+    if tensor_type(target).is_float:  # probabilities: torch divides by the rows, whatever the weights
+        c.finish(total, c.count(x, [dim for dim in range(len(shape)) if dim != 1], dtype))
+        return
+    ignored = c.given.get("ignore_index", -100)
+    counted = c.call("counted", aten.ne.Scalar, (target, ignored), TensorType(torch.bool, tensor_type(target).shape))
+    ones = c.cast("ones", counted, dtype)
+    weight = c.given.get("weight")
+    if isinstance(weight, fx.Node):
+        zero = c.call("zero", aten.zeros_like.default, (target,), tensor_type(target))
+        known = c.call("known", aten.where.self, (counted, target, zero), tensor_type(target))
+        kind = TensorType(tensor_type(weight).dtype, tensor_type(target).shape)
+        own = c.call("weights", aten.index.Tensor, (weight, [known]), kind)
+        ones = c.call("weighed", aten.mul.Tensor, (c.cast("wide_weights", own, dtype), ones), tensor_type(ones))
+    c.finish(total, c.total("count", ones))
+
+
+def _element_loss(c: Counting) -> None:
+    x = operands(c.node)[0]
+    shape = tensor_type(x).shape
+    if c.given.get("reduction", MEAN) != MEAN or not any(c.varies(size) for size in shape):
+        return
+    dtype = wide(tensor_type(c.node).dtype)
+    total = _summed(c, {}, tensor_type(c.node).dtype)
+    c.finish(c.cast("wide", total, dtype), c.count(x, range(len(shape)), dtype))
+
+
+def _summed(c: Counting, changed: Mapping[str, Any], dtype: torch.dtype) -> fx.Node:
+    """The loss with the sum as reduction."""
+    order = c.node.target._schema.arguments  # type: ignore[union-attr]
+
+    def loss(suffix: str, reduction: int, kind: TensorType) -> fx.Node:
+        values = {**c.given, **changed, "reduction": reduction}
+        named = {a.name: values[a.name] for a in order if a.kwarg_only and values[a.name] != a.default_value}
+        return c.call(suffix, c.node.target, tuple(values[a.name] for a in order if not a.kwarg_only), kind, **named)
+
+    if c.ranks == 1:
+        return loss("sum", SUM, TensorType(dtype, ()))
+    x, target = operands(c.node)[:2]
+    is_class = c.node.target in CLASS_LOSSES
+    shape = tensor_type(target if is_class and not tensor_type(target).is_float else x).shape
+    if is_class and tensor_type(target).is_float:
+        shape = (shape[0], *shape[2:])
+    return c.total("sum", loss("rows", NONE, TensorType(dtype, shape)))
+
+
+CLASS_LOSSES = frozenset({aten.cross_entropy_loss.default, aten.nll_loss.default, aten.nll_loss_nd.default})
+
+MEANS: Mapping[Any, Callable[[Counting], None]] = {
+    aten.mean.default: _mean,
+    aten.mean.dim: _mean,
+    **dict.fromkeys(CLASS_LOSSES, _class_loss),
+    **dict.fromkeys(
+        (
+            aten.mse_loss.default,
+            aten.l1_loss.default,
+            aten.smooth_l1_loss.default,
+            aten.huber_loss.default,
+            aten.binary_cross_entropy.default,
+            aten.binary_cross_entropy_with_logits.default,
+            aten.kl_div.default,
+        ),
+        _element_loss,
+    ),
+}

@@ -1,0 +1,232 @@
+"""What a rank that has part of the rows would read otherwise, said in a way that it reads as one device does.
+
+Enters: a program whose batch is divided. Leaves: the same values. `x[arange(b), i]` takes of each row its own part by a
+`gather` along the row: the numbers of rows say nothing of a rank's. `x.squeeze()` names the dimensions of size 1: the
+one row of a rank is none of them. Called by `divide_batch`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar.elements import Numbers, broadcast, elements, index
+from fxpar.layout.symbols import Size, names, product
+from fxpar.program.program import Program, ScalarType, TensorType, note, set_note, tensor_type
+
+aten = torch.ops.aten
+
+_MASKS = (torch.bool, torch.uint8)
+_NEVER_NEGATIVE = frozenset({aten.argmax.default, aten.argmin.default})
+
+
+def keep_rows(program: Program, batch: str) -> None:
+    """Rewrites squeezes and indexings of values with rows.
+
+    Args:
+        program: is changed.
+        batch: name of the symbol that is the batch.
+    """
+    for node in program.graph.nodes:
+        if node.target is aten.squeeze.default and batch in names(tensor_type(node).shape):
+            source = node.args[0]
+            dims = [dim for dim, size in enumerate(tensor_type(source).shape) if size == 1]
+            node.target, node.args = aten.squeeze.dims, (source, dims)
+    _take_from_own_rows(program, batch)
+
+
+def _take_from_own_rows(program: Program, batch: str) -> None:
+    """Rewrites each indexing in which one index is the number of the row, proved for every size.
+
+    Before::
+
+        %rows = aten.arange.default(%b) : i64[2*b]
+        %y = aten.index.Tensor(%x, [%rows, %i]) : f32[2*b, 5]
+
+    After::
+
+        %y_at = aten.unsqueeze.default(%i, 1) : i64[2*b, 1]
+        %y_of = aten.unsqueeze.default(%y_at, 2) : i64[2*b, 1, 1]
+        %y_all = aten.expand.default(%y_of, [-1, -1, 5]) : i64[2*b, 1, 5]
+        %y_own = aten.gather.default(%x, 1, %y_all) : f32[2*b, 1, 5]
+        %y = aten.squeeze.dim(%y_own, 1) : f32[2*b, 5]
+
+    The indices stand at the leading dimensions. Broadcast, they have the rows in front and at most one dimension more
+    whose size is not 1. Several other indices become one, along their dimensions flattened; where an index may be
+    negative the size is added. Where each index is the position in a dimension of its own, as in the masks of
+    transformers (`mask[arange(b)[:, None], arange(s)]`), the result is a view.
+    """
+    found = [node for node in program.graph.nodes if node.target is aten.index.Tensor]
+    found = [node for node in found if batch in names(tensor_type(node).shape[:1])]
+    known = elements(program, program.graph.nodes) if found else {}
+    for node in found:
+        entries: Any = node.args[1]
+        indices = [entry for entry in entries if entry is not None]
+        kinds = [tensor_type(entry) for entry in indices]
+        if indices == [*entries[: len(indices)]] and not any(kind.dtype in _MASKS for kind in kinds):
+            new = _rewritten(_Indexing(program, node, indices), known)
+            if new is not None:
+                _replace(program, node, new)
+
+
+def _replace(program: Program, node: fx.Node, new: fx.Node) -> None:
+    """`new` instead of a node, with its name; what only the node used goes."""
+    pending = [node]
+    node.replace_all_uses_with(new)
+    while pending:
+        each = pending.pop()
+        if each.op == "call_function" and not each.users and not note(each).random and each not in pending:
+            pending += each.all_input_nodes
+            program.graph.erase_node(each)
+    if new.name.startswith(f"{node.name}_"):
+        new.name = node.name
+
+
+class _Indexing:
+    """An indexing, and operations in front of it, with its place in the author's code."""
+
+    def __init__(self, program: Program, node: fx.Node, indices: Sequence[fx.Node]) -> None:
+        self.program, self.node, self.indices = program, node, indices
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        self.x = source
+        shape = tensor_type(node).shape
+        self.common = shape[: len(shape) - len(tensor_type(source).shape) + len(indices)]
+
+    def position_of(self, place: int, element: Any) -> int | None:
+        """The dimension of the broadcast indices, as long as the one it stands at, whose position an index is."""
+        if element is None:
+            return None
+        spread = broadcast(element, tensor_type(self.indices[place]).shape, self.common)
+        leaves = [leaf for _, leaf in spread.cases] if isinstance(spread, Numbers) else []
+        size = tensor_type(self.x).shape[place]
+        return next((d for d, length in enumerate(self.common) if length == size and leaves == [index(d)]), None)
+
+    def call(
+        self, suffix: str, target: Any, args: tuple[Any, ...], kind: TensorType | ScalarType, **more: Any
+    ) -> fx.Node:
+        """An operation with a type."""
+        with self.program.graph.inserting_before(self.node):
+            new = self.program.graph.create_node("call_function", target, args, more, name=f"{self.node.name}_{suffix}")
+        return set_note(new, replace(note(self.node), type=kind))
+
+    def view(self, suffix: str, target: Any, x: fx.Node, argument: Any, shape: Sequence[Size]) -> fx.Node:
+        """A view of `x` by an operator of one more argument."""
+        return self.call(suffix, target, (x, argument), TensorType(tensor_type(x).dtype, tuple(shape)))
+
+    def size(self, x: fx.Node, dim: int) -> int | fx.Node:
+        """The size of a dimension as an argument; off an input where one has it, for inputs are whole."""
+        found = tensor_type(x).shape[dim]
+        if isinstance(found, int):
+            return found
+        for symbol in self.program.symbols:
+            if symbol.size == found:
+                entry = next(entry for entry in self.program.inputs if entry.path == symbol.path)
+                x, dim = self.program.node(entry.node), symbol.dim
+        return self.call("size", aten.sym_size.int, (x, dim), ScalarType(found))
+
+
+def _rewritten(own: _Indexing, known: Mapping[fx.Node, Any]) -> fx.Node | None:
+    """The same value without indices of rows; None where none is proved to be one, or the indices have other shapes."""
+    positions = [own.position_of(place, known.get(entry)) for place, entry in enumerate(own.indices)]
+    if 0 not in positions:
+        return None
+    wide = [dim for dim, size in enumerate(own.common) if dim and size != 1]
+    if None not in positions and len(set(positions)) == len(positions) and {*wide} <= {*positions}:
+        return _viewed(own, [dim for dim in positions if dim is not None])
+    place = positions.index(0)
+    others = [entry for other, entry in enumerate(own.indices) if other != place]
+    spread: tuple[Size, ...] = (1,) * len(own.common)
+    for entry in others:
+        spread = _broadcast(spread, tensor_type(entry).shape)
+    if len(wide) > 1 or not others or spread[1:] != tuple(own.common[1:]):
+        return None
+    return _gathered(own, _in_order(own, [place, *(p for p in range(len(positions)) if p != place)]), others, wide)
+
+
+def _in_order(own: _Indexing, order: Sequence[int]) -> fx.Node:
+    """What is indexed, its leading dimensions in an order."""
+    shape = tensor_type(own.x).shape
+    dims = [*order, *range(len(order), len(shape))]
+    if dims == sorted(dims):
+        return own.x
+    return own.view("rows", aten.permute.default, own.x, dims, [shape[dim] for dim in dims])
+
+
+def _unsqueezed(own: _Indexing, x: fx.Node, dims: Sequence[int]) -> fx.Node:
+    """With dimensions of size 1 at places of the result, in ascending order."""
+    for dim in dims:
+        shape = tensor_type(x).shape
+        x = own.view("of", aten.unsqueeze.default, x, dim, (*shape[:dim], 1, *shape[dim:]))
+    return x
+
+
+def _viewed(own: _Indexing, positions: Sequence[int]) -> fx.Node:
+    x = _in_order(own, sorted(range(len(positions)), key=positions.__getitem__))
+    return _unsqueezed(own, x, [dim for dim in range(len(own.common)) if dim not in positions])
+
+
+def _gathered(own: _Indexing, x: fx.Node, others: Sequence[fx.Node], wide: Sequence[int]) -> fx.Node:
+    """Args: x: the rows in front; wide: the dimension of the broadcast indices behind the rows that has a size."""
+    shape, rank = tensor_type(x).shape, len(own.common)
+    rest = shape[1 + len(others) :]
+    at = _position(own, x, others)
+    at = _unsqueezed(own, at, range(rank - len(tensor_type(at).shape)))
+    kept = wide[0] if wide else 1
+    units = [dim for dim in range(1, rank) if dim != kept]
+    if units:
+        sizes = [size for dim, size in enumerate(tensor_type(at).shape) if dim not in units]
+        at = own.view("flat", aten.squeeze.dims, at, units, sizes)
+    elif rank == 1:
+        at = _unsqueezed(own, at, [1])
+    at = _unsqueezed(own, at, [2 + dim for dim in range(len(rest))])
+    before = tensor_type(at).shape
+    after = (shape[0], before[1], *rest)
+    if before != after:
+        sizes = [
+            -1 if a == b else own.size(x, dim + (dim > 1) * (len(others) - 1))
+            for dim, (a, b) in enumerate(zip(before, after, strict=True))
+        ]
+        at = own.view("all", aten.expand.default, at, sizes, after)
+    if len(others) > 1:
+        flat = (shape[0], product(shape[1 : 1 + len(others)]), *rest)
+        kind = TensorType(tensor_type(x).dtype, flat)
+        x = own.call("joined", aten.flatten.using_ints, (x, 1, len(others)), kind)
+    taken = own.call("own", aten.gather.default, (x, 1, at), TensorType(tensor_type(x).dtype, after))
+    if rank == 1:
+        return own.view("row", aten.squeeze.dim, taken, 1, (after[0], *rest))
+    return _unsqueezed(own, taken, units)
+
+
+def _position(own: _Indexing, x: fx.Node, others: Sequence[fx.Node]) -> fx.Node:
+    """Where in its row, the dimensions of the others flattened, each result stands: i64."""
+    at, *more = (_from_start(own, x, dim, entry) for dim, entry in enumerate(others, 1))
+    for dim, entry in enumerate(more, 2):
+        kind = tensor_type(at)
+        scaled = own.call("scaled", aten.mul.Tensor, (at, own.size(x, dim)), kind)
+        both = TensorType(torch.int64, _broadcast(kind.shape, tensor_type(entry).shape))
+        at = own.call("flat_at", aten.add.Tensor, (scaled, entry), both)
+    return at
+
+
+def _broadcast(one: Sequence[Size], other: Sequence[Size]) -> tuple[Size, ...]:
+    rank = max(len(one), len(other))
+    pairs = zip((*(1,) * (rank - len(one)), *one), (*(1,) * (rank - len(other)), *other), strict=True)
+    return tuple(b if a == 1 else a for a, b in pairs)
+
+
+def _from_start(own: _Indexing, x: fx.Node, dim: int, entry: fx.Node) -> fx.Node:
+    """An index that counts from the start: `gather` knows no others."""
+    shape = tensor_type(entry).shape
+    kind = TensorType(torch.int64, shape)
+    if tensor_type(entry).dtype != torch.int64:
+        entry = own.call("long", aten._to_copy.default, (entry,), kind, dtype=torch.int64)
+    if entry.target in _NEVER_NEGATIVE:
+        return entry
+    is_back = own.call("is_back", aten.lt.Scalar, (entry, 0), TensorType(torch.bool, shape))
+    later = own.call("later", aten.add.Tensor, (entry, own.size(x, dim)), kind)
+    return own.call("from_start", aten.where.self, (is_back, later, entry), kind)

@@ -1,0 +1,150 @@
+"""What the loss of a step is where it is a mean: over which rows and words it is taken (`Plan.loss_reduction`).
+
+Enters: a program with a loss. Leaves: whose means are to be those of each rank, or what counts the words of the loss;
+or an error where the loss is no such mean. A helper of `divide_batch`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar.errors import PlanError
+from fxpar.program.program import Program, TensorType, describe, note, operands, output_node, set_note, tensor_type
+
+aten = torch.ops.aten
+
+COUNT = "fxpar.count"
+"""Name of the output that says by what the sum of a microbatch was divided."""
+
+# What keeps a mean a mean: the loss is it times a number.
+_KEEPING = frozenset(
+    {
+        aten._to_copy.default,
+        aten.alias.default,
+        aten.clone.default,
+        aten.neg.default,
+        aten.reshape.default,
+        aten.squeeze.default,
+        aten.squeeze.dim,
+        aten.unsqueeze.default,
+        aten.view.default,
+    }
+)
+_SCALING = frozenset({aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar})
+_SUMS = frozenset({aten.sum.default, aten.sum.dim_IntList})
+_ADDING = frozenset({aten.add.Tensor, aten.sub.Tensor, aten.sum.default, aten.stack.default})
+
+
+def leading_to(program: Program) -> frozenset[fx.Node]:
+    """The nodes on which the loss depends, without it; none where there is no loss."""
+    return frozenset(_ancestors(program.output_nodes()[program.loss]) if program.loss else ())
+
+
+def check_averaged(program: Program, means: Iterable[fx.Node]) -> None:
+    """Refuses a loss that is not a sum of multiples of means: the mean of ranks' losses is then not that of means.
+
+    Raises:
+        PlanError: names the operation.
+    """
+    remedy = "write the loss as a sum of means, or take loss_reduction=mean"
+    own, inputs = set(means), {entry.node for entry in program.inputs}
+    if not own:
+        raise PlanError("the loss is no mean over the batch", where="loss_reduction=local_mean", remedy=remedy)
+
+    def is_fixed(node: fx.Node) -> bool:
+        return not any(leaf.name in inputs for leaf in _ancestors(node))
+
+    todo, seen = [program.output_nodes()[program.loss]], set[fx.Node]()
+    while todo:
+        node = todo.pop()
+        if node in seen or node in own or is_fixed(node):
+            continue
+        seen.add(node)
+        is_scaled = node.target in _SCALING and all(map(is_fixed, _others(node, node.args[0])))
+        if not (node.target in _KEEPING | _ADDING or is_scaled):
+            raise PlanError("is no mean of each rank's own, nor made of such", where=describe(node), remedy=remedy)
+        todo += operands(node)
+
+
+def _call(
+    program: Program, like: fx.Node, suffix: str, target: Any, args: tuple[Any, ...], kind: TensorType
+) -> fx.Node:
+    new = program.graph.create_node("call_function", target, args, name=f"{like.name}_{suffix}")
+    return set_note(new, replace(note(like), type=kind, random=0))
+
+
+def _quotient(program: Program) -> fx.Node:
+    """The sum over a count of which the loss is a multiple.
+
+    Raises:
+        PlanError: the loss is not a multiple of one quotient.
+    """
+    node = program.output_nodes()[program.loss]
+    while True:
+        if node.target is aten.div.Tensor and _others(node, node.args[0]) and not tensor_type(node).shape:
+            _check_count(program, node.args[1])  # type: ignore[arg-type]
+            return node
+        if node.target not in _KEEPING | _SCALING or _others(node, node.args[0]):
+            raise PlanError(
+                "the loss is not one mean, so that its words cannot be counted",
+                where=describe(node),
+                remedy="return one mean as the loss, or take loss_reduction=mean",
+            )
+        node = node.args[0]  # type: ignore[assignment]
+
+
+def _check_count(program: Program, count: fx.Node) -> None:
+    """Refuses what is no sum of what follows from inputs alone, times a number.
+
+    Raises:
+        PlanError: names what the loss is divided by.
+    """
+    node = count
+    while node.target in _KEEPING | _SCALING and not _others(node, node.args[0]):
+        node = node.args[0]  # type: ignore[assignment]
+    if node.target not in _SUMS or any(program.parameter(leaf) is not None for leaf in _ancestors(node)):
+        raise PlanError(
+            "the loss is divided by what is no count: no sum of what follows from the inputs alone",
+            where=describe(count),
+            remedy="divide the loss by the sum of what counts, or take loss_reduction=mean",
+        )
+
+
+def _ancestors(node: fx.Node) -> set[fx.Node]:
+    todo, found = [node], {node}
+    while todo:
+        for operand in todo.pop().all_input_nodes:
+            if operand not in found:
+                found.add(operand)
+                todo.append(operand)
+    return found
+
+
+def _others(node: fx.Node, first: Any) -> list[fx.Node]:
+    return [x for x in operands(node) if x is not first]
+
+
+def add_count(program: Program) -> Program:
+    """The program with one more output, `COUNT`: by what the loss was divided; f32[] or as the loss.
+
+    Where nothing counts the loss is 0 instead of 0/0, so that such a microbatch adds nothing to a step.
+    """
+    quotient = _quotient(program)
+    count: Any = quotient.args[1]
+    if not isinstance(note(count).type, TensorType):
+        remedy = "divide by what counts, or take loss_reduction=mean"
+        raise PlanError("the loss is divided by a number", where=describe(count), remedy=remedy)
+    kind = tensor_type(count)
+    with program.graph.inserting_before(quotient):
+        is_none = _call(program, quotient, "none", aten.eq.Scalar, (count, 0), TensorType(torch.bool, kind.shape))
+        one = _call(program, quotient, "one", aten.ones_like.default, (count,), kind)
+        safe = _call(program, quotient, "some", aten.where.self, (is_none, one, count), kind)
+    quotient.args = (quotient.args[0], safe)
+    end = output_node(program.graph)
+    end.args = ((*end.args[0], count),)  # type: ignore[misc]
+    return program.with_(outputs=(*program.outputs, COUNT))

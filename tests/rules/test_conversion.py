@@ -1,0 +1,183 @@
+"""The table of coercions on two axes: what is accepted is right on the ranks of the mesh, what is refused is wrong.
+
+Every coercion between any two layouts of a value, over either axis and over both joined, is asked for and run by the
+operators of the runtime; values and gradients are compared with what the layouts mean, counted out by brute force.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+
+import pytest
+import torch
+from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
+
+from fxpar.errors import LayoutError
+from fxpar.layout.layout import I, Layout, P, Piece, Placement, R, shard
+from fxpar.layout.nesting import spelled
+from fxpar.mesh.purpose import joined_names
+from fxpar.ops.coercions import COERCION_OF
+from fxpar.ops.collectives import Group
+from fxpar.ops.lower import lower
+from fxpar.oracle.grid import fits, holds, holds_gradient, spread, spread_gradient
+from fxpar.plan.cost import Cost
+from fxpar.program.coercions import axes_of
+from fxpar.rules.conversion import coerced, conversions
+from fxpar.text.parsing import parse_program
+from fxpar.verify.simulate import coordinates, simulated_world
+
+SHAPE = (12, 12)
+TWO, THREE = {"dp": 2, "tp": 2}, {"dp": 2, "tp": 3}
+TEXT = """fxpar 1
+plan {{"dp": {dp}, "tp": {tp}}}
+properties canonical collectives layouts local masks rng sequence vocabulary
+%x = parameter["x"] : f64[12, 12] {source}
+%y = fxpar.{operator}[{names}](%x) : f64[12, 12] {target}
+return y=%y
+"""
+
+
+def layouts(axes: Mapping[str, int]) -> list[Layout]:
+    """Whole on an axis, or cut plainly or in runs, the axes nested in either order."""
+    found: dict[Layout, None] = {}
+    for outer, inner in itertools.permutations(axes):
+        for p in (I, R, P, shard(0, 12), shard(1, 12)):
+            left = [12 // axes[outer] if p.is_shard and p.dim == dim else 12 for dim in range(2)]
+            runs = Placement("S", 0, (Piece(2, left[0] // 2),))
+            for q in (I, R, P, shard(0, left[0]), shard(1, left[1]), runs):
+                layout = Layout(((outer, p), (inner, q)))
+                if fits(layout, SHAPE, axes):
+                    found[spelled(layout, axes)] = None
+    return list(found)
+
+
+def cases(axes: Mapping[str, int]) -> Iterator[tuple[str, str, Layout, Layout]]:
+    """Operators whose row of the table is that of the two layouts on each axis that they name."""
+    known = layouts(axes)
+    rows = [row for row in COERCION_OF.values() if row.operator.__name__ not in ("share", "take_part")]
+    for source, target in itertools.product(known, known):
+        for names in joined_names(axes):
+            kinds = {(source.on(axis).kind, target.on(axis).kind) for axis in names.split("-")}
+            for row in rows:
+                if kinds == {(row.source, row.target)} and source != target:
+                    yield row.operator.__name__, names, source, target
+
+
+class Ranks:
+    """Runs coercions on all ranks of a mesh, which exist in this process alone."""
+
+    def __init__(self, axes: Mapping[str, int], groups: Mapping[str, Group]) -> None:
+        self.axes, self.groups = dict(axes), groups
+        self.places = [tuple(coordinates(axes, rank).values()) for rank in range(math.prod(axes.values()))]
+        self.generator = torch.Generator().manual_seed(0)
+        self.x, self.g = (torch.randn(SHAPE, dtype=torch.float64, generator=self.generator) for _ in range(2))
+
+    def local(self, parts: Mapping[tuple[int, ...], torch.Tensor]) -> LocalTensor:
+        return LocalTensor({rank: parts[place].clone() for rank, place in enumerate(self.places)})
+
+    def parts(self, value: torch.Tensor) -> dict[tuple[int, ...], torch.Tensor]:
+        assert isinstance(value, LocalTensor)
+        return {place: value._local_tensors[rank].detach() for rank, place in enumerate(self.places)}
+
+    def fault(self, text: str, source: Layout, target: Layout) -> str:
+        """What is wrong with a coercion of the whole `x`; empty where all ranks hold what they should."""
+        given = spread(self.x, source, self.axes, self.generator)
+        upstream = spread_gradient(self.g, target, self.axes, self.generator)
+        with LocalTensorMode(len(self.places)):
+            lowered = lower(parse_program(text), self.groups)
+            leaf = self.local(given).requires_grad_()
+            indices = [
+                LocalTensor({r: torch.tensor(p[list(self.axes).index(a)]) for r, p in enumerate(self.places)})
+                for a in lowered.indices
+            ]
+            (found,) = lowered.module(leaf, *indices)
+            if found._local_tensors[0].shape != upstream[self.places[0]].shape:
+                return "shapes"
+            torch.autograd.backward([found], [self.local(upstream)])
+            grad = leaf.grad
+        if not holds(self.parts(found), target, self.axes, self.x):
+            return "values"
+        assert grad is not None
+        return "" if holds_gradient(self.parts(grad), source, self.axes, self.g) else "gradient"
+
+
+@contextlib.contextmanager
+def ranks_of(axes: Mapping[str, int]) -> Iterator[Ranks]:
+    with simulated_world(axes) as groups:
+        yield Ranks(axes, groups)
+
+
+def judged(axes: Mapping[str, int], every: int) -> tuple[int, list[str], dict[str, str]]:
+    """How many are accepted, which of them are wrong, and which of every so many refused ones are right, with why."""
+    accepted, wrong, missed = 0, list[str](), dict[str, str]()
+    with ranks_of(axes) as ranks:
+        for index, (operator, names, source, target) in enumerate(cases(axes)):
+            text = TEXT.format(**axes, operator=operator, names=names, source=source, target=target)
+            node = parse_program(text).node("y")
+            assert axes_of(node) == tuple(names.split("-"))
+            shown = f"fxpar.{operator}[{names}] {source} to {target}"
+            try:
+                coerced(node, source, axes)
+            except LayoutError as error:
+                if index % every == 0 and not _fault(ranks, text, source, target):
+                    missed[shown] = str(error)
+                continue
+            accepted += 1
+            fault = ranks.fault(text, source, target)
+            wrong += [f"{shown}: {fault}"] if fault else []
+    return accepted, wrong, missed
+
+
+def _fault(ranks: Ranks, text: str, source: Layout, target: Layout) -> str:
+    """As `Ranks.fault`; what is refused may have no meaning for ranks."""
+    try:
+        return ranks.fault(text, source, target)
+    except (ValueError, RuntimeError, AssertionError) as error:
+        return f"cannot run: {error}"
+
+
+@pytest.mark.parametrize(
+    ("axes", "every"),
+    [
+        (TWO, 10),
+        (THREE, 40),
+        *(pytest.param(axes, 1, marks=pytest.mark.matrix) for axes in (TWO, THREE, {"dp": 3, "tp": 2})),
+    ],
+    ids=str,
+)
+def test_what_is_accepted_is_right_and_what_is_refused_is_wrong(axes: Mapping[str, int], every: int) -> None:
+    accepted, wrong, missed = judged(axes, every)
+    assert wrong == []
+    assert missed == {}
+    assert accepted > 300
+
+
+def test_a_table_that_lets_nested_cuts_pass_would_be_caught() -> None:
+    """Gathering the outer of two nested cuts: the text that the check refuses is wrong on the ranks."""
+    source = Layout((("dp", shard(0, 12)), ("tp", shard(0, 6))))
+    target = Layout((("dp", R), ("tp", shard(0, 12))))
+    text = TEXT.format(**TWO, operator="all_gather", names="dp", source=source, target=target)
+    with pytest.raises(LayoutError, match="converting dp leaves it"):
+        coerced(parse_program(text).node("y"), source, TWO)
+    with ranks_of(TWO) as ranks:
+        assert ranks.fault(text, source, target) == "values"
+
+
+@pytest.mark.parametrize("axes", [TWO, pytest.param(THREE, marks=pytest.mark.matrix)], ids=str)
+def test_the_way_from_one_layout_to_another_is_of_accepted_steps(axes: Mapping[str, int]) -> None:
+    """And there is one between any two layouts."""
+    known = layouts(axes)
+    for source, target in itertools.product(known, known):
+        way = conversions(source, target, axes, True, Cost())
+        assert way is not None, f"{source} to {target}"
+        at = source
+        for step in way:
+            names = "-".join(step.axes)
+            operator = step.row.operator.__name__
+            text = TEXT.format(**axes, operator=operator, names=names, source=at, target=step.layout)
+            assert coerced(parse_program(text).node("y"), at, axes) == step.layout
+            at = step.layout
+        assert at == target
