@@ -27,13 +27,14 @@ with R, or the same on all of them, as with I, where the placement is *settled* 
 v elements that n need not divide (a vocabulary): every rank holds p/n, of which the first are its ceil(v/n) elements or
 what is left of them, the others padding. In `s reversed` rank r holds the r-th block from the end of each run. And the
 runs may consist of segments: `b x (s | s reversed)` is the zigzag of context parallelism (SPEC section 6), in a
-flattened b·2s. Rules refuse these two (`Placement.in_rank_order`) where they do more than hand a cut on.
+flattened b·2s. A cut with such blocks is one run or its repetitions, with no other pieces beside it. Rules refuse
+these two (`Placement.in_rank_order`) where they do more than hand a cut on.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fxpar.errors import TextError
@@ -158,8 +159,16 @@ def padded_shard(dim: int, size: int, n: int) -> Placement:
 
 def pieces_of(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
     """Canonical form: empty pieces dropped, neighbours that repeat the same run merged, segments only where needed."""
+    if all(piece.in_rank_order for piece in pieces):
+        return _merged(pieces)
+    flat = _flattened(pieces)
+    return tuple(pieces) if flat is None else flat
+
+
+def _merged(pieces: Iterable[Piece]) -> tuple[Piece, ...]:
+    """The pieces without those that are empty, and with neighbours of the same run as one piece."""
     merged: list[Piece] = []
-    for piece in _spliced(pieces):
+    for piece in pieces:
         if piece.length == 0:
             continue
         if not piece.sharded:
@@ -175,16 +184,39 @@ def pieces_of(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
     return tuple(merged)
 
 
-def _spliced(pieces: Sequence[Piece]) -> Iterator[Piece]:
-    """The pieces, segments in canonical form: one segment is its run, and those of a single run are pieces."""
-    for piece in pieces:
-        inner = pieces_of(piece.segments)
-        if len(inner) == 1:
-            yield replace(inner[0], outer=simplify(piece.outer * inner[0].outer))
-        elif inner and piece.outer == 1:
-            yield from inner
+def _flattened(pieces: Sequence[Piece]) -> tuple[Piece, ...] | None:
+    """Cuts of which some are reversed, as the shortest list that they repeat and how often they do.
+
+    None where runs of segments are repeated a symbolic number of times beside other pieces: no such cut fits.
+    """
+    times: Size = 1
+    if len(pieces) == 1 and pieces[0].segments:
+        times, pieces = pieces[0].outer, pieces[0].segments
+    runs = _runs(pieces)
+    if runs is None:
+        return None
+    lengths = (n for n in range(1, len(runs) + 1) if len(runs) % n == 0)
+    period = next(n for n in lengths if runs == runs[:n] * (len(runs) // n))
+    times, found = simplify(times * (len(runs) // period)), _merged(runs[:period])
+    if len(found) == 1:
+        return (replace(found[0], outer=simplify(times * found[0].outer)),)
+    return found if times == 1 else (Piece(times, simplify(sum(p.length for p in found)), segments=found),)
+
+
+def _runs(pieces: Sequence[Piece]) -> list[Piece] | None:
+    """The pieces run by run, without segments; those of a symbolic number of runs as they are."""
+    found: list[Piece] = []
+    for piece in _merged(pieces):
+        if not isinstance(piece.outer, int):
+            if piece.segments:
+                return None
+            found.append(piece)
         else:
-            yield replace(piece, segments=inner)
+            run = _runs(piece.segments) if piece.segments else [replace(piece, outer=1)]
+            if run is None:
+                return None
+            found += run * piece.outer
+    return found
 
 
 def fits(placement: Placement, shape: Sequence[Size], n: int) -> bool:
@@ -194,9 +226,16 @@ def fits(placement: Placement, shape: Sequence[Size], n: int) -> bool:
     if not 0 <= placement.dim < len(shape) or not any(p.sharded for p in placement.pieces):
         return False
     total = simplify(sum(p.length for p in placement.pieces))
-    if placement.settled and not placement.is_shared:
+    if (placement.settled and not placement.is_shared) or not _is_one_order(placement.pieces):
         return False
     return total == shape[placement.dim] and all(_fits(p, n, len(placement.pieces)) for p in placement.pieces)
+
+
+def _is_one_order(pieces: Sequence[Piece]) -> bool:
+    """Whether blocks that are not in the order of the ranks stand alone: one run of them, or its repetitions."""
+    if all(piece.in_rank_order for piece in pieces) or len(pieces) == 1:
+        return True
+    return all(replace(piece, reversed=False).is_plain for piece in pieces)
 
 
 def _fits(piece: Piece, n: int, count: int) -> bool:

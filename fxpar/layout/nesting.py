@@ -112,10 +112,7 @@ def swapped(outer: Placement, n: int, inner: Placement, m: int) -> tuple[Placeme
     if not found or any(pair is None for pair in found):
         return None
     first, second = zip(*(pair for pair in found if pair is not None), strict=True)
-    return (
-        replace(inner, pieces=pieces_of(first)),
-        replace(outer, pieces=pieces_of(second)),
-    )
+    return replace(inner, pieces=pieces_of(first)), replace(outer, pieces=pieces_of(second))
 
 
 def is_nested(outer: Placement, n: int, inner: Placement) -> bool:
@@ -127,12 +124,17 @@ def is_nested(outer: Placement, n: int, inner: Placement) -> bool:
 
 
 def _aligned(outer: Placement, n: int, inner: Placement) -> list[tuple[Piece, Piece]]:
-    """Both cuts in parts that speak of the same elements; empty where they fall apart otherwise."""
+    """Both cuts in parts that speak of the same elements; empty where they fall apart otherwise.
+
+    One with blocks that are not in the order of the ranks is taken as a whole, with another of a single piece.
+    """
+    if not (outer.in_rank_order and inner.in_rank_order):
+        x, y = _one_run(outer), _one_run(inner)
+        return [(x, y)] if x and y and share_of(x, n) == y.length else []
     pending, others = list(outer.pieces), list(inner.pieces)
     found: list[tuple[Piece, Piece]] = []
     while pending and others:
-        x = pending.pop(0)
-        y = _gathered(others, share_of(replace(x, outer=1), n)) if x.sharded else others.pop(0)
+        x, y = pending.pop(0), others.pop(0)
         left, right = share_of(x, n), y.length
         if left is None:
             return []
@@ -148,18 +150,11 @@ def _aligned(outer: Placement, n: int, inner: Placement) -> list[tuple[Piece, Pi
     return [] if pending or others else found
 
 
-def _gathered(pieces: list[Piece], run: Size | None) -> Piece:
-    """Takes the first piece off; or the first few as segments, where they are a run and some of them are reversed.
-
-    Listed inside an axis whose block is that run, they are pieces of their own; listed outside, a run of several.
-    """
-    for count in range(2, len(pieces) + 1 if any(piece.reversed for piece in pieces) else 0):
-        some = tuple(pieces[:count])
-        plain = all(replace(piece, reversed=False).is_plain for piece in some)
-        if plain and any(piece.reversed for piece in some) and simplify(sum(piece.length for piece in some)) == run:
-            del pieces[:count]
-            return Piece(1, run, segments=some)
-    return pieces.pop(0)
+def _one_run(cut: Placement) -> Piece | None:
+    """The cut as one piece: its only one, or runs of segments of which some are reversed."""
+    if cut.in_rank_order or len(cut.pieces) == 1:
+        return cut.piece
+    return Piece(1, simplify(sum(piece.length for piece in cut.pieces)), segments=cut.pieces)
 
 
 def _head(piece: Piece, length: int, n: int = 0) -> tuple[Piece, Piece] | None:

@@ -53,8 +53,9 @@ def test_rows_and_the_zigzag_of_tokens_commute() -> None:
         ("S(0: s reversed)", "s"),
         ("S(0: 2 x 6 reversed)", "12"),
         ("S(0: b x (s | s reversed))", "2*b*s"),
-        ("S(0: b x (s | 2 x 4 reversed) | !3)", "b*s+8*b+3"),
-        ("S(0: 3 x (4 reversed | 8) | 6)", "42"),
+        ("S(0: b x (s | 2 x 4 reversed))", "b*s+8*b"),
+        ("S(0: 3 x (4 reversed | 8))", "36"),
+        ("S(0: b x (s | 4 reversed) | !3)", "b*s+4*b+3"),
         ("S(0: 4 | floor(s/2))", "4+floor(s/2)"),
     ],
 )
@@ -76,6 +77,23 @@ def test_segments_stand_only_where_they_are_needed() -> None:
     assert pieces_of([Piece(1, 16, segments=(Piece(1, 8), turned))]) == (Piece(1, 8), turned)
     assert pieces_of([Piece(2, 16, segments=(Piece(1, 8), Piece(1, 8)))]) == (Piece(4, 8),)
     assert pieces_of([turned, turned]) == (Piece(2, 8, reversed=True),)
+
+
+def test_a_repeated_list_is_written_as_its_repetitions() -> None:
+    zigzag = (Piece(1, 8), Piece(1, 8, reversed=True))
+    twice = (Piece(2, 16, segments=zigzag),)
+    assert pieces_of([*zigzag, *zigzag]) == pieces_of([Piece(1, 32, segments=zigzag * 2)]) == twice
+    assert pieces_of([*zigzag, Piece(4, 16, segments=zigzag)]) == (Piece(5, 16, segments=zigzag),)
+    b = parse_size("b")
+    assert pieces_of([Piece(b, 32, segments=zigzag * 2)]) == (Piece(parse_size("2*b"), 16, segments=zigzag),)
+
+
+@pytest.mark.parametrize(
+    "text", ["S(0: 8 reversed | !8)", "S(0: b x (4 | 4 reversed) | 8)", "S(0: 8 reversed | 8 / 2)"]
+)
+def test_such_blocks_stand_alone(text: str) -> None:
+    size = "8*b+8" if "b x" in text else "16"
+    assert not fits(cut(text, size), (parse_size(size),), 4)
 
 
 @pytest.mark.parametrize(
