@@ -18,7 +18,7 @@ from torch import fx
 
 from fxpar.errors import CheckFailed, FxparError, PassError, shown
 from fxpar.program.collector import without_collections
-from fxpar.program.program import PassRecord, Program, has_note, note
+from fxpar.program.program import Note, PassRecord, Program, has_note, note
 from fxpar.text.printing import print_program
 
 PassFunction = Callable[[Program], Program]
@@ -163,6 +163,7 @@ class PassManager:
             self._verify(program, item.name)
             if item.name == until:
                 break
+        program.graph_module.recompile()
         return program
 
     def _apply(self, item: Pass, program: Program) -> Program:
@@ -192,7 +193,6 @@ class PassManager:
             erased=tuple(sorted(before.keys() - after.keys())),
             changed=tuple(sorted(k for k in before.keys() & after.keys() if before[k] != after[k])),
         )
-        result.graph_module.recompile()
         if self.on_pass is not None:
             self.on_pass(record)
         properties = (program.properties - item.invalidates) | item.provides
@@ -222,10 +222,10 @@ class PassManager:
             (self.dump / f"{index:02d}-{name}.txt").write_text(print_program(program), encoding="utf-8")
 
 
-def _snapshot(graph: fx.Graph) -> dict[str, tuple[str, str, str]]:
-    """What a pass may change of each node: operator, arguments and everything in the note but the bookkeeping."""
+def _snapshot(graph: fx.Graph) -> dict[str, tuple[str, str, Note | None]]:
+    """What a pass may change of each node: operator, arguments and note."""
     return {
-        node.name: (str(node.target), f"{node.args}{node.kwargs}", repr(note(node)) if has_note(node) else "")
+        node.name: (str(node.target), f"{node.args}{node.kwargs}", note(node) if has_note(node) else None)
         for node in graph.nodes
     }
 

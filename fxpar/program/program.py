@@ -346,21 +346,22 @@ def walk(graph_module: fx.GraphModule) -> Iterator[tuple[fx.GraphModule, fx.Node
 def operands(node: fx.Node) -> list[fx.Node]:
     """The tensor operands in argument order, lists flattened; a node used twice occurs twice."""
     found: list[fx.Node] = []
-
-    def visit(value: Any) -> None:
+    pending: list[Any] = [*reversed(node.kwargs.values()), *reversed(node.args)]
+    while pending:
+        value = pending.pop()
         if isinstance(value, fx.Node):
-            if has_note(value) and isinstance(note(value).type, (TensorType, tuple)):
+            if _is_tensor(value):
                 found.append(value)
         elif isinstance(value, (list, tuple)):
-            for item in value:
-                visit(item)
+            pending += reversed(value)
         elif isinstance(value, dict):
-            for item in value.values():
-                visit(item)
-
-    visit(node.args)
-    visit(node.kwargs)
+            pending += reversed(value.values())
     return found
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    found = node.meta.get("custom", {}).get(_KEY)
+    return isinstance(found, Note) and isinstance(found.type, (TensorType, tuple))
 
 
 def with_operands(node: fx.Node, replacements: Sequence[fx.Node]) -> None:
@@ -369,7 +370,7 @@ def with_operands(node: fx.Node, replacements: Sequence[fx.Node]) -> None:
 
     def visit(value: Any) -> Any:
         if isinstance(value, fx.Node):
-            if has_note(value) and isinstance(note(value).type, (TensorType, tuple)):
+            if _is_tensor(value):
                 return next(remaining)
             return value
         if isinstance(value, (list, tuple)):
