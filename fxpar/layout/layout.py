@@ -36,6 +36,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from fxpar.errors import TextError
 from fxpar.layout.symbols import Size, divide, parse_size, product, simplify
@@ -221,8 +222,11 @@ def _runs(pieces: Sequence[Piece]) -> list[Piece] | None:
 
 def fits(placement: Placement, shape: Sequence[Size], n: int) -> bool:
     """Whether the shard covers its dimension of `shape` exactly and its blocks divide every sharded run."""
-    if not placement.is_shard:
-        return True
+    return not placement.is_shard or _cuts(placement, tuple(shape), n)
+
+
+@lru_cache(maxsize=65536)
+def _cuts(placement: Placement, shape: tuple[Size, ...], n: int) -> bool:
     if not 0 <= placement.dim < len(shape) or not any(p.sharded for p in placement.pieces):
         return False
     total = simplify(sum(p.length for p in placement.pieces))

@@ -25,6 +25,7 @@ from fxpar.layout.symbols import Size, divide, simplify
 Entry = tuple[str, Placement]
 
 
+@lru_cache(maxsize=65536)
 def local_size(placement: Placement, n: int) -> Size:
     """Elements of the sharded dimension that a rank of n holds.
 
