@@ -8,6 +8,7 @@ import torch
 
 from fxpar.layout.symbols import names
 from fxpar.manager import register_pass
+from fxpar.mesh.purpose import Cuts, axis_that
 from fxpar.ops.sizes import size
 from fxpar.passes.counts import Counting, count_numbers, scalar
 from fxpar.passes.divide_sequence import divide as divide_sizes
@@ -58,7 +59,7 @@ def divide_batch(program: Program) -> Program:
     name = batch_symbol(program)
     if n > 1:
         remedy = f"pass rows that {n} ranks can share out"
-        program = divide_sizes(program, n, {name}, where="dp", remedy=remedy)
+        program = divide_sizes(program, n, {name}, where=axis_that(Cuts.BATCH), remedy=remedy)
         keep_rows(program, name)
         for node in program.graph.nodes:
             if node.target is aten.sym_size.int and name in names((scalar(node),)):

@@ -56,6 +56,11 @@ PURPOSES: Mapping[str, Purpose] = {
 NESTING: Mapping[str, tuple[str, ...]] = {DENSE: ("dp", "cp", "tp"), EXPERT: ("edp", "ep", "etp")}
 
 
+def axis_that(cuts: Cuts) -> str:
+    """Name of the dense part's axis whose ranks share that out, by which the plan's option and messages call it."""
+    return next(axis for axis in NESTING[DENSE] if PURPOSES[axis].cuts is cuts)
+
+
 def joined_names(axes: Iterable[str]) -> tuple[str, ...]:
     """The names of all sets of axes that may communicate: `dp`, `tp`, `dp-tp`.
 

@@ -11,7 +11,10 @@ from __future__ import annotations
 
 from fxpar.errors import LayoutError, PlanError, shown
 from fxpar.layout.symbols import Size
+from fxpar.mesh.purpose import Cuts, axis_that
 from fxpar.program.program import Input, Program
+
+_AXIS = axis_that(Cuts.BATCH)
 
 
 def batch_symbol(program: Program) -> str:
@@ -29,8 +32,8 @@ def batch_symbol(program: Program) -> str:
         return known[0]
     listed = ", ".join(f"{entry.path} {entry.type}" for entry in program.inputs)
     reason = f"inputs differ in their rows ({listed})" if sizes else "no input has rows whose number may vary"
-    remedy = "pass inputs whose first dimension is the batch, name it (batch_dims={path: dim}), or set dp=1"
-    raise PlanError(reason, where="batch_dims" if said else "dp", remedy=remedy)
+    remedy = f"pass inputs whose first dimension is the batch, name it (batch_dims={{path: dim}}), or set {_AXIS}=1"
+    raise PlanError(reason, where="batch_dims" if said else _AXIS, remedy=remedy)
 
 
 def batch_size(program: Program) -> Size:
@@ -65,7 +68,8 @@ def batch_rows(program: Program, size: object) -> dict[str, int]:
             raise LayoutError(
                 f"dimensions {' and '.join(map(str, dims))} of {entry.type} are both as long as the batch",
                 where=f"input {entry.path}",
-                remedy="say which is the batch (batch_dims={path: dim}), pass it with sizes that differ, or set dp=1",
+                remedy="say which is the batch (batch_dims={path: dim}), pass it with sizes that differ, or set "
+                f"{_AXIS}=1",
             )
         if dims:
             found[entry.path] = dims[0]

@@ -21,7 +21,7 @@ from fxpar.errors import InputError
 from fxpar.layout.layout import Layout
 from fxpar.layout.symbols import names
 from fxpar.manager import Pass
-from fxpar.mesh.purpose import Cuts
+from fxpar.mesh.purpose import Cuts, axis_that
 from fxpar.ops.deferred import Reduction
 from fxpar.ops.lower import Lowered
 from fxpar.passes.annotate import annotate, keeping
@@ -307,7 +307,7 @@ def _refuse_branch(sizes: Mapping[str, int]) -> NoReturn:
     raise InputError(
         f"the model takes another branch for the rows of all data ranks ({given}) than for those of one",
         where="batch",
-        remedy="write the model without a branch on the number of rows, or set dp=1",
+        remedy=f"write the model without a branch on the number of rows, or set {axis_that(Cuts.BATCH)}=1",
     )
 
 
