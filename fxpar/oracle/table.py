@@ -109,7 +109,7 @@ view _unsafe_view add.Tensor mul.Tensor sub.Tensor div.Tensor unsqueeze squeeze.
 transpose.int permute slice.Tensor select.int split.Tensor split_with_sizes cat expand broadcast_tensors repeat clone
 detach layer_norm native_dropout dropout __and__.Tensor pow.Tensor_Scalar pow.Tensor_Tensor tanh gelu silu relu neg
 rsqrt cos sin mean.dim softmax.int cumsum diff where.ScalarOther masked_fill.Scalar _to_copy new_ones le.Tensor
-eq.Tensor ne.Scalar ge.Scalar bitwise_not index.Tensor gather embedding scaled_dot_product_attention pad tril
+eq.Tensor ne.Scalar bitwise_not index.Tensor gather embedding scaled_dot_product_attention pad tril
 cross_entropy_loss mse_loss conv2d fxpar.dropout fxpar.attention fxpar.function
 """)
 )
@@ -119,8 +119,8 @@ ELSEWHERE = tuple(
     full_name(name)
     for name in words("""
 mul.Scalar einsum t chunk unbind.int stack rms_norm pow.Scalar sigmoid sqrt exp log abs sum.dim_IntList
-log_softmax.int argmax amax where.self zeros_like ones_like full_like lt.Tensor gt.Tensor ne.Tensor logical_not
-logical_and index_select triu flip roll tensordot inner outer bilinear
+log_softmax.int argmax amax where.self zeros_like ones_like full_like lt.Tensor gt.Tensor ge.Scalar ne.Tensor
+logical_not logical_and index_select triu flip roll tensordot inner outer bilinear
 """)
 )
 
