@@ -123,7 +123,8 @@ def _attempt(run: Callable[[], _Result]) -> _Result | str:
         return run()
     except RAISED as error:
         text = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-        return _OUTSIDE if _NO_WORD.search(text) else text
+        # Sizes are a rank's here and the whole's there.
+        return _OUTSIDE if _NO_WORD.search(text) else re.sub(r"\d+", "…", text)
 
 
 def _shown(result: Run | list[Run] | str) -> str:
