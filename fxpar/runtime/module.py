@@ -26,12 +26,12 @@ from fxpar.report import Report, make_report
 from fxpar.runtime import batch as calls
 from fxpar.runtime.adopt import adopt, held_by
 from fxpar.runtime.agreement import together
-from fxpar.runtime.execution import own_generator
 from fxpar.runtime.inputs import Inputs
 from fxpar.runtime.mains import Copies, check_scaler
 from fxpar.runtime.optimizers import Optimizers
 from fxpar.runtime.outputs import returned
 from fxpar.runtime.programs import Call, Programs
+from fxpar.runtime.randomness import RandomState
 from fxpar.runtime.refusals import Immovable
 from fxpar.runtime.step import Microbatch, Ran, Reductions, run_microbatches, weighed
 from fxpar.runtime.uneven import check_padding
@@ -58,7 +58,6 @@ class ParallelModule(Immovable):
         world: the processes.
         saved_names: the keys of the unsplit model's state dict, in order.
         loading: memory that this rank's weights took while they were put in their places.
-        step: calls so far that drew random bits; set it when a run is resumed, so that its masks go on.
     """
 
     def __init__(
@@ -74,10 +73,7 @@ class ParallelModule(Immovable):
     ) -> None:
         super().__init__()
         self.plan, self.world = plan, world
-        self.step = 0
-        # The step before which a state was drawn, that state, and what is added to it for the next one.
-        self._counted: tuple[int, Tensor] = (-1, torch.empty(0))
-        self._one = torch.tensor([0, 1, 0], device=world.device)
+        self._random = RandomState(plan.seed, world.rank, world.device)
         self.saved_names = list(model.state_dict().keys())
         self._loss = loss
         self._shapes = {n: tuple(t.shape) for n, t in _tensors(model, everything=True).items()}
@@ -91,6 +87,15 @@ class ParallelModule(Immovable):
         self._cut = frozenset(name for name, value in _tensors(self).items() if isinstance(value, Sharded))
         self._copies = Copies(PRECISION_DTYPES[plan.precision]) if is_mixed(plan) else None
         Optimizers(model).watch(self)
+
+    @property
+    def step(self) -> int:
+        """Calls so far that drew random bits; set it when a run is resumed, so that its masks go on."""
+        return self._random.step
+
+    @step.setter
+    def step(self, value: int) -> None:
+        self._random.step = value
 
     @property
     def layouts(self) -> dict[str, Layout]:
@@ -170,14 +175,14 @@ class ParallelModule(Immovable):
             return self._differentiated(part, scaler, microbatch)
 
         leaves = [leaf_of(value) for value in self.parameters()]
-        return run_microbatches(parts, leaves, self._random_state(), run, self._reduce)
+        return run_microbatches(parts, leaves, self._random.draw(), run, self._reduce)
 
     def _check_padding(self, call: Call, name: str) -> None:
         """What pads sequences for the sake of other ranks must not matter; it is tried once for each program."""
         if not call.unproven:
             return
         assert self._inputs is not None, "only what was compared can be longer elsewhere"
-        state = torch.tensor([self.plan.seed, self.step, 0], device=self.world.device)
+        state = self._random.peek()
         leaves = [leaf for value in self.parameters() if (leaf := leaf_of(value)).requires_grad]
 
         def run(other: bool) -> list[Tensor | None]:
@@ -259,13 +264,13 @@ class ParallelModule(Immovable):
             if entry.path != RNG_PATH:
                 values[entry.node] = call.inputs[entry.path]
             else:
-                values[entry.node] = self._random_state() if microbatch is None else microbatch.random_state
+                values[entry.node] = self._random.draw() if microbatch is None else microbatch.random_state
         ordered = [values[name] for name in lowered.inputs]
         if self._copies is not None:
             names = {p.node: p.fqn for p in program.parameters}
             mains = {names[node]: tensors[names[node]] for node in lowered.copies}
             ordered += self._copies.current(mains, self.training)
-        with own_generator(self.world, self.plan.seed, self.step) if lowered.draws else nullcontext():
+        with self._random.own_generator() if lowered.draws else nullcontext():
             run = call.ready.run if microbatch is None else call.ready.local
             return run(tuple(call.sizes.items()), wanted, (*ordered, *call.places))
 
@@ -279,22 +284,6 @@ class ParallelModule(Immovable):
                 remedy="copy values into it under torch.no_grad(), or change the model before parallelize",
             )
         return value
-
-    def _random_state(self) -> Tensor:
-        """Seed, step and microbatch; each call in training mode is a step of its own.
-
-        From one step to the next it is counted on the device: a copy from the host would wait for the device.
-        """
-        if type(self.step) is not int or not 0 <= self.step < 2**62:
-            raise InputError(f"{shown(self.step)} is no number of steps", where="step", remedy="set one from 0 on")
-        known, state = self._counted
-        if known == self.step:
-            state = state + self._one
-        else:
-            state = torch.tensor([self.plan.seed, self.step, 0], dtype=torch.int64, device=self.world.device)
-        self.step += 1
-        self._counted = (self.step, state)
-        return state
 
     # ------------------------------------------------------------------ state
 
