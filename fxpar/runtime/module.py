@@ -6,8 +6,6 @@ Enters: a model, its plan and the processes. Leaves: `ParallelModule`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,6 @@ from torch import Tensor, nn
 from fxpar.errors import InputError, shown
 from fxpar.layout.layout import Layout
 from fxpar.manager import Pass
-from fxpar.passes.assign_rng import RNG_PATH
 from fxpar.passes.reduction import COUNT
 from fxpar.plan.plan import Plan
 from fxpar.program.mixed import is_mixed, main_dtype
@@ -30,18 +27,19 @@ from fxpar.runtime.inputs import Inputs
 from fxpar.runtime.mains import Copies, check_scaler
 from fxpar.runtime.optimizers import Optimizers
 from fxpar.runtime.outputs import returned
+from fxpar.runtime.padding import check_padding
 from fxpar.runtime.programs import Call, Programs
 from fxpar.runtime.randomness import RandomState
 from fxpar.runtime.refusals import Immovable
+from fxpar.runtime.runner import Runner
 from fxpar.runtime.step import Microbatch, Ran, Reductions, run_microbatches, weighed
-from fxpar.runtime.uneven import check_padding
 from fxpar.runtime.world import World
 from fxpar.state import distributed_state
 from fxpar.state.checkpoint import Checkpoint
 from fxpar.state.export import save_checkpoint
 from fxpar.state.full_state import fingerprints, full_state_dict, load_full_state_dict
+from fxpar.state.initial import named_tensors
 from fxpar.state.parts import load
-from fxpar.state.sharded import Sharded
 from fxpar.state.sharded_parameter import leaf_of
 from fxpar.state.training import Extras, Progress, resume_training, save_training
 
@@ -76,7 +74,7 @@ class ParallelModule(Immovable):
         self._random = RandomState(plan.seed, world.rank, world.device)
         self.saved_names = list(model.state_dict().keys())
         self._loss = loss
-        self._shapes = {n: tuple(t.shape) for n, t in _tensors(model, everything=True).items()}
+        self._shapes = {name: tuple(entry.tensor.shape) for entry in named_tensors(model) for name in entry.names}
         self._programs = Programs(model, self, plan, world, loss, passes)
         options = {"option check_inputs": str(check_inputs)}
         self._takes_lists = isinstance(example, list)
@@ -84,8 +82,8 @@ class ParallelModule(Immovable):
         self._inputs = Inputs(world) if check_inputs and world.size > 1 else None
         with torch.device("cpu"):  # and not that of a context in which the model was built
             self.loading = adopt(self, model, main_dtype(plan), checkpoint)
-        self._cut = frozenset(name for name, value in _tensors(self).items() if isinstance(value, Sharded))
         self._copies = Copies(PRECISION_DTYPES[plan.precision]) if is_mixed(plan) else None
+        self._runner = Runner(self, self.shape_of, self._copies, self._random, world.device)
         Optimizers(model).watch(self)
 
     @property
@@ -144,8 +142,7 @@ class ParallelModule(Immovable):
         if call.unproven:
             self._check_padding(call, self._loss_of(call, "call"))
         wanted = tuple(name for name in call.compiled.program.outputs if name != COUNT)
-        outputs = self._outputs(call, wanted)
-        return returned(call, outputs, self.world)
+        return returned(call, self._runner.outputs(call, wanted), self.world)
 
     @together
     def train_step(self, batch: Any, scaler: torch.amp.GradScaler | None = None) -> Tensor:
@@ -178,21 +175,9 @@ class ParallelModule(Immovable):
         return run_microbatches(parts, leaves, self._random.draw(), run, self._reduce)
 
     def _check_padding(self, call: Call, name: str) -> None:
-        """What pads sequences for the sake of other ranks must not matter; it is tried once for each program."""
-        if not call.unproven:
-            return
-        assert self._inputs is not None, "only what was compared can be longer elsewhere"
-        state = self._random.peek()
-        leaves = [leaf for value in self.parameters() if (leaf := leaf_of(value)).requires_grad]
-
-        def run(other: bool) -> list[Tensor | None]:
-            tried = replace(call, inputs=call.fills) if other else call
-            loss = self._outputs(tried, (name,), Microbatch(0, 1, state))[name]
-            gradients = torch.autograd.grad(loss, leaves, allow_unused=True) if loss.requires_grad else ()
-            return [loss.detach(), *gradients]
-
-        check_padding(run, self._inputs.somewhere, call.unproven)
-        call.compiled.padded.update(call.unproven)
+        if call.unproven:
+            assert self._inputs is not None, "only what was compared can be longer elsewhere"
+            check_padding(call, lambda tried: self._runner.gradients(tried, name), self._inputs.somewhere)
 
     def _differentiated(
         self, batch: Any, scaler: torch.amp.GradScaler | None, microbatch: Microbatch | None = None
@@ -203,7 +188,7 @@ class ParallelModule(Immovable):
         name = self._loss_of(call, "train_step")
         self._check_padding(call, name)
         is_counted = microbatch is not None and COUNT in call.compiled.program.outputs
-        found = self._outputs(call, (name, COUNT) if is_counted else (name,), microbatch)
+        found = self._runner.outputs(call, (name, COUNT) if is_counted else (name,), microbatch)
         loss, counted = found[name], found.get(COUNT)
         if not loss.requires_grad:
             raise InputError(
@@ -234,56 +219,13 @@ class ParallelModule(Immovable):
 
     def _reduce(self, reductions: Reductions) -> None:
         """Sums the ranks' gradients of parameters."""
-        tensors = _tensors(self)
+        parameters = dict(self.named_parameters())
         names = {p.node: p.fqn for p in self._last.program.parameters}
         for reduction in reductions:
-            leaves = {node: leaf_of(tensors[names[node]]) for node in reduction.names}
+            leaves = {node: leaf_of(parameters[names[node]]) for node in reduction.names}
             with torch.no_grad():
                 for node, total in reduction.run({node: leaf.grad for node, leaf in leaves.items()}).items():
                     leaves[node].grad = total
-
-    def _outputs(self, call: Call, wanted: tuple[str, ...], microbatch: Microbatch | None = None) -> dict[str, Tensor]:
-        compiled, program, lowered = call.compiled, call.compiled.program, call.ready.lowered
-        if torch.is_autocast_enabled(self.world.device.type):
-            raise InputError(
-                "would change the element types of the program", where="autocast", remedy="use Plan(precision=…)"
-            )
-        tensors = _tensors(self)
-        values: dict[str, Tensor] = {}
-        for parameter in program.parameters:
-            is_constant = parameter.kind == "constant"
-            value = compiled.constants[parameter.fqn] if is_constant else self._held(parameter.fqn, tensors)
-            if value.requires_grad and not parameter.trainable:
-                raise InputError(
-                    "was frozen when the model was split, so the ranks' gradients of it would not be added",
-                    where=parameter.fqn,
-                    remedy="parallelize the model with it trainable, and freeze it afterwards",
-                )
-            values[parameter.node] = leaf_of(value)
-        for entry in program.inputs:
-            if entry.path != RNG_PATH:
-                values[entry.node] = call.inputs[entry.path]
-            else:
-                values[entry.node] = self._random.draw() if microbatch is None else microbatch.random_state
-        ordered = [values[name] for name in lowered.inputs]
-        if self._copies is not None:
-            names = {p.node: p.fqn for p in program.parameters}
-            mains = {names[node]: tensors[names[node]] for node in lowered.copies}
-            ordered += self._copies.current(mains, self.training)
-        with self._random.own_generator() if lowered.draws else nullcontext():
-            run = call.ready.run if microbatch is None else call.ready.local
-            return run(tuple(call.sizes.items()), wanted, (*ordered, *call.places))
-
-    def _held(self, name: str, tensors: Mapping[str, Tensor]) -> Tensor:
-        """A parameter or buffer, if it is the module's own still."""
-        value = tensors.get(name)
-        if value is None or isinstance(value, Sharded) != (name in self._cut) or value.shape != self._shapes[name]:
-            raise InputError(
-                "is not the tensor that the module was made with",
-                where=name,
-                remedy="copy values into it under torch.no_grad(), or change the model before parallelize",
-            )
-        return value
 
     # ------------------------------------------------------------------ state
 
@@ -449,11 +391,3 @@ class ParallelModule(Immovable):
         given: dict[str, Any] = {"device": self.world.device, "sizes": sizes, "optimizer": optimizer}
         given["findings"] = compiled.captured.findings
         return make_report(compiled.program, compiled.lowered, name=type(self._programs.skeleton).__name__, **given)
-
-
-def _tensors(module: nn.Module, everything: bool = False) -> dict[str, Tensor]:
-    """Parameters and buffers by name; with `everything` under all their names."""
-    return {
-        **dict(module.named_buffers(remove_duplicate=not everything)),
-        **dict(module.named_parameters(remove_duplicate=not everything)),
-    }
