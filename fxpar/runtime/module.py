@@ -6,6 +6,7 @@ Enters: a model, its plan and the processes. Leaves: `ParallelModule`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ from torch import Tensor, nn
 from fxpar.errors import InputError, shown
 from fxpar.layout.layout import Layout
 from fxpar.manager import Pass
-from fxpar.passes.reduction import COUNT
 from fxpar.plan.plan import Plan
 from fxpar.program.mixed import is_mixed, main_dtype
 from fxpar.program.program import PRECISION_DTYPES, Program
@@ -23,16 +23,16 @@ from fxpar.report import Report, make_report
 from fxpar.runtime import batch as calls
 from fxpar.runtime.adopt import adopt, held_by
 from fxpar.runtime.agreement import together
+from fxpar.runtime.forward_backward import ForwardBackward
 from fxpar.runtime.inputs import Inputs
 from fxpar.runtime.mains import Copies, check_scaler
 from fxpar.runtime.optimizers import Optimizers
 from fxpar.runtime.outputs import returned
-from fxpar.runtime.padding import check_padding
-from fxpar.runtime.programs import Call, Programs
+from fxpar.runtime.programs import Programs
 from fxpar.runtime.randomness import RandomState
 from fxpar.runtime.refusals import Immovable
 from fxpar.runtime.runner import Runner
-from fxpar.runtime.step import Microbatch, Ran, Reductions, run_microbatches, weighed
+from fxpar.runtime.step import run_microbatches
 from fxpar.runtime.world import World
 from fxpar.state import distributed_state
 from fxpar.state.checkpoint import Checkpoint
@@ -40,7 +40,6 @@ from fxpar.state.export import save_checkpoint
 from fxpar.state.full_state import fingerprints, full_state_dict, load_full_state_dict
 from fxpar.state.initial import named_tensors
 from fxpar.state.parts import load
-from fxpar.state.sharded_parameter import leaf_of
 from fxpar.state.training import Extras, Progress, resume_training, save_training
 
 
@@ -73,17 +72,17 @@ class ParallelModule(Immovable):
         self.plan, self.world = plan, world
         self._random = RandomState(plan.seed, world.rank, world.device)
         self.saved_names = list(model.state_dict().keys())
-        self._loss = loss
         self._shapes = {name: tuple(entry.tensor.shape) for entry in named_tensors(model) for name in entry.names}
         self._programs = Programs(model, self, plan, world, loss, passes)
         options = {"option check_inputs": str(check_inputs)}
         self._takes_lists = isinstance(example, list)
         self._programs.start(model, calls.canonical(example), {**options, **fingerprints(model)})
-        self._inputs = Inputs(world) if check_inputs and world.size > 1 else None
+        inputs = Inputs(world) if check_inputs and world.size > 1 else None
         with torch.device("cpu"):  # and not that of a context in which the model was built
             self.loading = adopt(self, model, main_dtype(plan), checkpoint)
         self._copies = Copies(PRECISION_DTYPES[plan.precision]) if is_mixed(plan) else None
-        self._runner = Runner(self, self.shape_of, self._copies, self._random, world.device)
+        runner = Runner(self, self.shape_of, self._copies, self._random, world.device)
+        self._batches = ForwardBackward(self._programs, inputs, runner, loss)
         Optimizers(model).watch(self)
 
     @property
@@ -123,14 +122,6 @@ class ParallelModule(Immovable):
         """The program of the example's mode and structure."""
         return self._programs.first.program
 
-    def _bound(self, batch: Any, with_loss: bool) -> tuple[Call, Tensor | None]:
-        """The program for a call, and whether the ranks' values are equal, where the device has yet to say that."""
-        are_equal, shapes = None, None
-        if self._inputs is not None:
-            facts = self._programs.facts(batch, sizes=False)
-            batch, are_equal, shapes = self._inputs.compare(batch, facts, self._programs.without_rows)
-        return self._programs.bound(batch, with_loss, shapes), are_equal
-
     @together
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own output for a call as the author defined it; sharded tensors come as DTensor.
@@ -138,11 +129,8 @@ class ParallelModule(Immovable):
         Raises:
             InputError: an argument that the model's forward does not take, or a value that no program can.
         """
-        call, _ = self._bound(calls.called_with(self._programs.skeleton, args, kwargs), False)
-        if call.unproven:
-            self._check_padding(call, self._loss_of(call, "call"))
-        wanted = tuple(name for name in call.compiled.program.outputs if name != COUNT)
-        return returned(call, self._runner.outputs(call, wanted), self.world)
+        call, outputs = self._batches.forward(calls.called_with(self._programs.skeleton, args, kwargs))
+        return returned(call, outputs, self.world)
 
     @together
     def train_step(self, batch: Any, scaler: torch.amp.GradScaler | None = None) -> Tensor:
@@ -165,67 +153,16 @@ class ParallelModule(Immovable):
             raise InputError("gradients are off", where="train_step", remedy="leave torch.no_grad()")
         check_scaler(scaler, self.plan.precision, self.world.device)
         parts = calls.microbatches(batch, self._takes_lists)
+        run = partial(self._batches.train, scaler=scaler)
         if len(parts) == 1:
-            return self._differentiated(parts[0], scaler).loss
-
-        def run(part: Any, microbatch: Microbatch) -> Ran:
-            return self._differentiated(part, scaler, microbatch)
-
-        leaves = [leaf_of(value) for value in self.parameters()]
-        return run_microbatches(parts, leaves, self._random.draw(), run, self._reduce)
-
-    def _check_padding(self, call: Call, name: str) -> None:
-        if call.unproven:
-            assert self._inputs is not None, "only what was compared can be longer elsewhere"
-            check_padding(call, lambda tried: self._runner.gradients(tried, name), self._inputs.somewhere)
-
-    def _differentiated(
-        self, batch: Any, scaler: torch.amp.GradScaler | None, microbatch: Microbatch | None = None
-    ) -> Ran:
-        """Forward and backward of a batch, or of one of several, whose gradients stay this rank's own."""
-        call, are_equal = self._bound(batch, callable(self._loss))
-        self._last = call.compiled
-        name = self._loss_of(call, "train_step")
-        self._check_padding(call, name)
-        is_counted = microbatch is not None and COUNT in call.compiled.program.outputs
-        found = self._runner.outputs(call, (name, COUNT) if is_counted else (name,), microbatch)
-        loss, counted = found[name], found.get(COUNT)
-        if not loss.requires_grad:
-            raise InputError(
-                "no parameter that the loss reaches requires a gradient", where="train_step", remedy="unfreeze some"
-            )
-        share = loss if microbatch is None else weighed(loss, counted, microbatch)
-        (share if scaler is None else scaler.scale(share)).backward()
-        value = loss.detach() if are_equal is None else loss.detach().where(are_equal, torch.nan)
-        return Ran(value, call.ready.reductions, counted)
-
-    def _loss_of(self, call: Call, where: str) -> str:
-        name = call.compiled.program.loss
-        if not name:
-            what = f"{self._loss!r}" if isinstance(self._loss, str) else "or more than one scalar"
-            why = ", so that nothing shows whether what pads its sequences matters" if call.unproven else ""
-            raise InputError(
-                f"the model returns no loss ({what}){why}",
-                where=where,
-                remedy="pass labels, or name the loss: parallelize(…, loss=…)",
-            )
-        return name
+            return run(parts[0]).loss
+        return run_microbatches(parts, dict(self.named_parameters()), self._random.draw(), run)
 
     def own_rows(self, batch: Any) -> Any:
         """This rank's rows of a batch, or of a list of microbatches, that has those of all data ranks."""
         if type(batch) is list and not self._takes_lists:
             return [self.own_rows(part) for part in batch]
         return calls.own_rows(self.program, batch, self.world.coordinates)
-
-    def _reduce(self, reductions: Reductions) -> None:
-        """Sums the ranks' gradients of parameters."""
-        parameters = dict(self.named_parameters())
-        names = {p.node: p.fqn for p in self._last.program.parameters}
-        for reduction in reductions:
-            leaves = {node: leaf_of(parameters[names[node]]) for node in reduction.names}
-            with torch.no_grad():
-                for node, total in reduction.run({node: leaf.grad for node, leaf in leaves.items()}).items():
-                    leaves[node].grad = total
 
     # ------------------------------------------------------------------ state
 
