@@ -1,7 +1,7 @@
 """Data ranks that bring batches of other sizes: what a step computes is that of their padded concatenation.
 
 Enters: a rank's batch and the shapes of all. Leaves: the batch with sequences as long as the longest of any rank, and
-how many rows the others bring; or an error where the result would depend on what pads, or on how rows lie.
+how many rows the others bring; or an error where the result would depend on how rows lie.
 
 Ranks wait for the one with the longest sequences in any case, so that padding on the others costs no time. Rows are
 never padded: a mean over them is a sum over a count.
