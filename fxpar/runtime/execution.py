@@ -1,13 +1,11 @@
-"""How a rank's module runs: as it is, or compiled as one graph; and with which generator.
+"""How a rank's module runs: as it is, or compiled as one graph.
 
 Enters: a lowered module and the plan. Leaves: a callable for each set of shapes.
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +16,6 @@ from fxpar.ops.lower import Lowered
 from fxpar.ops.recompute import apply_recompute
 from fxpar.plan.plan import Plan
 from fxpar.runtime.overlap import Overlap
-from fxpar.runtime.world import World
 
 
 @dataclass(frozen=True)
@@ -68,12 +65,3 @@ class Executor:
             # Inductor's own order for peak memory would bring weight gradients back in front of collectives.
             options["reorder_for_peak_memory"] = False
         return torch.compile(module, fullgraph=True, dynamic=False, options=options)
-
-
-@contextlib.contextmanager
-def own_generator(world: World, seed: int, step: int) -> Iterator[None]:
-    """Seeds the GPU's generator for this rank and step, and puts it back: for kernels that draw bits of their own."""
-    with torch.random.fork_rng([world.device]):
-        text = f"{seed} {step} {world.rank}".encode()
-        torch.cuda.manual_seed(int.from_bytes(hashlib.sha256(text).digest()[:8]) >> 1)
-        yield

@@ -6,8 +6,7 @@ Enters: a model, its plan and the processes. Leaves: `ParallelModule`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,6 @@ from torch import Tensor, nn
 from fxpar.errors import InputError, shown
 from fxpar.layout.layout import Layout
 from fxpar.manager import Pass
-from fxpar.passes.assign_rng import RNG_PATH
-from fxpar.passes.reduction import COUNT
 from fxpar.plan.plan import Plan
 from fxpar.program.mixed import is_mixed, main_dtype
 from fxpar.program.program import PRECISION_DTYPES, Program
@@ -26,23 +23,23 @@ from fxpar.report import Report, make_report
 from fxpar.runtime import batch as calls
 from fxpar.runtime.adopt import adopt, held_by
 from fxpar.runtime.agreement import together
-from fxpar.runtime.execution import own_generator
+from fxpar.runtime.forward_backward import ForwardBackward
 from fxpar.runtime.inputs import Inputs
 from fxpar.runtime.mains import Copies, check_scaler
 from fxpar.runtime.optimizers import Optimizers
 from fxpar.runtime.outputs import returned
-from fxpar.runtime.programs import Call, Programs
+from fxpar.runtime.programs import Programs
+from fxpar.runtime.randomness import RandomState
 from fxpar.runtime.refusals import Immovable
-from fxpar.runtime.step import Microbatch, Ran, Reductions, run_microbatches, weighed
-from fxpar.runtime.uneven import check_padding
+from fxpar.runtime.runner import Runner
+from fxpar.runtime.step import run_microbatches
 from fxpar.runtime.world import World
 from fxpar.state import distributed_state
 from fxpar.state.checkpoint import Checkpoint
 from fxpar.state.export import save_checkpoint
 from fxpar.state.full_state import fingerprints, full_state_dict, load_full_state_dict
+from fxpar.state.initial import named_tensors
 from fxpar.state.parts import load
-from fxpar.state.sharded import Sharded
-from fxpar.state.sharded_parameter import leaf_of
 from fxpar.state.training import Extras, Progress, resume_training, save_training
 
 
@@ -58,7 +55,6 @@ class ParallelModule(Immovable):
         world: the processes.
         saved_names: the keys of the unsplit model's state dict, in order.
         loading: memory that this rank's weights took while they were put in their places.
-        step: calls so far that drew random bits; set it when a run is resumed, so that its masks go on.
     """
 
     def __init__(
@@ -74,23 +70,29 @@ class ParallelModule(Immovable):
     ) -> None:
         super().__init__()
         self.plan, self.world = plan, world
-        self.step = 0
-        # The step before which a state was drawn, that state, and what is added to it for the next one.
-        self._counted: tuple[int, Tensor] = (-1, torch.empty(0))
-        self._one = torch.tensor([0, 1, 0], device=world.device)
+        self._random = RandomState(plan.seed, world.rank, world.device)
         self.saved_names = list(model.state_dict().keys())
-        self._loss = loss
-        self._shapes = {n: tuple(t.shape) for n, t in _tensors(model, everything=True).items()}
+        self._shapes = {name: tuple(entry.tensor.shape) for entry in named_tensors(model) for name in entry.names}
         self._programs = Programs(model, self, plan, world, loss, passes)
         options = {"option check_inputs": str(check_inputs)}
         self._takes_lists = isinstance(example, list)
         self._programs.start(model, calls.canonical(example), {**options, **fingerprints(model)})
-        self._inputs = Inputs(world) if check_inputs and world.size > 1 else None
+        inputs = Inputs(world) if check_inputs and world.size > 1 else None
         with torch.device("cpu"):  # and not that of a context in which the model was built
             self.loading = adopt(self, model, main_dtype(plan), checkpoint)
-        self._cut = frozenset(name for name, value in _tensors(self).items() if isinstance(value, Sharded))
         self._copies = Copies(PRECISION_DTYPES[plan.precision]) if is_mixed(plan) else None
+        runner = Runner(self, self.shape_of, self._copies, self._random, world.device)
+        self._batches = ForwardBackward(self._programs, inputs, runner, loss)
         Optimizers(model).watch(self)
+
+    @property
+    def step(self) -> int:
+        """Calls so far that drew random bits; set it when a run is resumed, so that its masks go on."""
+        return self._random.step
+
+    @step.setter
+    def step(self, value: int) -> None:
+        self._random.step = value
 
     @property
     def layouts(self) -> dict[str, Layout]:
@@ -120,14 +122,6 @@ class ParallelModule(Immovable):
         """The program of the example's mode and structure."""
         return self._programs.first.program
 
-    def _bound(self, batch: Any, with_loss: bool) -> tuple[Call, Tensor | None]:
-        """The program for a call, and whether the ranks' values are equal, where the device has yet to say that."""
-        are_equal, shapes = None, None
-        if self._inputs is not None:
-            facts = self._programs.facts(batch, sizes=False)
-            batch, are_equal, shapes = self._inputs.compare(batch, facts, self._programs.without_rows)
-        return self._programs.bound(batch, with_loss, shapes), are_equal
-
     @together
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own output for a call as the author defined it; sharded tensors come as DTensor.
@@ -135,11 +129,7 @@ class ParallelModule(Immovable):
         Raises:
             InputError: an argument that the model's forward does not take, or a value that no program can.
         """
-        call, _ = self._bound(calls.called_with(self._programs.skeleton, args, kwargs), False)
-        if call.unproven:
-            self._check_padding(call, self._loss_of(call, "call"))
-        wanted = tuple(name for name in call.compiled.program.outputs if name != COUNT)
-        outputs = self._outputs(call, wanted)
+        call, outputs = self._batches.forward(calls.called_with(self._programs.skeleton, args, kwargs))
         return returned(call, outputs, self.world)
 
     @together
@@ -163,138 +153,16 @@ class ParallelModule(Immovable):
             raise InputError("gradients are off", where="train_step", remedy="leave torch.no_grad()")
         check_scaler(scaler, self.plan.precision, self.world.device)
         parts = calls.microbatches(batch, self._takes_lists)
+        run = partial(self._batches.train, scaler=scaler)
         if len(parts) == 1:
-            return self._differentiated(parts[0], scaler).loss
-
-        def run(part: Any, microbatch: Microbatch) -> Ran:
-            return self._differentiated(part, scaler, microbatch)
-
-        leaves = [leaf_of(value) for value in self.parameters()]
-        return run_microbatches(parts, leaves, self._random_state(), run, self._reduce)
-
-    def _check_padding(self, call: Call, name: str) -> None:
-        """What pads sequences for the sake of other ranks must not matter; it is tried once for each program."""
-        if not call.unproven:
-            return
-        assert self._inputs is not None, "only what was compared can be longer elsewhere"
-        state = torch.tensor([self.plan.seed, self.step, 0], device=self.world.device)
-        leaves = [leaf for value in self.parameters() if (leaf := leaf_of(value)).requires_grad]
-
-        def run(other: bool) -> list[Tensor | None]:
-            tried = replace(call, inputs=call.fills) if other else call
-            loss = self._outputs(tried, (name,), Microbatch(0, 1, state))[name]
-            gradients = torch.autograd.grad(loss, leaves, allow_unused=True) if loss.requires_grad else ()
-            return [loss.detach(), *gradients]
-
-        check_padding(run, self._inputs.somewhere, call.unproven)
-        call.compiled.padded.update(call.unproven)
-
-    def _differentiated(
-        self, batch: Any, scaler: torch.amp.GradScaler | None, microbatch: Microbatch | None = None
-    ) -> Ran:
-        """Forward and backward of a batch, or of one of several, whose gradients stay this rank's own."""
-        call, are_equal = self._bound(batch, callable(self._loss))
-        self._last = call.compiled
-        name = self._loss_of(call, "train_step")
-        self._check_padding(call, name)
-        is_counted = microbatch is not None and COUNT in call.compiled.program.outputs
-        found = self._outputs(call, (name, COUNT) if is_counted else (name,), microbatch)
-        loss, counted = found[name], found.get(COUNT)
-        if not loss.requires_grad:
-            raise InputError(
-                "no parameter that the loss reaches requires a gradient", where="train_step", remedy="unfreeze some"
-            )
-        share = loss if microbatch is None else weighed(loss, counted, microbatch)
-        (share if scaler is None else scaler.scale(share)).backward()
-        value = loss.detach() if are_equal is None else loss.detach().where(are_equal, torch.nan)
-        return Ran(value, call.ready.reductions, counted)
-
-    def _loss_of(self, call: Call, where: str) -> str:
-        name = call.compiled.program.loss
-        if not name:
-            what = f"{self._loss!r}" if isinstance(self._loss, str) else "or more than one scalar"
-            why = ", so that nothing shows whether what pads its sequences matters" if call.unproven else ""
-            raise InputError(
-                f"the model returns no loss ({what}){why}",
-                where=where,
-                remedy="pass labels, or name the loss: parallelize(…, loss=…)",
-            )
-        return name
+            return run(parts[0]).loss
+        return run_microbatches(parts, dict(self.named_parameters()), self._random.draw(), run)
 
     def own_rows(self, batch: Any) -> Any:
         """This rank's rows of a batch, or of a list of microbatches, that has those of all data ranks."""
         if type(batch) is list and not self._takes_lists:
             return [self.own_rows(part) for part in batch]
         return calls.own_rows(self.program, batch, self.world.coordinates)
-
-    def _reduce(self, reductions: Reductions) -> None:
-        """Sums the ranks' gradients of parameters."""
-        tensors = _tensors(self)
-        names = {p.node: p.fqn for p in self._last.program.parameters}
-        for reduction in reductions:
-            leaves = {node: leaf_of(tensors[names[node]]) for node in reduction.names}
-            with torch.no_grad():
-                for node, total in reduction.run({node: leaf.grad for node, leaf in leaves.items()}).items():
-                    leaves[node].grad = total
-
-    def _outputs(self, call: Call, wanted: tuple[str, ...], microbatch: Microbatch | None = None) -> dict[str, Tensor]:
-        compiled, program, lowered = call.compiled, call.compiled.program, call.ready.lowered
-        if torch.is_autocast_enabled(self.world.device.type):
-            raise InputError(
-                "would change the element types of the program", where="autocast", remedy="use Plan(precision=…)"
-            )
-        tensors = _tensors(self)
-        values: dict[str, Tensor] = {}
-        for parameter in program.parameters:
-            is_constant = parameter.kind == "constant"
-            value = compiled.constants[parameter.fqn] if is_constant else self._held(parameter.fqn, tensors)
-            if value.requires_grad and not parameter.trainable:
-                raise InputError(
-                    "was frozen when the model was split, so the ranks' gradients of it would not be added",
-                    where=parameter.fqn,
-                    remedy="parallelize the model with it trainable, and freeze it afterwards",
-                )
-            values[parameter.node] = leaf_of(value)
-        for entry in program.inputs:
-            if entry.path != RNG_PATH:
-                values[entry.node] = call.inputs[entry.path]
-            else:
-                values[entry.node] = self._random_state() if microbatch is None else microbatch.random_state
-        ordered = [values[name] for name in lowered.inputs]
-        if self._copies is not None:
-            names = {p.node: p.fqn for p in program.parameters}
-            mains = {names[node]: tensors[names[node]] for node in lowered.copies}
-            ordered += self._copies.current(mains, self.training)
-        with own_generator(self.world, self.plan.seed, self.step) if lowered.draws else nullcontext():
-            run = call.ready.run if microbatch is None else call.ready.local
-            return run(tuple(call.sizes.items()), wanted, (*ordered, *call.places))
-
-    def _held(self, name: str, tensors: Mapping[str, Tensor]) -> Tensor:
-        """A parameter or buffer, if it is the module's own still."""
-        value = tensors.get(name)
-        if value is None or isinstance(value, Sharded) != (name in self._cut) or value.shape != self._shapes[name]:
-            raise InputError(
-                "is not the tensor that the module was made with",
-                where=name,
-                remedy="copy values into it under torch.no_grad(), or change the model before parallelize",
-            )
-        return value
-
-    def _random_state(self) -> Tensor:
-        """Seed, step and microbatch; each call in training mode is a step of its own.
-
-        From one step to the next it is counted on the device: a copy from the host would wait for the device.
-        """
-        if type(self.step) is not int or not 0 <= self.step < 2**62:
-            raise InputError(f"{shown(self.step)} is no number of steps", where="step", remedy="set one from 0 on")
-        known, state = self._counted
-        if known == self.step:
-            state = state + self._one
-        else:
-            state = torch.tensor([self.plan.seed, self.step, 0], dtype=torch.int64, device=self.world.device)
-        self.step += 1
-        self._counted = (self.step, state)
-        return state
 
     # ------------------------------------------------------------------ state
 
@@ -460,11 +328,3 @@ class ParallelModule(Immovable):
         given: dict[str, Any] = {"device": self.world.device, "sizes": sizes, "optimizer": optimizer}
         given["findings"] = compiled.captured.findings
         return make_report(compiled.program, compiled.lowered, name=type(self._programs.skeleton).__name__, **given)
-
-
-def _tensors(module: nn.Module, everything: bool = False) -> dict[str, Tensor]:
-    """Parameters and buffers by name; with `everything` under all their names."""
-    return {
-        **dict(module.named_buffers(remove_duplicate=not everything)),
-        **dict(module.named_parameters(remove_duplicate=not everything)),
-    }

@@ -6,7 +6,7 @@ parameters' gradients are those of that mean, summed over the ranks once, and ad
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +15,8 @@ from torch import Tensor
 
 from fxpar.errors import InputError
 from fxpar.ops.deferred import Reduction
-
-Reductions = tuple[Reduction, ...]
+from fxpar.program.program import Program
+from fxpar.state.sharded_parameter import leaf_of
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,13 @@ class Ran:
 
     Attributes:
         loss: detached.
-        reductions: those that its gradients lack.
+        reductions: those that its gradients lack, by nodes of `program`.
         counted: what counted in its loss, where microbatches are weighed by that.
     """
 
     loss: Tensor
-    reductions: Reductions
+    reductions: tuple[Reduction, ...]
+    program: Program
     counted: Tensor | None = None
 
 
@@ -73,23 +74,22 @@ def _unit(counted: Tensor) -> Tensor:
 
 def run_microbatches(
     parts: Sequence[Any],
-    leaves: Sequence[Tensor],
+    parameters: Mapping[str, Tensor],
     state: Tensor,
     run: Callable[[Any, Microbatch], Ran],
-    reduce: Callable[[Reductions], None],
 ) -> Tensor:
     """The mean loss of a step, differentiated.
 
     Args:
         parts: the microbatches.
-        leaves: of which autograd computes gradients. Where a microbatch fails they have those of before.
+        parameters: by name. Where a microbatch fails they have the gradients of before.
         state: random state of the step, i64[3].
         run: forward and backward of one.
-        reduce: carries them out.
 
     Raises:
         InputError: two microbatches lack other reductions.
     """
+    leaves = [leaf_of(value) for value in parameters.values()]
     before = [leaf.grad for leaf in leaves]
     for leaf in leaves:
         leaf.grad = None
@@ -104,7 +104,7 @@ def run_microbatches(
                     where=f"microbatch {index}",
                     remedy="pass microbatches of one structure and kind of sizes",
                 )
-        reduce(ran[0].reductions)
+        _reduce(ran[-1], parameters)
         total = _average(ran, leaves)
         is_done = True
     finally:
@@ -114,6 +114,16 @@ def run_microbatches(
             elif kept is not None:
                 leaf.grad = kept + leaf.grad
     return total
+
+
+def _reduce(ran: Ran, parameters: Mapping[str, Tensor]) -> None:
+    """Sums the ranks' gradients of parameters."""
+    names = {p.node: p.fqn for p in ran.program.parameters}
+    for reduction in ran.reductions:
+        leaves = {node: leaf_of(parameters[names[node]]) for node in reduction.names}
+        with torch.no_grad():
+            for node, total in reduction.run({node: leaf.grad for node, leaf in leaves.items()}).items():
+                leaves[node].grad = total
 
 
 def _average(ran: Sequence[Ran], leaves: Sequence[Tensor]) -> Tensor:

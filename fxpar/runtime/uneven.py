@@ -1,7 +1,7 @@
 """Data ranks that bring batches of other sizes: what a step computes is that of their padded concatenation.
 
 Enters: a rank's batch and the shapes of all. Leaves: the batch with sequences as long as the longest of any rank, and
-how many rows the others bring; or an error where the result would depend on what pads, or on how rows lie.
+how many rows the others bring; or an error where the result would depend on how rows lie.
 
 Ranks wait for the one with the longest sequences in any case, so that padding on the others costs no time. Rows are
 never padded: a mean over them is a sum over a count.
@@ -9,7 +9,7 @@ never padded: a mean over them is a sum over a count.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -234,43 +234,6 @@ def ignored_targets(program: Program) -> dict[str, int]:
         if source.name in paths:
             found[paths[source.name]] = bind_arguments(node).get("ignore_index", -100)
     return found
-
-
-def check_padding(
-    run: Callable[[bool], Sequence[Tensor | None]], somewhere: Callable[[bool], bool], unproven: frozenset[str]
-) -> None:
-    """Refuses a model whose loss, or a gradient of it, depends on what stands behind the end of sequences.
-
-    What a mask leaves out is left out to the last bit: no more than the order of a sum may differ.
-
-    Args:
-        run: the loss, and this rank's gradients, with what stands there, and with something else.
-        somewhere: whether something is so on any rank. A collective call.
-        unproven: entries of which it is asked.
-
-    Raises:
-        InputError: it does, on some rank.
-    """
-    first, second = run(False), run(True)
-    if somewhere(any(map(_differ, first, second))):
-        a, b = (values[0] for values in (first, second))
-        assert a is not None
-        assert b is not None
-        raise InputError(
-            "is as long as the longest of any data rank, and the loss or its gradient depends on what pads it (losses "
-            f"of {a.item():.8g} and {b.item():.8g})",
-            where=f"batch entry {', '.join(sorted(unproven))}",
-            remedy="pass a mask or labels that leave the end out, pad batches alike on all ranks, or say what stands "
-            "there: Plan(padding={path: value})",
-        )
-
-
-def _differ(a: Tensor | None, b: Tensor | None) -> bool:
-    if a is None or b is None:
-        return a is not b
-    unit = max(1e-6, 2 * torch.finfo(a.dtype).eps) if a.dtype != torch.float64 else 1e-12
-    largest = float(a.detach().abs().nan_to_num(0.0).max()) if a.numel() else 0.0
-    return not torch.allclose(a, b, rtol=0.0, atol=unit * largest, equal_nan=True)
 
 
 # ---------------------------------------------------------------------- rows

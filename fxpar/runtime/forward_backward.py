@@ -1,0 +1,95 @@
+"""What a call of a module does with one batch: a forward, or a forward and a backward.
+
+Enters: a batch in canonical form. Leaves: the outputs of the program that fits it, or the parameters' gradients and
+what a step makes of several (`Ran`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxpar.errors import InputError
+from fxpar.passes.reduction import COUNT
+from fxpar.runtime.inputs import Inputs
+from fxpar.runtime.padding import check_padding
+from fxpar.runtime.programs import Call, Programs
+from fxpar.runtime.runner import Runner
+from fxpar.runtime.step import Microbatch, Ran, weighed
+
+
+class ForwardBackward:
+    """Runs a module on single batches.
+
+    Args:
+        programs: of which each batch takes one.
+        inputs: compares the ranks' batches; None where nobody does.
+        runner: runs programs.
+        loss: what `parallelize` was given.
+    """
+
+    def __init__(self, programs: Programs, inputs: Inputs | None, runner: Runner, loss: Any) -> None:
+        self._programs, self._inputs, self._runner, self._loss = programs, inputs, runner, loss
+
+    def forward(self, batch: Any) -> tuple[Call, dict[str, Tensor]]:
+        """All outputs of a batch by name, and the call that gave them.
+
+        Raises:
+            InputError: the batch does not fit the model, or what pads it matters.
+        """
+        call, _ = self._bound(batch, False)
+        if call.unproven:
+            self._check_padding(call, self._loss_name(call, "call"))
+        wanted = tuple(name for name in call.compiled.program.outputs if name != COUNT)
+        return call, self._runner.outputs(call, wanted)
+
+    def train(self, batch: Any, microbatch: Microbatch | None = None, *, scaler: torch.amp.GradScaler | None) -> Ran:
+        """Adds the gradients of a batch's loss to those of the parameters; of a microbatch they stay this rank's own.
+
+        Args:
+            scaler: scales what is differentiated.
+
+        Raises:
+            InputError: the batch does not fit the model, what pads it matters, or there is no loss or nothing to train.
+        """
+        call, are_equal = self._bound(batch, callable(self._loss))
+        name = self._loss_name(call, "train_step")
+        self._check_padding(call, name)
+        is_counted = microbatch is not None and COUNT in call.compiled.program.outputs
+        found = self._runner.outputs(call, (name, COUNT) if is_counted else (name,), microbatch)
+        loss, counted = found[name], found.get(COUNT)
+        if not loss.requires_grad:
+            raise InputError(
+                "no parameter that the loss reaches requires a gradient", where="train_step", remedy="unfreeze some"
+            )
+        share = loss if microbatch is None else weighed(loss, counted, microbatch)
+        (share if scaler is None else scaler.scale(share)).backward()
+        value = loss.detach() if are_equal is None else loss.detach().where(are_equal, torch.nan)
+        return Ran(value, call.ready.reductions, call.compiled.program, counted)
+
+    def _bound(self, batch: Any, with_loss: bool) -> tuple[Call, Tensor | None]:
+        """The program for a call, and whether the ranks' values are equal, where the device has yet to say that."""
+        are_equal, shapes = None, None
+        if self._inputs is not None:
+            facts = self._programs.facts(batch, sizes=False)
+            batch, are_equal, shapes = self._inputs.compare(batch, facts, self._programs.without_rows)
+        return self._programs.bound(batch, with_loss, shapes), are_equal
+
+    def _check_padding(self, call: Call, loss: str) -> None:
+        if call.unproven:
+            assert self._inputs is not None, "only what was compared can be longer elsewhere"
+            check_padding(call, lambda tried: self._runner.gradients(tried, loss), self._inputs.somewhere)
+
+    def _loss_name(self, call: Call, where: str) -> str:
+        name = call.compiled.program.loss
+        if not name:
+            what = f"{self._loss!r}" if isinstance(self._loss, str) else "or more than one scalar"
+            why = ", so that nothing shows whether what pads its sequences matters" if call.unproven else ""
+            raise InputError(
+                f"the model returns no loss ({what}){why}",
+                where=where,
+                remedy="pass labels, or name the loss: parallelize(…, loss=…)",
+            )
+        return name
