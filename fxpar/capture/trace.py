@@ -221,6 +221,7 @@ def _functional(module: nn.Module, call: _Call, prefix: str) -> tuple[ExportedPr
                 watched(module, prefix, watch.read),
                 watch,
                 patches.plain_distributions(),
+                patches.roots_of_sizes(),
                 host_numbers(),
                 contextlib.redirect_stderr(io.StringIO()),
             ):
