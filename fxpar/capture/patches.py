@@ -18,6 +18,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch._dynamo import trace_rules
 from torch._dynamo.side_effects import SideEffects
+from torch.nn import functional
 
 _QUESTIONS = ("is_compiling", "is_dynamo_compiling", "is_exporting")
 
@@ -93,6 +94,17 @@ def module_hooks(register: Callable[..., Any]) -> Iterator[None]:
 def plain_distributions() -> Any:
     """While active, distributions do not check their parameters, which would branch on values."""
     return mock.patch.object(torch.distributions.Distribution, "_validate_args", False)
+
+
+def unchecked_variances() -> Any:
+    """While active, `gaussian_nll_loss` does not ask whether a variance is negative, which would branch on values."""
+    original = functional.gaussian_nll_loss
+
+    def gaussian_nll_loss(input: Tensor, target: Tensor, var: Any, *args: Any, **options: Any) -> Tensor:
+        with mock.patch.object(torch, "any", return_value=False):
+            return original(input, target, var, *args, **options)
+
+    return mock.patch.object(functional, "gaussian_nll_loss", gaussian_nll_loss)
 
 
 def draws_stay() -> Any:
