@@ -126,7 +126,6 @@ _ARITHMETIC: Mapping[Any, Any] = {
     operator.add: aten.add.Tensor,
     operator.sub: aten.sub.Tensor,
     operator.mul: aten.mul.Tensor,
-    operator.truediv: aten.div.Tensor,
 }
 # Operations of a tensor and a number.
 _SCALED: Mapping[Any, Any] = {
@@ -137,8 +136,14 @@ _SCALED: Mapping[Any, Any] = {
 
 
 def count_numbers(graph: fx.Graph, batch: str) -> None:
-    """Puts counts in the place of numbers that depend on the batch, where these meet values and are not sizes."""
+    """Puts counts in the place of numbers that depend on the batch, where these meet values and are not sizes.
+
+    A number that is made a tensor is one, and with it what capture makes of floating numbers (`1 / b`).
+    """
     for node in list(graph.nodes):
+        if node.target is aten.scalar_tensor.default:
+            _count_tensor(Counting(graph, node, batch))
+            continue
         if node.target not in _SCALED or not tensor_type(node).is_float:
             continue
         numbers = [x for x in node.args[:2] if isinstance(x, fx.Node) and batch in names((scalar(x),))]
@@ -152,6 +157,13 @@ def count_numbers(graph: fx.Graph, batch: str) -> None:
         new = counting.call("counted", _SCALED[node.target], tuple(values), TensorType(wide(kind.dtype), kind.shape))
         new.kwargs = {k: v for k, v in node.kwargs.items() if k == "alpha"}
         counting.replace(new)
+
+
+def _count_tensor(counting: Counting) -> None:
+    number = counting.given["s"]
+    count = _count(counting, number)
+    if count is not None and count is not number:
+        counting.replace(count)
 
 
 def _is_tensor(x: Any) -> bool:

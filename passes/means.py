@@ -63,6 +63,17 @@ def _class_loss(c: Counting) -> None:
     c.finish(total, c.total("count", ones))
 
 
+def _row_loss(c: Counting) -> None:
+    """The mean over rows, by weights or not."""
+    x = operands(c.node)[0]
+    shape = tensor_type(x).shape
+    if c.given.get("reduction", MEAN) != MEAN or len(shape) != 2 or not c.varies(shape[0]):
+        return
+    dtype = wide(tensor_type(c.node).dtype)
+    total = _summed(c, {}, tensor_type(c.node).dtype)
+    c.finish(c.cast("wide", total, dtype), c.count(x, [0], dtype))
+
+
 def _element_loss(c: Counting) -> None:
     x = operands(c.node)[0]
     shape = tensor_type(x).shape
@@ -87,6 +98,8 @@ def _summed(c: Counting, changed: Mapping[str, Any], dtype: torch.dtype) -> fx.N
     x, target = operands(c.node)[:2]
     is_class = c.node.target in CLASS_LOSSES
     shape = tensor_type(target if is_class and not tensor_type(target).is_float else x).shape
+    if c.node.target in _ROW_LOSSES:
+        shape = shape[:1]
     if is_class and tensor_type(target).is_float:
         shape = (shape[0], *shape[2:])
     return c.total("sum", loss("rows", NONE, TensorType(dtype, shape)))
@@ -94,10 +107,13 @@ def _summed(c: Counting, changed: Mapping[str, Any], dtype: torch.dtype) -> fx.N
 
 CLASS_LOSSES = frozenset({aten.cross_entropy_loss.default, aten.nll_loss.default, aten.nll_loss_nd.default})
 
+_ROW_LOSSES = frozenset({aten.multi_margin_loss.default, aten.multilabel_margin_loss.default})
+
 MEANS: Mapping[Any, Callable[[Counting], None]] = {
     aten.mean.default: _mean,
     aten.mean.dim: _mean,
     **dict.fromkeys(CLASS_LOSSES, _class_loss),
+    **dict.fromkeys(_ROW_LOSSES, _row_loss),
     **dict.fromkeys(
         (
             aten.mse_loss.default,
@@ -107,6 +123,7 @@ MEANS: Mapping[Any, Callable[[Counting], None]] = {
             aten.binary_cross_entropy.default,
             aten.binary_cross_entropy_with_logits.default,
             aten.kl_div.default,
+            aten.soft_margin_loss.default,
         ),
         _element_loss,
     ),

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from fxpar.capture.convert import CallSpec, convert
 from fxpar.capture.eager import compare, walk
+from fxpar.capture.floats import floats_as_tensors
 from fxpar.capture.guards import check_model, check_samples
 from fxpar.capture.memo import OtherMemos
 from fxpar.capture.rowwise import check_row_wise
@@ -83,9 +84,10 @@ def _capture(model: nn.Module, batch: Any, plan: Plan, loss: Callable[..., Any] 
         try:
             traced = trace(model, batch, function, symbolic, others)
             program, spec = convert(traced, model, plan, name)
+            floats_as_tensors(program)
             check_views(program)
         except SizeError:
-            if symbolic == 0:
+            if symbolic == 0 or (symbolic == 1 and plan.data_ranks > 1):  # rows that ranks share out are no number
                 raise
             continue
         break

@@ -36,7 +36,7 @@ def functional_form(exported: ExportedProgram) -> ExportedProgram:
             exported.graph.erase_node(node)
     nodes = [node for node in exported.graph.nodes if node.op == "call_function"]
     if not all(_is_known(node) for node in nodes):
-        retraced: ExportedProgram = exported.run_decompositions({})
+        retraced: ExportedProgram = exported.run_decompositions(_decompositions())
         return retraced
     for node in nodes:
         rewrite = _REWRITES.get(node.target)
@@ -49,12 +49,19 @@ def functional_form(exported: ExportedProgram) -> ExportedProgram:
     return exported
 
 
+def _decompositions() -> dict[Any, Callable[..., Any]]:
+    known = torch.export.default_decompositions()
+    return {target: known[target] for target in _TAKEN_APART}
+
+
 def _is_known(node: fx.Node) -> bool:
     """Whether the node can stay as it is, or is one of those that are rewritten."""
     target: Any = node.target
     if getattr(target, "__module__", "").startswith(
         "torch._functorch"
     ):  # a region under vmap, which the trace resolves
+        return False
+    if target in _TAKEN_APART:
         return False
     if target in _REWRITES or not isinstance(target, torch._ops.OpOverload):
         return target in _REWRITES or not isinstance(target, torch._ops.OperatorBase)
@@ -187,3 +194,14 @@ _REWRITES: Mapping[Any, _Rewrite] = {
     aten.reshape.default: _reshape,
     aten.dropout.default: _dropout,
 }
+# What torch composes of operations that have rules: means of losses become those of `aten.mean`.
+_TAKEN_APART = frozenset(
+    {
+        aten.cosine_embedding_loss.default,
+        aten.hinge_embedding_loss.default,
+        aten.margin_ranking_loss.default,
+        aten.pairwise_distance.default,
+        aten.poisson_nll_loss.default,
+        aten.triplet_margin_loss.default,
+    }
+)

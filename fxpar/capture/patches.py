@@ -7,6 +7,7 @@ versions differ in what is replaced is said here too.
 from __future__ import annotations
 
 import contextlib
+import math
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -103,6 +104,16 @@ def draws_stay() -> Any:
         return torch.Tag.nondeterministic_seeded in tags or original(node, *args, **kwargs)
 
     return mock.patch.object(torch.fx.Node, "is_impure", is_impure)
+
+
+def roots_of_sizes() -> Any:
+    """While active, `math.sqrt` of a size is a number of the trace, as `s ** 0.5` is: by itself it fixes the size."""
+    original = math.sqrt
+
+    def sqrt(x: Any, /) -> Any:
+        return x**0.5 if isinstance(x, (torch.SymInt, torch.SymFloat)) else original(x)
+
+    return mock.patch.object(math, "sqrt", sqrt)
 
 
 @contextlib.contextmanager

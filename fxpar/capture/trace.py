@@ -19,6 +19,7 @@ import torch._decomp
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
+from torch._subclasses.fake_tensor import DynamicOutputShapeException
 from torch.export import Dim, ExportedProgram
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
@@ -221,6 +222,7 @@ def _functional(module: nn.Module, call: _Call, prefix: str) -> tuple[ExportedPr
                 watched(module, prefix, watch.read),
                 watch,
                 patches.plain_distributions(),
+                patches.roots_of_sizes(),
                 host_numbers(),
                 contextlib.redirect_stderr(io.StringIO()),
             ):
@@ -275,6 +277,13 @@ def _explain_now(error: BaseException, without_memory: nn.Module | None) -> None
             f"a condition on sizes cannot be decided: {_first_line(text)}",
             where=place_of(error),
             remedy="make sizes simple multiples of one another, or of one number",
+        ) from error
+    if isinstance(error, DynamicOutputShapeException):
+        raise CaptureError(
+            f"{error.func} gives shapes that depend on values of tensors (ctc_loss reads lengths on the host)",
+            where=place_of(error),
+            remedy="return what it takes and call it outside the model, or call it in an operator of your own "
+            "(torch.library.custom_op with register_fake and register_autograd)",
         ) from error
     if isinstance(error, GuardOnDataDependentSymNode) or "data-dependent" in text.lower():
         raise CaptureError(

@@ -137,7 +137,9 @@ def binary(d: Draw) -> dict[str, Samples]:
     found |= {
         f"{name}.Tensor": bits for name in ("__and__", "__or__", "__xor__", "bitwise_and", "bitwise_or", "bitwise_xor")
     }
-    found |= dict.fromkeys(("maximum", "minimum", "atan2", "pow.Tensor_Tensor", "xlogy.Tensor"), pairs[1:])
+    found |= dict.fromkeys(
+        ("maximum", "minimum", "max.other", "min.other", "atan2", "pow.Tensor_Tensor", "xlogy.Tensor"), pairs[1:]
+    )
     found |= {f"{name}.Tensor": pairs[1:2] for name in ("fmod", "remainder", "rsub")}
     return found | {
         "add.Tensor": [*pairs, sample(x, 2.0), sample(x, y, alpha=2), sample(d.i(9, a), d.x(a))],
@@ -300,6 +302,7 @@ def reductions(d: Draw) -> dict[str, Samples]:
             sample(d.mask(a, b), [1]),
             sample(9 * d.x(a, b), [1], dtype=torch.int64, fixed=(0,)),
         ],
+        "norm.ScalarOpt_dim": [sample(x, 2.0, [-1], True), sample(y, 3, [0])],
         "linalg_vector_norm": [sample(x, 2, [-1], True), sample(y, 3, [0]), sample(y)],
         "_weight_norm": [sample(y, d.x(a, 1)), sample(x, d.x(1, 1, c), 2), sample(y, d.x(), -1)],
         "sort": [sample(x), sample(y, 0, True)],
@@ -322,6 +325,14 @@ def losses(d: Draw) -> dict[str, Samples]:
         f"{name}": [sample(*two, how) for how in (0, 1, 2)]
         for name in ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div")
     }
+    found["soft_margin_loss"] = [sample(*two, how, fixed=(1,)) for how in (0, 1, 2)]
+    members = torch.full((n, c), -1)  # the classes of a row, -1 behind the last
+    members[:, 0] = target
+    found["multi_margin_loss"] = [
+        *(sample(logits, target, 1, 0.7, None, how) for how in (0, 1, 2)),
+        sample(logits, target, 2, 1.0, d.x(c), 2, fixed=(2,)),
+    ]
+    found["multilabel_margin_loss"] = [sample(logits, members, how) for how in (0, 1, 2)]
     weights = d.x(s).abs()
     found["binary_cross_entropy_with_logits"] = [
         *(sample(*two, None, None, how) for how in (0, 1, 2)),

@@ -31,9 +31,14 @@ def batch_symbol(program: Program) -> str:
     if len(known) == 1 and len(sizes) == 1:
         return known[0]
     listed = ", ".join(f"{entry.path} {entry.type}" for entry in program.inputs)
-    reason = f"inputs differ in their rows ({listed})" if sizes else "no input has rows whose number may vary"
+    reason, sizes_stay = f"inputs differ in their rows ({listed})", ""
+    if not sizes:
+        reason = "no input has rows whose number may vary"
+        sizes_stay = (
+            "where forward asks Python for a number of rows write x.shape[0] for len(x), b * 1.0 for float(b); "
+        )
     remedy = f"pass inputs whose first dimension is the batch, name it (batch_dims={{path: dim}}), or set {_AXIS}=1"
-    raise PlanError(reason, where="batch_dims" if said else _AXIS, remedy=remedy)
+    raise PlanError(reason, where="batch_dims" if said else _AXIS, remedy=sizes_stay + remedy)
 
 
 def batch_size(program: Program) -> Size:

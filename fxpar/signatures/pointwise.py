@@ -78,7 +78,7 @@ add.Scalar atan2 bitwise_and.Scalar bitwise_and.Tensor bitwise_or.Scalar bitwise
 __and__.Scalar __and__.Tensor __or__.Scalar __or__.Tensor __xor__.Tensor clamp clamp.Tensor clamp_max
 clamp_min div.Scalar_mode div.Tensor_mode eq.Scalar eq.Tensor floor_divide floor_divide.Scalar fmod.Scalar
 fmod.Tensor ge.Scalar ge.Tensor gt.Scalar gt.Tensor le.Scalar le.Tensor logical_and logical_or logical_xor
-lt.Scalar lt.Tensor maximum minimum ne.Scalar ne.Tensor nan_to_num pow.Scalar pow.Tensor_Scalar
+lt.Scalar lt.Tensor max.other maximum min.other minimum ne.Scalar ne.Tensor nan_to_num pow.Scalar pow.Tensor_Scalar
 pow.Tensor_Tensor remainder.Scalar remainder.Tensor rsub.Scalar sub.Scalar where.Scalar native_dropout
 """.split()
 

@@ -73,6 +73,18 @@ def _loss(call: Call) -> Labelling | Refusal:
     return Labelling((logits, target, *weights), outs, frozenset(label for label in target if label and how == 2))
 
 
+def _row_loss(call: Call) -> Labelling | Refusal:
+    """`n _, n … -> n` (reduction none) or a sum over n: margins between the classes of a row."""
+    if len(call.operands[0].shape) != 2:
+        return Refusal("a loss without a batch dimension needs whole operands")
+    how = call.get("reduction", 1)
+    if how == 1:
+        return Refusal("a mean divides by the rows of the whole: it needs whole operands")
+    rows = [("n", *(None,) * (len(kind.shape) - 1)) for kind in call.operands[:2]]
+    weights = [(None,) * len(kind.shape) for kind in call.operands[2:]]
+    return Labelling((*rows, *weights), (("n",) if how == 0 else (),), frozenset("n" if how == 2 else ()))
+
+
 def _pointwise_loss(call: Call) -> Labelling | Refusal:
     """Element by element, with weights that may be broadcast: all elements, or their sum."""
     shape = call.operands[0].shape
@@ -102,7 +114,9 @@ _POINTWISE_LOSSES = (
     "smooth_l1_loss.default",
     "huber_loss.default",
     "kl_div.default",
+    "soft_margin_loss.default",
 )
+_ROW_LOSSES = ("multi_margin_loss.default", "multilabel_margin_loss.default")
 # These are linear in what weighs the elements.
 _WEIGHED_LOSSES = ("binary_cross_entropy.default", "binary_cross_entropy_with_logits.default")
 
@@ -126,6 +140,7 @@ def reduction_rules() -> dict[str, Rule]:
         "nll_loss.default": Rule(_loss, (("self",),)),
         "nll_loss_nd.default": Rule(_loss, (("self",),)),
         **dict.fromkeys(_POINTWISE_LOSSES, Rule(_pointwise_loss, check=_no_partial_target)),
+        **dict.fromkeys(_ROW_LOSSES, Rule(_row_loss, check=_no_partial_target)),
         **dict.fromkeys(_WEIGHED_LOSSES, Rule(_pointwise_loss, (("weight?",),), check=_no_partial_value)),
     }
     for name in [
@@ -147,6 +162,7 @@ def reduction_rules() -> dict[str, Rule]:
         "var_mean.correction",
         "logsumexp",
         "linalg_vector_norm",
+        "norm.ScalarOpt_dim",
         "prod.dim_int",
         "prod.default",
     ]:

@@ -83,6 +83,19 @@ def test_what_depends_on_padding_or_on_equal_rows_is_refused(world2: World) -> N
         assert found[6] == ("", "")
 
 
+@pytest.mark.parametrize(
+    ("tp", "is_compiled", "precision", "unit"),
+    [(2, False, "fp32", 1e-5), (1, True, "fp32", 1e-5), (1, False, "bf16", 2e-2)],
+)
+def test_floating_numbers_of_rows_are_those_of_all(
+    world2: World, world4: World, tp: int, is_compiled: bool, precision: str, unit: float
+) -> None:
+    losses, state = uneven_jobs.scaled(1, False, precision)
+    for found, weights in (world4 if tp == 2 else world2).run(uneven_jobs.scaled, tp, is_compiled, precision):
+        assert found == pytest.approx(losses, rel=unit)
+        assert_same(weights, state, unit)
+
+
 MORE_REFUSED = (
     "takes together rows that every rank makes for all",
     "takes the number of rows as a number",

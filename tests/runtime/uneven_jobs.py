@@ -161,6 +161,42 @@ class Weighed(nn.Module):
         return nn.functional.cross_entropy(self.up(x), y, reduction="sum") / n
 
 
+class Scaled(nn.Module):
+    """A loss with floating numbers of the rows and of the length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(4, 6), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The loss."""
+        rows, length = x.shape[:2]
+        hidden = self.down((self.up(x.to(self.up.weight)) * length**-0.5).relu()) + 1 / rows
+        loss: Tensor = hidden.square().sum() * (1.0 / rows) + hidden.sum() / math.sqrt(rows * length) / (rows / 2)
+        return loss
+
+
+def scaled(tp: int, is_compiled: bool, precision: str) -> tuple[list[float], Found]:
+    """Losses and weights of steps of which each brings other numbers of rows; on one process those of all."""
+    is_alone = not dist.is_initialized()
+    plan = (
+        fxpar.Plan(precision=precision)
+        if is_alone
+        else fxpar.Plan(tp=tp, dp=2, sequence_parallel=tp > 1, compile=is_compiled, precision=precision)
+    )
+    generator = torch.Generator().manual_seed(3)
+    model = fxpar.parallelize(Scaled(), plan, torch.randn(4, 6, 4, generator=generator))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    losses = []
+    for rows in ((2, 2), (3, 1), (2, 4)):
+        parts = torch.randn(sum(rows), 6, 4, generator=generator).split(rows)
+        optimizer.zero_grad()
+        losses.append(model.train_step(torch.cat(parts) if is_alone else parts[dist.get_rank() // tp]).item())
+        optimizer.step()
+    return losses, model.full_state_dict()
+
+
 def more_refusals() -> list[tuple[str, str]]:
     """Where and why batches are refused whose result would be none of the concatenation's."""
     rank, found = dist.get_rank(), []

@@ -1,0 +1,102 @@
+"""Torch's losses on data ranks: each reduction of each, as one device computes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from fxpar.capture import capture
+from fxpar.errors import CaptureError
+from fxpar.plan.plan import Plan
+from fxpar.verification import verify
+
+Loss = Callable[..., Tensor]
+
+
+class Scores(nn.Module):
+    """Three scores of rows, [b, 5] each, and a loss of them and of classes [b]."""
+
+    def __init__(self, loss: Loss, reduction: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.third = (nn.Linear(6, 5) for _ in range(3))
+        self.loss, self.reduction = loss, reduction
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """The loss; of several their squares."""
+        found = self.loss(self.first(x), self.second(x), self.third(x), y, reduction=self.reduction)
+        return found if found.dim() == 0 else found.square().sum()
+
+
+def batch(rows: int = 8) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return {"x": torch.randn(rows, 6, generator=generator), "y": torch.randint(0, 5, (rows,), generator=generator)}
+
+
+def signs(x: Tensor) -> Tensor:
+    return torch.where(x > 0, 1.0, -1.0).to(x)
+
+
+def members(y: Tensor) -> Tensor:
+    """The classes of a row, -1 behind the last."""
+    return functional.pad(y[:, None], (0, 4), value=-1)
+
+
+WEIGHT = torch.tensor([1.0, 0.5, 2.0, 0.1, 3.0])
+LOSSES: dict[str, Loss] = {
+    "poisson": lambda a, b, c, y, **r: functional.poisson_nll_loss(a, b.detach().exp(), **r),
+    "poisson, full": lambda a, b, c, y, **r: functional.poisson_nll_loss(
+        a.exp(), 3 * b.detach().exp(), log_input=False, full=True, **r
+    ),
+    "soft margin": lambda a, b, c, y, **r: functional.soft_margin_loss(a, signs(b), **r),
+    "soft margins of labels": lambda a, b, c, y, **r: functional.multilabel_soft_margin_loss(a, signs(b) + 1, **r),
+    "triplet": lambda a, b, c, y, **r: functional.triplet_margin_loss(a, b, c, swap=True, **r),
+    "triplet by distance": lambda a, b, c, y, **r: functional.triplet_margin_with_distance_loss(a, b, c, **r),
+    "cosine": lambda a, b, c, y, **r: functional.cosine_embedding_loss(a, b, signs(y - 2.5), margin=0.1, **r),
+    "hinge": lambda a, b, c, y, **r: functional.hinge_embedding_loss(a, signs(b), **r),
+    "ranking": lambda a, b, c, y, **r: functional.margin_ranking_loss(a, b, signs(c), margin=0.1, **r),
+    "margins": lambda a, b, c, y, **r: functional.multi_margin_loss(a, y, **r),
+    "margins, weighed": lambda a, b, c, y, **r: functional.multi_margin_loss(a, y, p=2, weight=WEIGHT.to(a), **r),
+    "margins of labels": lambda a, b, c, y, **r: functional.multilabel_margin_loss(a, members(y), **r),
+}
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", pytest.param("none", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("name", LOSSES)
+def test_ranks_have_the_loss_of_all_rows(name: str, reduction: str) -> None:
+    found = verify(Scores(LOSSES[name], reduction), batch(), Plan(dp=2))
+    assert found.ok, found.values
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_beside_tensor_parallelism_too(name: str) -> None:
+    assert verify(Scores(LOSSES[name], "mean"), batch(), Plan(dp=2, tp=2)).ok
+
+
+@pytest.mark.parametrize("name", ["poisson", "soft margin", "margins", "margins of labels", "triplet"])
+def test_the_mean_may_be_that_of_each_rank(name: str) -> None:
+    assert verify(Scores(LOSSES[name], "mean"), batch(), Plan(dp=2, loss_reduction="local_mean")).ok
+
+
+def test_a_loss_that_asks_whether_a_variance_is_negative_is_refused() -> None:
+    def loss(a: Tensor, b: Tensor, c: Tensor, y: Tensor, **reduction: Any) -> Tensor:
+        return functional.gaussian_nll_loss(a, b, c.exp(), **reduction)
+
+    with pytest.raises(CaptureError, match="the model branches on values of tensors"):
+        capture(Scores(loss, "mean"), batch())
+
+
+def test_a_loss_that_reads_lengths_on_the_host_is_refused() -> None:
+    def loss(a: Tensor, b: Tensor, c: Tensor, y: Tensor, **reduction: Any) -> Tensor:
+        lengths = torch.ones_like(y)
+        scores = torch.stack([a, b, c]).log_softmax(-1)
+        return functional.ctc_loss(scores, y.clamp(1)[:, None], 3 * lengths, lengths, **reduction)
+
+    reason = r"test_losses.py:\d+: aten._ctc_loss.Tensor gives shapes that depend on values .*; return what it takes"
+    with pytest.raises(CaptureError, match=reason):
+        capture(Scores(loss, "mean"), batch())
