@@ -49,11 +49,18 @@ class Verification:
     checks: tuple[str, ...]
     values: ValueReport | None
 
+    @property
+    def assumed(self) -> tuple[str, ...]:
+        """Operators that treat rows apart by the plan's word alone, which only a capture tries (`Plan.row_wise`)."""
+        return self.program.plan.row_wise if self.program.plan.data_ranks > 1 else ()
+
     def to_json(self) -> dict[str, Any]:
         """A plain mapping for machines."""
         found: dict[str, Any] = {"ok": self.ok, "level": self.level, "split_flops": self.split_flops}
         found["uncounted"] = uncounted(self.program)
         found["checks"] = list(self.checks)
+        if self.assumed:
+            found["assumed"] = list(self.assumed)
         if self.values is not None:
             found |= {k: v for k, v in asdict(self.values).items() if k != "ok"}
         return found

@@ -124,6 +124,8 @@ def _show_verification(stdout: Console, name: str, found: Verification) -> None:
 
     rows = table("check", "result")
     rows.add_row("static", f"{', '.join(found.checks)}: right")
+    if found.assumed:
+        rows.add_row("on the plan's word", f"{', '.join(found.assumed)}: rows apart (row_wise; tried at capture alone)")
     if found.values is not None:
         v = found.values
         rows.add_row("loss", _error(v.loss_error) if found.program.loss else "none: gradients are those of the outputs")

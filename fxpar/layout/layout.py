@@ -194,7 +194,7 @@ def _flattened(pieces: Sequence[Piece]) -> tuple[Piece, ...] | None:
     if len(pieces) == 1 and pieces[0].segments:
         times, pieces = pieces[0].outer, pieces[0].segments
     runs = _runs(pieces)
-    if runs is None:
+    if not runs:
         return None
     lengths = (n for n in range(1, len(runs) + 1) if len(runs) % n == 0)
     period = next(n for n in lengths if runs == runs[:n] * (len(runs) // n))
@@ -204,10 +204,18 @@ def _flattened(pieces: Sequence[Piece]) -> tuple[Piece, ...] | None:
     return found if times == 1 else (Piece(times, simplify(sum(p.length for p in found)), segments=found),)
 
 
+_MOST_RUNS = 2**16
+
+
 def _runs(pieces: Sequence[Piece]) -> list[Piece] | None:
-    """The pieces run by run, without segments; those of a symbolic number of runs as they are."""
+    """The pieces run by run, without segments; those of a symbolic number of runs as they are.
+
+    None of a symbolic number of segmented ones, and of more than any rank could take apart.
+    """
     found: list[Piece] = []
     for piece in _merged(pieces):
+        if isinstance(piece.outer, int) and piece.outer > _MOST_RUNS:
+            return None
         if not isinstance(piece.outer, int):
             if piece.segments:
                 return None

@@ -22,6 +22,13 @@ def axes_of(node: fx.Node) -> tuple[str, ...]:
     return tuple(axis.split("-")) if isinstance(axis, str) else ()
 
 
+def misnamed(node: fx.Node, axes: Iterable[str]) -> str:
+    """How the axes of an operator are to be named, each once and in the order of the mesh; empty where they are."""
+    names = axes_of(node)
+    spelled_out = tuple(axis for axis in axes if axis in names)
+    return "" if names == spelled_out else "-".join(spelled_out)
+
+
 def unsettled(placement: Placement) -> Placement:
     """The same shard as operations hold it: the gradients of shared blocks are summands."""
     return replace(placement, settled=False) if placement.settled else placement

@@ -18,11 +18,11 @@ from typing import NoReturn
 from torch import fx
 
 from fxpar.errors import LayoutError
-from fxpar.layout.layout import Layout, Placement, R
+from fxpar.layout.layout import I, Layout, Placement, R
 from fxpar.layout.nesting import innermost, joined_cut, misfit, spelled
 from fxpar.ops.coercions import COERCION_OF, Coercion, coercion
 from fxpar.plan.cost import Cost
-from fxpar.program.coercions import axes_of, held_fraction, resting
+from fxpar.program.coercions import axes_of, held_fraction, misnamed, resting, unsettled
 from fxpar.program.program import describe, operands, output_layouts, output_types
 
 
@@ -42,9 +42,9 @@ def coerced(node: fx.Node, source: Layout, axes: Mapping[str, int]) -> Layout:
         LayoutError: the operator does not convert between these layouts, or a shard does not fit.
     """
     names, kind, noted = axes_of(node), output_types(node)[0], output_layouts(node)[0]
-    spelled_out = [axis for axis in axes if axis in names]
-    if list(names) != spelled_out:
-        fail(node, names[0], f"is over {'-'.join(names)}", f"name the axes as the mesh does: {'-'.join(spelled_out)}")
+    right = misnamed(node, axes)
+    if right:
+        fail(node, names[0], f"is over {'-'.join(names)}", f"name the axes as the mesh does: {right}")
     for layout in (source, noted):
         wrong = misfit(layout, kind.shape, axes)
         if wrong:
@@ -64,6 +64,28 @@ def coerced(node: fx.Node, source: Layout, axes: Mapping[str, int]) -> Layout:
     if len(names) > 1:
         _check_joined(node, before, after, axes)
     return noted
+
+
+def bucketed(node: fx.Node, source: Layout, axes: Mapping[str, int]) -> Layout:
+    """What a bucket makes of one of its parameters: I → R, or of shared blocks that are settled ones that are not.
+
+    Raises:
+        LayoutError: it is held in another way, or by several axes in ways that no sum over all of them is of.
+    """
+    names = axes_of(node)
+    for axis in names:
+        placement = source.on(axis)
+        if placement != I and not placement.settled:
+            fail(node, axis, f"sums gradients of what is {placement}", "leave it out of the bucket")
+    found = source
+    for axis in names:
+        found = found.with_(axis, R if source.on(axis) == I else unsettled(source.on(axis)))
+    before, after = (innermost(layout, axes, names) for layout in (source, found))
+    if before is None or after is None:
+        fail(node, names[-1], f"sums gradients of {source}, into which another axis cuts", "leave it out of the bucket")
+    if len(names) > 1:
+        _check_joined(node, before, after, axes)
+    return found
 
 
 def _check_row(node: fx.Node, source: Placement, target: Placement, axis: str) -> None:
@@ -93,7 +115,7 @@ def _check_joined(node: fx.Node, before: Layout, after: Layout, axes: Mapping[st
     for layout in (before, after):
         if any(layout.on(axis).is_shard for axis in names) and joined_cut(layout, axes, names) is None:
             reason = f"{layout} is not one run of blocks over {'-'.join(names)}"
-            fail(node, names[-1], reason, "convert the axes one by one, the innermost first")
+            fail(node, names[-1], reason, "take the axes one by one, the innermost first")
 
 
 # ---------------------------------------------------------------------- the way from one layout to another

@@ -17,14 +17,14 @@ from typing import Any
 from torch import fx
 
 from fxpar.errors import LayoutError
-from fxpar.layout.layout import I, Layout, Placement, R, V
+from fxpar.layout.layout import Layout, Placement, R, V
 from fxpar.layout.nesting import common_order, listed, misfit, spelled
 from fxpar.ops import alike
 from fxpar.ops.coercions import COERCION_OF, sum_gradients
 from fxpar.ops.random import axis_index
-from fxpar.program.coercions import axes_of, resting, unsettled
+from fxpar.program.coercions import axes_of, resting
 from fxpar.program.program import operands, output_layouts, output_types
-from fxpar.rules.conversion import coerced, fail
+from fxpar.rules.conversion import bucketed, coerced, fail
 from fxpar.rules.local import peeled_call, whole_call
 from fxpar.rules.rows import RowWise
 from fxpar.rules.suggest import suggest
@@ -32,15 +32,6 @@ from fxpar.rules.table import inferred, rule_for, rule_of
 from fxpar.signatures.engine import Call, Refusal, call_of
 
 _ILL_TYPED = (IndexError, KeyError, TypeError, ValueError, ArithmeticError, AttributeError)
-
-
-def _summed(node: fx.Node, placement: Placement, axis: str) -> Placement:
-    """What a bucket makes of a parameter: I → R, or of shared blocks that are settled ones that are not."""
-    if placement == I:
-        return R
-    if not placement.settled:
-        fail(node, axis, f"sums gradients of what is {placement}", "leave it out of the bucket")
-    return unsettled(placement)
 
 
 @dataclass(frozen=True)
@@ -165,7 +156,7 @@ def infer_node(node: fx.Node, given: Context) -> tuple[Layout, ...]:
     elif node.target is axis_index:
         found = (Layout.of({axis: V if axis in axes_of(node) else R for axis in given.axes}),)
     elif node.target is sum_gradients:
-        found = [_bucketed(node, layout) for layout in given.layouts]
+        found = [bucketed(node, layout, given.axes) for layout in given.layouts]
     elif node.target in COERCION_OF:
         found = (coerced(node, given.layouts[0], given.axes),)
     else:
@@ -174,11 +165,6 @@ def infer_node(node: fx.Node, given: Context) -> tuple[Layout, ...]:
         Layout(tuple((axis, resting(placement, flag)) for axis, placement in layout))
         for layout, flag in zip(found, given.outputs, strict=True)
     )
-
-
-def _bucketed(node: fx.Node, layout: Layout) -> Layout:
-    names = axes_of(node)
-    return Layout(tuple((axis, _summed(node, p, axis) if axis in names else p) for axis, p in layout))
 
 
 def _operation(node: fx.Node, given: Context) -> list[Layout]:

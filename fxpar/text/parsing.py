@@ -335,9 +335,17 @@ class _Reader:
         return " ".join(tokens)
 
 
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    names = [name for name, _ in pairs]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        fail(f"the plan names '{twice}' twice", "name it once")
+    return dict(pairs)
+
+
 def _plan(text: str) -> Plan:
     try:
-        values = json.loads(text)
+        values = json.loads(text, object_pairs_hook=_once)
     except (ValueError, RecursionError):
         fail("the plan is no JSON", 'write, for example, plan {"tp": 2}')
     known = [f.name for f in dataclasses.fields(Plan)]

@@ -20,7 +20,7 @@ from fxpar.ops import Operator
 from fxpar.ops.coercions import COERCION_OF, sum_gradients
 from fxpar.ops.random import axis_index
 from fxpar.passes.assign_rng import RNG_PATH
-from fxpar.program.coercions import axes_of
+from fxpar.program.coercions import axes_of, misnamed
 from fxpar.program.program import (
     Program,
     ScalarType,
@@ -188,6 +188,13 @@ def _check_axis(program: Program, node: fx.Node) -> None:
         if axis not in program.axes:
             known = ", ".join(program.axes) or "none"
             raise CheckFailed(f"the axis {axis} is not in the mesh ({known})", where=describe(node))
+    right = misnamed(node, program.axes)
+    if right:
+        reason = f"is over {'-'.join(axes_of(node))}"
+        raise CheckFailed(reason, where=describe(node), remedy=f"name the axes as the mesh does: {right}")
+    if node.target is axis_index and len(axes_of(node)) != 1:
+        reason = f"is the index of a rank on {len(axes_of(node))} axes at once"
+        raise CheckFailed(reason, where=describe(node), remedy="make one index for each axis")
 
 
 def _check_conversions(program: Program) -> None:
@@ -212,6 +219,12 @@ def _check_random(program: Program) -> None:
     """Every random node has an identity of its own, and with property `rng` draws from the counter generator."""
     seen: dict[int, fx.Node] = {}
     states = [entry.node for entry in program.inputs if entry.path == RNG_PATH]
+    if states and Property.RNG not in program.properties:
+        raise CheckFailed(
+            "is there, but the program does not have the property rng",
+            where=f"input {RNG_PATH}",
+            remedy="rename it: assign_rng adds the generator's state",
+        )
     for node in program.graph.nodes:
         counted = isinstance(node.target, Operator) and node.target.draws
         identity = 0 if node.op == "output" else note(node).random

@@ -203,3 +203,4 @@ def test_a_function_is_declared_row_wise_by_a_flag(tmp_path: Path) -> None:
     assert 'Plan(row_wise=("fxpar_row_wise.Scan",))' in refused.err.replace("\n", " ")
     result = fxpar("verify", f"{path}:build", "--dp", "2", "--row-wise", "fxpar_row_wise.*")
     assert result.status == 0, result.err
+    assert "on the plan's word" in result.out
