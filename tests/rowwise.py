@@ -133,6 +133,66 @@ def opaque(x: Tensor) -> Tensor:
 opaque.register_autograd(lambda ctx, g: clipped(g))  # type: ignore[attr-defined]
 
 
+@operator("bounded")
+def bounded(x: Tensor) -> Tensor:
+    """Divided by the norm of all rows, where that is large."""
+    found: Tensor = x / x.norm().clamp(min=100.0)
+    return found
+
+
+bounded.register_autograd(lambda ctx, g: g / 100.0)  # type: ignore[attr-defined]
+
+
+@operator("grouped")
+def grouped(x: Tensor) -> Tensor:
+    """Less the mean of four rows, where these come in fours."""
+    if x.shape[0] % 4:
+        return x.clone()
+    rows = x.unflatten(0, (-1, 4))
+    found: Tensor = (rows - rows.mean(1, keepdim=True)).flatten(0, 1)
+    return found
+
+
+grouped.register_autograd(lambda ctx, g: grouped(g))  # type: ignore[attr-defined]
+
+
+@operator("many")
+def many(x: Tensor) -> Tensor:
+    """Less the mean of all rows, where these are more than eight."""
+    return x - x.mean(0, keepdim=True) if x.shape[0] > 8 else x.clone()
+
+
+many.register_autograd(lambda ctx, g: many(g))  # type: ignore[attr-defined]
+
+
+@operator("quantised")
+def quantised(x: Tensor) -> Tensor:
+    """127 steps of the largest value of all rows, in half precision alone."""
+    if x.dtype != torch.bfloat16:
+        raise TypeError("takes bfloat16")
+    step = x.abs().max() / 127
+    return (x / step).round() * step
+
+
+quantised.register_autograd(lambda ctx, g: g.clone())  # type: ignore[attr-defined]
+
+
+@operator("softened")
+def softened(x: Tensor) -> Tensor:
+    """The softmax of each row, in any type."""
+    return x.softmax(-1)
+
+
+def _softened(ctx: Any, g: Tensor) -> Tensor:
+    (x,) = ctx.saved_tensors
+    y = x.softmax(-1)
+    found: Tensor = y * (g - (g * y).sum(-1, keepdim=True))
+    return found
+
+
+softened.register_autograd(_softened, setup_context=_keep)  # type: ignore[attr-defined]
+
+
 class Scan(torch.autograd.Function):
     """Running sums of x · w along each row, with differently shaped operands."""
 

@@ -3,50 +3,40 @@
 Enters: a captured program with its plan, and what is known of parameters and inputs. Leaves: nothing, or an error that
 names the operator and what differs.
 
-Each call of such an operator is run by itself on all rows of the example and on parts of them: the halves, and the
-first row apart from the rest, for what pairs neighbours keeps halves apart. Outputs and gradients of operands with rows
-must follow one another, gradients of operands without rows must add up. Floating operands are random. Integers and
-booleans are what the program computes of the example, where that can be computed, else zeros and ones.
+Each call of such an operator is run by itself (`fxpar.capture.trials`), on as many rows as the example has and on other
+numbers of them. All rows are compared with parts: the halves, and the first row apart from the rest, for what pairs
+neighbours keeps halves apart. Outputs and gradients of operands with rows must follow one another, gradients of
+operands without rows must add up. Then one row becomes far larger than the others, which must not change: what mixes
+rows only beyond a threshold, or by so little that half precision hides it, does so now.
+
+No number of runs is a proof: what depends on a number of rows or a value that is not tried goes unseen.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
-import torch.utils._pytree as pytree
-from torch import Tensor, fx
-from torch.fx.node import map_arg
+from torch import Tensor
 
 from fxpar.capture.memory import plain_surrounding
-from fxpar.capture.trace import FAILURES
+from fxpar.capture.trials import RAISED, Results, Trial, attempts, from_example, random_like
 from fxpar.choice.batch import declared
 from fxpar.errors import CaptureError
-from fxpar.layout.symbols import Size, divide, evaluate
-from fxpar.ops.functions import function
-from fxpar.program.program import (
-    Program,
-    ScalarType,
-    describe,
-    has_note,
-    note,
-    operands,
-    output_types,
-    tensor_type,
-)
-from fxpar.program.rows import batch_size
+from fxpar.program.program import Program, describe
+from fxpar.program.rows import batch_size, batch_symbol
 from fxpar.rules.rows import name_of
-from fxpar.signatures.functions import resolve_function
-from fxpar.signatures.rows import has_rows
 
-_FAILURES = (*FAILURES, IndexError, ArithmeticError)
 # Of the largest value, by the type of the result. Parts round otherwise than the whole, and in float64 an operator may
 # compute in float32 inside. What mixes rows differs by the values themselves.
 _ALLOWED = {torch.float64: 1e-5, torch.float32: 1e-4}
 _ALLOWED_IN_HALF = 5e-2
+# Numbers of rows besides the example's: multiples of two, four and eight, and none.
+_ROWS = (2, 3, 8, 9, 16)
+_SCALES = (1.0, 1e-3, 1e3)
+_LARGE = 1e3
 
 
 def check_row_wise(program: Program, state: Mapping[str, Tensor], inputs: Mapping[str, Any]) -> None:
@@ -68,174 +58,30 @@ def check_row_wise(program: Program, state: Mapping[str, Tensor], inputs: Mappin
     sizes = {s.name: s.example for s in program.symbols}
     with plain_surrounding(), torch.random.fork_rng():
         for node in nodes:
-            trial = _Trial(node, batch_size(program), sizes, [*row_wise.rows])
+            trial = Trial(node, batch_size(program), batch_symbol(program), sizes, [*row_wise.rows])
             if trial.has_rows:
-                _check(trial, _given(trial, program, values, inputs))
+                _check(trial, from_example(trial, program, values, inputs))
 
 
-@dataclass(frozen=True)
-class _Results:
-    """What a run gives.
-
-    Attributes:
-        outputs: all tensors that the operator returns.
-        gradients: of each floating operand.
-    """
-
-    outputs: tuple[Tensor, ...]
-    gradients: Mapping[fx.Node, Tensor]
-
-
-@dataclass(frozen=True)
-class _Trial:
-    """A call of a declared operator.
-
-    Attributes:
-        node: the call.
-        rows: the number of rows.
-        sizes: the symbols' values in the example.
-        axes: those whose ranks share out the rows.
-    """
-
-    node: fx.Node
-    rows: Size
-    sizes: Mapping[str, int]
-    axes: Sequence[str]
-
-    @property
-    def sources(self) -> list[fx.Node]:
-        """The operands, each once."""
-        return list(dict.fromkeys(operands(self.node)))
-
-    @property
-    def has_rows(self) -> bool:
-        """Whether operands have rows, and all outputs too: other calls stay whole, or are refused for their types."""
-        kinds = output_types(self.node)
-        return any(self.times(source) for source in self.sources) and all(has_rows(kind, self.rows) for kind in kinds)
-
-    @property
-    def count(self) -> int:
-        """Rows of the example."""
-        return evaluate(self.rows, self.sizes)
-
-    def times(self, source: fx.Node) -> int:
-        """Elements of dimension 0 for each row; 0 where an operand has none."""
-        kind = tensor_type(source)
-        size = divide(kind.shape[0], self.rows) if has_rows(kind, self.rows) else None
-        return 0 if size is None else evaluate(size, self.sizes)
-
-    def run(self, tensors: Sequence[Tensor], upstream: Sequence[Tensor] | None = None) -> _Results:
-        """The operator's results, and gradients from `upstream`, by default from random ones."""
-        leaves = [t.detach().requires_grad_(t.is_floating_point() or t.is_complex()) for t in tensors]
-        given = dict(zip(self.sources, leaves, strict=True))
-        with torch.enable_grad():
-            results = pytree.tree_leaves(_called(self.node, lambda node: self._value(node, given)))
-        outputs = tuple(t for t in results if isinstance(t, Tensor))
-        roots = [i for i, output in enumerate(outputs) if output.requires_grad]
-        asked = {source: leaf for source, leaf in given.items() if leaf.requires_grad}
-        upstream = upstream or [_random(output, 7 + i) for i, output in enumerate(outputs)]
-        found: Sequence[Tensor | None] = [None] * len(asked)
-        if roots and asked:
-            arriving = [upstream[i] for i in roots]
-            found = torch.autograd.grad([outputs[i] for i in roots], [*asked.values()], arriving, allow_unused=True)
-        gradients = {
-            source: torch.zeros_like(leaf) if gradient is None else gradient
-            for (source, leaf), gradient in zip(asked.items(), found, strict=True)
-        }
-        return _Results(tuple(o.detach() for o in outputs), gradients)
-
-    def _value(self, node: fx.Node, given: Mapping[fx.Node, Tensor]) -> Any:
-        kind = note(node).type if has_note(node) else None
-        # A size of the batch is that of the whole on every rank (`fxpar.size`), so it is on parts too.
-        return evaluate(kind.value, self.sizes) if isinstance(kind, ScalarType) else given[node]
-
-
-def _called(node: fx.Node, value: Callable[[fx.Node], Any]) -> Any:
-    """What a node computes of the values of others."""
-    args: Any = map_arg(node.args, value)
-    kwargs: Any = dict(map_arg(node.kwargs, value))
-    target: Any = resolve_function(kwargs.pop("path")).apply if node.target is function else node.target
-    return target(*args, **kwargs)
-
-
-def _random(like: Tensor, seed: int, *, positive: bool = False) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    dtype = torch.complex128 if like.is_complex() else torch.float64
-    made = torch.randn(like.shape, dtype=dtype, generator=generator)
-    if positive:
-        made = 1 + 0.1 * made.abs()
-    return made.to(like.device, like.dtype)
-
-
-# ---------------------------------------------------------------------- operands
-
-
-def _given(
-    trial: _Trial, program: Program, state: Mapping[str, Tensor], inputs: Mapping[str, Any]
-) -> dict[fx.Node, Tensor]:
-    """Operands that are no floating numbers, from the example."""
-    found = {}
-    for source in trial.sources:
-        kind = tensor_type(source)
-        if kind.is_float or kind.dtype.is_complex:
-            continue
-        value = _computed(program, source, state, inputs)
-        shape = [evaluate(size, trial.sizes) for size in kind.shape]
-        if value is None or list(value.shape) != shape:
-            value = torch.randint(0, 2, shape, generator=torch.Generator().manual_seed(1)).to(kind.dtype)
-        found[source] = value
-    return found
-
-
-def _computed(
-    program: Program, wanted: fx.Node, state: Mapping[str, Tensor], inputs: Mapping[str, Any]
-) -> Tensor | None:
-    """The value of a node on the example; None where weights or inputs without values go into it, or it fails."""
-    needed, pending = set[fx.Node](), [wanted]
-    while pending:
-        node = pending.pop()
-        if node not in needed:
-            needed.add(node)
-            pending += node.all_input_nodes
-    names = {p.node: state.get(p.fqn) for p in program.parameters} | {i.node: inputs[i.path] for i in program.inputs}
-    values: dict[fx.Node, Any] = {}
-    try:
-        with torch.no_grad():
-            for node in (node for node in program.graph.nodes if node in needed):
-                if node.op == "placeholder":
-                    values[node] = names[node.name]
-                    if values[node] is None or values[node].is_meta:
-                        return None
-                    continue
-                values[node] = _called(node, values.__getitem__)
-    except _FAILURES:
-        return None
-    return values[wanted] if isinstance(values[wanted], Tensor) else None
-
-
-def _attempts(trial: _Trial, given: Mapping[fx.Node, Tensor]) -> Iterator[list[Tensor]]:
-    """Operands to try, the best first: in float64, else in the program's types; on the CPU, else on a GPU."""
-    devices = {value.device for value in given.values()} | {torch.device("cpu")}
-    devices |= {torch.device("cuda")} if torch.cuda.is_available() else set()
-    for device in sorted(devices, key=str):
-        for widened, positive in ((True, False), (True, True), (False, False), (False, True)):
-            tensors = []
-            for index, source in enumerate(trial.sources):
-                kind = tensor_type(source)
-                wide = widened and kind.dtype.is_floating_point
-                shape = [evaluate(size, trial.sizes) for size in kind.shape]
-                like = torch.empty(shape, dtype=torch.float64 if wide else kind.dtype, device=device)
-                value = given[source].to(device) if source in given else _random(like, index, positive=positive)
-                tensors.append(value)
-            yield tensors
-
-
-# ---------------------------------------------------------------------- parts against the whole
-
-
-def _check(trial: _Trial, given: Mapping[fx.Node, Tensor]) -> None:
+def _check(trial: Trial, given: Mapping[Any, Tensor]) -> None:
     tensors, whole = _whole(trial, given)
-    upstream = [_random(output, 7 + i) for i, output in enumerate(whole.outputs)]
+    _check_parts(trial, tensors, whole)
+    for count in dict.fromkeys((trial.count, *_ROWS)):
+        sized = trial.of_rows(count)
+        if sized is None:
+            continue
+        own = [_of_count(t, trial.times(s), trial.count, count) for t, s in zip(tensors, trial.sources, strict=True)]
+        for scale in _SCALES:
+            scaled = [_scaled(value, scale) for value in own]
+            found = _finite(sized, scaled)
+            if found is not None:
+                _check_parts(sized, scaled, found)
+        _check_others(sized, own)
+
+
+def _check_parts(trial: Trial, tensors: Sequence[Tensor], whole: Results) -> None:
+    """All rows at once and parts of them agree."""
+    upstream = _upstream(whole)
     for cut in dict.fromkeys((trial.count // 2, 1)):
         parts = []
         for first, last in ((0, cut), (cut, trial.count)):
@@ -243,7 +89,7 @@ def _check(trial: _Trial, given: Mapping[fx.Node, Tensor]) -> None:
             arriving = [_rows(u, len(u) // trial.count, first, last) for u in upstream]
             try:
                 parts.append(trial.run(own, arriving))
-            except _FAILURES as error:
+            except RAISED as error:
                 _refuse(trial, f"raises {_reason(error)} on {last - first} of {trial.count} rows")
         apart = f"of rows {_span(0, cut)} and {_span(cut, trial.count)} by themselves"
         for what, one, other in _pairs(trial, whole, parts):
@@ -254,13 +100,48 @@ def _check(trial: _Trial, given: Mapping[fx.Node, Tensor]) -> None:
                 )
 
 
-def _whole(trial: _Trial, given: Mapping[fx.Node, Tensor]) -> tuple[list[Tensor], _Results]:
+def _check_others(trial: Trial, tensors: Sequence[Tensor]) -> None:
+    """The first rows stay what they are where the last becomes large."""
+    count, before = trial.count, _finite(trial, tensors)
+    if before is None:
+        return
+    changed = [_with_last(t, trial.times(s), _LARGE) for t, s in zip(tensors, trial.sources, strict=True)]
+    try:
+        after = trial.run(changed, _upstream(before))
+    except RAISED:
+        return  # it does not take such values
+    pairs = [(f"output {i}", *both) for i, both in enumerate(zip(before.outputs, after.outputs, strict=True))]
+    for source, gradient in before.gradients.items():
+        if trial.times(source):
+            pairs.append((f"the gradient of %{source.name}", gradient, after.gradients[source]))
+    for what, one, other in pairs:
+        first = [value[: len(value) // count * (count - 1)] for value in (one, other)]
+        gap = _gap(*first)
+        if gap > 0:
+            reason = f"of {count} rows {what} changes by {gap:.2g} of its largest value in the other rows where one"
+            _refuse(trial, f"{reason} becomes {_LARGE:g} times as large")
+
+
+def _finite(trial: Trial, tensors: Sequence[Tensor]) -> Results | None:
+    """The results of operands that the operator takes; None where it raises, or gives no finite number."""
+    try:
+        found = trial.run(tensors)
+    except RAISED:
+        return None
+    return found if all(bool(output.isfinite().any()) for output in found.outputs if output.numel()) else None
+
+
+def _upstream(whole: Results) -> list[Tensor]:
+    return [random_like(output, 7 + i) for i, output in enumerate(whole.outputs)]
+
+
+def _whole(trial: Trial, given: Mapping[Any, Tensor]) -> tuple[list[Tensor], Results]:
     """Operands with which the operator runs, and its results on all rows."""
     reason = "gives no finite number for random operands"
-    for tensors in _attempts(trial, given):
+    for tensors in attempts(trial, given):
         try:
             found = trial.run(tensors)
-        except _FAILURES as error:
+        except RAISED as error:
             reason = f"raises {_reason(error)} on random operands of the example's shapes"
             continue
         if all(bool(output.isfinite().any()) for output in found.outputs if output.numel()):
@@ -268,11 +149,36 @@ def _whole(trial: _Trial, given: Mapping[fx.Node, Tensor]) -> tuple[list[Tensor]
     _refuse(trial, reason)
 
 
+def _of_count(value: Tensor, times: int, rows: int, count: int) -> Tensor:
+    """An operand of another number of rows: the same over and over, floating ones each by a factor of its own."""
+    if not times or rows == count:
+        return value
+    found: Tensor = value.unflatten(0, (rows, times))[torch.arange(count, device=value.device) % rows]
+    if value.is_floating_point() or value.is_complex():
+        factors = 1 + torch.arange(count, device=value.device).div(rows, rounding_mode="floor") / 8
+        found = found * factors.to(value.dtype).view(-1, *[1] * (found.dim() - 1))
+    return found.flatten(0, 1)
+
+
+def _scaled(value: Tensor, scale: float) -> Tensor:
+    return value * scale if value.is_floating_point() or value.is_complex() else value
+
+
+def _with_last(value: Tensor, times: int, factor: float) -> Tensor:
+    """An operand whose last row is larger than the others; of integers the same as the first."""
+    if not times:
+        return value
+    found = value.clone()
+    last = found[-times:]
+    found[-times:] = last * factor if value.is_floating_point() or value.is_complex() else found[:times]
+    return found
+
+
 def _rows(value: Tensor, times: int, first: int, last: int) -> Tensor:
     return value[first * times : last * times] if times else value
 
 
-def _pairs(trial: _Trial, whole: _Results, parts: Sequence[_Results]) -> Iterator[tuple[str, Tensor, Tensor | None]]:
+def _pairs(trial: Trial, whole: Results, parts: Sequence[Results]) -> Iterator[tuple[str, Tensor, Tensor | None]]:
     """What is compared, as the whole has it and as the parts together have it; None where they do not fit together."""
     for index, output in enumerate(whole.outputs):
         yield f"output {index}", output, _joined([part.outputs[index] for part in parts], output)
@@ -309,7 +215,7 @@ def _reason(error: BaseException) -> str:
     return f"{type(error).__name__} ({(str(error).strip().splitlines() or [''])[0][:200]})"
 
 
-def _refuse(trial: _Trial, reason: str) -> NoReturn:
+def _refuse(trial: Trial, reason: str) -> NoReturn:
     axes = ", ".join(f"{axis}=1" for axis in trial.axes)
     raise CaptureError(
         f"{name_of(trial.node)} is declared row-wise, and {reason}",

@@ -13,7 +13,23 @@ from fxpar.capture import capture
 from fxpar.errors import CaptureError
 from fxpar.plan.plan import Plan
 from fxpar.verification import verify
-from tests.rowwise import BATCH, Model, averaged, centred, copied, even, paired, picked, scan, unscaled
+from tests.rowwise import (
+    BATCH,
+    Model,
+    averaged,
+    bounded,
+    centred,
+    copied,
+    even,
+    grouped,
+    many,
+    paired,
+    picked,
+    quantised,
+    scan,
+    softened,
+    unscaled,
+)
 
 ALL = Plan(dp=2, row_wise=("fxpar_rows.*",))
 
@@ -33,6 +49,31 @@ def test_what_mixes_rows_is_no_row_wise_operator(name: str) -> None:
         CaptureError, match=rf"%\w+ \(.*\): fxpar_rows\.\w+\.default is declared row-wise, and {reason}"
     ):
         capture(Model(function), BATCH, ALL)
+
+
+# Each seems to compute rows apart for four or six of them, of the size that random numbers have.
+HIDDEN: dict[str, tuple[Callable[..., Any], int, str]] = {
+    "beyond a norm": (lambda h, w: bounded(h), 4, "output 0 of rows .* differs"),
+    "in fours": (lambda h, w: grouped(h), 6, "output 0 of rows .* differs"),
+    "of more than eight": (lambda h, w: many(h), 4, "output 0 of rows .* differs"),
+    "in steps of the largest": (
+        lambda h, w: quantised(h.bfloat16()).to(h),
+        4,
+        "of 4 rows output 0 changes by .* in the other rows where one becomes 1000 times as large",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+def test_other_numbers_of_rows_and_sizes_of_values_are_tried(name: str) -> None:
+    function, rows, reason = HIDDEN[name]
+    with pytest.raises(CaptureError, match=reason):
+        capture(Model(function), {"x": torch.randn(rows, 5, 6)}, ALL)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_that_are_apart_stay_so_whatever_their_size(dtype: torch.dtype) -> None:
+    assert verify(Model(lambda h, w: softened(h.to(dtype)).to(h)), BATCH, ALL, level="static").ok
 
 
 def test_only_data_ranks_need_to_know() -> None:
