@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from fxpar.oracle.check import OracleReport, sample
 from fxpar.oracle.grid import coordinates, fits, holds, holds_gradient, positions, spread, spread_gradient
 from fxpar.oracle.several import check_on_mesh
 from fxpar.oracle.table import ELSEWHERE, EXEMPT, LEFT_OUT, OCCURRING, operations
-from fxpar.rules import inference, register_rule, unregister_rule
+from fxpar.rules import inference, register_rule
 from fxpar.signatures.engine import Call
 from fxpar.text.parsing import parse_program
 from fxpar.verify.static import verify_static
@@ -86,17 +85,6 @@ def test_an_order_of_nested_axes_that_is_lost_is_caught(monkeypatch: pytest.Monk
     found = {f.signature: f.reason for f in report.false_accepts}
     assert found["self tp:S(0) dp:S(0) → dp:S(0) tp:S(0)"] == "values"
     assert "self dp:S(0) tp:S(0) → dp:S(0) tp:S(0)" in report.accepted
-
-
-@pytest.fixture
-def gated() -> Iterator[torch._ops.OpOverload]:
-    made: Any = torch.library.Library
-    library = made("fxpar_several_test", "DEF")
-    library.define("gated(Tensor x, Tensor scale) -> Tensor")
-    library.impl("gated", lambda x, scale: torch.tanh(x) * scale, "CompositeImplicitAutograd")
-    yield torch.ops.fxpar_several_test.gated.default
-    unregister_rule(torch.ops.fxpar_several_test.gated.default)
-    library._destroy()
 
 
 def test_a_wrong_rule_is_caught_on_the_axis_inside(gated: torch._ops.OpOverload) -> None:
