@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 import torch
+from torch import fx
 
 from fxpar.errors import LayoutError
 from fxpar.layout.layout import I, Layout, P, Piece, Placement, R, shard
@@ -93,6 +94,26 @@ def test_a_wrong_rule_is_caught_on_the_axis_inside(gated: torch._ops.OpOverload)
     found = {f.signature: f.reason for f in report.false_accepts}
     assert found["x dp:S(0) tp:P, scale dp:R tp:R → dp:S(0) tp:P"] == "values"
     assert str(report.false_accepts[0]).count("on 2 x 2 ranks")
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_wrong_layout_of_any_output_is_caught(monkeypatch: pytest.MonkeyPatch, index: int) -> None:
+    def wrong(node: fx.Node, context: inference.Context) -> tuple[Layout, ...]:
+        found = list(inference.infer_node(node, context))
+        found[index] = Layout(tuple((axis, P) for axis in context.axes))
+        return tuple(found)
+
+    monkeypatch.setattr("fxpar.oracle.several.infer_node", wrong)
+    report = check_on_mesh(aten.max.dim, [sample(x(12, 6), 1)], TWO, 4)
+    assert report.false_accepts
+    assert not report.accepted
+
+
+def test_a_layout_that_fits_by_one_definition_alone_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fxpar.oracle.several.misfit", lambda *given: "tp")
+    report = check_on_mesh(aten.neg.default, [sample(x(12))], TWO, 4)
+    assert report.false_accepts
+    assert all(finding.reason.endswith(" fits") for finding in report.false_accepts)
 
 
 def test_what_a_rule_leaves_out_is_missed_where_all_cuts_are_plain(gated: torch._ops.OpOverload) -> None:
