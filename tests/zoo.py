@@ -19,6 +19,7 @@ from torch.nn import functional
 from fxpar.plan.plan import Plan
 
 VOCABULARY, BATCH, SEQUENCE = 259, 3, 16
+SIZES = {"num_hidden_layers": 2, "hidden_size": 96, "num_attention_heads": 8, "intermediate_size": 160}
 
 
 @dataclass(frozen=True)
@@ -60,46 +61,40 @@ def tokens() -> dict[str, Tensor]:
 
 def _config(kind: str, **options: Any) -> Any:
     return getattr(transformers, f"{kind}Config")(
-        use_cache=False, bos_token_id=1, eos_token_id=2, pad_token_id=0, **options
+        **{"use_cache": False, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0} | options
     )
+
+
+def gpt2_config(**options: Any) -> Any:
+    """Of any model with GPT-2's body."""
+    sizes = {"n_layer": 2, "n_embd": 96, "n_head": 8, "n_inner": 160, "n_positions": 64}
+    return _config("GPT2", **sizes, vocab_size=VOCABULARY, **options)
 
 
 def gpt2() -> nn.Module:
     """Conv1D, fused [q|k|v]."""
-    return transformers.GPT2LMHeadModel(
-        _config("GPT2", n_layer=2, n_embd=96, n_head=8, n_inner=160, vocab_size=VOCABULARY, n_positions=64)
-    )
+    return transformers.GPT2LMHeadModel(gpt2_config())
+
+
+def words_config(kind: str, **options: Any) -> Any:
+    """Of an encoder of words as long as `SEQUENCE` and longer: Bert, CLIPText."""
+    return _config(kind, **SIZES, vocab_size=VOCABULARY, max_position_embeddings=64, **options)
 
 
 def bert() -> nn.Module:
     """Encoder with biases everywhere."""
-    config = _config(
-        "Bert",
-        num_hidden_layers=2,
-        hidden_size=96,
-        num_attention_heads=8,
-        intermediate_size=160,
-        vocab_size=VOCABULARY,
-        max_position_embeddings=64,
-    )
-    return transformers.BertForMaskedLM(config)
+    return transformers.BertForMaskedLM(words_config("Bert"))
+
+
+def llama_config(**options: Any) -> Any:
+    """Of any model with Llama's body."""
+    sizes = {**SIZES, "num_key_value_heads": 4, "vocab_size": VOCABULARY}
+    return _config("Llama", **sizes, attention_dropout=0.1, attention_bias=True, mlp_bias=True, **options)
 
 
 def llama() -> nn.Module:
     """Grouped-query attention, rotary positions, gated MLP."""
-    config = _config(
-        "Llama",
-        num_hidden_layers=2,
-        hidden_size=96,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        intermediate_size=160,
-        vocab_size=VOCABULARY,
-        attention_dropout=0.1,
-        attention_bias=True,
-        mlp_bias=True,
-    )
-    return transformers.LlamaForCausalLM(config)
+    return transformers.LlamaForCausalLM(llama_config())
 
 
 def qwen3() -> nn.Module:
@@ -132,21 +127,17 @@ def bloom() -> nn.Module:
     return transformers.BloomForCausalLM(config)
 
 
+def vit_config(**options: Any) -> Any:
+    """16 patches of an image."""
+    kind: Any = transformers.ViTConfig
+    return kind(**SIZES, image_size=32, patch_size=8, **options)
+
+
 def vit() -> nn.Module:
     """Images: a convolution, a class token, 17 positions."""
-    kind: Any = transformers.ViTConfig
-    config = kind(
-        num_hidden_layers=2,
-        hidden_size=96,
-        num_attention_heads=8,
-        intermediate_size=160,
-        image_size=32,
-        patch_size=8,
-        num_labels=7,
-        hidden_dropout_prob=0.1,
-        attention_probs_dropout_prob=0.1,
+    return transformers.ViTForImageClassification(
+        vit_config(num_labels=7, hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1)
     )
-    return transformers.ViTForImageClassification(config)
 
 
 def encoder() -> nn.Module:

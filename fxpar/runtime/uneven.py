@@ -52,6 +52,7 @@ aten = torch.ops.aten
 _MOVING = frozenset(
     {
         aten._to_copy.default,
+        aten._unsafe_view.default,
         aten.alias.default,
         aten.clone.default,
         aten.constant_pad_nd.default,

@@ -76,6 +76,12 @@ def test_a_glob_that_declares_nothing_is_an_error(glob: str, reason: str) -> Non
         verify(through(scan), BATCH, plan, level="static")
 
 
+def test_a_glob_says_nothing_of_operators_with_rules() -> None:
+    model = Model(lambda h, w: scan(h, w).softmax(0))
+    with pytest.raises(LayoutError, match=r"softmax.* on axis dp"):
+        verify(model, BATCH, Plan(dp=2, row_wise=("*",)), level="static")
+
+
 def test_a_text_is_believed_what_its_plan_says_alone() -> None:
     captured = capture(through(scan), BATCH, Plan(dp=2, row_wise=(SCAN,)))
     text = print_program(compile_program(captured.program))

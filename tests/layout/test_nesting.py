@@ -171,8 +171,18 @@ def test_the_batch_and_the_sequence_of_a_flattened_dimension_commute() -> None:
     )
 
 
+def test_blocks_that_ranks_share_are_counted_once() -> None:
+    shared = cut(Piece(3, 4, copies=2))
+    assert swapped(shard(0, 24), 2, shared, 4) == (cut(Piece(6, 4, copies=2)), shard(0, 12))
+    assert swapped(cut(Piece(1, 24, copies=2)), 4, cut(Piece(3, 4)), 2) == (
+        cut(Piece(6, 4)),
+        cut(Piece(1, 12, copies=2)),
+    )
+
+
 def test_a_cut_across_blocks_cannot_be_told_the_other_way_round() -> None:
     assert swapped(cut(Piece(1, 8), Piece(1, 4)), 2, shard(0, 6), 3) is None
+    assert swapped(cut(Piece(6, 4)), 2, cut(Piece(2, 6)), 2) is None, "halves of three blocks"
     layout = layout_of(tp=cut(Piece(1, 8), Piece(1, 4)), cp=shard(0, 6))
     assert listed(layout, {"cp": 3, "tp": 2}, ["cp", "tp"]) is None
     assert spelled(layout, {"cp": 3, "tp": 2}) == layout

@@ -12,16 +12,16 @@ from torch import Tensor, nn
 
 from fxpar.plan.plan import Plan
 from fxpar.verification import verify
+from tests.zoo import SEQUENCE, VOCABULARY, gpt2_config, llama_config, vit_config, words_config
 
 hf: Any = transformers  # whose types know no keyword of a subclass
-ROWS, WORDS, CLASSES = 4, 16, 5
+ROWS, CLASSES = 4, 5
 Loaded = tuple[nn.Module, dict[str, Tensor]]
-SMALL = {"hidden_size": 96, "num_hidden_layers": 2, "num_attention_heads": 8, "intermediate_size": 160}
 
 
 def text(model: nn.Module, **labels: Tensor) -> Loaded:
     """Words of which two rows have fewer than others."""
-    ids = torch.randint(2, 259, (ROWS, WORDS))
+    ids = torch.randint(2, VOCABULARY, (ROWS, SEQUENCE))
     ids[1, 10:] = 0
     ids[3, 5:] = 0
     return model.train(), {"input_ids": ids, "attention_mask": (ids != 0).long(), **labels}
@@ -31,71 +31,49 @@ def image(model: nn.Module) -> Loaded:
     return model.train(), {"pixel_values": torch.randn(ROWS, 3, 32, 32), "labels": torch.tensor([1, 2, 0, 4])}
 
 
-def gpt2(**options: Any) -> Any:
-    return hf.GPT2Config(
-        n_layer=2, n_embd=96, n_head=8, n_positions=64, vocab_size=259, pad_token_id=0, use_cache=False, **options
-    )
-
-
-def llama(**options: Any) -> Any:
-    return hf.LlamaConfig(**SMALL, num_key_value_heads=4, vocab_size=259, pad_token_id=0, use_cache=False, **options)
-
-
-def bert(**options: Any) -> Any:
-    return hf.BertConfig(**SMALL, max_position_embeddings=64, vocab_size=259, pad_token_id=0, **options)
-
-
 def choices() -> Loaded:
-    ids = torch.randint(1, 259, (ROWS, 3, WORDS))
+    ids = torch.randint(1, VOCABULARY, (ROWS, 3, SEQUENCE))
     ids[1, :, 9:] = 0
     batch = {"input_ids": ids, "attention_mask": (ids != 0).long(), "labels": torch.tensor([0, 2, 1, 1])}
-    return hf.BertForMultipleChoice(bert()).train(), batch
+    return hf.BertForMultipleChoice(words_config("Bert")).train(), batch
 
 
 def clip_text() -> Loaded:
-    config = hf.CLIPTextConfig(
-        **SMALL,
-        max_position_embeddings=64,
-        vocab_size=259,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=258,
-        projection_dim=48,
-    )
+    config = words_config("CLIPText", eos_token_id=VOCABULARY - 1, projection_dim=48)
     model, batch = text(hf.CLIPTextModelWithProjection(config))
-    batch["input_ids"][:, 4] = 258
+    batch["input_ids"][:, 4] = VOCABULARY - 1
     return model, batch
 
 
 CLASS = torch.tensor([1, 2, 0, 4])
 SPAN = {"start_positions": torch.tensor([1, 3, 0, 5]), "end_positions": torch.tensor([2, 7, 40, 6])}
 HEADS: dict[str, Callable[[], Loaded]] = {
-    "gpt2 sequence": lambda: text(hf.GPT2ForSequenceClassification(gpt2(num_labels=CLASSES)), labels=CLASS),
-    "llama sequence": lambda: text(hf.LlamaForSequenceClassification(llama(num_labels=CLASSES)), labels=CLASS),
+    "gpt2 sequence": lambda: text(hf.GPT2ForSequenceClassification(gpt2_config(num_labels=CLASSES)), labels=CLASS),
+    "llama sequence": lambda: text(hf.LlamaForSequenceClassification(llama_config(num_labels=CLASSES)), labels=CLASS),
     "llama regression": lambda: text(
-        hf.LlamaForSequenceClassification(llama(num_labels=1, problem_type="regression")),
+        hf.LlamaForSequenceClassification(llama_config(num_labels=1, problem_type="regression")),
         labels=torch.randn(ROWS),
     ),
     "llama several labels": lambda: text(
-        hf.LlamaForSequenceClassification(llama(num_labels=CLASSES, problem_type="multi_label_classification")),
+        hf.LlamaForSequenceClassification(llama_config(num_labels=CLASSES, problem_type="multi_label_classification")),
         labels=torch.randint(0, 2, (ROWS, CLASSES)).float(),
     ),
-    "bert sequence": lambda: text(hf.BertForSequenceClassification(bert(num_labels=CLASSES)), labels=CLASS),
-    "bert words": lambda: text(
-        hf.BertForTokenClassification(bert(num_labels=CLASSES)),
-        labels=torch.randint(0, CLASSES, (ROWS, WORDS)),
+    "bert sequence": lambda: text(
+        hf.BertForSequenceClassification(words_config("Bert", num_labels=CLASSES)), labels=CLASS
     ),
-    "bert answers": lambda: text(hf.BertForQuestionAnswering(bert()), **SPAN),
-    "llama answers": lambda: text(hf.LlamaForQuestionAnswering(llama()), **SPAN),
+    "bert words": lambda: text(
+        hf.BertForTokenClassification(words_config("Bert", num_labels=CLASSES)),
+        labels=torch.randint(0, CLASSES, (ROWS, SEQUENCE)),
+    ),
+    "bert answers": lambda: text(hf.BertForQuestionAnswering(words_config("Bert")), **SPAN),
+    "llama answers": lambda: text(hf.LlamaForQuestionAnswering(llama_config()), **SPAN),
     "bert choices": choices,
     "bert masked words": lambda: text(
-        hf.BertForMaskedLM(bert()),
-        labels=torch.where(torch.rand(ROWS, WORDS) < 0.3, torch.randint(0, 259, (ROWS, WORDS)), -100),
+        hf.BertForMaskedLM(words_config("Bert")),
+        labels=torch.where(torch.rand(ROWS, SEQUENCE) < 0.3, torch.randint(0, VOCABULARY, (ROWS, SEQUENCE)), -100),
     ),
     "clip text": clip_text,
-    "vit": lambda: image(
-        hf.ViTForImageClassification(hf.ViTConfig(**SMALL, image_size=32, patch_size=8, num_labels=CLASSES))
-    ),
+    "vit": lambda: image(hf.ViTForImageClassification(vit_config(num_labels=CLASSES))),
     "swin": lambda: image(
         hf.SwinForImageClassification(
             hf.SwinConfig(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fxpar.layout.layout import Layout, Piece, Placement
 from fxpar.layout.shards import local_block
-from fxpar.ops.counter import IndexCut, attention, dropout, global_index, philox, random_words
+from fxpar.ops.counter import IndexCut, attention, dropout, global_index, philox, random_words, uniform_like
 
 ORIGIN = 0xC0FFEE
 
@@ -129,6 +129,25 @@ def test_a_shard_over_two_axes_draws_the_bits_of_its_own_elements(first: Placeme
             own = local_block(whole, Layout.of({"dp": first, "tp": second}), axes, {"dp": dp, "tp": tp})
             cuts = [cut_of(first, 2, dp), cut_of(second, 4, tp)]
             assert torch.equal(random_words(own.shape, state(), ORIGIN, cuts), own)
+
+
+def test_a_shard_that_two_axes_cut_in_one_dimension_draws_the_bits_of_its_own_elements() -> None:
+    """Rows over dp, the words of each over tp."""
+    whole = random_words((8 * 24, 12), state(), ORIGIN, [])
+    rows, words = Placement("S", 0, (Piece(1, 8 * 24),)), Placement("S", 0, (Piece(4, 24),))
+    for dp in range(2):
+        for tp in range(4):
+            layout, cuts = Layout((("dp", rows), ("tp", words))), [cut_of(rows, 2, dp), cut_of(words, 4, tp)]
+            own = local_block(whole, layout, {"dp": 2, "tp": 4}, {"dp": dp, "tp": tp})
+            assert torch.equal(random_words(own.shape, state(), ORIGIN, cuts), own)
+
+
+@pytest.mark.parametrize(("dtype", "count"), [(torch.float16, 2**10), (torch.bfloat16, 2**7)], ids=str)
+def test_uniform_numbers_are_off_both_ends_in_half_precision(dtype: torch.dtype, count: int) -> None:
+    """Of 2^16 draws all numbers that there are."""
+    found = torch.unique(uniform_like(torch.empty(1 << 16), state(), dtype, ORIGIN, []))
+    assert len(found) == count
+    assert bool(((found > 0) & (found < 1)).all())
 
 
 @pytest.mark.parametrize("rows", [(5, 3), (1, 6, 1), (2, 4, 1, 1)], ids=str)

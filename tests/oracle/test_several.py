@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import pytest
 import torch
+from torch import fx
 
 from fxpar.errors import LayoutError
 from fxpar.layout.layout import I, Layout, P, Piece, Placement, R, shard
@@ -16,7 +16,7 @@ from fxpar.oracle.check import OracleReport, sample
 from fxpar.oracle.grid import coordinates, fits, holds, holds_gradient, positions, spread, spread_gradient
 from fxpar.oracle.several import check_on_mesh
 from fxpar.oracle.table import ELSEWHERE, EXEMPT, LEFT_OUT, OCCURRING, operations
-from fxpar.rules import inference, register_rule, unregister_rule
+from fxpar.rules import inference, register_rule
 from fxpar.signatures.engine import Call
 from fxpar.text.parsing import parse_program
 from fxpar.verify.static import verify_static
@@ -88,23 +88,32 @@ def test_an_order_of_nested_axes_that_is_lost_is_caught(monkeypatch: pytest.Monk
     assert "self dp:S(0) tp:S(0) → dp:S(0) tp:S(0)" in report.accepted
 
 
-@pytest.fixture
-def gated() -> Iterator[torch._ops.OpOverload]:
-    made: Any = torch.library.Library
-    library = made("fxpar_several_test", "DEF")
-    library.define("gated(Tensor x, Tensor scale) -> Tensor")
-    library.impl("gated", lambda x, scale: torch.tanh(x) * scale, "CompositeImplicitAutograd")
-    yield torch.ops.fxpar_several_test.gated.default
-    unregister_rule(torch.ops.fxpar_several_test.gated.default)
-    library._destroy()
-
-
 def test_a_wrong_rule_is_caught_on_the_axis_inside(gated: torch._ops.OpOverload) -> None:
     register_rule(gated, "... h, h -> ... h", partial=(("x",),))
     report = check_on_mesh(gated, [sample(x(12, 6), x(6))], TWO, 20)
     found = {f.signature: f.reason for f in report.false_accepts}
     assert found["x dp:S(0) tp:P, scale dp:R tp:R → dp:S(0) tp:P"] == "values"
     assert str(report.false_accepts[0]).count("on 2 x 2 ranks")
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_wrong_layout_of_any_output_is_caught(monkeypatch: pytest.MonkeyPatch, index: int) -> None:
+    def wrong(node: fx.Node, context: inference.Context) -> tuple[Layout, ...]:
+        found = list(inference.infer_node(node, context))
+        found[index] = Layout(tuple((axis, P) for axis in context.axes))
+        return tuple(found)
+
+    monkeypatch.setattr("fxpar.oracle.several.infer_node", wrong)
+    report = check_on_mesh(aten.max.dim, [sample(x(12, 6), 1)], TWO, 4)
+    assert report.false_accepts
+    assert not report.accepted
+
+
+def test_a_layout_that_fits_by_one_definition_alone_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fxpar.oracle.several.misfit", lambda *given: "tp")
+    report = check_on_mesh(aten.neg.default, [sample(x(12))], TWO, 4)
+    assert report.false_accepts
+    assert all(finding.reason.endswith(" fits") for finding in report.false_accepts)
 
 
 def test_what_a_rule_leaves_out_is_missed_where_all_cuts_are_plain(gated: torch._ops.OpOverload) -> None:

@@ -15,7 +15,7 @@ from fxpar.manager import PassManager
 from fxpar.passes import canonicalize
 from fxpar.passes.divide_batch import divide_batch
 from fxpar.plan.plan import Plan
-from fxpar.program.program import Program
+from fxpar.program.program import Program, operands, tensor_type
 from fxpar.text.printing import print_program
 from fxpar.verification import verify
 from fxpar.verify.values import call_inputs, program_state, reference_run
@@ -90,7 +90,9 @@ LOSSES = {
         z, torch.ones_like(z), pos_weight=WEIGHT.to(z)
     ),
     "two losses": lambda z, y: functional.cross_entropy(z, y) + 0.1 * z.square().mean(),
+    "another class left out": lambda z, y: functional.cross_entropy(z, y.clamp(min=0), ignore_index=4),
     "over the number of rows": lambda z, y: z.square().sum() / z.shape[0],
+    "by numbers of rows": lambda z, y: torch.add(z, z.shape[0], alpha=0.5).square().sum() * (9 - z.shape[0]),
 }
 
 
@@ -101,7 +103,12 @@ def test_ranks_have_the_mean_of_all_rows(name: str, dp: int) -> None:
     assert found.ok, found.values
 
 
+def of_chances(z: Tensor, y: Tensor) -> Tensor:
+    return functional.cross_entropy(z, z.detach().roll(1, -1).softmax(-1))
+
+
 REFUSED = {
+    "chances of classes": (of_chances, "with probabilities as target, needs whole operands"),
     "a softmax over rows": (lambda z, y: (z.softmax(0) ** 2).sum(), "the operation needs the whole of dimension 0"),
     "rows in another order": (lambda z, y: (z.flip(0) * z).sum(), "the operation needs the whole of dimension 0"),
     "the largest of all": (lambda z, y: z.max(), "needs the whole of dimension"),
@@ -154,7 +161,8 @@ def test_the_loss_may_be_the_mean_of_each_ranks_mean() -> None:
     ]
 
 
-AVERAGED = [name for name in LOSSES if name not in ("mean over rows", "mean, kept", "sum", "over the number of rows")]
+SUMS = ("mean over rows", "mean, kept", "sum", "over the number of rows", "by numbers of rows")
+AVERAGED = [name for name in LOSSES if name not in SUMS]
 
 
 @pytest.mark.parametrize("name", AVERAGED)
@@ -177,19 +185,38 @@ def test_the_mean_of_ranks_means_is_what_ranks_alone_would_have(name: str) -> No
         assert torch.allclose(own, gradient, atol=1e-12)
 
 
+def test_a_mean_over_rows_counts_rows_alone() -> None:
+    class Places(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(6, 5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            loss: Tensor = self.up(x).mean(0).square().sum()
+            return loss
+
+    assert verify(Places(), {"x": torch.randn(4, 7, 6)}, Plan(dp=2)).ok
+
+
 NO_MEANS = {
     "local_mean": {
         "sum": "the loss is no mean over the batch",
         "mean over rows": "is no mean of the whole",
         "mean squared": "is no mean of each rank's own",
+        "times a mean": "is no mean of each rank's own",
     },
-    "token": {"sum": "the loss is not one mean", "two losses": "the loss is not one mean"},
+    "token": dict.fromkeys(("sum", "two losses", "times words"), "the loss is not one mean"),
 }
 
 
 @pytest.mark.parametrize(("reduction", "name"), [(r, name) for r, found in NO_MEANS.items() for name in found])
 def test_a_loss_that_is_no_mean_cannot_be_averaged_otherwise(reduction: str, name: str) -> None:
-    losses = {**LOSSES, "mean squared": lambda z, y: z.square().mean() ** 2}
+    losses = {
+        **LOSSES,
+        "mean squared": lambda z, y: z.square().mean() ** 2,
+        "times a mean": lambda z, y: z.mean() * z.square().mean(),
+        "times words": lambda z, y: functional.cross_entropy(z, y) * (y != -100).sum(),
+    }
     with pytest.raises(PlanError, match=NO_MEANS[reduction][name]):
         divided(losses[name], Plan(dp=2, loss_reduction=reduction))
 
@@ -200,6 +227,32 @@ def test_what_counts_in_the_loss_is_an_output_where_words_count(dp: int) -> None
     assert program.outputs == ("output", "fxpar.count")
     assert "count" in program.output_nodes()["fxpar.count"].name
     assert verify(Rows(functional.cross_entropy), batch(), Plan(dp=dp, loss_reduction="token")).ok
+
+
+def test_where_no_word_counts_the_loss_is_zero_and_moves_nothing() -> None:
+    model, rows, plan = Rows(functional.cross_entropy), batch(), Plan(dp=2, loss_reduction="token")
+    rows["y"].fill_(-100)
+    captured = capture(model, rows, plan)
+    state, inputs = program_state(captured.program, model), call_inputs(captured, model, rows)
+    run = reference_run(captured.program, state, inputs)
+    assert (float(run.outputs["output"]), float(run.outputs["fxpar.count"])) == (0.0, 0.0)
+    assert all(not gradient.any() for gradient in run.gradients.values())
+
+
+@pytest.mark.parametrize("reduction", ["mean", "local_mean"])
+def test_sums_and_counts_of_half_precision_are_taken_in_single(reduction: str) -> None:
+    program = divided(lambda z, y: functional.cross_entropy(z.bfloat16(), y), Plan(dp=2, loss_reduction=reduction))
+    (quotient,) = (node for node in program.graph.nodes if node.name.endswith("_quotient"))
+    assert [tensor_type(node).dtype for node in operands(quotient)] == [torch.float32] * 2
+    assert tensor_type(program.output_nodes()["output"]).dtype == torch.bfloat16
+
+
+def test_a_mean_beside_the_loss_is_that_of_all_rows() -> None:
+    def loss(z: Tensor, y: Tensor) -> dict[str, Tensor]:
+        return {"loss": functional.cross_entropy(z, y), "centre": z.mean(0)}
+
+    program = divided(loss, Plan(dp=2, loss_reduction="local_mean"))
+    assert [node.name for node in operands(program.output_nodes()["centre"])] == ["mean_sum", "mean_count"]
 
 
 def test_the_batch_may_be_another_dimension_than_the_first() -> None:
@@ -224,6 +277,7 @@ def test_the_batch_may_be_another_dimension_than_the_first() -> None:
 
 
 NO_COUNTS = {
+    "rows of scores": of_chances,
     "clamped": lambda z, y: z.square().sum() / (y != -100).sum().clamp(min=1),
     "by what is learned": lambda z, y: functional.cross_entropy(z, y) / z.detach().abs().sum(),
 }

@@ -86,6 +86,11 @@ def test_a_mask_of_transformers_is_a_view() -> None:
     ]
 
 
+def test_two_indices_of_one_position_are_no_view() -> None:
+    lines = divided(lambda h, i, k: (h[:, 0] @ h[:, 1].T)[row(h), row(h)].unsqueeze(1).expand(-1, 8))
+    assert any("aten.gather.default" in line for line in lines)
+
+
 INDEXED: dict[str, Indexing] = {
     "an element": lambda h, i, k: h[row(h), i],
     "from the end": lambda h, i, k: h[torch.arange(0, h.shape[0], dtype=torch.int64), i - 5],

@@ -155,9 +155,12 @@ def refusals(tp: int, dp: int) -> list[tuple[str, str]]:
     if tensor_rank:
         other_values["input_ids"][0, 0] += 1
     other_rows = {key: value[: len(value) - tensor_rank] for key, value in own.items()}
+    # The same words in the same order, so that sizes alone tell them apart.
+    other_sizes = {key: value.view(len(value) * (1 + tensor_rank), -1) for key, value in own.items()}
     calls = (
         lambda: model.train_step(other_values),
         lambda: model.train_step(other_rows),
+        lambda: model.train_step(other_sizes),
         lambda: fxpar.shard_batch({key: value[:1] for key, value in batch.items()}, model),
         lambda: model.train_step([]),
     )

@@ -197,6 +197,15 @@ def scaled(tp: int, is_compiled: bool, precision: str) -> tuple[list[float], Fou
     return losses, model.full_state_dict()
 
 
+def attempt(model: ParallelModule, own: Any) -> tuple[str, str]:
+    """Where and why a step is refused; empty texts where it is not."""
+    try:
+        model.train_step(own)
+    except FxparError as error:
+        return error.where, error.reason
+    return "", ""
+
+
 def more_refusals() -> list[tuple[str, str]]:
     """Where and why batches are refused whose result would be none of the concatenation's."""
     rank, found = dist.get_rank(), []
@@ -206,22 +215,17 @@ def more_refusals() -> list[tuple[str, str]]:
         ids = torch.ones(n, length, dtype=torch.long)
         return {"ids": ids, "y": torch.zeros(targets or n, dtype=torch.long)}
 
-    def attempt(model: ParallelModule, own: Any) -> None:
-        try:
-            model.train_step(own)
-            found.append(("", ""))
-        except FxparError as error:
-            found.append((error.where, error.reason))
-
     for kind in ("ones", "filled", "branch"):
-        attempt(fxpar.parallelize(Pooled(kind), plan, batch(4)), batch(rows[rank]))
-    attempt(fxpar.parallelize(Pooled("zero"), plan, batch(2)), batch(2, 5 + rank))
-    attempt(fxpar.parallelize(Pooled("pooled"), plan, batch(2)), batch(3 - rank, 6, 3))
+        found.append(attempt(fxpar.parallelize(Pooled(kind), plan, batch(4)), batch(rows[rank])))
+    found.append(attempt(fxpar.parallelize(Pooled("zero"), plan, batch(2)), batch(2, 5 + rank)))
+    found.append(attempt(fxpar.parallelize(Pooled("pooled"), plan, batch(2)), batch(3 - rank, 6, 3)))
     weighed = fxpar.parallelize(
         Weighed(), plan, {"x": torch.ones(2, 4), "y": torch.zeros(2, dtype=torch.long), "n": torch.tensor(4.0)}
     )
     for n in (4.0, 4.0 + rank):
-        attempt(weighed, {"x": torch.ones(2, 4), "y": torch.zeros(2, dtype=torch.long), "n": torch.tensor(n)})
+        found.append(
+            attempt(weighed, {"x": torch.ones(2, 4), "y": torch.zeros(2, dtype=torch.long), "n": torch.tensor(n)})
+        )
     return found
 
 
@@ -233,21 +237,14 @@ def refusals() -> list[tuple[str, str]]:
     def batch(n: int, length: int) -> dict[str, Tensor]:
         return {"ids": torch.ones(n, length, dtype=torch.long), "y": torch.zeros(n, dtype=torch.long)}
 
-    def attempt(model: ParallelModule, own: Any) -> None:
-        try:
-            model.train_step(own)
-            found.append(("", ""))
-        except FxparError as error:
-            found.append((error.where, error.reason))
-
     plan = fxpar.Plan(dp=2)
     pooled = fxpar.parallelize(Pooled("pooled"), plan, batch(2, 6))
-    attempt(pooled, batch(2, lengths[rank]))
-    attempt(pooled, batch(rows[rank], 6))
+    found.append(attempt(pooled, batch(2, lengths[rank])))
+    found.append(attempt(pooled, batch(rows[rank], 6)))
     for kind in ("divided", "numbered"):
         model = fxpar.parallelize(Pooled(kind), plan, batch(2, 6))
-        attempt(model, batch(2, 6))
-        attempt(model, batch(rows[rank], 6))
+        found.append(attempt(model, batch(2, 6)))
+        found.append(attempt(model, batch(rows[rank], 6)))
     said = fxpar.parallelize(Pooled("pooled"), plan.replace(padding={"ids": 0}), batch(2, 6))
-    attempt(said, batch(2, lengths[rank]))
+    found.append(attempt(said, batch(2, lengths[rank])))
     return found

@@ -35,41 +35,6 @@ def test_a_bucket_of_parameters_is_right() -> None:
     verify_static(parse_program(BUCKET))
 
 
-FAULTS = {
-    # The other weight would have no gradient.
-    "twice": (
-        "(%w, %v)",
-        "(%w, %w)",
-        "%sums: converts %w to R on axis tp a second time; use %sums",
-    ),
-    # Its reduction runs once a step, when the gradients of all microbatches are there.
-    "activation": (
-        "%y = aten.linear.default(%h, %u)",
-        "%again = fxpar.sum_gradients[tp](%h) : (f32[b, 24] tp:R)\n%y = aten.linear.default(%h, %u)",
-        "%again: sums gradients of %h, which is no trainable parameter; leave it out of the bucket",
-    ),
-    "frozen": (
-        'parameter["v"]',
-        'parameter["v"](frozen)',
-        "%sums: sums gradients of %v, which is no trainable parameter; leave it out of the bucket",
-    ),
-    "types": (
-        "(f32[24] tp:R; f32[24] tp:R)",
-        "(f32[24] tp:R; f32[12] tp:R)",
-        "%sums: gives 2 tensors that are not its 2 operands",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_of_a_bucket_is_named(name: str) -> None:
-    old, new, message = FAULTS[name]
-    assert old in BUCKET
-    with pytest.raises(CheckFailed) as error:
-        verify_static(parse_program(BUCKET.replace(old, new)))
-    assert str(error.value).startswith(message)
-
-
 # Keys and values that two tensor parallel ranks share are summed over these, then with the queries over data ranks.
 CHAIN = """fxpar 1
 plan {"tp": 4, "dp": 2}
@@ -109,19 +74,48 @@ def test_a_parameter_is_summed_over_one_axis_after_the_other() -> None:
     assert judge(program, state, {"x": torch.randn(6, 12, generator=generator)}).kind == "same"
 
 
-CHAIN_FAULTS = {
+FAULTS = {
+    # The other weight would have no gradient.
+    "twice": (
+        BUCKET,
+        "(%w, %v)",
+        "(%w, %w)",
+        "%sums: converts %w to R on axis tp a second time; use %sums",
+    ),
+    # Its reduction runs once a step, when the gradients of all microbatches are there.
+    "activation": (
+        BUCKET,
+        "%y = aten.linear.default(%h, %u)",
+        "%again = fxpar.sum_gradients[tp](%h) : (f32[b, 24] tp:R)\n%y = aten.linear.default(%h, %u)",
+        "%again: sums gradients of %h, which is no trainable parameter; leave it out of the bucket",
+    ),
+    "frozen": (
+        BUCKET,
+        'parameter["v"]',
+        'parameter["v"](frozen)',
+        "%sums: sums gradients of %v, which is no trainable parameter; leave it out of the bucket",
+    ),
+    "types": (
+        BUCKET,
+        "(f32[24] tp:R; f32[24] tp:R)",
+        "(f32[24] tp:R; f32[12] tp:R)",
+        "%sums: gives 2 tensors that are not its 2 operands",
+    ),
     "items of the wrong bucket": (
+        CHAIN,
         "(%q, %v_share, %k_share)",
         "(%q, %k_share, %k_share)",
         "%dp_sums: converts %k_share to R on axis dp a second time",
     ),
     "a value between": (
+        CHAIN,
         "%dp_sums = fxpar.sum_gradients[dp](%q, %v_share, %k_share)",
         "%twice = aten.mul.Tensor(%k_share, 2) : f32[8, 12] dp:I tp:S(0: 8 / 2)\n"
         "%dp_sums = fxpar.sum_gradients[dp](%q, %v_share, %twice)",
         "%dp_sums: sums gradients of %twice, which is no trainable parameter",
     ),
     "a frozen one": (
+        CHAIN,
         'parameter["v"]',
         'parameter["v"](frozen)',
         "%tp_sums: sums gradients of %v, which is no trainable parameter",
@@ -129,12 +123,12 @@ CHAIN_FAULTS = {
 }
 
 
-@pytest.mark.parametrize("name", CHAIN_FAULTS)
-def test_a_fault_of_buckets_that_follow_one_another_is_named(name: str) -> None:
-    old, new, message = CHAIN_FAULTS[name]
-    assert old in CHAIN
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_of_a_bucket_is_named(name: str) -> None:
+    text, old, new, message = FAULTS[name]
+    assert old in text
     with pytest.raises(CheckFailed) as error:
-        verify_static(parse_program(CHAIN.replace(old, new)))
+        verify_static(parse_program(text.replace(old, new)))
     assert str(error.value).startswith(message)
 
 
