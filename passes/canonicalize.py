@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Mapping
 from dataclasses import replace
@@ -11,6 +12,7 @@ import torch
 from torch import fx
 
 from fxpar.errors import PassError
+from fxpar.layout.symbols import Size, simplify
 from fxpar.manager import register_pass
 from fxpar.program.program import (
     Program,
@@ -72,10 +74,10 @@ def canonicalize(program: Program) -> Program:
         %o = aten.dropout.default(%y_bias, 0.1, True) : f32[b, s, 96]
 
     Asserts, operations that return their operand, devices and dead code go; memory that nothing has written is zeros;
-    sizes `-1` become numbers where they are numbers; indexing by neighbouring positions that the author wrote down
-    becomes a slice; biases, those of convolutions too, are separate additions, so that a row-split product can be
-    reduced before its bias is added. Values, gradients and the order of random nodes stay. Refuses sub-graphs: what is
-    in them has no layout.
+    sizes `-1` become numbers where they are numbers, and numbers of elements products of sizes; indexing by positions
+    that are neighbours and that the author wrote down becomes a slice; biases, those of convolutions too, are separate
+    additions, so that a row-split product can be reduced before its bias is added. Values, gradients and the order of
+    random nodes stay. Refuses sub-graphs: what is in them has no layout.
     """
     for module, node in walk(program.graph_module):
         if module is not program.graph_module or node.op == "get_attr":
@@ -111,6 +113,8 @@ def _rewrite(graph: fx.Graph, node: fx.Node) -> None:
         _separate_bias(graph, node, node.args[2], (node.args[0], node.args[1]), aten.linear.default)
     elif target is aten.addmm.default and not node.kwargs:
         _separate_bias(graph, node, node.args[0], node.args[1:3], aten.mm.default)
+    elif target is aten.sym_numel.default:
+        _multiply_sizes(graph, node)
     elif target is aten.bilinear.default and node.args[3] is not None:
         _separate_bias(graph, node, node.args[3], (*node.args[:3], None), target)
     elif target in _CONVOLUTIONS and len(node.args) > 2 and isinstance(node.args[2], fx.Node):
@@ -119,6 +123,30 @@ def _rewrite(graph: fx.Graph, node: fx.Node) -> None:
     elif node.target in (aten.view.default, aten.expand.default, aten.reshape.default):
         sizes = [_literal(given, size) for given, size in zip(node.args[1], tensor_type(node).shape, strict=True)]  # type: ignore[arg-type]
         node.args = (node.args[0], sizes)
+
+
+def _multiply_sizes(graph: fx.Graph, node: fx.Node) -> None:
+    """The number of elements is the product of the sizes, which later passes read off the whole."""
+    source: Any = node.args[0]
+    shape, known = tensor_type(source).shape, note(node)
+    found: Any = None
+    value: Size = 1
+    with graph.inserting_before(node):
+        for dim, size in enumerate(shape):
+            if isinstance(size, int):
+                continue
+            factor = set_note(
+                graph.call_function(aten.sym_size.int, (source, dim)), replace(known, type=ScalarType(size))
+            )
+            value = simplify(value * size)
+            made = factor if found is None else graph.call_function(operator.mul, (found, factor))
+            found = set_note(made, replace(known, type=ScalarType(value)))
+        written = math.prod(size for size in shape if isinstance(size, int))
+        if found is not None and written != 1:
+            found = set_note(graph.call_function(operator.mul, (found, written)), known)
+    assert found is not None, "the trace writes numbers of elements that it knows as numbers"
+    node.replace_all_uses_with(found)
+    graph.erase_node(node)
 
 
 def _fill_with_zeros(node: fx.Node) -> None:

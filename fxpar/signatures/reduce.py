@@ -60,17 +60,22 @@ def _weight_norm(call: Call) -> Labelling | Refusal:
 
 
 def _loss(call: Call) -> Labelling | Refusal:
-    """`n _, n -> n` (reduction none) or a sum over n; a mean divides by a count that no rank knows alone."""
-    if len(call.operands[0].shape) < 2 or call.operands[1].is_float:
-        return Refusal("a loss without a batch dimension, or with probabilities as target, needs whole operands")
+    """`n _, n -> n` (reduction none) or a sum over n; a mean divides by a count that no rank knows alone.
+
+    Of probabilities in place of classes `n _, n _ -> n`.
+    """
+    x, wanted = call.operands[:2]
+    if len(x.shape) < 2:
+        return Refusal("a loss without a batch dimension needs whole operands")
     how = call.get("reduction", 1)
-    logits = ("n", None, *(f"d{i}" for i in range(len(call.operands[0].shape) - 2)))
-    target = ("n", *logits[2:])
+    rows = ("n", *(f"d{i}" for i in range(len(x.shape) - 2)))
+    logits: Labels = ("n", None, *rows[1:])
+    target: Labels = logits if wanted.is_float else rows
     if how == 1:
         logits, target = (None,) * len(logits), (None,) * len(target)
     weights = tuple((None,) * len(kind.shape) for kind in call.operands[2:])
-    outs = tuple(target if kind.shape else () for kind in call.outputs)
-    return Labelling((logits, target, *weights), outs, frozenset(label for label in target if label and how == 2))
+    outs = tuple(rows if kind.shape else () for kind in call.outputs)
+    return Labelling((logits, target, *weights), outs, frozenset(rows if how == 2 else ()))
 
 
 def _row_loss(call: Call) -> Labelling | Refusal:

@@ -187,6 +187,15 @@ def test_unsafe_views_are_views_and_known_sizes_are_numbers() -> None:
     ]
 
 
+def test_a_number_of_elements_is_a_product_of_sizes() -> None:
+    lines = ["%n = aten.sym_numel.default(%x) : 6*b", "%out = aten.div.Tensor(%x, %n) : f32[b, 6]"]
+    assert operations(only(program(*lines), canonicalize)) == [
+        "%b = aten.sym_size.int(%x, 0)",
+        "%mul = operator.mul(%b, 6)",
+        "%out = aten.div.Tensor(%x, %mul)",
+    ]
+
+
 def test_one_node_for_each_symbol_named_like_it() -> None:
     lines = [
         "%n = aten.sym_size.int(%x, 0) : b",

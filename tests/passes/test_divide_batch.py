@@ -69,6 +69,12 @@ def test_nothing_changes_without_data_ranks() -> None:
 
 
 WEIGHT = torch.tensor([1.0, 0.5, 2.0, 0.1, 3.0])
+
+
+def of_chances(z: Tensor, y: Tensor) -> Tensor:
+    return functional.cross_entropy(z, z.detach().roll(1, -1).softmax(-1))
+
+
 LOSSES = {
     "mean": lambda z, y: z.square().mean(),
     "mean over rows": lambda z, y: z.mean(0).square().sum(),
@@ -78,6 +84,12 @@ LOSSES = {
     "smoothed": lambda z, y: functional.cross_entropy(z, y, label_smoothing=0.2),
     "weighted": lambda z, y: functional.cross_entropy(z, y, WEIGHT.to(z), label_smoothing=0.1),
     "sum": lambda z, y: functional.cross_entropy(z, y, reduction="sum"),
+    "chances of classes": of_chances,
+    "chances of classes, weighted": lambda z, y: functional.cross_entropy(
+        z, z.roll(1, -1).softmax(-1), WEIGHT.to(z), label_smoothing=0.1
+    ),
+    "chances of classes, summed": lambda z, y: functional.cross_entropy(z, z.softmax(-1), reduction="sum") / z.numel(),
+    "over the number of targets": lambda z, y: z.square().sum() / y.numel(),
     "nll": lambda z, y: functional.nll_loss(z.log_softmax(-1), y),
     "squared": lambda z, y: functional.mse_loss(z, z.detach().roll(1, -1)),
     "absolute": lambda z, y: functional.l1_loss(z, torch.ones_like(z)),
@@ -103,12 +115,7 @@ def test_ranks_have_the_mean_of_all_rows(name: str, dp: int) -> None:
     assert found.ok, found.values
 
 
-def of_chances(z: Tensor, y: Tensor) -> Tensor:
-    return functional.cross_entropy(z, z.detach().roll(1, -1).softmax(-1))
-
-
 REFUSED = {
-    "chances of classes": (of_chances, "with probabilities as target, needs whole operands"),
     "a softmax over rows": (lambda z, y: (z.softmax(0) ** 2).sum(), "the operation needs the whole of dimension 0"),
     "rows in another order": (lambda z, y: (z.flip(0) * z).sum(), "the operation needs the whole of dimension 0"),
     "the largest of all": (lambda z, y: z.max(), "needs the whole of dimension"),
@@ -161,7 +168,15 @@ def test_the_loss_may_be_the_mean_of_each_ranks_mean() -> None:
     ]
 
 
-SUMS = ("mean over rows", "mean, kept", "sum", "over the number of rows", "by numbers of rows")
+SUMS = (
+    "mean over rows",
+    "mean, kept",
+    "sum",
+    "chances of classes, summed",
+    "over the number of targets",
+    "over the number of rows",
+    "by numbers of rows",
+)
 AVERAGED = [name for name in LOSSES if name not in SUMS]
 
 
