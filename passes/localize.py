@@ -54,15 +54,19 @@ def localize(program: Program) -> Program:
     no size is read off a sharded dimension is a matter of types (`fxpar.verify.types`).
     """
     for node in list(program.graph.nodes):
-        if node.op != "call_function":
-            continue
-        if node.target in _SIZED:
-            _sizes(program, node)
-        elif node.target in _SPLITS:
-            _split(program, node)
-        elif node.target is aten.slice.Tensor:
-            _slice(program, node)
+        if node.op == "call_function":
+            localize_node(program, node)
     return program
+
+
+def localize_node(program: Program, node: fx.Node) -> None:
+    """Rewrites the literals of one call, whose arguments are those of the whole."""
+    if node.target in _SIZED:
+        _sizes(program, node)
+    elif node.target in _SPLITS:
+        _split(program, node)
+    elif node.target is aten.slice.Tensor:
+        _slice(program, node)
 
 
 def _local(program: Program, node: fx.Node, output: int = 0) -> tuple[Any, ...]:
@@ -100,7 +104,7 @@ def _divided(graph: fx.Graph, before: fx.Node, size: fx.Node, ranks: int) -> fx.
         raise PassError(f"a size of {kind} is not divisible by {ranks}", where=f"%{before.name}")
     with graph.inserting_before(before):
         new = graph.create_node("call_function", operator.floordiv, (size, ranks), name=f"{size.name}_local")
-    return set_note(new, Note(type=ScalarType(share), fqn=note(before).fqn))
+    return set_note(new, Note(type=ScalarType(share), fqn=note(before).fqn, phase=note(before).phase))
 
 
 def _split(program: Program, node: fx.Node) -> None:

@@ -87,12 +87,23 @@ class Piece:
 
 @dataclass(frozen=True)
 class Placement:
-    """The layout of a value on one mesh axis; `dim`, `pieces` and `settled` only where `kind` is "S"."""
+    """The layout of a value on one mesh axis; everything but `kind` only where that is "S".
+
+    Attributes:
+        kind: I, R, S, P or V.
+        dim: the dimension that is cut.
+        pieces: what it consists of.
+        settled: of shared blocks, whether their gradients are the same on the ranks that hold them.
+        partial: of shared blocks, whether the values are summands among the ranks that hold them (a gradient's are).
+        zeros: of a padded cut, whether the padding is zero (that of a gradient is).
+    """
 
     kind: str
     dim: int = -1
     pieces: tuple[Piece, ...] = ()
     settled: bool = False
+    partial: bool = False
+    zeros: bool = False
 
     @property
     def is_shard(self) -> bool:
@@ -121,12 +132,18 @@ class Placement:
 
     def at(self, dim: int) -> Placement:
         """The same cut on another dimension."""
-        return Placement("S", dim, self.pieces, self.settled)
+        return replace(self, dim=dim)
+
+    @property
+    def plain(self) -> Placement:
+        """The same cut as values of the forward have it: of no summands, with whatever padding."""
+        return replace(self, partial=False, zeros=False) if self.partial or self.zeros else self
 
     @property
     def cut_text(self) -> str:
         """The pieces, as `S(1: …)` shows them."""
-        return " | ".join(str(p) for p in self.pieces) + ("; I" if self.settled else "")
+        mark = "I" if self.settled else "P" if self.partial else "0" if self.zeros else ""
+        return " | ".join(str(p) for p in self.pieces) + (f"; {mark}" if mark else "")
 
     def __str__(self) -> str:
         if not self.is_shard:
@@ -238,7 +255,11 @@ def _cuts(placement: Placement, shape: tuple[Size, ...], n: int) -> bool:
     if not 0 <= placement.dim < len(shape) or not any(p.sharded for p in placement.pieces):
         return False
     total = simplify(sum(p.length for p in placement.pieces))
-    if (placement.settled and not placement.is_shared) or not _is_one_order(placement.pieces):
+    if (placement.settled or placement.partial) and not placement.is_shared:
+        return False
+    if (placement.settled and placement.partial) or (placement.zeros and not placement.is_padded):
+        return False
+    if not _is_one_order(placement.pieces):
         return False
     return total == shape[placement.dim] and all(_fits(p, n, len(placement.pieces)) for p in placement.pieces)
 
@@ -308,7 +329,7 @@ def through_view(placement: Placement, source: Sequence[Size], target: Sequence[
         share = divide(size, outer)
         if share is None or divide(share, blocks) is None or divide(run, share) is None:
             return None
-        return Placement("S", dim, (replace(piece, outer=outer, size=share),), placement.settled)
+        return replace(placement, dim=dim, pieces=(replace(piece, outer=outer, size=share),))
     return None
 
 
@@ -328,7 +349,7 @@ def _segments_through_view(
             if run is None or (piece.sharded and divide(run, n // piece.copies) is None):
                 return None
             found.append(replace(piece, size=run))
-        return Placement("S", dim, pieces_of(found), placement.settled)
+        return replace(placement, dim=dim, pieces=pieces_of(found))
     return None
 
 
@@ -362,7 +383,7 @@ class Layout:
         return " ".join(f"{axis}:{placement}" for axis, placement in self.placements)
 
 
-_SHARD = re.compile(r"S\((\d+)(?::\s*([^;]*?)(; I)?)?\)$")
+_SHARD = re.compile(r"S\((\d+)(?::\s*([^;]*?)(?:; ([IP0]))?)?\)$")
 _PIECE = re.compile(r"(!?)(.*?)( reversed)?(?: / (\d{1,9}))?(?: ~ (\d{1,18}))?$")
 _BAR = re.compile(r"\|(?![^(]*\))")  # outside of brackets
 _SEGMENTS = re.compile(r"(?:(.*?) x )?\((.*\|.*)\)$")
@@ -379,7 +400,7 @@ def parse_placement(text: str, shape: Sequence[Size] | None) -> Placement:
     dim = int(match[1])
     if match[2] is None:
         return shard(dim, shape[dim])
-    return Placement("S", dim, _parse_pieces(match[2]), match[3] is not None)
+    return Placement("S", dim, _parse_pieces(match[2]), match[3] == "I", match[3] == "P", match[3] == "0")
 
 
 def _parse_pieces(text: str) -> tuple[Piece, ...]:

@@ -9,21 +9,42 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from fxpar.ops.coercions import COERCION_OF, sum_gradients
+from fxpar.ops.attention import attention_backward, attention_forward
+from fxpar.ops.coercions import COERCION_OF, all_reduce_coalesced, sum_gradients
 from fxpar.ops.functions import function
 from fxpar.ops.operator import Operator, alike
 from fxpar.ops.random import attention, axis_index, dropout, uniform, uniform_like
 from fxpar.ops.sizes import size
-from fxpar.ops.vocabulary import argmax, cross_entropy, embedding, log_softmax, logsumexp, nll_loss, topk
+from fxpar.ops.vocabulary import (
+    argmax,
+    cross_entropy,
+    cross_entropy_backward,
+    cross_entropy_forward,
+    embedding,
+    embedding_backward,
+    log_softmax,
+    log_softmax_backward,
+    logsumexp,
+    logsumexp_backward,
+    nll_loss,
+    nll_loss_backward,
+    topk,
+    topk_backward,
+)
 
 __all__ = ["COMPOSITE_OF", "OPERATORS", "Operator", "alike"]
 
 _DRAWN = (axis_index, dropout, uniform, uniform_like, attention)
 _WORDS = (embedding, cross_entropy, nll_loss, log_softmax, logsumexp, argmax, topk)
 
+_GRADIENTS = (
+    *(all_reduce_coalesced, attention_forward, attention_backward, cross_entropy_forward, cross_entropy_backward),
+    *(embedding_backward, nll_loss_backward, log_softmax_backward, logsumexp_backward, topk_backward),
+)
+
 # What the text form may name behind `fxpar.`.
 OPERATORS: Mapping[str, Operator] = MappingProxyType(
-    {record.__name__: record for record in (*COERCION_OF, *_DRAWN, sum_gradients, *_WORDS, function, size)}
+    {record.__name__: record for record in (*COERCION_OF, *_DRAWN, sum_gradients, *_WORDS, *_GRADIENTS, function, size)}
 )
 
 # The composite operator of each operation of torch that has one.

@@ -55,6 +55,11 @@ def take(x: Tensor, dim: int, pieces: Pieces, group: str, size: int, index: Tens
     return c.Take.apply(x, (dim, pieces), c.Group(group, size), index)  # type: ignore[no-any-return, no-untyped-call]
 
 
+def pad(x: Tensor, dim: int, pieces: Pieces, group: str, size: int, index: Tensor) -> Tensor:
+    """S → P."""
+    return c.pad_others(x, (dim, pieces), c.Group(group, size), index)
+
+
 def settle(x: Tensor, index: Tensor) -> Tensor:
     """R → I."""
     return c.Settle.apply(x, index)  # type: ignore[no-any-return, no-untyped-call]

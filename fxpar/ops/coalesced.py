@@ -71,6 +71,22 @@ def sum_gradients(
     return SumGradients.apply(weights[0].dtype, Group(group, size), held, index, *weights, *copies)  # type: ignore[no-untyped-call]
 
 
+def all_reduce_coalesced(
+    gradients: Sequence[Tensor], held: Sequence[Held], group: str, size: int, index: Tensor
+) -> tuple[Tensor, ...]:
+    """`fxpar.all_reduce_coalesced`; pieces as tuples of `Shared`'s fields."""
+    pieces = [None if item is None else (item[0], [Shared(*piece) for piece in item[1]]) for item in held]
+    pairs = list(zip(gradients, pieces, strict=True))
+    parts = [grad if item is None else summand(grad, *item, size, index) for grad, item in pairs]
+    flat = sum_over(torch.cat([part.reshape(-1) for part in parts]), Group(group, size))
+    found = []
+    totals = flat.split([part.numel() for part in parts])
+    for (grad, item), part, sums in zip(pairs, parts, totals, strict=True):
+        total = sums.view(part.shape)
+        found.append(total if item is None else restored(grad, total, *item, size, index))
+    return tuple(found)
+
+
 def sum_gradient(main: Tensor, held: Held, group: str, size: int, index: Tensor, copy: Tensor) -> Tensor:
     """`fxpar.copy_to` or `fxpar.share` of one parameter that has main values."""
     (found,) = sum_gradients([main], [held], group, size, index, [copy])

@@ -18,6 +18,7 @@ S / c → S / d     each rank keeps its part  zero-pad (partial)                
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -25,14 +26,16 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from fxpar.layout.layout import Placement
+from fxpar.layout.layout import Layout, Placement
 from fxpar.layout.symbols import Size, product, simplify
 from fxpar.ops import bound, coalesced, factored
 from fxpar.ops.onrank import OnRank
-from fxpar.ops.operator import Crossing, OnShapes, Operator, Run, Sent
-from fxpar.program.coercions import is_finer, shared_fraction, unsettled
-from fxpar.program.program import TensorType, operands, output_types
+from fxpar.ops.operator import Crossing, Gradients, OnShapes, Operator, Reverse, Run, Sent
+from fxpar.program.coercions import dual, is_finer, shared_fraction, unsettled
+from fxpar.program.program import TensorType, note, operands, output_layouts, output_types
 from fxpar.program.properties import Property
+from fxpar.program.step import BACKWARD, PARAMETER
+from fxpar.program.weights import owner_of
 
 Lower = Callable[[fx.Node, OnRank], Run]
 
@@ -180,12 +183,86 @@ def _lower_sum_gradients(node: fx.Node, rank: OnRank) -> Run:
     return Run(coalesced.sum_gradients, (list(node.args), held, *where, *([given] if given else [])))
 
 
+def _lower_pad_part(node: fx.Node, rank: OnRank) -> Run:
+    ranks, (source, result) = rank.ranks(node), _sides(node, rank)
+    pieces = rank.shared(result.plain, source.plain, ranks.size)
+    return Run(factored.pad_part, (node.args[0], source.dim, pieces, ranks.index))
+
+
+def _lower_sum_shared(node: fx.Node, rank: OnRank) -> Run:
+    ranks, (source, _) = rank.ranks(node), _sides(node, rank)
+    pieces = rank.shared(source.plain, source.plain, ranks.size)
+    return Run(factored.sum_shared, (node.args[0], source.dim, pieces, ranks.group, ranks.size, ranks.index))
+
+
+def _lower_coalesced(node: fx.Node, rank: OnRank) -> Run:
+    ranks, held = rank.ranks(node), list[coalesced.Held]()
+    for source in operands(node):
+        placement = rank.placed(source, node)
+        pieces = rank.shared(placement.plain, placement.plain, ranks.size) if placement.is_shard else []
+        held.append((placement.dim, pieces) if placement.is_shard else None)
+    return Run(coalesced.all_reduce_coalesced, (list(node.args), held, ranks.group, ranks.size, ranks.index))
+
+
+# ---------------------------------------------------------------------- derivatives
+
+
+def _conjugated(reverse: Reverse) -> Gradients:
+    """The coercion of the gradient (SPEC section 2.1): from the dual of the result to the dual of the operand."""
+    node, (gradient,) = reverse.node, reverse.tangents
+    assert gradient is not None
+    target = CONJUGATE[node.target]
+    if target is None:
+        return (gradient,)
+    (source,) = operands(node)
+    (kind,), layout = output_types(source), dual_layout(output_layouts(source)[0])
+    phase = PARAMETER if target in (all_reduce, sum_shared) and of_parameter(node) else BACKWARD
+    args, kwargs, name = (gradient,), {"axis": node.kwargs["axis"]}, f"{gradient.name}_{target.__name__}"
+    return (reverse.emit.call(target, args, kwargs, kind, note(node), layouts=[layout], phase=phase, name=name),)
+
+
+def of_parameter(node: fx.Node) -> bool:
+    """Whether a node sums gradients of a parameter itself: once a step, and not in each microbatch."""
+    is_sum = isinstance(node.target, Operator) and node.target.sums_gradients
+    return is_sum and all(owner_of(source).op == "placeholder" for source in operands(node))
+
+
+def dual_layout(layout: Layout) -> Layout:
+    """How the gradient of a value of that layout is held."""
+    return Layout(tuple((axis, dual(placement)) for axis, placement in layout))
+
+
+def _together(reverse: Reverse) -> Gradients:
+    """One reduction of the gradients that there are."""
+    node, sources = reverse.node, operands(reverse.node)
+    given = [(i, gradient) for i, gradient in enumerate(reverse.tangents) if gradient is not None]
+    kinds = tuple(output_types(gradient)[0] for _, gradient in given)
+    layouts = [dual_layout(output_layouts(sources[i])[0]) for i, _ in given]
+    gradients, kwargs, place = [gradient for _, gradient in given], {"axis": node.kwargs["axis"]}, note(node)
+    phase, axis = PARAMETER if of_parameter(node) else BACKWARD, node.kwargs["axis"]
+    name = f"{axis}_sums".replace("-", "_")
+    sums = reverse.emit.call(
+        all_reduce_coalesced, gradients, kwargs, kinds, place, layouts=layouts, phase=phase, name=name
+    )
+    found: list[fx.Node | None] = [None] * len(sources)
+    for position, (i, _) in enumerate(given):
+        args, layout = (sums, position), [layouts[position]]
+        found[i] = reverse.emit.call(operator.getitem, args, {}, kinds[position], place, layouts=layout, phase=phase)
+    return found
+
+
 # ---------------------------------------------------------------------- records
 
-_record = partial(Operator, shape=_shape, traffic=_traffic, stage=Property.COLLECTIVES)
+_record = partial(Operator, shape=_shape, traffic=_traffic, stage=Property.COLLECTIVES, derivative=_conjugated)
 
 
-@partial(_record, kinds=("I", "R"), sends=("", "all_reduce"), lower=_lower_copy_to, sums_gradients=True)
+@partial(
+    _record,
+    kinds=("I", "R"),
+    sends=("", "all_reduce"),
+    lower=_lower_copy_to,
+    sums_gradients=True,
+)
 def copy_to(x: Any, *, axis: str) -> Any:
     """I → R (Megatron's f): identity; all-reduce of the gradient."""
 
@@ -195,22 +272,42 @@ def reduce_from(x: Any, *, axis: str) -> Any:
     """P → I (Megatron's g): all-reduce; identity on the gradient."""
 
 
-@partial(_record, kinds=("S", "R"), sends=("all_gather", "reduce_scatter"), lower=_with_cut(bound.all_gather))
+@partial(
+    _record,
+    kinds=("S", "R"),
+    sends=("all_gather", "reduce_scatter"),
+    lower=_with_cut(bound.all_gather),
+)
 def all_gather(x: Any, *, axis: str) -> Any:
     """S → R (sequence-parallel gather): all-gather; reduce-scatter of the gradient."""
 
 
-@partial(_record, kinds=("P", "S"), sends=("reduce_scatter", "all_gather"), lower=_with_cut(bound.reduce_scatter))
+@partial(
+    _record,
+    kinds=("P", "S"),
+    sends=("reduce_scatter", "all_gather"),
+    lower=_with_cut(bound.reduce_scatter),
+)
 def reduce_scatter(x: Any, *, axis: str) -> Any:
     """P → S (sequence-parallel scatter-reduce): reduce-scatter; all-gather of the gradient."""
 
 
-@partial(_record, kinds=("I", "S"), sends=("", "all_gather"), lower=_with_cut(bound.split, index=True))
+@partial(
+    _record,
+    kinds=("I", "S"),
+    sends=("", "all_gather"),
+    lower=_with_cut(bound.split, index=True),
+)
 def split(x: Any, *, axis: str) -> Any:
     """I → S: each rank keeps its block; all-gather of the gradient."""
 
 
-@partial(_record, kinds=("S", "I"), sends=("all_gather", ""), lower=_with_cut(bound.gather, index=True))
+@partial(
+    _record,
+    kinds=("S", "I"),
+    sends=("all_gather", ""),
+    lower=_with_cut(bound.gather, index=True),
+)
 def gather(x: Any, *, axis: str) -> Any:
     """S → I: all-gather; each rank keeps its block of the gradient."""
 
@@ -220,7 +317,12 @@ def take(x: Any, *, axis: str) -> Any:
     """R → S: each rank keeps its block; the gradient is padded with zeros, a summand."""
 
 
-@partial(_record, kinds=("P", "R"), sends=("all_reduce", "all_reduce"), lower=_with_group(bound.all_reduce))
+@partial(
+    _record,
+    kinds=("P", "R"),
+    sends=("all_reduce", "all_reduce"),
+    lower=_with_group(bound.all_reduce),
+)
 def all_reduce(x: Any, *, axis: str) -> Any:
     """P → R: all-reduce, forward and backward."""
 
@@ -241,13 +343,23 @@ def mask_first(x: Any, *, axis: str) -> Any:
 
 
 @partial(
-    _record, kinds=("S", "S"), sends=("all_to_all", "all_to_all"), traffic=_exchange_traffic, lower=_lower_all_to_all
+    _record,
+    kinds=("S", "S"),
+    sends=("all_to_all", "all_to_all"),
+    traffic=_exchange_traffic,
+    lower=_lower_all_to_all,
 )
 def all_to_all(x: Any, *, axis: str) -> Any:
     """S(i) → S(j): all-to-all, forward and backward."""
 
 
-@partial(_record, kinds=("S", "S"), sends=("", "all_reduce"), lower=_lower_share, sums_gradients=True)
+@partial(
+    _record,
+    kinds=("S", "S"),
+    sends=("", "all_reduce"),
+    lower=_lower_share,
+    sums_gradients=True,
+)
 def share(x: Any, *, axis: str) -> Any:
     """S; I → S (f among the ranks that share a block): identity; all-reduce of the gradients of what is shared."""
 
@@ -257,12 +369,36 @@ def take_part(x: Any, *, axis: str) -> Any:
     """S / c → S: each of the ranks that share a block keeps a part of it; the gradient is padded with zeros."""
 
 
+# Of gradients alone: the conjugates of coercions that have no conjugate among those above.
+
+
+@partial(_record, kinds=("S", "P"), lower=_with_cut(bound.pad, index=True))
+def pad(x: Any, *, axis: str) -> Any:
+    """S → P: each rank's block in its place, zeros elsewhere; the conjugate of `take`."""
+
+
+@partial(_record, kinds=("S", "S"), lower=_lower_pad_part)
+def pad_part(x: Any, *, axis: str) -> Any:
+    """S → S / c; P: each rank's part in its place in a shared block, zeros elsewhere; the conjugate of `take_part`."""
+
+
+@partial(_record, kinds=("S", "S"), sends=("all_reduce", ""), lower=_lower_sum_shared)
+def sum_shared(x: Any, *, axis: str) -> Any:
+    """S / c; P → S / c: all-reduce among the ranks that share a block; the conjugate of `share`."""
+
+
+@partial(_record, shape=lambda call: list(call.args), traffic=_bucket_traffic, lower=_lower_coalesced)
+def all_reduce_coalesced(*gradients: Any, axis: str) -> Any:
+    """Several gradients, each summed as `all_reduce` or `sum_shared` would: one all-reduce of all."""
+
+
 @partial(
     _record,
     shape=lambda call: list(call.args),
     traffic=_bucket_traffic,
     lower=_lower_sum_gradients,
     sums_gradients=True,
+    derivative=_together,
 )
 def sum_gradients(*weights: Any, axis: str) -> Any:
     """Several parameters, each coerced as `copy_to` or `share` would: identity; one all-reduce of all gradients.
@@ -297,7 +433,30 @@ COERCIONS: Mapping[tuple[str, str], Coercion] = {
 # Of shards whose blocks several ranks hold (SPEC section 2.2): I → R and R → S on the inner factor of the axis.
 _SHARE, _TAKE_PART = _row(share), _row(take_part)
 
-COERCION_OF: Mapping[Any, Coercion] = {row.operator: row for row in (*COERCIONS.values(), _SHARE, _TAKE_PART)}
+# Conversions of gradients alone.
+_PAD, _PAD_PART, _SUM_SHARED = _row(pad), _row(pad_part), _row(sum_shared)
+_OF_GRADIENTS = (_PAD, _PAD_PART, _SUM_SHARED)
+
+COERCION_OF: Mapping[Any, Coercion] = {
+    row.operator: row for row in (*COERCIONS.values(), _SHARE, _TAKE_PART, *_OF_GRADIENTS)
+}
+# What a gradient goes through where the value goes through a coercion; None where it stays as it is.
+CONJUGATE: Mapping[Any, Operator | None] = {
+    copy_to: all_reduce,
+    reduce_from: None,
+    all_gather: reduce_scatter,
+    reduce_scatter: all_gather,
+    split: all_gather,
+    gather: take,
+    take: pad,
+    all_reduce: all_reduce,
+    settle: mask_first,
+    keep_first: None,
+    mask_first: mask_first,
+    all_to_all: all_to_all,
+    share: sum_shared,
+    take_part: pad_part,
+}
 
 
 def coercion(source: Placement, target: Placement) -> Coercion | None:
@@ -312,3 +471,14 @@ def coercion(source: Placement, target: Placement) -> Coercion | None:
     if not source.is_shared and not target.is_shared:
         return COERCIONS.get((source.kind, target.kind))
     return _TAKE_PART if is_finer(source, target) else None
+
+
+def gradient_coercion(source: Placement, target: Placement) -> Coercion | None:
+    """As `coercion`, of gradients: I and R are one there, shared blocks may be summands, and padding zero."""
+    if source.partial and source.plain == target:
+        return _SUM_SHARED
+    if target.partial:
+        return _PAD_PART if source.is_shard and is_finer(target.plain, source.plain) else None
+    if source.is_shard and target.kind == "P":
+        return None if source.is_shared else _PAD
+    return None if source.partial else coercion(source.plain, target.plain)

@@ -132,3 +132,20 @@ def share(x: Tensor, dim: int, pieces: Sequence[Sequence[Any]], group: str, size
 def take_part(x: Tensor, dim: int, pieces: Sequence[Sequence[Any]], index: Tensor) -> Tensor:
     """`fxpar.take_part`; pieces as tuples of `Shared`'s fields."""
     return TakePart.apply(x, dim, [Shared(*p) for p in pieces], index)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def pad_part(x: Tensor, dim: int, pieces: Sequence[Sequence[Any]], index: Tensor) -> Tensor:
+    """`fxpar.pad_part`; pieces are those of the result, as tuples of `Shared`'s fields."""
+    shared = [Shared(*p) for p in pieces]
+    lengths = [None if piece.length is None else piece.length // piece.parts for piece in shared]
+    found = []
+    for piece, own in zip(shared, _segments(x, dim, lengths), strict=True):
+        found.append(own if piece.parts == 1 else _placed(own, dim, piece.outer, piece.parts, _part(index, piece)))
+    return torch.cat(found, dim)
+
+
+def sum_shared(x: Tensor, dim: int, pieces: Sequence[Sequence[Any]], group: str, size: int, index: Tensor) -> Tensor:
+    """`fxpar.sum_shared`; pieces as tuples of `Shared`'s fields."""
+    shared = [Shared(*p) for p in pieces]
+    total = sum_over(summand(x, dim, shared, size, index), Group(group, size))
+    return restored(x, total, dim, shared, size, index)

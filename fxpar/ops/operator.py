@@ -6,18 +6,19 @@ reads what it needs there: the rules, the checks of shapes, lowering, reports an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx
 
-from fxpar.layout.layout import Placement
+from fxpar.layout.layout import Layout, Placement
 from fxpar.layout.symbols import Size
 from fxpar.ops.onrank import OnRank
 from fxpar.program.operators import GraphOperator
-from fxpar.program.program import TensorType
+from fxpar.program.program import Note, TensorType, note, output_types
 from fxpar.program.properties import Property
 from fxpar.signatures.engine import Call, Rule
 
@@ -92,6 +93,79 @@ class Sent:
     bytes: Size
 
 
+class Emits(Protocol):
+    """Adds nodes of the backward to a program."""
+
+    def call(
+        self,
+        target: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        kind: Any,
+        like: Note,
+        *,
+        layouts: Sequence[Layout] | None = None,
+        phase: str = "backward",
+        name: str = "",
+        random: int = 0,
+    ) -> fx.Node:
+        """A call with its note.
+
+        Args:
+            kind: type of the result, a tuple of several.
+            like: note of the forward node that it comes from.
+            layouts: of the results, where they do not follow by rules.
+            random: identity of what draws.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Reverse:
+    """A node whose derivative is wanted.
+
+    Attributes:
+        node: of the forward.
+        tangents: the gradient of each of its outputs, None where there is none.
+        wanted: of each tensor operand, whether its gradient is wanted.
+        emit: adds nodes to the program.
+    """
+
+    node: fx.Node
+    tangents: tuple[fx.Node | None, ...]
+    wanted: tuple[bool, ...]
+    emit: Emits
+
+    def call(self, target: Any, *args: Any, kind: Any, random: int = 0) -> fx.Node:
+        """A node of the backward over the axes of the forward's."""
+        axis = self.node.kwargs.get("axis")
+        kwargs = {"axis": axis} if axis is not None else {}
+        return self.emit.call(target, args, kwargs, kind, note(self.node), random=random)
+
+    def items(self, source: fx.Node) -> list[fx.Node]:
+        """The results of a node of several, as nodes of their own."""
+        kinds, place = output_types(source), note(self.node)
+        return [self.emit.call(operator.getitem, (source, i), {}, kind, place) for i, kind in enumerate(kinds)]
+
+
+Gradients = Sequence[fx.Node | None]
+
+
+@dataclass(frozen=True)
+class Saving:
+    """A call that computes what another does, and more results behind that, which its derivative reads.
+
+    Attributes:
+        target: the operator, which takes the other's keywords.
+        args: its arguments.
+        types: of its results.
+    """
+
+    target: Operator
+    args: tuple[Any, ...]
+    types: tuple[TensorType, ...]
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Operator(GraphOperator):
     """A graph operator of fxpar.
@@ -104,7 +178,7 @@ class Operator(GraphOperator):
         sends: of a coercion: its collectives forward and backward, "" where it is local.
         traffic: what it communicates; None for nothing.
         like: the operator of torch that gives the same shapes, and FLOPs, on one device; tensors that both take have
-            the same names.
+            the same names. What a composite operator is on axes that it does not name.
         stands_for: operators of torch that are taken for this one where their own rules refuse a cut, until the pass
             `vocab_parallel` has put it in place.
         flops: forward ones of matrix products (2 a multiply-add), over global shapes; by default those of `like`.
@@ -112,6 +186,9 @@ class Operator(GraphOperator):
         whole: why it takes whole operands; empty where it can be split.
         stage: property of programs that have it, which the pass provides that puts it there; None for any program.
         draws: whether it draws bits of the counter generator: it has an identity and takes the generator's state.
+        derivative: makes nodes of the backward and gives the gradient of each tensor operand; None where PyTorch's
+            autograd is traced, or where there is no gradient.
+        saving: the call that takes a node's place where a gradient is wanted.
     """
 
     _: KW_ONLY
@@ -121,13 +198,15 @@ class Operator(GraphOperator):
     kinds: tuple[str, str] | None = None
     sends: tuple[str, str] = ("", "")
     traffic: Callable[[Crossing], Iterable[Sent]] | None = None
-    like: torch._ops.OpOverload | None = None
+    like: Any = None
     stands_for: tuple[torch._ops.OpOverload, ...] = ()
     flops: Callable[[Call], Size] | None = None
     uncounted: Callable[[Call], str] | None = None
     whole: Callable[[Call], str] | None = None
     stage: Property | None = None
     draws: bool = False
+    derivative: Callable[[Reverse], Gradients] | None = None
+    saving: Callable[[fx.Node], Saving] | None = None
 
     def __post_init__(self) -> None:
         if self.shape is None and self.like is None:

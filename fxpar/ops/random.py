@@ -18,8 +18,8 @@ from fxpar.errors import InputError
 from fxpar.layout.layout import I, Placement, R, V
 from fxpar.ops import counter
 from fxpar.ops.onrank import OnRank
-from fxpar.ops.operator import OnShapes, Operator, Run
-from fxpar.program.program import note, output_layouts
+from fxpar.ops.operator import Gradients, OnShapes, Operator, Reverse, Run
+from fxpar.program.program import note, operands, output_layouts, output_types
 from fxpar.program.properties import Property
 from fxpar.signatures.engine import Call, Check, Labelling, Refusal, Rule, Signature, bind_arguments, seed_signature
 from fxpar.signatures.matmul import attention_labels
@@ -67,7 +67,7 @@ def bits_alone(call: Call, placements: Sequence[Placement]) -> tuple[Placement, 
     return own_bits(call, placements) or (same_values(call, placements) if is_plain else None)
 
 
-def _indexed(
+def indexed(
     labels: Callable[[Call], Labelling | Refusal], check: Check, linear: tuple[tuple[str, ...], ...] = ()
 ) -> Rule:
     """The rule of an operator that draws bits for its first operand, and takes an index where that is a shard."""
@@ -199,8 +199,22 @@ def axis_index(*, axis: str) -> Any:
 _record = partial(Operator, stage=Property.RNG, draws=True)
 
 
+def _dropout_gradient(reverse: Reverse) -> Gradients:
+    """The same elements are dropped, the others scaled alike."""
+    node, (gradient,) = reverse.node, reverse.tangents
+    args, kind = (gradient, *node.args[1:]), output_types(node)[0]
+    found = reverse.call(node.target, *args, kind=kind, random=note(node).random)
+    return [found if operand is node.args[0] else None for operand in operands(node)]
+
+
 # With the same bits on all ranks a dropped sum is the sum of what is dropped of the summands.
-@partial(_record, rule=_indexed(dropout_labels, own_bits, (("x",),)), shape=_dropout_shape, lower=_lower_dropout)
+@partial(
+    _record,
+    rule=indexed(dropout_labels, own_bits, (("x",),)),
+    shape=_dropout_shape,
+    lower=_lower_dropout,
+    derivative=_dropout_gradient,
+)
 def dropout(x: Any, rng: Any, p: float, indices: Any = ()) -> Any:
     """Dropout with the mask of a stateless counter generator (SPEC section 2.4).
 
@@ -226,7 +240,7 @@ def uniform(size: Any, rng: Any, dtype: Any) -> Any:
 
 @partial(
     _record,
-    rule=_indexed(dropout_labels, bits_alone),
+    rule=indexed(dropout_labels, bits_alone),
     shape=_uniform_like_shape,
     lower=_lower_uniform_like,
     stops_gradient=True,
@@ -240,7 +254,7 @@ def uniform_like(x: Any, rng: Any, dtype: Any, indices: Any = ()) -> Any:
 
 @partial(
     _record,
-    rule=_indexed(attention_labels, own_bits_of_probabilities, (("value",),)),
+    rule=indexed(attention_labels, own_bits_of_probabilities, (("value",),)),
     shape=_attention_shape,
     lower=_lower_attention,
     like=torch.ops.aten.scaled_dot_product_attention.default,

@@ -261,6 +261,154 @@ def log_softmax(x: Tensor, dim: int, dtype: torch.dtype | None, block: Block) ->
     return LogSoftmax.apply(cast.movedim(dim, -1), block).movedim(-1, dim)  # type: ignore[no-any-return, no-untyped-call]
 
 
+def cross_entropy_forward(
+    x: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    reduction: int,
+    ignore_index: int,
+    label_smoothing: float,
+    block: Block,
+) -> tuple[Tensor, Tensor]:
+    """As `cross_entropy`, and log Σ exp of each row, [N, …], in float32 or wider."""
+    rows, words = _rows(x, target)
+    counted = _counted(words, ignore_index, block)
+    position, own = block.local(torch.where(counted, words, 0))
+    wide = _wide(rows)
+    largest, total = _log_sum_exp(wide, block)
+    picked = wide.gather(-1, position.unsqueeze(-1)).squeeze(-1) - largest
+    parts = [total, picked.masked_fill(~(own & counted), 0.0)]
+    smooth = _smoothed(x, weight, label_smoothing)
+    if smooth is not None:
+        parts.append(block.hide_padding((wide - largest.unsqueeze(-1)) * smooth, -1, 0.0).sum(-1))
+    log_sum, picked, *weighted = sum_over(torch.stack(parts), block.group).unbind(0)
+    log_sum = log_sum.log()
+    scale = _scale_of_rows(counted, position, own, weight, log_sum.dtype, block)
+    losses = scale * (log_sum - picked) * (1 - label_smoothing)
+    if smooth is not None:
+        share = label_smoothing / block.size
+        losses = losses + (_total_weight(weight, block) * log_sum - weighted[0]) * share
+    losses = losses.masked_fill(~counted, 0.0)
+    found = _reduced(losses, scale, reduction).reshape(target.shape if reduction == 0 else ()).to(x.dtype)
+    return found, (log_sum + largest).reshape(target.shape)
+
+
+def cross_entropy_backward(
+    x: Tensor,
+    target: Tensor,
+    gradient: Tensor,
+    log_sum: Tensor,
+    weight: Tensor | None,
+    reduction: int,
+    ignore_index: int,
+    label_smoothing: float,
+    block: Block,
+) -> Tensor:
+    """The gradient of the rank's block of logits; padding gets none."""
+    rows, words = _rows(x, target)
+    counted = words != ignore_index
+    position, own = block.local(torch.where(counted, words, 0))
+    scale = _scale_of_rows(counted, position, own, weight, log_sum.dtype, block)
+    upstream = _wide(gradient).reshape(-1) if reduction == 0 else _wide(gradient)
+    if reduction == _MEAN:
+        upstream = upstream / scale.sum()
+    upstream = upstream.expand(scale.shape).masked_fill(~counted, 0.0)
+    of_picked = scale * (1 - label_smoothing) * upstream
+    of_log_sum = of_picked
+    smooth = _smoothed(x, weight, label_smoothing)
+    if smooth is not None:
+        share = label_smoothing / block.size
+        of_log_sum = of_log_sum + _total_weight(weight, block) * share * upstream
+    found = (_wide(rows) - log_sum.reshape(-1, 1)).exp() * of_log_sum.unsqueeze(-1)
+    if smooth is not None:
+        found = found - smooth * (share * upstream).unsqueeze(-1)
+    found = block.hide_padding(found, -1, 0.0)
+    picked = -of_picked.masked_fill(~(own & counted), 0.0).unsqueeze(-1)
+    return _like_logits(found.scatter_add(-1, position.unsqueeze(-1), picked), x)
+
+
+def _smoothed(x: Tensor, weight: Tensor | None, label_smoothing: float) -> Tensor | None:
+    """What weighs the logits of a smoothed loss."""
+    if not label_smoothing:
+        return None
+    return _wide(weight) if weight is not None else torch.ones((), dtype=_wide(x).dtype, device=x.device)
+
+
+def _scale_of_rows(
+    counted: Tensor, position: Tensor, own: Tensor, weight: Tensor | None, dtype: torch.dtype, block: Block
+) -> Tensor:
+    """What each row counts: the weight of its class, zero where it is ignored."""
+    scale = counted.to(dtype)
+    if weight is None:
+        return scale
+    return scale * sum_over(_wide(weight)[position].masked_fill(~own, 0.0), block.group)
+
+
+def _total_weight(weight: Tensor | None, block: Block) -> Any:
+    if weight is None:
+        return block.size
+    return sum_over(block.hide_padding(_wide(weight), 0, 0.0).sum(), block.group)
+
+
+def _like_logits(rows: Tensor, x: Tensor) -> Tensor:
+    """The inverse of `_rows`."""
+    dim = 1 if x.dim() > 1 else 0
+    return rows.reshape(x.movedim(dim, -1).shape).movedim(-1, dim).to(x.dtype)
+
+
+def embedding_backward(gradient: Tensor, words: Tensor, padding_idx: int, padded: int, block: Block) -> Tensor:
+    """The gradient of the rank's block of a table, [words a rank, h].
+
+    Args:
+        gradient: of the lookup, [..., h].
+        padded: words that all ranks hold, padding included; 0 where there is none.
+    """
+    position, own = block.local(words)
+    own = own & (words != padding_idx)
+    rows = gradient.masked_fill(~own.unsqueeze(-1), 0.0)
+    count = (padded or block.size) // block.group.size
+    return torch.ops.aten.embedding_dense_backward(rows, position, count, -1, False)  # type: ignore[no-any-return]
+
+
+def nll_loss_backward(
+    x: Tensor, target: Tensor, gradient: Tensor, weight: Tensor | None, reduction: int, ignore_index: int, block: Block
+) -> Tensor:
+    """The gradient of the rank's block of log-probabilities."""
+    rows, words = _rows(x, target)
+    counted = words != ignore_index
+    position, own = block.local(torch.where(counted, words, 0))
+    scale = _scale_of_rows(counted, position, own, weight, _wide(x).dtype, block)
+    upstream = _wide(gradient).reshape(-1) if reduction == 0 else _wide(gradient)
+    if reduction == _MEAN:
+        upstream = upstream / scale.sum()
+    picked = -(scale * upstream).masked_fill(~(own & counted), 0.0).unsqueeze(-1)
+    return _like_logits(_wide(torch.zeros_like(rows)).scatter(-1, position.unsqueeze(-1), picked), x)
+
+
+def logsumexp_backward(
+    x: Tensor, gradient: Tensor, out: Tensor, dims: int | Sequence[int], keepdim: bool, block: Block
+) -> Tensor:
+    """The gradient of the rank's block."""
+    dim = dims if isinstance(dims, int) else dims[0]
+    if not keepdim:
+        gradient, out = gradient.unsqueeze(dim), out.unsqueeze(dim)
+    out = _wide(out).masked_fill(out == float("-inf"), 0.0)
+    return block.hide_padding((_wide(x) - out).exp() * gradient, dim % x.dim(), 0.0).to(x.dtype)
+
+
+def log_softmax_backward(out: Tensor, gradient: Tensor, dim: int, dtype: torch.dtype, block: Block) -> Tensor:
+    """The gradient of the rank's block: the sum over all words is needed."""
+    own = _wide(block.hide_padding(gradient, dim % out.dim(), 0.0))
+    total = sum_over(own.sum(dim, keepdim=True), block.group)
+    return block.hide_padding(own - _wide(out).exp() * total, dim % out.dim(), 0.0).to(dtype)
+
+
+def topk_backward(x: Tensor, indices: Tensor, gradient: Tensor, dim: int, block: Block) -> Tensor:
+    """The gradient of the rank's block: what was found in it."""
+    position, own = block.local(indices)
+    return torch.zeros_like(x).scatter_add(dim, position, gradient.masked_fill(~own, 0.0))
+
+
 def argmax(x: Tensor, dim: int, keepdim: bool, block: Block) -> Tensor:
     """`torch.argmax` over the cut dimension; of equal values the first."""
     value, position = _searched(x.detach(), dim, True, block).max(-1, keepdim=True)

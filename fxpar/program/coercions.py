@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from torch import fx
 
-from fxpar.layout.layout import I, Piece, Placement, R
+from fxpar.layout.layout import I, P, Piece, Placement, R
 from fxpar.layout.nesting import innermost, joined_cut, seen_by
 from fxpar.program.program import TensorType, output_layouts, output_types
 
@@ -37,6 +37,22 @@ def unsettled(placement: Placement) -> Placement:
 def at_rest(placement: Placement) -> Placement:
     """The same shard as a parameter holds it: the gradients of shared blocks are the same on the ranks that share."""
     return replace(placement, settled=True) if placement.is_shared else placement
+
+
+def in_backward(placement: Placement) -> Placement:
+    """A value of the forward as the backward reads it: nothing carries a gradient there, so I and R are one."""
+    return R if placement == I else unsettled(placement)
+
+
+def dual(placement: Placement) -> Placement:
+    """How the gradient of a value is held: summands of what is R, the sum of what is I or P, the blocks of a shard.
+
+    Of blocks that several ranks hold each has a summand, unless they are settled. Padding gets none.
+    """
+    if not placement.is_shard:
+        return P if placement == R else R
+    shared = placement.is_shared and not placement.settled
+    return replace(placement, settled=False, partial=shared, zeros=placement.is_padded)
 
 
 def resting(placement: Placement, carries: bool) -> Placement:

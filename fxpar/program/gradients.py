@@ -15,6 +15,7 @@ from torch import fx
 
 from fxpar.program.operators import GraphOperator
 from fxpar.program.program import Program, operands, output_types
+from fxpar.program.step import is_forward
 
 _aten = torch.ops.aten
 # Operations whose derivative is zero: the result ignores the values of the operand or is piecewise constant.
@@ -55,11 +56,13 @@ _STOPS: frozenset[object] = frozenset(
 
 def carried(program: Program) -> dict[fx.Node, tuple[bool, ...]]:
     """For each node one flag an output tensor; empty for scalars and effects."""
-    trainable = {p.node for p in program.parameters if p.trainable}
+    trainable = {p.node for p in program.parameters if p.trainable} | {i.node for i in program.inputs if i.carries}
     found: dict[fx.Node, tuple[bool, ...]] = {}
     for node in program.graph.nodes:
         kinds = () if node.op == "output" else output_types(node)
-        if node.op == "placeholder":
+        if not is_forward(node):
+            found[node] = (False,) * len(kinds)  # nothing carries a gradient in the backward
+        elif node.op == "placeholder":
             found[node] = tuple(node.name in trainable for _ in kinds)
         elif node.target is operator.getitem and isinstance(node.args[0], fx.Node):
             flags = found[node.args[0]]

@@ -94,6 +94,8 @@ class Note:
         source: the author's source line, `file.py:41`.
         random: identity of a random node, the same under every plan; 0 for the others.
         recompute: number of the checkpointed region the author put the node into; 0 for none.
+        phase: "" in the forward; backward; parameter for what is made of gradients once a step, behind the last
+            microbatch.
     """
 
     type: ValueType = None
@@ -105,6 +107,7 @@ class Note:
     source: str = ""
     random: int = 0
     recompute: int = 0
+    phase: str = ""
 
 
 def note(node: fx.Node) -> Note:
@@ -198,11 +201,19 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Input:
-    """A tensor the caller passes: its path in the call (`input_ids`, `batch.0`), placeholder and type."""
+    """A tensor the caller passes.
+
+    Attributes:
+        path: its place in the call (`input_ids`, `batch.0`).
+        node: name of its placeholder.
+        type: element type and global shape.
+        carries: whether a gradient is asked for.
+    """
 
     path: str
     node: str
     type: TensorType
+    carries: bool = False
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ class Property(StrEnum):
         VOCABULARY: operations over a vocabulary that is cut are their composites.
         RNG: random bits are those of the counter generator.
         LOCAL: sizes in the graph are those of a rank.
+        STEP: the graph is that of a training step, forward and backward.
     """
 
     CANONICAL = "canonical"
@@ -33,3 +34,4 @@ class Property(StrEnum):
     VOCABULARY = "vocabulary"
     RNG = "rng"
     LOCAL = "local"
+    STEP = "step"

@@ -20,10 +20,10 @@ from torch import fx
 from fxpar.errors import LayoutError
 from fxpar.layout.layout import I, Layout, Placement, R
 from fxpar.layout.nesting import innermost, joined_cut, misfit, spelled
-from fxpar.ops.coercions import COERCION_OF, Coercion, coercion
+from fxpar.ops.coercions import COERCION_OF, Coercion, coercion, gradient_coercion
 from fxpar.plan.cost import Cost
 from fxpar.program.coercions import axes_of, held_fraction, misnamed, resting, unsettled
-from fxpar.program.program import describe, operands, output_layouts, output_types
+from fxpar.program.program import describe, note, operands, output_layouts, output_types
 
 
 def fail(node: fx.Node, axis: str, reason: str, remedy: str = "") -> NoReturn:
@@ -88,10 +88,25 @@ def bucketed(node: fx.Node, source: Layout, axes: Mapping[str, int]) -> Layout:
     return found
 
 
+def coalesced(node: fx.Node, source: Layout, axes: Mapping[str, int]) -> Layout:
+    """What one reduction of many makes of one of its gradients: P → R, or the sums of shared blocks.
+
+    Raises:
+        LayoutError: it is no summand.
+    """
+    found = source
+    for axis in axes_of(node):
+        placement = source.on(axis)
+        if placement.kind != "P" and not placement.partial:
+            fail(node, axis, f"sums what is {placement}", "leave it out of the reduction")
+        found = found.with_(axis, R if placement.kind == "P" else placement.plain)
+    return found
+
+
 def _check_row(node: fx.Node, source: Placement, target: Placement, axis: str) -> None:
     """The operator is the row of the table that converts these placements."""
     row = COERCION_OF[node.target]
-    wanted = coercion(source, target)
+    wanted = (gradient_coercion if note(node).phase else coercion)(source, target)
     remedy = f"use fxpar.{wanted.operator.__name__}[{axis}]" if wanted else ""
     if source.kind == target.kind != "S":
         remedy = "remove it" if len(axes_of(node)) == 1 else f"leave {axis} out"

@@ -20,11 +20,12 @@ from fxpar.errors import LayoutError
 from fxpar.layout.layout import Layout, Placement, R, V
 from fxpar.layout.nesting import common_order, listed, misfit, spelled
 from fxpar.ops import alike
-from fxpar.ops.coercions import COERCION_OF, sum_gradients
+from fxpar.ops.coercions import COERCION_OF, all_reduce_coalesced, sum_gradients
 from fxpar.ops.random import axis_index
-from fxpar.program.coercions import axes_of, resting
-from fxpar.program.program import operands, output_layouts, output_types
-from fxpar.rules.conversion import bucketed, coerced, fail
+from fxpar.program.coercions import axes_of, in_backward, resting
+from fxpar.program.program import Program, operands, output_layouts, output_types
+from fxpar.program.step import is_forward
+from fxpar.rules.conversion import bucketed, coalesced, coerced, fail
 from fxpar.rules.local import peeled_call, whole_call
 from fxpar.rules.rows import RowWise
 from fxpar.rules.suggest import suggest
@@ -59,6 +60,32 @@ class Context:
     def found(self, axis: str) -> list[Placement]:
         """Placements of the operands on an axis."""
         return [layout.on(axis) for layout in self.layouts]
+
+
+def context_of(
+    program: Program,
+    node: fx.Node,
+    layouts: Mapping[fx.Node, Sequence[Layout]],
+    flags: Mapping[fx.Node, Sequence[bool]],
+    row_wise: RowWise,
+    *,
+    local: bool = False,
+    composite: bool = False,
+) -> Context:
+    """What the operands of a node of a program are; in the backward nothing carries a gradient, so I and R are one.
+
+    Args:
+        layouts: of each operand's tensors.
+        flags: as of `fxpar.program.gradients.carried`.
+        row_wise: which operators the plan declares row-wise.
+    """
+    inputs = operands(node)
+    given = [layout for o in inputs for layout in layouts[o]]
+    carries = [flag for o in inputs for flag in flags[o]]
+    if not is_forward(node):
+        given = [Layout(tuple((axis, in_backward(p)) for axis, p in layout)) for layout in given]
+        carries = [False] * len(carries)
+    return Context(given, carries, flags[node], program.axes, local, composite, row_wise)
 
 
 @dataclass(frozen=True)
@@ -157,6 +184,8 @@ def infer_node(node: fx.Node, given: Context) -> tuple[Layout, ...]:
         found = (Layout.of({axis: V if axis in axes_of(node) else R for axis in given.axes}),)
     elif node.target is sum_gradients:
         found = [bucketed(node, layout, given.axes) for layout in given.layouts]
+    elif node.target is all_reduce_coalesced:
+        found = [coalesced(node, layout, given.axes) for layout in given.layouts]
     elif node.target in COERCION_OF:
         found = (coerced(node, given.layouts[0], given.axes),)
     else:

@@ -20,6 +20,7 @@ from fxpar.program.operators import GraphOperator
 from fxpar.signatures.contraction import contraction_rules
 from fxpar.signatures.engine import Call, Refusal, Rule, Signature, infer, seed_signature
 from fxpar.signatures.functions import nonlinearity
+from fxpar.signatures.gradients import gradient_rules
 from fxpar.signatures.matmul import formula, matmul_rules
 from fxpar.signatures.pointwise import pointwise_labels, pointwise_rules
 from fxpar.signatures.randomness import random_rules
@@ -34,6 +35,7 @@ _RULES: dict[str, Rule] = {
     **contraction_rules(),
     **view_rules(),
     **reduction_rules(),
+    **gradient_rules(),
 }
 
 

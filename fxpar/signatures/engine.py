@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -209,16 +209,23 @@ def transfer(placement: Placement, source: Size, dim: int, size: Size, n: int) -
     return Placement("S", dim, (Piece(piece.outer, run, copies=copies),))
 
 
-def seed_signature(rule: Rule, call: Call, index: int, placement: Placement) -> Signature | Refusal:
-    """The signature that makes operand `index` a shard as given."""
+def seed_signature(
+    rule: Rule, call: Call, index: int, placement: Placement, of_gradients: _Gradients | None = None
+) -> Signature | Refusal:
+    """The signature that makes operand `index` a shard as given.
+
+    Args:
+        of_gradients: what is known of the operands that are gradients.
+    """
+    known = of_gradients or _Gradients()
     if not fits(placement, call.operands[index].shape, call.n):
         return Refusal(f"{placement} of {call.operands[index]} is not divisible by {call.n}", structural=True)
     if not placement.in_rank_order and not _hands_on(rule, call):
         return _out_of_order(placement, call.names[index])
-    found = _seed(rule, call, index, placement)
+    found = _seed(rule, call, index, placement, known)
     if placement.is_padded and not isinstance(found, Refusal):
-        for name, operand in zip(call.names, found.operands, strict=True):
-            if operand.is_padded and name not in rule.padding:
+        for i, (name, operand) in enumerate(zip(call.names, found.operands, strict=True)):
+            if operand.is_padded and name not in rule.padding and i not in known.zeros:
                 return Refusal(f"the operation would compute with the padding of {operand} of {name}")
     return found
 
@@ -236,7 +243,7 @@ def _out_of_order(placement: Placement, name: str) -> Refusal:
     )
 
 
-def _seed(rule: Rule, call: Call, index: int, placement: Placement) -> Signature | Refusal:
+def _seed(rule: Rule, call: Call, index: int, placement: Placement, known: _Gradients) -> Signature | Refusal:
     if rule.seed is not None:
         return rule.seed(call, index, placement)
     if rule.labels is None:
@@ -247,9 +254,9 @@ def _seed(rule: Rule, call: Call, index: int, placement: Placement) -> Signature
     label = labelling.operands[index][placement.dim]
     if label is None:
         return Refusal(f"the operation needs the whole of dimension {placement.dim}")
-    if label in labelling.summed and placement.is_shared:
+    if label in labelling.summed and placement.is_shared and not known.partial:
         return Refusal(f"what several ranks hold of {placement} would be summed by each of them")
-    if label in labelling.summed and placement.is_padded:
+    if label in labelling.summed and placement.is_padded and not known.zeros:
         return Refusal(f"the padding of {placement} would be summed")
     source = call.operands[index].shape[placement.dim]
 
@@ -271,6 +278,14 @@ def _seed(rule: Rule, call: Call, index: int, placement: Placement) -> Signature
     return Signature(tuple(ins), tuple(outs))  # type: ignore[arg-type]
 
 
+@dataclass(frozen=True)
+class _Gradients:
+    """Operands whose shared blocks are summands, and operands whose padding is zero, by index."""
+
+    partial: frozenset[int] = frozenset()
+    zeros: frozenset[int] = frozenset()
+
+
 def infer(
     rule: Rule | None, call: Call, placements: Sequence[Placement], carries: Sequence[bool]
 ) -> tuple[Placement, ...] | Refusal:
@@ -282,6 +297,44 @@ def infer(
         placements: one for each operand.
         carries: whether each operand carries a gradient. Those that do not are I and R at once.
     """
+    known = _Gradients(
+        frozenset(i for i, p in enumerate(placements) if p.partial),
+        frozenset(i for i, p in enumerate(placements) if p.zeros),
+    )
+    if not known.partial and not known.zeros:
+        return _infer(rule, call, placements, carries, known)
+    found = _infer(rule, call, [p.plain for p in placements], carries, known)
+    if isinstance(found, Refusal) or rule is None:
+        return found
+    return _of_gradients(rule, call, placements, found, known)
+
+
+def _of_gradients(
+    rule: Rule, call: Call, given: Sequence[Placement], found: Sequence[Placement], known: _Gradients
+) -> tuple[Placement, ...] | Refusal:
+    """Which outputs are summands on ranks that share blocks, and which have zeros for padding.
+
+    A linear operation of summands gives summands; blocks that one rank alone has may stand beside them. Where what is
+    linear in an operand is zero, the result is.
+    """
+    groups = _groups(rule, call)
+    alone = {i for i, p in enumerate(given) if p.is_shard and not p.is_shared}
+    if known.partial and not any(known.partial <= group <= known.partial | alone for group in groups):
+        return Refusal("the operation is not linear in what several ranks hold summands of: add those first")
+    is_zero = any(group and group <= known.zeros for group in groups)
+    outputs = []
+    for placement in found:
+        if known.partial and placement == R:
+            placement = P
+        elif known.partial and placement.is_shared:
+            placement = replace(placement, partial=True)
+        outputs.append(replace(placement, zeros=True) if is_zero and placement.is_padded else placement)
+    return tuple(outputs)
+
+
+def _infer(
+    rule: Rule | None, call: Call, placements: Sequence[Placement], carries: Sequence[bool], known: _Gradients
+) -> tuple[Placement, ...] | Refusal:
     for placement, operand in zip(placements, call.operands, strict=True):
         if not fits(placement, operand.shape, call.n):
             return Refusal(f"{placement} of {operand} is not divisible by {call.n}", structural=True)
@@ -315,7 +368,7 @@ def infer(
     if "P" in kinds:
         return _infer_partial(rule, call, kinds)
     index = kinds.index("S")
-    wanted = seed_signature(rule, call, index, placements[index])
+    wanted = seed_signature(rule, call, index, placements[index], known)
     if isinstance(wanted, Refusal):
         return wanted
     for i, (kind, want) in enumerate(zip(kinds, wanted.operands, strict=True)):

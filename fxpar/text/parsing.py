@@ -71,7 +71,10 @@ _TARGET = re.compile(rf"({IDENTIFIER}(?:\.{IDENTIFIER})+)(?:\[({IDENTIFIER}(?:-{
 _KEYWORD = re.compile(rf"({IDENTIFIER})=")
 _TYPE = re.compile(r' : ([^{#"]*)')
 _BRACE = re.compile(r"\s*\{")
-_ATTRIBUTE = re.compile(rf'(needs)=([^"{{}}]*?)(?=, \w+=|}})|(role|origin)=({STRING})|(random|recompute)=({_INTEGER})')
+_ATTRIBUTE = re.compile(
+    rf'(needs)=([^"{{}}]*?)(?=, \w+=|}})|(role|origin)=({STRING})|(random|recompute)=({_INTEGER})'
+    r"|(phase)=(backward|parameter)"
+)
 _COMMENT = re.compile(rf"\s*(?:#\s*(?:({STRING}|[^\s\"]\S*)(?:\s+({STRING}|[^\s\"].*))?)?)?$")
 _AXIS = re.compile(rf"({IDENTIFIER}):(.*)")
 
@@ -241,7 +244,7 @@ class _Reader:
             fail(f"the {tensor.kind} {path} is no tensor", "write its type, for example ' : f32[64, 96]'")
         if tensor.kind == "input":
             known = [item.path for item in self.inputs]
-            self.inputs.append(Input(path, node, kind))
+            self.inputs.append(Input(path, node, kind, tensor.carries))
         else:
             known = [item.fqn for item in self.parameters]
             trainable = tensor.kind == "parameter" and not tensor.frozen
@@ -299,11 +302,13 @@ class _Reader:
         found = scanner.match(_ATTRIBUTE)
         if found is None:
             ahead = scanner.text[scanner.at : scanner.at + 20]
-            fail(f"{ahead!r} starts no attribute", 'write needs=, role="…", origin="…", random= or recompute=')
+            fail(f"{ahead!r} starts no attribute", 'write needs=, role="…", origin="…", random=, recompute= or phase=')
         if found[3]:
             return found[3], unquote(found[4])
         if found[5]:
             return found[5], int(found[6])
+        if found[7]:
+            return found[7], found[8]
         parts, shapes = split(found[2], ";"), need_shapes(node)
         if len(parts) != len(shapes):
             fail(f"needs has {len(parts)} layouts for {len(shapes)} operands", "write one for each, separated by ';'")
@@ -363,10 +368,11 @@ class _Owned:
     frozen: bool
     tied: tuple[str, ...]
     values: list[Any] | None
+    carries: bool
 
 
 def _read_owned(scanner: Scanner, kind: str) -> _Owned:
-    path, frozen = scanner.string(), False
+    path, frozen, carries = scanner.string(), False, False
     tied: list[str] = []
     values: list[Any] | None = None
     scanner.expect("]")
@@ -376,13 +382,17 @@ def _read_owned(scanner: Scanner, kind: str) -> _Owned:
                 tied.append(scanner.string())
             elif scanner.take("frozen"):
                 frozen = True
+            elif scanner.take("gradient"):
+                carries = True
             else:
                 values = parse_value(scanner, {})
     if (frozen and kind != "parameter") or (tied and kind == "input"):
         fail(f"the {kind} {path} is frozen or tied", "mark only parameters as frozen, and tie no input")
+    if carries and kind != "input":
+        fail(f"the {kind} {path} is marked as having a gradient", "mark inputs alone: parameters have one")
     if (values is not None) != (kind == "constant") or not isinstance(values, list | None):
         fail(f"the {kind} {path} has no list of values or has one too many", 'write constant["name"]([1, 2])')
-    return _Owned(kind, path, frozen, tuple(tied), values)
+    return _Owned(kind, path, frozen, tuple(tied), values, carries)
 
 
 def _constant(values: list[Any], kind: TensorType) -> torch.Tensor:

@@ -156,8 +156,8 @@ def _head(node: fx.Node, program: Program) -> str:
     if node.op == "placeholder":
         owned = program.parameter(node)
         if owned is None:
-            path = next(i.path for i in program.inputs if i.node == node.name)
-            return f"input[{json.dumps(path)}]"
+            entry = next(i for i in program.inputs if i.node == node.name)
+            return f"input[{json.dumps(entry.path)}]" + ("(gradient)" if entry.carries else "")
         details = [] if owned.trainable or owned.kind != "parameter" else ["frozen"]
         details += [f"tied={json.dumps(name)}" for name in owned.tied]
         if owned.kind == "constant":
@@ -221,7 +221,7 @@ def _attributes(node: fx.Node, axes: Mapping[str, int]) -> list[str]:
         texts = [layout_text(n, s, axes) for n, s in zip(kept.needs, shapes, strict=True)]
         found.append("needs=" + " ; ".join(texts))
     found += [f"{key}={json.dumps(getattr(kept, key))}" for key in ("role", "origin") if getattr(kept, key)]
-    found += [f"{key}={getattr(kept, key)}" for key in ("random", "recompute") if getattr(kept, key)]
+    found += [f"{key}={getattr(kept, key)}" for key in ("random", "recompute", "phase") if getattr(kept, key)]
     return found
 
 

@@ -25,6 +25,8 @@ from fxpar.mesh.purpose import joined_names
 from fxpar.ops.collectives import Group
 from fxpar.ops.lower import Lowered, lower
 from fxpar.program.program import Program, output_layouts, output_types
+from fxpar.program.properties import Property
+from fxpar.program.step import is_gradient, model_outputs, output_of, parameter_gradients, tangent_path
 
 MOST_RANKS = 512  # some seconds for a small model; each rank has tensors of its own
 
@@ -124,7 +126,7 @@ def cotangents(program: Program, sizes: Mapping[str, int]) -> dict[str, Tensor]:
         shape = [evaluate(size, sizes) for size in kind.shape]
         if name == program.loss:
             found[name] = torch.ones(shape, dtype=kind.dtype)
-        elif not program.loss and kind.is_float:
+        elif not program.loss and kind.is_float and not is_gradient(name):
             generator = torch.Generator().manual_seed(index)
             found[name] = torch.randn(shape, dtype=torch.float64, generator=generator).to(kind.dtype)
     return found
@@ -144,13 +146,23 @@ def run_single(program: Program, state: Mapping[str, Tensor], inputs: Mapping[st
     device = next((value.device for value in leaves.values()), torch.device("cpu"))
     upstream = {name: value.to(device) for name, value in upstream.items()}
     lowered = lower(program, {}, device)
-    values = [leaves[p.fqn] for p in program.parameters] + [inputs[i.path] for i in program.inputs]
+    is_step = Property.STEP in program.properties
+    given = {**inputs, **{tangent_path(name): value for name, value in upstream.items()}} if is_step else inputs
+    values = [leaves[p.fqn] for p in program.parameters] + [given[i.path] for i in program.inputs]
     order = dict(zip(_names(program), values, strict=True))
-    with torch.enable_grad():
+    with torch.set_grad_enabled(not is_step):
         outputs = dict(zip(program.outputs, lowered.module(*[order[name] for name in lowered.inputs]), strict=True))
+        if is_step:
+            return _step_run(program, outputs)
         _differentiate(outputs, upstream)
     gradients = {n: t.grad for n, t in leaves.items() if t.grad is not None}
     return Run({n: t.detach() for n, t in outputs.items()}, gradients)
+
+
+def _step_run(program: Program, outputs: Mapping[str, Tensor]) -> Run:
+    """What a step gave, whose gradients are outputs."""
+    gradients = {fqn: outputs[name] for fqn, name in parameter_gradients(program).items()}
+    return Run({name: outputs[name] for name in model_outputs(program)}, gradients)
 
 
 def _differentiate(outputs: Mapping[str, Tensor], upstream: Mapping[str, Tensor]) -> None:
@@ -198,14 +210,20 @@ def run_ranks(
             leaf = local(layouts[parameter.node], state[parameter.fqn].detach())
             leaves[parameter.fqn] = leaf.requires_grad_(parameter.trainable)
             by_name[parameter.node] = leaf
+        is_step = Property.STEP in program.properties
         for entry in program.inputs:
-            by_name[entry.node] = local(layouts[entry.node], inputs[entry.path])
+            output = output_of(entry.path)
+            by_name[entry.node] = local(layouts[entry.node], whole[output] if output else inputs[entry.path])
         ranks = [LocalTensor({r: torch.tensor(places[r][axis]) for r in range(world)}) for axis in lowered.indices]
-        with torch.enable_grad():
+        with torch.set_grad_enabled(not is_step):
             results = lowered.module(*[by_name[name] for name in lowered.inputs], *ranks)
-            outputs = dict(zip(program.outputs, results, strict=True))
-            _differentiate(outputs, {name: local(ends[name], value) for name, value in whole.items()})
-        gradients = {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+            outputs: Mapping[str, Tensor] = dict(zip(program.outputs, results, strict=True))
+            if not is_step:
+                _differentiate(outputs, {name: local(ends[name], value) for name, value in whole.items()})
+        gradients: Mapping[str, Tensor] = {n: leaf.grad for n, leaf in leaves.items() if leaf.grad is not None}
+        if is_step:
+            run = _step_run(program, outputs)
+            outputs, gradients = run.outputs, run.gradients
     return [
         Run({n: _rank(t, r) for n, t in outputs.items()}, {n: _rank(g, r) for n, g in gradients.items()})
         for r in range(world)

@@ -35,6 +35,7 @@ from fxpar.program.program import (
     output_types,
 )
 from fxpar.program.properties import Property
+from fxpar.program.step import PHASES, is_forward, output_of
 from fxpar.program.weights import owner_of
 from fxpar.rules import bind_arguments
 from fxpar.signatures.randomness import draws_bits
@@ -56,6 +57,7 @@ def check_structure(program: Program) -> None:
         if node.op != "output":
             _check_note(program, node)
             _check_axis(program, node)
+    _check_phases(program)
     _check_conversions(program)
     _check_random(program)
     _check_outputs(program)
@@ -226,7 +228,7 @@ def _check_random(program: Program) -> None:
             remedy="rename it: assign_rng adds the generator's state",
         )
     for node in program.graph.nodes:
-        counted = isinstance(node.target, Operator) and node.target.draws
+        counted = isinstance(node.target, Operator) and node.target.draws and bind_arguments(node)["rng"] is not None
         identity = 0 if node.op == "output" else note(node).random
         if draws_bits(node) and Property.RNG in program.properties:
             raise CheckFailed("draws bits that depend on the rank's generator", where=describe(node))
@@ -236,7 +238,9 @@ def _check_random(program: Program) -> None:
                 where=describe(node),
                 remedy="give it one of its own in [1, 2^32): random=…",
             )
-        if identity and seen.setdefault(identity, node) is not node:
+        if counted and not is_forward(node):
+            _check_drawn_again(node, seen.get(identity))
+        elif identity and seen.setdefault(identity, node) is not node:
             raise CheckFailed(
                 f"draws the same random bits as {describe(seen[identity])}: both have the identity {identity}",
                 where=describe(node),
@@ -244,6 +248,45 @@ def _check_random(program: Program) -> None:
             )
         if counted:
             _check_counter(node, states)
+
+
+def _check_drawn_again(node: fx.Node, first: fx.Node | None) -> None:
+    """What draws in the backward draws what the forward drew."""
+    if first is None:
+        raise CheckFailed(
+            f"draws bits of the identity {note(node).random} that no node of the forward draws",
+            where=describe(node),
+            remedy="give it the identity of the node whose gradient it is",
+        )
+
+
+def _check_phases(program: Program) -> None:
+    """The forward reads nothing of the backward, and that nothing of the parameter phase; tangents are of the backward.
+
+    Gradients are outputs of steps alone.
+    """
+    is_step = Property.STEP in program.properties
+    for node in program.graph.nodes:
+        if node.op == "output":
+            continue
+        rank = PHASES.index(note(node).phase)
+        later = next((read for read in node.all_input_nodes if PHASES.index(note(read).phase) > rank), None)
+        if later is not None:
+            phases = [note(each).phase or "forward" for each in (node, later)]
+            raise CheckFailed(
+                f"is of the phase {phases[0]} and reads %{later.name}, which is of the phase {phases[1]}",
+                where=describe(node),
+            )
+        if rank and not is_step:
+            raise CheckFailed(
+                f"is of the phase {note(node).phase}",
+                where=describe(node),
+                remedy="differentiate: the program is no step",
+            )
+    paths = {entry.node: entry.path for entry in program.inputs}
+    for node in program.graph.nodes:
+        if node.op == "placeholder" and bool(output_of(paths.get(node.name, ""))) == is_forward(node):
+            raise CheckFailed("is a tangent in the forward, or an input in the backward", where=describe(node))
 
 
 def _check_counter(node: fx.Node, states: list[str]) -> None:

@@ -18,14 +18,15 @@ from fxpar.errors import CheckFailed, LayoutError
 from fxpar.layout.layout import I, Layout, Placement, R, shard
 from fxpar.layout.nesting import misfit
 from fxpar.mesh.purpose import Cuts
-from fxpar.ops.coercions import coercion
+from fxpar.ops.coercions import coercion, dual_layout
 from fxpar.ops.sizes import size
 from fxpar.program.coercions import at_rest, resting, unsettled
 from fxpar.program.gradients import carried
 from fxpar.program.program import Program, describe, note, operands, output_layouts, output_types, tensor_type
 from fxpar.program.properties import Property
+from fxpar.program.step import gradient_name, input_gradient_name, is_forward, is_gradient, output_of
 from fxpar.rules import bind_arguments
-from fxpar.rules.inference import Context, infer_node, remedy_of, shown
+from fxpar.rules.inference import Context, context_of, infer_node, remedy_of, shown
 
 
 def check_types(program: Program) -> None:
@@ -44,16 +45,8 @@ def check_types(program: Program) -> None:
         if node.op == "placeholder":
             found[node] = (_placeholder(program, node, flags[node][0]),)
         elif node.op == "call_function" and output_types(node):
-            inputs = operands(node)
-            given = Context(
-                [layout for o in inputs for layout in found[o]],
-                [flag for o in inputs for flag in flags[o]],
-                flags[node],
-                axes,
-                Property.LOCAL in program.properties,
-                _open(program),
-                row_wise,
-            )
+            is_local = Property.LOCAL in program.properties
+            given = context_of(program, node, found, flags, row_wise, local=is_local, composite=_open(program))
             found[node] = infer_node(node, given)
             _compare(node, found[node], given)
         elif node.op == "call_function":
@@ -133,6 +126,8 @@ def _convertible(node: fx.Node, name: str, source: Layout, target: Layout, carri
 def _placeholder(program: Program, node: fx.Node, carries: bool) -> Layout:
     """Parameters are I or shards of which each rank has its own part; what carries no gradient is R or a shard."""
     layout, kind, whole = output_layouts(node)[0], tensor_type(node), resting(I, carries)
+    if not is_forward(node):
+        return _tangent(program, node, layout)
     wrong = misfit(layout, kind.shape, program.axes)
     for axis, placement in layout:
         if not placement.is_shard and placement != whole:
@@ -166,6 +161,37 @@ def _placeholder(program: Program, node: fx.Node, carries: bool) -> Layout:
                 remedy=_start(node, axis, rest, placement),
             )
     return layout
+
+
+def _tangent(program: Program, node: fx.Node, layout: Layout) -> Layout:
+    """The gradient of an output is held as the dual of that."""
+    path = next(i.path for i in program.inputs if i.node == node.name)
+    output = program.output_nodes().get(output_of(path))
+    if output is None:
+        raise CheckFailed(f"is the gradient of no output ({path})", where=describe(node), remedy="name an output")
+    wanted = dual_layout(output_layouts(output)[0])
+    if layout != wanted:
+        raise CheckFailed(
+            f"is {layout}, and the gradient of {describe(output)} is {wanted}",
+            where=describe(node),
+            remedy=f"write {wanted}",
+        )
+    return layout
+
+
+def _check_gradient(program: Program, name: str, node: fx.Node, layout: Layout) -> None:
+    """The gradient of a parameter or an input ends as the dual of that, which an optimizer can take as it is."""
+    owner = next((p.node for p in program.parameters if gradient_name(p.fqn) == name), None)
+    owner = owner or next((i.node for i in program.inputs if i.carries and input_gradient_name(i.path) == name), None)
+    if owner is None:
+        raise CheckFailed(
+            "is the gradient of nothing", where=f"output {name}", remedy="name a parameter of the program"
+        )
+    wanted = dual_layout(output_layouts(program.node(owner))[0])
+    if layout != wanted:
+        raise CheckFailed(
+            f"is {layout}, and the gradient of %{owner} is {wanted}", where=f"output {name} = {describe(node)}"
+        )
 
 
 def _start(node: fx.Node, axis: str, whole: Placement, wanted: Placement) -> str:
@@ -205,6 +231,9 @@ def _check_outputs(
         if not flags[node][0]:
             raise CheckFailed("carries no gradient to any parameter", where=f"loss {program.loss} = {describe(node)}")
     for name, node in program.output_nodes().items():
+        if is_gradient(name):
+            _check_gradient(program, name, node, found[node][0])
+            continue
         for axis, placement in found[node][0]:
             whole = resting(I, flags[node][0])
             if placement.is_shared:

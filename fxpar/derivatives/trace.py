@@ -1,0 +1,210 @@
+"""The derivative of one operation of PyTorch, as autograd makes it.
+
+Enters: a call over global shapes. Leaves: a graph of what its forward and its backward compute, on shapes alone.
+
+Autograd's formulas are torch's own; none is written here. A call is traced once for its operator, numbers and types:
+equal layers repeat them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, fx
+from torch._decomp import get_decompositions
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+
+from fxpar.derivatives.symbols import Sizes
+from fxpar.layout.symbols import Size
+from fxpar.program.program import TensorType
+
+aten = torch.ops.aten
+
+# Of which PyTorch's function of shapes takes no symbolic sizes.
+_DECOMPOSED: Any = get_decompositions([aten.baddbmm, aten.addmm, aten.addbmm, aten.addmv, aten.addr])
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A tensor argument of a call.
+
+    Attributes:
+        index: which of the call's tensors it is.
+        kind: its type.
+        differentiated: whether its gradient is wanted.
+    """
+
+    index: int
+    kind: TensorType
+    differentiated: bool
+
+
+@dataclass(frozen=True)
+class Number:
+    """A symbolic number among the arguments of a call."""
+
+    size: Size
+
+
+@dataclass(frozen=True)
+class Derivative:
+    """A traced call.
+
+    Attributes:
+        graph: placeholders are the call's tensors, then the gradients of its outputs.
+        tensors: placeholders of the call's tensors.
+        tangents: placeholders of the gradients of its outputs, those that were given.
+        outputs: what the forward returns; None for what is no tensor.
+        forward: nodes of the forward.
+        gradients: by index of the operand, None where there is none.
+        sizes: reads sizes and types off the values that nodes have under `meta["val"]`.
+    """
+
+    graph: fx.Graph
+    module: fx.GraphModule
+    tensors: tuple[fx.Node, ...]
+    tangents: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node | None, ...]
+    forward: frozenset[fx.Node]
+    gradients: Mapping[int, fx.Node | None]
+    sizes: Sizes
+
+
+def trace(
+    function: Callable[..., Any],
+    args: Any,
+    kwargs: Mapping[str, Any],
+    operands: Sequence[Operand],
+    tangents: Sequence[bool],
+    sizes: Sizes,
+) -> Derivative:
+    """Traces forward and backward of a call.
+
+    Args:
+        function: of tensors and numbers.
+        args: its arguments, `Operand` in place of tensors and `Number` of symbolic sizes, each tensor as often as it
+            occurs.
+        kwargs: likewise.
+        operands: each once, in the order of their index.
+        tangents: for each output whether it has a gradient.
+
+    Raises:
+        RuntimeError, TypeError, ValueError, NotImplementedError: PyTorch cannot differentiate it on symbolic shapes.
+    """
+    made = [sizes.tensor(operand.kind, False) for operand in operands]
+    numbers = [leaf.size for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Number)]
+    integers = [sizes.integer(size) for size in numbers]
+    wanted = [operand.index for operand in operands if operand.differentiated]
+    seen: dict[str, Any] = {}
+
+    def run(tensors: list[Tensor], integers: list[Any], upstream: list[Tensor]) -> Any:
+        remaining = iter(integers)
+        leaves = [
+            t.detach().requires_grad_(operand.differentiated) for t, operand in zip(tensors, operands, strict=True)
+        ]
+
+        def value(leaf: Any) -> Any:
+            if isinstance(leaf, Operand):
+                return leaves[leaf.index]
+            return next(remaining) if isinstance(leaf, Number) else leaf
+
+        given, named = pytree.tree_map(value, (args, kwargs))
+        with torch.enable_grad():
+            found = function(*given, **named)
+            outputs = list(found) if isinstance(found, (list, tuple)) else [found]
+            tracer = get_proxy_mode().tracer  # type: ignore[union-attr]
+            seen["forward"] = {node.name for node in tracer.graph.nodes}
+            roots = [output for output, flag in zip(outputs, tangents, strict=True) if flag]
+            gradients = torch.autograd.grad(roots, [leaves[i] for i in wanted], upstream, allow_unused=True)
+        return [o if isinstance(o, Tensor) else None for o in outputs], list(gradients)
+
+    with sizes.mode, torch.enable_grad():
+        shapes = _outputs(function, args, kwargs, made, integers)
+        upstream = [torch.empty_like(o) for o, flag in zip(shapes, tangents, strict=True) if flag]
+        module = make_fx(run, decomposition_table=_DECOMPOSED)(made, integers, upstream)
+    return _read(module, len(made), len(integers), frozenset(seen["forward"]), wanted, len(shapes), sizes)
+
+
+def _outputs(
+    function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], made: Sequence[Tensor], integers: Sequence[Any]
+) -> list[Any]:
+    """What the forward gives, on shapes."""
+    seen: list[Any] = []
+
+    def run(tensors: list[Tensor], integers: list[Any]) -> Any:
+        remaining = iter(integers)
+
+        def value(leaf: Any) -> Any:
+            if isinstance(leaf, Operand):
+                return tensors[leaf.index]
+            return next(remaining) if isinstance(leaf, Number) else leaf
+
+        given, named = pytree.tree_map(value, (args, kwargs))
+        found = function(*given, **named)
+        seen.extend(found if isinstance(found, (list, tuple)) else [found])
+        return [leaf for leaf in seen if isinstance(leaf, Tensor)]
+
+    make_fx(run, decomposition_table=_DECOMPOSED)(list(made), list(integers))
+    return seen
+
+
+def _read(
+    module: fx.GraphModule,
+    tensors: int,
+    integers: int,
+    forward: frozenset[str],
+    wanted: Sequence[int],
+    outputs: int,
+    sizes: Sizes,
+) -> Derivative:
+    graph = module.graph
+    _functional(graph)
+    nodes = list(graph.nodes)
+    places = [node for node in nodes if node.op == "placeholder"]
+    (returned,) = next(node for node in nodes if node.op == "output").args
+    found: list[Any] = list(returned)
+    results, gradients = found[:outputs], found[outputs:]
+    return Derivative(
+        graph,
+        module,
+        tuple(places[:tensors]),
+        tuple(places[tensors + integers :]),
+        tuple(results),
+        frozenset(node for node in nodes if node.name in forward),
+        dict(zip(wanted, gradients, strict=True)),
+        sizes,
+    )
+
+
+def _functional(graph: fx.Graph) -> None:
+    """Operations in place become those that give a new tensor; what is read later reads that.
+
+    Autograd's formulas and PyTorch's composite operators write into tensors that they have just made.
+
+    Raises:
+        NotImplementedError: there is no such operation, or what is written to is seen through a view.
+    """
+    for node in list(graph.nodes):
+        target = node.target
+        if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:
+            continue
+        written, name = node.args[0], target._schema.name.split("::")[1]
+        functional = getattr(getattr(aten, name.removesuffix("_"), None), target._overloadname, None)
+        if functional is None or not name.endswith("_") or any(_is_view(user) for user in written.users):
+            raise NotImplementedError(f"{target} writes in place")
+        node.target = functional
+        later = set()
+        at = node.next
+        while at.op != "root":
+            later.add(at)
+            at = at.next
+        written.replace_all_uses_with(node, lambda user, later=later: user in later)
+
+
+def _is_view(node: fx.Node) -> bool:
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and target.is_view

@@ -1,0 +1,222 @@
+"""Attention in a training step: the operator that saves what its gradient needs, and its gradient (DESIGN section 4).
+
+Enters: nothing. Leaves: the records of the pair that stands for PyTorch's attention and for `fxpar.attention` where a
+gradient is wanted. Which kernel runs is chosen at lowering; the text is the same for every device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxpar.layout.layout import Placement
+from fxpar.ops import attend
+from fxpar.ops.onrank import OnRank
+from fxpar.ops.operator import Gradients, OnShapes, Operator, Reverse, Run, Saving
+from fxpar.ops.random import indexed, own_bits_of_probabilities
+from fxpar.program.program import TensorType, note, operands, output_types
+from fxpar.program.properties import Property
+from fxpar.signatures.engine import Call, Labelling, Labels, Refusal, Rule, Signature, bind_arguments
+from fxpar.signatures.matmul import attention_labels
+
+_NAMES = ("query", "key", "value", "mask")
+
+
+def _labels(call: Call) -> Labelling | Refusal:
+    """As of attention; a value's columns are not cut, of which the sums of exponentials know nothing."""
+    out, log_sum = call.outputs
+    count = sum(name in _NAMES for name in call.names)
+    inner = Call(call.target, call.arguments, call.operands[:count], call.names[:count], (out,), call.n)
+    found = attention_labels(inner)
+    if isinstance(found, Refusal):
+        return found
+    ins = [tuple(None if label == "v" else label for label in labels) for labels in found.operands]
+    ins += [(None,) * len(kind.shape) for kind in call.operands[count:]]
+    result = (*found.outputs[0][:-1], None)
+    return Labelling(tuple(ins), (result, result[: len(log_sum.shape)]))
+
+
+def _gradient_labels(call: Call) -> Labelling | Refusal:
+    """Heads and rows that an operand lacks are summed in its gradient."""
+    kinds = dict(zip(call.names, call.operands, strict=True))
+    names = tuple(name for name in _NAMES if name in kinds)
+    given = tuple(kinds[name] for name in names)
+    out = kinds["out"]
+    found = attention_labels(Call(call.target, call.arguments, given, names, (out,), call.n))
+    if isinstance(found, Refusal):
+        return found
+    own = {n: tuple(None if i == "v" else i for i in labels) for n, labels in zip(names, found.operands, strict=True)}
+    result: Labels = (*found.outputs[0][:-1], None)
+    own |= {"gradient": result, "out": result, "log_sum": result[:-1]}
+    ins = tuple(own.get(name, (None,) * len(kind.shape)) for name, kind in zip(call.names, call.operands, strict=True))
+    outs = tuple(own[name] for name in _NAMES[: len(call.outputs)])
+    return Labelling(ins, outs, frozenset(label for label in result if label is not None))
+
+
+def _drawn(call: Call, placements: Sequence[Placement]) -> Refusal | None:
+    return own_bits_of_probabilities(call, placements) if "rng" in call.names else None
+
+
+def _with_summands(rule: Rule) -> Rule:
+    """Heads that several ranks hold get a summand of their gradient on each."""
+    assert rule.seed is not None
+    seed = rule.seed
+
+    def seeded(call: Call, index: int, placement: Placement) -> Signature | Refusal:
+        found = seed(call, index, placement)
+        if isinstance(found, Refusal):
+            return found
+        outs = (Placement("S", p.dim, p.pieces, partial=True) if p.is_shared else p for p in found.outputs)
+        return Signature(found.operands, tuple(outs))
+
+    return Rule(rule.labels, rule.partial, seeded, rule.check, rule.varying, rule.padding)
+
+
+def _shape(call: OnShapes) -> Any:
+    given = {**dict(zip(_ARGUMENTS, call.args, strict=False)), **call.kwargs}
+    options = {k: given[k] for k in ("is_causal", "scale", "enable_gqa") if k in given}
+    tensors = (given[k] for k in _NAMES)
+    found: Tensor = torch.ops.aten.scaled_dot_product_attention.default(*tensors, 0.0, **options)
+    wide = torch.float32 if found.dtype in (torch.float16, torch.bfloat16) else found.dtype
+    return found, found.new_empty(found.shape[:-1], dtype=wide)
+
+
+def _gradient_shape(call: OnShapes) -> Any:
+    given = dict(zip(_ARGUMENTS_BACKWARD, call.args, strict=False))
+    if given["gradient"].shape != given["out"].shape:
+        raise ValueError(f"the gradient of {list(given['out'].shape)} is {list(given['gradient'].shape)}")
+    names = _NAMES if given.get("of_mask") else _NAMES[:3]
+    return [torch.empty_like(given[name]) for name in names]
+
+
+def _drops(node: fx.Node, rank: OnRank, given: dict[str, Any]) -> tuple[Any, ...]:
+    if given["rng"] is None:
+        return ()
+    return given["rng"], given["p"], note(node).random, rank.element_cuts(node)
+
+
+def _lower(node: fx.Node, rank: OnRank) -> Run:
+    given = bind_arguments(node)
+    options = (given["is_causal"], given["scale"], given["enable_gqa"])
+    return Run(saving_attention, (*(given[name] for name in _NAMES), _drops(node, rank, given), options))
+
+
+def _lower_backward(node: fx.Node, rank: OnRank) -> Run:
+    given = bind_arguments(node)
+    options = (given["is_causal"], given["scale"], given["enable_gqa"])
+    values = (given[name] for name in _ARGUMENTS_BACKWARD[:7])
+    return Run(attention_gradients, (*values, _drops(node, rank, given), options, given["of_mask"]))
+
+
+def saving_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, drops: Any, options: Any) -> Any:
+    """`fxpar.attention_forward` as a lowered graph calls it."""
+    given = attend.Drops(*drops) if drops else None
+    return attend.forward(query, key, value, mask, given, attend.Options(*options))
+
+
+def attention_gradients(*args: Any) -> Any:
+    """`fxpar.attention_backward` as a lowered graph calls it."""
+    query, key, value, gradient, out, log_sum, mask, drops, options, of_mask = args
+    given = attend.Drops(*drops) if drops else None
+    values = (query, key, value, gradient, out, log_sum, mask)
+    return attend.backward(*values, given, attend.Options(*options), of_mask)
+
+
+def _derivative(reverse: Reverse) -> Gradients:
+    node = reverse.node
+    gradient = reverse.tangents[0]
+    assert gradient is not None
+    given, items = bind_arguments(node), {user.args[1]: user for user in node.users}
+    sources = [name for name in _NAMES if given.get(name) is not None]
+    of_mask = given.get("mask") is not None and reverse.wanted[3]
+    query, key, value, mask = (given.get(name) for name in _NAMES)
+    options = (given["is_causal"], given["scale"], given["enable_gqa"], given.get("indices") or [], of_mask)
+    kinds = tuple(output_types(given[name])[0] for name in (_NAMES if of_mask else _NAMES[:3]))
+    found = reverse.call(
+        attention_backward,
+        *(query, key, value, gradient, items[0], items[1], mask, given["rng"], given["p"], *options),
+        kind=kinds,
+        random=note(node).random,
+    )
+    gradients = dict(zip(_NAMES, reverse.items(found), strict=False))
+    by_node = {given[name]: gradients.get(name) for name in sources}
+    pairs = zip(operands(node), reverse.wanted, strict=True)
+    return [by_node.get(operand) if flag else None for operand, flag in pairs]
+
+
+_ARGUMENTS = ("query", "key", "value", "mask", "rng", "p", "is_causal", "scale", "enable_gqa", "indices")
+_ARGUMENTS_BACKWARD = (
+    *("query", "key", "value", "gradient", "out", "log_sum", "mask", "rng", "p", "is_causal", "scale", "enable_gqa"),
+    *("indices", "of_mask"),
+)
+
+# They draw where they are given the generator's state.
+_record = partial(Operator, stage=Property.RNG, draws=True)
+
+
+@partial(
+    _record,
+    rule=_with_summands(indexed(_gradient_labels, _drawn, (("gradient",),))),
+    shape=_gradient_shape,
+    lower=_lower_backward,
+)
+def attention_backward(
+    query: Any,
+    key: Any,
+    value: Any,
+    gradient: Any,
+    out: Any,
+    log_sum: Any,
+    mask: Any = None,
+    rng: Any = None,
+    p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    indices: Any = (),
+    of_mask: bool = False,
+) -> Any:
+    """Gradients of query, key and value of an attention, and where asked for of its mask.
+
+    Args:
+        query: as of `attention_forward`, and so `key`, `value`, `mask` and the options.
+        gradient: of the result.
+        out: the result.
+        log_sum: the second result.
+        of_mask: whether the mask's gradient is a fourth result.
+    """
+
+
+@partial(_record, rule=indexed(_labels, _drawn), shape=_shape, lower=_lower, derivative=_derivative)
+def attention_forward(
+    query: Any,
+    key: Any,
+    value: Any,
+    mask: Any = None,
+    rng: Any = None,
+    p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    indices: Any = (),
+) -> Any:
+    """Attention as `fxpar.attention`, without dropout where `rng` is None; and what its gradient needs.
+
+    The second result is the logarithm of each row's sum of exponentials, in float32 or wider.
+    """
+
+
+def saving(node: fx.Node) -> Saving:
+    """`attention_forward` in place of an attention of PyTorch's, or of one with dropout."""
+    given = bind_arguments(node)
+    mask = given.get("mask", given.get("attn_mask"))
+    options = (given.get("rng"), given.get("p", 0.0), given["is_causal"], given["scale"], given["enable_gqa"])
+    values = (given["query"], given["key"], given["value"], mask)
+    (kind,) = output_types(node)
+    wide = torch.float32 if kind.dtype in (torch.float16, torch.bfloat16) else kind.dtype
+    types = (kind, TensorType(wide, kind.shape[:-1]))
+    return Saving(attention_forward, (*values, *options, given.get("indices") or []), types)

@@ -1,0 +1,233 @@
+"""differentiate: the training step, forward and backward in one graph."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from fxpar.errors import PassError
+from fxpar.manager import register_pass
+from fxpar.ops import Operator
+from fxpar.ops.attention import saving as saving_attention
+from fxpar.ops.coercions import dual_layout, of_parameter
+from fxpar.ops.operator import Reverse
+from fxpar.ops.random import attention
+from fxpar.passes.derive import Derivatives, Derived, items_of
+from fxpar.passes.emit import Emitter
+from fxpar.passes.whole import whole_call_of
+from fxpar.program.gradients import carried
+from fxpar.program.mixed import MAIN, is_copy
+from fxpar.program.program import (
+    Input,
+    Note,
+    Program,
+    TensorType,
+    describe,
+    note,
+    operands,
+    output_layouts,
+    output_node,
+    output_types,
+    set_note,
+)
+from fxpar.program.properties import Property
+from fxpar.program.step import BACKWARD, PARAMETER, gradient_name, input_gradient_name, is_forward, tangent_path
+from fxpar.program.weights import weights_of
+
+aten = torch.ops.aten
+
+_SAVING = {aten.scaled_dot_product_attention.default: saving_attention, attention: saving_attention}
+
+
+@register_pass("differentiate", requires={Property.CANONICAL}, provides={Property.STEP})
+def differentiate(program: Program) -> Program:
+    """Adds the backward of the loss, without a loss of all outputs; the gradients become outputs.
+
+    Before (tp 2)::
+
+        %w = parameter["down.weight"] : f32[64, 96] tp:S(1)
+        %down = aten.mm.default(%h, %w) : f32[n, 64] tp:P
+        %out = fxpar.reduce_from[tp](%down) : f32[n, 64] tp:P→I
+
+    After::
+
+        %t = aten.t.default(%h) : f32[96, n] tp:S(0) {phase=backward}
+        %w_gradient = aten.mm.default(%t, %out_gradient) : f32[96, 64] tp:S(0) {phase=backward}
+        return …, fxpar.gradient.down.weight=%w_gradient
+
+    Terms: a *tangent* is the gradient of an output, which the caller gives (one for a loss, or its scale). In the
+    backward nothing carries a gradient, so I and R are one and written R. The gradient of a value is held as the *dual*
+    of its layout: summands (P) of what is R, the sum of what is I or P, the same blocks of a shard. What each rank has
+    of a parameter's gradient becomes the whole by nodes of the phase *parameter*, once a step.
+
+    Algorithm: nodes in reverse order. A coercion has its conjugate (SPEC section 2.1), an operator of fxpar what its
+    record says, and an operation of PyTorch what autograd does of it, traced once for each distinct call over the
+    whole's symbolic shapes. Layouts follow by rules. Where the backward reads more than operands and results, what
+    computes that takes the operation's place in the forward; views are made again.
+
+    Values stay equal. Refuses operations that PyTorch cannot differentiate on symbolic shapes, and those whose backward
+    no rule knows.
+    """
+    ends = program.output_nodes()
+    flags = carried(program)
+    names = [program.loss] if program.loss else [n for n, node in ends.items() if flags[node][0]]
+    return differentiated(program, [name for name in names if flags[ends[name]][0]])
+
+
+def differentiated(program: Program, tangents: Sequence[str]) -> Program:
+    """The program with the backward of some outputs, in place.
+
+    Args:
+        tangents: outputs that have a gradient.
+    """
+    return _Backward(program).run(tangents)
+
+
+class _Backward:
+    def __init__(self, program: Program) -> None:
+        self.program, self.flags = program, carried(program)
+        self.emit = Emitter(program, self.flags)
+        self.derivatives = Derivatives(program)
+        self.known: dict[tuple[fx.Node, int], fx.Node] = {}
+        owned = [program.node(p.node) for p in program.parameters]
+        self.made_of_weights = weights_of(program.graph, owned)
+        self.parameters = {program.node(p.node): p for p in program.parameters if p.trainable}
+        self.inputs = {program.node(i.node): i for i in program.inputs if i.carries}
+
+    def run(self, tangents: Sequence[str]) -> Program:
+        inputs = list(self.program.inputs)
+        for name in tangents:
+            inputs.append(self._tangent(name, self.program.output_nodes()[name]))
+        for node in [node for node in reversed(self.program.graph.nodes) if is_forward(node)]:
+            if node.op == "call_function" and any((node, i) in self.known for i in range(len(output_types(node)))):
+                self._differentiate(node)
+        found = {gradient_name(p.fqn): self.known.get((node, 0)) for node, p in self.parameters.items()}
+        found |= {input_gradient_name(i.path): self.known.get((node, 0)) for node, i in self.inputs.items()}
+        end = output_node(self.program.graph)
+        given = {name: node for name, node in found.items() if node is not None}
+        end.args = ((*end.args[0], *given.values()),)  # type: ignore[misc]
+        return self.program.with_(inputs=tuple(inputs), outputs=(*self.program.outputs, *given))
+
+    def _tangent(self, name: str, output: fx.Node) -> Input:
+        first = next(node for node in self.program.graph.nodes if node.op != "placeholder")
+        with self.program.graph.inserting_before(first):
+            node = self.program.graph.create_node(
+                "placeholder", f"{output.name}_tangent", name=f"{output.name}_tangent"
+            )
+        (kind,) = output_types(output)
+        layout = tuple(dual_layout(each) for each in output_layouts(output))
+        set_note(node, Note(type=kind, layout=layout[0] if layout else None, phase=BACKWARD))
+        self.flags[node] = (False,)
+        self._add(output, 0, node, note(output))
+        return Input(tangent_path(name), node.name, kind)
+
+    def _add(self, node: fx.Node, index: int, gradient: fx.Node, like: Note) -> None:
+        """Adds a gradient to those that a value has."""
+        if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
+            node, index = node.args[0], int(node.args[1])  # type: ignore[arg-type]
+        layouts = output_layouts(node)
+        if layouts:
+            gradient = self.emit.as_gradient(gradient, layouts[index], like)
+        before = self.known.get((node, index))
+        if before is not None:
+            later = PARAMETER in (note(before).phase, note(gradient).phase)
+            gradient = self.emit.added(before, gradient, like, PARAMETER if later else BACKWARD)
+        self.known[node, index] = gradient
+
+    def _differentiate(self, node: fx.Node) -> None:
+        inputs = operands(node)
+        wanted = tuple(any(self.flags[operand]) and _is_float(operand) for operand in inputs)
+        if node.target is operator.getitem or not any(wanted):
+            return
+        tangents = tuple(self.known.get((node, i)) for i in range(len(output_types(node))))
+        if isinstance(node.target, Operator) and node.target.derivative is not None:
+            self._of_operator(node, node.target, tangents, wanted)
+            return
+        saving = self._saving(node)
+        if saving is not None:
+            made, record = saving
+            self._of_operator(made, record, (*tangents, None), wanted)
+            return
+        self._of_torch(node, tangents, wanted)
+
+    def _saving(self, node: fx.Node) -> tuple[fx.Node, Operator] | None:
+        """Puts the call in place that saves what the derivative reads, if the operator has one."""
+        own = node.target.saving if isinstance(node.target, Operator) else None
+        maker = own or _SAVING.get(node.target)
+        if maker is None:
+            return None
+        made = maker(node)
+        new = self.emit.forward(made.target, made.args, node.kwargs if own else {}, made.types, node, note(node).random)
+        items = [self.emit.forward(operator.getitem, (new, i), {}, kind, node) for i, kind in enumerate(made.types)]
+        self._replace(node, items[0])
+        return new, made.target
+
+    def _replace(self, node: fx.Node, new: fx.Node) -> None:
+        """A node of the forward by another that computes the same, which takes its name."""
+        name = node.name
+        node.replace_all_uses_with(new)
+        self.flags[new] = self.flags.pop(node)
+        self.program.graph.erase_node(node)
+        new.name = name
+
+    def _of_operator(
+        self, node: fx.Node, record: Operator, tangents: tuple[fx.Node | None, ...], wanted: tuple[bool, ...]
+    ) -> None:
+        assert record.derivative is not None
+        given = tuple(self._entered(node, gradient) for gradient in tangents)
+        found = record.derivative(Reverse(node, given, wanted, self.emit))
+        for operand, gradient in zip(operands(node), found, strict=True):
+            if gradient is not None and any(self.flags[operand]):
+                self._add(operand, 0, self._left(node, gradient), note(node))
+
+    def _entered(self, node: fx.Node, gradient: fx.Node | None) -> fx.Node | None:
+        """Gradients of half-precision parameters, and of what they make, are summed over ranks in the main type."""
+        is_sum = isinstance(node.target, Operator) and node.target.sums_gradients
+        if gradient is None or not is_sum or not is_copy(self.program.plan, output_types(gradient)[0]):
+            return gradient
+        if not of_parameter(node) and node not in self.made_of_weights:
+            return gradient
+        return self._cast(gradient, MAIN, note(node))
+
+    def _left(self, node: fx.Node, gradient: fx.Node) -> fx.Node:
+        """What is made of parameters has gradients of its own type; parameters have those of main values."""
+        kind = output_types(operands(node)[0])[0]
+        is_sum = isinstance(node.target, Operator) and node.target.sums_gradients
+        if not is_sum or of_parameter(node) or output_types(gradient)[0].dtype == kind.dtype:
+            return gradient
+        return self._cast(gradient, kind.dtype, note(node))
+
+    def _cast(self, gradient: fx.Node, dtype: torch.dtype, like: Note) -> fx.Node:
+        kind = TensorType(dtype, output_types(gradient)[0].shape)
+        return self.emit.call(aten._to_copy.default, (gradient,), {"dtype": dtype}, kind, like)
+
+    def _of_torch(self, node: fx.Node, tangents: tuple[fx.Node | None, ...], wanted: tuple[bool, ...]) -> None:
+        several = isinstance(note(node).type, tuple)
+        items: dict[int, fx.Node] = items_of(node) if several else {0: node}
+        if not isinstance(node.target, torch._ops.OpOverload) and "path" not in node.kwargs:
+            raise PassError(f"{node.target} has no derivative", where=describe(node))
+        args, kwargs = whole_call_of(self.program, node)
+        derivative = self.derivatives.of(node, args, kwargs, wanted, [t is not None for t in tangents])
+        count = len(derivative.outputs)
+        given = [t for t in tangents if t is not None]
+        derived = Derived(self.emit, node, derivative, [items.get(i) for i in range(count)], given)
+        if derived.saved():
+            made = derived.replaced()
+            for index, item in items.items():
+                new = made[index]
+                assert new is not None
+                if several:
+                    self._replace(item, new)
+            if several:
+                self.program.graph.erase_node(node)
+            elif made[0] is not None:
+                self._replace(node, made[0])
+        for operand, gradient in derived.gradients().items():
+            self._add(operand, 0, gradient, derived.like)
+
+
+def _is_float(node: fx.Node) -> bool:
+    return all(kind.is_float for kind in output_types(node))
