@@ -7,7 +7,7 @@ together by the code that runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from fxpar.manager import Pass, PassManager, Verifier
 from fxpar.ops.collectives import Group
 from fxpar.ops.lower import Lowered, lower
 from fxpar.passes import DEFAULT_PASSES
+from fxpar.passes.step import step_passes
 from fxpar.plan.plan import Plan
 from fxpar.program.program import PassRecord, Program
 from fxpar.verify.static import STATIC
@@ -74,6 +75,19 @@ def compile_program(
     return PassManager(passes, verifiers, on_pass=on_pass).run(program, until=until)
 
 
+def compile_step(program: Program, tangents: Sequence[str], trained: Collection[str]) -> Program:
+    """The training step of a compiled program, statically checked after each pass.
+
+    Args:
+        tangents: outputs that have a gradient.
+        trained: parameters whose gradients are wanted.
+
+    Raises:
+        FxparError: a pass or a check refused it.
+    """
+    return PassManager(step_passes(program.outputs, tangents, trained), STATIC).run(program)
+
+
 def lower_program(
     program: Program,
     groups: Mapping[str, Group],
@@ -81,14 +95,14 @@ def lower_program(
     *,
     uneven_rows: bool = False,
 ) -> Lowered:
-    """What a rank runs of a compiled program, the plan's mixed precision carried out.
+    """What a rank runs of a compiled program or step; parameters are in the program's types.
 
     Args:
         groups: process group of each axis of the program.
         device: where it will run.
         uneven_rows: whether data ranks may bring other numbers of rows.
     """
-    return lower(program, groups, device, main_values=True, uneven_rows=uneven_rows)
+    return lower(program, groups, device, uneven_rows=uneven_rows)
 
 
 def check_arguments(model: Any, plan: Any, passes: Any) -> None:

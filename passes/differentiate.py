@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import fx
 
 from fxpar.errors import PassError
-from fxpar.manager import register_pass
+from fxpar.manager import Pass, register_pass
 from fxpar.ops import Operator
 from fxpar.ops.attention import saving as saving_attention
 from fxpar.ops.coercions import dual_layout, of_parameter
@@ -34,7 +36,16 @@ from fxpar.program.program import (
     set_note,
 )
 from fxpar.program.properties import Property
-from fxpar.program.step import BACKWARD, PARAMETER, gradient_name, input_gradient_name, is_forward, tangent_path
+from fxpar.program.step import (
+    BACKWARD,
+    PARAMETER,
+    gradient_name,
+    input_gradient_name,
+    is_forward,
+    is_gradient,
+    output_of,
+    tangent_path,
+)
 from fxpar.program.weights import weights_of
 
 aten = torch.ops.aten
@@ -71,19 +82,37 @@ def differentiate(program: Program) -> Program:
     Values stay equal. Refuses operations that PyTorch cannot differentiate on symbolic shapes, and those whose backward
     no rule knows.
     """
-    ends = program.output_nodes()
+    names = differentiable(program)
+    return _Backward(program).run([name for name in names if not program.loss or name == program.loss])
+
+
+def of_outputs(names: Sequence[str]) -> Pass:
+    """`differentiate` of some outputs, which have a tangent each."""
+    return replace(differentiate, run=partial(_differentiated, names=tuple(names)))
+
+
+def _differentiated(program: Program, names: Sequence[str]) -> Program:
+    return _Backward(program).run(names)
+
+
+def differentiable(program: Program) -> tuple[str, ...]:
+    """The outputs that carry a gradient."""
     flags = carried(program)
-    names = [program.loss] if program.loss else [n for n, node in ends.items() if flags[node][0]]
-    return differentiated(program, [name for name in names if flags[ends[name]][0]])
+    return tuple(name for name, node in program.output_nodes().items() if flags[node][0])
 
 
-def differentiated(program: Program, tangents: Sequence[str]) -> Program:
-    """The program with the backward of some outputs, in place.
-
-    Args:
-        tangents: outputs that have a gradient.
-    """
-    return _Backward(program).run(tangents)
+def forward_of(program: Program) -> Program:
+    """The forward of a step, a program as before `differentiate` but for what saves more than its results."""
+    made = program.copy()
+    end = output_node(made.graph)
+    pairs = [(n, v) for n, v in zip(made.outputs, end.args[0], strict=True) if not is_gradient(n)]  # type: ignore[arg-type]
+    end.args = (tuple(value for _, value in pairs),)
+    for node in reversed(list(made.graph.nodes)):
+        if not is_forward(node):
+            made.graph.erase_node(node)
+    inputs = tuple(entry for entry in made.inputs if not output_of(entry.path))
+    outputs = tuple(name for name, _ in pairs)
+    return made.with_(inputs=inputs, outputs=outputs, properties=made.properties - {Property.STEP})
 
 
 class _Backward:
@@ -128,6 +157,9 @@ class _Backward:
         """Adds a gradient to those that a value has."""
         if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
             node, index = node.args[0], int(node.args[1])  # type: ignore[arg-type]
+        parameter = self.parameters.get(node)
+        if parameter is not None and is_copy(self.program.plan, parameter.type):
+            gradient = self._cast(gradient, MAIN, like)
         layouts = output_layouts(node)
         if layouts:
             gradient = self.emit.as_gradient(gradient, layouts[index], like)
@@ -201,6 +233,8 @@ class _Backward:
         return self._cast(gradient, kind.dtype, note(node))
 
     def _cast(self, gradient: fx.Node, dtype: torch.dtype, like: Note) -> fx.Node:
+        if output_types(gradient)[0].dtype == dtype:
+            return gradient
         kind = TensorType(dtype, output_types(gradient)[0].shape)
         return self.emit.call(aten._to_copy.default, (gradient,), {"dtype": dtype}, kind, like)
 

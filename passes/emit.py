@@ -113,6 +113,8 @@ class Emitter:
             self.flags[node] = (False,) * len(output_types(node))
         if Property.LAYOUTS not in self.program.properties:
             return
+        if not self.program.axes:
+            layouts = [Layout()] * len(output_types(node))
         if layouts is None:
             self._with_summands(node)
             known = {operand: output_layouts(operand) for operand in operands(node)}
@@ -126,8 +128,10 @@ class Emitter:
         inputs = operands(node)
         if not self._zeros.intersection(inputs) or node.target in (operator.getitem, mask_first):
             return
+        joins = node.target is aten.cat.default
         for axis in self.program.axes:
-            if any(layout.on(axis).kind == "P" for o in inputs for layout in output_layouts(o)):
+            held = [layout.on(axis) for o in inputs for layout in output_layouts(o)]
+            if any(p.kind == "P" or (joins and p.is_shard) for p in held):
                 for zeros in self._zeros.intersection(inputs):
                     (layout,) = output_layouts(zeros)
                     if layout.on(axis).kind == "R":

@@ -20,6 +20,8 @@ from fxpar.program.coercions import axes_of, inner_view
 from fxpar.program.gradients import carried, reached
 from fxpar.program.mixed import held_type
 from fxpar.program.program import Program, TensorType, note, operands, output_layouts
+from fxpar.program.properties import Property
+from fxpar.program.step import RECOMPUTE
 from fxpar.program.weights import weights_of
 from fxpar.rules import call_of
 
@@ -34,7 +36,7 @@ class Collective:
         op: all_reduce, all_gather, reduce_scatter or all_to_all.
         axis: mesh axis.
         phase: forward or backward (activations), parameter (value or gradient of what parameters alone make), or
-            recompute (a forward one that a checkpointed region sends again, which `fxpar.report` finds).
+            recompute (one of the forward that a checkpointed region sends again, in a step).
         node: the coercion it belongs to.
         bytes: size of the whole value (what an all-gather yields, a reduction takes in) at the given sizes.
         bytes_formula: the same in closed form, symbols as in the program.
@@ -53,13 +55,17 @@ class Collective:
 
 
 def collectives(program: Program, sizes: Mapping[str, int] | None = None) -> list[Collective]:
-    """All collectives in program order, each coercion's backward behind its forward.
+    """All collectives in program order; of a forward with those of the backward, each behind its coercion's.
+
+    Those of a step are what its nodes send. Those of a forward that is yet to be differentiated follow from the
+    coercions' conjugates.
 
     Args:
         sizes: sizes of the inputs by symbol; the example's by default.
     """
     values = symbol_sizes(program, sizes)
-    wanted = reached(program, carried(program))
+    is_step = Property.STEP in program.properties
+    wanted = set[fx.Node]() if is_step else reached(program, carried(program))
     owned = {p.node for p in program.parameters}
     weights = weights_of(
         program.graph, (node for node in program.graph.nodes if node.op == "placeholder" and node.name in owned)
@@ -69,8 +75,10 @@ def collectives(program: Program, sizes: Mapping[str, int] | None = None) -> lis
         if not isinstance(node.target, Operator) or node.target.traffic is None:
             continue
         for sent in node.target.traffic(_crossing(program, node, wanted, node in weights)):
-            size = simplify(sent.bytes)
-            where = str(node.kwargs["axis"]), sent.phase, node.name
+            size, phase = simplify(sent.bytes), sent.phase
+            if note(node).phase:
+                phase = RECOMPUTE if note(node).origin == RECOMPUTE else note(node).phase
+            where = str(node.kwargs["axis"]), phase, node.name
             found.append(Collective(sent.collective, *where, evaluate(size, values), in_input_sizes(program, size)))
     return found
 

@@ -76,6 +76,8 @@ def _figures(ui: Ui, request: Request, size: Sequence[str], optimizer: str, chec
     Args:
         checked: whether the captured model is compared with the author's before.
     """
+    from functools import partial
+
     import torch
 
     from fxpar.cli.files import compared, open_start, run_passes
@@ -90,10 +92,10 @@ def _figures(ui: Ui, request: Request, size: Sequence[str], optimizer: str, chec
     program, _ = run_passes(ui, start, DEFAULT_PASSES)
     with ui.working(f"counting {request.model}"):
         # Nothing is sent: the groups have names alone.
-        lowered = lower_program(program, {axis: Group(axis, n) for axis, n in program.axes.items()})
+        groups = {axis: Group(axis, n) for axis, n in program.axes.items()}
         return make_report(
             program,
-            lowered,
+            partial(lower_program, groups=groups),
             name=start.name,
             device=torch.device("cpu"),
             sizes=sizes,

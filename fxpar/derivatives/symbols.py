@@ -64,9 +64,9 @@ class Sizes:
         return simplify(found)
 
     def tensor(self, kind: TensorType, requires_grad: bool) -> torch.Tensor:
-        """A tensor of a type, without values."""
+        """A tensor of a type, without values. It is on no device, of which one kernel or another would be a guess."""
         with self.mode:
-            made = torch.empty([self.integer(size) for size in kind.shape], dtype=kind.dtype)
+            made = torch.empty([self.integer(size) for size in kind.shape], dtype=kind.dtype, device="meta")
         return made.requires_grad_(requires_grad)
 
     def type_of(self, value: torch.Tensor) -> TensorType:

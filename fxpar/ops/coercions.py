@@ -84,6 +84,12 @@ def _bucket_traffic(crossing: Crossing) -> Iterator[Sent]:
         yield Sent("all_reduce", _phase(crossing, "backward"), size)
 
 
+def _coalesced_traffic(crossing: Crossing) -> Iterator[Sent]:
+    """All gradients at once."""
+    pairs = zip(crossing.call.outputs, crossing.after, strict=True)
+    yield Sent("all_reduce", "forward", simplify(sum(_bytes(kind, placement, []) for kind, placement in pairs)))
+
+
 def _phase(crossing: Crossing, phase: str) -> str:
     return "parameter" if crossing.of_parameters else phase
 
@@ -138,26 +144,10 @@ def _sides(node: fx.Node, rank: OnRank) -> tuple[Placement, Placement]:
     return rank.placed(operands(node)[0], node), rank.placed(node, node)
 
 
-def _lower_copy_to(node: fx.Node, rank: OnRank) -> Run:
-    if rank.mixed is not None and rank.mixed.is_wide(node):
-        return _summed_widely(node, rank, None)
-    return _with_group(bound.copy_to)(node, rank)
-
-
 def _lower_share(node: fx.Node, rank: OnRank) -> Run:
     ranks, (source, _) = rank.ranks(node), _sides(node, rank)
     held = source.dim, rank.shared(source, source, ranks.size)
-    if rank.mixed is not None and rank.mixed.is_wide(node):
-        return _summed_widely(node, rank, held)
     return Run(factored.share, (node.args[0], *held, ranks.group, ranks.size, ranks.index))
-
-
-def _summed_widely(node: fx.Node, rank: OnRank, held: coalesced.Held) -> Run:
-    """Of what half-precision parameters make: gradients are summed in the type of main values."""
-    assert rank.mixed is not None
-    ranks, given = rank.ranks(node), rank.mixed.given_by(node)
-    function = coalesced.sum_gradient if given else coalesced.sum_widely
-    return Run(function, (node.args[0], held, ranks.group, ranks.size, ranks.index, *given))
 
 
 def _lower_take_part(node: fx.Node, rank: OnRank) -> Run:
@@ -178,9 +168,7 @@ def _lower_sum_gradients(node: fx.Node, rank: OnRank) -> Run:
         placement = rank.placed(source, node)
         pieces = rank.shared(placement, placement, ranks.size) if placement.is_shard else []
         held.append((placement.dim, pieces) if placement.is_shard else None)
-    given = [] if rank.mixed is None else rank.mixed.given_by(node)
-    where = ranks.group, ranks.size, ranks.index
-    return Run(coalesced.sum_gradients, (list(node.args), held, *where, *([given] if given else [])))
+    return Run(coalesced.sum_gradients, (list(node.args), held, ranks.group, ranks.size, ranks.index))
 
 
 def _lower_pad_part(node: fx.Node, rank: OnRank) -> Run:
@@ -260,7 +248,7 @@ _record = partial(Operator, shape=_shape, traffic=_traffic, stage=Property.COLLE
     _record,
     kinds=("I", "R"),
     sends=("", "all_reduce"),
-    lower=_lower_copy_to,
+    lower=_with_group(bound.copy_to),
     sums_gradients=True,
 )
 def copy_to(x: Any, *, axis: str) -> Any:
@@ -387,7 +375,7 @@ def sum_shared(x: Any, *, axis: str) -> Any:
     """S / c; P → S / c: all-reduce among the ranks that share a block; the conjugate of `share`."""
 
 
-@partial(_record, shape=lambda call: list(call.args), traffic=_bucket_traffic, lower=_lower_coalesced)
+@partial(_record, shape=lambda call: list(call.args), traffic=_coalesced_traffic, lower=_lower_coalesced)
 def all_reduce_coalesced(*gradients: Any, axis: str) -> Any:
     """Several gradients, each summed as `all_reduce` or `sum_shared` would: one all-reduce of all."""
 
@@ -465,6 +453,8 @@ def coercion(source: Placement, target: Placement) -> Coercion | None:
     What is lowered takes blocks in the order of the ranks: nothing converts others.
     """
     if source == target or not (source.in_rank_order and target.in_rank_order):
+        return None
+    if source.plain != source or target.plain != target:
         return None
     if source.settled or target.settled:
         return _SHARE if source.settled and unsettled(source) == target else None

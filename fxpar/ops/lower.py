@@ -1,8 +1,8 @@
 """From a program to a module that runs: graph operators become implementations bound to process groups.
 
 Enters: a program (a whole one, or a localised one) and the process groups of its axes. Leaves: a `GraphModule` whose
-inputs are the program's placeholders, copies of main values under mixed precision, and one rank index for each axis,
-and whose outputs are the program's. The module is the same on every rank: ranks differ by the index tensors they pass.
+inputs are the program's placeholders and one rank index for each axis, and whose outputs are the program's. The module
+is the same on every rank: ranks differ by the index tensors they pass.
 What stands in place of a graph operator its record says (`fxpar.ops.operator`).
 """
 
@@ -15,9 +15,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from fxpar.ops.coalesced import prune_buckets
 from fxpar.ops.collectives import Group
-from fxpar.ops.deferred import Reduction, take_out
 from fxpar.ops.onrank import OnRank
 from fxpar.ops.operator import Operator
 from fxpar.program.program import Program, operands
@@ -31,9 +29,8 @@ class Lowered:
     """A runnable module.
 
     Attributes:
-        module: called with `inputs` in order, then the copies, the indices and the rows.
-        inputs: names of the program's placeholders. Those that have copies are main values (`fxpar.program.mixed`).
-        copies: names of the placeholders whose copies, in the program's type, follow.
+        module: called with `inputs` in order, then the indices and the rows.
+        inputs: names of the program's placeholders.
         indices: axes whose rank index (i64 scalar) follows.
         outputs: names of the results.
         takes_rows: whether the numbers of rows that all ranks and those before this one bring (i64 scalars) follow.
@@ -42,27 +39,30 @@ class Lowered:
 
     module: fx.GraphModule
     inputs: tuple[str, ...]
-    copies: tuple[str, ...]
     indices: tuple[str, ...]
     outputs: tuple[str, ...]
     takes_rows: bool
     draws: bool
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """Names of the placeholders of indices and rows, which follow the inputs."""
+        rows = ("rows_total", "rows_before") if self.takes_rows else ()
+        return (*(f"{axis}_rank" for axis in self.indices), *rows)
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Names of all placeholders in order."""
+        return (*self.inputs, *self.places)
 
     def only(self, wanted: tuple[str, ...]) -> Lowered:
         """A copy, with code of its own, that returns some of the outputs."""
         graph = fx.Graph()
         results: Any = graph.graph_copy(self.module.graph, {})
         by_name = dict(zip(self.outputs, results, strict=True))
-        prune_buckets(graph, [by_name[name] for name in wanted])
         graph.output(tuple(by_name[name] for name in wanted))
+        graph.eliminate_dead_code(is_impure_node=_is_kept)
         return replace(self, module=fx.GraphModule(self.module, graph), outputs=wanted)
-
-    def without_reductions(self) -> tuple[Lowered, tuple[Reduction, ...]]:
-        """A copy that leaves gradients of parameters as each rank has them, and the reductions that it lacks."""
-        graph = fx.Graph()
-        graph.output(graph.graph_copy(self.module.graph, {}))
-        reductions = take_out(graph, self.inputs)
-        return replace(self, module=fx.GraphModule(self.module, graph)), reductions
 
 
 def lower(
@@ -70,7 +70,6 @@ def lower(
     groups: Mapping[str, Group],
     device: torch.device | str = "cpu",
     *,
-    main_values: bool = False,
     uneven_rows: bool = False,
 ) -> Lowered:
     """Lowers a program.
@@ -79,8 +78,6 @@ def lower(
         program: a program with property `local`, or one without mesh axes.
         groups: process group of each axis of the program.
         device: where factory operators put their tensors.
-        main_values: whether the plan's mixed precision is carried out: the module takes main values and copies. Else
-            it takes parameters in the program's own types.
         uneven_rows: whether data ranks may bring other numbers of rows.
 
     Raises:
@@ -89,7 +86,7 @@ def lower(
     program = program.copy()
     graph, draws = program.graph, False
     inputs = tuple(node.name for node in graph.nodes if node.op == "placeholder")
-    rank = OnRank(program, groups, torch.device(device), main_values=main_values, uneven_rows=uneven_rows)
+    rank = OnRank(program, groups, torch.device(device), uneven_rows=uneven_rows)
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
@@ -97,12 +94,13 @@ def lower(
             draws |= _replace(node, node.target, rank)
         elif isinstance(node.target, torch._ops.OpOverload):
             _place(node, rank.device)
-    copies: tuple[str, ...] = ()
-    if rank.mixed is not None:
-        rank.mixed.enter()
-        copies = tuple(rank.mixed.copies)
     module = fx.GraphModule(nn.Module(), graph)
-    return Lowered(module, inputs, copies, tuple(rank.indices), tuple(program.outputs), uneven_rows, draws)
+    return Lowered(module, inputs, tuple(rank.indices), tuple(program.outputs), uneven_rows, draws)
+
+
+def _is_kept(node: fx.Node) -> bool:
+    """What nobody reads goes, communication too: it does on all ranks."""
+    return node.op in ("placeholder", "output")
 
 
 def _replace(node: fx.Node, record: Operator, rank: OnRank) -> bool:

@@ -22,7 +22,6 @@ from fxpar.layout.symbols import Size
 from fxpar.mesh.purpose import Cuts
 from fxpar.ops.collectives import Group
 from fxpar.ops.counter import IndexCut
-from fxpar.ops.mixed import Lowering
 from fxpar.program.coercions import axes_of, inner_view
 from fxpar.program.program import Program, operands, output_layouts
 from fxpar.program.rows import batch_symbol
@@ -49,7 +48,6 @@ class OnRank:
     Attributes:
         program: with property `local`, or without mesh axes.
         device: where factory operators put their tensors.
-        mixed: how copies of main values enter; None where parameters are taken in the program's own types.
         indices: by axis, the placeholder of the rank's index, i64 scalar.
         rows: where ranks may bring other numbers of rows, the placeholders of how many all bring and of how many those
             before this one do, i64 scalars.
@@ -61,15 +59,13 @@ class OnRank:
         groups: Mapping[str, Group],
         device: torch.device,
         *,
-        main_values: bool,
         uneven_rows: bool = False,
     ) -> None:
-        """Adds the placeholders of copies, then of indices and rows, behind those of the program."""
+        """Adds the placeholders of indices and rows behind those of the program."""
         self.program, self.device = program, device
         self._groups, self._graph = groups, program.graph
-        self._first = next(node for node in self._graph.nodes if node.op != "placeholder")
+        self._made: set[fx.Node] = set()
         self._sizes: dict[str, fx.Node] = {}
-        self.mixed = Lowering(program, self._first) if main_values else None
         self.indices: dict[str, fx.Node] = {}
         for axis in (axis for axis in program.axes if axis in groups):
             with self._graph.inserting_before(self._first):
@@ -78,6 +74,20 @@ class OnRank:
         if uneven_rows:
             with self._graph.inserting_before(self._first):
                 self.rows = self._graph.placeholder("rows_total"), self._graph.placeholder("rows_before")
+
+    @property
+    def _first(self) -> fx.Node:
+        """The first node that is neither a placeholder nor made here; lowering may erase the one that was."""
+        nodes = (node for node in self._graph.nodes if node.op != "placeholder" and node not in self._made)
+        found: fx.Node = next(nodes)
+        return found
+
+    def _call(self, function: Any, args: tuple[Any, ...]) -> fx.Node:
+        """A number in front of all operations, behind those that are there."""
+        with self._graph.inserting_before(self._first):
+            made = self._graph.call_function(function, args)
+        self._made.add(made)
+        return made
 
     def ranks(self, node: fx.Node) -> Ranks:
         """Those of the axis that a node names.
@@ -92,9 +102,8 @@ class OnRank:
         """Number of the rank in the joined group of some axes, neighbours being on the last."""
         index = self.indices[names[0]]
         for axis in names[1:]:
-            with self._graph.inserting_before(self._first):
-                scaled = self._graph.call_function(operator.mul, (index, self.program.axes[axis]))
-                index = self._graph.call_function(operator.add, (scaled, self.indices[axis]))
+            scaled = self._call(operator.mul, (index, self.program.axes[axis]))
+            index = self._call(operator.add, (scaled, self.indices[axis]))
         return index
 
     def placed(self, value: fx.Node, node: fx.Node) -> Placement:
@@ -113,21 +122,19 @@ class OnRank:
         combine = {sympy.Add: operator.add, sympy.Mul: operator.mul}[size.func]
         result = terms[0]
         for term in terms[1:]:
-            with self._graph.inserting_before(self._first):
-                result = self._graph.call_function(combine, (result, term))
+            result = self._call(combine, (result, term))
         return result
 
     def _symbol(self, name: str) -> fx.Node:
         if name not in self._sizes:
             known = next(s for s in self.program.symbols if s.name == name)
             path = next(i for i in self.program.inputs if i.path == known.path)
-            with self._graph.inserting_before(self._first):
-                source = self.program.node(path.node)
-                size = self._graph.call_function(torch.ops.aten.sym_size.int, (source, known.dim))
-                shared = known.multiple // self._ranks_of(source, known.dim)
-                if shared > 1:
-                    size = self._graph.call_function(operator.floordiv, (size, shared))
-                self._sizes[name] = size
+            source = self.program.node(path.node)
+            size = self._call(torch.ops.aten.sym_size.int, (source, known.dim))
+            shared = known.multiple // self._ranks_of(source, known.dim)
+            if shared > 1:
+                size = self._call(operator.floordiv, (size, shared))
+            self._sizes[name] = size
         return self._sizes[name]
 
     def _ranks_of(self, value: fx.Node, dim: int) -> int:
@@ -178,5 +185,4 @@ class OnRank:
         """Which of the blocks that neighbours share a rank holds."""
         if copies == 1:
             return index
-        with self._graph.inserting_before(self._first):
-            return self._graph.call_function(operator.floordiv, (index, copies))
+        return self._call(operator.floordiv, (index, copies))

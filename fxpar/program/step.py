@@ -13,6 +13,8 @@ from fxpar.program.program import Program, has_note, note
 
 BACKWARD, PARAMETER = "backward", "parameter"
 PHASES = ("", BACKWARD, PARAMETER)
+# Origin of a node of the backward that computes again what the forward has.
+RECOMPUTE = "recompute"
 
 _TANGENT = "fxpar.tangent."
 _GRADIENT = "fxpar.gradient."

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 
 import torch
@@ -19,10 +19,13 @@ from fxpar.analysis.split import split_flops
 from fxpar.errors import CheckFailed, InputError, shown
 from fxpar.layout.nesting import local_shape
 from fxpar.layout.symbols import evaluate, parse_size, product, simplify
+from fxpar.manager import PassManager
 from fxpar.ops.lower import Lowered
 from fxpar.passes.assign_rng import RNG_PATH
+from fxpar.passes.differentiate import differentiable
+from fxpar.passes.step import step_passes
 from fxpar.program.mixed import held_type
-from fxpar.program.program import Parameter, Program, note, output_layouts, output_types
+from fxpar.program.program import Parameter, Program, output_layouts, output_types
 from fxpar.report.figures import ModelSize, ModuleMemory, Moment, PassLine, RankMemory, Report, Traffic
 from fxpar.report.measure import Kept, Measured, Peak, measure
 from fxpar.report.reasons import remarks, whole_matrices, without_rule
@@ -43,7 +46,7 @@ class Activations:
 
 def make_report(
     program: Program,
-    lowered: Lowered,
+    lowering: Callable[[Program], Lowered],
     *,
     name: str,
     device: torch.device,
@@ -55,7 +58,7 @@ def make_report(
 
     Args:
         program: with property `local`, or without mesh axes.
-        lowered: the program as a rank runs it, on `device`; the names of its groups may be any.
+        lowering: what a rank runs of a program, on `device`; the names of its groups may be any.
         name: of the model.
         device: whose kernels are assumed.
         sizes: of the inputs by symbol (`b`, `s`); the example's where they are not given.
@@ -74,14 +77,14 @@ def make_report(
         raise InputError(f"{shown(sizes)} is no mapping", where="sizes", remedy='write {"b": 8}')
     given = input_sizes(program, sizes or {})
     local = {s.name: given[s.name] // s.multiple for s in program.symbols}
-    if program.loss:  # a training step keeps nothing of other outputs
-        lowered = lowered.only((program.loss,))
-    step = measure(program, lowered, local, device)
-    listed = _with_recomputed(program, collectives(program, given), step)
+    trained = _step_of(program)
+    lowered = lowering(trained)
+    step = measure(trained, lowered, local, device)
+    listed = collectives(trained, given)
     _check_counts(listed, step)
 
     def count(where: Mapping[str, int]) -> Measured:
-        return measure(program, lowered, where, device, backward=False)
+        return measure(trained, lowered, where, device, backward=False)
 
     activations = _activations(program, step, local, count)
     share = split_flops(program, sizes=given)
@@ -106,6 +109,14 @@ def make_report(
         tuple(without_rule(program)) if program.axes else (),
         (*findings, *remarks(program, share)),
     )
+
+
+def _step_of(program: Program) -> Program:
+    """The step of the loss, without one of all outputs; the program itself where nothing is trained."""
+    tangents = [name for name in differentiable(program) if not program.loss or name == program.loss]
+    trained = [p.fqn for p in program.parameters if p.trainable]
+    outputs = [program.loss] if program.loss else program.outputs  # a step keeps nothing of others
+    return PassManager(step_passes(outputs, tangents, trained)).run(program)
 
 
 def input_sizes(program: Program, given: Mapping[str, int]) -> dict[str, int]:
@@ -155,21 +166,6 @@ def check_countable(program: Program, given: Mapping[str, int]) -> None:
 
 
 # ---------------------------------------------------------------------- collectives
-
-
-def _with_recomputed(program: Program, listed: list[Collective], step: Measured) -> list[Collective]:
-    """Those of a step, with the forward ones that checkpointed regions send again before they have what they need."""
-    numbers = {node.name: note(node).recompute for node in program.graph.nodes if node.op == "call_function"}
-    inside: dict[int, list[Collective]] = {}
-    for c in listed:
-        if c.phase == "forward":
-            inside.setdefault(numbers[c.node], []).append(c)
-    found = list(listed)
-    for region in step.regions:
-        mine = inside.get(region.number, [])
-        found += [replace(c, phase="recompute") for c in mine[: region.again]]
-        inside[region.number] = mine[region.forward :]  # what is left is of a later part of the region
-    return found
 
 
 def _check_counts(listed: Iterable[Collective], step: Measured) -> None:

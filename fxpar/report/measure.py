@@ -1,6 +1,6 @@
 """One training step without memory: what it keeps for the backward, what it holds at most, what it sends.
 
-Enters: a lowered program and sizes. Leaves: `Measured`. The very module that a rank runs is run on fake tensors, which
+Enters: a lowered step and sizes. Leaves: `Measured`. The very operators that a rank runs are run on fake tensors, which
 have types, shapes, strides and storages but no elements, so that the counts are those of eager execution by
 construction. Collectives of fake tensors talk to nobody: no process group is needed. What a kernel uses inside, and the
 allocator's rounding, come on top.
@@ -11,13 +11,13 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -25,17 +25,15 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpar.errors import InputError
 from fxpar.layout.nesting import local_shape
 from fxpar.layout.symbols import evaluate
 from fxpar.ops.lower import Lowered
-from fxpar.ops.recompute import apply_recompute
 from fxpar.passes.assign_rng import RNG_PATH
-from fxpar.program.mixed import held_type
 from fxpar.program.program import Program, has_note, note, output_layouts, tensor_type
+from fxpar.program.step import RECOMPUTE, parameter_gradients
 
 _UNCOUNTABLE = (
     DataDependentOutputException,
@@ -54,7 +52,7 @@ _NAMES: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Place:
-    """Where a step is: phase (forward, backward, recompute) and module, which the backward does not tell."""
+    """Where a step is: phase (forward, backward, recompute, parameter) and module."""
 
     phase: str
     module: str
@@ -62,7 +60,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Kept:
-    """A storage that autograd keeps for the backward: its bytes, and where it was first asked for."""
+    """A storage that is kept for the backward: its bytes, and where it was made."""
 
     place: Place
     bytes: int
@@ -78,25 +76,15 @@ class Peak:
 
 
 @dataclass(frozen=True)
-class Checkpointed:
-    """A region that keeps its inputs only: its number in the nodes' notes; collectives forward, and of these again."""
-
-    number: int
-    forward: int
-    again: int
-
-
-@dataclass(frozen=True)
 class Measured:
     """One step on one rank.
 
     Attributes:
-        kept: in the order in which autograd asks for them.
+        kept: in the order in which they are made.
         gradients: names of the placeholders that have a gradient afterwards.
         peak: of the whole step, gradients included, which do not exist at its start.
         largest: the largest storage that is made, where and by which operator.
         collectives: how often, by name and bytes of the whole value.
-        regions: the checkpointed regions in the order in which they ran.
     """
 
     kept: tuple[Kept, ...]
@@ -104,7 +92,6 @@ class Measured:
     peak: Peak
     largest: Peak
     collectives: Mapping[tuple[str, int], int]
-    regions: tuple[Checkpointed, ...]
 
 
 class Ledger(TorchDispatchMode):
@@ -159,66 +146,53 @@ class Ledger(TorchDispatchMode):
 
 
 class _Walk(fx.Interpreter):
-    """Runs a module node by node, so that the ledger knows where it is; a checkpointed region is one node."""
+    """Runs a lowered step node by node, so that the ledger knows where it is, and frees what nobody needs any more.
 
-    def __init__(self, module: fx.GraphModule, ledger: Ledger, regions: list[_Region]) -> None:
+    Attributes:
+        kept: what is there for the backward where the forward ends.
+    """
+
+    def __init__(self, module: fx.GraphModule, ledger: Ledger, *, backward: bool) -> None:
         super().__init__(module)
-        self.ledger, self.regions = ledger, regions
+        self.ledger, self.kept, self._backward = ledger, list[Kept](), backward
+        self._made: dict[int, tuple[weakref.ref[Any], Place]] = {}
+        nodes = [node for node in module.graph.nodes if node.op == "call_function"]
+        self._first = next((node for node in nodes if has_note(node) and note(node).phase), None)
 
     def run_node(self, n: fx.Node) -> Any:
         """Notes the place."""
-        if has_note(n):
-            self.ledger.place = Place("forward", note(n).fqn)
-        return super().run_node(n)
+        if n is self._first:
+            self._keep()
+            if not self._backward:
+                raise _Stopped
+        if has_note(n) and n.op == "call_function":
+            kept = note(n)
+            phase = RECOMPUTE if kept.origin == RECOMPUTE and kept.phase else kept.phase or "forward"
+            self.ledger.place = Place(phase, kept.fqn)
+        found = super().run_node(n)
+        if n.op == "call_function":
+            for value in pytree.tree_leaves(found):
+                if isinstance(value, Tensor):
+                    storage = value.untyped_storage()
+                    known = self._made.get(storage._cdata)
+                    if known is None or known[0]() is None:  # an address is a storage's own only as long as it lives
+                        self._made[storage._cdata] = weakref.ref(storage), self.ledger.place
+        return found
 
-    def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Descends into plain parts, calls regions."""
-        part: Any = self.fetch_attr(target)
-        if isinstance(part, fx.GraphModule):
-            return _Walk(part, self.ledger, self.regions).run(*args)
-        self.regions.append(_Region(part, self.ledger))
-        return super().call_module(target, args, kwargs)
-
-
-class _Region:
-    """A checkpointed region: the graph inside runs once forward, and again in the backward."""
-
-    def __init__(self, part: nn.Module, ledger: Ledger) -> None:
-        self.body = next(module for module in part.modules() if isinstance(module, fx.GraphModule))
-        noted = [node for node in self.body.graph.nodes if node.op == "call_function" and has_note(node)]
-        self.number = next((note(node).recompute for node in noted), 0)
-        self.home = Place("forward", _common([note(node).fqn for node in noted]))
-        self.ledger, self.sent = ledger, list[int]()
-        self._before, self._start = ledger.place, 0
-        ledger.place = self.home
-        # A recomputation is broken off as soon as nothing more is needed of it.
-        self.handles = [
-            self.body.register_forward_pre_hook(self._enter),
-            self.body.register_forward_hook(self._leave, always_call=True),
-        ]
-
-    def _enter(self, *_: Any) -> None:
-        self._before, self._start = self.ledger.place, self.ledger.sent
-        self.ledger.place = replace(self.home, phase="recompute" if self.sent else "forward")
-
-    def _leave(self, *_: Any) -> None:
-        self.sent.append(self.ledger.sent - self._start)
-        self.ledger.place = self._before
-
-    def summary(self) -> Checkpointed:
-        """How it went."""
-        return Checkpointed(self.number, sum(self.sent[:1]), sum(self.sent[1:]))
+    def _keep(self) -> None:
+        """Lists the storages that are alive and that the backward reads: each once, views with what they are of."""
+        seen: set[int] = set()
+        for node, value in self.env.items():
+            is_read = any(has_note(user) and note(user).phase for user in node.users)
+            for each in pytree.tree_leaves(value) if is_read and node.op == "call_function" else ():
+                key = each.untyped_storage()._cdata if isinstance(each, Tensor) else None
+                if key is not None and key not in self.ledger.own and key not in seen and key in self._made:
+                    seen.add(key)
+                    self.kept.append(Kept(self._made[key][1], each.untyped_storage().nbytes()))
 
 
-def _common(modules: Sequence[str]) -> str:
-    """The module that all of these are in."""
-    parts = [module.split(".") for module in modules if module]
-    found = []
-    for level in zip(*parts, strict=False):
-        if len(set(level)) > 1:
-            break
-        found.append(level[0])
-    return ".".join(found)
+class _Stopped(Exception):
+    """The forward has ended."""
 
 
 def measure(
@@ -232,7 +206,7 @@ def measure(
     """Runs one step on fake tensors.
 
     Args:
-        program: with property `local`, or without mesh axes.
+        program: a step, with property `local`, or without mesh axes; or a forward alone.
         lowered: the program as a rank runs it, on `device`.
         sizes: values of the program's symbols.
         device: decides which kernels attention chooses, and with it what they keep.
@@ -241,57 +215,34 @@ def measure(
     Raises:
         InputError: an operator's result has a size that only its values tell.
     """
-    run = apply_recompute(lowered.module)
-    assert isinstance(run, fx.GraphModule)
-    regions: list[_Region] = []
-    kinds = {p.node: p.type for p in program.parameters}
     try:
-        with FakeTensorMode(), torch.enable_grad():
-            values = _placeholders(program, lowered, sizes, device)
-            indices = [torch.zeros((), dtype=torch.int64, device=device) for _ in lowered.indices]
-            # Cast for this step or for an earlier one: they are there at its start.
-            copies = [torch.empty_like(values[name], dtype=kinds[name].dtype) for name in lowered.copies]
-            own = [*values.values(), *copies, *indices]
-            ledger = Ledger({value.untyped_storage()._cdata for value in own})
-            with ledger if backward else contextlib.nullcontext(), _packed(ledger) as packed:
+        with FakeTensorMode(), torch.no_grad():
+            values = _placeholders(program, sizes, device)
+            indices = [torch.zeros((), dtype=torch.int64, device=device) for _ in lowered.places]
+            ledger = Ledger({value.untyped_storage()._cdata for value in (*values.values(), *indices)})
+            walk = _Walk(lowered.module, ledger, backward=backward)
+            with ledger if backward else contextlib.nullcontext(), contextlib.suppress(_Stopped):
                 state = _random_state(program, device)  # kept by the module until the next step
-                given = [{**values, **state}[name] for name in lowered.inputs]
-                roots = _forward(program, lowered, _Walk(run, ledger, regions), (*given, *copies, *indices))
-            # What belongs to outputs that nothing differentiates has gone with them.
-            kept = tuple(entry for entry, storage in packed if storage() is not None)
-            if backward and roots:
-                ledger.place = Place("backward", "")
-                with ledger:
-                    torch.autograd.backward(*roots)
-            gradients = frozenset(name for name, value in values.items() if value.grad is not None)
+                walk.run(*[{**values, **state}[name] for name in lowered.inputs], *indices)
     except _UNCOUNTABLE as error:
         raise InputError(
             f"its memory cannot be counted without values: {str(error).splitlines()[0]}",
             where="report",
             remedy="keep sizes that depend on values out of the model",
         ) from error
-    finally:
-        for region in regions:
-            for handle in region.handles:
-                handle.remove()
-    checkpointed = tuple(region.summary() for region in regions)
-    return Measured(kept, gradients, ledger.peak, ledger.largest, dict(ledger.collectives), checkpointed)
+    trained = {p.node for p in program.parameters if p.fqn in parameter_gradients(program)}
+    return Measured(tuple(walk.kept), frozenset(trained), ledger.peak, ledger.largest, dict(ledger.collectives))
 
 
-def _placeholders(
-    program: Program, lowered: Lowered, sizes: Mapping[str, int], device: torch.device
-) -> dict[str, Tensor]:
-    """A rank's parameters, as the module holds them, and the batch."""
-    trained = {p.node for p in program.parameters if p.trainable}
+def _placeholders(program: Program, sizes: Mapping[str, int], device: torch.device) -> dict[str, Tensor]:
+    """A rank's parameters, as programs take them, the batch and tangents."""
     drawn = {entry.node for entry in program.inputs if entry.path == RNG_PATH}
     found = {}
     for node in program.graph.nodes:
         if node.op == "placeholder" and node.name not in drawn:
             kind = tensor_type(node)
             shape = [evaluate(size, sizes) for size in local_shape(kind.shape, output_layouts(node)[0], program.axes)]
-            wants = node.name in trained and kind.is_float
-            dtype = held_type(program.plan, kind).dtype if node.name in lowered.copies else kind.dtype
-            found[node.name] = torch.empty(shape, dtype=dtype, device=device, requires_grad=wants)
+            found[node.name] = torch.empty(shape, dtype=kind.dtype, device=device)
     return found
 
 
@@ -299,36 +250,3 @@ def _random_state(program: Program, device: torch.device) -> dict[str, Tensor]:
     """The state of the random numbers, which is made for each step."""
     drawn = [entry.node for entry in program.inputs if entry.path == RNG_PATH]
     return {name: torch.zeros(3, dtype=torch.int64, device=device) for name in drawn}
-
-
-def _forward(
-    program: Program, lowered: Lowered, run: _Walk, values: Sequence[Tensor]
-) -> tuple[list[Tensor], list[Tensor]] | None:
-    """What is differentiated, with upstream gradients: the loss, without one all outputs. Other outputs are let go."""
-    results = run.run(*values)
-    outputs = dict(zip(lowered.outputs, results, strict=True))
-    roots = [value for name, value in outputs.items() if name == program.loss or not program.loss]
-    roots = [value for value in roots if value.requires_grad]
-    return (roots, [torch.ones_like(value) for value in roots]) if roots else None
-
-
-@contextlib.contextmanager
-def _packed(ledger: Ledger) -> Iterator[list[tuple[Kept, weakref.ref[Any]]]]:
-    """Lists the storages that autograd saves meanwhile: each once, views with what they are views of."""
-    found: list[tuple[Kept, weakref.ref[Any]]] = []
-    # An address is a storage's own only as long as it lives.
-    seen: dict[int, weakref.ref[Any]] = {}
-
-    def pack(value: Tensor) -> Tensor:
-        storage = value.untyped_storage()
-        key = storage._cdata
-        if key not in ledger.own and (key not in seen or seen[key]() is None):
-            seen[key] = weakref.ref(storage)
-            found.append((Kept(ledger.place, storage.nbytes()), seen[key]))
-        return value
-
-    def unpack(value: Tensor) -> Tensor:
-        return value
-
-    with saved_tensors_hooks(pack, unpack):
-        yield found

@@ -1,11 +1,12 @@
 """What a call of a module does with one batch: a forward, or a forward and a backward.
 
-Enters: a batch in canonical form. Leaves: the outputs of the program that fits it, or the parameters' gradients and
-what a step makes of several (`Ran`).
+Enters: a batch in canonical form. Leaves: the outputs of the program that fits it, or what a forward and a backward
+leave of the parameters' gradients (`Part`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,10 +15,10 @@ from torch import Tensor
 from fxpar.errors import InputError
 from fxpar.passes.reduction import COUNT
 from fxpar.runtime.inputs import Inputs
+from fxpar.runtime.microbatches import Microbatch, Part, weight
 from fxpar.runtime.padding import check_padding
 from fxpar.runtime.programs import Call, Programs
 from fxpar.runtime.runner import Runner
-from fxpar.runtime.step import Microbatch, Ran, weighed
 
 
 class ForwardBackward:
@@ -45,8 +46,8 @@ class ForwardBackward:
         wanted = tuple(name for name in call.compiled.program.outputs if name != COUNT)
         return call, self._runner.outputs(call, wanted)
 
-    def train(self, batch: Any, microbatch: Microbatch | None = None, *, scaler: torch.amp.GradScaler | None) -> Ran:
-        """Adds the gradients of a batch's loss to those of the parameters; of a microbatch they stay this rank's own.
+    def train(self, batch: Any, microbatch: Microbatch | None = None, *, scaler: torch.amp.GradScaler | None) -> Part:
+        """Forward and backward of a batch's loss.
 
         Args:
             scaler: scales what is differentiated.
@@ -58,16 +59,17 @@ class ForwardBackward:
         name = self._loss_name(call, "train_step")
         self._check_padding(call, name)
         is_counted = microbatch is not None and COUNT in call.compiled.program.outputs
-        found = self._runner.outputs(call, (name, COUNT) if is_counted else (name,), microbatch)
-        loss, counted = found[name], found.get(COUNT)
-        if not loss.requires_grad:
-            raise InputError(
-                "no parameter that the loss reaches requires a gradient", where="train_step", remedy="unfreeze some"
-            )
-        share = loss if microbatch is None else weighed(loss, counted, microbatch)
-        (share if scaler is None else scaler.scale(share)).backward()
-        value = loss.detach() if are_equal is None else loss.detach().where(are_equal, torch.nan)
-        return Ran(value, call.ready.reductions, call.compiled.program, counted)
+
+        def tangent(outputs: Mapping[str, Tensor]) -> Tensor:
+            share = torch.ones_like(outputs[name])
+            if microbatch is not None:
+                share = share * weight(outputs[COUNT] if is_counted else None, microbatch)
+            return share if scaler is None else scaler.scale(share)
+
+        ran = self._runner.step(call, name, tangent, microbatch)
+        loss = ran.outputs[name]
+        value = loss if are_equal is None else loss.where(are_equal, torch.nan)
+        return Part(value, ran, ran.outputs[COUNT] if is_counted else None)
 
     def _bound(self, batch: Any, with_loss: bool) -> tuple[Call, Tensor | None]:
         """The program for a call, and whether the ranks' values are equal, where the device has yet to say that."""

@@ -5,7 +5,8 @@ Enters: a model, its plan and the processes. Leaves: `ParallelModule`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,16 +24,17 @@ from fxpar.report import Report, make_report
 from fxpar.runtime import batch as calls
 from fxpar.runtime.adopt import adopt, held_by
 from fxpar.runtime.agreement import together
+from fxpar.runtime.buffers import Buffers
 from fxpar.runtime.forward_backward import ForwardBackward
 from fxpar.runtime.inputs import Inputs
 from fxpar.runtime.mains import Copies, check_scaler
+from fxpar.runtime.microbatches import run_microbatches
 from fxpar.runtime.optimizers import Optimizers
 from fxpar.runtime.outputs import returned
 from fxpar.runtime.programs import Programs
 from fxpar.runtime.randomness import RandomState
 from fxpar.runtime.refusals import Immovable
 from fxpar.runtime.runner import Runner
-from fxpar.runtime.step import run_microbatches
 from fxpar.runtime.world import World
 from fxpar.state import distributed_state
 from fxpar.state.checkpoint import Checkpoint
@@ -82,6 +84,7 @@ class ParallelModule(Immovable):
             self.loading = adopt(self, model, main_dtype(plan), checkpoint)
         self._copies = Copies(PRECISION_DTYPES[plan.precision]) if is_mixed(plan) else None
         runner = Runner(self, self.shape_of, self._copies, self._random, world.device)
+        self._waiting, self._gradients = runner.waiting, Buffers()
         self._batches = ForwardBackward(self._programs, inputs, runner, loss)
         Optimizers(model).watch(self)
 
@@ -155,8 +158,24 @@ class ParallelModule(Immovable):
         parts = calls.microbatches(batch, self._takes_lists)
         run = partial(self._batches.train, scaler=scaler)
         if len(parts) == 1:
-            return run(parts[0]).loss
-        return run_microbatches(parts, dict(self.named_parameters()), self._random.draw(), run)
+            done = run(parts[0])
+            loss, found = done.loss, self._waiting.finished(done.ran.held, done.ran.signature, done.ran.finish)
+        else:
+            loss, found = run_microbatches(parts, self._random.draw(), run, self._waiting.finished)
+        self._gradients.add(dict(self.named_parameters()), found)
+        return loss
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Calls inside leave their gradients unsummed; the next call outside sums those of all, once.
+
+        As of `DistributedDataParallel`: `.grad` has them behind that call alone.
+        """
+        before, self._waiting.holds = self._waiting.holds, True
+        try:
+            yield
+        finally:
+            self._waiting.holds = before
 
     def own_rows(self, batch: Any) -> Any:
         """This rank's rows of a batch, or of a list of microbatches, that has those of all data ranks."""
@@ -327,4 +346,4 @@ class ParallelModule(Immovable):
         compiled = self._programs.first
         given: dict[str, Any] = {"device": self.world.device, "sizes": sizes, "optimizer": optimizer}
         given["findings"] = compiled.captured.findings
-        return make_report(compiled.program, compiled.lowered, name=type(self._programs.skeleton).__name__, **given)
+        return make_report(compiled.program, compiled.ready.lowering, name=type(self._programs.skeleton).__name__, **given)

@@ -16,13 +16,12 @@ from torch import Tensor, nn
 
 from fxpar.capture import Captured, arguments
 from fxpar.capture.precision import in_precision
-from fxpar.compile import compile_model, lower_program
+from fxpar.compile import compile_model
 from fxpar.errors import InputError
 from fxpar.layout.layout import Layout
 from fxpar.layout.symbols import names
 from fxpar.manager import Pass
 from fxpar.mesh.purpose import Cuts, axis_that
-from fxpar.ops.deferred import Reduction
 from fxpar.ops.lower import Lowered
 from fxpar.passes.annotate import annotate, keeping
 from fxpar.passes.divide_batch import of_all_ranks
@@ -31,27 +30,13 @@ from fxpar.program.program import PRECISION_DTYPES, Program, TensorType, note, o
 from fxpar.program.rows import batch_symbol
 from fxpar.runtime import batch as calls
 from fxpar.runtime import uneven
-from fxpar.runtime.execution import Executor
 from fxpar.runtime.inputs import Shapes
 from fxpar.runtime.refusals import Unwrappable
 from fxpar.runtime.skeleton import attach, skeleton_of
+from fxpar.runtime.steps import Steps
 from fxpar.runtime.world import World
 from fxpar.text.printing import print_program
 from fxpar.verify.faithful import compare, compare_filled, findings
-
-
-@dataclass(frozen=True)
-class Ready:
-    """A lowered program.
-
-    Attributes:
-        run: runs it; `local` leaves the parameters' gradients as this rank has them, and `reductions` sum them.
-    """
-
-    lowered: Lowered
-    run: Executor
-    local: Executor
-    reductions: tuple[Reduction, ...]
 
 
 @dataclass(frozen=True)
@@ -68,10 +53,10 @@ class Compiled:
 
     captured: Captured
     program: Program
-    ready: Ready
+    ready: Steps
     constants: Mapping[str, Tensor]
     indices: tuple[Tensor, ...]
-    uneven: list[Ready] = field(default_factory=list)
+    uneven: list[Steps] = field(default_factory=list)
     admitted: set[tuple[int, ...]] = field(default_factory=set)
     padded: set[str] = field(default_factory=set)
 
@@ -103,7 +88,7 @@ class Call:
     """
 
     compiled: Compiled
-    ready: Ready
+    ready: Steps
     inputs: Mapping[str, Tensor]
     sizes: Mapping[str, int]
     places: tuple[Tensor, ...]
@@ -278,10 +263,8 @@ class Programs:
         indices = tuple(torch.tensor(places[axis], device=device) for axis in ready.lowered.indices)
         return Compiled(compiled.captured, program, ready, constants, indices)
 
-    def _ready(self, program: Program, uneven_rows: bool = False) -> Ready:
-        lowered = lower_program(program, self._world.groups, self._world.device, uneven_rows=uneven_rows)
-        local, reductions = lowered.without_reductions()
-        return Ready(lowered, Executor(lowered, self._plan), Executor(local, self._plan), reductions)
+    def _ready(self, program: Program, uneven_rows: bool = False) -> Steps:
+        return Steps(program, self._world.groups, self._world.device, self._plan, uneven_rows)
 
     def _compared(self, captured: Captured, batch: Any, model: nn.Module | None) -> str:
         """Compares a captured graph with the model, on rank 0; returns why not, where it is not."""

@@ -6,18 +6,21 @@ Enters: a module, and calls that are bound to their programs. Leaves: the output
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fxpar.errors import InputError
 from fxpar.passes.assign_rng import RNG_PATH
+from fxpar.program.mixed import is_copy
 from fxpar.program.program import Parameter
 from fxpar.runtime.mains import Copies
+from fxpar.runtime.microbatches import Microbatch, Ran
+from fxpar.runtime.node import differentiable
 from fxpar.runtime.programs import Call
 from fxpar.runtime.randomness import RandomState
-from fxpar.runtime.step import Microbatch
+from fxpar.runtime.waiting import Waiting
 from fxpar.state.sharded import Sharded
 from fxpar.state.sharded_parameter import leaf_of
 
@@ -43,54 +46,122 @@ class Runner:
         self._module, self._shape_of, self._copies = module, shape_of, copies
         self._random, self._device = random, device
         self._cut = frozenset(name for name, value in _tensors(module).items() if isinstance(value, Sharded))
+        self._waiting = Waiting()
 
-    def outputs(self, call: Call, wanted: tuple[str, ...], microbatch: Microbatch | None = None) -> dict[str, Tensor]:
-        """The wanted outputs by name.
+    @property
+    def waiting(self) -> Waiting:
+        """Gradients that are not summed over the ranks yet."""
+        return self._waiting
 
-        Args:
-            microbatch: the call is one of several, whose gradients stay this rank's own.
+    def outputs(self, call: Call, wanted: tuple[str, ...]) -> dict[str, Tensor]:
+        """The wanted outputs by name, to be differentiated where gradients are on.
 
         Raises:
             InputError: autocast is on, a parameter was exchanged or is trainable since, or `step` is no number.
         """
-        program, lowered = call.compiled.program, call.ready.lowered
+        values, leaves = self._values(call, None)
+        steps, trained, shapes = call.ready, frozenset(leaves), tuple(call.sizes.items())
+        if not torch.is_grad_enabled() or not leaves or not steps.differentiable:
+            with torch.no_grad():
+                return steps.outputs(shapes, wanted, values)
+        with torch.no_grad():
+            pending = steps.run(shapes, steps.step(steps.expected, trained), values, whole=self._waiting.is_idle)
+        versions = {name: leaf._version for name, leaf in leaves.items()}
+
+        def backward(tangents: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+            odd = next((name for name, leaf in leaves.items() if leaf._version != versions[name]), None)
+            if odd is not None:
+                raise InputError(
+                    "was changed in place between a call and its backward",
+                    where=odd,
+                    remedy="step the optimizer behind the backward",
+                )
+            names = tuple(name for name in steps.differentiable if name in tangents)
+            ran = pending
+            if names != tuple(pending.step.tangents):  # other outputs than last time: the forward has kept too little
+                steps.expected = names
+                ran = steps.run(shapes, steps.step(names, trained), values, whole=self._waiting.is_idle)
+            if self._waiting.is_idle:
+                return ran.backward(tangents, whole=True)
+            held = ran.backward(tangents, whole=False)
+            return self._waiting.finished(held, ran.step.signature, ran.parameter)
+
+        names = [name for name in steps.differentiable if name in wanted]
+        made = differentiable({name: pending.outputs[name] for name in wanted}, names, leaves, backward)
+        return {name: made[name] for name in wanted}
+
+    @torch.no_grad()
+    def step(
+        self,
+        call: Call,
+        name: str,
+        tangent: Callable[[Mapping[str, Tensor]], Tensor],
+        microbatch: Microbatch | None = None,
+    ) -> Ran:
+        """Forward and backward of an output.
+
+        Args:
+            tangent: the gradient of the output, of the model's outputs.
+            microbatch: the call is one of several.
+
+        Raises:
+            InputError: as `outputs`; or nothing that requires a gradient is reached.
+        """
+        values, leaves = self._values(call, microbatch)
+        steps = call.ready
+        if not leaves or name not in steps.differentiable:
+            raise InputError(
+                "no parameter that the loss reaches requires a gradient", where="train_step", remedy="unfreeze some"
+            )
+        whole = microbatch is None and self._waiting.is_idle
+        step, shapes = steps.step((name,), frozenset(leaves)), tuple(call.sizes.items())
+        pending = steps.run(shapes, step, values, whole=whole)
+        found = pending.backward({name: tangent(pending.outputs)}, whole=whole)
+        if whole:
+            return Ran(pending.outputs, {}, lambda total: found, step.signature)
+        return Ran(pending.outputs, found, pending.parameter, step.signature)
+
+    def gradients(self, call: Call, name: str) -> list[Tensor | None]:
+        """An output, and what this rank has of its gradients, with the bits of a step that is not counted."""
+        microbatch = Microbatch(0, 1, self._random.peek())
+        values, leaves = self._values(call, microbatch)
+        if not leaves or name not in call.ready.differentiable:
+            with torch.no_grad():
+                return [call.ready.outputs(tuple(call.sizes.items()), (name,), values)[name]]
+        ran = self.step(call, name, lambda outputs: torch.ones_like(outputs[name]), microbatch)
+        return [ran.outputs[name], *ran.held.values()]
+
+    def _values(self, call: Call, microbatch: Microbatch | None) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """What a program takes, by name of the placeholder; and the leaves that require gradients, by name."""
+        program = call.compiled.program
         if torch.is_autocast_enabled(self._device.type):
             raise InputError(
                 "would change the element types of the program", where="autocast", remedy="use Plan(precision=…)"
             )
         tensors = _tensors(self._module)
-        values: dict[str, Tensor] = {}
+        values: dict[str, Any] = {}
+        leaves: dict[str, Tensor] = {}
         for parameter in program.parameters:
             is_constant = parameter.kind == "constant"
             constants = call.compiled.constants
             value = constants[parameter.fqn] if is_constant else self._held(parameter.fqn, tensors)
             _check_frozen(parameter, value)
-            values[parameter.node] = leaf_of(value)
+            leaf = leaf_of(value)
+            if leaf.requires_grad:
+                leaves[parameter.fqn] = leaf
+            values[parameter.node] = leaf.detach()
         for entry in program.inputs:
             if entry.path != RNG_PATH:
                 values[entry.node] = call.inputs[entry.path]
             else:
                 values[entry.node] = self._random.draw() if microbatch is None else microbatch.random_state
-        ordered = [values[name] for name in lowered.inputs]
         if self._copies is not None:
-            names = {p.node: p.fqn for p in program.parameters}
-            mains = {names[node]: tensors[names[node]] for node in lowered.copies}
-            ordered += self._copies.current(mains, self._module.training)
-        with self._random.own_generator() if lowered.draws else nullcontext():
-            run = call.ready.run if microbatch is None else call.ready.local
-            return run(tuple(call.sizes.items()), wanted, (*ordered, *call.places))
-
-    def gradients(self, call: Call, name: str) -> list[Tensor | None]:
-        """An output, and this rank's own gradients of it, with the bits of a step that is not counted.
-
-        Raises:
-            InputError: as `outputs`.
-        """
-        state = self._random.peek()
-        leaves = [leaf for value in self._module.parameters() if (leaf := leaf_of(value)).requires_grad]
-        value = self.outputs(call, (name,), Microbatch(0, 1, state))[name]
-        found = torch.autograd.grad(value, leaves, allow_unused=True) if value.requires_grad else ()
-        return [value.detach(), *found]
+            owned = [p for p in program.parameters if p.kind == "parameter"]
+            copied = {p.node: p.fqn for p in owned if is_copy(program.plan, p.type)}
+            mains = {fqn: tensors[fqn] for fqn in copied.values()}
+            values.update(zip(copied, self._copies.current(mains, self._module.training), strict=True))
+        values.update(zip(call.ready.lowered.places, call.places, strict=True))
+        return values, leaves
 
     def _held(self, name: str, tensors: Mapping[str, Tensor]) -> Tensor:
         """A parameter or buffer, if it is the module's own still."""

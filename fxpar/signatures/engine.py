@@ -108,6 +108,7 @@ class Rule:
         check: for operations with further conditions: outputs for given operands; None leaves it to the rest.
         varying: names of operands that may be V (axis indices).
         padding: names of operands whose cut may be padded: padding stays finite there, and its gradient stays zero.
+        joins: outputs for operands some of which are gradients, before anything else is asked; None leaves it to that.
     """
 
     labels: Callable[[Call], Labelling | Refusal] | None = None
@@ -116,6 +117,7 @@ class Rule:
     check: Check | None = None
     varying: tuple[str, ...] = ()
     padding: tuple[str, ...] = ()
+    joins: Check | None = None
 
 
 def _scalar(value: Any) -> Any:
@@ -297,6 +299,10 @@ def infer(
         placements: one for each operand.
         carries: whether each operand carries a gradient. Those that do not are I and R at once.
     """
+    if rule is not None and rule.joins is not None:
+        joined = rule.joins(call, placements)
+        if joined is not None:
+            return joined
     known = _Gradients(
         frozenset(i for i, p in enumerate(placements) if p.partial),
         frozenset(i for i, p in enumerate(placements) if p.zeros),

@@ -211,6 +211,24 @@ def _cat_segments(call: Call, placements: Sequence[Placement]) -> tuple[Placemen
     return (Placement("S", dim, pieces_of(pieces)),)
 
 
+def _cat_summands(call: Call, placements: Sequence[Placement]) -> tuple[Placement, ...] | Refusal | None:
+    """Summands (P) beside cut parts are a segment that all ranks hold, each a summand of it.
+
+    Another segment that several ranks hold must be one of summands too.
+    """
+    dim = _cat_dim(call)
+    cut = [p for p in placements if p.is_shard]
+    if P not in placements or not cut:
+        return None
+    if any(not p.is_shard and p != P for p in placements) or any(p.is_shared and not p.partial for p in cut):
+        return Refusal("summands (P) are concatenated to what is none: every rank would add it")
+    plain = [R if p == P else p.plain for p in placements]
+    found = _cat_segments(call, plain) if all(p.dim == dim for p in cut) else None
+    if found is None:
+        return Refusal(f"summands (P) are concatenated to what is cut along another dimension than {dim}")
+    return found if isinstance(found, Refusal) else tuple(replace(p, partial=True) for p in found)
+
+
 def _stack(call: Call) -> Labelling | Refusal:
     labels = _numbered(len(call.operands[0].shape))
     out = list(labels)
@@ -358,7 +376,7 @@ def view_rules() -> dict[str, Rule]:
         **dict.fromkeys(
             ["aten.split.Tensor", "aten.split_with_sizes.default", "aten.split.sizes", "aten.chunk.default"], split
         ),
-        "aten.cat.default": Rule(partial=(("tensors",),), seed=_cat, check=_cat_segments),
+        "aten.cat.default": Rule(partial=(("tensors",),), seed=_cat, check=_cat_segments, joins=_cat_summands),
         "aten.stack.default": Rule(_stack, (("tensors",),)),
         **dict.fromkeys(["aten.flip.default", "aten.roll.default"], linear_keeping),
         "aten.cumsum.default": Rule(_keeping_dim, _SELF, check=keeps_sums),

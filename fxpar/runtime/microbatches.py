@@ -1,0 +1,134 @@
+"""A training step of several microbatches.
+
+Enters: microbatches, and how one is run whose gradients stay this rank's own. Leaves: the mean of the losses, and the
+parameters' gradients of that mean, summed over the ranks once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxpar.errors import InputError
+from fxpar.runtime.waiting import Finish
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """One of several that make a step.
+
+    Attributes:
+        index: which.
+        count: how many there are.
+        step: random state of the step, i64[3].
+        unit: what counted in the loss of the first, by which the others are weighed; None where all weigh alike, or in
+            the first.
+    """
+
+    index: int
+    count: int
+    step: Tensor
+    unit: Tensor | None = None
+
+    @property
+    def random_state(self) -> Tensor:
+        """Seed, step and microbatch."""
+        return torch.cat([self.step[:2], self.step[2:] + self.index])
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A step of which forward and backward have run.
+
+    Attributes:
+        outputs: those of the model, by name.
+        held: what this rank has of the gradients.
+        finish: makes the parameters' gradients, by name, of what is held. A collective call.
+        signature: equal for steps whose held values may be added up.
+    """
+
+    outputs: Mapping[str, Tensor]
+    held: dict[str, Tensor]
+    finish: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
+    signature: Hashable
+
+
+@dataclass(frozen=True)
+class Part:
+    """A microbatch that has run.
+
+    Attributes:
+        loss: of it.
+        ran: what it left of gradients.
+        counted: what counted in its loss, where microbatches are weighed by that.
+    """
+
+    loss: Tensor
+    ran: Ran
+    counted: Tensor | None = None
+
+
+def weight(counted: Tensor | None, microbatch: Microbatch) -> Tensor | float:
+    """By what a microbatch's loss is multiplied: one over their number or, where words count, those that it has.
+
+    These are taken in units of the first's, so that half precision overflows no sooner.
+    """
+    if counted is None:
+        return 1 / microbatch.count
+    return counted / _unit(counted if microbatch.unit is None else microbatch.unit)
+
+
+def _unit(counted: Tensor) -> Tensor:
+    return counted.where(counted != 0, 1)
+
+
+@torch.no_grad()
+def run_microbatches(
+    parts: Sequence[Any],
+    state: Tensor,
+    run: Callable[[Any, Microbatch], Part],
+    finished: Callable[[dict[str, Tensor], Hashable, Finish], Mapping[str, Tensor]],
+) -> tuple[Tensor, Mapping[str, Tensor]]:
+    """The mean loss of a step, and its gradients by name of the parameter.
+
+    Args:
+        parts: the microbatches.
+        state: random state of the step, i64[3].
+        run: forward and backward of one.
+        finished: makes gradients of what all have left (`Waiting.finished`).
+
+    Raises:
+        InputError: two microbatches leave other gradients.
+    """
+    done: list[Part] = []
+    total: dict[str, Tensor] = {}
+    for index, part in enumerate(parts):
+        unit = done[0].counted if done else None
+        found = run(part, Microbatch(index, len(parts), state, unit))
+        if done and found.ran.signature != done[0].ran.signature:
+            raise InputError(
+                "leaves other gradients than the first",
+                where=f"microbatch {index}",
+                remedy="pass microbatches of one structure and kind of sizes",
+            )
+        if not total:
+            total = {name: value.clone() for name, value in found.ran.held.items()}
+        elif total:
+            torch._foreach_add_(list(total.values()), [found.ran.held[name] for name in total])
+        done.append(replace(found, ran=replace(found.ran, held={})))
+    last = done[-1].ran
+    return _averaged(done, finished(total, last.signature, last.finish))
+
+
+def _averaged(done: Sequence[Part], gradients: Mapping[str, Tensor]) -> tuple[Tensor, Mapping[str, Tensor]]:
+    """The loss of the step. Gradients that were weighed by counts are divided by that of all."""
+    losses = torch.stack([each.loss for each in done])
+    if done[0].counted is None:
+        return losses.mean(), gradients
+    counts = torch.stack([each.counted for each in done if each.counted is not None])
+    factor = _unit(counts[0]) / counts.sum()
+    return (losses * counts).sum() / counts.sum(), {name: each * factor for name, each in gradients.items()}

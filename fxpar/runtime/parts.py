@@ -1,0 +1,149 @@
+"""A lowered step, cut by phase: what runs in the forward, in the backward, and once behind all microbatches.
+
+Enters: the lowered graph of a step. Leaves: three modules that hand values on by name. A value that a later part reads
+is a result of the earlier one; inputs of the program are read by any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx, nn
+from torch.fx.graph import CodeGen
+
+from fxpar.program.program import Program, ScalarType, has_note, note
+from fxpar.program.step import PHASES
+
+
+class Emptying(CodeGen):
+    """Code that takes its arguments as one list and empties it, so that each is freed behind its last use."""
+
+    def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **options: Any) -> str:
+        """The head of the function, and how it takes its arguments."""
+        names = [each.split(":")[0].split("=")[0].strip() for each in free_vars]
+        names = [name for name in names if name != "self"]
+        taken = f"\n    {', '.join(names)}, = values\n    values.clear()" if names else ""
+        return f"def {self._func_name}(self, values){maybe_return_annotation}:{taken}"
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of a step.
+
+    Attributes:
+        module: called with one list of values, which it empties; gives a tuple.
+        inputs: names of the values that it takes.
+        outputs: names of those that it gives.
+    """
+
+    module: Callable[[list[Any]], Sequence[Any]]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+    def __call__(self, values: dict[str, Any]) -> None:
+        """Takes its inputs from `values`, and puts its results there."""
+        given = [values[name] for name in self.inputs]
+        values.update(zip(self.outputs, self.module(given), strict=True))
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step as a rank runs it, operator by operator.
+
+    Attributes:
+        program: forward, backward and parameter phase.
+        forward: the parts, which hand values on by name.
+        backward: leaves what each rank has of the parameters' gradients.
+        parameter: makes the gradients of these, once behind all microbatches.
+        whole_backward: both in one.
+        results: names of the model's outputs' values.
+        gradients: of each parameter that has one, the name of its value.
+        held: names of the values that the backward leaves for the parameter phase, gradients among them.
+        tangents: of each output that has one, the name of the tangent's value.
+    """
+
+    program: Program
+    forward: Part
+    backward: Part
+    parameter: Part
+    whole_backward: Part
+    results: Mapping[str, str]
+    gradients: Mapping[str, str]
+    held: tuple[str, ...]
+    tangents: Mapping[str, str]
+
+    @property
+    def signature(self) -> Hashable:
+        """Equal for steps that leave the same of the gradients, and make the same of it."""
+        return self.held, tuple(self.gradients.items())
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """Names of the values that any part takes."""
+        return frozenset((*self.forward.inputs, *self.whole_backward.inputs))
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether the author said what is computed again."""
+        nodes = self.program.graph.nodes
+        return any(note(node).recompute for node in nodes if node.op == "call_function")
+
+
+def _phase_of(node: fx.Node) -> int | None:
+    """0 in the forward, 1 in the backward, 2 behind all microbatches; None of numbers, which any part makes itself.
+
+    Numbers are sizes of inputs, and what lowering makes of a rank's indices.
+    """
+    if node.op == "call_function" and (not has_note(node) or isinstance(note(node).type, ScalarType)):
+        return None
+    return PHASES.index(note(node).phase) if has_note(node) else 0
+
+
+def cut(graph: fx.Graph) -> tuple[Part, Part, Part, Part]:
+    """The parts of a lowered step, and the last two in one.
+
+    Results of the graph are found under the names of the nodes that give them.
+    """
+    end = next(node for node in reversed(graph.nodes) if node.op == "output")
+    phases = {node: _phase_of(node) for node in graph.nodes if node.op != "output"}
+    returned = set(end.all_input_nodes)
+
+    def part(first: int, last: int) -> Part:
+        own = {
+            node for node, phase in phases.items() if _is_made(node) and phase is not None and first <= phase <= last
+        }
+        outputs = [n for n in graph.nodes if n in own and (n in returned or _is_read_later(n, phases, last))]
+        for node in reversed(graph.nodes):
+            if node in own:
+                own.update(read for read in node.all_input_nodes if phases[read] is None)
+        nodes = [node for node in graph.nodes if node in own]
+        inputs = dict.fromkeys(read for node in nodes for read in node.all_input_nodes if read not in own)
+        return _part(nodes, list(inputs), outputs)
+
+    last = len(PHASES) - 1
+    return part(0, 0), part(1, 1), part(last, last), part(1, last)
+
+
+def _is_made(node: fx.Node) -> bool:
+    return node.op == "call_function"
+
+
+def _is_read_later(node: fx.Node, phases: Mapping[fx.Node, int | None], phase: int) -> bool:
+    later = (phases[user] for user in node.users if user.op != "output")
+    return any(other is not None and other > phase for other in later)
+
+
+def _part(nodes: Sequence[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> Part:
+    graph = fx.Graph()
+    graph.set_codegen(Emptying())
+    made: dict[fx.Node, fx.Node] = {}
+    for node in inputs:
+        made[node] = graph.placeholder(node.name)
+        made[node].meta = dict(node.meta)
+    for node in nodes:
+        made[node] = graph.node_copy(node, made.__getitem__)
+    graph.output(tuple(made[node] for node in outputs))
+    names = (tuple(node.name for node in each) for each in (inputs, outputs))
+    return Part(fx.GraphModule(nn.Module(), graph), *names)

@@ -1,0 +1,67 @@
+"""prune: what no output needs goes."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection
+from dataclasses import replace
+from functools import partial
+
+from torch import fx
+
+from fxpar.manager import Pass, register_pass
+from fxpar.ops.coercions import all_reduce_coalesced
+from fxpar.program.program import Program, note, output_layouts, output_node, output_types, update
+from fxpar.program.properties import Property
+
+
+@register_pass("prune", requires={Property.STEP})
+def prune(program: Program) -> Program:
+    """Takes out what no output needs: operations, and gradients that are reduced together with others.
+
+    Before::
+
+        %sums = fxpar.all_reduce_coalesced[tp](%a, %b) : (f32[96] tp:R; f32[64] tp:R) {phase=parameter}
+        %a_sum = operator.getitem(%sums, 0) : f32[96] tp:R {phase=parameter}
+        return loss=%loss, fxpar.gradient.a=%a_sum
+
+    After::
+
+        %sums = fxpar.all_reduce_coalesced[tp](%a) : (f32[96] tp:R) {phase=parameter}
+
+    A parameter that is frozen, or that the loss does not reach, has no gradient, and nothing of it is computed or sent.
+    The outputs stay what they are.
+    """
+    for node in reversed(list(program.graph.nodes)):
+        if node.op != "call_function":
+            continue
+        if not node.users and note(node).type is not None:
+            program.graph.erase_node(node)
+        elif node.target is all_reduce_coalesced:
+            _shrink(node)
+    return program
+
+
+def returning(outputs: Collection[str]) -> Pass:
+    """`prune` that also leaves out all outputs but some."""
+    return replace(prune, run=partial(_returning, outputs=outputs), preserves="nothing")
+
+
+def _returning(program: Program, outputs: Collection[str]) -> Program:
+    end = output_node(program.graph)
+    pairs = [(n, v) for n, v in zip(program.outputs, end.args[0], strict=True) if n in outputs]  # type: ignore[arg-type]
+    end.args = (tuple(value for _, value in pairs),)
+    return prune(program.with_(outputs=tuple(name for name, _ in pairs)))
+
+
+def _shrink(node: fx.Node) -> None:
+    """Leaves out gradients whose sum nobody takes."""
+    items = {int(user.args[1]): user for user in node.users if user.target is operator.getitem}  # type: ignore[arg-type]
+    kept = sorted(items)
+    if len(kept) == len(node.args):
+        return
+    types, layouts = output_types(node), output_layouts(node)
+    for position, index in enumerate(kept):
+        items[index].args = (node, position)
+    node.args = tuple(node.args[index] for index in kept)
+    update(node, type=tuple(types[i] for i in kept), layout=tuple(layouts[i] for i in kept) if layouts else None)
