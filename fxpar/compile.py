@@ -75,17 +75,20 @@ def compile_program(
     return PassManager(passes, verifiers, on_pass=on_pass).run(program, until=until)
 
 
-def compile_step(program: Program, tangents: Sequence[str], trained: Collection[str]) -> Program:
+def compile_step(
+    program: Program, outputs: Sequence[str], tangents: Sequence[str], trained: Collection[str]
+) -> Program:
     """The training step of a compiled program, statically checked after each pass.
 
     Args:
-        tangents: outputs that have a gradient.
+        outputs: those that the step returns.
+        tangents: those that have a gradient.
         trained: parameters whose gradients are wanted.
 
     Raises:
         FxparError: a pass or a check refused it.
     """
-    return PassManager(step_passes(program.outputs, tangents, trained), STATIC).run(program)
+    return PassManager(step_passes(outputs, tangents, trained), STATIC).run(program)
 
 
 def lower_program(

@@ -184,11 +184,12 @@ class _Walk(fx.Interpreter):
         seen: set[int] = set()
         for node, value in self.env.items():
             is_read = any(has_note(user) and note(user).phase for user in node.users)
-            for each in pytree.tree_leaves(value) if is_read and node.op == "call_function" else ():
+            for each in pytree.tree_leaves(value) if is_read else ():
                 key = each.untyped_storage()._cdata if isinstance(each, Tensor) else None
-                if key is not None and key not in self.ledger.own and key not in seen and key in self._made:
+                if key is not None and key not in self.ledger.own and key not in seen:
                     seen.add(key)
-                    self.kept.append(Kept(self._made[key][1], each.untyped_storage().nbytes()))
+                    place = self._made[key][1] if key in self._made else Place("forward", "")  # else the random state
+                    self.kept.append(Kept(place, each.untyped_storage().nbytes()))
 
 
 class _Stopped(Exception):

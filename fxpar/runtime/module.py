@@ -346,4 +346,6 @@ class ParallelModule(Immovable):
         compiled = self._programs.first
         given: dict[str, Any] = {"device": self.world.device, "sizes": sizes, "optimizer": optimizer}
         given["findings"] = compiled.captured.findings
-        return make_report(compiled.program, compiled.ready.lowering, name=type(self._programs.skeleton).__name__, **given)
+        return make_report(
+            compiled.program, compiled.ready.lowering, name=type(self._programs.skeleton).__name__, **given
+        )

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from fxpar.errors import InputError
 from fxpar.passes.assign_rng import RNG_PATH
+from fxpar.passes.reduction import COUNT
 from fxpar.program.mixed import is_copy
 from fxpar.program.program import Parameter
 from fxpar.runtime.mains import Copies
@@ -114,7 +115,8 @@ class Runner:
                 "no parameter that the loss reaches requires a gradient", where="train_step", remedy="unfreeze some"
             )
         whole = microbatch is None and self._waiting.is_idle
-        step, shapes = steps.step((name,), frozenset(leaves)), tuple(call.sizes.items())
+        wanted = tuple(output for output in steps.program.outputs if output in (name, COUNT))
+        step, shapes = steps.step((name,), frozenset(leaves), wanted), tuple(call.sizes.items())
         pending = steps.run(shapes, step, values, whole=whole)
         found = pending.backward({name: tangent(pending.outputs)}, whole=whole)
         if whole:

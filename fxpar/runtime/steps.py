@@ -119,19 +119,21 @@ class Steps:
         self.expected = tuple(n for n in self.differentiable if n == self.program.loss) or self.differentiable
         self._inductor = Inductor(self.plan) if self.plan.compile else None
 
-    def step(self, names: Sequence[str], trained: Collection[str]) -> Step:
+    def step(self, names: Sequence[str], trained: Collection[str], outputs: Sequence[str] = ()) -> Step:
         """The step of some outputs.
 
         Args:
             names: outputs that have a tangent.
+            outputs: those that it returns; all by default.
             trained: parameters whose gradients are wanted.
 
         Raises:
             FxparError: a pass or a check refused it.
         """
-        key = (tuple(names), frozenset(trained))
+        wanted = tuple(outputs) or self.program.outputs
+        key = (tuple(names), frozenset(trained), wanted)
         if key not in self._made:
-            self._made[key] = self._cut(compile_step(self.program, names, trained))
+            self._made[key] = self._cut(compile_step(self.program, wanted, names, trained))
         return self._made[key]
 
     def run(self, shapes: Hashable, step: Step, sources: Mapping[str, Any], *, whole: bool) -> Pending:

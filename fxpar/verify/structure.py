@@ -35,7 +35,7 @@ from fxpar.program.program import (
     output_types,
 )
 from fxpar.program.properties import Property
-from fxpar.program.step import PHASES, is_forward, output_of
+from fxpar.program.step import PHASES, RECOMPUTE, is_forward, output_of
 from fxpar.program.weights import owner_of
 from fxpar.rules import bind_arguments
 from fxpar.signatures.randomness import draws_bits
@@ -204,6 +204,7 @@ def _check_conversions(program: Program) -> None:
     seen: dict[tuple[fx.Node, Layout], fx.Node] = {}
     for node in program.graph.nodes:
         is_one = node.op == "call_function" and node.target in (*COERCION_OF, sum_gradients)
+        is_one = is_one and note(node).origin != RECOMPUTE
         pairs = zip(operands(node), output_layouts(node), strict=True) if is_one and output_layouts(node) else ()
         for source, layout in pairs:
             if (source, layout) in seen:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from fxpar.analysis import closed_form
+from fxpar.compile import compile_step
 from fxpar.layout.symbols import evaluate, parse_size
 from fxpar.plan.plan import Plan
 from fxpar.report.measure import measure
-from tests.report.test_counting import CPU, Two, compiled
+from tests.report.test_counting import CPU, Two, compiled, lowering
 
 
 def test_closed_forms_hold_at_other_sizes() -> None:
-    program, lowered = compiled(Two(lambda x: x @ x.transpose(1, 2) @ x), Plan())
+    program = compiled(Two(lambda x: x @ x.transpose(1, 2) @ x), Plan())
+    step = compile_step(program, program.outputs, program.outputs, [p.fqn for p in program.parameters])
+    lowered = lowering(step)
     powers = closed_form.exponents(program)
     assert powers == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
 
     def count(sizes: dict[str, int]) -> dict[str, int]:
-        return {"all": sum(k.bytes for k in measure(program, lowered, sizes, CPU).kept)}
+        return {"all": sum(k.bytes for k in measure(step, lowered, sizes, CPU).kept)}
 
     where = closed_form.points(powers, {s.name: s.example for s in program.symbols})
     formula = closed_form.fit(powers, where, [count(point) for point in where])["all"]

@@ -16,12 +16,14 @@ from fxpar.analysis.split import split_flops
 from fxpar.errors import CheckFailed, LayoutError, TextError
 from fxpar.layout.layout import I, Placement
 from fxpar.layout.symbols import product
+from fxpar.manager import PassManager
 from fxpar.ops import OPERATORS, Operator, bound
 from fxpar.ops.collectives import Group
 from fxpar.ops.lower import lower
 from fxpar.ops.onrank import OnRank
-from fxpar.ops.operator import Crossing, Run, Sent
-from fxpar.program.program import Program
+from fxpar.ops.operator import Crossing, Gradients, Reverse, Run, Sent
+from fxpar.passes.differentiate import differentiate
+from fxpar.program.program import Program, TensorType, note, operands, tensor_type
 from fxpar.program.properties import Property
 from fxpar.report import make_report
 from fxpar.report.reasons import without_rule
@@ -30,7 +32,7 @@ from fxpar.signatures.engine import Call, Refusal, Rule, Signature
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
 from fxpar.verify.simulate import run_ranks
-from fxpar.verify.static import verify_static
+from fxpar.verify.static import STATIC, verify_static
 
 
 def _signature(call: Call, index: int, placement: Placement) -> Signature | Refusal:
@@ -63,11 +65,22 @@ def _traffic(crossing: Crossing) -> Iterator[Sent]:
     yield Sent("all_reduce", "forward", product(kind.shape) * kind.dtype.itemsize)
 
 
+def _derivative(reverse: Reverse) -> Gradients:
+    """Of the weight: the gradient of the result, which all ranks have whole, times the rank's part of the input."""
+    (gradient,), (x, weight) = reverse.tangents, operands(reverse.node)
+    assert gradient is not None
+    kind, like = tensor_type(gradient), note(reverse.node)
+    turned = TensorType(kind.dtype, kind.shape[::-1])
+    t = reverse.emit.call(torch.ops.aten.t.default, (gradient,), {}, turned, like)
+    return None, reverse.emit.call(torch.ops.aten.mm.default, (t, x), {}, tensor_type(weight), like)
+
+
 @partial(
     Operator,
     rule=Rule(seed=_signature, check=_check),
     lower=_lower,
     traffic=_traffic,
+    derivative=_derivative,
     like=torch.ops.aten.linear.default,
     stage=Property.COLLECTIVES,
 )
@@ -121,7 +134,7 @@ def test_its_layouts_and_shapes_are_checked() -> None:
 def test_it_is_lowered_and_counted() -> None:
     program = parsed()
     weight, x = torch.randn(6, 8, dtype=torch.float64), torch.randn(3, 8, dtype=torch.float64)
-    found = run_ranks(program, {"w": weight}, {"x": x}, {"b": 3})
+    found = run_ranks(PassManager([differentiate], STATIC).run(program), {"w": weight}, {"x": x}, {"b": 3})
     leaf = weight.clone().requires_grad_()
     loss = torch.nn.functional.linear(x, leaf).square().sum()
     loss.backward()
@@ -138,8 +151,8 @@ def test_it_is_lowered_and_counted() -> None:
     assert without_rule(program) == []
     assert collectives(program) == [Collective("all_reduce", "tp", "forward", "y", 72, "24*b")]
     # The report compares what the records say with what a step sends.
-    lowered = lower(program, {"tp": Group("tp", 2)})
-    report = make_report(program, lowered, name="by hand", device=torch.device("cpu"))
+    lowering = partial(lower, groups={"tp": Group("tp", 2)})
+    report = make_report(program, lowering, name="by hand", device=torch.device("cpu"))
     assert [(sent.op, sent.bytes) for sent in report.collectives] == [("all_reduce", 72)]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from html.parser import HTMLParser
 
 import pytest
@@ -25,8 +26,8 @@ CPU = torch.device("cpu")
 def report_of(name: str, plan: Plan) -> Report:
     case = CASES[name]
     program = PassManager(DEFAULT_PASSES).run(capture(case.model(), case.example(), plan, case.loss).program)
-    lowered = lower(program, {axis: Group(axis, n) for axis, n in program.axes.items()})
-    return make_report(program, lowered, name=name, device=CPU)
+    lowering = partial(lower, groups={axis: Group(axis, n) for axis, n in program.axes.items()})
+    return make_report(program, lowering, name=name, device=CPU)
 
 
 @pytest.fixture(scope="module")

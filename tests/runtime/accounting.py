@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import weakref
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxpar
 from fxpar.analysis.collectives import collectives
+from fxpar.runtime.steps import Pending
 from fxpar.state.sharded import local_of
 from tests.runtime import chosen
 from tests.runtime.jobs import Found, case_module, kept, tp
@@ -33,9 +34,9 @@ _OPS = {
 class Counting(TorchDispatchMode):
     """Collectives by direction, name and bytes, and the most bytes that are alive besides `own` storages."""
 
-    def __init__(self, own: Mapping[int, Any]) -> None:
+    def __init__(self, own: Mapping[int, Any], watched: Watched) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.own, self.alive = own, dict[int, tuple[Any, int]]()
+        self.own, self.watched, self.alive = own, watched, dict[int, tuple[Any, int]]()
         self.sent: Counter[tuple[str, str, int]] = Counter()
         self.live = self.most = 0
 
@@ -47,9 +48,7 @@ class Counting(TorchDispatchMode):
         if name.startswith("_c10d_functional::") and name.partition("::")[2] in _OPS:
             op = _OPS[name.partition("::")[2]]
             size = out.nbytes if op == "all_gather" else args[0].nbytes * (tp() if op == "all_to_all" else 1)
-            # Inside of a backward a graph task is under way.
-            direction = "forward" if torch._C._current_graph_task_id() == -1 else "backward"
-            self.sent[direction, op, size] += 1
+            self.sent["backward" if self.watched.is_backward else "forward", op, size] += 1
         for leaf in pytree.tree_leaves(out):
             if isinstance(leaf, Tensor):
                 self.enter(leaf.untyped_storage())
@@ -69,24 +68,35 @@ class Counting(TorchDispatchMode):
         self.most = max(self.most, self.live)
 
 
-class Saved:
-    """Storages that autograd saves, and their bytes at the moment at which the backward asks for the first."""
+class Watched:
+    """What stands between the forward of a step and its backward, and when that runs."""
 
     def __init__(self, own: Mapping[int, Any]) -> None:
-        self.own, self.storages, self.bytes = own, dict[int, Any](), -1
+        self.own, self.bytes, self.is_backward = own, -1, False
 
-    def pack(self, value: Tensor) -> Tensor:
-        storage = value.untyped_storage()
-        known = self.storages.get(storage._cdata)
-        if self.bytes < 0 and storage._cdata not in self.own and (known is None or known() is None):
-            self.storages[storage._cdata] = weakref.ref(storage)
-        return value
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[Watched]:
+        """Watches the steps that run meanwhile."""
+        plain: Any = Pending.backward
 
-    def unpack(self, value: Tensor) -> Tensor:
-        if self.bytes < 0:
-            alive = [ref() for ref in self.storages.values() if ref() is not None]
-            self.bytes = sum(storage.nbytes() for storage in alive)
-        return value
+        def backward(pending: Pending, tangents: Any, *, whole: bool) -> Any:
+            part = pending.step.whole_backward if whole else pending.step.backward
+            values = [pending.values[name] for name in part.inputs if name in pending.values]
+            kept = {v.untyped_storage()._cdata: v.untyped_storage() for v in values if isinstance(v, Tensor)}
+            self.bytes = sum(storage.nbytes() for key, storage in kept.items() if key not in self.own)
+            del values, kept
+            self.is_backward = True
+            try:
+                return plain(pending, tangents, whole=whole)
+            finally:
+                self.is_backward = False
+
+        changed: Any = Pending
+        changed.backward = backward
+        try:
+            yield self
+        finally:
+            changed.backward = plain
 
 
 def step(model: fxpar.ParallelModule, batch: Any) -> Found:
@@ -98,11 +108,7 @@ def step(model: fxpar.ParallelModule, batch: Any) -> Found:
     model.zero_grad()
     tensors = [*held, *copies, *pytree.tree_leaves(batch), *indices]
     own = {t.untyped_storage()._cdata: t for t in tensors}
-    saved = Saved(own)
-    with saved_tensors_hooks(saved.pack, saved.unpack):
-        model.train_step(batch)
-    model.zero_grad()
-    with Counting(own) as counting:
+    with Watched(own)() as watched, Counting(own, watched) as counting:
         model.train_step(batch)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     optimizer.step()
@@ -110,7 +116,7 @@ def step(model: fxpar.ParallelModule, batch: Any) -> Found:
     return {
         "sent": counting.sent,
         "peak": counting.most,
-        "activations": saved.bytes,
+        "activations": watched.bytes,
         "parameters": sum(local_of(p).nbytes for p in model.parameters()),
         "copies": sum(copy.nbytes for copy in copies),
         "buffers": sum(b.nbytes for b in model.buffers()),

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._dynamo.utils import counters
 from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
@@ -54,12 +53,10 @@ def train(name: str, options: dict[str, Any]) -> Found:
     for kind in ("eager", "compiled"):
         model = module(name, compile=kind == "compiled", **options)
         seen, batch = Seen(), batch_of(name)
-        counters.clear()
         with config.patch(post_grad_custom_pre_pass=seen, compile_threads=1):
             losses = [float(model.train_step(batch)) for _ in range(2)]
         found[kind] = {"losses": losses, "gradients": gradients(model)}
     found["graphs"] = [dict(graph) for graph in seen.graphs]
-    found["breaks"] = dict(counters["graph_break"])
     return found
 
 
@@ -108,12 +105,12 @@ def without_gradient() -> Found:
 
 
 def variants() -> Found:
-    """Steps with more memory layouts than torch.compile makes variants of one code, and the graphs they took."""
-    model, losses = module("tiny", compile=True), []
+    """Steps on batches of one shape in many memory layouts, and the graphs they took."""
+    model, losses, seen = module("tiny", compile=True), [], Seen()
     batch = models.batch()
-    with config.patch(compile_threads=1):
+    with config.patch(post_grad_custom_pre_pass=seen, compile_threads=1):
         for width in range(6, 16):
             wide = torch.zeros(batch["ids"].shape[0], width, dtype=torch.long)
             wide[:, : batch["ids"].shape[1]] = batch["ids"]
             losses.append(float(model.train_step({**batch, "ids": wide[:, : batch["ids"].shape[1]]})))
-    return {"losses": losses, "graphs": len(next(iter(model._programs)).ready.run.made)}
+    return {"losses": losses, "graphs": len(seen.graphs)}

@@ -6,18 +6,22 @@ that of all.
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxpar
 from fxpar.analysis.collectives import collectives
 from fxpar.cli.models import load_model
 from fxpar.errors import FxparError
 from fxpar.runtime.module import ParallelModule
+from fxpar.runtime.steps import Pending
 from fxpar.state.sharded import whole_of
 from tests.runtime import accounting
 
@@ -77,23 +81,45 @@ def train(name: str, tp: int, dp: int, sequence_parallel: bool, count: int, step
     return {"losses": losses, "norms": norms, "state": model.full_state_dict()}
 
 
+class Sums(TorchDispatchMode):
+    """Lists the sizes of sums over ranks."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.sizes = sizes
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs an operator."""
+        if func is torch.ops._c10d_functional.all_reduce.default:
+            self.sizes.append(args[0].numel())
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def sums_of_parameters() -> Iterator[list[int]]:
+    """Sizes of the sums over ranks in parameter phases."""
+    sizes: list[int] = []
+    plain: Any = Pending.parameter
+
+    def counted(pending: Pending, held: Any) -> Any:
+        with Sums(sizes):
+            return plain(pending, held)
+
+    changed: Any = Pending
+    changed.parameter = counted
+    try:
+        yield sizes
+    finally:
+        changed.parameter = plain
+
+
 def microbatches(name: str, tp: int, dp: int, sequence_parallel: bool, precision: str = "as_is") -> Found:
     """Gradients of three microbatches on top of a step's, and how many large sums the three took."""
     model = module(name, tp, dp, sequence_parallel=sequence_parallel, precision=precision)
     own = fxpar.shard_batch(batches(name, 3), model)
     model.train_step(own[0])
-    sums: list[int] = []
-    plain = dist.all_reduce
-
-    def counted(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        sums.append(tensor.numel())
-        return plain(tensor, *args, **kwargs)
-
-    dist.all_reduce = counted
-    try:
+    with sums_of_parameters() as sums:
         loss = model.train_step(own).item()
-    finally:
-        dist.all_reduce = plain
     gradients = {n: whole_of(p.grad).clone() for n, p in model.named_parameters() if p.grad is not None}
     return {"loss": loss, "gradients": gradients, "sums": [count for count in sums if count > 64]}
 

@@ -203,8 +203,8 @@ def gradients_are_float32(precision: str) -> Found:
     seen: list[torch.dtype] = []
     handle = parameters[0].register_hook(lambda grad: seen.append(grad.dtype))
     loss = model(**batch)["loss"]
-    asked = torch.autograd.grad(loss, parameters, retain_graph=True)
-    loss.backward()
+    asked = torch.autograd.grad(loss, parameters)
+    model(**batch)["loss"].backward()
     handle.remove()
     once = {n: whole_of(p.grad).clone() for n, p in model.named_parameters() if p.grad is not None}
     for _ in range(99):

@@ -1,0 +1,96 @@
+"""Regions that the author checkpointed are computed again in the backward: same values, less kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fxpar.analysis.collectives import collectives
+from fxpar.compile import compile_model, compile_step
+from fxpar.ops.collectives import Group
+from fxpar.ops.lower import lower
+from fxpar.plan.plan import Plan
+from fxpar.program.program import Program, note
+from fxpar.program.step import RECOMPUTE
+from fxpar.report.measure import measure
+from fxpar.verify.values import call_inputs, program_state, verify_values
+
+
+class Regions(nn.Module):
+    """Two regions with dropout in each, and layers between and after them."""
+
+    def __init__(self, reentrant: bool | None) -> None:
+        super().__init__()
+        self.up = nn.ModuleList(nn.Linear(6, 10) for _ in range(2))
+        self.down = nn.ModuleList(nn.Linear(10, 6) for _ in range(2))
+        self.first, self.head = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.reentrant = reentrant
+
+    def body(self, index: int, x: Tensor) -> Tensor:
+        h = torch.tanh(self.up[index](x)).exp()
+        found: Tensor = self.down[index](nn.functional.dropout(h, 0.5))
+        return found
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.first(x)
+        for index in range(2):
+            if self.reentrant is None:
+                x = self.body(index, x)
+            else:
+                x = checkpoint(self.body, index, x, use_reentrant=self.reentrant)
+        return {"loss": self.head(x.tanh()).square().sum()}
+
+
+def steps(reentrant: bool | None, **plan: Any) -> tuple[Program, Any]:
+    """The step, and how far its values are from one device's."""
+    torch.manual_seed(1)
+    model, batch = Regions(reentrant).double(), {"x": torch.randn(3, 5, 6, dtype=torch.float64)}
+    compiled = compile_model(model, batch, Plan(**plan))
+    program = compiled.program
+    trained = [p.fqn for p in program.parameters if p.trainable]
+    step = compile_step(program, ("loss",), ("loss",), trained)
+    captured = compiled.captured
+    state = program_state(captured.program, model)
+    return step, verify_values(captured.program, step, state, call_inputs(captured, model, batch))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_region_runs_twice_and_its_gradients_are_the_same(reentrant: bool, tp: int) -> None:
+    plain, report = steps(None, tp=tp)
+    assert report.ok
+    again, report = steps(reentrant, tp=tp)
+    assert report.ok, report
+    assert not any(note(node).origin == RECOMPUTE for node in plain.graph.nodes if node.op == "call_function")
+    made = [node for node in again.graph.nodes if node.op == "call_function" and note(node).origin == RECOMPUTE]
+    names = [str(node.target) for node in made]
+    assert names.count("aten.tanh.default") == names.count("fxpar.dropout") == 2
+    assert {note(node).recompute for node in made} == {1, 2}
+
+
+def test_what_is_drawn_again_is_the_same() -> None:
+    again, _ = steps(False)
+    draws = [note(node).random for node in again.graph.nodes if str(node.target) == "fxpar.dropout"]
+    assert sorted(draws) == sorted([*set(draws)] * 3)  # forward, again, and the gradient
+
+
+def kept(step: Program) -> int:
+    """Bytes that a rank keeps for the backward."""
+    lowered = lower(step, {axis: Group(axis, n) for axis, n in step.axes.items()})
+    found = measure(step, lowered, {s.name: s.example for s in step.symbols}, torch.device("cpu"))
+    return sum(entry.bytes for entry in found.kept)
+
+
+def test_a_region_keeps_less() -> None:
+    assert kept(steps(False)[0]) < kept(steps(None)[0])
+
+
+def test_collectives_of_a_region_are_sent_again_and_counted() -> None:
+    """A region that begins with a gather gathers again; what leaves a region is kept, and not sent again."""
+    again, _ = steps(False, tp=2)
+    listed = [c.phase for c in collectives(again)]
+    assert (listed.count("forward"), listed.count("recompute"), listed.count("backward")) == (3, 1, 2)
