@@ -33,7 +33,7 @@ from fxpar.layout.symbols import evaluate
 from fxpar.ops.lower import Lowered
 from fxpar.passes.assign_rng import RNG_PATH
 from fxpar.program.program import Program, has_note, note, output_layouts, tensor_type
-from fxpar.program.step import RECOMPUTE, parameter_gradients
+from fxpar.program.step import RECOMPUTE, output_of, parameter_gradients
 
 _UNCOUNTABLE = (
     DataDependentOutputException,
@@ -183,7 +183,8 @@ class _Walk(fx.Interpreter):
         """Lists the storages that are alive and that the backward reads: each once, views with what they are of."""
         seen: set[int] = set()
         for node, value in self.env.items():
-            is_read = any(has_note(user) and note(user).phase for user in node.users)
+            is_read = not (has_note(node) and note(node).phase)  # a tangent is none of the forward's
+            is_read = is_read and any(has_note(user) and note(user).phase for user in node.users)
             for each in pytree.tree_leaves(value) if is_read else ():
                 key = each.untyped_storage()._cdata if isinstance(each, Tensor) else None
                 if key is not None and key not in self.ledger.own and key not in seen:
@@ -220,10 +221,13 @@ def measure(
         with FakeTensorMode(), torch.no_grad():
             values = _placeholders(program, sizes, device)
             indices = [torch.zeros((), dtype=torch.int64, device=device) for _ in lowered.places]
-            ledger = Ledger({value.untyped_storage()._cdata for value in (*values.values(), *indices)})
+            tangents = {entry.node for entry in program.inputs if output_of(entry.path)}  # made for each step
+            own = [*(value for name, value in values.items() if name not in tangents), *indices]
+            ledger = Ledger({value.untyped_storage()._cdata for value in own})
             walk = _Walk(lowered.module, ledger, backward=backward)
             with ledger if backward else contextlib.nullcontext(), contextlib.suppress(_Stopped):
                 state = _random_state(program, device)  # kept by the module until the next step
+                state |= {name: torch.empty_like(values[name]) for name in tangents}
                 walk.run(*[{**values, **state}[name] for name in lowered.inputs], *indices)
     except _UNCOUNTABLE as error:
         raise InputError(

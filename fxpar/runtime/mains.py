@@ -70,16 +70,17 @@ class Copies:
         """Makes the next call cast all: the values have been changed."""
         self._seen.clear()
 
-    def current(self, mains: Mapping[str, Tensor], training: bool) -> list[Tensor]:
+    def current(self, mains: Mapping[str, Tensor], training: bool, differentiated: bool) -> list[Tensor]:
         """The copies of some parameters, as fresh as their values.
 
         Args:
             mains: the parameters by name.
             training: the module's mode.
+            differentiated: whether the call has a backward.
         """
-        mode, self._mode = self._mode, (training, torch.is_grad_enabled())
+        mode, self._mode = self._mode, (training, differentiated)
         has_gradients = any(leaf_of(main).grad is not None for main in mains.values())
-        accumulates = mode == self._mode and torch.is_grad_enabled() and has_gradients
+        accumulates = mode == self._mode and differentiated and has_gradients
         changed = [name for name, main in mains.items() if self._seen.get(name) != _state(main)]
         self._cast(mains, changed if accumulates else list(mains), changed)
         return [self._copies[name] for name in mains]

@@ -60,7 +60,7 @@ class Runner:
         Raises:
             InputError: autocast is on, a parameter was exchanged or is trainable since, or `step` is no number.
         """
-        values, leaves = self._values(call, None)
+        values, leaves = self._values(call, None, torch.is_grad_enabled())
         steps, trained, shapes = call.ready, frozenset(leaves), tuple(call.sizes.items())
         if not torch.is_grad_enabled() or not leaves or not steps.differentiable:
             with torch.no_grad():
@@ -73,7 +73,7 @@ class Runner:
             odd = next((name for name, leaf in leaves.items() if leaf._version != versions[name]), None)
             if odd is not None:
                 raise InputError(
-                    "was changed in place between a call and its backward",
+                    "was modified in place between a call and its backward",
                     where=odd,
                     remedy="step the optimizer behind the backward",
                 )
@@ -108,7 +108,7 @@ class Runner:
         Raises:
             InputError: as `outputs`; or nothing that requires a gradient is reached.
         """
-        values, leaves = self._values(call, microbatch)
+        values, leaves = self._values(call, microbatch, True)
         steps = call.ready
         if not leaves or name not in steps.differentiable:
             raise InputError(
@@ -126,14 +126,16 @@ class Runner:
     def gradients(self, call: Call, name: str) -> list[Tensor | None]:
         """An output, and what this rank has of its gradients, with the bits of a step that is not counted."""
         microbatch = Microbatch(0, 1, self._random.peek())
-        values, leaves = self._values(call, microbatch)
+        values, leaves = self._values(call, microbatch, True)
         if not leaves or name not in call.ready.differentiable:
             with torch.no_grad():
                 return [call.ready.outputs(tuple(call.sizes.items()), (name,), values)[name]]
         ran = self.step(call, name, lambda outputs: torch.ones_like(outputs[name]), microbatch)
         return [ran.outputs[name], *ran.held.values()]
 
-    def _values(self, call: Call, microbatch: Microbatch | None) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    def _values(
+        self, call: Call, microbatch: Microbatch | None, differentiated: bool
+    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """What a program takes, by name of the placeholder; and the leaves that require gradients, by name."""
         program = call.compiled.program
         if torch.is_autocast_enabled(self._device.type):
@@ -161,7 +163,7 @@ class Runner:
             owned = [p for p in program.parameters if p.kind == "parameter"]
             copied = {p.node: p.fqn for p in owned if is_copy(program.plan, p.type)}
             mains = {fqn: tensors[fqn] for fqn in copied.values()}
-            values.update(zip(copied, self._copies.current(mains, self._module.training), strict=True))
+            values.update(zip(copied, self._copies.current(mains, self._module.training, differentiated), strict=True))
         values.update(zip(call.ready.lowered.places, call.places, strict=True))
         return values, leaves
 

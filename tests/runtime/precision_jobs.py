@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import fxpar
+from fxpar.errors import InputError
 from fxpar.runtime.mains import Copies
 from fxpar.runtime.module import ParallelModule
 from fxpar.state.sharded import local_of, whole_of
@@ -191,7 +192,7 @@ def counts() -> Found:
     model.train_step(batch)
     try:
         pending.backward()
-    except RuntimeError as error:
+    except InputError as error:
         found["late backward"] = str(error)
     return found
 
