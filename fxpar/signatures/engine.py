@@ -302,7 +302,11 @@ def infer(
         frozenset(i for i, p in enumerate(placements) if p.zeros),
     )
     if not known.partial and not known.zeros:
-        return _infer(rule, call, placements, carries, known)
+        answer = _infer(rule, call, placements, carries, known)
+        joined = not isinstance(answer, Refusal) and any(p.partial for p in answer)
+        if joined and any(p.is_shared for p in placements):
+            return Refusal("what several ranks hold meets what they hold summands of")
+        return answer
     found = _infer(rule, call, [p.plain for p in placements], carries, known)
     if isinstance(found, Refusal) or rule is None:
         return found
@@ -318,7 +322,7 @@ def _of_gradients(
     linear in an operand is zero, the result is.
     """
     groups = _groups(rule, call)
-    alone = {i for i, p in enumerate(given) if p.is_shard and not p.is_shared}
+    alone = {i for i, p in enumerate(given) if p == P or (p.is_shard and not p.is_shared)}
     if known.partial and not any(known.partial <= group <= known.partial | alone for group in groups):
         return Refusal("the operation is not linear in what several ranks hold summands of: add those first")
     is_zero = any(group and group <= known.zeros for group in groups)

@@ -79,7 +79,7 @@ __and__.Scalar __and__.Tensor __or__.Scalar __or__.Tensor __xor__.Tensor clamp c
 clamp_min div.Scalar_mode div.Tensor_mode eq.Scalar eq.Tensor floor_divide floor_divide.Scalar fmod.Scalar
 fmod.Tensor ge.Scalar ge.Tensor gt.Scalar gt.Tensor le.Scalar le.Tensor logical_and logical_or logical_xor
 lt.Scalar lt.Tensor max.other maximum min.other minimum ne.Scalar ne.Tensor nan_to_num pow.Scalar pow.Tensor_Scalar
-pow.Tensor_Tensor remainder.Scalar remainder.Tensor rsub.Scalar sub.Scalar where.Scalar native_dropout
+pow.Tensor_Tensor remainder.Scalar remainder.Tensor rsub.Scalar sub.Scalar where.Scalar native_dropout xlogy.Tensor
 """.split()
 
 _LINEAR: Mapping[str, tuple[tuple[str, ...], ...]] = {
@@ -103,7 +103,6 @@ _LINEAR: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "lerp.Tensor": (("self", "end"),),
     "addcmul": (("self", "tensor1"), ("self", "tensor2")),
     "addcdiv": (("self", "tensor1"),),
-    "xlogy.Tensor": (("self",),),
 }
 
 _FILLING: Mapping[str, tuple[str, str]] = {

@@ -193,7 +193,10 @@ def _cat(call: Call, index: int, placement: Placement) -> Signature | Refusal:
 
 
 def _cat_segments(call: Call, placements: Sequence[Placement]) -> tuple[Placement, ...] | Refusal | None:
-    """Segments that are cut in different ways, or not at all, join to one dimension with a layout for each."""
+    """Segments that are cut in different ways, or not at all, join to one dimension with a layout for each.
+
+    A partial value is a segment that all ranks hold summands of.
+    """
     dim = _cat_dim(call)
     if not any(p.is_shard and p.dim == dim for p in placements):
         return None
@@ -204,11 +207,13 @@ def _cat_segments(call: Call, placements: Sequence[Placement]) -> tuple[Placemen
     for placement, kind in zip(placements, call.operands, strict=True):
         if placement.is_shard and placement.dim == dim:
             pieces.extend(placement.pieces)
-        elif placement == R:
+        elif placement in (R, P):
             pieces.append(Piece(1, kind.shape[dim], False))
         else:
             return Refusal(f"a part with {placement} is concatenated to parts that are cut along dimension {dim}")
-    return (Placement("S", dim, pieces_of(pieces)),)
+    if P in placements and R in placements:
+        return Refusal("a partial (P) part meets one that each rank would add (R)")
+    return (Placement("S", dim, pieces_of(pieces), partial=P in placements),)
 
 
 def _stack(call: Call) -> Labelling | Refusal:
@@ -351,7 +356,7 @@ def view_rules() -> dict[str, Rule]:
         ),
         **dict.fromkeys(["aten.squeeze.default", "aten.squeeze.dim", "aten.squeeze.dims"], squeeze),
         **dict.fromkeys(["aten.permute.default", "aten.transpose.int", "aten.t.default"], permute),
-        "aten.expand.default": Rule(_expand, _SELF),
+        "aten.expand.default": Rule(_expand, _SELF, padding=padded),
         **dict.fromkeys(["aten.repeat.default", "aten.tile.default"], Rule(partial=_SELF, seed=_repeat)),
         **dict.fromkeys(["aten.select.int", "aten.unbind.int"], select),
         "aten.slice.Tensor": Rule(partial=_SELF, seed=_slice, padding=padded),
