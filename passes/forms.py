@@ -5,6 +5,7 @@ Enters: a node of a trace that stands in a program's backward. Leaves: the node 
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -66,18 +67,39 @@ def _zeros(derived: Derived, traced: fx.Node) -> fx.Node:
 def _slice_backward(derived: Derived, traced: fx.Node) -> fx.Node | None:
     """Zeros on both sides; those of a dimension that is cut are cut as the forward's value is."""
     gradient, _, dim, start, _, step = traced.args
-    if step != 1:
-        return None
     source, own = derived.sources[0], derived.value(gradient)  # type: ignore[arg-type]
     kind = derived.kind(traced)
     dim = int(dim) % len(kind.shape)  # type: ignore[arg-type]
-    size = kind.shape[dim]
-    low = _clamped(derived, start, size)
-    length = output_types(own)[0].shape[dim]  # type: ignore[index]
-    if not isinstance(low, int):
+    low = _clamped(derived, start, kind.shape[dim])
+    if not isinstance(low, int) or not isinstance(step, int):
         return None
-    behind = derived.emit.number(size - low - length)
+    if step != 1:
+        own = _stretched(derived, own, dim, step, low % step)
+        low -= low % step
+        rest = simplify(kind.shape[dim] - low)
+        excess = simplify(output_types(own)[0].shape[dim] - rest)
+        if not isinstance(excess, int):
+            return None
+        if excess > 0:
+            shape = (*kind.shape[:dim], rest, *kind.shape[dim + 1 :])
+            args = (own, dim, 0, derived.emit.number(rest))
+            own = derived.call(aten.slice.Tensor, args, {}, TensorType(kind.dtype, shape))
+    behind = derived.emit.number(simplify(kind.shape[dim] - low - output_types(own)[0].shape[dim]))
     return _between(derived, own, source, dim, low, behind, kind)
+
+
+def _stretched(derived: Derived, own: fx.Node, dim: int, step: int, place: int) -> fx.Node:
+    """Each element at a place among `step`, the others zero."""
+    kind = output_types(own)[0]
+    shape = list(kind.shape)
+    apart = [*shape[: dim + 1], 1, *shape[dim + 1 :]]
+    own = derived.call(aten.unsqueeze.default, (own, dim + 1), {}, TensorType(kind.dtype, tuple(apart)))
+    pads = [0] * (2 * (len(shape) - 1 - dim)) + [place, step - 1 - place]
+    apart[dim + 1] = step
+    own = derived.call(aten.constant_pad_nd.default, (own, pads, 0.0), {}, TensorType(kind.dtype, tuple(apart)))
+    shape[dim] = simplify(shape[dim] * step)
+    kind = TensorType(kind.dtype, tuple(shape))
+    return derived.call(aten.view.default, (own, derived.sizes(kind)), {}, kind)
 
 
 def _clamped(derived: Derived, bound: Any, size: Any) -> Any:
@@ -124,8 +146,7 @@ def _runs(source: fx.Node, dim: int, first: Size, last: Size) -> Iterator[tuple[
                 bounds |= {position} if isinstance(position, int) and first < position < last else set()
     if not bounds:
         yield first, last
-    ordered = sorted(bounds)  # type: ignore[type-var]
-    yield from zip(ordered, ordered[1:], strict=False)
+    yield from itertools.pairwise(sorted(bounds))
 
 
 def _select_backward(derived: Derived, traced: fx.Node) -> fx.Node | None:
@@ -143,12 +164,6 @@ def _select_backward(derived: Derived, traced: fx.Node) -> fx.Node | None:
     own = derived.call(aten.unsqueeze.default, (own, dim), {}, TensorType(kind.dtype, shape))
     pads = [0] * (2 * (rank - 1 - dim)) + [derived.emit.number(first), derived.emit.number(size - first - 1)]
     return derived.call(aten.constant_pad_nd.default, (own, pads, 0.0), {}, kind)
-
-
-def _view(derived: Derived, traced: fx.Node) -> fx.Node:
-    """Sizes of a view become a rank's."""
-    args, kwargs = derived.arguments(traced)
-    return derived.call(aten.view.default, args, kwargs, derived.kind(traced))
 
 
 def _empty(derived: Derived, traced: fx.Node) -> fx.Node:
@@ -177,7 +192,6 @@ _FORMS: Mapping[Any, Form] = {
     aten.where.self: _where,
     **dict.fromkeys(_FACTORIES, _zeros),
     aten.empty_like.default: _empty,
-    aten._unsafe_view.default: _view,
     aten.slice_backward.default: _slice_backward,
     aten.select_backward.default: _select_backward,
 }

@@ -1,4 +1,4 @@
-"""Operations written with others, where autograd's own formula ends in an operator without a function of shapes.
+"""Operations written with others where autograd ends in an operator that has no function of shapes, or takes a size.
 
 Enters: an overload. Leaves: a function of the same arguments that computes the same, and that autograd differentiates
 on symbolic shapes into operations that have rules.
@@ -26,7 +26,25 @@ def weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
     The fused kernel and its gradient keep the norms in a form of their own.
     """
     others = [i for i in range(v.dim()) if dim == -1 or i != dim % v.dim()]
-    return v * (g / torch.linalg.vector_norm(v, 2, others, keepdim=bool(dim != -1)))
+    norms: Tensor = torch.linalg.vector_norm(v, 2, others, keepdim=bool(dim != -1))
+    return v * (g / norms)
+
+
+def group_norm(
+    x: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enabled: bool = True,
+) -> Tensor:
+    """The norm of each group of channels, [n, c, …]; its own operator takes the number of rows as an argument."""
+    groups = x.reshape(x.shape[0], num_groups, -1)
+    found = torch.nn.functional.layer_norm(groups, [groups.shape[2]], None, None, eps).reshape(x.shape)
+    channels = [-1, *[1] * (x.dim() - 2)]
+    if weight is not None:
+        found = found * weight.reshape(channels)
+    return found if bias is None else found + bias.reshape(channels)
 
 
 def multi_margin_loss(
@@ -71,6 +89,7 @@ def multilabel_margin_loss(x: Tensor, target: Tensor, reduction: int = 1) -> Ten
 
 COMPOSED: Mapping[Any, Callable[..., Any]] = {
     aten._weight_norm.default: weight_norm,
+    aten.group_norm.default: group_norm,
     aten.multi_margin_loss.default: multi_margin_loss,
     aten.multilabel_margin_loss.default: multilabel_margin_loss,
 }

@@ -26,13 +26,7 @@ from fxpar.program.program import TensorType
 aten = torch.ops.aten
 
 # Of which PyTorch's function of shapes takes no symbolic sizes.
-# Or whose arguments hold sizes of the batch in a form of their own.
-_DECOMPOSED: Any = get_decompositions(
-    [
-        *(aten.baddbmm, aten.addmm, aten.addbmm, aten.addmv, aten.addr, aten.lerp),
-        *(aten.native_group_norm, aten.native_group_norm_backward),
-    ]
-)
+_DECOMPOSED: Any = get_decompositions([aten.baddbmm, aten.addmm, aten.addbmm, aten.addmv, aten.addr, aten.lerp])
 
 
 @dataclass(frozen=True)
@@ -132,7 +126,7 @@ def trace(
             roots, tangent = [o for o, _ in pairs], [g for _, g in pairs]
             sources = [leaves[i] for i in wanted]
             found = torch.autograd.grad(roots, sources, tangent, allow_unused=True) if pairs else ()
-            gradients = list(found) or [None] * len(wanted)
+            gradients: list[Tensor | None] = [*found] if pairs else [None for _ in wanted]
         return [o if isinstance(o, Tensor) else None for o in outputs], gradients
 
     with sizes.mode, torch.enable_grad():
@@ -203,6 +197,8 @@ def _functional(graph: fx.Graph) -> None:
     """
     for node in list(graph.nodes):
         target = node.target
+        if target is aten._unsafe_view.default:
+            node.target = aten.view.default
         if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:
             continue
         written = node.args[0]

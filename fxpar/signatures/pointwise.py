@@ -79,7 +79,7 @@ __and__.Scalar __and__.Tensor __or__.Scalar __or__.Tensor __xor__.Tensor clamp c
 clamp_min div.Scalar_mode div.Tensor_mode eq.Scalar eq.Tensor floor_divide floor_divide.Scalar fmod.Scalar
 fmod.Tensor ge.Scalar ge.Tensor gt.Scalar gt.Tensor le.Scalar le.Tensor logical_and logical_or logical_xor
 lt.Scalar lt.Tensor max.other maximum min.other minimum ne.Scalar ne.Tensor nan_to_num pow.Scalar pow.Tensor_Scalar
-pow.Tensor_Tensor remainder.Scalar remainder.Tensor rsub.Scalar sub.Scalar where.Scalar native_dropout xlogy.Tensor
+pow.Tensor_Tensor remainder.Scalar remainder.Tensor rsub.Scalar sub.Scalar where.Scalar native_dropout
 """.split()
 
 _LINEAR: Mapping[str, tuple[tuple[str, ...], ...]] = {
@@ -103,6 +103,7 @@ _LINEAR: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "lerp.Tensor": (("self", "end"),),
     "addcmul": (("self", "tensor1"), ("self", "tensor2")),
     "addcdiv": (("self", "tensor1"),),
+    "xlogy.Tensor": (("self",),),
 }
 
 _FILLING: Mapping[str, tuple[str, str]] = {
@@ -121,6 +122,7 @@ _PADDED: Mapping[str, tuple[str, ...]] = {
     "div.Tensor": ("self",),
     "where.self": ("condition", "self", "other"),
     "where.ScalarOther": ("condition", "self"),
+    "where.ScalarSelf": ("condition", "other"),
     "masked_fill.Scalar": ("self", "mask"),
     "masked_fill.Tensor": ("self", "mask"),
     "_to_copy.default": ("self",),
@@ -137,7 +139,8 @@ def pointwise_rules() -> dict[str, Rule]:
         rules[f"aten.{full}"] = Rule(pointwise_labels, partial=partial)
     for name, (values, number) in _FILLING.items():
         rules[f"aten.{name}"] = Rule(pointwise_labels, ((values,),), check=_zero_only(number))
-    for name in ("zeros_like", "ones_like", "full_like"):
+    rules["aten.zeros_like.default"] = Rule(pointwise_labels, check=same_values, padding=("self",), zeros=True)
+    for name in ("ones_like", "full_like"):
         rules[f"aten.{name}.default"] = Rule(pointwise_labels, check=same_values)
     rules["aten.fill.Scalar"] = Rule(pointwise_labels, check=same_values)
     rules["aten.fill.Tensor"] = Rule(pointwise_labels, (("value",),))

@@ -194,7 +194,8 @@ def _convolution_backward(call: Call) -> Labelling | Refusal:
 
 def _shape_alone(call: Call) -> tuple[str, ...]:
     """Of what the gradient is, the shape alone is read."""
-    return {0: ("input",), 1: ("weight",)}.get(_one_gradient(call), ())  # type: ignore[call-overload,no-any-return]
+    index = _one_gradient(call)
+    return () if index is None else (("input",), ("weight",))[index]
 
 
 _PADDED_BEHIND = {"1d": 1, "2d": 2, "3d": 3}

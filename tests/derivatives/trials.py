@@ -229,7 +229,7 @@ def deviation(trial: Trial, step: Program) -> str:
     args, kwargs = with_tensors((trial.sample.args, dict(trial.sample.kwargs)), leaves)
     outputs = tensors_of(trial.target(*args, **kwargs))
     upstream = cotangents(step, {})
-    roots = {name: outputs[int(name[1:])] for name in upstream}
+    roots = {name: outputs[int(name[1:])] for name in upstream if outputs[int(name[1:])].requires_grad}
     torch.autograd.backward(list(roots.values()), [upstream[name] for name in roots])
     wanted = {f"x{i}": leaf.grad for i, leaf in enumerate(leaves) if leaf.grad is not None}
     layouts = {p.fqn: dual_layout(note(step.node(p.node)).layout) for p in step.parameters}  # type: ignore[arg-type]
