@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -14,6 +14,7 @@ from fxpar.derivatives.symbols import Sizes
 from fxpar.derivatives.trace import Derivative, Number, Operand, trace
 from fxpar.errors import InputError
 from fxpar.passes.emit import Emitter
+from fxpar.passes.forms import BY_ITEM, form_of
 from fxpar.program.program import (
     Program,
     ScalarType,
@@ -47,7 +48,6 @@ _VIEWS = frozenset(
         aten.select.int,
     }
 )
-_FACTORIES = frozenset({aten.new_zeros.default, aten.zeros.default, aten.zeros_like.default})
 _LITERALS = frozenset({"device", "pin_memory", "layout"})
 # What PyTorch raises where a derivative or a function of shapes is missing.
 _FAILURES = (RuntimeError, TypeError, ValueError, NotImplementedError, AssertionError, IndexError)
@@ -131,7 +131,7 @@ class Derived:
         self.env.update(zip(derivative.tangents, tangents, strict=True))
         for traced, own in zip(derivative.outputs, outputs, strict=True):
             if traced is not None and own is not None:
-                self.env[_origin(traced)] = own
+                self.env[origin_of(traced)] = own
         self._shapes = [*self.sources, *(own for own in outputs if own is not None)]
 
     def saved(self) -> list[fx.Node]:
@@ -139,7 +139,7 @@ class Derived:
         found: dict[fx.Node, None] = {}
         for traced in self._needed():
             for read in traced.all_input_nodes:
-                origin = _origin(read)
+                origin = origin_of(read)
                 if origin in self.derivative.forward and not self._is_at_hand(origin):
                     found[origin] = None
         return list(found)
@@ -155,7 +155,7 @@ class Derived:
 
     def _is_at_hand(self, traced: fx.Node) -> bool:
         """Whether a value is there, or a view of what is."""
-        traced = _origin(traced)
+        traced = origin_of(traced)
         if traced in self.env or not isinstance(traced.meta.get("val"), Tensor) or traced.op == "get_attr":
             return True
         return traced.target in _VIEWS and all(self._is_at_hand(read) for read in traced.all_input_nodes)
@@ -163,13 +163,15 @@ class Derived:
     def gradients(self) -> dict[fx.Node, fx.Node]:
         """The gradient of each operand that has one; nodes of the backward are made."""
         for traced in self._needed():
-            if _origin(traced) is traced and isinstance(traced.meta.get("val"), (Tensor, tuple, list)):
-                self._value(traced)
+            is_value = isinstance(traced.meta.get("val"), (Tensor, tuple, list))
+            if origin_of(traced) is traced and is_value and traced.target not in BY_ITEM:
+                self.value(traced)
         ends = self.derivative.gradients.items()
-        return {self.sources[index]: self._value(traced) for index, traced in ends if traced is not None}
+        return {self.sources[index]: self.value(traced) for index, traced in ends if traced is not None}
 
-    def _value(self, traced: fx.Node) -> Any:
-        traced = _origin(traced)
+    def value(self, traced: fx.Node) -> Any:
+        """What stands for a traced value in the program; nodes of the backward are made."""
+        traced = origin_of(traced)
         if traced not in self.env:
             self.env[traced] = self._number(traced) if _is_number(traced) else self._emitted(traced)
         return self.env[traced]
@@ -183,17 +185,16 @@ class Derived:
     def _emitted(self, traced: fx.Node) -> fx.Node:
         if traced.op == "get_attr":
             return self._constant(getattr(self.derivative.module, str(traced.target)))
-        special = _SPECIAL.get(cast("torch._ops.OpOverload", traced.target))
-        if special is not None:
-            found = special(self, traced)
-            if found is not None:
-                return found
+        special = form_of(traced)
+        found = special(self, traced) if special is not None else None
+        if found is not None:
+            return found
         args, kwargs = self.arguments(traced)
         return self.call(traced.target, args, kwargs, self.kind(traced))
 
     def arguments(self, traced: fx.Node) -> tuple[Any, dict[str, Any]]:
         """A traced call's arguments in the program."""
-        args, kwargs = map_arg((traced.args, traced.kwargs), self._value)
+        args, kwargs = map_arg((traced.args, traced.kwargs), self.value)
         return args, {name: value for name, value in kwargs.items() if name not in _LITERALS}
 
     def kind(self, traced: fx.Node) -> Any:
@@ -201,7 +202,9 @@ class Derived:
         value = traced.meta["val"]
         if isinstance(value, Tensor):
             return self.derivative.sizes.type_of(value)
-        return tuple(self.derivative.sizes.type_of(item) for item in value)
+        dtype = next(item.dtype for item in value if item is not None)
+        absent = TensorType(dtype, (0,))  # a gradient that nobody asks for
+        return tuple(absent if item is None else self.derivative.sizes.type_of(item) for item in value)
 
     def call(self, target: Any, args: Sequence[Any], kwargs: Any, kind: Any) -> fx.Node:
         """A node of the backward."""
@@ -210,6 +213,10 @@ class Derived:
     def like_one(self, kind: TensorType) -> fx.Node | None:
         """A value of the forward that has this type."""
         return next((node for node in self._shapes if output_types(node) == (kind,)), None)
+
+    def sizes(self, kind: TensorType) -> list[Any]:
+        """The shape of a type as a call takes it."""
+        return [self.emit.number(size) for size in kind.shape]
 
     def _constant(self, value: Tensor) -> fx.Node:
         if value.numel() != 1:
@@ -225,121 +232,23 @@ class Derived:
                 wanted.update(node.all_input_nodes)
         for traced in self.derivative.graph.nodes:
             is_made = traced in self.derivative.forward and traced in wanted and traced.op == "call_function"
-            if not is_made or _origin(traced) is not traced or _is_number(traced):
+            if not is_made or origin_of(traced) is not traced or _is_number(traced):
                 continue
             if traced not in self.derivative.tensors:
                 args, kwargs = self.arguments(traced)
                 self.env[traced] = self.emit.forward(traced.target, args, kwargs, self.kind(traced), self.node)
-        return [None if traced is None else self.env[_origin(traced)] for traced in self.derivative.outputs]
+        return [None if traced is None else self.env[origin_of(traced)] for traced in self.derivative.outputs]
 
 
 def _is_number(traced: fx.Node) -> bool:
     return isinstance(traced.meta.get("val"), (int, float, bool, torch.SymInt, torch.SymFloat))
 
 
-def _origin(traced: fx.Node) -> fx.Node:
+def origin_of(traced: fx.Node) -> fx.Node:
     """What a traced value is the same as."""
     while traced.target in _SAME:
         traced = traced.all_input_nodes[0]
     return traced
-
-
-# ---------------------------------------------------------------------- forms that rules know
-
-
-def _is_zero(traced: Any) -> bool:
-    if not isinstance(traced, fx.Node):
-        return False
-    return bool(traced.target is aten.scalar_tensor.default and traced.args[0] == 0)
-
-
-def _where(derived: Derived, traced: fx.Node) -> fx.Node | None:
-    """Zero as a number: as a tensor it would be one that every rank adds."""
-    condition, first, second = traced.args
-    if _is_zero(second):
-        args = (derived._value(condition), derived._value(first), 0.0)  # type: ignore[arg-type]
-        return derived.call(aten.where.ScalarOther, args, {}, derived.kind(traced))
-    if _is_zero(first):
-        args = (derived._value(condition), 0.0, derived._value(second))  # type: ignore[arg-type]
-        return derived.call(aten.where.ScalarSelf, args, {}, derived.kind(traced))
-    return None
-
-
-def _zeros(derived: Derived, traced: fx.Node) -> fx.Node | None:
-    """Zeros in the shape of a value of the forward are cut as it is."""
-    like = derived.like_one(derived.kind(traced))
-    return None if like is None else derived.emit.zeros_like(like, derived.like)
-
-
-def _slice_backward(derived: Derived, traced: fx.Node) -> fx.Node | None:
-    """Zeros on both sides; those of a dimension that is cut are cut as the forward's value is."""
-    gradient, _, dim, start, _, step = traced.args
-    if step != 1:
-        return None
-    source, own = derived.sources[0], derived._value(gradient)  # type: ignore[arg-type]
-    kind = derived.kind(traced)
-    size = kind.shape[dim]
-    low = _clamped(derived, start, size)
-    length = output_types(own)[0].shape[dim]  # type: ignore[index]
-    if not isinstance(low, int):
-        return None
-    behind = derived.emit.number(size - low - length)
-    return _between(derived, own, source, int(dim), low, behind, kind)  # type: ignore[arg-type]
-
-
-def _clamped(derived: Derived, bound: Any, size: Any) -> Any:
-    value = bound.meta["val"] if isinstance(bound, fx.Node) else bound
-    found = derived.derivative.sizes.size(value) if value is not None else size
-    if isinstance(found, int) and found < 0:
-        return size + found
-    return found
-
-
-def _between(
-    derived: Derived, own: fx.Node, source: fx.Node, dim: int, before: int, behind: Any, kind: TensorType
-) -> fx.Node:
-    if before == 0 and behind == 0:
-        return own
-    if not derived.emit.is_cut(own, dim) and not derived.emit.is_cut(source, dim):
-        pads: list[Any] = [0] * (2 * (len(kind.shape) - 1 - dim)) + [before, behind]
-        return derived.call(aten.constant_pad_nd.default, (own, pads, 0.0), {}, kind)
-    parts = []
-    length = output_types(own)[0].shape[dim]
-    end = derived.emit.number(before + length)
-    for first, last, place in ((0, before, 0), (end, derived.emit.number(kind.shape[dim]), 1)):
-        if first == last or (place == 1 and behind == 0):
-            continue
-        size = before if place == 0 else kind.shape[dim] - before - length
-        shape = (*kind.shape[:dim], size, *kind.shape[dim + 1 :])
-        other = derived.call(aten.slice.Tensor, (source, dim, first, last), {}, TensorType(kind.dtype, shape))
-        parts.append((place, derived.emit.zeros_like(other, derived.like)))
-    order = [part for place, part in parts if place == 0] + [own] + [part for place, part in parts if place == 1]
-    return derived.call(aten.cat.default, (order, dim), {}, kind)
-
-
-def _select_backward(derived: Derived, traced: fx.Node) -> fx.Node | None:
-    """Zeros around one element."""
-    gradient, _, dim, index = traced.args
-    kind = derived.kind(traced)
-    rank = len(kind.shape)
-    dim = int(dim) % rank  # type: ignore[arg-type]
-    if not isinstance(index, int):
-        return None
-    size = kind.shape[dim]
-    first = index if index >= 0 else size + index
-    own = derived._value(gradient)  # type: ignore[arg-type]
-    shape = (*kind.shape[:dim], 1, *kind.shape[dim + 1 :])
-    own = derived.call(aten.unsqueeze.default, (own, dim), {}, TensorType(kind.dtype, shape))
-    pads = [0] * (2 * (rank - 1 - dim)) + [derived.emit.number(first), derived.emit.number(size - first - 1)]
-    return derived.call(aten.constant_pad_nd.default, (own, pads, 0.0), {}, kind)
-
-
-_SPECIAL = {
-    aten.where.self: _where,
-    **dict.fromkeys(_FACTORIES, _zeros),
-    aten.slice_backward.default: _slice_backward,
-    aten.select_backward.default: _select_backward,
-}
 
 
 def items_of(node: fx.Node) -> dict[int, fx.Node]:

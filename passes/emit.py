@@ -11,13 +11,13 @@ import torch
 from torch import fx
 
 from fxpar.choice.batch import declared
-from fxpar.errors import PassError
-from fxpar.layout.layout import Layout
+from fxpar.errors import LayoutError, PassError
+from fxpar.layout.layout import Layout, P, Placement, R
+from fxpar.layout.nesting import spelled
 from fxpar.layout.symbols import Size, divide, simplify
-from fxpar.ops.coercions import dual_layout, mask_first
+from fxpar.ops.coercions import COERCION_OF, dual_layout, mask_first, take
 from fxpar.ops.sizes import size as size_of_whole
 from fxpar.passes.localize import localize_node
-from fxpar.program.coercions import dual
 from fxpar.program.program import (
     Note,
     Program,
@@ -30,11 +30,14 @@ from fxpar.program.program import (
     output_types,
     set_note,
     update,
+    with_operands,
 )
 from fxpar.program.properties import Property
 from fxpar.program.step import BACKWARD, PARAMETER
+from fxpar.rules import Refusal, bind_arguments, seed_signature
 from fxpar.rules.conversion import conversions
-from fxpar.rules.inference import context_of, infer_node
+from fxpar.rules.inference import Context, Step, context_of, infer_node, judged, steps
+from fxpar.rules.table import rule_for
 
 aten = torch.ops.aten
 
@@ -54,6 +57,7 @@ class Emitter:
         self._parameter: fx.Node = self._end
         self._numbers: dict[Size, fx.Node] = {}
         self._zeros: set[fx.Node] = set()
+        self._conversions: dict[Any, fx.Node] = {}
         for node in self.graph.nodes:
             kind = note(node).type if has_note(node) else None
             if isinstance(kind, ScalarType) and not isinstance(kind.value, int):
@@ -82,11 +86,25 @@ class Emitter:
             layouts: of the results, where they do not follow by rules.
             random: identity of what draws.
         """
+        key = (target, tuple(args), kwargs.get("axis"), tuple(layouts or ()), True)
+        if target in COERCION_OF and key in self._conversions:
+            return self._again(self._conversions[key], phase)
         with self.graph.inserting_before(self._end if phase == PARAMETER else self._parameter):
             node = self.graph.create_node("call_function", target, tuple(args), dict(kwargs), name=name or None)
         if phase == PARAMETER and self._parameter is self._end:
             self._parameter = node
         self._note(node, kind, like, layouts, phase, random)
+        if target in COERCION_OF:
+            self._conversions[key] = node
+        return node
+
+    def _again(self, node: fx.Node, phase: str) -> fx.Node:
+        """A conversion that is there already; it stands in the earliest phase that asks for it."""
+        if note(node).phase == PARAMETER and phase == BACKWARD:
+            if node is self._parameter:
+                self._parameter = node.next
+            self._parameter.prepend(node)
+            update(node, phase=BACKWARD)
         return node
 
     def forward(
@@ -117,36 +135,102 @@ class Emitter:
             layouts = [Layout()] * len(output_types(node))
         if layouts is None:
             self._with_summands(node)
-            known = {operand: output_layouts(operand) for operand in operands(node)}
-            layouts = infer_node(node, context_of(self.program, node, known, self.flags, self._row_wise))
+            layouts = self._inferred(node)
         update(node, layout=layouts[0] if single else tuple(layouts))
         if self.is_local:
             localize_node(self.program, node)
+
+    def _inferred(self, node: fx.Node) -> Sequence[Layout]:
+        """Layouts by the rules; operands that the derivative made become what the others ask for, at no cost.
+
+        Raises:
+            LayoutError: no rule knows the operation so laid out.
+        """
+        while True:
+            known = {operand: output_layouts(operand) for operand in operands(node)}
+            given = context_of(self.program, node, known, self.flags, self._row_wise)
+            try:
+                return infer_node(node, given)
+            except LayoutError:
+                if not self._helped(node, given):
+                    raise
+
+    def _helped(self, node: fx.Node, given: Context) -> bool:
+        """Whether an operand was converted: zeros to summands, what all ranks hold to the blocks that fit the others.
+
+        In the backward nothing carries a gradient: each rank may take its block of what all of them made.
+        """
+        inputs = operands(node)
+        if node.target in COERCION_OF or any(len(output_types(operand)) != 1 for operand in inputs):
+            return False
+        step = next((step for step in steps(node, given) if isinstance(step.found, Refusal)), None)
+        rule = rule_for(step.call) if step is not None else None
+        if step is None or rule is None:
+            return False
+        whole = [i for i, placement in enumerate(step.operands) if placement == R and not given.carries[i]]
+        for i in whole:
+            if inputs[i] in self._zeros and self._fits(step, given, {i: P}):
+                self._convert(node, {i: P}, mask_first, step.axis)
+                return True
+        for other, placement in enumerate(step.operands):
+            wanted = seed_signature(rule, step.call, other, placement.plain) if placement.is_shard else Refusal("")
+            if isinstance(wanted, Refusal):
+                continue
+            changed = {i: wanted.operands[i] for i in whole if wanted.operands[i].is_shard}
+            if changed and self._fits(step, given, changed):
+                self._convert(node, changed, take, step.axis)
+                return True
+        return False
+
+    @staticmethod
+    def _fits(step: Step, given: Context, changed: Mapping[int, Placement]) -> bool:
+        placements = [changed.get(i, placement) for i, placement in enumerate(step.operands)]
+        return not isinstance(judged(step.call, placements, given), Refusal)
+
+    def _convert(self, node: fx.Node, changed: Mapping[int, Placement], operator_: Any, axis: str) -> None:
+        inputs = operands(node)
+        for i, placement in changed.items():
+            (layout,), (kind,) = output_layouts(inputs[i]), output_types(inputs[i])
+            wanted = spelled(layout.with_(axis, placement), self.program.axes)
+            key = (operator_, (inputs[i],), axis, (wanted,), bool(note(node).phase))
+            new = self._conversions.get(key)
+            if new is None:
+                with self.graph.inserting_before(node):
+                    new = self.graph.create_node("call_function", operator_, (inputs[i],), {"axis": axis})
+                self._conversions[key] = new
+                if not note(node).phase:
+                    self.flags[new] = (False,)
+                self._note(new, kind, note(node), [wanted], note(node).phase, 0)
+            inputs[i] = new
+        with_operands(node, inputs)
 
     def _with_summands(self, node: fx.Node) -> None:
         """Zeros beside summands are those of one rank: what is added to a sum is added once."""
         inputs = operands(node)
         if not self._zeros.intersection(inputs) or node.target in (operator.getitem, mask_first):
             return
-        joins = node.target is aten.cat.default
         for axis in self.program.axes:
-            held = [layout.on(axis) for o in inputs for layout in output_layouts(o)]
-            if any(p.kind == "P" or (joins and p.is_shard) for p in held):
-                for zeros in self._zeros.intersection(inputs):
-                    (layout,) = output_layouts(zeros)
-                    if layout.on(axis).kind == "R":
-                        (kind,) = output_types(zeros)
-                        with self.graph.inserting_before(node):
-                            new = self.graph.create_node("call_function", mask_first, (zeros,), {"axis": axis})
-                        wanted = [layout.with_(axis, dual(layout.on(axis)))]
-                        self._note(new, kind, note(node), wanted, note(node).phase, 0)
-                        node.replace_input_with(zeros, new)
+            found = [layout.on(axis) for o in inputs for layout in output_layouts(o)]
+            # Beside shards of the dimension along which parts are joined they are a segment that all ranks hold.
+            joined = node.target is aten.cat.default and any(self._joins(node, p) for p in found)
+            if any(p.kind == "P" or p.partial for p in found) or joined:
+                changed = {i: P for i, o in enumerate(inputs) if o in self._zeros and found[i] == R}
+                self._convert(node, changed, mask_first, axis)
+                inputs = operands(node)
+
+    @staticmethod
+    def _joins(node: fx.Node, placement: Placement) -> bool:
+        rank, dim = len(output_types(operands(node)[0])[0].shape), bind_arguments(node).get("dim", 0)
+        return placement.is_shard and placement.dim == int(dim) % rank
 
     def zeros_like(self, value: fx.Node, like: Note) -> fx.Node:
         """Zeros of the shape of a value of the forward."""
-        found = self.call(aten.zeros_like.default, (value,), {}, output_types(value)[0], like)
-        self._zeros.add(found)
-        return found
+        return self.made_of_zeros(self.call(aten.zeros_like.default, (value,), {}, output_types(value)[0], like))
+
+    def made_of_zeros(self, value: fx.Node) -> fx.Node:
+        """Remembers that a value is zero: all that ranks hold of it are summands of it as well."""
+        self._zeros.add(value)
+        return value
 
     def is_cut(self, value: fx.Node, dim: int) -> bool:
         """Whether an axis cuts a dimension of a value."""

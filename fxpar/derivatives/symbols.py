@@ -31,7 +31,8 @@ class Sizes:
 
     def __init__(self, symbols: Sequence[Symbol]) -> None:
         self._shapes = ShapeEnv()
-        self.mode = FakeTensorMode(shape_env=self._shapes, allow_non_fake_inputs=True)
+        # An operation that has no function of shapes is refused, and not run on values that are none.
+        self.mode = FakeTensorMode(shape_env=self._shapes, allow_non_fake_inputs=True, allow_fallback_kernels=False)
         self._ours: dict[sympy.Symbol, sympy.Symbol] = {}
         self._theirs: dict[sympy.Symbol, Any] = {}
         for each in symbols:

@@ -18,6 +18,7 @@ from torch import Tensor, fx
 from torch._decomp import get_decompositions
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
+from fxpar.derivatives.composed import COMPOSED
 from fxpar.derivatives.symbols import Sizes
 from fxpar.layout.symbols import Size
 from fxpar.program.program import TensorType
@@ -25,7 +26,7 @@ from fxpar.program.program import TensorType
 aten = torch.ops.aten
 
 # Of which PyTorch's function of shapes takes no symbolic sizes.
-_DECOMPOSED: Any = get_decompositions([aten.baddbmm, aten.addmm, aten.addbmm, aten.addmv, aten.addr])
+_DECOMPOSED: Any = get_decompositions([aten.baddbmm, aten.addmm, aten.addbmm, aten.addmv, aten.addr, aten.lerp])
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,7 @@ def trace(
     Raises:
         RuntimeError, TypeError, ValueError, NotImplementedError: PyTorch cannot differentiate it on symbolic shapes.
     """
+    function = COMPOSED.get(function, function)
     made = [sizes.tensor(operand.kind, False) for operand in operands]
     numbers = [leaf.size for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Number)]
     integers = [sizes.integer(size) for size in numbers]
@@ -114,13 +116,18 @@ def trace(
 
         given, named = pytree.tree_map(value, (args, kwargs))
         with torch.enable_grad():
-            found = function(*given, **named)
-            outputs = list(found) if isinstance(found, (list, tuple)) else [found]
+            result = function(*given, **named)
+            outputs = list(result) if isinstance(result, (list, tuple)) else [result]
             tracer = get_proxy_mode().tracer  # type: ignore[union-attr]
             seen["forward"] = {node.name for node in tracer.graph.nodes}
-            roots = [output for output, flag in zip(outputs, tangents, strict=True) if flag]
-            gradients = torch.autograd.grad(roots, [leaves[i] for i in wanted], upstream, allow_unused=True)
-        return [o if isinstance(o, Tensor) else None for o in outputs], list(gradients)
+            given_to = [output for output, flag in zip(outputs, tangents, strict=True) if flag]
+            # Some operations give values beside their results that PyTorch lets no gradient through.
+            pairs = [(o, g) for o, g in zip(given_to, upstream, strict=True) if o.requires_grad]
+            roots, tangent = [o for o, _ in pairs], [g for _, g in pairs]
+            sources = [leaves[i] for i in wanted]
+            found = torch.autograd.grad(roots, sources, tangent, allow_unused=True) if pairs else ()
+            gradients: list[Tensor | None] = [*found] if pairs else [None for _ in wanted]
+        return [o if isinstance(o, Tensor) else None for o in outputs], gradients
 
     with sizes.mode, torch.enable_grad():
         shapes = _outputs(function, args, kwargs, made, integers)
@@ -190,11 +197,13 @@ def _functional(graph: fx.Graph) -> None:
     """
     for node in list(graph.nodes):
         target = node.target
+        if target is aten._unsafe_view.default:
+            node.target = aten.view.default
         if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:
             continue
-        written, name = node.args[0], target._schema.name.split("::")[1]
-        functional = getattr(getattr(aten, name.removesuffix("_"), None), target._overloadname, None)
-        if functional is None or not name.endswith("_") or any(_is_view(user) for user in written.users):
+        written = node.args[0]
+        functional = _functional_form(target)
+        if functional is None or any(_is_view(user) for user in written.users):
             raise NotImplementedError(f"{target} writes in place")
         node.target = functional
         later = set()
@@ -203,6 +212,20 @@ def _functional(graph: fx.Graph) -> None:
             later.add(at)
             at = at.next
         written.replace_all_uses_with(node, lambda user, later=later: user in later)
+
+
+def _functional_form(target: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
+    """The operation that gives a new tensor of the same arguments: overloads of the two may have different names."""
+    name = target._schema.name.split("::")[1]
+    packet = getattr(aten, name.removesuffix("_"), None)
+    if packet is None or not name.endswith("_"):
+        return None
+    wanted = [(each.name, str(each.type)) for each in target._schema.arguments]
+    for overload in packet.overloads():
+        found: torch._ops.OpOverload = getattr(packet, overload)
+        if [(each.name, str(each.type)) for each in found._schema.arguments] == wanted:
+            return found
+    return None
 
 
 def _is_view(node: fx.Node) -> bool:

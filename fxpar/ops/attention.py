@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxpar.layout.layout import Placement
+from fxpar.layout.layout import P, Placement, R
 from fxpar.ops import attend
 from fxpar.ops.onrank import OnRank
 from fxpar.ops.operator import Gradients, OnShapes, Operator, Reverse, Run, Saving
 from fxpar.ops.random import indexed, own_bits_of_probabilities
 from fxpar.program.program import TensorType, note, operands, output_types
 from fxpar.program.properties import Property
-from fxpar.signatures.engine import Call, Labelling, Labels, Refusal, Rule, Signature, bind_arguments
+from fxpar.signatures.engine import Call, Check, Labelling, Labels, Refusal, Rule, Signature, bind_arguments
 from fxpar.signatures.matmul import attention_labels
 
 _NAMES = ("query", "key", "value", "mask")
@@ -55,6 +55,40 @@ def _gradient_labels(call: Call) -> Labelling | Refusal:
     ins = tuple(own.get(name, (None,) * len(kind.shape)) for name, kind in zip(call.names, call.operands, strict=True))
     outs = tuple(own[name] for name in _NAMES[: len(call.outputs)])
     return Labelling(ins, outs, frozenset(label for label in result if label is not None))
+
+
+def _value_alone(call: Call, placements: Sequence[Placement]) -> tuple[Placement, ...] | None:
+    """The result is linear in the value, whose columns may be cut; the sums of exponentials know nothing of it."""
+    known = dict(zip(call.names, placements, strict=True))
+    value = known.pop("value")
+    if any(p != R for p in known.values()) or not _is_column(call, value):
+        return None
+    out = len(call.outputs[0].shape) - 1
+    return (P if value == P else value.at(out), R)
+
+
+def _gradient_of_value_alone(call: Call, placements: Sequence[Placement]) -> tuple[Placement, ...] | None:
+    """Scores get summands of their gradients from value and result, or from each column of these."""
+    known = dict(zip(call.names, placements, strict=True))
+    value, out, gradient = known.pop("value"), known.pop("out"), known.pop("gradient")
+    if any(p != R for p in known.values()) or not _is_column(call, value):
+        return None
+    result = P if value == P else value.at(len(call.operands[call.names.index("out")].shape) - 1)
+    if out != result or gradient != (R if value == P else result):
+        return None
+    return (P, P, R if value == P else value, *(P,) * (len(call.outputs) - 3))
+
+
+def _is_column(call: Call, value: Placement) -> bool:
+    last = len(call.operands[call.names.index("value")].shape) - 1
+    return value == P or (value.is_shard and value.dim == last and not value.is_shared and not value.is_padded)
+
+
+def _first_of(*checks: Check) -> Check:
+    def check(call: Call, placements: Sequence[Placement]) -> tuple[Placement, ...] | Refusal | None:
+        return next((found for each in checks if (found := each(call, placements)) is not None), None)
+
+    return check
 
 
 def _drawn(call: Call, placements: Sequence[Placement]) -> Refusal | None:
@@ -160,7 +194,7 @@ _record = partial(Operator, stage=Property.RNG, draws=True)
 
 @partial(
     _record,
-    rule=_with_summands(indexed(_gradient_labels, _drawn, (("gradient",),))),
+    rule=_with_summands(indexed(_gradient_labels, _first_of(_gradient_of_value_alone, _drawn), (("gradient",),))),
     shape=_gradient_shape,
     lower=_lower_backward,
 )
@@ -191,7 +225,13 @@ def attention_backward(
     """
 
 
-@partial(_record, rule=indexed(_labels, _drawn), shape=_shape, lower=_lower, derivative=_derivative)
+@partial(
+    _record,
+    rule=indexed(_labels, _first_of(_value_alone, _drawn), (("value",),)),
+    shape=_shape,
+    lower=_lower,
+    derivative=_derivative,
+)
 def attention_forward(
     query: Any,
     key: Any,

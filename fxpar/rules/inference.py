@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import fx
 
 from fxpar.errors import LayoutError
@@ -191,17 +190,10 @@ def infer_node(node: fx.Node, given: Context) -> tuple[Layout, ...]:
         found = (coerced(node, given.layouts[0], given.axes),)
     else:
         found = _operation(node, given)
-        if node.target is torch.ops.aten.zeros_like.default and not is_forward(node):
-            found = [_of_summands(layout) for layout in found]
     return tuple(
         Layout(tuple((axis, resting(placement, flag)) for axis, placement in layout))
         for layout, flag in zip(found, given.outputs, strict=True)
     )
-
-
-def _of_summands(layout: Layout) -> Layout:
-    """Zeros in the place of a gradient: what several ranks hold of them is a summand on each."""
-    return Layout(tuple((axis, replace(p, partial=p.is_shared)) for axis, p in layout))
 
 
 def _operation(node: fx.Node, given: Context) -> list[Layout]:

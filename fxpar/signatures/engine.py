@@ -108,7 +108,7 @@ class Rule:
         check: for operations with further conditions: outputs for given operands; None leaves it to the rest.
         varying: names of operands that may be V (axis indices).
         padding: names of operands whose cut may be padded: padding stays finite there, and its gradient stays zero.
-        joins: outputs for operands some of which are gradients, before anything else is asked; None leaves it to that.
+        zeros: whether the results are zero, padding included.
     """
 
     labels: Callable[[Call], Labelling | Refusal] | None = None
@@ -117,7 +117,7 @@ class Rule:
     check: Check | None = None
     varying: tuple[str, ...] = ()
     padding: tuple[str, ...] = ()
-    joins: Check | None = None
+    zeros: bool = False
 
 
 def _scalar(value: Any) -> Any:
@@ -299,16 +299,18 @@ def infer(
         placements: one for each operand.
         carries: whether each operand carries a gradient. Those that do not are I and R at once.
     """
-    if rule is not None and rule.joins is not None:
-        joined = rule.joins(call, placements)
-        if joined is not None:
-            return joined
     known = _Gradients(
         frozenset(i for i, p in enumerate(placements) if p.partial),
         frozenset(i for i, p in enumerate(placements) if p.zeros),
     )
     if not known.partial and not known.zeros:
-        return _infer(rule, call, placements, carries, known)
+        answer = _infer(rule, call, placements, carries, known)
+        joined = not isinstance(answer, Refusal) and any(p.partial for p in answer)
+        if joined and any(p.is_shared for p in placements):
+            return Refusal("what several ranks hold meets what they hold summands of")
+        if rule is not None and rule.zeros and not isinstance(answer, Refusal):
+            return tuple(replace(p, zeros=True) if p.is_padded else p for p in answer)
+        return answer
     found = _infer(rule, call, [p.plain for p in placements], carries, known)
     if isinstance(found, Refusal) or rule is None:
         return found
@@ -323,11 +325,11 @@ def _of_gradients(
     A linear operation of summands gives summands; blocks that one rank alone has may stand beside them. Where what is
     linear in an operand is zero, the result is.
     """
-    groups = _groups(rule, call)
-    alone = {i for i, p in enumerate(given) if p.is_shard and not p.is_shared}
+    groups = [group for group in _groups(rule, call) if _is_linear(rule, call, group)]
+    alone = {i for i, p in enumerate(given) if p == P or (p.is_shard and not p.is_shared)}
     if known.partial and not any(known.partial <= group <= known.partial | alone for group in groups):
         return Refusal("the operation is not linear in what several ranks hold summands of: add those first")
-    is_zero = any(group and group <= known.zeros for group in groups)
+    is_zero = rule.zeros or any(group and group <= known.zeros for group in groups)
     outputs = []
     for placement in found:
         if known.partial and placement == R:
@@ -336,6 +338,13 @@ def _of_gradients(
             placement = replace(placement, partial=True)
         outputs.append(replace(placement, zeros=True) if is_zero and placement.is_padded else placement)
     return tuple(outputs)
+
+
+def _is_linear(rule: Rule, call: Call, group: set[int]) -> bool:
+    """Whether this very call, with its numbers, makes summands of summands: filling does with zeros alone."""
+    placements = [P if i in group else R for i in range(len(call.operands))]
+    found = _infer(rule, call, placements, [False] * len(placements), _Gradients())
+    return not isinstance(found, Refusal) and P in found
 
 
 def _infer(

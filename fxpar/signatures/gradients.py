@@ -14,6 +14,7 @@ from fxpar.layout.layout import P, Placement, R
 from fxpar.layout.symbols import Size
 from fxpar.signatures.engine import Call, Labelling, Labels, Refusal, Rule
 from fxpar.signatures.pointwise import broadcast, pointwise_labels
+from fxpar.signatures.scattering import ignoring, scattering_rules
 
 # Element-wise, with the name of the gradient; the values beside it may be those of padding.
 _POINTWISE = """
@@ -47,6 +48,33 @@ def _keeping_dim(call: Call) -> Labelling | Refusal:
     if labels:
         labels[int(call.get("dim")) % len(labels)] = None
     return Labelling((tuple(labels),) * 2, (tuple(labels),))
+
+
+def _keeping_dim_of_one(call: Call) -> Labelling | Refusal:
+    """What runs over one dimension of one operand, which stays whole."""
+    labels = _numbered(_rank(call))
+    if labels:
+        labels[int(call.get("dim")) % len(labels)] = None
+    return Labelling((tuple(labels),), (tuple(labels),))
+
+
+def _trilinear(call: Call) -> Labelling | Refusal:
+    """The product of three operands that get dimensions of size one (`expand1` …), summed over some (`sumdim`)."""
+    rank = len(call.operands[0].shape) + len(call.get("expand1"))
+    shapes: list[list[Size]] = []
+    for kind, name in zip(call.operands, ("expand1", "expand2", "expand3"), strict=True):
+        own, expanded = list(kind.shape), {dim % rank for dim in call.get(name)}
+        shapes.append([1 if dim in expanded else own.pop(0) for dim in range(rank)])
+    sizes = [next((shape[dim] for shape in shapes if shape[dim] != 1), 1) for dim in range(rank)]
+    gone = {dim % rank for dim in call.get("sumdim")}
+    ins = []
+    for shape, name in zip(shapes, ("expand1", "expand2", "expand3"), strict=True):
+        expanded = {dim % rank for dim in call.get(name)}
+        kept = [dim for dim in range(rank) if dim not in expanded]
+        ins.append(tuple(f"d{dim}" if shape[dim] != 1 or sizes[dim] == 1 else None for dim in kept))
+    # A sum over what an operand lacks is its product with every element: cut there it is summed all the same.
+    out = tuple(f"d{dim}" for dim in range(rank) if dim not in gone)
+    return Labelling(tuple(ins), (out,), frozenset(f"d{dim}" for dim in gone))
 
 
 def _layer_norm_backward(call: Call) -> Labelling | Refusal:
@@ -99,31 +127,28 @@ def _nll_backward(call: Call) -> Labelling | Refusal:
     return Labelling(tuple(known[name] for name in call.names), (known["self"],))
 
 
-def _total_weight_unread(call: Call, placements: Sequence[Placement]) -> tuple[Placement, ...] | Refusal | None:
-    """The sum of weights is read for a mean alone: of a sum it may be a summand."""
-    position = call.position("total_weight")
-    if position is None or placements[position] != P:
+def _nll_partial(call: Call, placements: Sequence[Placement]) -> tuple[Placement, ...] | Refusal | None:
+    """The loss is linear in log-probabilities, and the sum of weights does not depend on them."""
+    position = call.position("self")
+    if placements[position or 0] != P or any(p != R for i, p in enumerate(placements) if i != position):
         return None
-    if call.get("reduction", 1) == 1:
-        return Refusal("a mean divides by the sum of weights: reduce it first")
-    rest = [p for i, p in enumerate(placements) if i != position]
-    if all(p == R for p in rest):
-        return (R,)
-    cut = next((p for p in rest if p.is_shard), None)
-    if cut is None:
-        return (P,) if rest[0] == P and all(p == R for p in rest[1:]) else None
-    found = _nll_backward(call)
-    if isinstance(found, Refusal):
-        return found
-    first = next(i for i, p in enumerate(placements) if p.is_shard)
-    label = found.operands[first][cut.dim]
-    if label is None:
-        return Refusal(f"the operation needs the whole of dimension {cut.dim}")
-    for i, (p, labels) in enumerate(zip(placements, found.operands, strict=True)):
-        wanted = cut.at(labels.index(label)) if label in labels else R
-        if i != position and p != wanted:
-            return Refusal(f"operand {call.names[i]} is {p} where {wanted} fits {cut}")
-    return (cut.at(found.outputs[0].index(label)),)
+    return (P, R)
+
+
+def _nll_unread(call: Call) -> tuple[str, ...]:
+    """Of the log-probabilities the shape alone; the sum of weights for a mean alone."""
+    return ("self",) if call.get("reduction", 1) == 1 else ("self", "total_weight")
+
+
+def _norm_backward_partial(call: Call, placements: Sequence[Placement]) -> tuple[Placement, ...] | Refusal | None:
+    """The gradient of the input is linear in the weight, on which those of weight and bias do not depend."""
+    known = dict(zip(call.names, placements, strict=True))
+    if known.pop("weight", R) != P:
+        return None
+    bias = known.pop("bias", R)
+    if bias not in (P, R) or any(p != R for p in known.values()):
+        return None
+    return (P, *(R,) * (len(call.outputs) - 1))
 
 
 def _loss_backward(call: Call) -> Labelling | Refusal:
@@ -132,82 +157,6 @@ def _loss_backward(call: Call) -> Labelling | Refusal:
         return Refusal("a mean divides by the size of the whole: it needs whole operands")
     shape = call.outputs[0].shape
     return Labelling(tuple(broadcast(kind.shape, shape) for kind in call.operands), (tuple(_numbered(len(shape))),))
-
-
-def _scatter(call: Call) -> Labelling | Refusal:
-    """A dimension gets elements at places of its own: it stays whole; the others go along where all have them whole."""
-    shapes = [kind.shape for kind in call.operands]
-    labels = _numbered(len(shapes[0]))
-    if not labels:
-        return Labelling(tuple((None,) * len(shape) for shape in shapes), ((),))
-    dim = int(call.get("dim")) % len(labels)
-    own = [None if i == dim or any(s[i] != shapes[0][i] for s in shapes) else f"d{i}" for i in range(len(labels))]
-    return Labelling((tuple(own),) * len(shapes), (tuple(own),))
-
-
-def _index_add(call: Call) -> Labelling | Refusal:
-    """`dim` gets the rows of `source` at their places; rows may be cut, and are then summed."""
-    labels = _numbered(_rank(call))
-    dim = int(call.get("dim")) % max(len(labels), 1)
-    whole = tuple(None if i == dim else label for i, label in enumerate(labels))
-    known: dict[str, Labels] = {"self": whole, "index": (None,), "source": whole}
-    return Labelling(tuple(known[name] for name in call.names), (whole,))
-
-
-def _index_put(call: Call) -> Labelling | Refusal:
-    """`x[i, j, :] += values`: what is indexed stays whole; dimensions behind and before it go along."""
-    entries = call.get("indices") or []
-    entries = entries or [call.position("indices")] * call.names.count("indices")
-    places = [i for i, entry in enumerate(entries) if entry is not None]
-    if not call.get("accumulate") or not places or places != list(range(places[0], places[-1] + 1)):
-        return Refusal("indices that stand apart, or that replace, have no rule for shards")
-    own: list[str | None] = [f"d{i}" for i in range(_rank(call))]
-    indices = [k for name, k in zip(call.names, call.operands, strict=True) if name == "indices"]
-    values = call.operands[call.names.index("values")].shape
-    width = max((len(kind.shape) for kind in indices), default=0)
-    for place in places:
-        own[place] = None
-    spread: Labels = tuple(f"i{i}" for i in range(width))
-    shape: tuple[Size, ...] = values[places[0] : places[0] + width]
-    moved: Labels = (*own[: places[0]], *spread, *own[places[-1] + 1 :])
-    if len(moved) != len(values):
-        return Refusal("values that are broadcast have no rule for shards")
-    known = {"self": tuple(own), "values": moved}
-    ins = tuple(
-        broadcast(kind.shape, shape, spread) if name == "indices" else known[name]
-        for name, kind in zip(call.names, call.operands, strict=True)
-    )
-    return Labelling(ins, (tuple(own),), frozenset(label for label in spread if label is not None))
-
-
-def _slice_backward(call: Call) -> Labelling | Refusal:
-    """The dimension that was sliced stays whole."""
-    labels = _numbered(_rank(call))
-    labels[int(call.get("dim")) % len(labels)] = None
-    return Labelling((tuple(labels),), (tuple(labels),))
-
-
-def _convolution(call: Call) -> Labelling | Refusal:
-    """`n c …, o c …, o -> n o …`, with groups `n …` alone."""
-    rank = len(call.outputs[0].shape)
-    c, o = ("c", "o") if call.get("groups") == 1 and not call.get("transposed") else (None, None)
-    space = (None,) * (rank - 2)
-    found: dict[str, Labels] = {"input": ("n", c, *space), "weight": (o, c, *space), "bias": (o,)}
-    if "bias" in call.names:
-        c = None
-        found["input"], found["weight"] = ("n", None, *space), (o, None, *space)
-    return Labelling(tuple(found[name] for name in call.names), (("n", o, *space),), frozenset("c" if c else ""))
-
-
-def _convolution_backward(call: Call) -> Labelling | Refusal:
-    """`n o …, n c …, o c … -> n c …, o c …, o`: images are summed in the weight's gradient, channels in the input's."""
-    rank = _rank(call)
-    c, o = ("c", "o") if call.get("groups") == 1 and not call.get("transposed") else (None, None)
-    space = (None,) * (rank - 2)
-    ins: tuple[Labels, ...] = (("n", o, *space), ("n", c, *space), (o, c, *space))
-    outs: list[Labels] = [("n", c, *space), (o, c, *space), (o,)]
-    made = [labels if len(k.shape) == len(labels) else (None,) for labels, k in zip(outs, call.outputs, strict=True)]
-    return Labelling(ins, tuple(made), frozenset(label for label in ("n", o) if label))
 
 
 def gradient_rules() -> dict[str, Rule]:
@@ -222,19 +171,20 @@ def gradient_rules() -> dict[str, Rule]:
     for name in ("_softmax_backward_data", "_log_softmax_backward_data"):
         found[f"aten.{name}.default"] = Rule(_keeping_dim, (("grad_output",),))
     for name in ("nll_loss_forward", "nll_loss2d_forward"):
-        found[f"aten.{name}.default"] = Rule(_nll_forward)
+        found[f"aten.{name}.default"] = Rule(_nll_forward, check=_nll_partial)
     for name in ("nll_loss_backward", "nll_loss2d_backward"):
-        found[f"aten.{name}.default"] = Rule(_nll_backward, (("grad_output",),), check=_total_weight_unread)
-    scatter = Rule(_scatter, (("self", "src"),))
-    return found | {
-        "aten.native_layer_norm_backward.default": Rule(_layer_norm_backward, (("grad_out",),)),
+        found[f"aten.{name}.default"] = ignoring(_nll_unread, Rule(_nll_backward, (("grad_output",),)))
+    return {
+        **found,
+        **scattering_rules(),
+        "aten.native_layer_norm_backward.default": Rule(
+            _layer_norm_backward, (("grad_out",),), check=_norm_backward_partial
+        ),
+        "aten.log_sigmoid_forward.default": Rule(pointwise_labels),
+        "aten._prelu_kernel.default": Rule(pointwise_labels),
+        "aten._prelu_kernel_backward.default": Rule(pointwise_labels, (("grad_output",),)),
+        "aten._trilinear.default": Rule(_trilinear, (("i1",), ("i2",), ("i3",))),
+        "aten.cumprod.default": Rule(_keeping_dim_of_one),
+        "aten.binary_cross_entropy_backward.default": Rule(_loss_backward, (("grad_output",), ("weight?",))),
         "aten.embedding_dense_backward.default": Rule(_embedding_backward, (("grad_output",),)),
-        "aten.scatter.src": scatter,
-        "aten.scatter_add.default": scatter,
-        "aten.index_add.default": Rule(_index_add, (("self", "source"),)),
-        "aten.index_put.default": Rule(_index_put, (("self", "values"),)),
-        "aten._unsafe_index_put.default": Rule(_index_put, (("self", "values"),)),
-        "aten.slice_backward.default": Rule(_slice_backward, (("grad_output",),)),
-        "aten.convolution.default": Rule(_convolution, (("input", "bias?"), ("weight", "bias?"))),
-        "aten.convolution_backward.default": Rule(_convolution_backward, (("grad_output",),)),
     }

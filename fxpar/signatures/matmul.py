@@ -137,7 +137,7 @@ def matmul_rules() -> dict[str, Rule]:
         ),
         "aten.scaled_dot_product_attention.default": Rule(attention_labels, (("value",),)),
     }
-    for key in ("aten.linear.default", "aten.mm.default", "aten.matmul.default"):
+    for key in ("aten.linear.default", "aten.mm.default", "aten.bmm.default", "aten.matmul.default"):
         rules[key] = replace(rules[key], padding=("weight", "mat2", "other", "self", "input"))
     for name in ("conv1d", "conv2d", "conv3d"):
         for overload in ("default", "padding"):

@@ -122,6 +122,7 @@ _PADDED: Mapping[str, tuple[str, ...]] = {
     "div.Tensor": ("self",),
     "where.self": ("condition", "self", "other"),
     "where.ScalarOther": ("condition", "self"),
+    "where.ScalarSelf": ("condition", "other"),
     "masked_fill.Scalar": ("self", "mask"),
     "masked_fill.Tensor": ("self", "mask"),
     "_to_copy.default": ("self",),
@@ -138,7 +139,8 @@ def pointwise_rules() -> dict[str, Rule]:
         rules[f"aten.{full}"] = Rule(pointwise_labels, partial=partial)
     for name, (values, number) in _FILLING.items():
         rules[f"aten.{name}"] = Rule(pointwise_labels, ((values,),), check=_zero_only(number))
-    for name in ("zeros_like", "ones_like", "full_like"):
+    rules["aten.zeros_like.default"] = Rule(pointwise_labels, check=same_values, padding=("self",), zeros=True)
+    for name in ("ones_like", "full_like"):
         rules[f"aten.{name}.default"] = Rule(pointwise_labels, check=same_values)
     rules["aten.fill.Scalar"] = Rule(pointwise_labels, check=same_values)
     rules["aten.fill.Tensor"] = Rule(pointwise_labels, (("value",),))

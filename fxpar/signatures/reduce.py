@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from fxpar.layout.layout import P, Placement
+from fxpar.layout.layout import P, Placement, R
 from fxpar.signatures.engine import Call, Labelling, Labels, Refusal, Rule
 from fxpar.signatures.pointwise import broadcast, keeps_sums
 
@@ -50,6 +50,15 @@ def _norm(normalized: Callable[[Call], int]) -> Callable[[Call], Labelling | Ref
         return Labelling((lead, *rest), outs)
 
     return labels
+
+
+def norm_of_summands(call: Call, placements: Sequence[Placement]) -> tuple[Placement, ...] | None:
+    """The result is linear in weight and bias together, and the statistics do not depend on them."""
+    affine = [p for name, p in zip(call.names, placements, strict=True) if name in ("weight", "bias")]
+    others = [p for name, p in zip(call.names, placements, strict=True) if name not in ("weight", "bias")]
+    if set(affine) != {P} or any(p != R for p in others):
+        return None
+    return (P, *(R,) * (len(call.outputs) - 1))
 
 
 def _weight_norm(call: Call) -> Labelling | Refusal:
@@ -139,7 +148,9 @@ def reduction_rules() -> dict[str, Rule]:
         "_weight_norm.default": Rule(_weight_norm, (("g",),)),
         "layer_norm.default": Rule(_norm(lambda call: len(call.get("normalized_shape"))), (("weight", "bias?"),)),
         "rms_norm.default": Rule(_norm(lambda call: len(call.get("normalized_shape"))), (("weight",),)),
-        "native_layer_norm.default": Rule(_norm(lambda call: len(call.get("normalized_shape")))),
+        "native_layer_norm.default": Rule(
+            _norm(lambda call: len(call.get("normalized_shape"))), check=norm_of_summands
+        ),
         "group_norm.default": Rule(_norm(lambda call: len(call.operands[0].shape) - 1), (("weight", "bias?"),)),
         "cross_entropy_loss.default": Rule(_loss, check=_no_partial_target),
         "nll_loss.default": Rule(_loss, (("self",),)),

@@ -193,7 +193,10 @@ def _cat(call: Call, index: int, placement: Placement) -> Signature | Refusal:
 
 
 def _cat_segments(call: Call, placements: Sequence[Placement]) -> tuple[Placement, ...] | Refusal | None:
-    """Segments that are cut in different ways, or not at all, join to one dimension with a layout for each."""
+    """Segments that are cut in different ways, or not at all, join to one dimension with a layout for each.
+
+    A partial value is a segment that all ranks hold summands of.
+    """
     dim = _cat_dim(call)
     if not any(p.is_shard and p.dim == dim for p in placements):
         return None
@@ -204,29 +207,13 @@ def _cat_segments(call: Call, placements: Sequence[Placement]) -> tuple[Placemen
     for placement, kind in zip(placements, call.operands, strict=True):
         if placement.is_shard and placement.dim == dim:
             pieces.extend(placement.pieces)
-        elif placement == R:
+        elif placement in (R, P):
             pieces.append(Piece(1, kind.shape[dim], False))
         else:
             return Refusal(f"a part with {placement} is concatenated to parts that are cut along dimension {dim}")
-    return (Placement("S", dim, pieces_of(pieces)),)
-
-
-def _cat_summands(call: Call, placements: Sequence[Placement]) -> tuple[Placement, ...] | Refusal | None:
-    """Summands (P) beside cut parts are a segment that all ranks hold, each a summand of it.
-
-    Another segment that several ranks hold must be one of summands too.
-    """
-    dim = _cat_dim(call)
-    cut = [p for p in placements if p.is_shard]
-    if P not in placements or not cut:
-        return None
-    if any(not p.is_shard and p != P for p in placements) or any(p.is_shared and not p.partial for p in cut):
-        return Refusal("summands (P) are concatenated to what is none: every rank would add it")
-    plain = [R if p == P else p.plain for p in placements]
-    found = _cat_segments(call, plain) if all(p.dim == dim for p in cut) else None
-    if found is None:
-        return Refusal(f"summands (P) are concatenated to what is cut along another dimension than {dim}")
-    return found if isinstance(found, Refusal) else tuple(replace(p, partial=True) for p in found)
+    if P in placements and R in placements:
+        return Refusal("a partial (P) part meets one that each rank would add (R)")
+    return (Placement("S", dim, pieces_of(pieces), partial=P in placements),)
 
 
 def _stack(call: Call) -> Labelling | Refusal:
@@ -369,14 +356,14 @@ def view_rules() -> dict[str, Rule]:
         ),
         **dict.fromkeys(["aten.squeeze.default", "aten.squeeze.dim", "aten.squeeze.dims"], squeeze),
         **dict.fromkeys(["aten.permute.default", "aten.transpose.int", "aten.t.default"], permute),
-        "aten.expand.default": Rule(_expand, _SELF),
+        "aten.expand.default": Rule(_expand, _SELF, padding=padded),
         **dict.fromkeys(["aten.repeat.default", "aten.tile.default"], Rule(partial=_SELF, seed=_repeat)),
         **dict.fromkeys(["aten.select.int", "aten.unbind.int"], select),
         "aten.slice.Tensor": Rule(partial=_SELF, seed=_slice, padding=padded),
         **dict.fromkeys(
             ["aten.split.Tensor", "aten.split_with_sizes.default", "aten.split.sizes", "aten.chunk.default"], split
         ),
-        "aten.cat.default": Rule(partial=(("tensors",),), seed=_cat, check=_cat_segments, joins=_cat_summands),
+        "aten.cat.default": Rule(partial=(("tensors",),), seed=_cat, check=_cat_segments),
         "aten.stack.default": Rule(_stack, (("tensors",),)),
         **dict.fromkeys(["aten.flip.default", "aten.roll.default"], linear_keeping),
         "aten.cumsum.default": Rule(_keeping_dim, _SELF, check=keeps_sums),

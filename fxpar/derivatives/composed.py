@@ -1,0 +1,95 @@
+"""Operations written with others where autograd ends in an operator that has no function of shapes, or takes a size.
+
+Enters: an overload. Leaves: a function of the same arguments that computes the same, and that autograd differentiates
+on symbolic shapes into operations that have rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+
+
+def _reduced(values: Tensor, reduction: int) -> Tensor:
+    """All values, their mean or their sum, as of PyTorch's losses."""
+    return values if reduction == 0 else values.mean() if reduction == 1 else values.sum()
+
+
+def weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    """`v * g / |v|`, the norm over all dimensions but one; over all of them where `dim` is -1.
+
+    The fused kernel and its gradient keep the norms in a form of their own.
+    """
+    others = [i for i in range(v.dim()) if dim == -1 or i != dim % v.dim()]
+    norms: Tensor = torch.linalg.vector_norm(v, 2, others, keepdim=bool(dim != -1))
+    return v * (g / norms)
+
+
+def group_norm(
+    x: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enabled: bool = True,
+) -> Tensor:
+    """The norm of each group of channels, [n, c, …]; its own operator takes the number of rows as an argument."""
+    groups = x.reshape(x.shape[0], num_groups, -1)
+    found = torch.nn.functional.layer_norm(groups, [groups.shape[2]], None, None, eps).reshape(x.shape)
+    channels = [-1, *[1] * (x.dim() - 2)]
+    if weight is not None:
+        found = found * weight.reshape(channels)
+    return found if bias is None else found + bias.reshape(channels)
+
+
+def multi_margin_loss(
+    x: Tensor, target: Tensor, p: float = 1, margin: float = 1, weight: Tensor | None = None, reduction: int = 1
+) -> Tensor:
+    """Of each row `Σ_i max(0, margin - x[y] + x[i])^p / C` over the classes i other than y, times the weight of y.
+
+    Args:
+        x: values of C classes in each row, [n, C] or [C].
+        target: y of each row.
+        p: 1 or 2.
+        weight: of each class.
+    """
+    rows = x if x.dim() > 1 else x.unsqueeze(0)
+    wanted = target.reshape(-1, 1)
+    hinge = (margin - rows.gather(1, wanted) + rows).clamp_min(0)
+    terms = hinge if p == 1 else hinge * hinge
+    if weight is not None:
+        terms = terms * weight.index_select(0, target.reshape(-1)).unsqueeze(1)
+    classes = torch.arange(rows.shape[1], device=x.device)
+    found = torch.where(classes == wanted, 0.0, terms).sum(1) / rows.shape[1]
+    return _reduced(found if x.dim() > 1 else found.squeeze(0), reduction)
+
+
+def multilabel_margin_loss(x: Tensor, target: Tensor, reduction: int = 1) -> Tensor:
+    """Of each row `Σ_j Σ_i max(0, 1 - x[y_j] + x[i]) / C` over its classes y_j and all classes i that are none of them.
+
+    Args:
+        x: values of C classes in each row, [n, C] or [C].
+        target: the classes of each row, which end before the first -1; of the shape of `x`.
+    """
+    rows, members = (x, target) if x.dim() > 1 else (x.unsqueeze(0), target.unsqueeze(0))
+    is_member = (members < 0).cumsum(1) == 0
+    known = torch.where(is_member, members, 0)
+    classes = torch.arange(rows.shape[1], device=x.device)
+    is_class = ((known.unsqueeze(2) == classes) & is_member.unsqueeze(2)).any(1)
+    hinge = (1 - rows.gather(1, known).unsqueeze(2) + rows.unsqueeze(1)).clamp_min(0)
+    terms = torch.where(is_member.unsqueeze(2) & ~is_class.unsqueeze(1), hinge, 0.0)
+    found = terms.sum([1, 2]) / rows.shape[1]
+    return _reduced(found if x.dim() > 1 else found.squeeze(0), reduction)
+
+
+COMPOSED: Mapping[Any, Callable[..., Any]] = {
+    aten._weight_norm.default: weight_norm,
+    aten.group_norm.default: group_norm,
+    aten.multi_margin_loss.default: multi_margin_loss,
+    aten.multilabel_margin_loss.default: multilabel_margin_loss,
+}

@@ -1,0 +1,226 @@
+"""Rules of gradients that are put in their places: scatters, sums at indices, padding, pooling, convolution."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from fxpar.layout.layout import P, Placement, R
+from fxpar.layout.symbols import Size
+from fxpar.signatures.engine import Call, Labelling, Labels, Refusal, Rule, infer
+from fxpar.signatures.pointwise import broadcast
+
+_Check = Callable[[Call, Sequence[Placement]], tuple[Placement, ...] | Refusal | None]
+
+
+def ignoring(unread: Callable[[Call], Sequence[str]], rule: Rule) -> Rule:
+    """The rule with operands that may be partial because their values are not read."""
+
+    def check(call: Call, placements: Sequence[Placement]) -> tuple[Placement, ...] | Refusal | None:
+        names = unread(call)
+        given = [R if p == P and name in names else p for name, p in zip(call.names, placements, strict=True)]
+        if given == list(placements):
+            return None
+        return infer(rule, call, given, [False] * len(given))
+
+    return replace(rule, check=check)
+
+
+def _numbered(rank: int) -> list[str | None]:
+    return [f"d{i}" for i in range(rank)]
+
+
+def _of_rows(labels: Callable[[Call], Labelling | Refusal], rows: Callable[[Call], Labels]) -> _Check:
+    """What is added may be cut where it is indexed: each rank adds its own, to a summand of what is added to.
+
+    Args:
+        labels: of a call whose indexed dimensions are whole.
+        rows: labels of the dimensions of the indices.
+    """
+
+    def check(call: Call, placements: Sequence[Placement]) -> tuple[Placement, ...] | Refusal | None:
+        own = call.names.index("self")
+        cut = next((i for i, p in enumerate(placements) if p.is_shard), None)
+        if placements[own] != P or cut is None:
+            return None
+        found = labels(call)
+        if isinstance(found, Refusal):
+            return found
+        label = found.operands[cut][placements[cut].dim]
+        if label is None or label not in rows(call):
+            return Refusal("partial (P) operands meet shards (S)")
+        if placements[cut].is_padded or placements[cut].is_shared:
+            return Refusal(f"what several ranks hold of {placements[cut]}, or nothing, would be added by each of them")
+        for i, (name, placement, mine) in enumerate(zip(call.names, placements, found.operands, strict=True)):
+            wanted = placements[cut].at(mine.index(label)) if label in mine else R
+            if i != own and placement != wanted:
+                return Refusal(f"operand {name} is {placement} where {wanted} fits {placements[cut]}")
+        return (P,)
+
+    return check
+
+
+def _scatter(call: Call) -> Labelling | Refusal:
+    """A dimension gets elements at places of its own: it stays whole; the others go along where all have them whole.
+
+    Along `dim` index and source are one (`rows`), which is summed.
+    """
+    known = dict(zip(call.names, call.operands, strict=True))
+    shapes = [kind.shape for kind in call.operands]
+    labels = _numbered(len(shapes[0]))
+    if not labels:
+        return Labelling(tuple((None,) * len(shape) for shape in shapes), ((),))
+    dim = int(call.get("dim")) % len(labels)
+    own = [None if i == dim or any(s[i] != shapes[0][i] for s in shapes) else f"d{i}" for i in range(len(labels))]
+    alike = known["index"].shape[dim] == known["src"].shape[dim]
+    moved = [("rows" if alike else None) if i == dim else label for i, label in enumerate(own)]
+    ins = tuple(tuple(own if name == "self" else moved) for name in call.names)
+    return Labelling(ins, (tuple(own),))
+
+
+def _scatter_in_place_of(call: Call) -> Labelling | Refusal:
+    """As `_scatter`; of two elements at one place each rank would keep another, so that `dim` stays whole there too."""
+    found = _scatter(call)
+    if isinstance(found, Refusal):
+        return found
+    ins = tuple(tuple(None if label == "rows" else label for label in labels) for labels in found.operands)
+    return Labelling(ins, found.outputs)
+
+
+def _rows(call: Call) -> Labels:
+    return ("rows",)
+
+
+def _index_add(call: Call) -> Labelling | Refusal:
+    """`dim` gets the rows of `source` at their places."""
+    labels = _numbered(len(call.operands[0].shape))
+    dim = int(call.get("dim")) % max(len(labels), 1)
+    whole = tuple(None if i == dim else label for i, label in enumerate(labels))
+    source = tuple("rows" if i == dim else label for i, label in enumerate(labels))
+    known: dict[str, Labels] = {"self": whole, "index": ("rows",), "source": source}
+    return Labelling(tuple(known[name] for name in call.names), (whole,))
+
+
+def _index_rows(call: Call) -> Labels:
+    indices = [k for name, k in zip(call.names, call.operands, strict=True) if name == "indices"]
+    return tuple(f"i{i}" for i in range(max((len(kind.shape) for kind in indices), default=0)))
+
+
+def _index_put(call: Call) -> Labelling | Refusal:
+    """`x[i, j, :] += values`: what is indexed stays whole; dimensions behind and before it go along."""
+    entries = call.get("indices") or []
+    entries = entries or [call.position("indices")] * call.names.count("indices")
+    places = [i for i, entry in enumerate(entries) if entry is not None]
+    if not call.get("accumulate") or not places or places != list(range(places[0], places[-1] + 1)):
+        return Refusal("indices that stand apart, or that replace, have no rule for shards")
+    own = _numbered(len(call.operands[0].shape))
+    values = call.operands[call.names.index("values")].shape
+    if any(kind.dtype.is_floating_point or str(kind.dtype) == "torch.bool" for kind in call.operands[1:-1]):
+        return Refusal("a boolean index takes an unknown number of values")
+    spread = _index_rows(call)
+    for place in places:
+        own[place] = None
+    shape: tuple[Size, ...] = values[places[0] : places[0] + len(spread)]
+    moved: Labels = (*own[: places[0]], *spread, *own[places[-1] + 1 :])
+    if len(moved) != len(values):
+        return Refusal("values that are broadcast have no rule for shards")
+    whole = call.operands[0].shape
+    sizes = (*whole[: places[0]], *shape, *whole[places[-1] + 1 :])
+    if values != sizes:
+        return Refusal("values that are broadcast have no rule for shards")
+    known = {"self": tuple(own), "values": moved}
+    ins = tuple(
+        broadcast(kind.shape, shape, spread) if name == "indices" else known[name]
+        for name, kind in zip(call.names, call.operands, strict=True)
+    )
+    return Labelling(ins, (tuple(own),))
+
+
+def _slice_backward(call: Call) -> Labelling | Refusal:
+    """The dimension that was sliced stays whole."""
+    labels = _numbered(len(call.operands[0].shape))
+    labels[int(call.get("dim")) % len(labels)] = None
+    return Labelling((tuple(labels),), (tuple(labels),))
+
+
+def _behind(count: int) -> Callable[[Call], Labelling | Refusal]:
+    """Gradient and operand of what pools or pads the last dimensions, which stay whole."""
+
+    def labels(call: Call) -> Labelling | Refusal:
+        rank = len(call.operands[0].shape)
+        found: Labels = tuple(f"d{i}" if i < rank - count else None for i in range(rank))
+        return Labelling((found,) * len(call.operands), (found,))
+
+    return labels
+
+
+def _value_unread(call: Call) -> tuple[str, ...]:
+    return ("self",)
+
+
+def _convolution(call: Call) -> Labelling | Refusal:
+    """`n c …, o c …, o -> n o …`, with groups `n …` alone."""
+    rank = len(call.outputs[0].shape)
+    if len(call.operands[0].shape) != rank or rank != len(call.operands[1].shape):
+        return Refusal("a convolution without a batch dimension has no rule for shards")
+    c, o = ("c", "o") if call.get("groups") == 1 and not call.get("transposed") else (None, None)
+    if "bias" in call.names:
+        c = None  # it would be added by each rank
+    space = (None,) * (rank - 2)
+    found: dict[str, Labels] = {"input": ("n", c, *space), "weight": (o, c, *space), "bias": (o,)}
+    return Labelling(tuple(found[name] for name in call.names), (("n", o, *space),), frozenset("c" if c else ""))
+
+
+def _one_gradient(call: Call) -> int | None:
+    """Which of the gradients of input, weight and bias is computed; None where it is not one of the first two."""
+    wanted = [i for i, flag in enumerate(call.get("output_mask")) if flag]
+    return wanted[0] if wanted in ([0], [1]) else None
+
+
+def _convolution_backward(call: Call) -> Labelling | Refusal:
+    """`n o …, n c …, o c … -> n c …` or `-> o c …`; what is not computed has no elements, and goes along."""
+    index = _one_gradient(call)
+    rank = len(call.operands[0].shape)
+    if index is None or any(len(kind.shape) != rank for kind in call.operands):
+        return Refusal("several gradients of a convolution at once, or of one image alone, need whole operands")
+    c, o = ("c", "o") if call.get("groups") == 1 and not call.get("transposed") else (None, None)
+    space = (None,) * (rank - 2)
+    ins: tuple[Labels, ...] = (("n", o, *space), ("n", c, *space), (o, c, *space))
+    made: list[Labels] = [(None,), (None,), (None,)]
+    made[index] = ins[index + 1]
+    outs = made if len(call.outputs) == len(made) else [made[index]]
+    return Labelling(ins, tuple(outs), frozenset(label for label in ("n", o, c) if label))
+
+
+def _shape_alone(call: Call) -> tuple[str, ...]:
+    """Of what the gradient is, the shape alone is read."""
+    index = _one_gradient(call)
+    return () if index is None else (("input",), ("weight",))[index]
+
+
+_PADDED_BEHIND = {"1d": 1, "2d": 2, "3d": 3}
+
+
+def scattering_rules() -> dict[str, Rule]:
+    """Rules by `aten` overload name."""
+    sums = (("self", "values"),)
+    index_put = Rule(_index_put, sums, check=_of_rows(_index_put, _index_rows))
+    pads = {
+        f"aten.{name}_pad{dims}_backward.default": ignoring(_value_unread, Rule(_behind(count), (("grad_output",),)))
+        for name in ("reflection", "replication")
+        for dims, count in _PADDED_BEHIND.items()
+    }
+    pool = ignoring(_value_unread, Rule(_behind(2), (("grad_output",),)))
+    convolution = Rule(_convolution_backward, (("grad_output",), ("input",), ("weight",)))
+    return {
+        **pads,
+        "aten.scatter.src": Rule(_scatter_in_place_of, (("self", "src"),)),
+        "aten.scatter_add.default": Rule(_scatter, (("self", "src"),), check=_of_rows(_scatter, _rows)),
+        "aten.index_add.default": Rule(_index_add, (("self", "source"),), check=_of_rows(_index_add, _rows)),
+        "aten.index_put.default": index_put,
+        "aten._unsafe_index_put.default": index_put,
+        "aten.slice_backward.default": Rule(_slice_backward, (("grad_output",),)),
+        "aten._adaptive_avg_pool2d_backward.default": pool,
+        "aten.convolution.default": Rule(_convolution, (("input", "bias?"), ("weight", "bias?"))),
+        "aten.convolution_backward.default": ignoring(_shape_alone, convolution),
+    }

@@ -1,0 +1,198 @@
+"""Forms of traced operations that rules know: zeros cut as values of the forward are, one result at a time.
+
+Enters: a node of a trace that stands in a program's backward. Leaves: the node that computes it there.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from fxpar.layout.symbols import Size, simplify
+from fxpar.program.program import TensorType, output_layouts, output_types
+
+if TYPE_CHECKING:
+    from fxpar.passes.derive import Derived
+
+aten = torch.ops.aten
+
+Form = Callable[["Derived", fx.Node], fx.Node | None]
+
+# What is known by its results, each of which is computed by itself.
+BY_ITEM = frozenset({aten.convolution_backward.default})
+_FACTORIES = (aten.new_zeros.default, aten.zeros.default, aten.zeros_like.default, aten._efficientzerotensor.default)
+
+
+def form_of(traced: fx.Node) -> Form | None:
+    """The form of a traced node, None where it stands as it is."""
+    target: Any = traced.target
+    if target is operator.getitem and isinstance(traced.args[0], fx.Node):
+        return _ITEMS.get(traced.args[0].target)
+    return _FORMS.get(target)
+
+
+def _is_zero(traced: Any) -> bool:
+    if not isinstance(traced, fx.Node):
+        return False
+    return bool(traced.target is aten.scalar_tensor.default and traced.args[0] == 0)
+
+
+def _where(derived: Derived, traced: fx.Node) -> fx.Node | None:
+    """Zero as a number: as a tensor it would be one that every rank adds."""
+    condition, first, second = traced.args
+    if _is_zero(second):
+        args = (derived.value(condition), derived.value(first), 0.0)  # type: ignore[arg-type]
+        return derived.call(aten.where.ScalarOther, args, {}, derived.kind(traced))
+    if _is_zero(first):
+        args = (derived.value(condition), 0.0, derived.value(second))  # type: ignore[arg-type]
+        return derived.call(aten.where.ScalarSelf, args, {}, derived.kind(traced))
+    return None
+
+
+def _zeros(derived: Derived, traced: fx.Node) -> fx.Node:
+    """Zeros in the shape of a value of the forward are cut as it is; others are whole."""
+    kind = derived.kind(traced)
+    like = derived.like_one(kind)
+    if like is not None:
+        return derived.emit.zeros_like(like, derived.like)
+    found = derived.call(aten.full.default, (derived.sizes(kind), 0.0), {"dtype": kind.dtype}, kind)
+    return derived.emit.made_of_zeros(found)
+
+
+def _slice_backward(derived: Derived, traced: fx.Node) -> fx.Node | None:
+    """Zeros on both sides; those of a dimension that is cut are cut as the forward's value is."""
+    gradient, _, dim, start, _, step = traced.args
+    source, own = derived.sources[0], derived.value(gradient)  # type: ignore[arg-type]
+    kind = derived.kind(traced)
+    dim = int(dim) % len(kind.shape)  # type: ignore[arg-type]
+    low = _clamped(derived, start, kind.shape[dim])
+    if not isinstance(low, int) or not isinstance(step, int):
+        return None
+    if step != 1:
+        own = _stretched(derived, own, dim, step, low % step)
+        low -= low % step
+        rest = simplify(kind.shape[dim] - low)
+        excess = simplify(output_types(own)[0].shape[dim] - rest)
+        if not isinstance(excess, int):
+            return None
+        if excess > 0:
+            shape = (*kind.shape[:dim], rest, *kind.shape[dim + 1 :])
+            args = (own, dim, 0, derived.emit.number(rest))
+            own = derived.call(aten.slice.Tensor, args, {}, TensorType(kind.dtype, shape))
+    behind = derived.emit.number(simplify(kind.shape[dim] - low - output_types(own)[0].shape[dim]))
+    return _between(derived, own, source, dim, low, behind, kind)
+
+
+def _stretched(derived: Derived, own: fx.Node, dim: int, step: int, place: int) -> fx.Node:
+    """Each element at a place among `step`, the others zero."""
+    kind = output_types(own)[0]
+    shape = list(kind.shape)
+    apart = [*shape[: dim + 1], 1, *shape[dim + 1 :]]
+    own = derived.call(aten.unsqueeze.default, (own, dim + 1), {}, TensorType(kind.dtype, tuple(apart)))
+    pads = [0] * (2 * (len(shape) - 1 - dim)) + [place, step - 1 - place]
+    apart[dim + 1] = step
+    own = derived.call(aten.constant_pad_nd.default, (own, pads, 0.0), {}, TensorType(kind.dtype, tuple(apart)))
+    shape[dim] = simplify(shape[dim] * step)
+    kind = TensorType(kind.dtype, tuple(shape))
+    return derived.call(aten.view.default, (own, derived.sizes(kind)), {}, kind)
+
+
+def _clamped(derived: Derived, bound: Any, size: Any) -> Any:
+    value = bound.meta["val"] if isinstance(bound, fx.Node) else bound
+    found = derived.derivative.sizes.size(value) if value is not None else size
+    if isinstance(found, int) and found < 0:
+        return size + found
+    return found
+
+
+def _between(
+    derived: Derived, own: fx.Node, source: fx.Node, dim: int, before: int, behind: Any, kind: TensorType
+) -> fx.Node:
+    if before == 0 and behind == 0:
+        return own
+    if not derived.emit.is_cut(own, dim) and not derived.emit.is_cut(source, dim):
+        pads: list[Any] = [0] * (2 * (len(kind.shape) - 1 - dim)) + [before, behind]
+        return derived.call(aten.constant_pad_nd.default, (own, pads, 0.0), {}, kind)
+    size = kind.shape[dim]
+    end = simplify(before + output_types(own)[0].shape[dim])
+    parts = [_zero_part(derived, source, dim, a, b, kind) for a, b in _runs(source, dim, 0, before)]
+    parts.append(own)
+    if behind != 0:
+        parts += [_zero_part(derived, source, dim, a, b, kind) for a, b in _runs(source, dim, end, size)]
+    return derived.call(aten.cat.default, (parts, dim), {}, kind)
+
+
+def _zero_part(derived: Derived, source: fx.Node, dim: int, first: Size, last: Size, kind: TensorType) -> fx.Node:
+    """Zeros cut as a part of a value is."""
+    shape = (*kind.shape[:dim], simplify(last - first), *kind.shape[dim + 1 :])
+    bounds = (derived.emit.number(first), derived.emit.number(last))
+    part = derived.call(aten.slice.Tensor, (source, dim, *bounds), {}, TensorType(kind.dtype, shape))
+    return derived.emit.zeros_like(part, derived.like)
+
+
+def _runs(source: fx.Node, dim: int, first: Size, last: Size) -> Iterator[tuple[Size, Size]]:
+    """A range of a dimension in parts that are either cut or whole."""
+    bounds = {first, last} if isinstance(first, int) and isinstance(last, int) else set()
+    for layout in output_layouts(source) if bounds else ():
+        for _, placement in layout:
+            position: Size = 0
+            for piece in placement.pieces if placement.is_shared and placement.dim == dim else ():
+                position = simplify(position + piece.length)
+                bounds |= {position} if isinstance(position, int) and first < position < last else set()
+    if not bounds:
+        yield first, last
+    yield from itertools.pairwise(sorted(bounds))
+
+
+def _select_backward(derived: Derived, traced: fx.Node) -> fx.Node | None:
+    """Zeros around one element."""
+    gradient, _, dim, index = traced.args
+    kind = derived.kind(traced)
+    rank = len(kind.shape)
+    dim = int(dim) % rank  # type: ignore[arg-type]
+    if not isinstance(index, int):
+        return None
+    size = kind.shape[dim]
+    first = index if index >= 0 else size + index
+    own = derived.value(gradient)  # type: ignore[arg-type]
+    shape = (*kind.shape[:dim], 1, *kind.shape[dim + 1 :])
+    own = derived.call(aten.unsqueeze.default, (own, dim), {}, TensorType(kind.dtype, shape))
+    pads = [0] * (2 * (rank - 1 - dim)) + [derived.emit.number(first), derived.emit.number(size - first - 1)]
+    return derived.call(aten.constant_pad_nd.default, (own, pads, 0.0), {}, kind)
+
+
+def _empty(derived: Derived, traced: fx.Node) -> fx.Node:
+    """What is written to before it is read may as well be zero."""
+    return derived.call(aten.zeros_like.default, (derived.value(traced.all_input_nodes[0]),), {}, derived.kind(traced))
+
+
+def _of_convolution(derived: Derived, traced: fx.Node) -> fx.Node:
+    """One gradient of a convolution by itself, as kernels compute it; that of the bias is a sum."""
+    source, index = traced.args
+    assert isinstance(source, fx.Node)
+    kind = derived.kind(traced)
+    gradient = derived.value(source.args[0])  # type: ignore[arg-type]
+    if index == 2:
+        images = [dim for dim in range(len(output_types(gradient)[0].shape)) if dim != 1]
+        return derived.call(aten.sum.dim_IntList, (gradient, images), {}, kind)
+    args, _ = derived.arguments(source)
+    absent = TensorType(kind.dtype, (0,))
+    kinds = tuple(kind if i == index else absent for i in range(3))
+    mask = [i == index for i in range(3)]
+    made = derived.call(aten.convolution_backward.default, (*args[:3], None, *args[4:10], mask), {}, kinds)
+    return derived.call(operator.getitem, (made, index), {}, kind)
+
+
+_FORMS: Mapping[Any, Form] = {
+    aten.where.self: _where,
+    **dict.fromkeys(_FACTORIES, _zeros),
+    aten.empty_like.default: _empty,
+    aten.slice_backward.default: _slice_backward,
+    aten.select_backward.default: _select_backward,
+}
+_ITEMS: Mapping[Any, Form] = {aten.convolution_backward.default: _of_convolution}
