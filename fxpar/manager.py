@@ -17,11 +17,14 @@ from pathlib import Path
 from torch import fx
 
 from fxpar.errors import CheckFailed, FxparError, PassError, shown
+from fxpar.ops.dataflow import dataflow, parting
 from fxpar.program.collector import without_collections
-from fxpar.program.program import Note, PassRecord, Program, has_note, note
+from fxpar.program.program import Note, PassRecord, Program, describe, has_note, note
 from fxpar.text.printing import print_program
 
 PassFunction = Callable[[Program], Program]
+
+_PRESERVES = ("dataflow", "values", "nothing")
 
 
 # Of what is wrong before the first pass.
@@ -40,7 +43,8 @@ class Pass:
         requires: properties that must hold before.
         provides: properties that hold afterwards.
         invalidates: properties that no longer hold afterwards.
-        preserves: what stays equal, `values` (loss, outputs and gradients) or `nothing`.
+        preserves: what stays equal, `dataflow` (the expression of each output), `values` (loss, outputs and gradients)
+            or `nothing`.
     """
 
     name: str
@@ -71,7 +75,7 @@ def register_pass(
     """Decorator that makes a function `Program → Program` a pass.
 
     Raises:
-        PassError: `preserves` is neither `values` nor `nothing`, properties are no set, or there is no docstring.
+        PassError: `preserves` is none of these words, properties are no set, or there is no docstring.
     """
     if not isinstance(name, str) or not name:
         raise PassError(f"{shown(name)} is no name", where="register_pass", remedy='write @register_pass("name")')
@@ -81,8 +85,9 @@ def register_pass(
             raise PassError(f"{shown(properties)} is no set of properties", where=name, remedy='write {"layouts"}')
 
     def wrap(function: PassFunction) -> Pass:
-        if preserves not in ("values", "nothing"):
-            raise PassError(f"preserves={preserves!r} is unknown", where=name, remedy="write 'values' or 'nothing'")
+        if preserves not in _PRESERVES:
+            remedy = f"write one of {', '.join(_PRESERVES)}"
+            raise PassError(f"preserves={preserves!r} is unknown", where=name, remedy=remedy)
         if not callable(function):
             raise PassError(f"{shown(function)} is no function", where=name, remedy="decorate a function of programs")
         if not function.__doc__:
@@ -101,12 +106,14 @@ class Verifier:
         properties: it applies while all of these hold.
         check: raises `CheckFailed`, `LayoutError` or `InputError`.
         until: a property from which on it does not apply any more.
+        of_dataflow: whether what it says depends on the dataflow alone, so that passes that keep it need no new check.
     """
 
     name: str
     properties: frozenset[str]
     check: Callable[[Program], None]
     until: str = ""
+    of_dataflow: bool = False
 
     def applies(self, program: Program) -> bool:
         """Whether the check is about such programs."""
@@ -160,7 +167,7 @@ class PassManager:
         for index, item in enumerate(self.passes, 1):
             program = self._apply(item, program)
             self._write(program, index, item.name)
-            self._verify(program, item.name)
+            self._verify(program, item.name, item.preserves == "dataflow")
             if item.name == until:
                 break
         program.graph_module.recompile()
@@ -185,6 +192,8 @@ class PassManager:
         if not isinstance(result, Program):
             raise PassError(f"returned a {type(result).__name__} and no Program", where=item.name)
         _check_notes(item, result)
+        if item.preserves == "dataflow":
+            _check_dataflow(item, program, result)
         after = _snapshot(result.graph)
         record = PassRecord(
             item.name,
@@ -198,13 +207,13 @@ class PassManager:
         properties = (program.properties - item.invalidates) | item.provides
         return result.with_(properties=properties, history=(*program.history, record))
 
-    def _verify(self, program: Program, after: str) -> None:
+    def _verify(self, program: Program, after: str, same_dataflow: bool = False) -> None:
         try:
             program.graph.lint()
         except (RuntimeError, ValueError) as error:
             raise PassError(f"left an unsound graph: {error}", where=after) from None
         for verifier in self.verifiers:
-            if verifier.applies(program):
+            if verifier.applies(program) and not (same_dataflow and verifier.of_dataflow):
                 try:
                     verifier.check(program)
                 except FxparError as error:
@@ -228,6 +237,21 @@ def _snapshot(graph: fx.Graph) -> dict[str, tuple[str, str, Note | None]]:
         node.name: (str(node.target), f"{node.args}{node.kwargs}", note(node) if has_note(node) else None)
         for node in graph.nodes
     }
+
+
+def _check_dataflow(item: Pass, before: Program, after: Program) -> None:
+    """Each output is computed from the same by the same operations.
+
+    Raises:
+        PassError: names the first output that is not, and the first operation at which it parts.
+    """
+    wanted, found = dataflow(before), dataflow(after)
+    odd = next((name for name in (*wanted, *found) if wanted.get(name) != found.get(name)), None)
+    if odd is None:
+        return
+    node = parting(after, before)
+    at = f", from {describe(node)} on" if node is not None else ""
+    raise PassError(f"preserves dataflow, and changed the output {odd}{at}", where=item.name)
 
 
 def _check_notes(item: Pass, program: Program) -> None:

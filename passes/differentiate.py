@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -19,6 +19,7 @@ from fxpar.ops.operator import Reverse
 from fxpar.ops.random import attention
 from fxpar.passes.derive import Derivatives, Derived, items_of
 from fxpar.passes.emit import Emitter
+from fxpar.passes.prune import prune
 from fxpar.passes.whole import whole_call_of
 from fxpar.program.gradients import carried
 from fxpar.program.mixed import MAIN, is_copy
@@ -82,17 +83,32 @@ def differentiate(program: Program) -> Program:
     Values stay equal. Refuses operations that PyTorch cannot differentiate on symbolic shapes, and those whose backward
     no rule knows.
     """
-    names = differentiable(program)
-    return _Backward(program).run([name for name in names if not program.loss or name == program.loss])
+    names = [name for name in differentiable(program) if not program.loss or name == program.loss]
+    return _differentiated(program, names, program.outputs, [p.fqn for p in program.parameters])
 
 
-def of_outputs(names: Sequence[str]) -> Pass:
-    """`differentiate` of some outputs, which have a tangent each."""
-    return replace(differentiate, run=partial(_differentiated, names=tuple(names)))
+def of_outputs(tangents: Sequence[str], outputs: Sequence[str], trained: Collection[str]) -> Pass:
+    """`differentiate` of some outputs.
+
+    Args:
+        tangents: outputs that have one.
+        outputs: those of the model that the step returns.
+        trained: parameters whose gradients it gives.
+    """
+    run = partial(_differentiated, names=tuple(tangents), outputs=tuple(outputs), trained=frozenset(trained))
+    return replace(differentiate, run=run)
 
 
-def _differentiated(program: Program, names: Sequence[str]) -> Program:
-    return _Backward(program).run(names)
+def _differentiated(
+    program: Program, names: Sequence[str], outputs: Sequence[str], trained: Collection[str]
+) -> Program:
+    left_out = [replace(p, left_out=p.trainable and p.fqn not in trained) for p in program.parameters]
+    program = _Backward(program.with_(parameters=tuple(left_out))).run(names)
+    end = output_node(program.graph)
+    pairs = zip(program.outputs, end.args[0], strict=True)  # type: ignore[arg-type]
+    kept = [(name, value) for name, value in pairs if name in outputs or is_gradient(name)]
+    end.args = (tuple(value for _, value in kept),)
+    return prune(program.with_(outputs=tuple(name for name, _ in kept)))
 
 
 def differentiable(program: Program) -> tuple[str, ...]:
@@ -123,7 +139,8 @@ class _Backward:
         self.known: dict[tuple[fx.Node, int], fx.Node] = {}
         owned = [program.node(p.node) for p in program.parameters]
         self.made_of_weights = weights_of(program.graph, owned)
-        self.parameters = {program.node(p.node): p for p in program.parameters if p.trainable}
+        wanted = [p for p in program.parameters if p.trainable and not p.left_out]
+        self.parameters = {program.node(p.node): p for p in wanted}
         self.inputs = {program.node(i.node): i for i in program.inputs if i.carries}
 
     def run(self, tangents: Sequence[str]) -> Program:

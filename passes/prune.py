@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection
-from dataclasses import replace
-from functools import partial
 
 from torch import fx
 
-from fxpar.manager import Pass, register_pass
+from fxpar.manager import register_pass
 from fxpar.ops.coercions import all_reduce_coalesced
-from fxpar.program.program import Program, note, output_layouts, output_node, output_types, update
+from fxpar.program.program import Program, note, output_layouts, output_types, update
 from fxpar.program.properties import Property
 
 
-@register_pass("prune", requires={Property.STEP})
+@register_pass("prune", requires={Property.STEP}, preserves="dataflow")
 def prune(program: Program) -> Program:
     """Takes out what no output needs: operations, and gradients that are reduced together with others.
 
@@ -40,18 +37,6 @@ def prune(program: Program) -> Program:
         elif node.target is all_reduce_coalesced:
             _shrink(node)
     return program
-
-
-def returning(outputs: Collection[str]) -> Pass:
-    """`prune` that also leaves out all outputs but some."""
-    return replace(prune, run=partial(_returning, outputs=outputs), preserves="nothing")
-
-
-def _returning(program: Program, outputs: Collection[str]) -> Program:
-    end = output_node(program.graph)
-    pairs = [(n, v) for n, v in zip(program.outputs, end.args[0], strict=True) if n in outputs]  # type: ignore[arg-type]
-    end.args = (tuple(value for _, value in pairs),)
-    return prune(program.with_(outputs=tuple(name for name, _ in pairs)))
 
 
 def _shrink(node: fx.Node) -> None:

@@ -10,32 +10,15 @@ from torch import fx
 
 from fxpar.layout.layout import Layout
 from fxpar.manager import register_pass
-from fxpar.ops import Operator
-from fxpar.ops.coercions import (
-    all_gather,
-    all_reduce,
-    copy_to,
-    gather,
-    keep_first,
-    mask_first,
-    reduce_from,
-    settle,
-    share,
-    split,
-    take,
-)
+from fxpar.ops.coercions import IN_BACKWARD
 from fxpar.program.coercions import in_backward
 from fxpar.program.program import Program, note, operands, output_layouts, set_note
 from fxpar.program.properties import Property
 from fxpar.program.step import BACKWARD, RECOMPUTE, is_forward
 from fxpar.program.weights import weights_of
 
-# What a coercion is in the backward, where I and R are one; those that leave the value as it is are nothing there.
-_SAME = frozenset({copy_to, settle, share})
-_AGAIN: Mapping[Any, Operator] = {reduce_from: all_reduce, gather: all_gather, split: take, keep_first: mask_first}
 
-
-@register_pass("recompute", requires={Property.STEP})
+@register_pass("recompute", requires={Property.STEP}, preserves="dataflow")
 def recompute(program: Program) -> Program:
     """Regions that the author checkpointed are computed again where the backward needs them.
 
@@ -92,15 +75,14 @@ def _inside(node: fx.Node, inside: set[fx.Node]) -> Iterator[fx.Node]:
 
 
 def _copy(program: Program, node: fx.Node, made: Mapping[fx.Node, fx.Node], before: fx.Node) -> fx.Node:
-    if node.target in _SAME:
+    target: Any = IN_BACKWARD.get(node.target, node.target)
+    if target is None:
         (source,) = operands(node)
         return made.get(source, source)
     kept = note(node)
     layouts = tuple(Layout(tuple((axis, in_backward(p)) for axis, p in layout)) for layout in output_layouts(node))
     with program.graph.inserting_before(before):
         new = program.graph.node_copy(node, lambda each: made.get(each, each))
-    new.name = f"{node.name}_again"
-    if node.target in _AGAIN:
-        new.target = _AGAIN[node.target]
+    new.target, new.name = target, f"{node.name}_again"
     layout = layouts if isinstance(kept.type, tuple) else layouts[0] if layouts else None
     return set_note(new, replace(kept, layout=layout, phase=BACKWARD, origin=RECOMPUTE))

@@ -6,9 +6,8 @@ from collections.abc import Collection, Sequence
 
 from fxpar.manager import Pass
 from fxpar.passes.differentiate import of_outputs
-from fxpar.passes.prune import returning
+from fxpar.passes.prune import prune
 from fxpar.passes.recompute import recompute
-from fxpar.program.step import gradient_name
 
 
 def step_passes(outputs: Sequence[str], tangents: Sequence[str], trained: Collection[str]) -> list[Pass]:
@@ -19,4 +18,4 @@ def step_passes(outputs: Sequence[str], tangents: Sequence[str], trained: Collec
         tangents: those that have a gradient.
         trained: parameters whose gradients are wanted.
     """
-    return [of_outputs(tangents), recompute, returning({*outputs, *(gradient_name(fqn) for fqn in trained)})]
+    return [of_outputs(tangents, outputs, trained), recompute, prune]

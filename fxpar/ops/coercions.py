@@ -428,6 +428,14 @@ _OF_GRADIENTS = (_PAD, _PAD_PART, _SUM_SHARED)
 COERCION_OF: Mapping[Any, Coercion] = {
     row.operator: row for row in (*COERCIONS.values(), _SHARE, _TAKE_PART, *_OF_GRADIENTS)
 }
+# What a coercion is in the backward, where I and R are one; None of those that leave the value as it is.
+IN_BACKWARD: Mapping[Any, Operator | None] = {
+    **dict.fromkeys((copy_to, settle, share)),
+    reduce_from: all_reduce,
+    gather: all_gather,
+    split: take,
+    keep_first: mask_first,
+}
 # What a gradient goes through where the value goes through a coercion; None where it stays as it is.
 CONJUGATE: Mapping[Any, Operator | None] = {
     copy_to: all_reduce,

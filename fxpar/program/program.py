@@ -189,6 +189,7 @@ class Parameter:
         type: element type and global shape.
         trainable: whether a gradient is asked for.
         tied: further names of the same tensor.
+        left_out: whether a step gives no gradient of it all the same: it was frozen after its layout was chosen.
     """
 
     fqn: str
@@ -197,6 +198,7 @@ class Parameter:
     type: TensorType
     trainable: bool
     tied: tuple[str, ...] = ()
+    left_out: bool = False
 
 
 @dataclass(frozen=True)

@@ -248,7 +248,7 @@ class _Reader:
         else:
             known = [item.fqn for item in self.parameters]
             trainable = tensor.kind == "parameter" and not tensor.frozen
-            self.parameters.append(Parameter(path, node, tensor.kind, kind, trainable, tensor.tied))
+            self.parameters.append(Parameter(path, node, tensor.kind, kind, trainable, tensor.tied, tensor.left_out))
         if path in known:
             fail(f"the {tensor.kind} {path} is defined twice", "rename one of the two")
         if tensor.values is not None:
@@ -369,10 +369,11 @@ class _Owned:
     tied: tuple[str, ...]
     values: list[Any] | None
     carries: bool
+    left_out: bool
 
 
 def _read_owned(scanner: Scanner, kind: str) -> _Owned:
-    path, frozen, carries = scanner.string(), False, False
+    path, frozen, carries, left_out = scanner.string(), False, False, False
     tied: list[str] = []
     values: list[Any] | None = None
     scanner.expect("]")
@@ -384,15 +385,19 @@ def _read_owned(scanner: Scanner, kind: str) -> _Owned:
                 frozen = True
             elif scanner.take("gradient"):
                 carries = True
+            elif scanner.take("left_out"):
+                left_out = True
             else:
                 values = parse_value(scanner, {})
     if (frozen and kind != "parameter") or (tied and kind == "input"):
         fail(f"the {kind} {path} is frozen or tied", "mark only parameters as frozen, and tie no input")
+    if left_out and (kind != "parameter" or frozen):
+        fail(f"the {kind} {path} is left out of the gradients", "mark trainable parameters alone")
     if carries and kind != "input":
         fail(f"the {kind} {path} is marked as having a gradient", "mark inputs alone: parameters have one")
     if (values is not None) != (kind == "constant") or not isinstance(values, list | None):
         fail(f"the {kind} {path} has no list of values or has one too many", 'write constant["name"]([1, 2])')
-    return _Owned(kind, path, frozen, tuple(tied), values, carries)
+    return _Owned(kind, path, frozen, tuple(tied), values, carries, left_out)
 
 
 def _constant(values: list[Any], kind: TensorType) -> torch.Tensor:

@@ -159,6 +159,7 @@ def _head(node: fx.Node, program: Program) -> str:
             entry = next(i for i in program.inputs if i.node == node.name)
             return f"input[{json.dumps(entry.path)}]" + ("(gradient)" if entry.carries else "")
         details = [] if owned.trainable or owned.kind != "parameter" else ["frozen"]
+        details += ["left_out"] if owned.left_out else []
         details += [f"tied={json.dumps(name)}" for name in owned.tied]
         if owned.kind == "constant":
             details.append(_tensor_text(program.constants[owned.fqn]))

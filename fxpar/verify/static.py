@@ -12,6 +12,7 @@ from fxpar.program.properties import Property
 from fxpar.verify.header import check_header
 from fxpar.verify.operations import check_operations
 from fxpar.verify.shapes import check_shapes
+from fxpar.verify.step import check_step
 from fxpar.verify.structure import check_structure
 from fxpar.verify.types import check_choice, check_types
 
@@ -22,6 +23,7 @@ STATIC: tuple[Verifier, ...] = (
     Verifier("choice", frozenset({Property.LAYOUTS}), check_choice, until=Property.COLLECTIVES),
     Verifier("types", frozenset({Property.COLLECTIVES}), check_types),  # says which coercion a wrong shape lacks
     Verifier("shapes", frozenset(), check_shapes),
+    Verifier("step", frozenset({Property.STEP}), check_step, of_dataflow=True),
 )
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fxpar.compile import compile_step
 from fxpar.errors import CheckFailed
-from fxpar.ops import coalesced
-from fxpar.ops.collectives import Group
-from fxpar.ops.lower import lower
+from fxpar.ops.coercions import all_reduce_coalesced
+from fxpar.program.program import Program
+from fxpar.program.step import gradient_name, is_gradient
 from fxpar.text.parsing import parse_program
+from fxpar.text.printing import print_program
 from fxpar.verify.static import verify_static
 from tests.verify.readings import judge
 
@@ -132,9 +134,24 @@ def test_a_fault_of_a_bucket_is_named(name: str) -> None:
     assert str(error.value).startswith(message)
 
 
-def test_what_a_result_does_not_need_is_in_no_bucket() -> None:
-    """Values stand aside: a compiled backward would give them zeros, and an optimizer would move them."""
-    groups = {axis: Group(axis, n) for axis, n in parse_program(CHAIN).axes.items()}
-    graph = lower(parse_program(CHAIN), groups).only(("loss",)).module.graph
-    sums = [node for node in graph.nodes if node.target is coalesced.sum_gradients]
-    assert [[str(weight) for weight in node.args[0]] for node in sums] == [["k"], ["k_share"]]
+def summed(step: Program) -> list[int]:
+    """How many gradients each reduction sums."""
+    return [len(node.args) for node in step.graph.nodes if node.target is all_reduce_coalesced]
+
+
+def test_what_the_loss_does_not_reach_is_in_no_bucket() -> None:
+    """Nothing is computed or sent for it: an optimizer would move the weight."""
+    program = parse_program(CHAIN)
+    step = compile_step(program, ("loss",), ("loss",), [p.fqn for p in program.parameters])
+    assert summed(step) == [1, 1]
+    assert [name for name in step.outputs if is_gradient(name)] == [gradient_name("k")]
+
+
+def test_what_is_left_out_is_in_no_bucket() -> None:
+    program = parse_program(BUCKET)
+    whole = compile_step(program, ("y",), ("y",), ["w", "v", "u"])
+    part = compile_step(program, ("y",), ("y",), ["v", "u"])
+    assert (summed(whole), summed(part)) == ([2], [1])
+    assert [name for name in part.outputs if is_gradient(name)] == [gradient_name("v"), gradient_name("u")]
+    assert "left_out" in print_program(part)
+    verify_static(parse_program(print_program(part)))
