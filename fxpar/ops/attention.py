@@ -7,6 +7,7 @@ gradient is wanted. Which kernel runs is chosen at lowering; the text is the sam
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,7 +21,17 @@ from fxpar.ops.operator import Gradients, OnShapes, Operator, Reverse, Run, Savi
 from fxpar.ops.random import indexed, own_bits_of_probabilities
 from fxpar.program.program import TensorType, note, operands, output_types
 from fxpar.program.properties import Property
-from fxpar.signatures.engine import Call, Check, Labelling, Labels, Refusal, Rule, Signature, bind_arguments
+from fxpar.signatures.engine import (
+    Call,
+    Check,
+    Labelling,
+    Labels,
+    Refusal,
+    Rule,
+    Signature,
+    bind_arguments,
+    signature_of_summands,
+)
 from fxpar.signatures.matmul import attention_labels
 
 _NAMES = ("query", "key", "value", "mask")
@@ -54,7 +65,8 @@ def _gradient_labels(call: Call) -> Labelling | Refusal:
     own |= {"gradient": result, "out": result, "log_sum": result[:-1]}
     ins = tuple(own.get(name, (None,) * len(kind.shape)) for name, kind in zip(call.names, call.operands, strict=True))
     outs = tuple(own[name] for name in _NAMES[: len(call.outputs)])
-    return Labelling(ins, outs, frozenset(label for label in result if label is not None))
+    lacking = (label for label in result if label is not None and any(label not in labels for labels in outs))
+    return Labelling(ins, outs, frozenset(lacking))
 
 
 def _value_alone(call: Call, placements: Sequence[Placement]) -> tuple[Placement, ...] | None:
@@ -107,7 +119,7 @@ def _with_summands(rule: Rule) -> Rule:
         outs = (Placement("S", p.dim, p.pieces, partial=True) if p.is_shared else p for p in found.outputs)
         return Signature(found.operands, tuple(outs))
 
-    return Rule(rule.labels, rule.partial, seeded, rule.check, rule.varying, rule.padding)
+    return replace(rule, seed=seeded, summands=("gradient",))
 
 
 def _shape(call: OnShapes) -> Any:
@@ -194,7 +206,14 @@ _record = partial(Operator, stage=Property.RNG, draws=True)
 
 @partial(
     _record,
-    rule=_with_summands(indexed(_gradient_labels, _first_of(_gradient_of_value_alone, _drawn), (("gradient",),))),
+    rule=_with_summands(
+        indexed(
+            _gradient_labels,
+            _first_of(_gradient_of_value_alone, _drawn),
+            (("gradient",),),
+            signature_of_summands,
+        )
+    ),
     shape=_gradient_shape,
     lower=_lower_backward,
 )

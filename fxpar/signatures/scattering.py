@@ -136,13 +136,6 @@ def _index_put(call: Call) -> Labelling | Refusal:
     return Labelling(ins, (tuple(own),))
 
 
-def _slice_backward(call: Call) -> Labelling | Refusal:
-    """The dimension that was sliced stays whole."""
-    labels = _numbered(len(call.operands[0].shape))
-    labels[int(call.get("dim")) % len(labels)] = None
-    return Labelling((tuple(labels),), (tuple(labels),))
-
-
 def _behind(count: int) -> Callable[[Call], Labelling | Refusal]:
     """Gradient and operand of what pools or pads the last dimensions, which stay whole."""
 
@@ -219,7 +212,6 @@ def scattering_rules() -> dict[str, Rule]:
         "aten.index_add.default": Rule(_index_add, (("self", "source"),), check=_of_rows(_index_add, _rows)),
         "aten.index_put.default": index_put,
         "aten._unsafe_index_put.default": index_put,
-        "aten.slice_backward.default": Rule(_slice_backward, (("grad_output",),)),
         "aten._adaptive_avg_pool2d_backward.default": pool,
         "aten.convolution.default": Rule(_convolution, (("input", "bias?"), ("weight", "bias?"))),
         "aten.convolution_backward.default": ignoring(_shape_alone, convolution),
