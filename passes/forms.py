@@ -195,11 +195,22 @@ def _of_convolution(derived: Derived, traced: fx.Node) -> fx.Node:
     return derived.call(operator.getitem, (made, index), {}, kind)
 
 
+def _diagonal_backward(derived: Derived, traced: fx.Node) -> fx.Node:
+    """A diagonal among zeros, which takes no sizes."""
+    gradient, _, offset, first, second = traced.args
+    kind = derived.kind(traced)
+    if offset != 0 or kind.shape[first] != kind.shape[second]:
+        raise _unknown(derived, "its diagonal is not that of a square")
+    args = (derived.value(gradient), 0, first, second)  # type: ignore[arg-type]
+    return derived.call(aten.diag_embed.default, args, {}, kind)
+
+
 _FORMS: Mapping[Any, Form] = {
     aten.where.self: _where,
     **dict.fromkeys(_FACTORIES, _zeros),
     aten.empty_like.default: _empty,
     aten.slice_backward.default: _slice_backward,
     aten.select_backward.default: _select_backward,
+    aten.diagonal_backward.default: _diagonal_backward,
 }
 _ITEMS: Mapping[Any, Form] = {aten.convolution_backward.default: _of_convolution}

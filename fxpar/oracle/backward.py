@@ -116,6 +116,8 @@ def places(d: Draw) -> dict[str, Samples]:
         "index_add": [sample(x, 0, d.i(a, c), d.x(c, b)), sample(x, 1, d.i(b, c), d.x(a, c))],
         "index_put": into,
         "_unsafe_index_put": into,
+        "diagonal": [sample(d.x(a, b, a), 0, 0, 2), sample(x, 1)],
+        "diag_embed": [sample(x), sample(d.x(a, b, c), 0, 0, 2)],
         "_adaptive_avg_pool2d_backward": [sample(d.x(a, b, 2, 3), image)],
     }
 

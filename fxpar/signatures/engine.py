@@ -362,7 +362,7 @@ def _is_linear(rule: Rule, call: Call, group: set[int]) -> bool:
     """Whether this very call, with its numbers, makes summands of summands: filling does with zeros alone."""
     placements = [P if i in group else R for i in range(len(call.operands))]
     found = _infer(rule, call, placements, [False] * len(placements), _Gradients())
-    return not isinstance(found, Refusal) and P in found
+    return not isinstance(found, Refusal) and set(found) == {P}
 
 
 def _infer(
