@@ -107,6 +107,10 @@ def _drawn(call: Call, placements: Sequence[Placement]) -> Refusal | None:
     return own_bits_of_probabilities(call, placements) if "rng" in call.names else None
 
 
+def _as_summands(placement: Placement) -> Placement:
+    return replace(placement, partial=True) if placement.is_shared else placement
+
+
 def _with_summands(rule: Rule) -> Rule:
     """Heads that several ranks hold get a summand of their gradient on each."""
     assert rule.seed is not None
@@ -116,8 +120,17 @@ def _with_summands(rule: Rule) -> Rule:
         found = seed(call, index, placement)
         if isinstance(found, Refusal):
             return found
-        outs = (Placement("S", p.dim, p.pieces, partial=True) if p.is_shared else p for p in found.outputs)
-        return Signature(found.operands, tuple(outs))
+        ins = (_as_summands(p) if name == "gradient" else p for name, p in zip(call.names, found.operands, strict=True))
+        labelling = rule.labels(call) if rule.labels is not None else Refusal("")
+        if isinstance(labelling, Refusal):
+            return labelling
+        label = labelling.operands[index][placement.dim]
+        # Of heads that all ranks share, each has part of the queries, every rank has a summand of the gradient.
+        outs = [
+            P if p == R and label in labels else _as_summands(p)
+            for p, labels in zip(found.outputs, labelling.outputs, strict=True)
+        ]
+        return Signature(tuple(ins), tuple(outs))
 
     return replace(rule, seed=seeded, summands=("gradient",))
 

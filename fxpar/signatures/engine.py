@@ -183,7 +183,12 @@ def _decides(node: fx.Node) -> bool:
         items = [user for user in node.users if user.target is operator.getitem and user.args[1] in indices]
     else:
         items = [node] if indices else []
-    return any(user.op != "output" for item in items for user in item.users)
+    # Its gradient goes back to what was found, and computes nothing with it.
+    return any(user.op != "output" and not _is_backward(user) for item in items for user in item.users)
+
+
+def _is_backward(node: fx.Node) -> bool:
+    return has_note(node) and note(node).phase != ""
 
 
 def transfer(placement: Placement, source: Size, dim: int, size: Size, n: int) -> Placement | Refusal:
@@ -408,7 +413,7 @@ def _infer(
         if rule.varying and call.names[i] in rule.varying:
             continue  # of the axes' indices one varies here: the rule's check has seen which
         given = placements[i] if kind == "S" else R
-        if given != want:
+        if given != want.plain:
             return Refusal(
                 f"operand {call.names[i]} is {given} where {want} fits {placements[index]} of {call.names[index]}"
             )

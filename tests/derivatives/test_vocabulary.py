@@ -120,5 +120,5 @@ def test_softmax_and_its_sum(n: int) -> None:
 @pytest.mark.parametrize("n", [2, 4])
 def test_topk(n: int) -> None:
     x = drawn(ROWS, WORDS)
-    program = f"%both = fxpar.topk[tp](%x, 3, -1) : (f64[{ROWS}, 3] tp:I, i64[{ROWS}, 3] tp:R)"
-    check(n, x, 1, f"{program}\ngetitem(%both, 0)", f"f64[{ROWS}, 3] tp:I", x.topk(3, -1).values, {})
+    program = f"%both = fxpar.topk[tp](%x, 3, -1) : (f64[{ROWS}, 3] tp:I; i64[{ROWS}, 3] tp:R)"
+    check(n, x, 1, f"{program}\noperator.getitem(%both, 0)", f"f64[{ROWS}, 3] tp:I", x.topk(3, -1).values, {})
