@@ -17,6 +17,7 @@ from fxpar.layout.nesting import spelled
 from fxpar.layout.symbols import Size, divide, simplify
 from fxpar.ops.coercions import COERCION_OF, dual_layout, mask_first, take
 from fxpar.ops.sizes import size as size_of_whole
+from fxpar.ops.zeros import zeros
 from fxpar.passes.localize import localize_node
 from fxpar.program.program import (
     Note,
@@ -225,7 +226,9 @@ class Emitter:
 
     def zeros_like(self, value: fx.Node, like: Note) -> fx.Node:
         """Zeros of the shape of a value of the forward."""
-        return self.made_of_zeros(self.call(aten.zeros_like.default, (value,), {}, output_types(value)[0], like))
+        shared = any(p.is_shared for layout in output_layouts(value) for _, p in layout)
+        target: Any = zeros if shared else aten.zeros_like.default
+        return self.made_of_zeros(self.call(target, (value,), {}, output_types(value)[0], like))
 
     def made_of_zeros(self, value: fx.Node) -> fx.Node:
         """Remembers that a value is zero: all that ranks hold of it are summands of it as well."""

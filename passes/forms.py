@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
+from fxpar.errors import InputError
 from fxpar.layout.symbols import Size, simplify
-from fxpar.program.program import TensorType, output_layouts, output_types
+from fxpar.program.program import TensorType, describe, output_layouts, output_types
 
 if TYPE_CHECKING:
     from fxpar.passes.derive import Derived
@@ -64,22 +65,30 @@ def _zeros(derived: Derived, traced: fx.Node) -> fx.Node:
     return derived.emit.made_of_zeros(found)
 
 
-def _slice_backward(derived: Derived, traced: fx.Node) -> fx.Node | None:
+def _unknown(derived: Derived, reason: str) -> InputError:
+    return InputError(
+        f"has no derivative for all sizes: {reason}",
+        where=describe(derived.node),
+        remedy="slice with numbers, or write it with other operations",
+    )
+
+
+def _slice_backward(derived: Derived, traced: fx.Node) -> fx.Node:
     """Zeros on both sides; those of a dimension that is cut are cut as the forward's value is."""
     gradient, _, dim, start, _, step = traced.args
     source, own = derived.sources[0], derived.value(gradient)  # type: ignore[arg-type]
     kind = derived.kind(traced)
     dim = int(dim) % len(kind.shape)  # type: ignore[arg-type]
     low = _clamped(derived, start, kind.shape[dim])
-    if not isinstance(low, int) or not isinstance(step, int):
-        return None
     if step != 1:
+        if not isinstance(low, int) or not isinstance(step, int):
+            raise _unknown(derived, f"its slices begin at {low} and take every {step}th element")
         own = _stretched(derived, own, dim, step, low % step)
         low -= low % step
         rest = simplify(kind.shape[dim] - low)
         excess = simplify(output_types(own)[0].shape[dim] - rest)
         if not isinstance(excess, int):
-            return None
+            raise _unknown(derived, f"whether {step} divides {rest} is not known")
         if excess > 0:
             shape = (*kind.shape[:dim], rest, *kind.shape[dim + 1 :])
             args = (own, dim, 0, derived.emit.number(rest))
@@ -111,12 +120,12 @@ def _clamped(derived: Derived, bound: Any, size: Any) -> Any:
 
 
 def _between(
-    derived: Derived, own: fx.Node, source: fx.Node, dim: int, before: int, behind: Any, kind: TensorType
+    derived: Derived, own: fx.Node, source: fx.Node, dim: int, before: Size, behind: Any, kind: TensorType
 ) -> fx.Node:
     if before == 0 and behind == 0:
         return own
     if not derived.emit.is_cut(own, dim) and not derived.emit.is_cut(source, dim):
-        pads: list[Any] = [0] * (2 * (len(kind.shape) - 1 - dim)) + [before, behind]
+        pads: list[Any] = [0] * (2 * (len(kind.shape) - 1 - dim)) + [derived.emit.number(before), behind]
         return derived.call(aten.constant_pad_nd.default, (own, pads, 0.0), {}, kind)
     size = kind.shape[dim]
     end = simplify(before + output_types(own)[0].shape[dim])
@@ -149,16 +158,14 @@ def _runs(source: fx.Node, dim: int, first: Size, last: Size) -> Iterator[tuple[
     yield from itertools.pairwise(sorted(bounds))
 
 
-def _select_backward(derived: Derived, traced: fx.Node) -> fx.Node | None:
+def _select_backward(derived: Derived, traced: fx.Node) -> fx.Node:
     """Zeros around one element."""
     gradient, _, dim, index = traced.args
     kind = derived.kind(traced)
     rank = len(kind.shape)
     dim = int(dim) % rank  # type: ignore[arg-type]
-    if not isinstance(index, int):
-        return None
     size = kind.shape[dim]
-    first = index if index >= 0 else size + index
+    first = _clamped(derived, index, size)
     own = derived.value(gradient)  # type: ignore[arg-type]
     shape = (*kind.shape[:dim], 1, *kind.shape[dim + 1 :])
     own = derived.call(aten.unsqueeze.default, (own, dim), {}, TensorType(kind.dtype, shape))
@@ -188,11 +195,22 @@ def _of_convolution(derived: Derived, traced: fx.Node) -> fx.Node:
     return derived.call(operator.getitem, (made, index), {}, kind)
 
 
+def _diagonal_backward(derived: Derived, traced: fx.Node) -> fx.Node:
+    """A diagonal among zeros, which takes no sizes."""
+    gradient, _, offset, first, second = traced.args
+    kind = derived.kind(traced)
+    if offset != 0 or kind.shape[first] != kind.shape[second]:
+        raise _unknown(derived, "its diagonal is not that of a square")
+    args = (derived.value(gradient), 0, first, second)  # type: ignore[arg-type]
+    return derived.call(aten.diag_embed.default, args, {}, kind)
+
+
 _FORMS: Mapping[Any, Form] = {
     aten.where.self: _where,
     **dict.fromkeys(_FACTORIES, _zeros),
     aten.empty_like.default: _empty,
     aten.slice_backward.default: _slice_backward,
     aten.select_backward.default: _select_backward,
+    aten.diagonal_backward.default: _diagonal_backward,
 }
 _ITEMS: Mapping[Any, Form] = {aten.convolution_backward.default: _of_convolution}

@@ -31,6 +31,7 @@ from fxpar.ops.vocabulary import (
     topk,
     topk_backward,
 )
+from fxpar.ops.zeros import zeros
 
 __all__ = ["COMPOSITE_OF", "OPERATORS", "Operator", "alike"]
 
@@ -44,7 +45,10 @@ _GRADIENTS = (
 
 # What the text form may name behind `fxpar.`.
 OPERATORS: Mapping[str, Operator] = MappingProxyType(
-    {record.__name__: record for record in (*COERCION_OF, *_DRAWN, sum_gradients, *_WORDS, *_GRADIENTS, function, size)}
+    {
+        record.__name__: record
+        for record in (*COERCION_OF, *_DRAWN, sum_gradients, *_WORDS, *_GRADIENTS, function, size, zeros)
+    }
 )
 
 # The composite operator of each operation of torch that has one.

@@ -7,6 +7,7 @@ gradient is wanted. Which kernel runs is chosen at lowering; the text is the sam
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,7 +21,17 @@ from fxpar.ops.operator import Gradients, OnShapes, Operator, Reverse, Run, Savi
 from fxpar.ops.random import indexed, own_bits_of_probabilities
 from fxpar.program.program import TensorType, note, operands, output_types
 from fxpar.program.properties import Property
-from fxpar.signatures.engine import Call, Check, Labelling, Labels, Refusal, Rule, Signature, bind_arguments
+from fxpar.signatures.engine import (
+    Call,
+    Check,
+    Labelling,
+    Labels,
+    Refusal,
+    Rule,
+    Signature,
+    bind_arguments,
+    signature_of_summands,
+)
 from fxpar.signatures.matmul import attention_labels
 
 _NAMES = ("query", "key", "value", "mask")
@@ -54,7 +65,8 @@ def _gradient_labels(call: Call) -> Labelling | Refusal:
     own |= {"gradient": result, "out": result, "log_sum": result[:-1]}
     ins = tuple(own.get(name, (None,) * len(kind.shape)) for name, kind in zip(call.names, call.operands, strict=True))
     outs = tuple(own[name] for name in _NAMES[: len(call.outputs)])
-    return Labelling(ins, outs, frozenset(label for label in result if label is not None))
+    lacking = (label for label in result if label is not None and any(label not in labels for labels in outs))
+    return Labelling(ins, outs, frozenset(lacking))
 
 
 def _value_alone(call: Call, placements: Sequence[Placement]) -> tuple[Placement, ...] | None:
@@ -95,6 +107,10 @@ def _drawn(call: Call, placements: Sequence[Placement]) -> Refusal | None:
     return own_bits_of_probabilities(call, placements) if "rng" in call.names else None
 
 
+def _as_summands(placement: Placement) -> Placement:
+    return replace(placement, partial=True) if placement.is_shared else placement
+
+
 def _with_summands(rule: Rule) -> Rule:
     """Heads that several ranks hold get a summand of their gradient on each."""
     assert rule.seed is not None
@@ -104,10 +120,19 @@ def _with_summands(rule: Rule) -> Rule:
         found = seed(call, index, placement)
         if isinstance(found, Refusal):
             return found
-        outs = (Placement("S", p.dim, p.pieces, partial=True) if p.is_shared else p for p in found.outputs)
-        return Signature(found.operands, tuple(outs))
+        ins = (_as_summands(p) if name == "gradient" else p for name, p in zip(call.names, found.operands, strict=True))
+        labelling = rule.labels(call) if rule.labels is not None else Refusal("")
+        if isinstance(labelling, Refusal):
+            return labelling
+        label = labelling.operands[index][placement.dim]
+        # Of heads that all ranks share, each has part of the queries, every rank has a summand of the gradient.
+        outs = [
+            P if p == R and label in labels else _as_summands(p)
+            for p, labels in zip(found.outputs, labelling.outputs, strict=True)
+        ]
+        return Signature(tuple(ins), tuple(outs))
 
-    return Rule(rule.labels, rule.partial, seeded, rule.check, rule.varying, rule.padding)
+    return replace(rule, seed=seeded, summands=("gradient",))
 
 
 def _shape(call: OnShapes) -> Any:
@@ -194,7 +219,14 @@ _record = partial(Operator, stage=Property.RNG, draws=True)
 
 @partial(
     _record,
-    rule=_with_summands(indexed(_gradient_labels, _first_of(_gradient_of_value_alone, _drawn), (("gradient",),))),
+    rule=_with_summands(
+        indexed(
+            _gradient_labels,
+            _first_of(_gradient_of_value_alone, _drawn),
+            (("gradient",),),
+            signature_of_summands,
+        )
+    ),
     shape=_gradient_shape,
     lower=_lower_backward,
 )

@@ -142,6 +142,13 @@ class Reverse:
         kwargs = {"axis": axis} if axis is not None else {}
         return self.emit.call(target, args, kwargs, kind, note(self.node), random=random)
 
+    def result(self, index: int) -> fx.Node:
+        """One of the node's own results, which the forward need not have taken."""
+        known = (user for user in self.node.users if user.target is operator.getitem and user.args[1] == index)
+        kind = output_types(self.node)[index]
+        found = next(known, None)
+        return found or self.emit.call(operator.getitem, (self.node, index), {}, kind, note(self.node))
+
     def items(self, source: fx.Node) -> list[fx.Node]:
         """The results of a node of several, as nodes of their own."""
         kinds, place = output_types(source), note(self.node)

@@ -68,13 +68,20 @@ def bits_alone(call: Call, placements: Sequence[Placement]) -> tuple[Placement, 
 
 
 def indexed(
-    labels: Callable[[Call], Labelling | Refusal], check: Check, linear: tuple[tuple[str, ...], ...] = ()
+    labels: Callable[[Call], Labelling | Refusal],
+    check: Check,
+    linear: tuple[tuple[str, ...], ...] = (),
+    signature: Callable[[Rule, Call, int, Placement], Signature | Refusal] = seed_signature,
 ) -> Rule:
-    """The rule of an operator that draws bits for its first operand, and takes an index where that is a shard."""
+    """The rule of an operator that draws bits for its first operand, and takes an index where that is a shard.
+
+    Args:
+        signature: reads labels: `seed_signature`, or of gradients `signature_of_summands`.
+    """
     plain = Rule(labels)
 
     def seed(call: Call, index: int, placement: Placement) -> Signature | Refusal:
-        found = seed_signature(plain, call, index, placement)
+        found = signature(plain, call, index, placement)
         if isinstance(found, Refusal):
             return found
         # The index of this axis varies, and those of others do not: any may stand for it here.

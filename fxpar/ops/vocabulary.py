@@ -57,6 +57,12 @@ def _searched(call: Call) -> Mapping[str, int] | Refusal:
     return {"self": int(dims) % rank}
 
 
+def _searched_of_gradient(call: Call) -> Mapping[str, int] | Refusal:
+    """Result and gradient of what is cut alike."""
+    found = _searched(call)
+    return found if isinstance(found, Refusal) else {**found, "gradient": found["self"]}
+
+
 def _best(call: Call) -> Mapping[str, int] | Refusal:
     """Of a search for several: which of equal values it takes is torch's own, and a model that computes with it (a
     router, say, whose weights begin at zero) must go on with those of one device."""
@@ -383,7 +389,7 @@ def _nll_loss_gradient(reverse: Reverse) -> Gradients:
 
 @partial(
     _of_gradients,
-    rule=_rule(_searched, _like_self),
+    rule=_rule(_searched_of_gradient, _like_self),
     shape=lambda call: torch.empty_like(call.args[0], dtype=call.args[3]),
     traffic=_by_rows(_searched, lambda call, rows: iter([("all_reduce", "forward", rows)])),
     lower=_lowered(words.log_softmax_backward),
@@ -429,8 +435,7 @@ def topk_backward(self: Any, indices: Any, gradient: Any, dim: int = -1, *, axis
 
 def _topk_gradient(reverse: Reverse) -> Gradients:
     given, kind = bind_arguments(reverse.node), output_types(operands(reverse.node)[0])[0]
-    items = {user.args[1]: user for user in reverse.node.users}
-    args = (given["self"], items[1], reverse.tangents[0], given["dim"])
+    args = (given["self"], reverse.result(1), reverse.tangents[0], given["dim"])
     return [reverse.call(topk_backward, *args, kind=kind)]
 
 

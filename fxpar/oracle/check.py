@@ -21,6 +21,8 @@ A rule of your own is checked in one line::
 from __future__ import annotations
 
 import itertools
+import math
+import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -114,7 +116,8 @@ _AXIS = "axis"
 
 
 @cache
-def _on_one_axis(placement: Placement) -> Layout:
+def on_one_axis(placement: Placement) -> Layout:
+    """The layout on the mesh of a rule."""
     return Layout(((_AXIS, placement),))
 
 
@@ -130,7 +133,7 @@ def make_node(trial: Trial) -> fx.Node:
     node = graph.call_function(trial.target, args, kwargs)
     kinds = tuple(kind(t) for t in trial.outputs)
     returns = trial.target._schema.returns if isinstance(trial.target, torch._ops.OpOverload) else ()
-    is_single = [str(value.type) for value in returns] in ([], ["Tensor"])
+    is_single = [str(value.type) for value in returns] == ["Tensor"] or (not returns and len(kinds) == 1)
     return set_note(node, Note(kinds[0] if is_single else kinds))
 
 
@@ -185,12 +188,37 @@ def _choices(trial: Trial, call: Call, outers: Sequence[int], halves: bool) -> l
 
 
 def _tried(trial: Trial, call: Call) -> Iterator[tuple[tuple[Placement, ...], bool]]:
-    """Placements of all operands, and whether refusing them can be a miss. Only few operands get many shards."""
+    """Placements of all operands, and whether refusing them can be a miss. Only few operands get many shards.
+
+    Of many operands some combinations are drawn, one or two of which are not whole, and what the rule proposes is
+    tried besides (`_Judge.seeds`).
+    """
     count = len(trial.operands)
     outers = {1: tuple(range(2, 13)), 2: (2, 3), 3: (2,), 4: (2,)}.get(count, ())
     counted = [set(found) for found in _choices(trial, call, outers, False)]
-    for placements in itertools.product(*_choices(trial, call, outers, count <= 2)):
+    choices = _choices(trial, call, outers, count <= 2)
+    tried: Iterable[tuple[Placement, ...]] = itertools.product(*choices)
+    if math.prod(map(len, choices)) > _MOST_TRIED:
+        tried = _some(choices)
+    for placements in tried:
         yield placements, all(p in known for p, known in zip(placements, counted, strict=True))
+
+
+# More combinations of a sample's operands are not tried one by one.
+_MOST_TRIED = 40_000
+
+
+def _some(choices: Sequence[Sequence[Placement]]) -> Iterator[tuple[Placement, ...]]:
+    """All with two operands that are not whole at most, and as many again with any."""
+    for first, second in itertools.combinations(range(len(choices)), 2):
+        for p, q in itertools.product(choices[first], choices[second]):
+            yield tuple(p if i == first else q if i == second else R for i in range(len(choices)))
+    draw = random.Random(0)
+    for _ in range(_DRAWN):
+        yield tuple(draw.choice(found) for found in choices)
+
+
+_DRAWN = 200
 
 
 def mixtures(placements: tuple[Placement, ...], carries: Sequence[bool]) -> Iterator[tuple[Placement, ...]]:
@@ -227,7 +255,7 @@ class _Judge:
     @staticmethod
     def fault(trial: Trial, ins: Sequence[Placement], index: int, out: Placement) -> str:
         """What is wrong with an output being `out`; empty where all is right."""
-        return trial.fault([_on_one_axis(p) for p in ins], index, _on_one_axis(out))
+        return trial.fault([on_one_axis(p) for p in ins], index, on_one_axis(out))
 
     def wrong(self, ins: Sequence[Placement], outs: Sequence[Placement], fault: str) -> None:
         """Notes a false accept once, whether it was proposed or inferred."""

@@ -15,8 +15,12 @@ from torch import Tensor
 
 from fxpar.ops import counter
 from fxpar.ops import random as records
+from fxpar.ops.attention import attention_backward, attention_forward
 from fxpar.ops.counter import IndexCut
 from fxpar.ops.functions import function as kept
+from fxpar.ops.zeros import zeros, zeros_of
+from fxpar.oracle import backward
+from fxpar.oracle.checked import CHECKED
 from fxpar.oracle.ranks import sample
 from fxpar.oracle.samples import Draw, Samples
 from fxpar.signatures.functions import resolve_function
@@ -93,6 +97,10 @@ def overload(name: str) -> torch._ops.OpOverload:
 
 
 KERNELS: Mapping[Any, Callable[..., Any]] = {
+    attention_forward: backward.attention_forward,
+    attention_backward: backward.attention_backward,
+    zeros: zeros_of,
+    **CHECKED,
     records.dropout: dropout,
     records.uniform: uniform,
     records.uniform_like: uniform_like,
@@ -156,5 +164,6 @@ def composite(d: Draw) -> dict[str, Samples]:
             sample(q[:1], k, v, None, state, 0.4, False, None, False),
             sample(d.normal(s, e), k, v, None, state, 0.4, False, None, False, index),
         ],
+        "fxpar.zeros": [backward.sample(x)],
         "fxpar.function": [sample(x, d.x(h, s), path=f"{Gate.__module__}.{Gate.__name__}")],
     }

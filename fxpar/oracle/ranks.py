@@ -12,6 +12,10 @@ R      x on every rank                 summands of g
 S      the rank's positions of x       the same positions of g; summands where several ranks hold them
 ~      the same and anything behind    the same and zeros behind
 S; I   the rank's positions of x       the same positions of g
+S; P   the same, as summands of those  none: it is a gradient itself
+       that several ranks hold
+~; 0   the rank's positions of x and   none
+       zeros behind
 P      summands of x                   g on every rank
 V      the rank's index                none
 =====  ==============================  ========================================================
@@ -148,15 +152,20 @@ def _padded(
 
 def _unpadded(part: torch.Tensor, placement: Placement, n: int, rank: int) -> torch.Tensor:
     count = padding(placement, n, rank)
-    return part.narrow(placement.dim, 0, part.shape[placement.dim] - count) if count else part
+    if count <= 0 or part.dim() <= placement.dim or part.shape[placement.dim] < count:
+        return part
+    return part.narrow(placement.dim, 0, part.shape[placement.dim] - count)
 
 
 def place(x: torch.Tensor, placement: Placement, n: int, generator: torch.Generator) -> list[torch.Tensor]:
     """What each rank holds of the value x."""
     if placement.kind == "P":
         return _summands(x, n, generator)
+    if placement.partial:
+        return _shared_summands(x, placement, n, generator)
     if placement.is_shard:
-        return [_padded(_block(x, placement, n, rank), placement, n, rank, generator) for rank in range(n)]
+        behind = None if placement.zeros else generator
+        return [_padded(_block(x, placement, n, rank), placement, n, rank, behind) for rank in range(n)]
     if placement.kind == "V":
         return [torch.full_like(x, rank) for rank in range(n)]
     return [x] * n
@@ -227,6 +236,13 @@ def _blocks(
     return torch.zeros(shape, dtype=parts[0].dtype), found
 
 
+def _has_zeros_behind(part: torch.Tensor, positions: torch.Tensor, own: torch.Tensor, placement: Placement) -> bool:
+    """Whether a rank holds nothing but zeros behind its elements."""
+    assert own.shape[placement.dim] == len(positions)
+    behind = part.narrow(placement.dim, len(positions), part.shape[placement.dim] - len(positions))
+    return not behind.numel() or float(behind.abs().max()) <= TOLERANCE
+
+
 def value_of(parts: Sequence[torch.Tensor], placement: Placement) -> torch.Tensor | None:
     """The value of which the ranks' parts are so placed; None where they are none of one."""
     if not placement.is_shard:
@@ -235,6 +251,12 @@ def value_of(parts: Sequence[torch.Tensor], placement: Placement) -> torch.Tenso
     if blocks is None:
         return None
     whole, owned = blocks
+    if placement.zeros and not all(_has_zeros_behind(p, *o, placement) for p, o in zip(parts, owned, strict=True)):
+        return None
+    if placement.partial:
+        for positions, own in owned:
+            whole.index_add_(placement.dim, positions, own.detach())
+        return whole
     for positions, own in owned:
         whole.index_copy_(placement.dim, positions, own.detach())
     is_one = all(close(own, whole.index_select(placement.dim, positions)) for positions, own in owned)
@@ -254,8 +276,7 @@ def gradient_of(parts: Sequence[torch.Tensor], placement: Placement) -> torch.Te
         return None
     whole, owned = blocks
     for (positions, own), part in zip(owned, parts, strict=True):
-        behind = part.narrow(placement.dim, len(positions), part.shape[placement.dim] - len(positions))
-        if behind.numel() and behind.abs().max() > TOLERANCE:
+        if not _has_zeros_behind(part, positions, own, placement):
             return None  # padding has no gradient
         whole.index_add_(placement.dim, positions, own)
     return whole

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from fxpar.ops import COMPOSITE_OF, OPERATORS
+from fxpar.oracle import backward
 from fxpar.oracle.composite import composite
 from fxpar.oracle.moves import creation, indexing, parts, views
 from fxpar.oracle.ranks import Sample
@@ -59,6 +60,11 @@ _BUILDERS: Sequence[Build] = (
     indexing,
     creation,
     composite,
+    backward.element_wise,
+    backward.losses_and_norms,
+    backward.places,
+    backward.convolutions,
+    backward.attention,
 )
 
 # What occurs and has no tensor operand, so that nothing can be asked of a rule.
@@ -74,11 +80,20 @@ EXEMPT: Mapping[str, str] = {
     **dict.fromkeys((f"aten.new_{name}.default" for name in ("ones", "zeros", "full")), _NO_VALUES),
 }
 
+_WORDS = words("cross_entropy embedding nll_loss log_softmax logsumexp topk")
+_SAVING = ("cross_entropy_forward",)
+
 # Operators that the oracle cannot run on one rank alone, and why.
-COMMUNICATING: Mapping[str, str] = dict.fromkeys(
-    map(str, COMPOSITE_OF.values()),
-    "it communicates inside: its ranks are simulated together, against the whole vocabulary (test_vocabulary)",
-)
+COMMUNICATING: Mapping[str, str] = {
+    **dict.fromkeys(
+        map(str, COMPOSITE_OF.values()),
+        "it communicates inside: its ranks are simulated together, against the whole vocabulary (test_vocabulary)",
+    ),
+    **dict.fromkeys(
+        (f"fxpar.{name}" for name in (*_SAVING, *(f"{name}_backward" for name in _WORDS))),
+        "it communicates inside, of a backward: steps are simulated against autograd (tests/derivatives)",
+    ),
+}
 
 # Legal signatures that the rules leave out, and why.
 LEFT_OUT: Mapping[str, str] = {

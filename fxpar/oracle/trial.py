@@ -260,6 +260,7 @@ _LITERALS: Mapping[str, Callable[[Trial, Sequence[Layout], Layout], Runner | str
     "aten::slice": _slice,
     **{f"aten::{name}": _split for name in ("split", "split_with_sizes", "chunk")},
     **dict.fromkeys(("fxpar.dropout", "fxpar.uniform_like", "fxpar.attention"), _own_bits),
+    **dict.fromkeys(("fxpar.attention_forward", "fxpar.attention_backward"), _own_bits),
     **{f"aten::{name.partition('.')[0]}": _bits_of_elements for name in (*SHAPED, *VALUED)},
 }
 # Those among them whose literals follow from the layout of the output.

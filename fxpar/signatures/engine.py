@@ -109,6 +109,7 @@ class Rule:
         varying: names of operands that may be V (axis indices).
         padding: names of operands whose cut may be padded: padding stays finite there, and its gradient stays zero.
         zeros: whether the results are zero, padding included.
+        summands: names of gradients, of which ranks that share blocks must hold summands.
     """
 
     labels: Callable[[Call], Labelling | Refusal] | None = None
@@ -118,6 +119,7 @@ class Rule:
     varying: tuple[str, ...] = ()
     padding: tuple[str, ...] = ()
     zeros: bool = False
+    summands: tuple[str, ...] = ()
 
 
 def _scalar(value: Any) -> Any:
@@ -181,7 +183,12 @@ def _decides(node: fx.Node) -> bool:
         items = [user for user in node.users if user.target is operator.getitem and user.args[1] in indices]
     else:
         items = [node] if indices else []
-    return any(user.op != "output" for item in items for user in item.users)
+    # Its gradient goes back to what was found, and computes nothing with it.
+    return any(user.op != "output" and not _is_backward(user) for item in items for user in item.users)
+
+
+def _is_backward(node: fx.Node) -> bool:
+    return has_note(node) and note(node).phase != ""
 
 
 def transfer(placement: Placement, source: Size, dim: int, size: Size, n: int) -> Placement | Refusal:
@@ -225,11 +232,18 @@ def seed_signature(
     if not placement.in_rank_order and not _hands_on(rule, call):
         return _out_of_order(placement, call.names[index])
     found = _seed(rule, call, index, placement, known)
+    if not isinstance(found, Refusal):
+        found = Signature(found.operands, _zero(rule, found.outputs))
     if placement.is_padded and not isinstance(found, Refusal):
         for i, (name, operand) in enumerate(zip(call.names, found.operands, strict=True)):
             if operand.is_padded and name not in rule.padding and i not in known.zeros:
                 return Refusal(f"the operation would compute with the padding of {operand} of {name}")
     return found
+
+
+def signature_of_summands(rule: Rule, call: Call, index: int, placement: Placement) -> Signature | Refusal:
+    """As `seed_signature`, where several ranks that hold a block hold summands of its gradient."""
+    return seed_signature(rule, call, index, placement, _Gradients(frozenset({index})))
 
 
 def _hands_on(rule: Rule | None, call: Call) -> bool:
@@ -299,22 +313,31 @@ def infer(
         placements: one for each operand.
         carries: whether each operand carries a gradient. Those that do not are I and R at once.
     """
-    known = _Gradients(
-        frozenset(i for i, p in enumerate(placements) if p.partial),
-        frozenset(i for i, p in enumerate(placements) if p.zeros),
-    )
+    zeros = frozenset(i for i, p in enumerate(placements) if p.zeros)
+    if zeros and rule is not None:  # where something else than a linear operand is zero the result is anything
+        groups = [group for group in _groups(rule, call) if group <= zeros and _is_linear(rule, call, group)]
+        zeros = frozenset().union(*groups)
+    known = _Gradients(frozenset(i for i, p in enumerate(placements) if p.partial), zeros)
+    for name, p in zip(call.names, placements, strict=True):
+        if rule is not None and name in rule.summands and p.is_shared and not p.partial:
+            return Refusal(f"what several ranks hold of {name} would be summed by each of them")
     if not known.partial and not known.zeros:
-        answer = _infer(rule, call, placements, carries, known)
-        joined = not isinstance(answer, Refusal) and any(p.partial for p in answer)
+        answer = _infer(rule, call, [p.plain for p in placements], carries, known)
+        joined = P in placements and not isinstance(answer, Refusal) and any(p.partial for p in answer)
+        if joined and any(carries):
+            return Refusal("a segment of which all ranks hold summands would be one of a value with a gradient")
         if joined and any(p.is_shared for p in placements):
             return Refusal("what several ranks hold meets what they hold summands of")
-        if rule is not None and rule.zeros and not isinstance(answer, Refusal):
-            return tuple(replace(p, zeros=True) if p.is_padded else p for p in answer)
-        return answer
+        return answer if rule is None or isinstance(answer, Refusal) else _zero(rule, answer)
     found = _infer(rule, call, [p.plain for p in placements], carries, known)
     if isinstance(found, Refusal) or rule is None:
         return found
     return _of_gradients(rule, call, placements, found, known)
+
+
+def _zero(rule: Rule, outputs: tuple[Placement, ...]) -> tuple[Placement, ...]:
+    """What is zero has zeros for padding."""
+    return tuple(replace(p, zeros=True) if p.is_padded else p for p in outputs) if rule.zeros else outputs
 
 
 def _of_gradients(
@@ -344,7 +367,7 @@ def _is_linear(rule: Rule, call: Call, group: set[int]) -> bool:
     """Whether this very call, with its numbers, makes summands of summands: filling does with zeros alone."""
     placements = [P if i in group else R for i in range(len(call.operands))]
     found = _infer(rule, call, placements, [False] * len(placements), _Gradients())
-    return not isinstance(found, Refusal) and P in found
+    return not isinstance(found, Refusal) and set(found) == {P}
 
 
 def _infer(
@@ -390,7 +413,7 @@ def _infer(
         if rule.varying and call.names[i] in rule.varying:
             continue  # of the axes' indices one varies here: the rule's check has seen which
         given = placements[i] if kind == "S" else R
-        if given != want:
+        if given != want.plain:
             return Refusal(
                 f"operand {call.names[i]} is {given} where {want} fits {placements[index]} of {call.names[index]}"
             )

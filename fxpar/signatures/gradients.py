@@ -22,6 +22,7 @@ gelu_backward silu_backward sigmoid_backward tanh_backward threshold_backward el
 hardsigmoid_backward hardswish_backward leaky_relu_backward mish_backward softplus_backward softshrink_backward
 hardshrink_backward logit_backward log_sigmoid_backward native_dropout_backward
 """.split()
+_UNBOUNDED = ("logit_backward",)  # infinite, or none, of what padding may be
 _GRADIENT_NAMES = ("grad_output", "grad_out", "grad")
 _LOSSES = """
 mse_loss_backward smooth_l1_loss_backward huber_loss_backward binary_cross_entropy_backward soft_margin_loss_backward
@@ -165,7 +166,8 @@ def gradient_rules() -> dict[str, Rule]:
     for name in _POINTWISE:
         schema = getattr(torch.ops.aten, name).default._schema
         tensors = tuple(argument.name for argument in schema.arguments)
-        found[f"aten.{name}.default"] = Rule(pointwise_labels, ((_gradient_name(name),),), padding=tensors)
+        padding = () if name in _UNBOUNDED else tensors
+        found[f"aten.{name}.default"] = Rule(pointwise_labels, ((_gradient_name(name),),), padding=padding)
     for name in _LOSSES:
         found[f"aten.{name}.default"] = Rule(_loss_backward, (("grad_output",),))
     for name in ("_softmax_backward_data", "_log_softmax_backward_data"):

@@ -136,13 +136,6 @@ def _index_put(call: Call) -> Labelling | Refusal:
     return Labelling(ins, (tuple(own),))
 
 
-def _slice_backward(call: Call) -> Labelling | Refusal:
-    """The dimension that was sliced stays whole."""
-    labels = _numbered(len(call.operands[0].shape))
-    labels[int(call.get("dim")) % len(labels)] = None
-    return Labelling((tuple(labels),), (tuple(labels),))
-
-
 def _behind(count: int) -> Callable[[Call], Labelling | Refusal]:
     """Gradient and operand of what pools or pads the last dimensions, which stay whole."""
 
@@ -198,6 +191,16 @@ def _shape_alone(call: Call) -> tuple[str, ...]:
     return () if index is None else (("input",), ("weight",))[index]
 
 
+def _diagonal(call: Call) -> Labelling | Refusal:
+    """The two dimensions of a diagonal stay whole, and so does the last one, which is the diagonal."""
+    rank = max(len(kind.shape) for kind in (*call.operands, *call.outputs))
+    across = {int(call.get(name)) % rank for name in ("dim1", "dim2")}
+    wide: Labels = tuple(None if i in across else f"d{i}" for i in range(rank))
+    narrow: Labels = (*(label for i, label in enumerate(wide) if i not in across), None)
+    is_taken = len(call.operands[0].shape) == rank
+    return Labelling((wide,), (narrow,)) if is_taken else Labelling((narrow,), (wide,))
+
+
 _PADDED_BEHIND = {"1d": 1, "2d": 2, "3d": 3}
 
 
@@ -214,12 +217,13 @@ def scattering_rules() -> dict[str, Rule]:
     convolution = Rule(_convolution_backward, (("grad_output",), ("input",), ("weight",)))
     return {
         **pads,
+        "aten.diagonal.default": Rule(_diagonal, (("self",),)),
+        "aten.diag_embed.default": Rule(_diagonal, (("self",),)),
         "aten.scatter.src": Rule(_scatter_in_place_of, (("self", "src"),)),
         "aten.scatter_add.default": Rule(_scatter, (("self", "src"),), check=_of_rows(_scatter, _rows)),
         "aten.index_add.default": Rule(_index_add, (("self", "source"),), check=_of_rows(_index_add, _rows)),
         "aten.index_put.default": index_put,
         "aten._unsafe_index_put.default": index_put,
-        "aten.slice_backward.default": Rule(_slice_backward, (("grad_output",),)),
         "aten._adaptive_avg_pool2d_backward.default": pool,
         "aten.convolution.default": Rule(_convolution, (("input", "bias?"), ("weight", "bias?"))),
         "aten.convolution_backward.default": ignoring(_shape_alone, convolution),

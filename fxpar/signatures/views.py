@@ -100,6 +100,8 @@ def _repeat(call: Call, index: int, placement: Placement) -> Signature | Refusal
     times, piece = divide(out[dim], shape[placement.dim]), placement.piece
     if times == 1:
         return Signature((placement,), (placement.at(dim),))
+    if placement.is_padded:
+        return Refusal(f"the padding of {placement} would stand among its repetitions", structural=True)
     if times is not None and piece is not None:
         repeated = replace(piece, outer=simplify(times * piece.outer))
         return Signature((placement,), (Placement("S", dim, (repeated,)),))

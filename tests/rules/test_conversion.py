@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import pytest
 import torch
@@ -25,6 +25,7 @@ from fxpar.ops.lower import lower
 from fxpar.oracle.grid import fits, holds, holds_gradient, spread, spread_gradient
 from fxpar.plan.cost import Cost
 from fxpar.program.coercions import axes_of
+from fxpar.program.program import output_layouts
 from fxpar.rules.conversion import coerced, conversions
 from fxpar.text.parsing import parse_program
 from fxpar.verify.simulate import coordinates, simulated_world
@@ -38,6 +39,10 @@ properties canonical collectives layouts local masks rng sequence vocabulary
 %y = fxpar.{operator}[{names}](%x) : f64[12, 12] {target}
 return y=%y
 """
+# Of a gradient, which the backward converts, and of which nothing is differentiated.
+GRADIENT = TEXT.replace('parameter["x"]', 'input["x"]').replace("{target}\n", "{target} {{phase=backward}}\n", 1)
+OF_GRADIENTS = ("pad", "pad_part", "sum_shared")  # no value of the forward goes through them
+_SHARED = ("share", "take_part", "pad_part", "sum_shared")  # of blocks that several ranks hold (test_factored)
 
 
 def layouts(axes: Mapping[str, int]) -> list[Layout]:
@@ -54,10 +59,9 @@ def layouts(axes: Mapping[str, int]) -> list[Layout]:
     return list(found)
 
 
-def cases(axes: Mapping[str, int]) -> Iterator[tuple[str, str, Layout, Layout]]:
+def cases(axes: Mapping[str, int], known: Sequence[Layout]) -> Iterator[tuple[str, str, Layout, Layout]]:
     """Operators whose row of the table is that of the two layouts on each axis that they name."""
-    known = layouts(axes)
-    rows = [row for row in COERCION_OF.values() if row.operator.__name__ not in ("share", "take_part")]
+    rows = [row for row in COERCION_OF.values() if row.operator.__name__ not in _SHARED]
     for source, target in itertools.product(known, known):
         for names in joined_names(axes):
             kinds = {(source.on(axis).kind, target.on(axis).kind) for axis in names.split("-")}
@@ -82,13 +86,17 @@ class Ranks:
         assert isinstance(value, LocalTensor)
         return {place: value._local_tensors[rank].detach() for rank, place in enumerate(self.places)}
 
-    def fault(self, text: str, source: Layout, target: Layout) -> str:
-        """What is wrong with a coercion of the whole `x`; empty where all ranks hold what they should."""
+    def fault(self, text: str, source: Layout, target: Layout, carries: bool = True) -> str:
+        """What is wrong with a coercion of the whole `x`; empty where all ranks hold what they should.
+
+        Args:
+            carries: whether gradients are compared too.
+        """
         given = spread(self.x, source, self.axes, self.generator)
         upstream = spread_gradient(self.g, target, self.axes, self.generator)
         with LocalTensorMode(len(self.places)):
             lowered = lower(parse_program(text), self.groups)
-            leaf = self.local(given).requires_grad_()
+            leaf = self.local(given).requires_grad_(carries)
             indices = [
                 LocalTensor({r: torch.tensor(p[list(self.axes).index(a)]) for r, p in enumerate(self.places)})
                 for a in lowered.indices
@@ -96,10 +104,13 @@ class Ranks:
             (found,) = lowered.module(leaf, *indices)
             if found._local_tensors[0].shape != upstream[self.places[0]].shape:
                 return "shapes"
-            torch.autograd.backward([found], [self.local(upstream)])
+            if carries:
+                torch.autograd.backward([found], [self.local(upstream)])
             grad = leaf.grad
         if not holds(self.parts(found), target, self.axes, self.x):
             return "values"
+        if not carries:
+            return ""
         assert grad is not None
         return "" if holds_gradient(self.parts(grad), source, self.axes, self.g) else "gradient"
 
@@ -110,31 +121,40 @@ def ranks_of(axes: Mapping[str, int]) -> Iterator[Ranks]:
         yield Ranks(axes, groups)
 
 
-def judged(axes: Mapping[str, int], every: int) -> tuple[int, list[str], dict[str, str]]:
-    """How many are accepted, which of them are wrong, and which of every so many refused ones are right, with why."""
+def judged(axes: Mapping[str, int], every: int, *, gradients: bool) -> tuple[int, list[str], dict[str, str]]:
+    """How many are accepted, which of them are wrong, and which of every so many refused ones are right, with why.
+
+    Args:
+        gradients: whether it is gradients that are converted, by their own table; else values with a gradient.
+    """
     accepted, wrong, missed = 0, list[str](), dict[str, str]()
+    known = layouts(axes)
+    if gradients:  # nothing carries a gradient, so that I and R are one, written R
+        known = [layout for layout in known if all(placement != I for _, placement in layout)]
     with ranks_of(axes) as ranks:
-        for index, (operator, names, source, target) in enumerate(cases(axes)):
-            text = TEXT.format(**axes, operator=operator, names=names, source=source, target=target)
+        for index, (operator, names, source, target) in enumerate(cases(axes, known)):
+            form = GRADIENT if gradients else TEXT
+            text = form.format(**axes, operator=operator, names=names, source=source, target=target)
             node = parse_program(text).node("y")
             assert axes_of(node) == tuple(names.split("-"))
             shown = f"fxpar.{operator}[{names}] {source} to {target}"
             try:
                 coerced(node, source, axes)
             except LayoutError as error:
-                if index % every == 0 and not _fault(ranks, text, source, target):
+                tried = index % every == 0 and (gradients or operator not in OF_GRADIENTS)
+                if tried and not _fault(ranks, text, source, target, not gradients):
                     missed[shown] = str(error)
                 continue
             accepted += 1
-            fault = ranks.fault(text, source, target)
+            fault = ranks.fault(text, source, target, not gradients)
             wrong += [f"{shown}: {fault}"] if fault else []
     return accepted, wrong, missed
 
 
-def _fault(ranks: Ranks, text: str, source: Layout, target: Layout) -> str:
+def _fault(ranks: Ranks, text: str, source: Layout, target: Layout, carries: bool) -> str:
     """As `Ranks.fault`; what is refused may have no meaning for ranks."""
     try:
-        return ranks.fault(text, source, target)
+        return ranks.fault(text, source, target, carries)
     except (ValueError, RuntimeError, AssertionError) as error:
         return f"cannot run: {error}"
 
@@ -149,10 +169,40 @@ def _fault(ranks: Ranks, text: str, source: Layout, target: Layout) -> str:
     ids=str,
 )
 def test_what_is_accepted_is_right_and_what_is_refused_is_wrong(axes: Mapping[str, int], every: int) -> None:
-    accepted, wrong, missed = judged(axes, every)
+    accepted, wrong, missed = judged(axes, every, gradients=False)
     assert wrong == []
     assert missed == {}
     assert accepted > 300
+
+
+@pytest.mark.parametrize(
+    ("axes", "every"),
+    [(TWO, 10), *(pytest.param(axes, 1, marks=pytest.mark.matrix) for axes in (TWO, THREE, {"dp": 3, "tp": 2}))],
+    ids=str,
+)
+def test_gradients_have_a_table_of_their_own(axes: Mapping[str, int], every: int) -> None:
+    accepted, wrong, missed = judged(axes, every, gradients=True)
+    assert wrong == []
+    assert missed == {}
+    assert accepted > 150
+
+
+@pytest.mark.parametrize("operator", OF_GRADIENTS)
+def test_what_is_for_gradients_alone_is_refused_in_the_forward(operator: str) -> None:
+    source, target = {
+        "pad": ("tp:S(0)", "tp:P"),
+        "pad_part": ("tp:S(0)", "tp:S(0: 12 / 2; P)"),
+        "sum_shared": ("tp:S(0: 12 / 2; P)", "tp:S(0: 12 / 2)"),
+    }[operator]
+    for form, is_right in ((TEXT, False), (GRADIENT, True)):
+        text = form.format(dp=1, tp=4, operator=operator, names="tp", source=source, target=target)
+        node = parse_program(text).node("y")
+        (layout,) = output_layouts(node.all_input_nodes[0])
+        if is_right:
+            assert coerced(node, layout, {"tp": 4}) == output_layouts(node)[0]
+            continue
+        with pytest.raises(LayoutError):
+            coerced(node, layout, {"tp": 4})
 
 
 def test_a_table_that_lets_nested_cuts_pass_would_be_caught() -> None:

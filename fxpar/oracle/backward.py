@@ -1,0 +1,221 @@
+"""Sample calls of the operations that derivatives are made of.
+
+Enters: a `Draw` of random sizes and values. Leaves: samples by overload name. No operand carries a gradient: of a
+backward nothing is differentiated.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxpar.ops import attend
+from fxpar.ops.counter import IndexCut
+from fxpar.oracle.ranks import Sample, tensors_of
+from fxpar.oracle.ranks import sample as differentiated
+from fxpar.oracle.samples import Draw, Samples
+
+_IDENTITY = 17
+
+
+def sample(*args: Any, **kwargs: Any) -> Sample:
+    """A call of which nothing is differentiated."""
+    count = len(tensors_of([*args, *kwargs.values()]))
+    return differentiated(*args, fixed=tuple(range(count)), **kwargs)
+
+
+def element_wise(d: Draw) -> dict[str, Samples]:
+    """Gradients of operations on one tensor, of losses, and what these save."""
+    a, b, c = d.sizes(3)
+    g, x = d.normal(a, b, c), d.normal(a, b, c)
+    found = {
+        f"{name}_backward": [sample(g, x)]
+        for name in ("gelu", "silu", "sigmoid", "tanh", "hardsigmoid", "hardswish", "mish")
+    }
+    numbers: dict[str, tuple[Any, ...]] = {
+        **{"threshold": (0.3,), "hardtanh": (-1, 1), "leaky_relu": (0.2, False), "softplus": (2, 20)},
+        **{"softshrink": (0.4,), "hardshrink": (0.4,)},
+    }
+    found |= {f"{name}_backward": [sample(g, x, *rest)] for name, rest in numbers.items()}
+    two, chances, row = (d.normal(a, b), d.normal(a, b)), (d.x(a, b), d.x(a, b)), d.x(b)
+    for name, rest in (("mse", ()), ("smooth_l1", (1.0,)), ("huber", (1.0,)), ("soft_margin", ())):
+        upstream = (d.normal(a, b), d.normal(), d.normal())
+        found[f"{name}_loss_backward"] = [sample(upstream[how], *two, how, *rest) for how in (0, 1, 2)]
+    found["binary_cross_entropy_backward"] = [
+        *(sample(upstream[how], *chances, None, how) for how in (0, 1, 2)),
+        sample(upstream[0], *chances, row, 0),
+    ]
+    mask, channel = d.mask(a, b), d.x(1, b, 1)
+    softmax = torch.softmax(x, 1)
+    return found | {
+        "elu_backward": [sample(g, 1.0, 1.0, 1.0, False, x)],
+        "logit_backward": [sample(g, d.x(a, b, c))],
+        "log_sigmoid_forward": [sample(x)],
+        "log_sigmoid_backward": [sample(g, x, (-x.abs()).exp())],
+        "native_dropout_backward": [sample(two[0], mask, 2.0)],
+        "_prelu_kernel": [sample(x, channel)],
+        "_prelu_kernel_backward": [sample(g, x, channel)],
+        "_softmax_backward_data": [sample(g, softmax, 1, torch.float64)],
+        "_log_softmax_backward_data": [sample(g, softmax.log(), -2, torch.float64)],
+        "cumprod": [sample(x, 1)],
+    }
+
+
+def losses_and_norms(d: Draw) -> dict[str, Samples]:
+    """Losses of classes, forward and backward; layer norm; the table of an embedding."""
+    n, c, s = d.sizes(3)
+    scores, image, weight = d.normal(n, c), d.normal(n, c, s, 2), d.x(c)
+    target, of_image = d.i(c, n), d.i(c, n, s, 2)
+    found: dict[str, Samples] = {
+        name: [sample(x, t, None if how else weight, how, -100) for how in (0, 1, 2)]
+        for name, x, t in (("nll_loss_forward", scores, target), ("nll_loss2d_forward", image, of_image))
+    }
+    for name, x, t in (("nll_loss_backward", scores, target), ("nll_loss2d_backward", image, of_image)):
+        total = d.x()
+        upstream = d.normal(*t.shape)
+        found[name] = [
+            sample(d.normal() if how else upstream, x, t, None if how else weight, how, -100, total)
+            for how in (0, 1, 2)
+        ]
+    x, g = d.normal(n, 2, c), d.normal(n, 2, c)
+    mean, rstd = x.mean(-1, keepdim=True), x.std(-1, keepdim=True).reciprocal()
+    found["native_layer_norm_backward"] = [
+        sample(g, x, [c], mean, rstd, weight, d.x(c), [True, True, True]),
+        sample(g, x, [c], mean, rstd, weight, None, [True, True, False]),
+        sample(g, x, [c], mean, rstd, None, None, [True, False, False]),
+    ]
+    words = d.i(5, n, s)
+    found["embedding_dense_backward"] = [
+        sample(d.normal(n, s, c), words, 5, 2, False),
+        sample(d.normal(n, s, c), words, 5, -1, True),
+    ]
+    return found
+
+
+def places(d: Draw) -> dict[str, Samples]:
+    """Sums at indices, scatters, and gradients of padding and pooling."""
+    a, b, c = d.sizes(3)
+    x, index = d.x(a, b), d.i(a, c, b)
+    once = torch.stack([torch.randperm(a, generator=torch.Generator().manual_seed(i))[: min(a, c)] for i in range(b)])
+    into = [
+        sample(x, [d.i(a, c)], d.x(c, b), True),
+        sample(x, [None, d.i(b, c)], d.x(a, c), True),
+        sample(x, [d.i(a, c, 2), d.i(b, 2)], d.x(c, 2), True),
+    ]
+    image, grown = d.x(a, b, 4, 6), d.x(a, b, 6, 9)
+    pads = {}
+    for name in ("reflection", "replication"):
+        pads[f"{name}_pad1d_backward"] = [sample(d.x(a, b, 5), d.x(a, b, 3), [1, 1])]
+        pads[f"{name}_pad2d_backward"] = [sample(grown, image, [1, 2, 1, 1])]
+        pads[f"{name}_pad3d_backward"] = [sample(d.x(a, b, 4, 3, 4), d.x(a, b, 2, 2, 2), [1, 1, 1, 0, 1, 1])]
+    return pads | {
+        "scatter.src": [sample(x, 0, once.t().contiguous(), d.x(min(a, c), b))],
+        "scatter_add": [sample(x, 0, index, d.x(c, b)), sample(x, 1, d.i(b, a, c), d.x(a, c))],
+        "index_add": [sample(x, 0, d.i(a, c), d.x(c, b)), sample(x, 1, d.i(b, c), d.x(a, c))],
+        "index_put": into,
+        "_unsafe_index_put": into,
+        "diagonal": [sample(d.x(a, b, a), 0, 0, 2), sample(x, 1)],
+        "diag_embed": [sample(x), sample(d.x(a, b, c), 0, 0, 2)],
+        "_adaptive_avg_pool2d_backward": [sample(d.x(a, b, 2, 3), image)],
+    }
+
+
+def convolutions(d: Draw) -> dict[str, Samples]:
+    """Convolutions as autograd writes them, one gradient at a time; sums of threefold products."""
+    n, c, o = (6, 6, 12) if d.even else d.sizes(3)
+    x, kernel, g = d.x(n, c, 5), d.x(o, c, 3), d.x(n, o, 3)
+    options = ([1], [0], [1], False, [0], 1)
+    groups = ([1], [2], [1], False, [0], c)
+    across = ([1], [0], [1], True, [0], 1)
+    masks = ([True, False, False], [False, True, False])
+    k = 2
+    return {
+        "convolution": [
+            sample(x, kernel, None, *options),
+            sample(x, kernel, d.x(o), *options),
+            sample(x, d.x(c, 1, 3), None, *groups),
+            sample(x, d.x(c, o, 3), None, *across),
+        ],
+        "convolution_backward": [
+            *(sample(g, x, kernel, None, *options, mask) for mask in masks),
+            *(sample(d.x(n, c, 7), x, d.x(c, 1, 3), None, *groups, mask) for mask in masks),
+            *(sample(d.x(n, o, 7), x, d.x(c, o, 3), None, *across, mask) for mask in masks),
+        ],
+        "_trilinear": [
+            sample(d.x(n, c), d.x(o, c, k), d.x(n, k), [1, 3], [0], [1, 2], [2, 3]),
+            sample(d.x(n, o), d.x(n, c), d.x(n, k), [2, 3], [1, 3], [1, 2], [0]),
+        ],
+    }
+
+
+# ---------------------------------------------------------------------- fxpar's own
+
+
+def attention_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None = None,
+    rng: Tensor | None = None,
+    p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    indices: object = (),
+    *,
+    cuts: tuple[IndexCut, ...] = (),
+) -> tuple[Tensor, Tensor]:
+    """`fxpar.attention_forward` of a node with some identity; `cuts` say which block the probabilities are."""
+    drops = None if rng is None else attend.Drops(rng, p, _IDENTITY, cuts)
+    return attend.forward(query, key, value, mask, drops, attend.Options(is_causal, scale, enable_gqa))
+
+
+def attention_backward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    gradient: Tensor,
+    out: Tensor,
+    log_sum: Tensor,
+    mask: Tensor | None = None,
+    rng: Tensor | None = None,
+    p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    indices: object = (),
+    of_mask: bool = False,
+    *,
+    cuts: tuple[IndexCut, ...] = (),
+) -> tuple[Tensor, ...]:
+    """`fxpar.attention_backward`, likewise."""
+    drops = None if rng is None else attend.Drops(rng, p, _IDENTITY, cuts)
+    options = attend.Options(is_causal, scale, enable_gqa)
+    return attend.backward(query, key, value, gradient, out, log_sum, mask, drops, options, of_mask)
+
+
+def attention(d: Draw) -> dict[str, Samples]:
+    """Attention that saves, and its gradients: plain, causal, grouped, masked, with dropout."""
+    h, s, t = (6, 6, 6) if d.even else d.sizes(3)
+    e = 2
+    kv = h // 2 if h % 2 == 0 else h
+    state, index = torch.tensor([3, 1, 2]), [torch.tensor(0)]
+    whole = d.normal(h, s, e), d.normal(h, t, e), d.normal(h, t, 4)
+    few = d.normal(h, s, e), d.normal(kv, t, e), d.normal(kv, t, e)
+    mask = d.normal(h, s, t)
+    calls: list[tuple[tuple[Tensor, ...], Tensor | None, tuple[Any, ...], bool]] = [
+        (whole, None, (None, 0.0, True, 0.3, False), False),
+        (few, None, (None, 0.0, False, None, True), False),
+        (whole, mask, (None, 0.0, False, None, False), True),
+        (whole, None, (state, 0.4, False, None, False, index), False),
+    ]
+    forward, backward = list[Sample](), list[Sample]()
+    for values, added, options, of_mask in calls:
+        forward.append(sample(*values, added, *options))
+        query, key, value = values
+        out, log_sum = attention_forward(query, key, value, added, *options)
+        given = options if len(options) > 5 else (*options, ())
+        backward.append(sample(*values, d.normal(*out.shape), out, log_sum, added, *given, of_mask))
+    return {"fxpar.attention_forward": forward, "fxpar.attention_backward": backward}
