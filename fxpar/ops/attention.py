@@ -71,9 +71,8 @@ def _gradient_labels(call: Call) -> Labelling | Refusal:
 
 def _value_alone(call: Call, placements: Sequence[Placement]) -> tuple[Placement, ...] | None:
     """The result is linear in the value, whose columns may be cut; the sums of exponentials know nothing of it."""
-    known = dict(zip(call.names, placements, strict=True))
-    value = known.pop("value")
-    if any(p != R for p in known.values()) or not _is_column(call, value):
+    value = placements[call.names.index("value")]
+    if not _is_whole_beside(call, placements, ("value",)) or not _is_column(call, value):
         return None
     out = len(call.outputs[0].shape) - 1
     return (P if value == P else value.at(out), R)
@@ -81,14 +80,18 @@ def _value_alone(call: Call, placements: Sequence[Placement]) -> tuple[Placement
 
 def _gradient_of_value_alone(call: Call, placements: Sequence[Placement]) -> tuple[Placement, ...] | None:
     """Scores get summands of their gradients from value and result, or from each column of these."""
-    known = dict(zip(call.names, placements, strict=True))
-    value, out, gradient = known.pop("value"), known.pop("out"), known.pop("gradient")
-    if any(p != R for p in known.values()) or not _is_column(call, value):
+    value, out, gradient = (placements[call.names.index(name)] for name in ("value", "out", "gradient"))
+    if not _is_whole_beside(call, placements, ("value", "out", "gradient")) or not _is_column(call, value):
         return None
     result = P if value == P else value.at(len(call.operands[call.names.index("out")].shape) - 1)
     if out != result or gradient != (R if value == P else result):
         return None
     return (P, P, R if value == P else value, *(P,) * (len(call.outputs) - 3))
+
+
+def _is_whole_beside(call: Call, placements: Sequence[Placement], names: Sequence[str]) -> bool:
+    """Whether all operands but those named are whole; several may have one name, as the axes' indices do."""
+    return all(p == R for name, p in zip(call.names, placements, strict=True) if name not in names)
 
 
 def _is_column(call: Call, value: Placement) -> bool:

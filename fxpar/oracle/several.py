@@ -75,7 +75,7 @@ def _with_two_indices(target: Target, call: Sample) -> Sample:
         return call
     place = list(target.signature.parameters).index("indices")
     args = list(call.args)
-    if place < len(args):
+    if place < len(args) and args[place]:
         args[place] = [args[place][0], args[place][0].clone()]
     return sample(*args, segments=call.segments, fixed=call.fixed, **call.kwargs)
 

@@ -240,7 +240,7 @@ SEGMENTS = [
     (
         call(aten.cat.default, [t("b 96"), t("b 48")], -1, out=t("b 144")),
         "S(1), P",
-        "a part with P is concatenated to parts that are cut along dimension 1",
+        "a segment of which all ranks hold summands would be one of a value with a gradient",
     ),
     (call(aten.cat.default, [t("6 8"), t("6 4")], 1, out=t("6 12")), "S(0), S(0)", "S(0)"),
     # what every rank holds would be summed n times
