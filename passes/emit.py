@@ -91,7 +91,8 @@ class Emitter:
         if target in COERCION_OF and key in self._conversions:
             return self._again(self._conversions[key], phase)
         with self.graph.inserting_before(self._end if phase == PARAMETER else self._parameter):
-            node = self.graph.create_node("call_function", target, tuple(args), dict(kwargs), name=name or None)
+            short = name or getattr(target, "_opname", None)
+            node = self.graph.create_node("call_function", target, tuple(args), dict(kwargs), name=short)
         if phase == PARAMETER and self._parameter is self._end:
             self._parameter = node
         self._note(node, kind, like, layouts, phase, random)
@@ -113,7 +114,8 @@ class Emitter:
     ) -> fx.Node:
         """A call in front of a node of the forward, from which it comes."""
         with self.graph.inserting_before(at):
-            node = self.graph.create_node("call_function", target, tuple(args), dict(kwargs))
+            short = getattr(target, "_opname", None)
+            node = self.graph.create_node("call_function", target, tuple(args), dict(kwargs), name=short)
         kinds = kind if isinstance(kind, tuple) else (kind,)
         flows = any(any(self.flags[o]) for o in operands(node))
         self.flags[node] = tuple(flows and each.is_float for each in kinds)

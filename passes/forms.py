@@ -16,6 +16,7 @@ from torch import fx
 from fxpar.errors import InputError
 from fxpar.layout.symbols import Size, simplify
 from fxpar.program.program import TensorType, describe, output_layouts, output_types
+from fxpar.program.step import is_forward
 
 if TYPE_CHECKING:
     from fxpar.passes.derive import Derived
@@ -41,6 +42,12 @@ def _is_zero(traced: Any) -> bool:
     if not isinstance(traced, fx.Node):
         return False
     return bool(traced.target is aten.scalar_tensor.default and traced.args[0] == 0)
+
+
+def _turned(derived: Derived, traced: fx.Node) -> fx.Node | None:
+    """What is turned twice is what it was."""
+    source = derived.value(traced.all_input_nodes[0])
+    return source.args[0] if source.target is aten.t.default and not is_forward(source) else None  # type: ignore[return-value]
 
 
 def _where(derived: Derived, traced: fx.Node) -> fx.Node | None:
@@ -206,6 +213,7 @@ def _diagonal_backward(derived: Derived, traced: fx.Node) -> fx.Node:
 
 
 _FORMS: Mapping[Any, Form] = {
+    aten.t.default: _turned,
     aten.where.self: _where,
     **dict.fromkeys(_FACTORIES, _zeros),
     aten.empty_like.default: _empty,
