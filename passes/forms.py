@@ -47,7 +47,7 @@ def _is_zero(traced: Any) -> bool:
 def _turned(derived: Derived, traced: fx.Node) -> fx.Node | None:
     """What is turned twice is what it was."""
     source = derived.value(traced.all_input_nodes[0])
-    return source.args[0] if source.target is aten.t.default and not is_forward(source) else None  # type: ignore[return-value]
+    return source.args[0] if source.target is aten.t.default and not is_forward(source) else None
 
 
 def _where(derived: Derived, traced: fx.Node) -> fx.Node | None:
