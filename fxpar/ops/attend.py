@@ -15,10 +15,7 @@ import torch
 from torch import Tensor
 
 from fxpar.ops.counter import IndexCut, dropout
-
-aten = torch.ops.aten
-
-_FLASH = 1  # of torch.nn.attention.SDPBackend
+from fxpar.ops.fused_attention import Call, kernel
 
 
 @dataclass(frozen=True)
@@ -50,14 +47,8 @@ class Drops:
         return dropout(x, self.rng, self.p, self.origin, self.cuts)
 
 
-def _is_flash(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: Options) -> bool:
-    """Whether PyTorch has a fused kernel on the CPU for such a call."""
-    if query.device.type != "cpu" or query.dim() != 4 or key.shape[0] != query.shape[0]:
-        return False
-    choice = torch._fused_sdp_choice(
-        query, key, value, mask, 0.0, options.is_causal, scale=options.scale, enable_gqa=options.enable_gqa
-    )
-    return bool(choice == _FLASH)
+def _call(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: Options) -> Call:
+    return Call(query, key, value, _added(mask, query), options.is_causal, options.scale, options.enable_gqa)
 
 
 def forward(
@@ -67,11 +58,11 @@ def forward(
 
     A row whose mask allows nothing gives zeros, as PyTorch's operator does.
     """
-    if drops is None and _is_flash(query, key, value, mask, options):
-        found, log_sum = aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, 0.0, options.is_causal, attn_mask=_added(mask, query), scale=options.scale
-        )
-        return found, log_sum
+    if drops is None:
+        call = _call(query, key, value, mask, options)
+        fused = kernel(call)
+        if fused is not None:
+            return fused.forward(call)
     key, value = (_repeated(x, query, options) for x in (key, value))
     scores, nothing = _scores(query, key, mask, options)
     log_sum = _wide(scores).logsumexp(-1)
@@ -99,11 +90,11 @@ def backward(
     Args:
         of_mask: whether the mask's gradient is wanted.
     """
-    if drops is None and not of_mask and _is_flash(query, key, value, mask, options):
-        kernel = aten._scaled_dot_product_flash_attention_for_cpu_backward
-        added, scale = _added(mask, query), options.scale
-        args = (gradient, query, key, value, out, log_sum, 0.0, options.is_causal)
-        return tuple(kernel(*args, attn_mask=added, scale=scale))
+    if drops is None and not of_mask:
+        call = _call(query, key, value, mask, options)
+        fused = kernel(call)
+        if fused is not None:
+            return fused.backward(call, gradient, out, log_sum)
     keys, values = (_repeated(x, query, options) for x in (key, value))
     scores, nothing = _scores(query, keys, mask, options)
     probabilities = (_wide(scores) - log_sum.unsqueeze(-1)).exp().to(scores.dtype)

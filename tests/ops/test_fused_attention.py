@@ -1,0 +1,83 @@
+"""Fused attention and its gradient are those of the plain form."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from fxpar.ops import attend
+from fxpar.ops.fused_attention import Call, kernel
+
+CASES = {
+    "plain": (8, 8, False, None),
+    "causal": (8, 8, True, None),
+    "grouped": (8, 2, True, None),
+    "masked": (8, 8, False, "float"),
+    "boolean": (8, 8, False, "bool"),
+}
+
+
+def values(
+    name: str, device: str, dtype: torch.dtype, length: int
+) -> tuple[list[Tensor], Tensor | None, attend.Options]:
+    heads, shared, causal, kind = CASES[name]
+    generator = torch.Generator().manual_seed(length)
+
+    def made(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(device, dtype)
+
+    query, gradient = made(2, heads, length, 64), made(2, heads, length, 64)
+    key, value = made(2, shared, length, 64), made(2, shared, length, 64)
+    mask = None if kind is None else made(2, 1, length, length)
+    if kind == "bool" and mask is not None:
+        mask = (mask > -1) | torch.eye(length, dtype=torch.bool, device=device)
+    return [query, key, value, gradient], mask, attend.Options(causal, None, heads != shared)
+
+
+def found(tensors: list[Tensor], mask: Tensor | None, options: attend.Options) -> list[Tensor]:
+    """The result and the gradients."""
+    query, key, value, gradient = tensors
+    out, log_sum = attend.forward(query, key, value, mask, None, options)
+    assert log_sum.shape == query.shape[:-1]
+    return [out, *attend.backward(query, key, value, gradient, out, log_sum, mask, None, options, False)]
+
+
+def wanted(tensors: list[Tensor], mask: Tensor | None, options: attend.Options) -> list[Tensor]:
+    """By autograd of PyTorch's own operator, in float64."""
+    leaves = [t.double().requires_grad_() for t in tensors[:3]]
+    given = mask.double() if mask is not None and mask.is_floating_point() else mask
+    out = functional.scaled_dot_product_attention(
+        *leaves, given, is_causal=options.is_causal, enable_gqa=options.enable_gqa
+    )
+    return [out.detach(), *torch.autograd.grad(out, leaves, tensors[3].double())]
+
+
+def assert_alike(mine: list[Tensor], right: list[Tensor], tolerance: float) -> None:
+    for a, b in zip(mine, right, strict=True):
+        assert float((a.double() - b).abs().max()) <= tolerance * float(b.abs().max())
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("length", [16, 33])
+def test_on_the_cpu(name: str, length: int) -> None:
+    tensors, mask, options = values(name, "cpu", torch.float32, length)
+    assert_alike(found(tensors, mask, options), wanted(tensors, mask, options), 1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("length", [64, 77])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_on_a_gpu(name: str, length: int, dtype: torch.dtype) -> None:
+    tensors, mask, options = values(name, "cuda", dtype, length)
+    assert_alike(
+        found(tensors, mask, options), wanted(tensors, mask, options), 1e-4 if dtype == torch.float32 else 3e-2
+    )
+
+
+@pytest.mark.gpu
+def test_long_rows_in_half_precision_have_a_fused_kernel() -> None:
+    query = torch.empty(2, 8, 1024, 64, device="cuda", dtype=torch.bfloat16)
+    assert kernel(Call(query, query, query, None, True, None, False)) is not None
