@@ -6,6 +6,7 @@ on symbolic shapes into operations that have rules.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,6 +19,15 @@ aten = torch.ops.aten
 def _reduced(values: Tensor, reduction: int) -> Tensor:
     """All values, their mean or their sum, as of PyTorch's losses."""
     return values if reduction == 0 else values.mean() if reduction == 1 else values.sum()
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`x @ weight.T + bias`, all rows in one matrix: PyTorch's own asks symbolic shapes for numbers (2.11)."""
+    if x.dim() == 1:
+        return (weight @ x) if bias is None else (weight @ x) + bias
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1]) if x.dim() > 2 else x
+    found = rows @ weight.t() if bias is None else torch.addmm(bias, rows, weight.t())
+    return found.reshape(*x.shape[:-1], weight.shape[0]) if x.dim() > 2 else found
 
 
 def weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
@@ -88,6 +98,7 @@ def multilabel_margin_loss(x: Tensor, target: Tensor, reduction: int = 1) -> Ten
 
 
 COMPOSED: Mapping[Any, Callable[..., Any]] = {
+    aten.linear.default: linear,
     aten._weight_norm.default: weight_norm,
     aten.group_norm.default: group_norm,
     aten.multi_margin_loss.default: multi_margin_loss,
