@@ -20,6 +20,7 @@ aten = torch.ops.aten
 
 # Of torch.nn.attention.SDPBackend.
 _FLASH, _EFFICIENT, _CUDNN = 1, 2, 3
+_CUDNN_FIRST = (9, 10)  # compute capabilities on which PyTorch prefers it
 _UNITS = 16  # rows of an added mask begin at multiples of so many elements
 _ROWS = 32  # the efficient kernel has room for so many rows of sums at a time
 
@@ -69,8 +70,11 @@ def kernel(call: Call) -> Kernel | None:
         return None
     # Asked of a tensor without values, PyTorch's own choice would be that of another device.
     given = cuda.SDPAParams(query, key, value, call.mask, 0.0, call.is_causal, call.enable_gqa)
-    for choice in torch._C._get_sdp_priority_order():
-        found = _KERNELS.get(int(choice))
+    order = [int(choice) for choice in torch._C._get_sdp_priority_order()]
+    if torch.cuda.get_device_capability(query.device)[0] in _CUDNN_FIRST:
+        order = sorted(order, key=lambda choice: choice != _CUDNN)
+    for choice in order:
+        found = _KERNELS.get(choice)
         if found is not None and found[0]() and found[1](given):
             return found[2]
     return None

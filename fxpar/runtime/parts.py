@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import fx, nn
@@ -79,12 +80,12 @@ class Step:
         """Equal for steps that leave the same of the gradients, and make the same of it."""
         return self.held, tuple(self.gradients.items())
 
-    @property
+    @cached_property
     def reads(self) -> frozenset[str]:
         """Names of the values that any part takes."""
         return frozenset((*self.forward.inputs, *self.whole_backward.inputs))
 
-    @property
+    @cached_property
     def recomputes(self) -> bool:
         """Whether the author said what is computed again."""
         nodes = self.program.graph.nodes
