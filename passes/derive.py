@@ -53,10 +53,14 @@ _LITERALS = frozenset({"device", "pin_memory", "layout"})
 _FAILURES = (RuntimeError, TypeError, ValueError, NotImplementedError, AssertionError, IndexError)
 
 
+_REMEDY = "detach its operand, or write it with other operations"
+
+
 class Derivatives:
     """Traces of a program's operations, each distinct one once."""
 
     def __init__(self, program: Program) -> None:
+        self._symbols = program.symbols
         self._sizes = Sizes(program.symbols)
         self._known: dict[Any, Derivative] = {}
 
@@ -98,6 +102,7 @@ class Derivatives:
             try:
                 self._known[key] = trace(function, *given, list(unique.values()), tangents, self._sizes)
             except _FAILURES as error:
+                self._sizes = Sizes(self._symbols)  # what failed may have left assumptions about sizes
                 reason = (str(error).splitlines() or [type(error).__name__])[0]
                 raise InputError(
                     f"PyTorch does not differentiate it on symbolic shapes: {reason}",
@@ -132,6 +137,7 @@ class Derived:
         for traced, own in zip(derivative.outputs, outputs, strict=True):
             if traced is not None and own is not None:
                 self.env[origin_of(traced)] = own
+        self.is_decomposed = False
         self._shapes = [*self.sources, *(own for own in outputs if own is not None)]
 
     def saved(self) -> list[fx.Node]:
@@ -179,7 +185,7 @@ class Derived:
     def _number(self, traced: fx.Node) -> Any:
         value = traced.meta["val"]
         if isinstance(value, (torch.SymFloat, float)):
-            raise InputError("its derivative computes a number of sizes", where=describe(self.node))
+            raise InputError("its derivative computes a number of sizes", where=describe(self.node), remedy=_REMEDY)
         return self.emit.number(self.derivative.sizes.size(value))
 
     def _emitted(self, traced: fx.Node) -> fx.Node:
@@ -220,7 +226,7 @@ class Derived:
 
     def _constant(self, value: Tensor) -> fx.Node:
         if value.numel() != 1:
-            raise InputError("its derivative has a constant tensor", where=describe(self.node))
+            raise InputError("its derivative has a constant tensor", where=describe(self.node), remedy=_REMEDY)
         kind = TensorType(value.dtype, tuple(value.shape))
         return self.call(aten.full.default, (list(value.shape), value.item()), {"dtype": value.dtype}, kind)
 
@@ -230,6 +236,7 @@ class Derived:
         for node in reversed(self.derivative.graph.nodes):
             if node in wanted:
                 wanted.update(node.all_input_nodes)
+        count = 0
         for traced in self.derivative.graph.nodes:
             is_made = traced in self.derivative.forward and traced in wanted and traced.op == "call_function"
             if not is_made or origin_of(traced) is not traced or _is_number(traced):
@@ -237,6 +244,8 @@ class Derived:
             if traced not in self.derivative.tensors:
                 args, kwargs = self.arguments(traced)
                 self.env[traced] = self.emit.forward(traced.target, args, kwargs, self.kind(traced), self.node)
+                count += traced.target is not operator.getitem
+        self.is_decomposed = count > 1
         return [None if traced is None else self.env[origin_of(traced)] for traced in self.derivative.outputs]
 
 

@@ -103,7 +103,13 @@ def _differentiated(
     program: Program, names: Sequence[str], outputs: Sequence[str], trained: Collection[str]
 ) -> Program:
     left_out = [replace(p, left_out=p.trainable and p.fqn not in trained) for p in program.parameters]
-    program = _Backward(program.with_(parameters=tuple(left_out))).run(names)
+    backward = _Backward(program.with_(parameters=tuple(left_out)))
+    program = backward.run(names)
+    if backward.has_decomposed:
+        # The parts of what was taken apart have derivatives of their own: the step is that of the forward that it has.
+        again = _Backward(forward_of(program))
+        again.derivatives = backward.derivatives
+        program = again.run(names)
     end = output_node(program.graph)
     pairs = zip(program.outputs, end.args[0], strict=True)  # type: ignore[arg-type]
     kept = [(name, value) for name, value in pairs if name in outputs or is_gradient(name)]
@@ -136,6 +142,7 @@ class _Backward:
         self.program, self.flags = program, carried(program)
         self.emit = Emitter(program, self.flags)
         self.derivatives = Derivatives(program)
+        self.has_decomposed = False
         self.known: dict[tuple[fx.Node, int], fx.Node] = {}
         owned = [program.node(p.node) for p in program.parameters]
         self.made_of_weights = weights_of(program.graph, owned)
@@ -267,6 +274,7 @@ class _Backward:
         derived = Derived(self.emit, node, derivative, [items.get(i) for i in range(count)], given)
         if derived.saved():
             made = derived.replaced()
+            self.has_decomposed |= derived.is_decomposed
             for index, item in items.items():
                 new = made[index]
                 assert new is not None

@@ -30,6 +30,26 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return found.reshape(*x.shape[:-1], weight.shape[0]) if x.dim() > 2 else found
 
 
+def pad(x: Tensor, pads: list[Any], mode: str = "constant", value: float | None = None) -> Tensor:
+    """A number around the values: PyTorch's gradient of it holds for one size alone."""
+    if mode != "constant" or any(isinstance(each, int) and each < 0 for each in pads):
+        return aten.pad.default(x, pads, mode, value)  # type: ignore[no-any-return]
+    for i in range(len(pads) // 2):
+        dim, parts = x.dim() - 1 - i, [x]
+        for place, width in ((0, pads[2 * i]), (2, pads[2 * i + 1])):
+            if isinstance(width, int) and width == 0:
+                continue
+            around = x.new_full((*x.shape[:dim], width, *x.shape[dim + 1 :]), value or 0)
+            parts.insert(place, around)
+        x = torch.cat(parts, dim) if len(parts) > 1 else x
+    return x
+
+
+def constant_pad(x: Tensor, pads: list[Any], value: float = 0) -> Tensor:
+    """As `pad`."""
+    return pad(x, pads, "constant", value)
+
+
 def weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
     """`v * g / |v|`, the norm over all dimensions but one; over all of them where `dim` is -1.
 
@@ -99,6 +119,8 @@ def multilabel_margin_loss(x: Tensor, target: Tensor, reduction: int = 1) -> Ten
 
 COMPOSED: Mapping[Any, Callable[..., Any]] = {
     aten.linear.default: linear,
+    aten.pad.default: pad,
+    aten.constant_pad_nd.default: constant_pad,
     aten._weight_norm.default: weight_norm,
     aten.group_norm.default: group_norm,
     aten.multi_margin_loss.default: multi_margin_loss,

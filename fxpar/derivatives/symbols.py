@@ -42,6 +42,16 @@ class Sizes:
             self._theirs[own] = self._shapes.create_symintnode(made, hint=hint, source=source)
             self._ours[made] = own
 
+    def check(self) -> None:
+        """Refuses what a trace has assumed of sizes.
+
+        Raises:
+            ValueError: it holds for one size alone.
+        """
+        if self._shapes.replacements:
+            fixed = ", ".join(f"{self._ours.get(s, s)} = {e}" for s, e in self._shapes.replacements.items())
+            raise ValueError(f"it is traced for one size alone ({fixed})")
+
     def integer(self, size: Size) -> Any:
         """The size as PyTorch takes it: an int, or a symbolic integer."""
         if isinstance(size, int):

@@ -133,6 +133,7 @@ def trace(
         shapes = _outputs(function, args, kwargs, made, integers)
         upstream = [torch.empty_like(o) for o, flag in zip(shapes, tangents, strict=True) if flag]
         module = make_fx(run, decomposition_table=_DECOMPOSED)(made, integers, upstream)
+    sizes.check()
     return _read(module, len(made), len(integers), frozenset(seen["forward"]), wanted, len(shapes), sizes)
 
 

@@ -183,6 +183,8 @@ class _Walk(fx.Interpreter):
         """Lists the storages that are alive and that the backward reads: each once, views with what they are of."""
         seen: set[int] = set()
         for node, value in self.env.items():
+            if node.op == "call_function" and not has_note(node):
+                continue  # a number of the rank's indices, which the backward makes itself
             is_read = not (has_note(node) and note(node).phase)  # a tangent is none of the forward's
             is_read = is_read and any(has_note(user) and note(user).phase for user in node.users)
             for each in pytree.tree_leaves(value) if is_read else ():

@@ -115,7 +115,7 @@ def test_a_pass_cannot_claim_properties_or_history_by_itself() -> None:
 
 @pytest.mark.parametrize("preserves", ["Values", "", "loss"])
 def test_a_pass_says_what_it_preserves(preserves: str) -> None:
-    with pytest.raises(PassError, match="write 'values' or 'nothing'"):
+    with pytest.raises(PassError, match="write one of dataflow, values, nothing"):
 
         @register_pass("odd", preserves=preserves)
         def odd(program: Program) -> Program:

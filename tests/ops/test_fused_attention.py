@@ -46,10 +46,10 @@ def found(tensors: list[Tensor], mask: Tensor | None, options: attend.Options) -
 
 def wanted(tensors: list[Tensor], mask: Tensor | None, options: attend.Options) -> list[Tensor]:
     """By autograd of PyTorch's own operator, in float64."""
-    leaves = [t.double().requires_grad_() for t in tensors[:3]]
+    query, key, value = leaves = [t.double().requires_grad_() for t in tensors[:3]]
     given = mask.double() if mask is not None and mask.is_floating_point() else mask
     out = functional.scaled_dot_product_attention(
-        *leaves, given, is_causal=options.is_causal, enable_gqa=options.enable_gqa
+        query, key, value, given, is_causal=options.is_causal, enable_gqa=options.enable_gqa
     )
     return [out.detach(), *torch.autograd.grad(out, leaves, tensors[3].double())]
 
