@@ -20,6 +20,7 @@ from fxpar.errors import CheckFailed, FxparError, PassError, shown
 from fxpar.ops.dataflow import dataflow, parting
 from fxpar.program.collector import without_collections
 from fxpar.program.program import Note, PassRecord, Program, describe, has_note, note
+from fxpar.program.regions import inlined
 from fxpar.text.printing import print_program
 
 PassFunction = Callable[[Program], Program]
@@ -212,6 +213,7 @@ class PassManager:
             program.graph.lint()
         except (RuntimeError, ValueError) as error:
             raise PassError(f"left an unsound graph: {error}", where=after) from None
+        program = inlined(program)  # what holds of a region's nodes in each call holds of the region
         for verifier in self.verifiers:
             if verifier.applies(program) and not (same_dataflow and verifier.of_dataflow):
                 try:
@@ -245,6 +247,7 @@ def _check_dataflow(item: Pass, before: Program, after: Program) -> None:
     Raises:
         PassError: names the first output that is not, and the first operation at which it parts.
     """
+    before, after = inlined(before), inlined(after)
     wanted, found = dataflow(before), dataflow(after)
     odd = next((name for name in (*wanted, *found) if wanted.get(name) != found.get(name)), None)
     if odd is None:

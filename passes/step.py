@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 
 from fxpar.manager import Pass
 from fxpar.passes.differentiate import of_outputs
+from fxpar.passes.outline_layers import outline_layers
 from fxpar.passes.prune import prune
 from fxpar.passes.recompute import recompute
 
@@ -18,4 +19,4 @@ def step_passes(outputs: Sequence[str], tangents: Sequence[str], trained: Collec
         tangents: those that have a gradient.
         trained: parameters whose gradients are wanted.
     """
-    return [of_outputs(tangents, outputs, trained), recompute, prune]
+    return [of_outputs(tangents, outputs, trained), recompute, prune, outline_layers]

@@ -19,6 +19,7 @@ from fxpar.ops.collectives import Group
 from fxpar.ops.onrank import OnRank
 from fxpar.ops.operator import Operator
 from fxpar.program.program import Program, operands
+from fxpar.program.regions import inlined
 
 # Operators without a derivative, which Python's functions of that name do not ask for.
 _UNDERIVED = frozenset({torch.ops.aten.randint_like.default, torch.ops.aten.randint_like.low_dtype})
@@ -83,7 +84,7 @@ def lower(
     Raises:
         KeyError: an axis has no group.
     """
-    program = program.copy()
+    program = inlined(program.copy())
     graph, draws = program.graph, False
     inputs = tuple(node.name for node in graph.nodes if node.op == "placeholder")
     rank = OnRank(program, groups, torch.device(device), uneven_rows=uneven_rows)

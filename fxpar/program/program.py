@@ -96,6 +96,7 @@ class Note:
         recompute: number of the checkpointed region the author put the node into; 0 for none.
         phase: "" in the forward; backward; parameter for what is made of gradients once a step, behind the last
             microbatch.
+        region: name of the call that the node was written out of (`fxpar.program.regions.inlined`).
     """
 
     type: ValueType = None
@@ -108,6 +109,7 @@ class Note:
     random: int = 0
     recompute: int = 0
     phase: str = ""
+    region: str = ""
 
 
 def note(node: fx.Node) -> Note:

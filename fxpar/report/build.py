@@ -26,6 +26,7 @@ from fxpar.passes.differentiate import differentiable
 from fxpar.passes.step import step_passes
 from fxpar.program.mixed import held_type
 from fxpar.program.program import Parameter, Program, output_layouts, output_types
+from fxpar.program.regions import inlined
 from fxpar.report.figures import ModelSize, ModuleMemory, Moment, PassLine, RankMemory, Report, Traffic
 from fxpar.report.measure import Kept, Measured, Peak, measure
 from fxpar.report.reasons import remarks, whole_matrices, without_rule
@@ -116,7 +117,7 @@ def _step_of(program: Program) -> Program:
     tangents = [name for name in differentiable(program) if not program.loss or name == program.loss]
     trained = [p.fqn for p in program.parameters if p.trainable]
     outputs = [program.loss] if program.loss else program.outputs  # a step keeps nothing of others
-    return PassManager(step_passes(outputs, tangents, trained)).run(program)
+    return inlined(PassManager(step_passes(outputs, tangents, trained)).run(program))
 
 
 def input_sizes(program: Program, given: Mapping[str, int]) -> dict[str, int]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import keyword
+import operator
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -23,7 +24,6 @@ from torch import fx
 
 from fxpar.errors import TextError
 from fxpar.layout.nesting import seen_by
-from fxpar.layout.symbols import product
 from fxpar.ops import OPERATORS, Operator
 from fxpar.ops.coercions import COERCION_OF
 from fxpar.plan.plan import Plan
@@ -41,6 +41,8 @@ from fxpar.program.program import (
     output_types,
     set_note,
 )
+from fxpar.program.regions import Region, call_region
+from fxpar.text.owned import Owned, constant, read_owned
 from fxpar.text.printing import NO_LOSS, VERSION, has_scalar, need_shapes
 from fxpar.text.scanning import (
     IDENTIFIER,
@@ -69,11 +71,15 @@ _DEFINITION = re.compile(rf"%({IDENTIFIER}) = ")
 _OWNED = re.compile(r"(input|parameter|buffer|constant)\[")
 _TARGET = re.compile(rf"({IDENTIFIER}(?:\.{IDENTIFIER})+)(?:\[({IDENTIFIER}(?:-{IDENTIFIER})*)\])?\(")
 _KEYWORD = re.compile(rf"({IDENTIFIER})=")
+_OPERAND = re.compile(r"operand(?= :)")
+_REGION = re.compile(rf"({IDENTIFIER})")
+_GIVES = re.compile(r" gives ")
+_TAKER = re.compile(rf"%({IDENTIFIER})|-")
 _TYPE = re.compile(r' : ([^{#"]*)')
 _BRACE = re.compile(r"\s*\{")
 _ATTRIBUTE = re.compile(
     rf'(needs)=([^"{{}}]*?)(?=, \w+=|}})|(role|origin)=({STRING})|(random|recompute)=({_INTEGER})'
-    r"|(phase)=(backward|parameter)"
+    rf"|(phase)=(backward|parameter)|(region)=({IDENTIFIER})"
 )
 _COMMENT = re.compile(rf"\s*(?:#\s*(?:({STRING}|[^\s\"]\S*)(?:\s+({STRING}|[^\s\"].*))?)?)?$")
 _AXIS = re.compile(rf"({IDENTIFIER}):(.*)")
@@ -111,6 +117,15 @@ def _located(where: str) -> Iterator[None]:
         raise TextError(error.reason, where=where, remedy=error.remedy) from None
 
 
+@dataclass
+class _Inside:
+    """A region that is being read, and the graph around it."""
+
+    name: str
+    fqn: str
+    outer: fx.Graph
+
+
 class _Reader:
     """What the lines read so far have defined."""
 
@@ -124,6 +139,8 @@ class _Reader:
         self.inputs: list[Input] = []
         self.constants: dict[str, torch.Tensor] = {}
         self.outputs: list[str] | None = None
+        self.regions: dict[str, Region] = {}
+        self.inside: _Inside | None = None
 
     @property
     def axes(self) -> Mapping[str, int]:
@@ -143,6 +160,12 @@ class _Reader:
         key, _, rest = line.partition(" ")
         if key.startswith("%"):
             self._read_node(line)
+        elif key == "region":
+            self._start_region(rest.strip())
+        elif key == "result":
+            self._end_region(rest.strip())
+        elif self.inside is not None:
+            fail(f"the line stands in the region {self.inside.name}", "end the region with 'result %node, …'")
         elif key == "return":
             self._read_return(rest.strip())
         elif key == "symbol":
@@ -164,6 +187,8 @@ class _Reader:
         for key in ("version", "plan", "properties"):
             if key not in self.header:
                 fail(f"the {key} line is missing", f"start with '{VERSION}' and the lines plan and properties")
+        if self.inside is not None:
+            fail(f"the region {self.inside.name} has no result line", "end it with 'result %node, …'")
         if self.outputs is None:
             fail("the return line is missing", "end the text with 'return name=%node'")
         loss = self.header.get("loss", "")
@@ -213,6 +238,60 @@ class _Reader:
         self.graph.output(tuple(values))
         self.outputs = names
 
+    def _start_region(self, text: str) -> None:
+        scanner = Scanner(text)
+        found = scanner.match(_REGION) or fail("the region has no name", "write 'region name'")
+        if "plan" not in self.header or self.nodes or self.inside is not None:
+            fail("a region stands above the plan, below a node or in another region", "write regions above the nodes")
+        if found[1] in self.regions:
+            fail(f"the region {found[1]} is defined twice", "rename one of the two")
+        fqn = self._end(scanner)[1] or ""
+        self.inside = _Inside(found[1], unquote(fqn), self.graph)
+        self.graph = fx.Graph()
+
+    def _end_region(self, text: str) -> None:
+        if self.inside is None:
+            fail("a result line stands outside of a region", "end the program with 'return name=%node'")
+        scanner = Scanner(text)
+        results: list[fx.Node] = []
+        while not results or scanner.match(_SEPARATOR):
+            value = parse_value(scanner, self.nodes)
+            if not isinstance(value, fx.Node) or value.op == "placeholder" or value in results:
+                fail("a result is no node of the region, or stands twice", "write 'result %node, …'")
+            results.append(value)
+        self._end(scanner)
+        self.graph.output(tuple(results))
+        self.regions[self.inside.name] = Region(self.inside.name, self.graph, self.inside.fqn)
+        self.graph, self.nodes, self.inside = self.inside.outer, {}, None
+
+    def _read_call(self, scanner: Scanner, name: str, region: Region, args: tuple[Any, ...], random: Any) -> None:
+        """The rest of a line that calls a region, and the nodes that take its results."""
+        takers: list[str] = []
+        if scanner.match(_GIVES):
+            while not takers or scanner.match(_SEPARATOR):
+                found = scanner.match(_TAKER) or fail("expected who takes a result", "write %name, or - for none")
+                takers.append(found[1] or "")
+        if len(takers) != len(region.results):
+            fail(f"takes {len(takers)} of the {len(region.results)} results of {region}", "write %name or - for each")
+        if not all(isinstance(value, fx.Node) for value in args):
+            fail(f"passes what is no node to {region}", "pass one %name for each operand")
+        if not isinstance(random, list) or not all(type(each) is int for each in random):
+            fail("the identities of the draws are no list of numbers", "write random=[…]")
+        placeholder = self.graph.create_node("call_function", operator.getitem, name=name)
+        like = self._note(scanner, placeholder)
+        self.graph.erase_node(placeholder)
+        call, items = call_region(self.graph, region, args, random, name, like)
+        for taker, item in zip(takers, items, strict=True):
+            if not taker:
+                self.graph.erase_node(item)
+            elif taker in self.nodes or taker == name:
+                fail(f"%{taker} is defined twice", "rename one of the two")
+            else:
+                item.name = taker
+                self.nodes[taker] = item
+        call.name = name
+        self.nodes[name] = call
+
     def _read_node(self, line: str) -> None:
         scanner = Scanner(line)
         found = scanner.match(_DEFINITION) or fail("the line defines no node", "write '%name = operator(…) : type'")
@@ -222,23 +301,29 @@ class _Reader:
         if name in self.nodes:
             fail(f"%{name} is defined twice", "rename one of the two")
         owned = scanner.match(_OWNED)
-        if owned:
+        if owned and self.inside is not None:
+            fail(f"%{name} is an input of the program", "write 'operand' in a region")
+        tensor = None
+        if owned or (self.inside is not None and scanner.match(_OPERAND)):
             if keyword.iskeyword(name) or name == "self":
                 fail(f"%{name} cannot name an argument of a Python function", "rename it")
-            tensor = _read_owned(scanner, owned[1])
+            tensor = read_owned(scanner, owned[1]) if owned else None
             node = self.graph.create_node("placeholder", name, name=name)
         else:
             target, args, kwargs = self._call(scanner)
+            if isinstance(target, Region):
+                self._read_call(scanner, name, target, args, kwargs.get("random", []))
+                return
             node = self.graph.create_node("call_function", target, args, kwargs, name=name)
         if node.name != name:  # torch.fx renames what shadows a builtin
             node.name = name
         kept = self._note(scanner, node)
         set_note(node, kept)
         self.nodes[name] = node
-        if owned:
+        if tensor is not None:
             self._own(tensor, name, kept.type)
 
-    def _own(self, tensor: _Owned, node: str, kind: ValueType) -> None:
+    def _own(self, tensor: Owned, node: str, kind: ValueType) -> None:
         path = tensor.path
         if not isinstance(kind, TensorType):
             fail(f"the {tensor.kind} {path} is no tensor", "write its type, for example ' : f32[64, 96]'")
@@ -252,12 +337,12 @@ class _Reader:
         if path in known:
             fail(f"the {tensor.kind} {path} is defined twice", "rename one of the two")
         if tensor.values is not None:
-            self.constants[path] = _constant(tensor.values, kind)
+            self.constants[path] = constant(tensor.values, kind)
 
     def _call(self, scanner: Scanner) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         found = scanner.match(_TARGET) or fail("expected an operator", "write its full name and '(', aten.mm.default(")
         name, axis = found[1], found[2]
-        target = resolve(name, self.operators)
+        target = self._region(name) if name.startswith("region.") else resolve(name, self.operators)
         args: list[Any] = []
         kwargs: dict[str, Any] = {}
         for _ in scanner.items(")"):
@@ -276,8 +361,18 @@ class _Reader:
             for part in axis.split("-"):
                 check_axis(part, self.axes)
             kwargs["axis"] = axis
-        check_call(name, target, args, kwargs)
+        if isinstance(target, Region):
+            if not set(kwargs) <= {"random"}:
+                fail(f"{name} takes no {min(set(kwargs) - {'random'})}", "pass its operands, and random=[…]")
+        else:
+            check_call(name, target, args, kwargs)
         return target, tuple(args), kwargs
+
+    def _region(self, name: str) -> Region:
+        known = self.regions.get(name.removeprefix("region."))
+        if known is None or self.inside is not None:
+            fail(f"{name} is unknown here", "define the region above the nodes; regions call none")
+        return known
 
     def _note(self, scanner: Scanner, node: fx.Node) -> Note:
         """Type, layouts, attributes and comment: the rest of a node's line."""
@@ -302,13 +397,16 @@ class _Reader:
         found = scanner.match(_ATTRIBUTE)
         if found is None:
             ahead = scanner.text[scanner.at : scanner.at + 20]
-            fail(f"{ahead!r} starts no attribute", 'write needs=, role="…", origin="…", random=, recompute= or phase=')
+            fail(
+                f"{ahead!r} starts no attribute",
+                'write needs=, role="…", origin="…", random=, recompute=, phase= or region=',
+            )
         if found[3]:
             return found[3], unquote(found[4])
         if found[5]:
             return found[5], int(found[6])
-        if found[7]:
-            return found[7], found[8]
+        if found[7] or found[9]:
+            return found[7] or found[9], found[8] or found[10]
         parts, shapes = split(found[2], ";"), need_shapes(node)
         if len(parts) != len(shapes):
             fail(f"needs has {len(parts)} layouts for {len(shapes)} operands", "write one for each, separated by ';'")
@@ -357,62 +455,3 @@ def _plan(text: str) -> Plan:
     if not isinstance(values, dict) or not set(values) <= set(known):
         fail("the plan is no mapping of its options", f"choose from {', '.join(known)}")
     return Plan.from_dict(values)
-
-
-@dataclass(frozen=True)
-class _Owned:
-    """The head of a placeholder: kind and name of an input, parameter, buffer or constant, and what it says of it."""
-
-    kind: str
-    path: str
-    frozen: bool
-    tied: tuple[str, ...]
-    values: list[Any] | None
-    carries: bool
-    left_out: bool
-
-
-def _read_owned(scanner: Scanner, kind: str) -> _Owned:
-    path, frozen, carries, left_out = scanner.string(), False, False, False
-    tied: list[str] = []
-    values: list[Any] | None = None
-    scanner.expect("]")
-    if scanner.take("("):
-        for _ in scanner.items(")"):
-            if scanner.take("tied="):
-                tied.append(scanner.string())
-            elif scanner.take("frozen"):
-                frozen = True
-            elif scanner.take("gradient"):
-                carries = True
-            elif scanner.take("left_out"):
-                left_out = True
-            else:
-                values = parse_value(scanner, {})
-    if (frozen and kind != "parameter") or (tied and kind == "input"):
-        fail(f"the {kind} {path} is frozen or tied", "mark only parameters as frozen, and tie no input")
-    if left_out and (kind != "parameter" or frozen):
-        fail(f"the {kind} {path} is left out of the gradients", "mark trainable parameters alone")
-    if carries and kind != "input":
-        fail(f"the {kind} {path} is marked as having a gradient", "mark inputs alone: parameters have one")
-    if (values is not None) != (kind == "constant") or not isinstance(values, list | None):
-        fail(f"the {kind} {path} has no list of values or has one too many", 'write constant["name"]([1, 2])')
-    return _Owned(kind, path, frozen, tuple(tied), values, carries, left_out)
-
-
-def _constant(values: list[Any], kind: TensorType) -> torch.Tensor:
-    """The tensor of a constant from its flat list."""
-    shape = [size for size in kind.shape if isinstance(size, int)]
-    if len(shape) != len(kind.shape) or product(shape) != len(values):
-        fail(f"{len(values)} values do not fill {kind}", "write one value for each element")
-    allowed = (bool,) if kind.dtype is torch.bool else (int, float) if kind.is_float else (int,)
-    if kind.dtype.is_complex or not all(type(value) in allowed for value in values):
-        fail(f"the values are not of the type {kind}", f"write {' or '.join(a.__name__ for a in allowed)} values")
-    if not kind.is_float and kind.dtype is not torch.bool:
-        limits = torch.iinfo(kind.dtype)
-        if not all(limits.min <= value <= limits.max for value in values):
-            fail(f"a value does not fit into {kind}", f"stay within [{limits.min}, {limits.max}]")
-    try:
-        return torch.tensor(values, dtype=kind.dtype).reshape(shape)
-    except (OverflowError, RuntimeError):
-        fail(f"the values do not fit into {kind}", "write smaller numbers or sizes")

@@ -13,6 +13,14 @@ explains it; in short::
     %out = fxpar.reduce_from[tp](%down) : f32[b, s, 64] tp:P→I  # mlp.down model.py:41
     return loss=%out
 
+Equal layers of a step are a region, written once above the nodes; a call names who takes each of its results::
+
+    region layer  # layers.0
+    %x = operand : f32[b, s, 64] tp:I
+    %h = fxpar.dropout(%x, %rng, 0.1) : f32[b, s, 64] tp:I {random=1}
+    result %h
+    %layer_1 = region.layer(%x, %rng, random=[17]) gives %y  # layers.0
+
 Without a loss the line `loss -` says so where an output is a scalar. A name with a space or another sign that the
 grammar uses stands in quotes. A plan without axes leaves values with an empty layout, written `-`.
 """
@@ -46,6 +54,7 @@ from fxpar.program.program import (
     output_node,
     output_types,
 )
+from fxpar.program.regions import Region, region_of, regions
 
 VERSION = "fxpar 1"
 NO_LOSS = "-"  # in place of the loss's name
@@ -68,7 +77,7 @@ _PLAIN_WORD = re.compile(r"[^\s\",=]+")
 def target_name(node: fx.Node) -> str:
     """The operator of a call as the text names it: `aten.view.default`, `fxpar.copy_to[tp]`, `operator.getitem`."""
     target = node.target
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, (torch._ops.OpOverload, Region)):
         return str(target)
     if isinstance(target, GraphOperator):
         axis = node.kwargs.get("axis")
@@ -142,7 +151,10 @@ def node_text(node: fx.Node, program: Program) -> str:
     """The node's line."""
     kept = note(node)
     line = f"%{node.name} = {_head(node, program)}"
-    if kept.type is not None:
+    region = region_of(node)
+    if region is not None:
+        line += f" gives {', '.join(_taken(node, len(region.results)))}"
+    elif kept.type is not None:
         line += f" : {_type_text(node, program.axes)}"
     attributes = _attributes(node, program.axes)
     if attributes:
@@ -168,6 +180,21 @@ def _head(node: fx.Node, program: Program) -> str:
     shown_with_target = "axis" if isinstance(node.target, GraphOperator) else ""
     arguments += [f"{k}={value_text(v)}" for k, v in node.kwargs.items() if k != shown_with_target]
     return f"{target_name(node)}({', '.join(arguments)})"
+
+
+def _taken(call: fx.Node, count: int) -> list[str]:
+    """Who takes each result of a region's call."""
+    takers = {user.args[1]: f"%{user.name}" for user in call.users}
+    return [takers.get(index, "-") for index in range(count)]
+
+
+def region_text(region: Region, program: Program) -> list[str]:
+    """The lines of a region: its operands, what it computes, and what it gives."""
+    lines = [f"region {region.name}" + (f"  # {word(region.fqn)}" if region.fqn else "")]
+    for node in region.operands:
+        lines.append(f"%{node.name} = operand : {_type_text(node, program.axes)}")
+    lines += [node_text(node, program) for node in region.body]
+    return [*lines, "result " + ", ".join(f"%{node.name}" for node in region.results)]
 
 
 def _tensor_text(value: torch.Tensor) -> str:
@@ -222,7 +249,7 @@ def _attributes(node: fx.Node, axes: Mapping[str, int]) -> list[str]:
         texts = [layout_text(n, s, axes) for n, s in zip(kept.needs, shapes, strict=True)]
         found.append("needs=" + " ; ".join(texts))
     found += [f"{key}={json.dumps(getattr(kept, key))}" for key in ("role", "origin") if getattr(kept, key)]
-    found += [f"{key}={getattr(kept, key)}" for key in ("random", "recompute", "phase") if getattr(kept, key)]
+    found += [f"{key}={getattr(kept, key)}" for key in ("random", "recompute", "phase", "region") if getattr(kept, key)]
     return found
 
 
@@ -236,7 +263,7 @@ def print_program(program: Program) -> str:
     """The program's text, ending in a newline.
 
     Raises:
-        TextError: a node has a target or literal without a text form (for example a sub-graph).
+        TextError: a node has a target or literal without a text form.
     """
     lines = [VERSION, f"plan {json.dumps(program.plan.to_dict())}"]
     lines.append(" ".join(["properties", *sorted(program.properties)]))
@@ -245,8 +272,11 @@ def print_program(program: Program) -> str:
         lines.append(f"symbol {s.name} = {word(s.path)}.{s.dim}{share} like {s.example}")
     if program.loss or has_scalar(program):
         lines.append(f"loss {word(program.loss) if program.loss else NO_LOSS}")
+    for region in regions(program):
+        lines += region_text(region, program)
     for node in program.graph.nodes:
-        if node.op != "output":
+        is_result = node.target is operator.getitem and region_of(node.args[0]) is not None
+        if node.op != "output" and not is_result:
             lines.append(node_text(node, program))
     values = output_node(program.graph).args[0]
     pairs = zip(program.outputs, values, strict=True)  # type: ignore[arg-type]

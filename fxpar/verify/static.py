@@ -9,6 +9,7 @@ from __future__ import annotations
 from fxpar.manager import Verifier
 from fxpar.program.program import Program
 from fxpar.program.properties import Property
+from fxpar.program.regions import inlined
 from fxpar.verify.header import check_header
 from fxpar.verify.operations import check_operations
 from fxpar.verify.shapes import check_shapes
@@ -34,6 +35,7 @@ def verify_static(program: Program) -> tuple[str, ...]:
         CheckFailed, LayoutError: the first failure.
         InputError: the program names an autograd function that cannot be imported.
     """
+    program = inlined(program)
     applied = [verifier for verifier in STATIC if verifier.applies(program)]
     for verifier in applied:
         verifier.check(program)

@@ -16,6 +16,7 @@ from fxpar.ops.coercions import COERCION_OF
 from fxpar.ops.operator import Operator
 from fxpar.plan.plan import Plan
 from fxpar.program.program import Program, has_note, note, output_node, set_note
+from fxpar.program.regions import inlined
 from fxpar.program.step import is_forward, is_gradient
 from fxpar.verify.simulate import Run
 from fxpar.verify.values import call_inputs, program_state, reference_run, verify_values
@@ -52,7 +53,7 @@ class Trial:
         compiled = compile_model(model, batch, Plan(**plan))
         self.captured = compiled.captured.program
         trained = [p.fqn for p in compiled.program.parameters if p.trainable]
-        self.step = compile_step(compiled.program, compiled.program.outputs, ("loss",), trained)
+        self.step = inlined(compile_step(compiled.program, compiled.program.outputs, ("loss",), trained))
         self.state = program_state(self.captured, model)
         self.inputs = call_inputs(compiled.captured, model, batch)
         self.reference: Run = reference_run(self.captured, self.state, self.inputs)

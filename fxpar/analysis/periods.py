@@ -1,0 +1,114 @@
+"""Repetitions in a sequence: where equal parts follow each other.
+
+Enters: a sequence of tokens, and how long the value of each lives. Leaves: the parts. A cut is a guess that costs
+nothing when it is wrong; whether parts are equal is for others to prove.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy
+
+
+@dataclass(frozen=True)
+class Repetition:
+    """Tokens from `start` to `stop`, each of which is equal to the one a period later, where there is one."""
+
+    start: int
+    stop: int
+    period: int
+
+
+def longest(tokens: Sequence[int], least: int = 1) -> Repetition | None:
+    """The repetition that covers most, of these that of the smallest period, of these the first.
+
+    Args:
+        tokens: any numbers; equal ones are alike.
+        least: the shortest period.
+
+    Returns:
+        None where nothing is repeated without a gap.
+    """
+    sequence = numpy.asarray(tokens, dtype=numpy.int64)
+    best: Repetition | None = None
+    for period in range(max(1, least), len(sequence) // 2 + 1):
+        alike = numpy.concatenate([[False], sequence[:-period] == sequence[period:], [False]])
+        edges = numpy.flatnonzero(alike[1:] != alike[:-1])
+        if not len(edges):
+            continue
+        lengths = edges[1::2] - edges[::2]
+        where = int(numpy.argmax(lengths))
+        run = int(lengths[where])
+        if run >= period and (best is None or run + period > best.stop - best.start):
+            start = int(edges[2 * where])
+            best = Repetition(start, start + run + period, period)
+    return best
+
+
+def parts(
+    tokens: Sequence[int], until: Sequence[int], *, least: int = 1, limit: int | None = None
+) -> list[tuple[int, int]]:
+    """Start and stop of each part that follows or is followed by one like it, in order.
+
+    The cuts between them are where the fewest values live that were made since the repetition started, the first of
+    these; one part may be lost to that. What is repeated inside of a part is cut as well where no more live of those
+    made in the part, and so is what it leaves of the part: of five equal layers and another one, twice, come ten parts
+    and two.
+
+    Args:
+        until: for each token the last one that reads its value, or itself; -1 where it stays with the one before.
+        least: of how many tokens a part is that is repeated.
+        limit: inside of a part, the most values of it that live at a cut.
+    """
+    found = longest(tokens, least)
+    if found is None:
+        return []
+    best = _cut(found, until, found.start if limit is None else 0)
+    if best is None or (limit is not None and best[0] > limit):
+        return []
+    price, first, count = best
+    period, last = found.period, first + count * found.period
+    inner = _inside(tokens[first : first + period], _shifted(until, first, first + period), least, price)
+    made = [(first + i * period + start, first + i * period + stop) for i in range(count) for start, stop in inner]
+    before = parts(tokens[:first], _shifted(until, 0, first), least=least, limit=limit)
+    after = parts(tokens[last:], _shifted(until, last, len(until)), least=least, limit=limit)
+    return [*before, *made, *((start + last, stop + last) for start, stop in after)]
+
+
+def _shifted(until: Sequence[int], start: int, stop: int) -> list[int]:
+    """As numbers of the tokens from `start` to `stop` alone; what lives longer lives up to the end."""
+    return [-1 if last < 0 else min(last, stop) - start for last in until[start:stop]]
+
+
+def _cut(found: Repetition, until: Sequence[int], origin: int) -> tuple[int, int, int] | None:
+    """How many values made from `origin` on live at most at the cuts, where the first part starts, and how many are."""
+    period, most = found.period, (found.stop - found.start) // found.period
+    change = [0] * (found.stop - origin + 2)
+    for i in range(origin, found.stop):
+        if until[i] > i:
+            change[i + 1 - origin] += 1
+            change[min(until[i], found.stop) + 1 - origin] -= 1
+    living = list(itertools.accumulate(change))
+    best: tuple[int, int, int] | None = None
+    for first in range(found.start, found.start + period):
+        count = (found.stop - first) // period
+        cuts = [first + i * period for i in range(count + 1)]
+        if count < max(2, most - 1) or any(cut < len(until) and until[cut] < 0 for cut in cuts):
+            continue
+        price = max(living[cut - origin] for cut in (cuts[:-1] if origin < found.start else cuts[1:-1]))
+        if best is None or price < best[0]:
+            best = price, first, count
+    return best
+
+
+def _inside(tokens: Sequence[int], until: Sequence[int], least: int, limit: int) -> list[tuple[int, int]]:
+    """The parts of one period, without gaps: what is repeated in it, and what is not."""
+    inner, at = [], 0
+    for begin, end in parts(tokens, until, least=least, limit=limit):
+        inner += [(at, begin)] if begin > at else []
+        inner.append((begin, end))
+        at = end
+    return [*inner, (at, len(tokens))] if at < len(tokens) else inner

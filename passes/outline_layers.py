@@ -1,0 +1,261 @@
+"""outline_layers: equal parts of a step become one sub-graph that is called."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar.analysis.periods import parts
+from fxpar.manager import register_pass
+from fxpar.program.program import (
+    Note,
+    Program,
+    ScalarType,
+    TensorType,
+    note,
+    output_layouts,
+    output_node,
+    set_note,
+)
+from fxpar.program.properties import Property
+from fxpar.program.regions import Region, call_region
+from fxpar.program.step import BACKWARD, PHASES, RECOMPUTE
+from fxpar.text.printing import target_name
+
+_LEAST = 24  # operations of a part; fewer are not worth a call
+
+_NAMES = {"": "layer", BACKWARD: "layer_backward"}
+
+
+@register_pass("outline_layers", requires={Property.STEP}, preserves="dataflow")
+def outline_layers(program: Program) -> Program:
+    """Equal layers become one region, which is called once for each.
+
+    Before::
+
+        %h = aten.tanh.default(%x) : f32[b, 8] tp:I
+        %y = aten.mul.Tensor(%h, %x) : f32[b, 8] tp:I
+        %h_1 = aten.tanh.default(%y) : f32[b, 8] tp:I
+        %z = aten.mul.Tensor(%h_1, %y) : f32[b, 8] tp:I
+
+    After::
+
+        region layer
+        %x = operand : f32[b, 8] tp:I
+        %h = aten.tanh.default(%x) : f32[b, 8] tp:I
+        %y = aten.mul.Tensor(%h, %x) : f32[b, 8] tp:I
+        result %h, %y
+
+        %layer_1 = region.layer(%x) gives %h, %y
+        %layer_2 = region.layer(%y) gives %h_1, %z
+
+    Terms: a *token* is an operation without its operands: literals, types and layouts. A *part* is a run of nodes of
+    one phase. Its *canonical text* names inner operands by position, outer ones by the first use, draws by the first of
+    their identity. Parts of one canonical text are one region, whose results are what is used of any of them.
+
+    Algorithm: the tokens of each phase in order are cut where they repeat and least lives (`fxpar.analysis.periods`);
+    neither a name nor a number of layers enters. A cut is a guess and texts are the proof: wrong cuts make more
+    regions, never another program. What is called once stays where it is, and so does the phase *parameter*. Numbers of
+    the inputs' sizes come first, then the forward, then the backward.
+
+    Values stay equal: written out, the calls are what was there.
+    """
+    order = _ordered(program)
+    known: dict[str, list[_Part]] = {}
+    for phase in PHASES[:-1]:
+        nodes = [node for node in order if note(node).phase == phase]
+        ids: dict[str, int] = {}
+        tokens = [ids.setdefault(_token(node), len(ids)) for node in nodes]
+        for start, stop in parts(tokens, _until(nodes), least=_LEAST):
+            part = _Part(nodes[start:stop])
+            if part.is_whole:
+                known.setdefault(part.text, []).append(part)
+    classes = _named([alike for alike in known.values() if len(alike) > 1])
+    return _rebuilt(program, order, classes) if classes else program
+
+
+def _ordered(program: Program) -> list[fx.Node]:
+    """The operations: numbers of sizes, then phase by phase, parts of tuples behind their tuples."""
+    calls = [node for node in program.graph.nodes if node.op == "call_function"]
+    early: set[fx.Node] = set()
+    for node in calls:
+        reads = (read.op == "placeholder" or read in early for read in node.all_input_nodes)
+        if isinstance(note(node).type, ScalarType) and all(reads):
+            early.add(node)
+    found = dict.fromkeys(node for node in calls if node in early)
+    for phase in PHASES:
+        for node in calls:
+            if note(node).phase == phase:
+                found[node] = None
+                found.update(dict.fromkeys(user for user in node.users if user.target is operator.getitem))
+    return list(found)
+
+
+def _token(node: fx.Node) -> str:
+    """An operation without its operands."""
+    return f"{_operation(node, lambda each: '%')} {note(node).random > 0}"
+
+
+def _operation(node: fx.Node, operand: Callable[[fx.Node], str]) -> str:
+    """All that a node is but its place in the author's model, its identity, and why its layout is what it is."""
+    kept = note(node)
+    mapped: Any = fx.node.map_arg
+    args = mapped((node.args, node.kwargs), lambda each: _Named(operand(each)))
+    more = f"{kept.role} {kept.recompute > 0} {kept.origin == RECOMPUTE}"
+    return f"{target_name(node)} {args} {_kind(node)} {more}"
+
+
+def _kind(node: fx.Node) -> str:
+    return f"{_types(node)} {' ; '.join(map(str, output_layouts(node)))}"
+
+
+def _types(node: fx.Node) -> str:
+    kind = note(node).type
+    return " ; ".join(map(str, kind)) if isinstance(kind, tuple) else str(kind)
+
+
+class _Named:
+    """An operand in the text of an operation."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+def _until(nodes: Sequence[fx.Node]) -> list[int]:
+    """For each node the last of these that reads it, or itself; -1 for a part of a tuple, which stays with that."""
+    position = {node: i for i, node in enumerate(nodes)}
+    last = [max((position[user] for user in node.users if user in position), default=i) for node, i in position.items()]
+    return [-1 if node.target is operator.getitem else last[i] for i, node in enumerate(nodes)]
+
+
+class _Part:
+    """A run of nodes that may be called.
+
+    Attributes:
+        nodes: what it computes.
+        outer: what it reads of others, in the order of first use.
+        random: identities of its draws, likewise.
+        text: equal for parts that compute the same of what they read.
+    """
+
+    def __init__(self, nodes: Sequence[fx.Node]) -> None:
+        self.nodes = tuple(nodes)
+        places = {node: i for i, node in enumerate(self.nodes)}
+        outer: dict[fx.Node, int] = {}
+        random: dict[int, int] = {}
+
+        def operand(each: fx.Node) -> str:
+            return f"%{places[each]}" if each in places else f"${outer.setdefault(each, len(outer))}"
+
+        lines = [note(self.nodes[0]).phase]
+        for node in self.nodes:
+            kept = note(node)
+            identity = random.setdefault(kept.random, len(random) + 1) if kept.random else 0
+            lines.append(f"{_operation(node, operand)} {identity}")
+        self.outer, self.random = tuple(outer), tuple(random)
+        self.text = "\n".join([*map(_kind, outer), *lines])
+
+    @property
+    def used(self) -> set[int]:
+        """Positions of the nodes that are used outside."""
+        inner = set(self.nodes)
+        return {i for i, node in enumerate(self.nodes) if any(user not in inner for user in node.users)}
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether what leaves it are tensors, and what enters it tensors or numbers."""
+        entering = all(not isinstance(note(node).type, tuple) for node in self.outer)
+        return entering and all(isinstance(note(self.nodes[i]).type, TensorType) for i in self.used)
+
+
+class _Class:
+    """Parts of one text, and the region that stands for them."""
+
+    def __init__(self, alike: Sequence[_Part], name: str) -> None:
+        self.parts, first = tuple(alike), alike[0]
+        self.used = sorted(set[int]().union(*(part.used for part in alike)))
+        graph = fx.Graph()
+        made: dict[fx.Node, fx.Node] = {}
+        for node in first.outer:
+            made[node] = graph.placeholder(node.name)
+            kept = note(node)
+            set_note(made[node], Note(kept.type, kept.layout))
+        for node in first.nodes:
+            new = made[node] = graph.node_copy(node, made.__getitem__)
+            kept = note(node)
+            identity = first.random.index(kept.random) + 1 if kept.random else 0
+            set_note(new, replace(kept, random=identity))
+        graph.output(tuple(made[first.nodes[i]] for i in self.used))
+        self.region = Region(name, graph, _module(first, alike[1])[0])
+
+    def fqn(self, part: _Part) -> str:
+        """The author's module that a part is of."""
+        return self.region.fqn if part is self.parts[0] else _module(self.parts[0], part)[1]
+
+
+def _module(one: _Part, other: _Part) -> tuple[str, str]:
+    """The modules in which two parts differ: of most nodes, what their names have up to the first other word."""
+    found: Counter[tuple[str, str]] = Counter()
+    for pair in zip(one.nodes, other.nodes, strict=True):
+        words = [note(node).fqn.split(".") for node in pair]
+        odd = next((i for i, (a, b) in enumerate(zip(*words, strict=False)) if a != b), None)
+        if odd is not None:
+            found[".".join(words[0][: odd + 1]), ".".join(words[1][: odd + 1])] += 1
+    return found.most_common(1)[0][0] if found else ("", "")
+
+
+def _rebuilt(program: Program, order: Sequence[fx.Node], classes: Sequence[_Class]) -> Program:
+    """The program in that order, with calls in place of parts."""
+    starts = {part.nodes[0]: (known, part) for known in classes for part in known.parts}
+    inside = {node for known in classes for part in known.parts for node in part.nodes}
+    graph = fx.Graph()
+    made: dict[fx.Node, fx.Node] = {}
+    count: Counter[str] = Counter()
+    taken = {node.name for node in program.graph.nodes}
+    for node in [*(n for n in program.graph.nodes if n.op == "placeholder"), *order]:
+        if node in starts:
+            known, part = starts[node]
+            count[known.region.name] += 1
+            name = _free(f"{known.region.name}_{count[known.region.name]}", taken)
+            like = Note(fqn=known.fqn(part), phase=note(node).phase)
+            values = [made[each] for each in part.outer]
+            _, items = call_region(graph, known.region, values, part.random, name, like)
+            for item, index in zip(items, known.used, strict=True):
+                made[part.nodes[index]] = item
+                item.name = part.nodes[index].name
+        elif node not in inside:
+            new = made[node] = graph.node_copy(node, made.__getitem__)
+            new.name = node.name
+    graph.output(fx.node.map_arg(output_node(program.graph).args[0], made.__getitem__))
+    return program.with_(graph_module=fx.GraphModule(torch.nn.Module(), graph))
+
+
+def _free(name: str, taken: set[str]) -> str:
+    """The name, or the next one that nothing has."""
+    numbers = itertools.count(2)
+    found = name
+    while found in taken:
+        found = f"{name}_{next(numbers)}"
+    taken.add(found)
+    return found
+
+
+def _named(found: Sequence[Sequence[_Part]]) -> list[_Class]:
+    """The classes, each with a name of its own."""
+    count: Counter[str] = Counter()
+    made = []
+    for alike in found:
+        name = _NAMES[note(alike[0].nodes[0]).phase]
+        count[name] += 1
+        made.append(_Class(alike, name if count[name] == 1 else f"{name}_{count[name]}"))
+    return made

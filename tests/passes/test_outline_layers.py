@@ -1,0 +1,231 @@
+"""outline_layers: equal parts of a step are one region, found by structure, and written out they are what was there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import transformers
+
+import fxpar
+from fxpar.analysis.periods import longest, parts
+from fxpar.compile import compile_model, compile_step
+from fxpar.errors import CheckFailed, TextError
+from fxpar.manager import PassManager
+from fxpar.ops.dataflow import dataflow
+from fxpar.passes.outline_layers import outline_layers
+from fxpar.program.program import Program
+from fxpar.program.regions import inlined, region_of, regions
+from fxpar.text.parsing import parse_program
+from fxpar.text.printing import print_program
+from fxpar.verify.static import verify_static
+from tests.zoo import CASES, VOCABULARY, tokens
+
+_LAYERS = """\
+fxpar 1
+plan {"tp": 2}
+properties canonical coalesced collectives layouts local masks rng step vocabulary
+symbol b = x.0 like 3
+%x = input["x"] : f32[b, 8] tp:I
+%fxpar_random_state = input["fxpar.rng"] : i64[3] tp:R
+%b = aten.sym_size.int(%x, 0) : b
+%start = aten.neg.default(%x) : f32[b, 8] tp:I
+"""
+
+
+def _layer(i: int, source: str) -> str:
+    """An operation more than a part must have, and a draw of its own."""
+    lines = [f"%a{i}_0 = aten.tanh.default(%{source}) : f32[b, 8] tp:I  # layers.{i} model.py:1"]
+    for j in range(1, 24):
+        lines.append(f"%a{i}_{j} = aten.mul.Tensor(%a{i}_{j - 1}, {j}.5) : f32[b, 8] tp:I  # layers.{i}.act model.py:2")
+    lines.append(
+        f"%d{i} = fxpar.dropout(%a{i}_23, %fxpar_random_state, 0.5) : f32[b, 8] tp:I {{random={i + 7}}}"
+        f"  # layers.{i}.drop model.py:3"
+    )
+    lines.append(f"%y{i} = aten.add.Tensor(%{source}, %d{i}) : f32[b, 8] tp:I  # layers.{i} model.py:4")
+    return "\n".join(lines) + "\n"
+
+
+def _stack(count: int) -> Program:
+    body = "".join(_layer(i, f"y{i - 1}" if i else "start") for i in range(count))
+    return parse_program(f"{_LAYERS}{body}return y=%y{count - 1}\n")
+
+
+def test_layers_become_calls_of_one_region() -> None:
+    found = outline_layers(_stack(3))
+    text = print_program(found)
+    assert text.splitlines()[4:8] == [
+        "region layer  # layers.0",
+        "%start = operand : f32[b, 8] tp:I",
+        "%fxpar_random_state = operand : i64[3] tp:R",
+        "%a0_0 = aten.tanh.default(%start) : f32[b, 8] tp:I  # layers.0 model.py:1",
+    ]
+    assert text.splitlines()[31:] == [
+        "%d0 = fxpar.dropout(%a0_23, %fxpar_random_state, 0.5) : f32[b, 8] tp:I {random=1}  # layers.0.drop model.py:3",
+        "%y0 = aten.add.Tensor(%start, %d0) : f32[b, 8] tp:I  # layers.0 model.py:4",
+        "result %y0",
+        '%x = input["x"] : f32[b, 8] tp:I',
+        '%fxpar_random_state = input["fxpar.rng"] : i64[3] tp:R',
+        "%b = aten.sym_size.int(%x, 0) : b",
+        "%start = aten.neg.default(%x) : f32[b, 8] tp:I",
+        "%layer_1 = region.layer(%start, %fxpar_random_state, random=[7]) gives %y0  # layers.0",
+        "%layer_2 = region.layer(%y0, %fxpar_random_state, random=[8]) gives %y1  # layers.1",
+        "%layer_3 = region.layer(%y1, %fxpar_random_state, random=[9]) gives %y2  # layers.2",
+        "return y=%y2",
+    ]
+    assert print_program(parse_program(text)) == text
+
+
+def test_written_out_calls_are_what_was_there() -> None:
+    program = _stack(3)
+    out = inlined(outline_layers(program.copy()))
+    assert dataflow(out) == dataflow(program)
+    notes = {node.name: node.meta["custom"]["fxpar"] for node in out.graph.nodes if node.op == "call_function"}
+    assert notes["layer_1_d0"].random == 7
+    assert notes["y0"].region == "layer_1"
+    assert notes["layer_3_d0"].random == 9
+    assert notes["layer_3_d0"].fqn == "layers.2.drop"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        (" * 1", " * 1", ""),  # nothing is changed, nothing is told
+        ("aten.mul.Tensor(%a1_3, 4.5)", "aten.mul.Tensor(%a1_3, 4.25)", "literal"),
+        ("aten.mul.Tensor(%a1_3, 4.5)", "aten.mul.Tensor(%a1_2, 4.5)", "operand"),
+        ("aten.mul.Tensor(%a1_3, 4.5)", "aten.mul.Tensor(%start, 4.5)", "outer operand"),
+    ],
+)
+def test_what_differs_in_one_layer_is_not_called(old: str, new: str, told: str) -> None:
+    program = parse_program(print_program(_stack(4)).replace(old, new))
+    found = outline_layers(program.copy())
+    calls = [node for node in found.graph.nodes if region_of(node) is not None]
+    assert (len(calls) < 4) == bool(told)
+    assert dataflow(inlined(found)) == dataflow(program)
+
+
+def test_one_layer_stays_where_it_is() -> None:
+    assert regions(outline_layers(_stack(1))) == []
+
+
+def _text(old: str, new: str) -> str:
+    text = print_program(outline_layers(_stack(2)))
+    assert old in text
+    return text.replace(old, new, 1)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        ("region.layer(%start, %fxpar", "region.layer(%fxpar", "passes 1 values"),
+        ("region.layer(%start, ", "region.layer(%fxpar_random_state, ", r"passes i64\[3\]"),
+        (", random=[7]", "", "passes 0 identities"),
+        ("random=[7]", "random=[7, 9]", "passes 2 identities"),
+        ("random=[8]", "random=[7]", "draws the same random bits"),
+        ("%start = operand : f32[b, 8] tp:I", "%start = operand : f32[b, 8] tp:R", "passes f32"),
+    ],
+)
+def test_the_checks_descend_into_regions(old: str, new: str, told: str) -> None:
+    with pytest.raises(CheckFailed, match=told):
+        verify_static(parse_program(_text(old, new)))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        ("region.layer(", "region.other(", "region.other is unknown"),
+        (" gives %y0", "", "takes 0 of the 1 results"),
+        (" gives %y0", " gives %y0, %z", "takes 2 of the 1 results"),
+        (" gives %y0", " gives %x", "defined twice"),
+        ("result %y0", "result %start", "no node of the region"),
+        ("result %y0\n", "", "is an input of the program"),
+        ("region layer ", "region layer\nregion layer ", "in another region"),
+        ("random=[7]", "random=7", "no list of numbers"),
+        ("random=[7]", "seed=[7]", "takes no seed"),
+    ],
+)
+def test_a_malformed_region_is_refused(old: str, new: str, told: str) -> None:
+    with pytest.raises(TextError, match=told):
+        parse_program(_text(old, new))
+
+
+def _step(config: transformers.PretrainedConfig, model: type, **plan: Any) -> Program:
+    compiled = compile_model(model(config).train(), tokens(), fxpar.Plan(tp=2, **plan))
+    trained = [p.fqn for p in compiled.program.parameters if p.trainable]
+    return compile_step(compiled.program, ("loss",), ("loss",), trained)
+
+
+def _gpt2(layers: int) -> transformers.GPT2Config:
+    return transformers.GPT2Config(n_layer=layers, n_embd=96, n_head=8, vocab_size=VOCABULARY, use_cache=False)
+
+
+def _shape(step: Program) -> dict[str, tuple[int, int]]:
+    """Of each region how many nodes it has, and how often it is called."""
+    calls = [region_of(node) for node in step.graph.nodes]
+    return {region.name: (len(region.body), calls.count(region)) for region in regions(step)}
+
+
+def test_regions_do_not_grow_with_depth() -> None:
+    few, many = (_step(_gpt2(layers), transformers.GPT2LMHeadModel, sequence_parallel=True) for layers in (3, 6))
+    assert {name: size for name, (size, _) in _shape(few).items()} == {
+        name: size for name, (size, _) in _shape(many).items()
+    }
+    assert [count for _, count in _shape(few).values()] == [3, 3]
+    assert [count for _, count in _shape(many).values()] == [6, 6]
+
+
+def test_sliding_and_full_layers_are_two_classes() -> None:
+    config = transformers.Gemma3TextConfig(
+        num_hidden_layers=12,
+        hidden_size=96,
+        num_attention_heads=8,
+        intermediate_size=160,
+        num_key_value_heads=4,
+        head_dim=12,
+        sliding_window=8,
+        vocab_size=VOCABULARY,
+        attention_dropout=0.1,
+        use_cache=False,
+    )
+    step = _step(config, transformers.Gemma3ForCausalLM)
+    forward = [count for name, (_, count) in _shape(step).items() if not name.startswith("layer_backward")]
+    assert forward == [10, 2]
+
+
+@pytest.mark.parametrize("name", ["llama", "bert", "bloom", "nanogpt"])
+def test_regions_print_and_parse(name: str) -> None:
+    case = CASES[name]
+    program = compile_model(case.model(), case.example(), case.plan(2), case.loss).program
+    (loss,) = [program.loss]
+    step = compile_step(program, (loss,), (loss,), [p.fqn for p in program.parameters if p.trainable])
+    text = print_program(step)
+    assert regions(step)
+    assert print_program(parse_program(text)) == text
+    out = print_program(inlined(step))
+    assert print_program(parse_program(out)) == out
+
+
+def test_the_manager_tells_what_changes_dataflow_in_a_region() -> None:
+    program = parse_program(_text("%start, %fxpar_random_state, random=[7]", "%x, %fxpar_random_state, random=[7]"))
+    with pytest.raises(fxpar.errors.PassError, match="preserves dataflow"):
+        PassManager([_taking(program)]).run(_stack(2))
+
+
+def _taking(other: Program) -> fxpar.manager.Pass:
+    @fxpar.register_pass("taking", preserves="dataflow")
+    def taking(program: Program) -> Program:
+        """Another program."""
+        return other
+
+    return taking
+
+
+def test_parts_of_a_sequence() -> None:
+    layer, other = [1, 2, 3, 4], [1, 2, 9, 4]
+    sequence = [7, *(layer * 5 + other) * 2, 8]
+    # The last of each layer lives up to the first of the next, all others in their layer.
+    until = [1, *(i + (1 if (i - 1) % 4 == 3 else 3 - (i - 1) % 4) for i in range(1, 49)), 49]
+    found = parts(sequence, until)
+    assert found == [(i, i + 4) for i in range(1, 49, 4)]
+    assert longest([1, 2, 3]) is None
+    assert parts([1, 1, 1, 1], [0, 1, 2, 3], least=2) == [(0, 2), (2, 4)]
