@@ -20,6 +20,7 @@ from fxpar.manager import Pass, PassManager, Verifier
 from fxpar.ops.collectives import Group
 from fxpar.ops.lower import Lowered, lower
 from fxpar.passes import DEFAULT_PASSES
+from fxpar.passes.outline_layers import outline_layers
 from fxpar.passes.step import step_passes
 from fxpar.plan.plan import Plan
 from fxpar.program.program import PassRecord, Program
@@ -89,6 +90,11 @@ def compile_step(
         FxparError: a pass or a check refused it.
     """
     return PassManager(step_passes(outputs, tangents, trained), STATIC).run(program)
+
+
+def outlined(program: Program) -> Program:
+    """A compiled program whose equal layers are one region; the same values, which the manager checks."""
+    return PassManager([outline_layers]).run(program)
 
 
 def lower_program(

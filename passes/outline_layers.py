@@ -1,4 +1,4 @@
-"""outline_layers: equal parts of a step become one sub-graph that is called."""
+"""outline_layers: equal parts of a program become one sub-graph that is called."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _LEAST = 24  # operations of a part; fewer are not worth a call
 _NAMES = {"": "layer", BACKWARD: "layer_backward"}
 
 
-@register_pass("outline_layers", requires={Property.STEP}, preserves="dataflow")
+@register_pass("outline_layers", requires={Property.CANONICAL}, preserves="dataflow")
 def outline_layers(program: Program) -> Program:
     """Equal layers become one region, which is called once for each.
 

@@ -39,7 +39,7 @@ class Drops:
 
     rng: Tensor
     p: float
-    origin: int
+    origin: int | Tensor
     cuts: Sequence[IndexCut]
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -158,7 +158,7 @@ def _gradient_shape(call: OnShapes) -> Any:
 def _drops(node: fx.Node, rank: OnRank, given: dict[str, Any]) -> tuple[Any, ...]:
     if given["rng"] is None:
         return ()
-    return given["rng"], given["p"], note(node).random, rank.element_cuts(node)
+    return given["rng"], given["p"], rank.identity(node), rank.element_cuts(node)
 
 
 def _lower(node: fx.Node, rank: OnRank) -> Run:

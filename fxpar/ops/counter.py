@@ -80,13 +80,13 @@ def global_index(shape: Sequence[int], cuts: Sequence[IndexCut], device: torch.d
     return index.expand(tuple(shape))
 
 
-def random_words(shape: Sequence[int], rng: Tensor, origin: int, cuts: Sequence[IndexCut]) -> Tensor:
+def random_words(shape: Sequence[int], rng: Tensor, origin: int | Tensor, cuts: Sequence[IndexCut]) -> Tensor:
     """One uniform 32-bit word (in int64) for each element a rank holds.
 
     Args:
         shape: the rank's shape.
         rng: i64[3]: seed, step, microbatch.
-        origin: identity of the node, 32 bits.
+        origin: identity of the node, 32 bits: a number, or an i64 scalar.
         cuts: the axes over which the tensor is cut, the outermost first.
     """
     index = global_index(shape, cuts, rng.device)
@@ -105,7 +105,7 @@ def _in_fours(shape: Sequence[int], cuts: Sequence[IndexCut]) -> bool:
     return all(unit % 4 == 0 for unit in (math.prod(shape), *units))
 
 
-def _drawn(index: Tensor, rng: Tensor, origin: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _drawn(index: Tensor, rng: Tensor, origin: int | Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The four words of the counters of elements.
 
     Elements past 2^34 share the word of the microbatch, whose number is far below 2^16.
@@ -113,14 +113,14 @@ def _drawn(index: Tensor, rng: Tensor, origin: int) -> tuple[Tensor, Tensor, Ten
     seed, step, microbatch = rng[0], rng[1], rng[2]
     counter = (
         (index >> 2) & _MASK,
-        torch.full_like(index, origin),
+        torch.zeros_like(index) + origin,
         step & _MASK,
         (microbatch + ((index >> 34) << 16)) & _MASK,
     )
     return philox(counter, (seed & _MASK, (seed >> 32) & _MASK))
 
 
-def dropout(x: Tensor, rng: Tensor, p: float, origin: int, cuts: Sequence[IndexCut]) -> Tensor:
+def dropout(x: Tensor, rng: Tensor, p: float, origin: int | Tensor, cuts: Sequence[IndexCut]) -> Tensor:
     """Zeroes each element with probability p and scales the others by 1/(1 - p)."""
     if p >= 1.0:
         return x * 0.0
@@ -132,7 +132,7 @@ def dropout(x: Tensor, rng: Tensor, p: float, origin: int, cuts: Sequence[IndexC
 _UNIFORM_BITS = {torch.float64: 32, torch.float32: 23, torch.float16: 10, torch.bfloat16: 7}
 
 
-def uniform_like(x: Tensor, rng: Tensor, dtype: torch.dtype, origin: int, cuts: Sequence[IndexCut]) -> Tensor:
+def uniform_like(x: Tensor, rng: Tensor, dtype: torch.dtype, origin: int | Tensor, cuts: Sequence[IndexCut]) -> Tensor:
     """Uniform numbers in the open interval (0, 1) for the elements of a rank's `x`.
 
     They are odd multiples of 2^-(bits + 1), exact in their type: no logarithm or inverse of them is infinite.
@@ -142,7 +142,7 @@ def uniform_like(x: Tensor, rng: Tensor, dtype: torch.dtype, origin: int, cuts: 
     return (2 * words + 1).to(dtype) * 2.0 ** -(bits + 1)
 
 
-def uniform(size: Sequence[int], rng: Tensor, dtype: torch.dtype, origin: int) -> Tensor:
+def uniform(size: Sequence[int], rng: Tensor, dtype: torch.dtype, origin: int | Tensor) -> Tensor:
     """As `uniform_like`, for a whole tensor of that shape."""
     return uniform_like(rng.new_empty(size), rng, dtype, origin, [])
 
@@ -173,7 +173,7 @@ def attention(
     mask: Tensor | None,
     rng: Tensor,
     p: float,
-    origin: int,
+    origin: int | Tensor,
     is_causal: bool,
     scale: float | None,
     enable_gqa: bool,

@@ -30,6 +30,7 @@ def _dropout_kernel(  # type: ignore[no-untyped-def]
     rng_ptr,
     rank_ptr,
     offset_ptr,
+    identity_ptr,
     count,
     run,
     ranks,
@@ -38,6 +39,7 @@ def _dropout_kernel(  # type: ignore[no-untyped-def]
     SCALE: tl.constexpr,
     IS_CUT: tl.constexpr,
     IS_MOVED: tl.constexpr,
+    IS_OPERAND: tl.constexpr,
     IN_FOURS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -58,6 +60,8 @@ def _dropout_kernel(  # type: ignore[no-untyped-def]
         index += tl.load(offset_ptr)
     seed, step, microbatch = tl.load(rng_ptr), tl.load(rng_ptr + 1), tl.load(rng_ptr + 2)
     zero = tl.zeros_like(index)
+    if IS_OPERAND:
+        origin = tl.load(identity_ptr)
     c0 = (index >> 2).to(tl.uint32)
     c1 = (zero + origin).to(tl.uint32)
     c2 = (zero + step).to(tl.uint32)
@@ -78,13 +82,23 @@ def _dropout_kernel(  # type: ignore[no-untyped-def]
 
 @triton_op("fxpar::dropout", mutates_args={})
 def _dropout(
-    x: Tensor, rng: Tensor, rank: Tensor, offset: Tensor, p: float, origin: int, run: int, ranks: int, unit: int
+    x: Tensor,
+    rng: Tensor,
+    rank: Tensor,
+    offset: Tensor,
+    identity: Tensor,
+    p: float,
+    origin: int,
+    run: int,
+    ranks: int,
+    unit: int,
 ) -> Tensor:
     """Dropout of a contiguous tensor; `ranks` is 1 where no inner axis cuts it, `unit` is 0 where no outer one does.
 
     Args:
         rank: the rank's index among those that cut it, an i64 scalar.
         offset: elements before it, a multiple of `unit`, an i64 scalar.
+        identity: of the draw, an i64 scalar, where `origin` is 0.
     """
     y = torch.empty_like(x)
     is_in_fours = (ranks == 1 or run % 4 == 0) and unit % 4 == 0
@@ -95,6 +109,7 @@ def _dropout(
         rng,
         rank,
         offset,
+        identity,
         x.numel(),
         run,
         ranks,
@@ -103,6 +118,7 @@ def _dropout(
         SCALE=1.0 / (1.0 - p),  # torch.compile would pass a variable as float64
         IS_CUT=ranks > 1,
         IS_MOVED=unit > 0,
+        IS_OPERAND=origin == 0,
         IN_FOURS=is_in_fours,
         BLOCK=_BLOCK,
     )
@@ -110,18 +126,18 @@ def _dropout(
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, rng, rank, offset, *ctx.options = inputs
-    ctx.save_for_backward(rng, rank, offset)
+    _, rng, rank, offset, identity, *ctx.options = inputs
+    ctx.save_for_backward(rng, rank, offset, identity)
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return _dropout(grad.contiguous(), *ctx.saved_tensors, *ctx.options), *[None] * 8
+    return _dropout(grad.contiguous(), *ctx.saved_tensors, *ctx.options), *[None] * 9
 
 
 _dropout.register_autograd(_backward, setup_context=_keep)
 
 
-def dropout(x: Tensor, rng: Tensor, p: float, origin: int, cuts: list[IndexCut]) -> Tensor:
+def dropout(x: Tensor, rng: Tensor, p: float, origin: int | Tensor, cuts: list[IndexCut]) -> Tensor:
     """`fxpar.ops.counter.dropout`, the same bits.
 
     Float64, tensors of more than 2^31 elements and those that several axes cut take the plain form, but where the outer
@@ -140,5 +156,6 @@ def dropout(x: Tensor, rng: Tensor, p: float, origin: int, cuts: list[IndexCut])
     if outer:
         unit = x.numel() * ranks // outer[0].own
         offset = outer[0].before * unit
-    found: Tensor = _dropout(x.contiguous(), rng, rank, offset, p, origin, run, ranks, unit)
+    identity, number = (origin, 0) if isinstance(origin, Tensor) else (rng, origin)
+    found: Tensor = _dropout(x.contiguous(), rng, rank, offset, identity, p, number, run, ranks, unit)
     return found

@@ -23,7 +23,7 @@ from fxpar.mesh.purpose import Cuts
 from fxpar.ops.collectives import Group
 from fxpar.ops.counter import IndexCut
 from fxpar.program.coercions import axes_of, inner_view
-from fxpar.program.program import Program, operands, output_layouts
+from fxpar.program.program import Program, note, operands, output_layouts
 from fxpar.program.rows import batch_symbol
 
 
@@ -40,6 +40,10 @@ class Ranks:
     group: str
     size: int
     index: fx.Node
+
+
+class Identity(int):
+    """The identity of a draw, told from other numbers: equal layers take theirs as operands when they are compiled."""
 
 
 class OnRank:
@@ -97,6 +101,11 @@ class OnRank:
         """
         group = self._groups[str(node.kwargs["axis"])]
         return Ranks(group.name, group.size, self._index(axes_of(node)))
+
+    @staticmethod
+    def identity(node: fx.Node) -> Identity:
+        """Of what a node draws."""
+        return Identity(note(node).random)
 
     def _index(self, names: Sequence[str]) -> fx.Node:
         """Number of the rank in the joined group of some axes, neighbours being on the last."""

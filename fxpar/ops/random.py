@@ -136,7 +136,7 @@ def _lower_index(node: fx.Node, rank: OnRank) -> fx.Node:
 
 def _lower_dropout(node: fx.Node, rank: OnRank) -> Run:
     x, rng, p, *_ = node.args
-    return Run(_dropout_form(rank.device), (x, rng, p, note(node).random, _cuts(node, rank)))
+    return Run(_dropout_form(rank.device), (x, rng, p, rank.identity(node), _cuts(node, rank)))
 
 
 def _dropout_form(device: torch.device) -> Callable[..., Tensor]:
@@ -155,19 +155,19 @@ def _dropout_form(device: torch.device) -> Callable[..., Tensor]:
 
 
 def _lower_uniform(node: fx.Node, rank: OnRank) -> Run:
-    return Run(counter.uniform, (*node.args, note(node).random))
+    return Run(counter.uniform, (*node.args, rank.identity(node)))
 
 
 def _lower_uniform_like(node: fx.Node, rank: OnRank) -> Run:
     x, rng, dtype, *_ = node.args
-    return Run(counter.uniform_like, (x, rng, dtype, note(node).random, _cuts(node, rank)))
+    return Run(counter.uniform_like, (x, rng, dtype, rank.identity(node), _cuts(node, rank)))
 
 
 def _lower_attention(node: fx.Node, rank: OnRank) -> Run:
     query, key, value, mask, rng, p, causal, scale, gqa, *_ = node.args
     if _may_fuse(node, rank):
         return Run(counter.fused_attention, (query, key, value, mask, p, causal, scale, gqa), draws=True)
-    cuts, random = _cuts(node, rank), note(node).random
+    cuts, random = _cuts(node, rank), rank.identity(node)
     return Run(counter.attention, (query, key, value, mask, rng, p, random, causal, scale, gqa, cuts))
 
 

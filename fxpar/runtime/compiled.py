@@ -1,96 +1,266 @@
-"""A step compiled for the shapes of one call.
+"""A step compiled for the shapes of one call: each distinct unit once, and the calls of them in order.
 
-Enters: a step and values. Leaves: its forward and its backward as functions that Inductor has made.
+Enters: a lowered step, and values that tell its shapes. Leaves: its forward and its backward as lists of calls, which
+run without autograd.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fxpar.runtime.inductor import Inductor
+from fxpar.program.program import output_node
+from fxpar.program.step import BACKWARD, PARAMETER
+from fxpar.runtime.inductor import Boxed, Inductor, Pair
 from fxpar.runtime.parts import Step
+from fxpar.runtime.segments import Segment, Unit, graph_of, is_number
+from fxpar.runtime.units import Units, units_of
+
+Values = dict[str, Any]
+# Told how many of a step's units are compiled, and of how many.
+Told = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One call of a compiled unit.
+
+    Attributes:
+        function: takes one list, which it empties.
+        takes: names of the values that it takes.
+        gives: names of those that it gives; empty for what nobody reads.
+        frees: those of `takes` that nothing reads later.
+    """
+
+    function: Boxed
+    takes: tuple[str, ...]
+    gives: tuple[str, ...]
+    frees: frozenset[str]
+
+    def __call__(self, values: Values) -> None:
+        """Takes from `values`, and puts there what it gives."""
+        given = [values.pop(name) if name in self.frees else values[name] for name in self.takes]
+        for name, value in zip(self.gives, self.function(given), strict=True):
+            if name:
+                values[name] = value
+
+
+class CompiledUnits:
+    """What is compiled of one step program or forward, by text and shapes of the unit.
+
+    Args:
+        device: of the identities that units take.
+    """
+
+    def __init__(self, inductor: Inductor, device: torch.device, told: Told) -> None:
+        self._inductor, self._device, self._told = inductor, device, told
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._known: dict[Any, Pair | Boxed] = {}
+        self._shapes: dict[Any, Sequence[Tensor]] = {}
+        self._identities: dict[int, Tensor] = {}
+
+    def calls(
+        self,
+        graph: fx.Graph,
+        phases: Collection[str],
+        values: Mapping[str, Tensor],
+        tangents: Mapping[str, str],
+        needed: Iterable[str],
+        *,
+        paired: bool,
+    ) -> tuple[list[Run], list[Run], Values]:
+        """The calls of a forward and of its backward, and the identities that they take, by name.
+
+        Args:
+            graph: lowered.
+            phases: those of the backward.
+            values: of the shapes it is compiled for, by name of the placeholder.
+            tangents: for each placeholder that is one, the value whose gradient it is.
+            needed: names of the values that are wanted at the end.
+            paired: as for `units_of`.
+        """
+        units = units_of(graph, phases, frozenset(needed) | frozenset(tangents.values()), paired=paired)
+        fakes: dict[str, Tensor] = {
+            name: self._mode.from_tensor(value.detach(), static_shapes=True) for name, value in values.items()
+        }
+        self._propagate(units, fakes, tangents)
+        compiled = self._compile_all(units, fakes)
+        forward = [_forward_run(unit, units, compiled[unit], i) for i, unit in enumerate(units.forward)]
+        number = {unit: i for i, unit in enumerate(units.forward)}
+        backward = [_backward_run(unit, units, compiled[unit], number.get(unit)) for unit in units.backward]
+        runs = _freeing([*forward, *backward], frozenset(needed))
+        drawn = {i for unit in (*units.forward, *units.backward) for i in unit.identities}
+        return runs[: len(forward)], runs[len(forward) :], {_identity(i): self._tensor(i) for i in drawn}
+
+    def _tensor(self, identity: int) -> Tensor:
+        if identity not in self._identities:
+            self._identities[identity] = torch.tensor(identity, device=self._device)
+        return self._identities[identity]
+
+    def _fake(self, value: Tensor) -> Tensor:
+        return self._mode.from_tensor(value.detach(), static_shapes=True)
+
+    def _drawn(self, unit: Unit) -> list[Tensor]:
+        return [self._fake(self._tensor(identity)) for identity in unit.identities]
+
+    def _another(self, fake: Tensor) -> Tensor:
+        """One of the same shape: units of one text share fakes, and a trace tells values apart by their objects."""
+        with self._mode:
+            return torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=fake.device)
+
+    def _propagate(self, units: Units, fakes: dict[str, Tensor], tangents: Mapping[str, str]) -> None:
+        """Shapes of all that units give, those of units of one text computed once."""
+        for unit in units.forward:
+            assert unit.forward is not None
+            self._shape(unit, unit.forward, fakes)
+        with self._mode:
+            like = torch.contiguous_format
+            fakes.update({n: torch.empty_like(fakes[value], memory_format=like) for n, value in tangents.items()})
+        for unit in units.backward:
+            assert unit.backward is not None
+            self._shape(unit, unit.backward, fakes)
+
+    def _shape(self, unit: Unit, segment: Segment, fakes: dict[str, Tensor]) -> None:
+        takes = [node.name for node in segment.outer]
+        gives = [node.name for node in segment.nodes if not is_number(node)]
+        key = (unit.text, segment is unit.forward, tuple(_meta(fakes[name]) for name in takes))
+        if key not in self._shapes:
+            alone = Unit(segment, None, tuple(takes), ())
+            module = graph_of(alone, [[alone.position(name) for name in gives]])
+            given = [*(fakes[name] for name in takes), *self._drawn(alone)]
+            with torch.no_grad(), self._mode:
+                self._shapes[key] = module(*given)
+        fakes.update(zip(gives, self._shapes[key], strict=True))
+
+    def _compile_all(self, units: Units, fakes: Mapping[str, Tensor]) -> dict[Unit, Pair | Boxed]:
+        keys = {unit: self._key(unit, units, fakes) for unit in (*units.forward, *units.backward)}
+        new = {key: unit for unit, key in reversed(keys.items()) if key not in self._known}
+        for i, (key, unit) in enumerate(reversed(new.items())):
+            self._told(i, len(new))
+            self._known[key] = self._compile(unit, units, fakes)
+        if new:
+            self._told(len(new), len(new))
+        return {unit: self._known[key] for unit, key in keys.items()}
+
+    def _key(self, unit: Unit, units: Units, fakes: Mapping[str, Tensor]) -> Any:
+        metas = tuple(_meta(fakes[name]) for name in (*unit.early, *unit.late))
+        return unit.text, unit.forward is None, unit.backward is None, units.results[unit], metas
+
+    def _compile(self, unit: Unit, units: Units, fakes: Mapping[str, Tensor]) -> Pair | Boxed:
+        results = units.results[unit]
+        function = graph_of(unit, results)
+        given = [self._another(fakes[name]) for name in unit.early]
+        given += self._drawn(unit)
+        early = len(given)
+        given += [self._another(fakes[name]) for name in unit.late]
+        if unit.forward is None or unit.backward is None:
+            return self._inductor.alone(function, given, self._mode, backward=unit.forward is None)
+        return self._inductor.pair(function, given, self._mode, early, len(results[0]))
+
+
+def _meta(value: Tensor) -> Any:
+    return value.shape, value.stride(), value.dtype, value.device
+
+
+def _identity(identity: int) -> str:
+    return f"identity {identity}"
+
+
+def _takes(unit: Unit) -> tuple[str, ...]:
+    return (*unit.early, *map(_identity, unit.identities))
+
+
+def _saved(unit: int, pair: Pair) -> tuple[str, ...]:
+    return tuple(f"saved {unit} {i}" for i in range(pair.saved))
+
+
+def _forward_run(unit: Unit, units: Units, compiled: Pair | Boxed, number: int) -> Run:
+    gives = tuple(unit.nodes[i].name for i in units.results[unit][0])
+    if isinstance(compiled, Pair):
+        return Run(compiled.forward, _takes(unit), (*gives, *_saved(number, compiled)), frozenset())
+    return Run(compiled, _takes(unit), gives, frozenset())
+
+
+def _backward_run(unit: Unit, units: Units, compiled: Pair | Boxed, number: int | None) -> Run:
+    gives = tuple(unit.nodes[i].name for i in units.results[unit][1])
+    if isinstance(compiled, Pair):
+        assert number is not None
+        late = (unit.late[i] for i in compiled.late)
+        return Run(compiled.backward, (*_saved(number, compiled), *late), gives, frozenset())
+    return Run(compiled, _takes(unit), gives, frozenset())
+
+
+def _freeing(runs: Sequence[Run], needed: frozenset[str]) -> list[Run]:
+    """Each value is freed behind its last reader; what is wanted at the end stays."""
+    later = set(needed)
+    found = []
+    for run in reversed(runs):
+        frees = frozenset(name for name in run.takes if name not in later)
+        gives = tuple(name if name in later else "" for name in run.gives)
+        later.update(run.takes)
+        found.append(Run(run.function, run.takes, gives, frees))
+    return found[::-1]
 
 
 class CompiledStep:
     """Forward and backward of a step.
 
     Args:
-        names: the program's inputs that it reads.
-        values: of these, of the shapes it is compiled for.
+        compiled: units that are known already.
+        values: of the program's inputs that it reads, by name, of the shapes it is compiled for.
         whole: whether the parameter phase belongs to the backward.
     """
 
-    def __init__(
-        self, inductor: Inductor, step: Step, names: Sequence[str], values: Sequence[Tensor], whole: bool
-    ) -> None:
-        self._step, self._names = step, tuple(names)
-        self._backward_part = step.whole_backward if whole else step.backward
+    def __init__(self, compiled: CompiledUnits, step: Step, values: Mapping[str, Tensor], whole: bool) -> None:
+        self._step = step
         self.gives = tuple(step.gradients.values()) if whole else step.held
-        made = set(step.forward.outputs)
-        self._results = tuple(dict.fromkeys(value for value in step.results.values() if value in made))
-        self._tangents = tuple(step.tangents)
-        self._run: Any = self._pair(inductor, values) if not step.recomputes else self._apart(inductor, values)
+        tangents = {tangent: step.results[name] for name, tangent in step.tangents.items()}
+        needed = (*step.results.values(), *self.gives)
+        phases = (BACKWARD, PARAMETER) if whole else (BACKWARD,)
+        self._forward, self._backward, self._identities = compiled.calls(
+            step.graph, phases, values, tangents, needed, paired=not step.recomputes
+        )
 
-    def _pair(self, inductor: Inductor, values: Sequence[Tensor]) -> Any:
-        """Cut where least is kept."""
-
-        def forward(given: Sequence[Tensor]) -> Sequence[Any]:
-            env = dict(zip(self._names, given, strict=True))
-            self._step.forward(env)
-            forward_env.append(env)
-            return [env[name] for name in self._results]
-
-        def backward(given: Sequence[Tensor], found: Sequence[Any], tangents: Sequence[Tensor]) -> Sequence[Any]:
-            env = forward_env[-1]
-            env.update(zip(self._step.tangents.values(), tangents, strict=True))
-            self._backward_part(env)
-            return [env[name] for name in self.gives]
-
-        forward_env: list[dict[str, Any]] = []
-        indices = [self._results.index(self._step.results[name]) for name in self._tangents]
-        return inductor.pair(forward, backward, values, indices)
-
-    def _apart(self, inductor: Inductor, values: Sequence[Tensor]) -> Any:
-        """Cut where the author said."""
-        part = self._backward_part
-        saved = [name for name in part.inputs if name not in self._step.tangents.values()]
-
-        def forward(*given: Tensor) -> Sequence[Any]:
-            env = dict(zip(self._names, given, strict=True))
-            self._step.forward(env)
-            return [env[name] for name in (*self._results, *saved)]
-
-        def backward(*given: Tensor) -> Sequence[Any]:
-            env = dict(zip((*saved, *self._step.tangents.values()), given, strict=True))
-            part(env)
-            return [env[name] for name in self.gives]
-
-        run = inductor.function(forward, values, backward=False)
-        count, late = len(self._results), list[Any]()
-
-        def first(inputs: list[Any]) -> Sequence[Any]:
-            found = run(inputs)
-            return [*found[:count], list(found[count:])]
-
-        def second(inputs: list[Any]) -> Sequence[Any]:
-            if not late:
-                late.append(inductor.function(backward, inputs, backward=True))
-            found: Sequence[Any] = late[0](inputs)
-            return found
-
-        return first, second
-
-    def forward(self, sources: Mapping[str, Any], given: list[Any]) -> tuple[dict[str, Any], list[Any]]:
+    def forward(self, values: Mapping[str, Any]) -> tuple[dict[str, Any], Values]:
         """The model's outputs by name, and what the backward takes before the tangents."""
-        *found, saved = self._run[0](given)
-        made = dict(zip(self._results, found, strict=True))
-        outputs = {name: made[value] if value in made else sources[value] for name, value in self._step.results.items()}
-        return outputs, saved
+        own = {**self._identities, **values}
+        for run in self._forward:
+            run(own)
+        return {name: own[value] for name, value in self._step.results.items()}, own
 
-    def backward(self, saved: list[Any], tangents: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def backward(self, own: Values, tangents: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """What the backward gives, by name of the value."""
-        saved += [tangents[name] for name in self._tangents]
-        return dict(zip(self.gives, self._run[1](saved), strict=True))
+        own.update({self._step.tangents[name]: tangent for name, tangent in tangents.items()})
+        for run in self._backward:
+            run(own)
+        return {name: own[name] for name in self.gives}
+
+
+class CompiledForward:
+    """A forward alone, for which nothing is kept.
+
+    Args:
+        compiled: units that are known already.
+        graph: lowered, with the wanted outputs.
+        wanted: their names.
+        values: of the program's inputs, by name, of the shapes it is compiled for.
+    """
+
+    def __init__(
+        self, compiled: CompiledUnits, graph: fx.Graph, wanted: Sequence[str], values: Mapping[str, Tensor]
+    ) -> None:
+        results: Any = output_node(graph).args[0]
+        self._results = dict(zip(wanted, (node.name for node in results), strict=True))
+        self._runs, _, self._identities = compiled.calls(graph, (), values, {}, self._results.values(), paired=False)
+
+    def __call__(self, values: Mapping[str, Any]) -> dict[str, Tensor]:
+        """The outputs by name."""
+        own = {**self._identities, **values}
+        for run in self._runs:
+            run(own)
+        return {name: own[value] for name, value in self._results.items()}

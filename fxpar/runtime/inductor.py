@@ -1,16 +1,17 @@
-"""Parts of a step compiled by Inductor, for the shapes of one call.
+"""Units of a step compiled by Inductor, for the shapes of one call.
 
-Enters: functions of tensors that a lowered graph is made of, and values to tell their shapes. Leaves: functions that
+Enters: functions of tensors that a lowered graph is made of, and fake values of their shapes. Leaves: functions that
 take one list of values, which they empty.
 
-Forward and backward are traced together and cut where least is kept between them: what is cheap is computed again in
-the backward (PyTorch's min-cut). A backward whose author said what is computed again is compiled as it is.
+A forward and its backward are traced together and cut where least is kept between them: what is cheap is computed again
+in the backward (PyTorch's min-cut).
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,6 +33,26 @@ Boxed = Callable[[list[Any]], Sequence[Any]]
 Run = Callable[..., Sequence[Any]]
 
 
+_EARLY, _LATE = "primals_", "tangents_"  # PyTorch's partitioner goes by these names
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A compiled forward, and its backward.
+
+    Attributes:
+        forward: gives its results, and then what the backward takes first.
+        backward: takes that, and then the late values.
+        saved: how many it takes of the forward.
+        late: which of the late values it takes.
+    """
+
+    forward: Boxed
+    backward: Boxed
+    saved: int
+    late: tuple[int, ...]
+
+
 class Inductor:
     """Compiles functions of tensors of one plan."""
 
@@ -44,69 +65,47 @@ class Inductor:
             # Inductor's own order for peak memory would bring weight gradients back in front of collectives.
             self._options["reorder_for_peak_memory"] = False
 
-    def function(self, run: Callable[..., Sequence[Any]], values: Sequence[Tensor], *, backward: bool) -> Boxed:
+    def alone(self, function: Run, fakes: Sequence[Tensor], mode: FakeTensorMode, *, backward: bool) -> Boxed:
         """Compiles a function by itself.
 
         Args:
-            run: takes the values one by one.
-            values: of the shapes it is compiled for.
+            function: takes the values one by one.
+            fakes: what it takes, of the shapes it is compiled for.
+            mode: theirs.
             backward: whether it is one.
         """
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
-        graph = _traced(run, _fakes(mode, values))
+        graph = _traced(function, fakes)
         with self._compiling(mode):
             return self._compiled(graph, backward)
 
-    def pair(
-        self, forward: Run, backward: Run, values: Sequence[Tensor], tangents: Sequence[int]
-    ) -> tuple[Boxed, Boxed]:
+    def pair(self, function: Run, fakes: Sequence[Tensor], mode: FakeTensorMode, early: int, results: int) -> Pair:
         """Compiles a forward and its backward.
 
         Args:
-            forward: of values by position.
-            backward: of those, what the forward gives, and the tangents.
-            values: of the shapes it is compiled for.
-            tangents: indices of the forward's results that have one.
-
-        Returns:
-            The forward, which gives its results and then, as one list, what the backward takes; the backward, which
-            takes that and then the tangents.
+            function: gives the results of the forward, then those of the backward.
+            fakes: what it takes, of the shapes it is compiled for.
+            mode: theirs.
+            early: how many of these the forward takes; the rest are there in the backward alone.
+            results: how many the forward gives.
         """
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
-        given, count = _fakes(mode, values), len(values)
-        with torch.no_grad(), mode:
-            shapes = forward(given)
-            given += [torch.empty_like(shapes[index]) for index in tangents]
-        results = len(shapes)
-
-        def run(*both: Tensor) -> Sequence[Any]:
-            found = list(forward(both[:count]))
-            return [*found, *backward(both[:count], found, both[count:])]
-
-        graph = _traced(run, given)
-        _name_inputs(graph.graph, count)
+        graph = _traced(function, fakes)
+        _name_inputs(graph.graph, early)
         with self._compiling(mode):
             joint_graph_passes(graph)
-            first, second = min_cut_rematerialization_partition(graph, given, num_fwd_outputs=results)
+            first, second = min_cut_rematerialization_partition(graph, list(fakes), num_fwd_outputs=results)
             # Names tell which result of the forward an input of the backward is.
             end = next(node for node in reversed(first.graph.nodes) if node.op == "output")
             made = [node.name for node in end.args[0]]
             taken = [str(node.target) for node in second.graph.nodes if node.op == "placeholder"]
-            upstream = [int(name.removeprefix("tangents_")) for name in taken if name.startswith("tangents_")]
-            order = [made.index(name, results) for name in taken if not name.startswith("tangents_")]
+            late = [int(name.removeprefix(_LATE)) for name in taken if name.startswith(_LATE)]
+            order = [made.index(name, results) for name in taken if not name.startswith(_LATE)]
             run_first, run_second = self._compiled(first, False), self._compiled(second, True)
 
-        def compiled_forward(inputs: list[Any]) -> Sequence[Any]:
+        def forward(inputs: list[Any]) -> Sequence[Any]:
             found = run_first(inputs)
-            return [*found[:results], [found[index] for index in order]]
+            return [*found[:results], *(found[index] for index in order)]
 
-        def compiled_backward(inputs: list[Any]) -> Sequence[Any]:
-            upstreams = inputs[len(order) :]
-            del inputs[len(order) :]
-            inputs += [upstreams[index] for index in upstream]
-            return run_second(inputs)
-
-        return compiled_forward, compiled_backward
+        return Pair(forward, run_second, len(order), tuple(late))
 
     def _compiled(self, graph: fx.GraphModule, backward: bool) -> Boxed:
         fakes = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
@@ -119,19 +118,14 @@ class Inductor:
             yield
 
 
-def _fakes(mode: FakeTensorMode, values: Sequence[Tensor]) -> list[Tensor]:
-    return [mode.from_tensor(value.detach(), static_shapes=True) for value in values]
-
-
 def _traced(run: Callable[..., Sequence[Any]], fakes: Sequence[Tensor]) -> fx.GraphModule:
     """The function in the operators that Inductor knows."""
     with torch.no_grad():
         return make_fx(run, decomposition_table=select_decomp_table())(*fakes)
 
 
-def _name_inputs(graph: fx.Graph, values: int) -> None:
-    """PyTorch's partitioner goes by these names."""
+def _name_inputs(graph: fx.Graph, early: int) -> None:
     for index, node in enumerate([node for node in graph.nodes if node.op == "placeholder"]):
-        name = f"primals_{index}" if index < values else f"tangents_{index - values}"
+        name = f"{_EARLY}{index}" if index < early else f"{_LATE}{index - early}"
         node.target = name
         node._rename(name)

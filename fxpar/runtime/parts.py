@@ -15,7 +15,7 @@ from torch import fx, nn
 from torch.fx.graph import CodeGen
 
 from fxpar.program.program import Program, ScalarType, has_note, note
-from fxpar.program.step import PHASES
+from fxpar.program.step import PHASES, RECOMPUTE
 
 
 class Emptying(CodeGen):
@@ -55,6 +55,7 @@ class Step:
 
     Attributes:
         program: forward, backward and parameter phase.
+        graph: that, lowered.
         forward: the parts, which hand values on by name.
         backward: leaves what each rank has of the parameters' gradients.
         parameter: makes the gradients of these, once behind all microbatches.
@@ -66,6 +67,7 @@ class Step:
     """
 
     program: Program
+    graph: fx.Graph
     forward: Part
     backward: Part
     parameter: Part
@@ -87,9 +89,9 @@ class Step:
 
     @cached_property
     def recomputes(self) -> bool:
-        """Whether the author said what is computed again."""
-        nodes = self.program.graph.nodes
-        return any(note(node).recompute for node in nodes if node.op == "call_function")
+        """Whether the program says what is computed again."""
+        nodes = (node for node in self.graph.nodes if node.op == "call_function" and has_note(node))
+        return any(note(node).recompute or note(node).origin == RECOMPUTE for node in nodes)
 
 
 def _phase_of(node: fx.Node) -> int | None:

@@ -13,16 +13,17 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxpar.compile import compile_step, lower_program
+from fxpar.compile import compile_step, lower_program, outlined
 from fxpar.ops.collectives import Group
 from fxpar.ops.lower import Lowered
 from fxpar.passes.differentiate import differentiable
 from fxpar.plan.plan import Plan
 from fxpar.program.program import Program, output_node
 from fxpar.program.step import is_gradient, output_of, parameter_gradients
-from fxpar.runtime.compiled import CompiledStep
+from fxpar.runtime.compiled import CompiledForward, CompiledStep, CompiledUnits
 from fxpar.runtime.inductor import Inductor
 from fxpar.runtime.parts import Part, Step, cut
+from fxpar.runtime.progress import Progress
 
 Values = dict[str, Any]
 
@@ -45,7 +46,7 @@ class Pending:
     outputs: dict[str, Tensor]
     values: Values
     whole: bool
-    compiled: tuple[CompiledStep, list[Any]] | None = None
+    compiled: tuple[CompiledStep, Values] | None = None
 
     def backward(self, tangents: Mapping[str, Tensor], *, whole: bool) -> dict[str, Tensor]:
         """What this rank has of the gradients by name of the value; where `whole`, the parameters' by their names.
@@ -117,7 +118,8 @@ class Steps:
         self.differentiable = differentiable(self.program)
         # What the caller differentiated last, which is known in its backward alone.
         self.expected = tuple(n for n in self.differentiable if n == self.program.loss) or self.differentiable
-        self._inductor = Inductor(self.plan) if self.plan.compile else None
+        is_compiled = self.plan.compile
+        self._units = CompiledUnits(Inductor(self.plan), self.device, Progress()) if is_compiled else None
 
     def step(self, names: Sequence[str], trained: Collection[str], outputs: Sequence[str] = ()) -> Step:
         """The step of some outputs.
@@ -145,33 +147,34 @@ class Steps:
             whole: whether the backward is expected to end with the parameters' gradients, and not with what each rank
                 has of them.
         """
-        if self._inductor is None:
+        if self._units is None:
             values = dict(sources)
             step.forward(values)
             outputs = {name: values[value] for name, value in step.results.items()}
             return Pending(step, sources, outputs, values, whole)
-        names = [name for name in self.lowered.sources if name in step.reads]
-        given = [sources[name].contiguous() for name in names]
+        given = {name: value.contiguous() for name, value in sources.items()}
         key = (id(step), shapes, whole)
         if key not in self._compiled:
-            self._compiled[key] = CompiledStep(self._inductor, step, names, given, whole)
+            self._compiled[key] = CompiledStep(self._units, step, given, whole)
         compiled: CompiledStep = self._compiled[key]
-        outputs, saved = compiled.forward(sources, given)
-        return Pending(step, sources, outputs, {}, whole, (compiled, saved))
+        outputs, left = compiled.forward(given)
+        return Pending(step, sources, outputs, {}, whole, (compiled, left))
 
     def outputs(self, shapes: Hashable, wanted: Sequence[str], sources: Mapping[str, Any]) -> dict[str, Tensor]:
         """Outputs of the forward alone, for which nothing is kept."""
-        key: Hashable = ("outputs", tuple(wanted))
+        if self._units is None:
+            key: Hashable = ("outputs", tuple(wanted))
+            if key not in self._compiled:
+                self._compiled[key] = self.lowered.only(tuple(wanted)).module
+            given = [sources[name] for name in self.lowered.sources]
+            return dict(zip(wanted, self._compiled[key](*given), strict=True))
+        values = {name: value.contiguous() for name, value in sources.items()}
+        key = ("outputs", tuple(wanted), shapes)
         if key not in self._compiled:
-            self._compiled[key] = self.lowered.only(tuple(wanted)).module
-        run, given = self._compiled[key], [sources[name] for name in self.lowered.sources]
-        if self._inductor is None:
-            return dict(zip(wanted, run(*given), strict=True))
-        key = (key, shapes)
-        given = [value.contiguous() for value in given]
-        if key not in self._compiled:
-            self._compiled[key] = self._inductor.function(run, given, backward=False)
-        return dict(zip(wanted, self._compiled[key](given), strict=True))
+            graph = self.lowering(outlined(self.program)).only(tuple(wanted)).module.graph
+            self._compiled[key] = CompiledForward(self._units, graph, wanted, values)
+        compiled: CompiledForward = self._compiled[key]
+        return compiled(values)
 
     def lowering(self, program: Program) -> Lowered:
         """What this rank runs of a program, or of a step of it."""
@@ -189,6 +192,7 @@ class Steps:
         held |= dict.fromkeys(name for name in gradients.values() if name not in made)
         return Step(
             program,
+            graph,
             forward,
             backward,
             parameter,

@@ -73,6 +73,38 @@ def shapes() -> Found:
     return found
 
 
+class Deep(nn.Module):
+    """Equal layers of three blocks with dropout, and a head."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        sizes = [(8, 16), (16, 8)] * 3 * layers
+        self.linears = nn.ModuleList(nn.Linear(*size) for size in sizes)
+        self.norms = nn.ModuleList(nn.LayerNorm(8) for _ in range(3 * layers))
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        for i, norm in enumerate(self.norms):
+            hidden = nn.functional.gelu(self.linears[2 * i](norm(x)))
+            x = x + nn.functional.dropout(self.linears[2 * i + 1](hidden), 0.25, self.training)
+        logits = self.head(x)
+        return {"loss": logits.square().mean(), "logits": logits}
+
+
+def deep() -> Found:
+    """Losses and gradients of two equal layers, eager and compiled, and how many graphs were compiled."""
+    found: Found = {}
+    batch = {"x": torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(0))}
+    for kind in ("eager", "compiled"):
+        torch.manual_seed(0)
+        plan = fxpar.Plan(tp=tp(), sequence_parallel=True, compile=kind == "compiled")
+        model, seen = fxpar.parallelize(Deep(2), plan, batch), Seen()
+        with config.patch(post_grad_custom_pre_pass=seen, compile_threads=1):
+            losses = [float(model.train_step(batch)) for _ in range(2)]
+        found[kind] = {"losses": losses, "gradients": gradients(model)}
+    return {**found, "graphs": len(seen.graphs)}
+
+
 class Aside(nn.Module):
     """A norm that the loss does not reach, beside two that it does."""
 

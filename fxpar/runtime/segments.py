@@ -1,0 +1,171 @@
+"""The segments of a lowered step: what stands between two boundaries of calls, in one phase.
+
+Enters: a lowered step, whose notes name the calls that nodes were written out of. Leaves: segments in order, and for
+one of the forward with one of the backward a text that is equal where they compute the same.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from fxpar.ops.onrank import Identity
+from fxpar.program.program import ScalarType, has_note, note
+
+
+@dataclass(frozen=True, eq=False)
+class Segment:
+    """Nodes of one phase that follow each other in a lowered graph, and belong to one call or to none.
+
+    Attributes:
+        nodes: in order; numbers of sizes and of the rank's indices stand in each segment that reads them.
+        region: name of the call; empty for what stands between calls.
+    """
+
+    nodes: tuple[fx.Node, ...]
+    region: str
+
+    @cached_property
+    def inner(self) -> frozenset[fx.Node]:
+        """The nodes as a set."""
+        return frozenset(self.nodes)
+
+    @cached_property
+    def outer(self) -> tuple[fx.Node, ...]:
+        """What it reads of others, in the order of first use."""
+        return tuple(dict.fromkeys(r for node in self.nodes for r in node.all_input_nodes if r not in self.inner))
+
+
+def is_number(node: fx.Node) -> bool:
+    """Whether a node of a lowered graph is a number, which any segment makes itself."""
+    return node.op == "call_function" and (not has_note(node) or isinstance(note(node).type, ScalarType))
+
+
+def segments(graph: fx.Graph, phases: Collection[str]) -> list[Segment]:
+    """The segments of some phases, in order."""
+    nodes = [
+        node
+        for node in graph.nodes
+        if node.op == "call_function" and not is_number(node) and note(node).phase in phases
+    ]
+    found = []
+    for region, run in itertools.groupby(nodes, key=lambda node: note(node).region):
+        own = list(run)
+        numbers: dict[fx.Node, None] = {}
+        pending = [read for node in own for read in node.all_input_nodes if is_number(read)]
+        while pending:
+            node = pending.pop()
+            if node not in numbers:
+                numbers[node] = None
+                pending += [read for read in node.all_input_nodes if is_number(read)]
+        made = [node for node in graph.nodes if node in numbers] if numbers else []
+        found.append(Segment((*made, *own), region))
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class Unit:
+    """A segment of the forward with the one of the backward that differentiates it, or one of either alone.
+
+    Attributes:
+        early: names of the values that are there when its forward runs, as operands; `late` are those that come later.
+    """
+
+    forward: Segment | None
+    backward: Segment | None
+    early: tuple[str, ...]
+    late: tuple[str, ...]
+
+    @cached_property
+    def nodes(self) -> tuple[fx.Node, ...]:
+        """Of both; a number that both make stands once."""
+        parts = (segment.nodes for segment in (self.forward, self.backward) if segment is not None)
+        return tuple(dict.fromkeys(itertools.chain.from_iterable(parts)))
+
+    @cached_property
+    def identities(self) -> tuple[int, ...]:
+        """Of its draws, in the order of first use."""
+        return tuple(dict.fromkeys(each for node in self.nodes for each in _identities((node.args, node.kwargs))))
+
+    @cached_property
+    def text(self) -> str:
+        """Equal for units that compute the same of their operands, in the same order of these."""
+        names = {name: f"${i}" for i, name in enumerate((*self.early, "late", *self.late))}
+        names |= {node.name: f"%{i}" for i, node in enumerate(self.nodes)}
+        count = len(self.forward.nodes) if self.forward is not None else 0
+        lines = [f"{len(self.early)} {len(self.late)} {count}"]
+        random = {identity: f"?{i}" for i, identity in enumerate(self.identities)}
+        for node in self.nodes:
+            mapped = fx.node.map_aggregate((node.args, node.kwargs), lambda each: _written(each, names, random))
+            lines.append(f"{_function(node.target)} {mapped}")
+        return "\n".join(lines)
+
+    def position(self, name: str) -> int:
+        """Of the node of that name."""
+        return self._positions[name]
+
+    @cached_property
+    def _positions(self) -> Mapping[str, int]:
+        return {node.name: i for i, node in enumerate(self.nodes)}
+
+
+def graph_of(unit: Unit, results: Sequence[Sequence[int]]) -> fx.GraphModule:
+    """What a unit computes, as a function of its early operands, its identities and its late operands.
+
+    Args:
+        results: positions of the nodes whose values it gives: of the forward, then of the backward.
+    """
+    graph = fx.Graph()
+    made: dict[str, fx.Node] = {name: graph.placeholder(f"early_{i}") for i, name in enumerate(unit.early)}
+    random = {identity: graph.placeholder(f"identity_{i}") for i, identity in enumerate(unit.identities)}
+    made |= {name: graph.placeholder(f"late_{i}") for i, name in enumerate(unit.late)}
+
+    def argument(each: Any) -> Any:
+        if isinstance(each, fx.Node):
+            return made[each.name]
+        return random[int(each)] if isinstance(each, Identity) else each
+
+    for node in unit.nodes:
+        args, kwargs = (fx.node.map_aggregate(each, argument) for each in (node.args, node.kwargs))
+        made[node.name] = graph.create_node(node.op, node.target, args, kwargs)  # type: ignore[arg-type]
+    graph.output(tuple(made[unit.nodes[i].name] for part in results for i in part))
+    return fx.GraphModule(nn.Module(), graph)
+
+
+def _identities(value: Any) -> Iterator[int]:
+    if isinstance(value, Identity):
+        yield int(value)
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _identities(each)
+    elif isinstance(value, dict):
+        yield from _identities(list(value.values()))
+
+
+class _Word:
+    """An argument in the text of a unit."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+def _written(value: Any, names: Mapping[str, str], random: Mapping[int, str]) -> Any:
+    if isinstance(value, fx.Node):
+        return _Word(names[value.name])
+    if isinstance(value, Identity):
+        return _Word(random[int(value)])
+    return _Word(f"tensor {id(value)}") if isinstance(value, torch.Tensor) else value
+
+
+def _function(target: Any) -> str:
+    """A function is equal to itself alone, whatever its name."""
+    return str(target) if isinstance(target, torch._ops.OpOverload) else f"{target} {id(target)}"

@@ -1,0 +1,72 @@
+"""The units in which a step is compiled: no more texts for many layers; each value is made before it is read."""
+
+from __future__ import annotations
+
+import pytest
+import transformers
+
+import fxpar
+from fxpar.compile import compile_model, compile_step, lower_program
+from fxpar.mesh.purpose import joined_names
+from fxpar.ops.collectives import Group
+from fxpar.program.program import output_node
+from fxpar.runtime.segments import is_number
+from fxpar.runtime.units import Units, units_of
+from tests.zoo import VOCABULARY, tokens
+
+
+def _units(layers: int, *, paired: bool) -> tuple[Units, frozenset[str], set[str]]:
+    """Of a GPT-2 with dropout: its units, what is wanted at the end, and what is there at the start."""
+    config = transformers.GPT2Config(n_layer=layers, n_embd=96, n_head=8, vocab_size=VOCABULARY, use_cache=False)
+    plan = fxpar.Plan(tp=2, sequence_parallel=True)
+    program = compile_model(transformers.GPT2LMHeadModel(config).train(), tokens(), plan).program
+    step = compile_step(program, ("loss",), ("loss",), [p.fqn for p in program.parameters if p.trainable])
+    groups = {name: Group("ranks", 2) for name in joined_names(program.axes)}
+    graph = lower_program(step, groups).module.graph
+    wanted = frozenset(node.name for node in output_node(graph).all_input_nodes)
+    start = {node.name for node in graph.nodes if node.op == "placeholder"}
+    return units_of(graph, ("backward", "parameter"), wanted, paired=paired), wanted, start
+
+
+@pytest.fixture(scope="module")
+def few() -> tuple[Units, frozenset[str], set[str]]:
+    return _units(2, paired=True)
+
+
+def test_there_are_as_many_texts_for_many_layers_as_for_few(few: tuple[Units, frozenset[str], set[str]]) -> None:
+    many, _, _ = _units(5, paired=True)
+    texts = [{unit.text for unit in (*units.forward, *units.backward)} for units in (few[0], many)]
+    assert len(texts[0]) == len(texts[1])
+    assert len(many.forward) == len(few[0].forward) + 3
+    paired = [unit for unit in many.forward if unit.backward is not None]
+    assert len(paired) >= 6  # five layers and the head
+
+
+@pytest.mark.parametrize("paired", [True, False])
+def test_each_value_is_made_before_it_is_read(paired: bool) -> None:
+    units, wanted, there = _units(2, paired=paired)
+    for unit in units.forward:
+        assert set(unit.early) <= there
+        there |= {unit.nodes[i].name for i in units.results[unit][0]}
+    for unit in units.backward:
+        assert {*unit.late, *(() if unit.forward is not None else unit.early)} <= there
+        there |= {unit.nodes[i].name for i in units.results[unit][1]}
+    assert wanted <= there
+
+
+def test_every_operation_stands_in_one_unit(few: tuple[Units, frozenset[str], set[str]]) -> None:
+    units, _, _ = few
+    distinct = dict.fromkeys((*units.forward, *units.backward))
+    nodes = [node for unit in distinct for node in unit.nodes if not is_number(node)]
+    assert len(nodes) == len(set(nodes))
+    graph = nodes[0].graph
+    assert set(nodes) == {node for node in graph.nodes if node.op == "call_function" and not is_number(node)}
+
+
+def test_draws_take_their_identities_as_operands(few: tuple[Units, frozenset[str], set[str]]) -> None:
+    units, _, _ = few
+    layers = [unit for unit in units.forward if unit.identities]
+    identities = [identity for unit in layers for identity in unit.identities]
+    assert len(identities) == len(set(identities)) == 7  # of the embedding, and three of each layer
+    assert len({unit.text for unit in layers}) < len(layers)
+    assert not any(str(identity) in unit.text for unit in layers for identity in unit.identities)
