@@ -82,6 +82,7 @@ def compile_step(
     """The training step of a compiled program, statically checked after each pass.
 
     Args:
+        program: that was checked when it was compiled.
         outputs: those that the step returns.
         tangents: those that have a gradient.
         trained: parameters whose gradients are wanted.
@@ -89,7 +90,7 @@ def compile_step(
     Raises:
         FxparError: a pass or a check refused it.
     """
-    return PassManager(step_passes(outputs, tangents, trained), STATIC).run(program)
+    return PassManager(step_passes(outputs, tangents, trained), STATIC, checked=True).run(program)
 
 
 def outlined(program: Program) -> Program:

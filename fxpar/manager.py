@@ -13,13 +13,14 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import fx
 
 from fxpar.errors import CheckFailed, FxparError, PassError, shown
 from fxpar.ops.dataflow import dataflow, parting
 from fxpar.program.collector import without_collections
-from fxpar.program.program import Note, PassRecord, Program, describe, has_note, note
+from fxpar.program.program import Note, PassRecord, Program, describe, has_note, note, output_node
 from fxpar.program.regions import inlined
 from fxpar.text.printing import print_program
 
@@ -129,12 +130,14 @@ class PassManager:
         passes: what to run.
         verifiers: what to check after each pass (and before the first).
         dump: folder for the text of the program before the first and after each pass; None for no dump.
+        checked: whether the program that enters was checked already.
         on_pass: called with each pass's record, for progress reports.
     """
 
     passes: Sequence[Pass]
     verifiers: Sequence[Verifier] = ()
     dump: Path | None = None
+    checked: bool = False
     on_pass: Callable[[PassRecord], None] | None = None
 
     def __post_init__(self) -> None:
@@ -163,12 +166,16 @@ class PassManager:
             return self._run(program, until)
 
     def _run(self, program: Program, until: str | None) -> Program:
-        self._verify(program, "capture")
+        _lint(program, "capture")
+        if not self.checked:
+            self._verify(program, "capture")
         self._write(program, 0, "capture")
         for index, item in enumerate(self.passes, 1):
-            program = self._apply(item, program)
+            before, program = program, self._apply(item, program)
             self._write(program, index, item.name)
-            self._verify(program, item.name, item.preserves == "dataflow")
+            _lint(program, item.name)
+            if not _is_same(before, program):
+                self._verify(program, item.name, item.preserves == "dataflow")
             if item.name == until:
                 break
         program.graph_module.recompile()
@@ -193,7 +200,7 @@ class PassManager:
         if not isinstance(result, Program):
             raise PassError(f"returned a {type(result).__name__} and no Program", where=item.name)
         _check_notes(item, result)
-        if item.preserves == "dataflow":
+        if item.preserves == "dataflow" and not _is_same(program, result):
             _check_dataflow(item, program, result)
         after = _snapshot(result.graph)
         record = PassRecord(
@@ -209,10 +216,6 @@ class PassManager:
         return result.with_(properties=properties, history=(*program.history, record))
 
     def _verify(self, program: Program, after: str, same_dataflow: bool = False) -> None:
-        try:
-            program.graph.lint()
-        except (RuntimeError, ValueError) as error:
-            raise PassError(f"left an unsound graph: {error}", where=after) from None
         program = inlined(program)  # what holds of a region's nodes in each call holds of the region
         for verifier in self.verifiers:
             if verifier.applies(program) and not (same_dataflow and verifier.of_dataflow):
@@ -233,12 +236,31 @@ class PassManager:
             (self.dump / f"{index:02d}-{name}.txt").write_text(print_program(program), encoding="utf-8")
 
 
-def _snapshot(graph: fx.Graph) -> dict[str, tuple[str, str, Note | None]]:
+def _lint(program: Program, after: str) -> None:
+    try:
+        program.graph.lint()
+    except (RuntimeError, ValueError) as error:
+        raise PassError(f"left an unsound graph: {error}", where=after) from None
+
+
+def _snapshot(graph: fx.Graph) -> dict[str, tuple[Any, str, Note | None]]:
     """What a pass may change of each node: operator, arguments and note."""
     return {
-        node.name: (str(node.target), f"{node.args}{node.kwargs}", note(node) if has_note(node) else None)
+        node.name: (node.target, f"{node.args}{node.kwargs}", note(node) if has_note(node) else None)
         for node in graph.nodes
     }
+
+
+def _is_same(before: Program, after: Program) -> bool:
+    """Whether nothing changed of which a check could speak: not a node, nor its place, a table or a property."""
+
+    def compared(program: Program) -> tuple[object, ...]:
+        tables = (program.parameters, program.inputs, program.outputs, program.symbols, program.plan, program.loss)
+        values = tuple((name, id(value)) for name, value in program.constants.items())
+        nodes = list(_snapshot(program.graph).items())
+        return *tables, program.properties, values, f"{output_node(program.graph).args}", nodes
+
+    return compared(before) == compared(after)
 
 
 def _check_dataflow(item: Pass, before: Program, after: Program) -> None:
