@@ -132,6 +132,7 @@ class PassManager:
         dump: folder for the text of the program before the first and after each pass; None for no dump.
         checked: whether the program that enters was checked already.
         on_pass: called with each pass's record, for progress reports.
+        on_program: called with the program before the first and after each pass, before it is checked.
     """
 
     passes: Sequence[Pass]
@@ -139,6 +140,7 @@ class PassManager:
     dump: Path | None = None
     checked: bool = False
     on_pass: Callable[[PassRecord], None] | None = None
+    on_program: Callable[[Program], None] | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.passes, Sequence):
@@ -166,10 +168,10 @@ class PassManager:
             return self._run(program, until)
 
     def _run(self, program: Program, until: str | None) -> Program:
+        self._write(program, 0, "capture")
         _lint(program, "capture")
         if not self.checked:
             self._verify(program, "capture")
-        self._write(program, 0, "capture")
         for index, item in enumerate(self.passes, 1):
             before, program = program, self._apply(item, program)
             self._write(program, index, item.name)
@@ -231,6 +233,8 @@ class PassManager:
                     raise
 
     def _write(self, program: Program, index: int, name: str) -> None:
+        if self.on_program is not None:
+            self.on_program(program)
         if self.dump is not None:
             self.dump.mkdir(parents=True, exist_ok=True)
             (self.dump / f"{index:02d}-{name}.txt").write_text(print_program(program), encoding="utf-8")

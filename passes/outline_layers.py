@@ -34,7 +34,7 @@ _LEAST = 24  # operations of a part; fewer are not worth a call
 _NAMES = {"": "layer", BACKWARD: "layer_backward"}
 
 
-@register_pass("outline_layers", requires={Property.CANONICAL}, preserves="dataflow")
+@register_pass("outline_layers", requires={Property.CANONICAL}, provides={Property.REGIONS}, preserves="dataflow")
 def outline_layers(program: Program) -> Program:
     """Equal layers become one region, which is called once for each.
 

@@ -1,22 +1,28 @@
-"""The passes that make a training step of a program, in order."""
+"""The passes that make a training step of a program, in order.
+
+Enters: a program after all passes of the forward. Leaves: which passes run on it; `STEP_PASSES` differentiate the loss,
+or without one all outputs that carry a gradient, by all parameters that are trained.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
 from fxpar.manager import Pass
-from fxpar.passes.differentiate import of_outputs
+from fxpar.passes.differentiate import differentiate, of_outputs
 from fxpar.passes.outline_layers import outline_layers
 from fxpar.passes.prune import prune
 from fxpar.passes.recompute import recompute
 
+STEP_PASSES: tuple[Pass, ...] = (differentiate, recompute, prune, outline_layers)
+
 
 def step_passes(outputs: Sequence[str], tangents: Sequence[str], trained: Collection[str]) -> list[Pass]:
-    """The passes of a step.
+    """`STEP_PASSES` for some outputs.
 
     Args:
         outputs: of the model, those that the step returns.
         tangents: those that have a gradient.
         trained: parameters whose gradients are wanted.
     """
-    return [of_outputs(tangents, outputs, trained), recompute, prune, outline_layers]
+    return [of_outputs(tangents, outputs, trained), *STEP_PASSES[1:]]

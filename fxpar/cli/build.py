@@ -94,10 +94,11 @@ def _show_summary(stdout: Console, name: str, document: dict[str, Any]) -> None:
 
 
 def passes(ui: Ui, passes: Passes = None) -> Report:
-    """Lists the passes in the order in which they run, with their contracts."""
+    """Lists the passes in the order in which they run, with their contracts; then those of the training step."""
     from fxpar.cli.models import load_passes
+    from fxpar.passes.step import STEP_PASSES
 
-    document = [_contract(item) for item in load_passes(passes)]
+    document = [_contract(item) for item in (*load_passes(passes), *STEP_PASSES)]
 
     def show(stdout: Console) -> None:
         listing = table("name", "contract", "summary", whole=("name",))
@@ -133,14 +134,22 @@ def run(
         list[str] | None, typer.Option(metavar="PASS", help="print the text after this pass; repeatable")
     ] = None,
     print_final: Annotated[bool, typer.Option("--print", help="print the text after the last pass")] = False,
+    step: Annotated[bool, typer.Option("--step", help="make the training step too, forward and backward")] = False,
     passes: Passes = None,
 ) -> Report:
-    """Runs the passes on a model, or the ones that are left on a text, with a static check after each."""
+    """Runs the passes on a model, or the ones that are left on a text, with a static check after each.
+
+    Those of the training step run with --step, or where one of them is named.
+    """
     from fxpar.cli.files import compared, open_start, run_passes
     from fxpar.cli.models import load_passes
+    from fxpar.passes.step import STEP_PASSES
     from fxpar.text.printing import print_program
 
     chosen = load_passes(passes)
+    of_step = {item.name for item in STEP_PASSES}
+    if step or of_step.intersection((until, *(print_after or ()))):
+        chosen = (*chosen, *STEP_PASSES)
     start = open_start(ui, request)
     findings = compared(ui, start)
     folder = Path(dump) if dump is not None else None
@@ -193,10 +202,12 @@ def whole(program: Program) -> dict[str, Any]:
     `uncounted` are operators that may multiply matrices and are no part of the share of FLOPs that is split.
     """
     from fxpar.analysis.flops import uncounted
+    from fxpar.program.regions import inlined
     from fxpar.report.reasons import unsplit, without_rule
 
     if Property.LAYOUTS not in program.properties or not program.plan.axes_for(Cuts.FEATURES):
         return {"unsplit": {}, "without_rule": [], "uncounted": {}}
+    program = inlined(program)
     return {
         "unsplit": dict(unsplit(program)),
         "without_rule": without_rule(program),
@@ -226,10 +237,11 @@ def _few(names: list[str], most: int = 4) -> str:
 def warn_unsplit(ui: Ui, program: Program) -> float | None:
     """Share of the matrix FLOPs that is split, None before there are layouts or axes; warns where it is zero."""
     from fxpar.analysis.split import split_flops
+    from fxpar.program.regions import inlined
 
     if Property.LAYOUTS not in program.properties or not program.plan.axes_for(Cuts.FEATURES):
         return None
-    share = split_flops(program)
+    share = split_flops(inlined(program))
     if share == 0:
         ui.warn(f"no matrix product is split: each of the {program.plan.splitting} ranks computes everything")
     return share

@@ -29,13 +29,13 @@ from fxpar.cli.output import Ui, is_file, write_text
 from fxpar.compile import compile_program
 from fxpar.errors import InputError
 from fxpar.layout.symbols import evaluate
-from fxpar.manager import Pass, Verifier
+from fxpar.manager import Pass
 from fxpar.passes.assign_rng import RNG_PATH
-from fxpar.program.program import DTYPE_NAMES, PassRecord, Program
+from fxpar.program.program import DTYPE_NAMES, Input, PassRecord, Program
+from fxpar.program.step import output_of
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
 from fxpar.verify.faithful import compare, findings
-from fxpar.verify.static import STATIC
 from fxpar.verify.values import call_inputs, program_state
 
 CAPTURE, VALUES = "00-capture.txt", "values.safetensors"
@@ -66,7 +66,7 @@ class Values:
                 )
             sizes[s.name] = int(self.inputs[s.path].shape[s.dim]) // s.multiple
         wanted = [(f"state/{p.fqn}", self.state.get(p.fqn), p.type) for p in program.parameters]
-        wanted += [(f"input/{i.path}", self.inputs.get(i.path), i.type) for i in program.inputs if i.path != RNG_PATH]
+        wanted += [(f"input/{i.path}", self.inputs.get(i.path), i.type) for i in _given(program)]
         for name, tensor, kind in wanted:
             if tensor is None:
                 raise InputError(f"has no tensor '{name}'", where=where, remedy="dump the model again")
@@ -274,11 +274,16 @@ def passes_done(passes: Sequence[Pass], properties: frozenset[str]) -> int:
     return max(behind, default=0)
 
 
+def _given(program: Program) -> list[Input]:
+    """The inputs that a dump holds: neither the random state nor gradients of outputs."""
+    return [entry for entry in program.inputs if entry.path != RNG_PATH and not output_of(entry.path)]
+
+
 @dataclass
 class Tape:
     """Keeps the text after each pass, in memory and in a folder.
 
-    It runs as the first verifier, so that a program which the verifiers reject is kept too.
+    It is told before the checks, so that a program which they reject is kept too.
 
     Attributes:
         position: number of the pass that is noted next; 0 for the captured program.
@@ -332,8 +337,7 @@ def run_passes(
             done = names.index(record.name) + 1
             update(f"{record.name} done in {record.seconds:.2f} s ({done} of {len(names)} passes)")
 
-        verifiers = (Verifier("text", frozenset(), tape.note), *STATIC)
-        program = compile_program(program, todo, verifiers, until=until, on_pass=progress)
+        program = compile_program(program, todo, until=until, on_pass=progress, on_program=tape.note)
     return program, tape.texts
 
 

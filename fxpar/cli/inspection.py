@@ -74,11 +74,9 @@ def _sides(sides: Sequence[str]) -> tuple[Path, Path]:
 
 def _difference(before: Program, after: Program) -> dict[str, Any]:
     """Nodes of one program only, those whose lines differ, those that stand elsewhere, and other lines."""
-    from fxpar.text.printing import node_text, print_program
+    from fxpar.text.printing import print_program
 
-    old, new = (
-        {node.name: node_text(node, p) for node in p.graph.nodes if node.op != "output"} for p in (before, after)
-    )
+    old, new = (_lines(program) for program in (before, after))
     headers = [[line for line in print_program(p).splitlines() if not line.startswith("%")] for p in (before, after)]
     common = [[name for name in side if name in old and name in new] for side in (old, new)]
     matcher = difflib.SequenceMatcher(None, common[0], common[1], autojunk=False)
@@ -97,6 +95,18 @@ def _difference(before: Program, after: Program) -> dict[str, Any]:
     }
     differs = any(found[key] for key in ("erased", "added", "changed", "moved")) or headers[0] != headers[1]
     return {"same": not differs, **found}
+
+
+def _lines(program: Program) -> dict[str, str]:
+    """The line of each node by its name, of those in a region behind the region's."""
+    from fxpar.program.regions import regions
+    from fxpar.text.printing import node_text, region_text
+
+    found: dict[str, str] = {}
+    for region in regions(program):
+        inside = (line for line in region_text(region, program) if line.startswith("%"))
+        found |= {f"{region.name}.{line[1:].partition(' ')[0]}": f"{region.name}: {line}" for line in inside}
+    return found | {node.name: node_text(node, program) for node in program.graph.nodes if node.op != "output"}
 
 
 def _show_difference(stdout: Console, document: dict[str, Any]) -> None:
@@ -133,9 +143,10 @@ def comm(
     from fxpar.cli.files import open_start, run_passes
     from fxpar.passes import DEFAULT_PASSES
     from fxpar.program.program import note
+    from fxpar.program.regions import inlined
 
     start = open_start(ui, request)
-    program = start.program
+    program = inlined(start.program)
     sizes = sizes_of(program, size or [])
     if Property.COLLECTIVES not in program.properties:
         program, _ = run_passes(ui, start, DEFAULT_PASSES, until="vocab_parallel")

@@ -23,6 +23,7 @@ class Property(StrEnum):
         RNG: random bits are those of the counter generator.
         LOCAL: sizes in the graph are those of a rank.
         STEP: the graph is that of a training step, forward and backward.
+        REGIONS: equal layers are regions.
     """
 
     CANONICAL = "canonical"
@@ -35,3 +36,4 @@ class Property(StrEnum):
     RNG = "rng"
     LOCAL = "local"
     STEP = "step"
+    REGIONS = "regions"

@@ -26,6 +26,7 @@ from fxpar.passes.differentiate import differentiable
 from fxpar.passes.step import step_passes
 from fxpar.program.mixed import held_type
 from fxpar.program.program import Parameter, Program, output_layouts, output_types
+from fxpar.program.properties import Property
 from fxpar.program.regions import inlined
 from fxpar.report.figures import ModelSize, ModuleMemory, Moment, PassLine, RankMemory, Report, Traffic
 from fxpar.report.measure import Kept, Measured, Peak, measure
@@ -76,6 +77,7 @@ def make_report(
         raise InputError("is no optimizer of the report", where=f"optimizer {optimizer}", remedy=f"choose from {known}")
     if sizes is not None and not isinstance(sizes, Mapping):
         raise InputError(f"{shown(sizes)} is no mapping", where="sizes", remedy='write {"b": 8}')
+    program = inlined(program)
     given = input_sizes(program, sizes or {})
     local = {s.name: given[s.name] // s.multiple for s in program.symbols}
     trained = _step_of(program)
@@ -113,7 +115,9 @@ def make_report(
 
 
 def _step_of(program: Program) -> Program:
-    """The step of the loss, without one of all outputs; the program itself where nothing is trained."""
+    """The step of the loss, without one of all outputs; the program itself where it is one."""
+    if Property.STEP in program.properties:
+        return inlined(program)
     tangents = [name for name in differentiable(program) if not program.loss or name == program.loss]
     trained = [p.fqn for p in program.parameters if p.trainable]
     outputs = [program.loss] if program.loss else program.outputs  # a step keeps nothing of others

@@ -6,12 +6,14 @@ rotary tables are float32 even in a model that was cast to double, and would hid
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.fx.node import map_aggregate
 
 from fxpar.program.program import Note, Parameter, Program, TensorType, note, set_note
+from fxpar.program.regions import inlined
 
 _WIDE = {
     **dict.fromkeys((torch.float32, torch.float16, torch.bfloat16), torch.float64),
@@ -29,7 +31,7 @@ def _double(kind: Any) -> Any:
 
 def promote(program: Program) -> Program:
     """The program in float64; integer and boolean values keep their types."""
-    result = program.copy()
+    result = inlined(program.copy())
     factories = {"arange", "full", "zeros", "ones", "new_zeros", "new_ones", "new_full", "rand", "randn", "linspace"}
     for node in result.graph.nodes:
         if node.op == "output":
@@ -46,7 +48,7 @@ def promote(program: Program) -> Program:
     result.graph_module.recompile()
     return result.with_(
         parameters=tuple(Parameter(**{**vars(p), "type": _double(p.type)}) for p in result.parameters),
-        inputs=tuple(type(i)(i.path, i.node, _double(i.type)) for i in result.inputs),
+        inputs=tuple(replace(i, type=_double(i.type)) for i in result.inputs),
         constants={name: wide(value) for name, value in result.constants.items()},
     )
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from fxpar.passes import DEFAULT_PASSES
+from fxpar.passes.step import STEP_PASSES
 from tests.cli.tool import SPLIT, TINY, Result, fxpar
 
 NAMES = [item.name for item in DEFAULT_PASSES]
@@ -66,7 +67,7 @@ def test_trace_follows_mode_sizes_and_plan() -> None:
 
 def test_passes_lists_contracts() -> None:
     found = fxpar("passes", "--json").document
-    assert [entry["name"] for entry in found] == NAMES
+    assert [entry["name"] for entry in found] == [*NAMES, *(item.name for item in STEP_PASSES)]
     assert set(found[0]) == {"name", "requires", "provides", "invalidates", "preserves", "summary"}
     assert found[1]["requires"] == ["canonical"]
     assert [found[i]["provides"] for i in (1, 3, 4)] == [["masks"], ["sequence"], ["layouts"]]
@@ -194,3 +195,27 @@ def test_flags_win_over_the_plan_file(small: str, tmp_path: Path) -> None:
 def test_precision_casts_the_model(small: str) -> None:
     found = fxpar("trace", f"{small}:half_precision", "--precision", "bf16").out
     assert '%fc_weight = parameter["fc.weight"] : bf16[20, 12]' in found
+
+
+def test_the_step_is_dumped_and_verified(tmp_path: Path) -> None:
+    folder = str(tmp_path / "dump")
+    document = fxpar("run", TINY, *SPLIT, "--step", "--dump", folder, "--json").document
+    names = [entry["name"] for entry in document["passes"]]
+    assert names[len(NAMES) :] == [item.name for item in STEP_PASSES]
+    assert document["without_rule"] == []
+    last = f"{folder}/{len(names)}-{names[-1]}.txt"
+    assert fxpar("verify", last, "--level", "values", "--json").document["ok"]
+    assert {entry["phase"] for entry in fxpar("comm", last, "--json").document} >= {"forward", "backward"}
+    assert fxpar("run", last, "--json").document["passes"] == []
+    assert fxpar("report", last).status == 0
+
+
+def test_a_pass_of_the_step_may_be_the_last() -> None:
+    passes = fxpar("run", TINY, *SPLIT, "--until", "differentiate", "--json").document["passes"]
+    assert passes[-1]["name"] == "differentiate"
+
+
+def test_layers_are_a_region_in_the_text() -> None:
+    text = fxpar("run", "hf:gpt2,n_layer=3", "--tp", "2", "--step", "--print").out
+    assert text.count("\nregion layer ") == 1
+    assert text.count(" = region.layer(") == 3
