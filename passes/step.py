@@ -9,6 +9,7 @@ from fxpar.passes.differentiate import of_outputs
 from fxpar.passes.outline_layers import outline_layers
 from fxpar.passes.prune import prune
 from fxpar.passes.recompute import recompute
+from fxpar.passes.rematerialise import rematerialise
 
 
 def step_passes(outputs: Sequence[str], tangents: Sequence[str], trained: Collection[str]) -> list[Pass]:
@@ -19,4 +20,4 @@ def step_passes(outputs: Sequence[str], tangents: Sequence[str], trained: Collec
         tangents: those that have a gradient.
         trained: parameters whose gradients are wanted.
     """
-    return [of_outputs(tangents, outputs, trained), recompute, prune, outline_layers]
+    return [of_outputs(tangents, outputs, trained), recompute, rematerialise, prune, outline_layers]

@@ -15,7 +15,8 @@ from torch import fx, nn
 from torch.fx.graph import CodeGen
 
 from fxpar.program.program import Program, ScalarType, has_note, note
-from fxpar.program.step import PHASES
+from fxpar.program.regions import inlined
+from fxpar.program.step import PHASES, RECOMPUTE
 
 
 class Emptying(CodeGen):
@@ -87,9 +88,9 @@ class Step:
 
     @cached_property
     def recomputes(self) -> bool:
-        """Whether the author said what is computed again."""
-        nodes = self.program.graph.nodes
-        return any(note(node).recompute for node in nodes if node.op == "call_function")
+        """Whether the author or the plan said what is computed again."""
+        notes = [note(node) for node in inlined(self.program).graph.nodes if node.op == "call_function"]
+        return any(kept.recompute or (kept.phase and kept.origin == RECOMPUTE) for kept in notes)
 
 
 def _phase_of(node: fx.Node) -> int | None:

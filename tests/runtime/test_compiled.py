@@ -35,9 +35,9 @@ def test_a_compiled_program_is_the_eager_one(world2: World) -> None:
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
-@pytest.mark.parametrize("recompute", [False, True])
-def test_compiled_programs_under_sequence_parallelism(world2: World, name: str, recompute: bool) -> None:
-    for found in world2.run(compiled.train, name, {"sequence_parallel": True, "recompute": recompute}, seconds=600):
+@pytest.mark.parametrize("more", [{}, {"checkpointed": True}, {"recompute": "selective"}, {"recompute": "full"}])
+def test_compiled_programs_under_sequence_parallelism(world2: World, name: str, more: dict[str, Any]) -> None:
+    for found in world2.run(compiled.train, name, {"sequence_parallel": True, **more}, seconds=600):
         assert_equal_and_whole(found)
         forward, backward = found["graphs"]
         assert forward[SCATTER] >= 4
