@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 from torch import fx
 
-from fxpar.layout.layout import Layout
+from fxpar.analysis.layers import layers
+from fxpar.analysis.storages import storages
+from fxpar.errors import PlanError
 from fxpar.manager import register_pass
-from fxpar.ops.coercions import IN_BACKWARD
-from fxpar.program.coercions import in_backward
-from fxpar.program.program import Program, note, operands, output_layouts, set_note
+from fxpar.passes.again import compute_again, is_repeatable
+from fxpar.passes.differentiate import forward_of
+from fxpar.program.program import Program, note
 from fxpar.program.properties import Property
-from fxpar.program.step import BACKWARD, RECOMPUTE, is_forward
+from fxpar.program.step import BACKWARD, is_forward
 from fxpar.program.weights import weights_of
 
 
 @register_pass("recompute", requires={Property.STEP}, preserves="dataflow")
 def recompute(program: Program) -> Program:
-    """Regions that the author checkpointed are computed again where the backward needs them.
+    """Regions that the author checkpointed, by `recompute="full"` all layers, are computed again for the backward.
 
     Before::
 
@@ -34,55 +34,68 @@ def recompute(program: Program) -> Program:
         %g = aten.tanh_backward.default(%y, %h_again) : f32[b, 8] tp:R {recompute=1, phase=backward}
 
     Terms: a *region* is what the author put into one checkpoint; backward nodes belong to the region of what they
-    differentiate. A region keeps what enters it; what leaves it is kept where something outside reads it. Draws draw
-    the same bits again; collectives inside of a region run again. Values stay equal.
+    differentiate. A region keeps what enters it; what leaves it is kept where something outside reads it. A *layer* is
+    a part of the forward that others follow alike, cut where fewest bytes live; a region that shares nodes with layers
+    and these are one. Draws draw the same bits again; collectives inside of a region or layer run again. Values stay
+    equal.
 
-    Algorithm: in front of the first backward node of a region stand copies of those of its nodes from which the
-    backward of the region reads.
+    Algorithm: copies of what is not kept stand each in front of the first node of the backward that needs it, in the
+    order of the forward.
     """
-    regions: dict[int, list[fx.Node]] = {}
-    for node in program.graph.nodes:
-        if node.op == "call_function" and note(node).recompute:
-            regions.setdefault(note(node).recompute, []).append(node)
-    owned = [program.node(p.node) for p in program.parameters]
-    weights = weights_of(program.graph, owned)
-    for nodes in regions.values():
-        backward = [node for node in nodes if not is_forward(node)]
-        forward = [node for node in nodes if is_forward(node) and node not in weights]
-        if backward:
-            _again(program, forward, backward)
+    backward = [node for node in program.graph.nodes if _phase(node) == BACKWARD]
+    forward = _forward(program)
+    if program.plan.recompute == "full" and any(is_forward(read) for n in backward for read in n.all_input_nodes):
+        whole, forward = _with_layers(program, forward)
+        compute_again(program, {node for part in whole for node in _interior(part)}, backward)
+    for region in _regions(forward):
+        own = [node for node in backward if note(node).recompute == note(region[0]).recompute]
+        compute_again(program, set(region), own)
     return program
 
 
-def _again(program: Program, forward: list[fx.Node], backward: list[fx.Node]) -> None:
-    made: dict[fx.Node, fx.Node] = {}
-    inside, wanted = set(forward), set[fx.Node]()
-    for node in backward:
-        wanted.update(_inside(node, inside))
-    for node in reversed(forward):
-        if node in wanted:
-            wanted.update(_inside(node, inside))
-    for node in forward:
-        if node in wanted:
-            made[node] = _copy(program, node, made, backward[0])
-    for node in backward:
-        node.args = fx.node.map_arg(node.args, lambda each: made.get(each, each))
-        node.kwargs = fx.node.map_arg(node.kwargs, lambda each: made.get(each, each))
+def _phase(node: fx.Node) -> str:
+    return note(node).phase if node.op == "call_function" else ""
 
 
-def _inside(node: fx.Node, inside: set[fx.Node]) -> Iterator[fx.Node]:
-    return (read for read in node.all_input_nodes if read in inside)
+def _forward(program: Program) -> list[fx.Node]:
+    """What may be computed again."""
+    weights = weights_of(program.graph, [program.node(p.node) for p in program.parameters])
+    return [node for node in program.graph.nodes if is_forward(node) and is_repeatable(node) and node not in weights]
 
 
-def _copy(program: Program, node: fx.Node, made: Mapping[fx.Node, fx.Node], before: fx.Node) -> fx.Node:
-    target: Any = IN_BACKWARD.get(node.target, node.target)
-    if target is None:
-        (source,) = operands(node)
-        return made.get(source, source)
-    kept = note(node)
-    layouts = tuple(Layout(tuple((axis, in_backward(p)) for axis, p in layout)) for layout in output_layouts(node))
-    with program.graph.inserting_before(before):
-        new = program.graph.node_copy(node, lambda each: made.get(each, each))
-    new.target, new.name = target, f"{node.name}_again"
-    layout = layouts if isinstance(kept.type, tuple) else layouts[0] if layouts else None
-    return set_note(new, replace(kept, layout=layout, phase=BACKWARD, origin=RECOMPUTE))
+def _regions(nodes: Iterable[fx.Node]) -> list[list[fx.Node]]:
+    """Those that the author checkpointed."""
+    found: dict[int, list[fx.Node]] = {}
+    for node in nodes:
+        if note(node).recompute:
+            found.setdefault(note(node).recompute, []).append(node)
+    return list(found.values())
+
+
+def _with_layers(program: Program, forward: Sequence[fx.Node]) -> tuple[list[list[fx.Node]], list[fx.Node]]:
+    """The layers, each with the author's regions that reach into it, as one; and the nodes that are of none."""
+    allowed = set(forward)
+    found = layers(program, storages(forward_of(program), frozenset()))
+    if not found:
+        raise PlanError(
+            "finds no layers: nothing in the forward is followed by something like it",
+            where="plan: recompute='full'",
+            remedy="choose recompute='selective', or put torch.utils.checkpoint around what is to be computed again",
+        )
+    owner = {node: i for i, part in enumerate(found) for node in part}
+    for region in _regions(forward):
+        touched = sorted({owner[node] for node in region if node in owner})
+        if touched:
+            first, *others = touched
+            found[first] += [node for other in others for node in found[other]]
+            found[first] += [node for node in region if node not in owner]
+            for other in others:
+                found[other] = []
+            owner.update(dict.fromkeys(found[first], first))
+    return [[node for node in part if node in allowed] for part in found], [n for n in forward if n not in owner]
+
+
+def _interior(part: Sequence[fx.Node]) -> list[fx.Node]:
+    """What nothing of the forward outside reads."""
+    inside = {*part, *(user for node in part for user in node.users if user.op != "output" and not is_forward(user))}
+    return [node for node in part if inside.issuperset(node.users)]

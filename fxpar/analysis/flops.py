@@ -33,12 +33,12 @@ def matmul_flops(program: Program) -> Iterator[tuple[fx.Node, Size]]:
 
 def uncounted(program: Program) -> dict[str, int]:
     """Operators that may multiply matrices and that no formula knows, with the number of their calls."""
-    return dict(sorted(Counter(name for node in program.graph.nodes if (name := _unknown(node))).items()))
+    return dict(sorted(Counter(name for node in program.graph.nodes if (name := unknown_product(node))).items()))
 
 
 def _flops(node: fx.Node) -> Size:
     own = node.target.flops if isinstance(node.target, Operator) else None
-    formula = own or _FORMULAS.get(key_of(alike(node.target)))
+    formula = own or _FORMULAS.get(key_of(alike(node.target) or node.target))
     if formula is not None:
         return formula(call_of(node, 1))
     return _by_labels(node) if _is_foreign(node) else 0
@@ -153,7 +153,7 @@ def _formulas() -> dict[str, Formula]:
         "aten.conv_transpose1d.default": _convolution,
         **dict.fromkeys(("aten.conv_transpose2d.input", "aten.conv_transpose3d.input"), _convolution),
         **dict.fromkeys(("aten.convolution.default", "aten._convolution.default"), _convolution),
-        "aten.scaled_dot_product_attention.default": _attention,
+        **dict.fromkeys(("aten.scaled_dot_product_attention.default", "fxpar.attention_forward"), _attention),
         **dict.fromkeys((f"aten._scaled_dot_product_{name}.default" for name in kernels), _attention),
         **dict.fromkeys(("aten._grouped_mm.default", "aten._scaled_grouped_mm.default"), _grouped),
         "transformers.grouped_mm_fallback.default": _grouped,
@@ -181,7 +181,7 @@ _NO_PRODUCTS = (
 _OF_ONE = ("linalg_", "matrix_", "cov", "corrcoef", "inverse", "pinverse", "pdist", "cdist", "chain_matmul")
 
 
-def _unknown(node: fx.Node) -> str:
+def unknown_product(node: fx.Node) -> str:
     """Name of an operator that may multiply matrices and that no formula knows; empty for others."""
     if node.op != "call_function":
         return ""

@@ -49,32 +49,40 @@ def longest(tokens: Sequence[int], least: int = 1) -> Repetition | None:
 
 
 def parts(
-    tokens: Sequence[int], until: Sequence[int], *, least: int = 1, limit: int | None = None
+    tokens: Sequence[int],
+    until: Sequence[int],
+    *,
+    sizes: Sequence[int] | None = None,
+    least: int = 1,
+    limit: int | None = None,
 ) -> list[tuple[int, int]]:
     """Start and stop of each part that follows or is followed by one like it, in order.
 
-    The cuts between them are where the fewest values live that were made since the repetition started, the first of
-    these; one part may be lost to that. What is repeated inside of a part is cut as well where no more live of those
+    The cuts between them are where least lives that was made since the repetition started, the first of these; one
+    part may be lost to that. What is repeated inside of a part is cut as well where no more live of those
     made in the part, and so is what it leaves of the part: of five equal layers and another one, twice, come ten parts
     and two.
 
     Args:
         until: for each token the last one that reads its value, or itself; -1 where it stays with the one before.
+        sizes: of the tokens' values; by default values are counted.
         least: of how many tokens a part is that is repeated.
-        limit: inside of a part, the most values of it that live at a cut.
+        limit: inside of a part, the most of it that lives at a cut.
     """
+    sizes = [1] * len(tokens) if sizes is None else sizes
     found = longest(tokens, least)
     if found is None:
         return []
-    best = _cut(found, until, found.start if limit is None else 0)
+    best = _cut(found, until, sizes, found.start if limit is None else 0)
     if best is None or (limit is not None and best[0] > limit):
         return []
     price, first, count = best
     period, last = found.period, first + count * found.period
-    inner = _inside(tokens[first : first + period], _shifted(until, first, first + period), least, price)
+    inside = slice(first, first + period)
+    inner = _inside(tokens[inside], _shifted(until, first, first + period), sizes[inside], least, price)
     made = [(first + i * period + start, first + i * period + stop) for i in range(count) for start, stop in inner]
-    before = parts(tokens[:first], _shifted(until, 0, first), least=least, limit=limit)
-    after = parts(tokens[last:], _shifted(until, last, len(until)), least=least, limit=limit)
+    before = parts(tokens[:first], _shifted(until, 0, first), sizes=sizes[:first], least=least, limit=limit)
+    after = parts(tokens[last:], _shifted(until, last, len(until)), sizes=sizes[last:], least=least, limit=limit)
     return [*before, *made, *((start + last, stop + last) for start, stop in after)]
 
 
@@ -83,14 +91,14 @@ def _shifted(until: Sequence[int], start: int, stop: int) -> list[int]:
     return [-1 if last < 0 else min(last, stop) - start for last in until[start:stop]]
 
 
-def _cut(found: Repetition, until: Sequence[int], origin: int) -> tuple[int, int, int] | None:
-    """How many values made from `origin` on live at most at the cuts, where the first part starts, and how many are."""
+def _cut(found: Repetition, until: Sequence[int], sizes: Sequence[int], origin: int) -> tuple[int, int, int] | None:
+    """How much made from `origin` on lives at most at the cuts, where the first part starts, and how many there are."""
     period, most = found.period, (found.stop - found.start) // found.period
     change = [0] * (found.stop - origin + 2)
     for i in range(origin, found.stop):
         if until[i] > i:
-            change[i + 1 - origin] += 1
-            change[min(until[i], found.stop) + 1 - origin] -= 1
+            change[i + 1 - origin] += sizes[i]
+            change[min(until[i], found.stop) + 1 - origin] -= sizes[i]
     living = list(itertools.accumulate(change))
     best: tuple[int, int, int] | None = None
     for first in range(found.start, found.start + period):
@@ -104,10 +112,12 @@ def _cut(found: Repetition, until: Sequence[int], origin: int) -> tuple[int, int
     return best
 
 
-def _inside(tokens: Sequence[int], until: Sequence[int], least: int, limit: int) -> list[tuple[int, int]]:
+def _inside(
+    tokens: Sequence[int], until: Sequence[int], sizes: Sequence[int], least: int, limit: int
+) -> list[tuple[int, int]]:
     """The parts of one period, without gaps: what is repeated in it, and what is not."""
     inner, at = [], 0
-    for begin, end in parts(tokens, until, least=least, limit=limit):
+    for begin, end in parts(tokens, until, sizes=sizes, least=least, limit=limit):
         inner += [(at, begin)] if begin > at else []
         inner.append((begin, end))
         at = end

@@ -42,3 +42,13 @@ def optimizer_seconds(elements: float, part: float, cost: Cost) -> float:
         part: what a rank holds of it.
     """
     return _OPTIMIZER * elements * part / cost.memory
+
+
+def again_seconds(flops: float, moved: float, cost: Cost) -> float:
+    """In which an operation of the forward is computed once more.
+
+    Args:
+        flops: those of a rank.
+        moved: bytes that a rank reads and writes.
+    """
+    return flops / cost.flops + moved / cost.memory

@@ -151,8 +151,9 @@ def comm(
     if Property.COLLECTIVES not in program.properties:
         program, _ = run_passes(ui, start, DEFAULT_PASSES, until="vocab_parallel")
     warn_unsplit(ui, program)
-    if any(note(node).recompute for node in program.graph.nodes if node.op == "call_function"):
-        ui.warn("checkpointed regions send some of these again in the backward: 'fxpar report' counts them")
+    checkpointed = any(note(node).recompute for node in program.graph.nodes if node.op == "call_function")
+    if checkpointed or program.plan.recompute != "none":
+        ui.warn("what is recomputed sends some of these again in the backward: 'fxpar report' counts them")
     found = collectives(program, sizes)
     values = {s.name: s.example * s.multiple for s in program.symbols} | sizes
     return Report([c.to_json() for c in found], lambda stdout: _show_comm(stdout, start.name, program, found, values))

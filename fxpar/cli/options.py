@@ -65,12 +65,15 @@ PLAN_FLAGS = (
     "--sequence-parallel",
     "--seed",
     "--precision",
+    "--recompute",
+    "--activation-budget",
 )
 EXAMPLE_FLAGS = ("--batch", "--seq")
 MODE_FLAG = "--train/--eval"
 
 # More digits than any size, rank or seed has; Python's own limit is thousands.
 _NUMBER = re.compile(r"[+-]?[0-9]{1,20}")
+_DECIMAL = re.compile(r"[0-9]{0,20}\.[0-9]{1,20}")
 
 
 def whole_number(text: str | int) -> int:
@@ -84,6 +87,21 @@ def whole_number(text: str | int) -> int:
     if not _NUMBER.fullmatch(text):
         raise typer.BadParameter(f"{shown(text)} is no whole number of at most 20 digits")
     return int(text)
+
+
+def budget(text: str | int | float) -> int | float:
+    """The number that an `--activation-budget` is; whether it is one of bytes or a part the plan knows.
+
+    Raises:
+        BadParameter: it is no number.
+    """
+    if isinstance(text, (int, float)):
+        return text
+    if _NUMBER.fullmatch(text):
+        return int(text)
+    if not _DECIMAL.fullmatch(text):
+        raise typer.BadParameter(f"{shown(text)} is no number")
+    return float(text)
 
 
 def number_option(text: str) -> Any:
@@ -133,6 +151,16 @@ def _request(
     ] = None,
     seed: Annotated[int | None, number_option("seed of dropout, random weights and the example")] = None,
     precision: Annotated[str | None, typer.Option(metavar="TYPE", help="as_is, fp32, bf16, …: see fxpar.Plan")] = None,
+    recompute: Annotated[
+        str | None,
+        typer.Option(metavar="HOW", help="what the backward computes again: none, selective or full: see fxpar.Plan"),
+    ] = None,
+    activation_budget: Annotated[
+        float | None,
+        typer.Option(
+            metavar="N", parser=budget, help="with selective: bytes kept for the backward, or a part (0.5) of all"
+        ),
+    ] = None,
     train: Annotated[bool | None, typer.Option("--train/--eval", help="mode to capture (default: train)")] = None,
     batch: Annotated[int | None, number_option("samples of an hf: example, for each data rank (default: 3)")] = None,
     seq: Annotated[int | None, number_option("tokens a sample of an hf: example (default: 16)")] = None,
@@ -142,13 +170,14 @@ def _request(
     Raises:
         InputError: the plan file or a flag cannot be used.
     """
-    given = {"--plan": plan, "--tp": tp, "--dp": dp, "--split": split, "--seed": seed, "--precision": precision}
+    given: dict[str, Any] = {"--plan": plan}
+    given |= {"--tp": tp, "--dp": dp, "--split": split, "--seed": seed, "--precision": precision}
     given |= {"--sequence-parallel": sequence, "--row-wise": row_wise, "--batch-dim": batch_dim}
-    given |= {"--loss-reduction": loss_reduction}
+    given |= {"--loss-reduction": loss_reduction, "--recompute": recompute, "--activation-budget": activation_budget}
     given |= {MODE_FLAG: train, "--batch": batch, "--seq": seq}
     chosen = Plan() if plan is None else Plan.load(plan)
     changes: dict[str, Any] = {"tp": tp, "dp": dp, "sequence_parallel": sequence, "seed": seed, "precision": precision}
-    changes["loss_reduction"] = loss_reduction
+    changes |= {"loss_reduction": loss_reduction, "recompute": recompute, "activation_budget": activation_budget}
     changes = {name: value for name, value in changes.items() if value is not None}
     if split:
         changes["split"] = {**chosen.split, **_split_lines(split)}

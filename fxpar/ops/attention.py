@@ -192,7 +192,7 @@ def _derivative(reverse: Reverse) -> Gradients:
     node = reverse.node
     gradient = reverse.tangents[0]
     assert gradient is not None
-    given, items = bind_arguments(node), {user.args[1]: user for user in node.users}
+    given, out, log_sum = bind_arguments(node), reverse.result(0), reverse.result(1)
     sources = [name for name in _NAMES if given.get(name) is not None]
     of_mask = given.get("mask") is not None and reverse.wanted[3]
     query, key, value, mask = (given.get(name) for name in _NAMES)
@@ -200,7 +200,7 @@ def _derivative(reverse: Reverse) -> Gradients:
     kinds = tuple(output_types(given[name])[0] for name in (_NAMES if of_mask else _NAMES[:3]))
     found = reverse.call(
         attention_backward,
-        *(query, key, value, gradient, items[0], items[1], mask, given["rng"], given["p"], *options),
+        *(query, key, value, gradient, out, log_sum, mask, given["rng"], given["p"], *options),
         kind=kinds,
         random=note(node).random,
     )

@@ -25,6 +25,7 @@ SPLITS = ("column", "row", "head", "vocab", "replicate")
 LOSS_REDUCTIONS = ("mean", "token", "local_mean")
 RNGS = ("fused", "exact")
 PRECISIONS = ("as_is", "fp32", "bf16", "fp16", "bf16_weights")
+RECOMPUTES = ("none", "selective", "full")
 
 # More ranks than one axis ever had: beyond them there is only a slip of the keyboard.
 MOST_RANKS = 4096
@@ -87,6 +88,14 @@ class Plan:
             this `param_dtype` and `reduce_dtype=torch.float32`): the program runs in that type on copies of float32
             parameters, cast once a step; gradients are accumulated, and summed over ranks, in float32. `fp16` needs
             loss scaling: `train_step(batch, scaler=torch.amp.GradScaler())`. Buffers and inputs keep their types.
+        recompute: what the backward computes again, so that less is kept for it, besides the regions that the author
+            checkpointed. `none`: nothing. `selective`: all that saves memory and has neither a matrix product nor a
+            collective in it; with an `activation_budget`, what costs least time to keep within that. `full`: each layer
+            from what enters it, collectives included (Megatron's full recomputation).
+        activation_budget: with `selective`, the most that a rank keeps for the backward, for inputs of the example's
+            sizes: up to 1 a part of what `none` keeps, above it bytes. Gathers of a sequence are sent again where that
+            is cheapest, and matrix products computed again where the budget cannot be kept without. A budget that
+            cannot be kept at all is refused.
         compile: whether a rank's program runs through `torch.compile`: one forward and one backward graph, compiled on
             the first call with new shapes (minutes for a large model). Otherwise it runs operator by operator.
         cost: constants by which layouts are chosen; in YAML a mapping of those that differ.
@@ -106,6 +115,8 @@ class Plan:
     seed: int = 0
     rng: str = "fused"
     precision: str = "as_is"
+    recompute: str = "none"
+    activation_budget: int | float | None = None
     compile: bool = False
     cost: Cost = field(default_factory=Cost)
 
@@ -172,10 +183,22 @@ class Plan:
             yield f"rng={shown(self.rng)} is unknown: choose one of {', '.join(RNGS)}"
         if self.precision not in PRECISIONS:
             yield f"precision={shown(self.precision)} is unknown: choose one of {', '.join(PRECISIONS)}"
+        yield from self._wrong_recompute()
         if isinstance(self.cost, Cost):
             yield from self.cost.problems()
         else:
             yield f"cost={shown(self.cost)} is no fxpar.Cost: write Cost(bandwidth=…)"
+
+    def _wrong_recompute(self) -> Iterator[str]:
+        if self.recompute not in RECOMPUTES:
+            yield f"recompute={shown(self.recompute)} is unknown: choose one of {', '.join(RECOMPUTES)}"
+        budget = self.activation_budget
+        if budget is None:
+            return
+        if type(budget) not in (int, float) or not 0 <= budget < 2**63 or (budget > 1 and budget != int(budget)):
+            yield f"activation_budget={shown(budget)} is neither a part from 0 to 1 nor a number of bytes: give one"
+        elif self.recompute != "selective":
+            yield f"activation_budget={shown(budget)} is of recompute='selective': choose that, or leave it out"
 
     @property
     def axes(self) -> dict[str, int]:
@@ -197,8 +220,9 @@ class Plan:
         return math.prod(self.axes_for(Cuts.FEATURES).values())
 
     def on_one_rank(self) -> Plan:
-        """The same plan for a single device: no axis has several ranks, and no line splits anything."""
+        """The same plan for a single device: no axis has several ranks, no line splits anything, and all is kept."""
         changes: dict[str, Any] = {**dict.fromkeys(_AXES, 1), "split": {}, "row_wise": ()}
+        changes |= {"recompute": "none", "activation_budget": None}
         return dataclasses.replace(self, **changes)
 
     @property

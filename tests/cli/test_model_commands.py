@@ -192,6 +192,11 @@ def test_flags_win_over_the_plan_file(small: str, tmp_path: Path) -> None:
     assert 'plan {"tp": 4, "split": {"fc": "replicate", "proj": "row"}, "seed": 4}' in text
 
 
+def test_recomputation_stands_in_the_text(small: str) -> None:
+    words = ("trace", f"{small}:build", "--tp", "2", "--recompute", "selective", "--activation-budget", "0.5")
+    assert 'plan {"tp": 2, "recompute": "selective", "activation_budget": 0.5}' in fxpar(*words).out
+
+
 def test_precision_casts_the_model(small: str) -> None:
     found = fxpar("trace", f"{small}:half_precision", "--precision", "bf16").out
     assert '%fc_weight = parameter["fc.weight"] : bf16[20, 12]' in found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -87,6 +88,25 @@ def kept(step: Program) -> int:
 
 def test_a_region_keeps_less() -> None:
     assert kept(steps(False)[0]) < kept(steps(None)[0])
+
+
+def again(step: Program) -> list[str]:
+    """Names of the operations that are computed again."""
+    nodes = (node for node in step.graph.nodes if node.op == "call_function")
+    return [str(node.target) for node in nodes if note(node).phase and note(node).origin == RECOMPUTE]
+
+
+@pytest.mark.parametrize("reentrant", [None, False])
+def test_layers_and_the_regions_in_them_are_one(reentrant: bool | None) -> None:
+    step, report = steps(reentrant, recompute="full")
+    assert report.ok, report
+    assert again(step).count("fxpar.dropout") == 2
+
+
+def test_the_authors_regions_stay_where_the_plan_chooses() -> None:
+    step, report = steps(False, tp=2, recompute="selective")
+    assert report.ok, report
+    assert Counter(again(steps(False, tp=2)[0])) <= Counter(again(step))
 
 
 def test_collectives_of_a_region_are_sent_again_and_counted() -> None:

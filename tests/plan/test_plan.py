@@ -245,3 +245,30 @@ def test_links_that_are_none_are_refused(axes: Any, text: str) -> None:
         Plan(cost=fxpar.Cost(axes=axes))
     with pytest.raises(PlanError, match=re.escape(text)):
         Plan.from_dict({"cost": {"axes": axes}})
+
+
+def test_what_is_recomputed_is_an_option_with_a_budget() -> None:
+    plan = Plan(recompute="selective", activation_budget=0.5)
+    assert Plan.from_yaml(plan.to_yaml()) == plan
+    assert Plan.from_yaml("recompute: selective\nactivation_budget: 4096\n").activation_budget == 4096
+    one = plan.on_one_rank()
+    assert (one.recompute, one.activation_budget) == ("none", None)  # bytes are those of one of the plan's ranks
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"recompute": "some"}, "choose one of none, selective, full"),
+        ({"recompute": True}, "choose one of none, selective, full"),
+        ({"activation_budget": 0.5}, "is of recompute='selective'"),
+        ({"recompute": "full", "activation_budget": 0.5}, "is of recompute='selective'"),
+        ({"recompute": "selective", "activation_budget": -1}, "neither a part from 0 to 1 nor a number of bytes"),
+        ({"recompute": "selective", "activation_budget": 1.5}, "neither a part from 0 to 1 nor a number of bytes"),
+        ({"recompute": "selective", "activation_budget": True}, "neither a part from 0 to 1 nor a number of bytes"),
+        ({"recompute": "selective", "activation_budget": float("nan")}, "neither a part from 0 to 1 nor a number"),
+        ({"recompute": "selective", "activation_budget": "1GB"}, "neither a part from 0 to 1 nor a number of bytes"),
+    ],
+)
+def test_a_recomputation_that_means_nothing_is_refused(options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(PlanError, match=reason):
+        Plan(**options)

@@ -42,7 +42,7 @@ def module(name: str, **options: Any) -> fxpar.ParallelModule:
         return fxpar.parallelize(models.tiny(), models.plan(tp(), **options), models.batch())
     case = CASES[name]
     model: Any = case.model()
-    if options.pop("recompute", False):
+    if options.pop("checkpointed", False):
         model.gradient_checkpointing_enable()
     return fxpar.parallelize(model, fxpar.Plan(tp=tp(), **options), case.example(), case.loss)
 

@@ -42,9 +42,9 @@ def test_equal_layers_are_compiled_once(world2: World) -> None:
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
-@pytest.mark.parametrize("recompute", [False, True])
-def test_compiled_programs_under_sequence_parallelism(world2: World, name: str, recompute: bool) -> None:
-    for found in world2.run(compiled.train, name, {"sequence_parallel": True, "recompute": recompute}, seconds=600):
+@pytest.mark.parametrize("more", [{}, {"checkpointed": True}, {"recompute": "selective"}, {"recompute": "full"}])
+def test_compiled_programs_under_sequence_parallelism(world2: World, name: str, more: dict[str, Any]) -> None:
+    for found in world2.run(compiled.train, name, {"sequence_parallel": True, **more}, seconds=600):
         assert_equal(found)
         assert sum(graph[SCATTER] for graph in found["graphs"]) >= 4
         assert sum(graph[GATHER] for graph in found["graphs"]) >= 4

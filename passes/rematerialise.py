@@ -1,0 +1,168 @@
+"""rematerialise: of what the backward reads, what is worth it is computed again."""
+
+from __future__ import annotations
+
+from math import prod
+
+import torch
+from torch import fx
+
+from fxpar.analysis.collectives import Collective, collectives, symbol_sizes
+from fxpar.analysis.flops import matmul_flops, unknown_product
+from fxpar.analysis.layers import layers
+from fxpar.analysis.ring import collective_seconds
+from fxpar.analysis.seconds import again_seconds
+from fxpar.analysis.storages import Storages, storages
+from fxpar.choice.keep import Keeping
+from fxpar.errors import PlanError
+from fxpar.layout.symbols import evaluate
+from fxpar.manager import register_pass
+from fxpar.ops import Operator
+from fxpar.ops.coercions import all_gather
+from fxpar.passes.again import compute_again, is_repeatable
+from fxpar.passes.differentiate import forward_of
+from fxpar.program.coercions import computed_fraction
+from fxpar.program.program import Program, note, operands, output_layouts
+from fxpar.program.properties import Property
+from fxpar.program.step import BACKWARD, PARAMETER, is_forward
+from fxpar.program.weights import weights_of
+from fxpar.rules import bind_arguments
+
+
+@register_pass("rematerialise", requires={Property.STEP}, preserves="dataflow")
+def rematerialise(program: Program) -> Program:
+    """By `recompute="selective"`, values that the backward reads are computed again from fewer bytes that are kept.
+
+    Before::
+
+        %h = aten.mm.default(%x, %w) : f32[n, 8] tp:I
+        %y = aten.exp.default(%h) : f32[n, 8] tp:I
+        %z = aten.mul.Tensor(%y, %h) : f32[n, 8] tp:I
+        %y_gradient = aten.mul.Tensor(%z_gradient, %h) : f32[n, 8] tp:R {phase=backward}
+        %h_gradient = aten.mul.Tensor(%y_gradient, %y) : f32[n, 8] tp:R {phase=backward}
+
+    After::
+
+        %y_gradient = aten.mul.Tensor(%z_gradient, %h) : f32[n, 8] tp:R {phase=backward}
+        %y_again = aten.exp.default(%h) : f32[n, 8] tp:R {origin="recompute", phase=backward}
+        %h_gradient = aten.mul.Tensor(%y_gradient, %y_again) : f32[n, 8] tp:R {phase=backward}
+
+    Without a budget fewest bytes are kept that suffice without matrix products and collectives in the backward, and of
+    the choices that keep no more that of least seconds. With one it is the choice of least seconds within it, first
+    among those without matrix products, where sequence-parallel gathers may be sent again; and among all if none of
+    these keeps the budget. No other collective is sent again. What one layer leaves to others is not computed again: it
+    would be from the first layer on, all at once. Draws draw the same bits again. Values stay equal.
+
+    Bytes are those of a rank, for inputs of the example's sizes. What the author's regions keep is chosen from as well.
+
+    Refuses a budget that no choice keeps.
+    """
+    if program.plan.recompute != "selective":
+        return program
+    backward = [node for node in program.graph.nodes if node.op == "call_function" and note(node).phase == BACKWARD]
+    chosen = _chosen(program)
+    compute_again(program, chosen, backward)
+    return program
+
+
+def _chosen(program: Program) -> set[fx.Node]:
+    forward = forward_of(program)
+    held = storages(forward, _random_states(forward))
+    sent = {entry.node: entry for entry in collectives(program)}
+    cheap, gathers, products = _kinds(program, held, set(sent))
+    seconds = _seconds(program, held, sent, {*cheap, *gathers, *products})
+    readers = {node: [user for user in node.users if not is_forward(user)] for node in program.graph.nodes}
+    reads = [node for node, users in readers.items() if is_forward(node) and users and node.op != "output"]
+    fixed = {node for node in reads if any(note(user).phase == PARAMETER for user in readers[node])}
+    fixed |= {node for node in program.output_nodes().values() if is_forward(node)}
+    keeping = Keeping(reads, fixed, seconds, held)
+    given = program.plan.activation_budget
+    if given is None:
+        return keeping.again(cheap, keeping.least(cheap))
+    budget = int(given * keeping.all_bytes if given <= 1 else given)
+    for allowed in (cheap | gathers, cheap | gathers | products):
+        kept = keeping.quickest(allowed, budget)
+        if kept is not None:
+            return keeping.again(allowed, kept)
+    least = held.total(keeping.least(cheap | gathers | products))
+    raise PlanError(
+        f"a rank cannot keep as little as {budget} bytes for the backward of the example's batch",
+        where=f"plan: activation_budget={given}",
+        remedy=f"give at least {least} bytes, of {keeping.all_bytes} without recomputation, or use recompute='full'",
+    )
+
+
+def _random_states(forward: Program) -> frozenset[str]:
+    """Placeholders of the generator's state, which a step makes and keeps for itself."""
+    draws = [n for n in forward.graph.nodes if isinstance(n.target, Operator) and n.target.draws]
+    states = [bind_arguments(node)["rng"] for node in draws]
+    return frozenset(state.name for state in states if isinstance(state, fx.Node))
+
+
+def _kinds(program: Program, held: Storages, sent: set[str]) -> tuple[set[fx.Node], set[fx.Node], set[fx.Node]]:
+    """What may be computed again: what is cheap, what gathers a sequence, and what may hold matrix products."""
+    weights = weights_of(program.graph, [program.node(p.node) for p in program.parameters])
+    dear = {node for node, _ in matmul_flops(program)}
+    crossing = _crossing(program, held)
+    found: tuple[set[fx.Node], set[fx.Node], set[fx.Node]] = set(), set(), set()
+    for node in program.graph.nodes:
+        if not is_forward(node) or not is_repeatable(node) or node in weights or node in crossing:
+            continue
+        if node.name in sent:
+            found[1].update([node] if node.target is all_gather else [])
+        else:
+            found[2 if node in dear or _is_foreign(node) or unknown_product(node) else 0].add(node)
+    return found
+
+
+def _is_foreign(node: fx.Node) -> bool:
+    """Whether nobody knows what an operator costs: it is neither torch's nor fxpar's."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target.namespace not in ("aten", "prims")
+    return "path" in node.kwargs
+
+
+def _crossing(program: Program, held: Storages) -> set[fx.Node]:
+    """Values that are read behind the end of the layer, or of the run between layers, in which they are made."""
+    starts = {node for part in layers(program, held) for node in (part[0], part[-1].next)}
+    place, current = dict[fx.Node, int](), 0
+    for node in program.graph.nodes:
+        current += node in starts
+        place[node] = current
+    return {n for n in place if any(is_forward(u) and u.op != "output" and place[u] > place[n] for u in n.users)}
+
+
+def _seconds(
+    program: Program, held: Storages, sent: dict[str, Collective], nodes: set[fx.Node]
+) -> dict[fx.Node, float]:
+    """In which a rank computes each node once more."""
+    sizes, flops = symbol_sizes(program, None), dict(matmul_flops(program))
+    return {
+        node: _sending(program, sent[node.name])
+        if node.name in sent
+        else again_seconds(
+            evaluate(flops.get(node, 0), sizes) * _part(program, node), _moved(node, held), program.plan.cost
+        )
+        for node in nodes
+    }
+
+
+def _sending(program: Program, entry: Collective) -> float:
+    axes = entry.axis.split("-")
+    cost = program.plan.cost.on(axes)
+    return collective_seconds(entry.op, prod(program.axes[axis] for axis in axes), entry.bytes, cost, cost.latency)
+
+
+def _part(program: Program, node: fx.Node) -> float:
+    """What part of a product a rank computes."""
+    layouts = [layout for operand in operands(node) for layout in output_layouts(operand)]
+    return prod(computed_fraction([layout.on(axis) for layout in layouts], n) for axis, n in program.axes.items())
+
+
+def _moved(node: fx.Node, held: Storages) -> int:
+    """Bytes that a rank reads and writes; none where the result is a view."""
+    sources = set[int]().union(*(held.of.get(read.name, frozenset()) for read in operands(node)))
+    made = held.of.get(node.name, frozenset())
+    if made <= sources:
+        return 0
+    return sum(held.sizes.get(each.name, 0) for each in (node, *dict.fromkeys(operands(node))))
