@@ -37,7 +37,7 @@ from torch.profiler import DeviceType, ProfilerActivity, profile
 
 import fxpar
 
-FLAGS = ("eager", "compile", "sp", "dropout", "mixed", "adamw", "unchecked")
+FLAGS = ("eager", "compile", "sp", "dropout", "mixed", "adamw", "unchecked", "selective", "full")
 COMMUNICATION, ATTENTION = ("nccl",), ("flash", "fmha", "cudnn", "sdpa", "attention")
 
 
@@ -189,7 +189,14 @@ def measure(run: str, options: argparse.Namespace) -> dict[str, Any]:
         size = Size(size.kind, _TINY[size.kind], 4, 32)
     tp = int(os.environ.get("WORLD_SIZE", 1))
     precision = "bf16" if "mixed" in flags else options.precision
-    plan = fxpar.Plan(tp=tp, sequence_parallel="sp" in flags, compile="compile" in flags, precision=precision)
+    recompute = next((flag for flag in ("selective", "full") if flag in flags), "none")
+    plan = fxpar.Plan(
+        tp=tp,
+        sequence_parallel="sp" in flags,
+        compile="compile" in flags,
+        precision=precision,
+        recompute=recompute,
+    )
     original = build(size, 0.1 if "dropout" in flags else 0.0)
     flops = step_flops(original, size)
     ids = torch.randint(0, size.options["vocab_size"], (size.batch, size.sequence), generator=torch.Generator())
