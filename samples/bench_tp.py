@@ -8,7 +8,8 @@
 
 A run is MODEL:FLAG+FLAG…, flags `eager`, `compile`, `sp` (sequence parallelism), `dropout`, `mixed`
 (`precision="bf16"` whatever `--precision` says), `adamw` (the step has torch's fused AdamW and its clipping too, else
-it is forward and backward alone), `unchecked` (batches are not compared over the ranks). Models are transformers'
+it is forward and backward alone), `unchecked` (batches are not compared over the ranks), `selective` and `full`
+(recomputation). Models are transformers'
 own, in the sizes of the Megatron-LM paper (arXiv 1909.08053, table 2) and of Llama-3-8B, on the meta device: each
 rank makes its shards, from seeds that the weights' names give, so that losses are comparable between numbers of
 ranks. A step's time is the median between device events, and the slowest rank's. FLOPs are 6·P·T + 12·L·s·h·T for P
