@@ -32,7 +32,7 @@ from fxpar.layout.nesting import local_shape
 from fxpar.layout.symbols import evaluate
 from fxpar.ops.lower import Lowered
 from fxpar.passes.assign_rng import RNG_PATH
-from fxpar.program.program import Program, has_note, note, output_layouts, tensor_type
+from fxpar.program.program import Program, ScalarType, has_note, note, output_layouts, tensor_type
 from fxpar.program.step import RECOMPUTE, output_of, parameter_gradients
 
 _UNCOUNTABLE = (
@@ -157,7 +157,9 @@ class _Walk(fx.Interpreter):
         self.ledger, self.kept, self._backward = ledger, list[Kept](), backward
         self._made: dict[int, tuple[weakref.ref[Any], Place]] = {}
         nodes = [node for node in module.graph.nodes if node.op == "call_function"]
-        self._first = next((node for node in nodes if has_note(node) and note(node).phase), None)
+        # Numbers of the backward may stand in front of the forward.
+        nodes = [node for node in nodes if has_note(node) and not isinstance(note(node).type, ScalarType)]
+        self._first = next((node for node in nodes if note(node).phase), None)
 
     def run_node(self, n: fx.Node) -> Any:
         """Notes the place."""

@@ -27,6 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxpar.plan.plan import Plan
+from fxpar.program.program import output_node
 from fxpar.runtime.overlap import Overlap
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
@@ -94,8 +95,8 @@ class Inductor:
             joint_graph_passes(graph)
             first, second = min_cut_rematerialization_partition(graph, list(fakes), num_fwd_outputs=results)
             # Names tell which result of the forward an input of the backward is.
-            end = next(node for node in reversed(first.graph.nodes) if node.op == "output")
-            made = [node.name for node in end.args[0]]
+            given: Any = output_node(first.graph).args[0]
+            made = [node.name for node in given]
             taken = [str(node.target) for node in second.graph.nodes if node.op == "placeholder"]
             late = [int(name.removeprefix(_LATE)) for name in taken if name.startswith(_LATE)]
             order = [made.index(name, results) for name in taken if not name.startswith(_LATE)]
@@ -109,6 +110,9 @@ class Inductor:
 
     def _compiled(self, graph: fx.GraphModule, backward: bool) -> Boxed:
         fakes = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
+        # Whoever takes a result was compiled for its strides: none may be padded.
+        end = output_node(graph.graph)
+        end.meta["user_visible_output_idxs"] = list(range(len(end.args[0])))  # type: ignore[arg-type]
         found: Any = compile_fx_inner(graph, fakes, is_backward=backward, is_inference=False)
         return found  # type: ignore[no-any-return]
 
