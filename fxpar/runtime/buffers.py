@@ -22,12 +22,26 @@ class Buffers:
         self._buffers: dict[str, Tensor] = {}
 
     @torch.no_grad()
+    def placed(self, leaves: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Gradients in the memory where they will be, as long as that is free: what they were in can be freed at once.
+
+        Args:
+            leaves: the parameters' tensors by name.
+            gradients: of some, of this rank's whole step.
+        """
+        moved = [name for name in gradients if leaves[name].grad is None]
+        found = {**gradients, **{name: self._buffer(name, leaves[name]) for name in moved}}
+        if moved:
+            torch._foreach_copy_([found[name] for name in moved], [gradients[name] for name in moved])
+        return found
+
+    @torch.no_grad()
     def add(self, parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
         """Adds gradients to those of the parameters, with the hooks that autograd would call.
 
         Args:
             parameters: by name.
-            gradients: of some, as each rank has them.
+            gradients: of some, as each rank has them; those of `placed` are where they belong.
         """
         fresh: list[tuple[Tensor, Tensor]] = []
         more: list[tuple[Tensor, Tensor]] = []
@@ -36,7 +50,8 @@ class Buffers:
             gradient = _hooked(leaf, found)
             if leaf.grad is None:
                 leaf.grad = self._buffer(name, leaf)
-                fresh.append((leaf.grad, gradient))
+                if gradient is not leaf.grad:
+                    fresh.append((leaf.grad, gradient))
             else:
                 more.append((leaf.grad, gradient))
         for pairs, function in ((fresh, torch._foreach_copy_), (more, torch._foreach_add_)):

@@ -22,6 +22,8 @@ from fxpar.runtime.segments import Segment, Unit, graph_of, is_number
 from fxpar.runtime.units import Units, units_of
 
 Values = dict[str, Any]
+# Gradients by parameter to where they are to stay.
+Place = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 # Told how many of a step's units are compiled, and of how many.
 Told = Callable[[int, int], None]
 
@@ -225,6 +227,7 @@ class CompiledStep:
         self._forward, self._backward, self._identities = compiled.calls(
             step.graph, phases, values, tangents, needed, paired=not step.recomputes
         )
+        self._ready = self._gradients()
 
     def forward(self, values: Mapping[str, Any]) -> tuple[dict[str, Any], Values]:
         """The model's outputs by name, and what the backward takes before the tangents."""
@@ -233,12 +236,28 @@ class CompiledStep:
             run(own)
         return {name: own[value] for name, value in self._step.results.items()}, own
 
-    def backward(self, own: Values, tangents: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What the backward gives, by name of the value."""
+    def backward(self, own: Values, tangents: Mapping[str, Tensor], place: Place | None = None) -> dict[str, Tensor]:
+        """What the backward gives, by name of the value.
+
+        Args:
+            place: as for `Pending.backward`.
+        """
         own.update({self._step.tangents[name]: tangent for name, tangent in tangents.items()})
-        for run in self._backward:
+        for run, ready in zip(self._backward, self._ready, strict=True):
             run(own)
+            if place is not None and ready:
+                placed = place({fqn: own[value] for fqn, value in ready.items()})
+                own.update({value: placed[fqn] for fqn, value in ready.items()})
         return {name: own[name] for name in self.gives}
+
+    def _gradients(self) -> list[dict[str, str]]:
+        """Behind each call of the backward, the gradients that are there from then on, and that no later call reads."""
+        found: list[dict[str, str]] = []
+        read: set[str] = set()
+        for run in reversed(self._backward):
+            found.append({fqn: v for fqn, v in self._step.gradients.items() if v in run.gives and v not in read})
+            read.update(run.takes)
+        return found[::-1]
 
 
 class CompiledForward:

@@ -83,8 +83,9 @@ class ParallelModule(Immovable):
         with torch.device("cpu"):  # and not that of a context in which the model was built
             self.loading = adopt(self, model, main_dtype(plan), checkpoint)
         self._copies = Copies(PRECISION_DTYPES[plan.precision]) if is_mixed(plan) else None
-        runner = Runner(self, self.shape_of, self._copies, self._random, world.device)
-        self._waiting, self._gradients = runner.waiting, Buffers()
+        self._gradients = Buffers()
+        runner = Runner(self, self.shape_of, self._copies, self._random, world.device, self._gradients)
+        self._waiting = runner.waiting
         self._batches = ForwardBackward(self._programs, inputs, runner, loss)
         Optimizers(model).watch(self)
 

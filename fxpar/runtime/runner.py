@@ -6,6 +6,7 @@ Enters: a module, and calls that are bound to their programs. Leaves: the output
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from fxpar.passes.assign_rng import RNG_PATH
 from fxpar.passes.reduction import COUNT
 from fxpar.program.mixed import is_copy
 from fxpar.program.program import Parameter
+from fxpar.runtime.buffers import Buffers
 from fxpar.runtime.mains import Copies
 from fxpar.runtime.microbatches import Microbatch, Ran
 from fxpar.runtime.node import differentiable
@@ -34,6 +36,7 @@ class Runner:
         shape_of: whole shape of each by name.
         copies: of its main values, on which programs run in mixed precision.
         random: the state of calls that are no microbatch.
+        buffers: where gradients of whole steps go.
     """
 
     def __init__(
@@ -43,9 +46,10 @@ class Runner:
         copies: Copies | None,
         random: RandomState,
         device: torch.device,
+        buffers: Buffers,
     ) -> None:
         self._module, self._shape_of, self._copies = module, shape_of, copies
-        self._random, self._device = random, device
+        self._random, self._device, self._buffers = random, device, buffers
         self._cut = frozenset(name for name, value in _tensors(module).items() if isinstance(value, Sharded))
         self._waiting = Waiting()
 
@@ -118,7 +122,8 @@ class Runner:
         wanted = tuple(output for output in steps.program.outputs if output in (name, COUNT))
         step, shapes = steps.step((name,), frozenset(leaves), wanted), tuple(call.sizes.items())
         pending = steps.run(shapes, step, values, whole=whole)
-        found = pending.backward({name: tangent(pending.outputs)}, whole=whole)
+        place = partial(self._buffers.placed, leaves) if whole else None
+        found = pending.backward({name: tangent(pending.outputs)}, whole=whole, place=place)
         if whole:
             return Ran(pending.outputs, {}, lambda total: found, step.signature)
         return Ran(pending.outputs, found, pending.parameter, step.signature)

@@ -20,7 +20,7 @@ from fxpar.passes.differentiate import differentiable
 from fxpar.plan.plan import Plan
 from fxpar.program.program import Program, output_node
 from fxpar.program.step import is_gradient, output_of, parameter_gradients
-from fxpar.runtime.compiled import CompiledForward, CompiledStep, CompiledUnits
+from fxpar.runtime.compiled import CompiledForward, CompiledStep, CompiledUnits, Place
 from fxpar.runtime.inductor import Inductor
 from fxpar.runtime.parts import Part, Step, cut
 from fxpar.runtime.progress import Progress
@@ -48,17 +48,19 @@ class Pending:
     whole: bool
     compiled: tuple[CompiledStep, Values] | None = None
 
-    def backward(self, tangents: Mapping[str, Tensor], *, whole: bool) -> dict[str, Tensor]:
+    def backward(self, tangents: Mapping[str, Tensor], *, whole: bool, place: Place | None = None) -> dict[str, Tensor]:
         """What this rank has of the gradients by name of the value; where `whole`, the parameters' by their names.
 
         Args:
             tangents: gradients of the step's outputs, by name.
+            place: of a whole backward: called with gradients by parameter as soon as they are there, gives them where
+                they are to stay.
         """
         step, compiled = self.step, self.compiled
         self.compiled = None
         given = {name: _like(tangent, self.outputs[name]) for name, tangent in tangents.items()}
         if compiled is not None and whole == self.whole:
-            made = compiled[0].backward(compiled[1], given)
+            made = compiled[0].backward(compiled[1], given, place)
         else:
             if compiled is not None:  # for another backward than the one that was expected
                 self.values = dict(self.sources)

@@ -17,6 +17,7 @@ Equal layers of a step are a region, written once above the nodes; a call names 
 
     region layer  # layers.0
     %x = operand : f32[b, s, 64] tp:I
+    %rng = operand : i64[3] tp:R
     %h = fxpar.dropout(%x, %rng, 0.1) : f32[b, s, 64] tp:I {random=1}
     result %h
     %layer_1 = region.layer(%x, %rng, random=[17]) gives %y  # layers.0
