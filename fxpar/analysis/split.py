@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from math import prod
 
+from torch import fx
+
 from fxpar.analysis.collectives import symbol_sizes
 from fxpar.analysis.flops import matmul_flops
 from fxpar.layout.symbols import evaluate
@@ -31,7 +33,15 @@ def split_flops(program: Program, sizes: Mapping[str, int] | None = None) -> flo
     for node, flops in matmul_flops(program):
         amount = evaluate(flops, values)
         total += amount
-        held = [layout for o in operands(node) for layout in output_layouts(o)]
-        computed = prod(computed_fraction([layout.on(axis) for layout in held], axes[axis]) for axis in axes)
-        split += amount * (1 - computed) / (1 - 1 / n)
+        split += amount * (1 - computed_part(node, axes)) / (1 - 1 / n)
     return split / total if total else 0.0
+
+
+def computed_part(node: fx.Node, axes: Mapping[str, int]) -> float:
+    """What part of a product a rank computes.
+
+    Args:
+        axes: those that count, with their sizes.
+    """
+    held = [layout for o in operands(node) for layout in output_layouts(o)]
+    return prod(computed_fraction([layout.on(axis) for layout in held], n) for axis, n in axes.items())

@@ -147,9 +147,9 @@ def run(
     from fxpar.text.printing import print_program
 
     chosen = load_passes(passes)
-    of_step = {item.name for item in STEP_PASSES}
-    if step or of_step.intersection((until, *(print_after or ()))):
-        chosen = (*chosen, *STEP_PASSES)
+    named = {name for name in (until, *(print_after or ())) if name is not None}
+    if step or not named <= {item.name for item in chosen}:
+        chosen = (*chosen, *(item for item in STEP_PASSES if item not in chosen))
     start = open_start(ui, request)
     findings = compared(ui, start)
     folder = Path(dump) if dump is not None else None

@@ -18,10 +18,9 @@ from fxpar.cli.build import warn_unsplit
 from fxpar.cli.options import Request, command, whole_number
 from fxpar.cli.output import FAILED, FINE, Report, Ui, amount, print_table, table
 from fxpar.errors import InputError
-from fxpar.program.properties import Property
 
 if TYPE_CHECKING:
-    from fxpar.analysis.collectives import Collective
+    from fxpar.analysis.exposed import Travel
     from fxpar.program.program import Program
 
 _ELSEWHERE = "elsewhere"
@@ -138,25 +137,38 @@ def comm(
     request: Request,
     size: Sizes = None,
 ) -> Report:
-    """Lists every collective of a training step, with its bytes."""
-    from fxpar.analysis.collectives import collectives
+    """Lists every collective of a training step: bytes, seconds, what travels beside it and what stays exposed."""
+    from fxpar.analysis.exposed import travels
     from fxpar.cli.files import open_start, run_passes
     from fxpar.passes import DEFAULT_PASSES
-    from fxpar.program.program import note
+    from fxpar.passes.step import STEP_PASSES
     from fxpar.program.regions import inlined
 
     start = open_start(ui, request)
-    program = inlined(start.program)
-    sizes = sizes_of(program, size or [])
-    if Property.COLLECTIVES not in program.properties:
-        program, _ = run_passes(ui, start, DEFAULT_PASSES, until="vocab_parallel")
+    sizes = sizes_of(start.program, size or [])
+    program, _ = run_passes(ui, start, (*DEFAULT_PASSES, *STEP_PASSES))
+    program = inlined(program)
     warn_unsplit(ui, program)
-    checkpointed = any(note(node).recompute for node in program.graph.nodes if node.op == "call_function")
-    if checkpointed or program.plan.recompute != "none":
-        ui.warn("what is recomputed sends some of these again in the backward: 'fxpar report' counts them")
-    found = collectives(program, sizes)
+    found = travels(program, sizes)
     values = {s.name: s.example * s.multiple for s in program.symbols} | sizes
-    return Report([c.to_json() for c in found], lambda stdout: _show_comm(stdout, start.name, program, found, values))
+    document = {"collectives": [each.to_json() for each in found], "totals": _by_phase(found)}
+    return Report(document, lambda stdout: _show_comm(stdout, start.name, program, found, values))
+
+
+def _by_phase(found: Sequence[Travel]) -> dict[str, dict[str, Any]]:
+    """Number, bytes, seconds and those of them that stay exposed, by phase and of all."""
+    groups: dict[str, list[Travel]] = {}
+    for each in found:
+        groups.setdefault(each.collective.phase, []).append(each)
+    return {
+        phase: {
+            "count": len(mine),
+            "bytes": sum(each.collective.bytes for each in mine),
+            "seconds": sum(each.seconds for each in mine),
+            "exposed": sum(each.exposed for each in mine),
+        }
+        for phase, mine in (*groups.items(), *([("all", found)] if found else []))
+    }
 
 
 def sizes_of(program: Program, given: Sequence[str]) -> dict[str, int]:
@@ -189,9 +201,7 @@ def sizes_of(program: Program, given: Sequence[str]) -> dict[str, int]:
     return found
 
 
-def _show_comm(
-    stdout: Console, name: str, program: Program, found: Sequence[Collective], values: dict[str, int]
-) -> None:
+def _show_comm(stdout: Console, name: str, program: Program, found: Sequence[Travel], values: dict[str, int]) -> None:
     from fxpar.analysis.collectives import layer_of
     from fxpar.program.program import note
 
@@ -199,34 +209,43 @@ def _show_comm(
     if not found:
         stdout.print(f"{name}: no collectives ({program.plan.world_size} rank{'s' * (program.plan.world_size > 1)})")
         return
-    modules = {node.name: note(node).fqn for node in program.graph.nodes if node.op != "output"}
-    layers: dict[str, list[Collective]] = {}
-    for c in found:
-        layers.setdefault(layer_of(modules[c.node]) or _ELSEWHERE, []).append(c)
-    phases = sorted({c.phase for c in found}, key=["forward", "backward", "parameter"].index)
-    axes = dict.fromkeys(c.axis for c in found)
-    title = f"{name}: collectives over {', '.join(axes)} at {at}"
-    rows = table("module", "node", "op", "phase", "bytes", "formula", right=("bytes",), whole=("op", "phase"))
-    totals = table("layer", *phases, "all", right=(*phases, "all"))
-    for layer, mine in layers.items():
-        rows.add_row(Text(layer, style="bold"))
-        for c in mine:
-            module = modules[c.node].removeprefix(f"{layer}.")
-            rows.add_row(
-                f"  {module}",
-                c.node,
-                f"{c.op}[{c.axis}]" if len(axes) > 1 else c.op,
-                c.phase,
-                amount(c.bytes),
-                c.bytes_formula,
-            )
+    axes = dict.fromkeys(each.collective.axis for each in found)
+    numbers = ("bytes", "time", "exposed")
+    rows = table("node", "op", *numbers[:2], "beside", numbers[2], right=numbers, whole=("op",))
+    layers: dict[tuple[str, str], list[Travel]] = {}
+    for each in found:
+        layer = layer_of(note(program.node(each.collective.node)).fqn) or _ELSEWHERE
+        layers.setdefault((each.collective.phase, layer), []).append(each)
+    for (phase, layer), mine in layers.items():
+        rows.add_row(Text(f"{phase}, {layer}", style="bold"))
+        for each in mine:
+            rows.add_row(*_row(each, several=len(axes) > 1))
         rows.add_section()
-        totals.add_row(layer, *[_total([c for c in mine if c.phase == p]) for p in phases], _total(mine))
-    print_table(stdout, title, rows)
-    totals.add_section()
-    totals.add_row("all", *[_total([c for c in found if c.phase == p]) for p in phases], _total(found))
+    print_table(stdout, f"{name}: collectives over {', '.join(axes)} at {at}", rows)
+    _show_totals(stdout, found)
+    order = "In the order of a compiled step, by the constants of the plan's cost"
+    waits = "" if program.plan.compile else "; without compile=True each is waited for at once"
+    stdout.print(f"\n{order}{waits}.", soft_wrap=True)
+
+
+def _row(each: Travel, *, several: bool) -> tuple[str, ...]:
+    one = each.collective
+    beside = sum(seconds for _, seconds in each.beside)
+    products = f"{len(each.beside)}: {_time(beside)}" if each.beside else "-"
+    op = f"{one.op}[{one.axis}]" if several else one.op
+    return f"  {one.node}", op, amount(one.bytes), _time(each.seconds), products, _time(each.exposed)
+
+
+def _show_totals(stdout: Console, found: Sequence[Travel]) -> None:
+    columns = ("count", "bytes", "time", "exposed")
+    totals = table("phase", *columns, right=columns)
+    for phase, sums in _by_phase(found).items():
+        if phase == "all":
+            totals.add_section()
+        times = (_time(sums["seconds"]), _time(sums["exposed"]))
+        totals.add_row(phase, str(sums["count"]), amount(sums["bytes"]), *times)
     print_table(stdout, "\ntotals", totals)
 
 
-def _total(found: Sequence[Collective]) -> str:
-    return f"{len(found)}: {amount(sum(c.bytes for c in found))}" if found else "-"
+def _time(seconds: float) -> str:
+    return f"{1e6 * seconds:.1f} µs" if seconds < 1e-3 else f"{1e3 * seconds:.2f} ms"

@@ -20,7 +20,7 @@ def verified() -> Result:
 
 @pytest.fixture(scope="module")
 def communicated() -> Any:
-    return fxpar("comm", TINY, *SPLIT, "--json").document
+    return fxpar("comm", TINY, *SPLIT, "--json").document["collectives"]
 
 
 def test_trace_prints_a_program_that_can_be_read_back(tmp_path: Path) -> None:
@@ -71,8 +71,9 @@ def test_passes_lists_contracts() -> None:
     assert set(found[0]) == {"name", "requires", "provides", "invalidates", "preserves", "summary"}
     assert found[1]["requires"] == ["canonical"]
     assert [found[i]["provides"] for i in (1, 3, 4)] == [["masks"], ["sequence"], ["layouts"]]
-    assert found[-1]["requires"] == ["collectives", "rng", "vocabulary"]
-    assert all(entry["summary"] and entry["preserves"] == "values" for entry in found)
+    assert found[len(NAMES) - 1]["requires"] == ["collectives", "rng", "vocabulary"]
+    assert all(entry["summary"] for entry in found)
+    assert {entry["preserves"] for entry in found[: len(NAMES)]} == {"values"}
     assert "requires canonical" in fxpar("passes").out
 
 
@@ -142,33 +143,51 @@ def test_bisect_of_right_passes_finds_no_culprit() -> None:
 
 
 def test_comm_lists_megatrons_collectives(communicated: Any) -> None:
-    assert all(set(c) == {"op", "axis", "phase", "node", "bytes", "bytes_formula"} for c in communicated)
+    keys = {"op", "axis", "phase", "node", "bytes", "bytes_formula", "seconds", "beside", "exposed"}
+    assert all(set(c) == keys for c in communicated)
     assert {c["op"] for c in communicated} == {"all_reduce"}
     counted = Counter((c["phase"], c["bytes"], c["bytes_formula"]) for c in communicated)
     # In each direction two of the layer and one of the vocabulary: behind the lookup, in front of the head.
     values = (3 * 16 * 96 * 4, "384*b*s")
     statistics = {("forward", 3 * 16 * 4, "4*b*s"): 1, ("forward", 2 * 3 * 16 * 4, "8*b*s"): 1}
     assert counted == {("forward", *values): 3, ("backward", *values): 3, **statistics}
-    assert [c["node"] for c in communicated if c["bytes"] < 1000] == ["cross_entropy_loss"] * 2
+    assert [c["node"] for c in communicated if c["bytes"] < 1000] == ["cross_entropy_forward"] * 2
+
+
+def test_comm_says_what_travels_beside_what(communicated: Any) -> None:
+    """In the backward each sum of the layer travels beside gradients of weights, in the forward beside nothing."""
+    for c in (c for c in communicated if c["phase"] == "forward"):
+        assert not c["beside"]
+        assert c["exposed"] == pytest.approx(c["seconds"])
+    backward = [c for c in communicated if c["phase"] == "backward"]
+    assert [len(c["beside"]) for c in backward] == [1, 2, 2]
+    for c in backward:
+        assert c["exposed"] == pytest.approx(c["seconds"] - sum(one["seconds"] for one in c["beside"]))
 
 
 def test_comm_takes_sizes_of_symbols(dump: Path) -> None:
     found = fxpar("comm", str(dump / "10-localize.txt"), "--size", "b=8", "--size", "s=1024", "--json").document
-    assert Counter(c["bytes"] for c in found) == {8 * 1024 * 96 * 4: 6, 8 * 1024 * 4: 1, 2 * 8 * 1024 * 4: 1}
+    sizes = Counter(c["bytes"] for c in found["collectives"])
+    assert sizes == {8 * 1024 * 96 * 4: 6, 8 * 1024 * 4: 1, 2 * 8 * 1024 * 4: 1}
+    totals = found["totals"]
+    assert list(totals) == ["forward", "backward", "all"]
+    for key in ("bytes", "seconds", "exposed"):
+        assert totals["all"][key] == pytest.approx(sum(c[key] for c in found["collectives"]))
+    assert totals["backward"]["exposed"] < totals["backward"]["seconds"]
 
 
-def test_comm_prints_totals_by_layer(dump: Path) -> None:
+def test_comm_prints_totals_by_phase(dump: Path) -> None:
     result = fxpar("comm", str(dump / "10-localize.txt"))
-    totals = [" ".join(line.split()) for line in result.out.splitlines()]
-    assert "transformer.h.0 2: 36.0 KiB 2: 36.0 KiB 4: 72.0 KiB" in totals
-    assert "elsewhere 3: 18.6 KiB 1: 18.0 KiB 4: 36.6 KiB" in totals
-    assert "all 5: 54.6 KiB 3: 54.0 KiB 8: 108.6 KiB" in totals
-    assert "384*b*s" in result.out
+    lines = [" ".join(line.split()) for line in result.out.splitlines()]
+    assert "forward, transformer.h.0" in lines
+    assert any(line.startswith("forward 5 54.6 KiB 50") for line in lines)
+    assert any(line.startswith("all 8 108.6 KiB 80") for line in lines)
+    assert lines[-1].endswith("without compile=True each is waited for at once.")
 
 
 def test_comm_of_one_rank_is_empty(small: str) -> None:
     result = fxpar("comm", f"{small}:build", "--json")
-    assert result.document == []
+    assert result.document == {"collectives": [], "totals": {}}
     assert result.err == ""
 
 
@@ -210,7 +229,10 @@ def test_the_step_is_dumped_and_verified(tmp_path: Path) -> None:
     assert document["without_rule"] == []
     last = f"{folder}/{len(names)}-{names[-1]}.txt"
     assert fxpar("verify", last, "--level", "values", "--json").document["ok"]
-    assert {entry["phase"] for entry in fxpar("comm", last, "--json").document} >= {"forward", "backward"}
+    assert {entry["phase"] for entry in fxpar("comm", last, "--json").document["collectives"]} >= {
+        "forward",
+        "backward",
+    }
     assert fxpar("run", last, "--json").document["passes"] == []
     assert fxpar("report", last).status == 0
 
