@@ -128,6 +128,23 @@ def dropout(x: Tensor, rng: Tensor, p: float, origin: int | Tensor, cuts: Sequen
     return torch.where(keep, x * (1.0 / (1.0 - p)), x.new_zeros(()))
 
 
+def cuts_of_kernel(
+    x: Tensor, p: float, cuts: Sequence[IndexCut]
+) -> tuple[Sequence[IndexCut], Sequence[IndexCut]] | None:
+    """The outer and the inner cut, one or none of each, of a dropout that is one kernel on GPUs.
+
+    None where it has the plain form: float64, tensors of more than 2^31 elements and those that several axes cut, but
+    where the outer one cuts the first dimension, as data ranks do.
+    """
+    outer, inner = cuts[:1], cuts[1:]
+    if not outer or outer[0].outer != 1 or x.shape[: outer[0].dim].numel() != 1:
+        outer, inner = [], cuts
+    is_plain = all(cut.own == 1 and isinstance(cut.total, int) for cut in inner)
+    if p >= 1.0 or x.dtype == torch.float64 or len(inner) > 1 or not is_plain or not 0 < x.numel() < 2**31:
+        return None
+    return outer, inner
+
+
 # Bits of a uniform number's significand, less the one that keeps it off 0 and 1.
 _UNIFORM_BITS = {torch.float64: 32, torch.float32: 23, torch.float16: 10, torch.bfloat16: 7}
 

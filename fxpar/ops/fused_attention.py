@@ -1,8 +1,9 @@
 """Attention in fused kernels, forward and backward, as PyTorch chooses them for a device.
 
-Enters: a rank's heads of query, key and value of four dimensions. Leaves: the kernel for a call, or None where there is
-none; what it computes has the same form whichever it is. Which kernel it is follows from shapes, types and the device
-alone, so that the backward takes the one that the forward took.
+Enters: a rank's heads of query, key and value of four dimensions; on the meta device they are shapes alone, and stand
+for those of a GPU that this machine has not. Leaves: the kernel for a call, or None where there is none; what it
+computes has the same form whichever it is. Which kernel it is follows from shapes, types and the device alone, so that
+the backward takes the one that the forward took.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ aten = torch.ops.aten
 # Of torch.nn.attention.SDPBackend.
 _FLASH, _EFFICIENT, _CUDNN = 1, 2, 3
 _CUDNN_FIRST = (9, 10)  # compute capabilities on which PyTorch prefers it
+_FLASH_HEAD = 256  # the largest size of a head
 _UNITS = 16  # rows of an added mask begin at multiples of so many elements
 _ROWS = 32  # the efficient kernel has room for so many rows of sums at a time
 
@@ -66,8 +68,10 @@ def kernel(call: Call) -> Kernel | None:
         args = (query, key, value, call.mask, 0.0, call.is_causal)
         choice = torch._fused_sdp_choice(*args, scale=call.scale, enable_gqa=call.enable_gqa)
         return _CPU if choice == _FLASH else None
-    if query.device.type != "cuda" or query.shape[-1] % 8 or value.shape[-1] % 8:
+    if query.device.type not in ("cuda", "meta") or query.shape[-1] % 8 or value.shape[-1] % 8:
         return None
+    if query.device.type == "meta":
+        return _of_any_gpu(call)
     # Asked of a tensor without values, PyTorch's own choice would be that of another device.
     given = cuda.SDPAParams(query, key, value, call.mask, 0.0, call.is_causal, call.enable_gqa)
     order = [int(choice) for choice in torch._C._get_sdp_priority_order()]
@@ -78,6 +82,18 @@ def kernel(call: Call) -> Kernel | None:
         if found is not None and found[0]() and found[1](given):
             return found[2]
     return None
+
+
+def _of_any_gpu(call: Call) -> Kernel | None:
+    """What NVIDIA GPUs of the last years have, for a call on shapes alone: nothing can be asked of a device.
+
+    On the newest PyTorch prefers cuDNN's, which gives the same results: tensors of the same sizes.
+    """
+    query, value, dtype = call.query, call.value, call.query.dtype
+    is_half = dtype in (torch.float16, torch.bfloat16)
+    if is_half and call.mask is None and query.shape[-1] == value.shape[-1] <= _FLASH_HEAD:
+        return _KERNELS[_FLASH][2]
+    return _KERNELS[_EFFICIENT][2] if is_half or dtype == torch.float32 else None
 
 
 # ---------------------------------------------------------------------- CPU

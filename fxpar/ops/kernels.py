@@ -138,17 +138,11 @@ _dropout.register_autograd(_backward, setup_context=_keep)
 
 
 def dropout(x: Tensor, rng: Tensor, p: float, origin: int | Tensor, cuts: list[IndexCut]) -> Tensor:
-    """`fxpar.ops.counter.dropout`, the same bits.
-
-    Float64, tensors of more than 2^31 elements and those that several axes cut take the plain form, but where the outer
-    one cuts the first dimension, as data ranks do.
-    """
-    outer, inner = cuts[:1], cuts[1:]
-    if not outer or outer[0].outer != 1 or x.shape[: outer[0].dim].numel() != 1:
-        outer, inner = [], cuts
-    is_plain = all(cut.own == 1 and isinstance(cut.total, int) for cut in inner)
-    if p >= 1.0 or x.dtype == torch.float64 or len(inner) > 1 or not is_plain or not 0 < x.numel() < _SIGN:
+    """`fxpar.ops.counter.dropout`, the same bits."""
+    given = counter.cuts_of_kernel(x, p, cuts)
+    if given is None:
         return counter.dropout(x, rng, p, origin, cuts)
+    outer, inner = given
     run, ranks, rank, unit, offset = 1, 1, rng, 0, rng
     if inner:
         run, rank = x.shape[inner[0].dim :].numel() // inner[0].outer, inner[0].before

@@ -141,6 +141,8 @@ def _lower_dropout(node: fx.Node, rank: OnRank) -> Run:
 
 def _dropout_form(device: torch.device) -> Callable[..., Tensor]:
     """One kernel on NVIDIA GPUs; elsewhere PyTorch's operators, the same bits."""
+    if device.type == "meta":
+        return _dropout_on_shapes
     if device.type != "cuda":
         return counter.dropout
     if importlib.util.find_spec("triton") is None:
@@ -152,6 +154,13 @@ def _dropout_form(device: torch.device) -> Callable[..., Tensor]:
     from fxpar.ops import kernels
 
     return kernels.dropout
+
+
+def _dropout_on_shapes(x: Tensor, rng: Tensor, p: float, origin: int | Tensor, cuts: Sequence[Any]) -> Tensor:
+    """The tensors that dropout makes on a GPU, where this machine has none."""
+    if counter.cuts_of_kernel(x, p, cuts) is None:
+        return counter.dropout(x, rng, p, origin, cuts)
+    return torch.empty_like(x.contiguous())
 
 
 def _lower_uniform(node: fx.Node, rank: OnRank) -> Run:
