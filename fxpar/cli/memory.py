@@ -14,6 +14,7 @@ from rich.console import Console
 from fxpar.cli.inspection import Sizes, sizes_of
 from fxpar.cli.options import Request, command
 from fxpar.cli.output import Report, Ui
+from fxpar.errors import InputError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,7 +24,14 @@ if TYPE_CHECKING:
 Optimizer = Annotated[
     str, typer.Option(metavar="KIND", help="adamw, sgd, sgd-momentum or none: what state a parameter has")
 ]
-_MEMORY = ("name", "plan", "sizes", "optimizer", "device", "ranks", "modules", "activations", "peak", "largest")
+Device = Annotated[
+    str, typer.Option(metavar="KIND", help="cpu or cuda: whose kernels are assumed; no GPU is needed to count")
+]
+_DEVICES = ("cpu", "cuda")
+_MEMORY = (
+    *("name", "plan", "sizes", "optimizer", "device"),
+    *("ranks", "modules", "activations", "peak", "phases", "largest"),
+)
 
 
 def register(app: typer.Typer) -> None:
@@ -32,9 +40,11 @@ def register(app: typer.Typer) -> None:
     command(app, "report")(report)
 
 
-def memory(ui: Ui, request: Request, size: Sizes = None, optimizer: Optimizer = "adamw") -> Report:
+def memory(
+    ui: Ui, request: Request, size: Sizes = None, optimizer: Optimizer = "adamw", device: Device = "cpu"
+) -> Report:
     """Counts the memory of a rank: parameters, gradients, optimizer, activations and the peak of a training step."""
-    found = _figures(ui, request, size or [], optimizer)
+    found = _figures(ui, request, size or [], optimizer, device)
     document = found.to_dict()
 
     def show(stdout: Console) -> None:
@@ -51,10 +61,11 @@ def report(
     request: Request,
     size: Sizes = None,
     optimizer: Optimizer = "adamw",
+    device: Device = "cpu",
     html: Annotated[str | None, typer.Option(metavar="FILE", help="write the report as one HTML file too")] = None,
 ) -> Report:
     """Reports on a split model: passes, collectives, memory a rank, and what is not split and why."""
-    found = _figures(ui, request, size or [], optimizer, checked=True)
+    found = _figures(ui, request, size or [], optimizer, device, checked=True)
     if html is not None:
         from fxpar.cli.output import write_text
         from fxpar.report.html import as_html
@@ -70,7 +81,9 @@ def report(
     return Report(document, show)
 
 
-def _figures(ui: Ui, request: Request, size: Sequence[str], optimizer: str, checked: bool = False) -> Figures:
+def _figures(
+    ui: Ui, request: Request, size: Sequence[str], optimizer: str, device: str, *, checked: bool = False
+) -> Figures:
     """The report of a model or text after all passes; nothing of it is run.
 
     Args:
@@ -85,7 +98,11 @@ def _figures(ui: Ui, request: Request, size: Sequence[str], optimizer: str, chec
     from fxpar.ops.collectives import Group
     from fxpar.passes import DEFAULT_PASSES
     from fxpar.report import make_report
+    from fxpar.report.measure import stand_in
 
+    if device not in _DEVICES:
+        raise InputError("is unknown", where=f"--device {device}", remedy=f"choose one of {', '.join(_DEVICES)}")
+    assumed = torch.device(device)
     start = open_start(ui, request)
     sizes = sizes_of(start.program, size)
     findings = compared(ui, start) if checked else ()
@@ -95,9 +112,9 @@ def _figures(ui: Ui, request: Request, size: Sequence[str], optimizer: str, chec
         groups = {axis: Group(axis, n) for axis, n in program.axes.items()}
         return make_report(
             program,
-            partial(lower_program, groups=groups),
+            partial(lower_program, groups=groups, device=stand_in(assumed)),
             name=start.name,
-            device=torch.device("cpu"),
+            device=assumed,
             sizes=sizes,
             optimizer=optimizer,
             findings=findings,

@@ -60,7 +60,7 @@ def make_report(
 
     Args:
         program: with property `local`, or without mesh axes.
-        lowering: what a rank runs of a program, on `device`; the names of its groups may be any.
+        lowering: what a rank runs of a program, on the `stand_in` of `device`; the names of its groups may be any.
         name: of the model.
         device: whose kernels are assumed.
         sizes: of the inputs by symbol (`b`, `s`); the example's where they are not given.
@@ -106,6 +106,7 @@ def make_report(
         _modules(program, step, activations, OPTIMIZERS[optimizer]),
         activations.formulas.get(_TOTAL, ""),
         _moment(step.peak),
+        tuple(_moment(peak) for peak in step.peaks),
         _moment(step.largest),
         inputs,
         whole_matrices(program),

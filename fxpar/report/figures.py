@@ -158,6 +158,7 @@ class Report:
         modules: memory of a rank by part of the model; all ranks' are equal.
         activations: closed form of `RankMemory.activations`; empty where there is none.
         peak: when most of a step is alive; its bytes leave out parameters, buffers, inputs and optimizer state.
+        phases: when most is alive in each phase, of which `peak` is the largest.
         largest: the largest tensor of a step that is no parameter, and where it is made.
         inputs: bytes of the batch, which `RankMemory.peak` includes.
         unsplit: matrices that every rank holds whole.
@@ -177,6 +178,7 @@ class Report:
     modules: tuple[ModuleMemory, ...]
     activations: str
     peak: Moment
+    phases: tuple[Moment, ...]
     largest: Moment
     inputs: int
     unsplit: tuple[Whole, ...]

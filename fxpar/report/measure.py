@@ -3,7 +3,7 @@
 Enters: a lowered step and sizes. Leaves: `Measured`. The very operators that a rank runs are run on fake tensors, which
 have types, shapes, strides and storages but no elements, so that the counts are those of eager execution by
 construction. Collectives of fake tensors talk to nobody: no process group is needed. What a kernel uses inside, and the
-allocator's rounding, come on top.
+allocator's rounding, come on top. For GPUs on a machine without one, the tensors are those of the meta device.
 """
 
 from __future__ import annotations
@@ -82,16 +82,28 @@ class Measured:
     Attributes:
         kept: in the order in which they are made.
         gradients: names of the placeholders that have a gradient afterwards.
-        peak: of the whole step, gradients included, which do not exist at its start.
+        peaks: of each phase in the order in which they begin, gradients included, which do not exist at the step's
+            start.
         largest: the largest storage that is made, where and by which operator.
         collectives: how often, by name and bytes of the whole value.
     """
 
     kept: tuple[Kept, ...]
     gradients: frozenset[str]
-    peak: Peak
+    peaks: tuple[Peak, ...]
     largest: Peak
     collectives: Mapping[tuple[str, int], int]
+
+    @property
+    def peak(self) -> Peak:
+        """Of the whole step."""
+        nothing = Peak(0, Place("forward", ""), "")
+        return max(self.peaks, key=lambda peak: peak.bytes, default=nothing)
+
+
+def stand_in(device: torch.device) -> torch.device:
+    """The device of tensors that are counted in place of those of `device`: PyTorch needs a GPU to fake one of its."""
+    return torch.device("meta") if device.type == "cuda" and not torch.cuda.is_available() else device
 
 
 class Ledger(TorchDispatchMode):
@@ -101,7 +113,8 @@ class Ledger(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.own = own
         self.place = Place("forward", "")
-        self.peak = self.largest = Peak(0, self.place, "")
+        self.peaks: dict[str, Peak] = {}
+        self.largest = Peak(0, self.place, "")
         self.collectives: Counter[tuple[str, int]] = Counter()
         self.sent = 0
         self._live = 0
@@ -139,8 +152,9 @@ class Ledger(TorchDispatchMode):
 
         self._storages[key] = weakref.ref(storage, leave)
         self._live += size
-        if self._live > self.peak.bytes:
-            self.peak = Peak(self._live, self.place, operator)
+        known = self.peaks.get(self.place.phase)
+        if known is None or self._live > known.bytes:
+            self.peaks[self.place.phase] = Peak(self._live, self.place, operator)
         if size > self.largest.bytes:
             self.largest = Peak(size, self.place, operator)
 
@@ -213,7 +227,7 @@ def measure(
 
     Args:
         program: a step, with property `local`, or without mesh axes; or a forward alone.
-        lowered: the program as a rank runs it, on `device`.
+        lowered: the program as a rank runs it, on the `stand_in` of `device`.
         sizes: values of the program's symbols.
         device: decides which kernels attention chooses, and with it what they keep.
         backward: whether to differentiate; else only `kept` is counted, which is quicker.
@@ -221,6 +235,7 @@ def measure(
     Raises:
         InputError: an operator's result has a size that only its values tell.
     """
+    device = stand_in(device)
     try:
         with FakeTensorMode(), torch.no_grad():
             values = _placeholders(program, sizes, device)
@@ -240,7 +255,9 @@ def measure(
             remedy="keep sizes that depend on values out of the model",
         ) from error
     trained = {p.node for p in program.parameters if p.fqn in parameter_gradients(program)}
-    return Measured(tuple(walk.kept), frozenset(trained), ledger.peak, ledger.largest, dict(ledger.collectives))
+    return Measured(
+        tuple(walk.kept), frozenset(trained), tuple(ledger.peaks.values()), ledger.largest, dict(ledger.collectives)
+    )
 
 
 def _placeholders(program: Program, sizes: Mapping[str, int], device: torch.device) -> dict[str, Tensor]:

@@ -40,7 +40,7 @@ def all_sections(report: Report) -> list[Section]:
 
 def memory_sections(report: Report) -> list[Section]:
     """Memory by rank and by part of the model."""
-    return [_ranks(report), _modules(report), _activations(report)]
+    return [_ranks(report), _phases(report), _modules(report), _activations(report)]
 
 
 def summary(report: Report) -> Section:
@@ -100,6 +100,15 @@ def _ranks(report: Report) -> Section:
             "they are accumulated, at most their bytes come on top."
         )
     return Section("memory a rank", ("what", *labels), tuple(rows), labels, tuple(notes))
+
+
+def _phases(report: Report) -> Section:
+    rows = [
+        (moment.phase, amount(moment.bytes), moment.operator.removesuffix(".default"), moment.module)
+        for moment in report.phases
+    ]
+    note = "The most that is alive at once, beside parameters, buffers, optimizer and batch, and where it is reached."
+    return Section("peak by phase", ("phase", "bytes", "at", "of"), tuple(rows), ("bytes",), (note,) if rows else ())
 
 
 _PARTS = {

@@ -29,7 +29,7 @@ def test_memory_json_has_ranks_and_modules(small: str) -> None:
     ).document
     assert set(found) == {
         *("name", "plan", "sizes", "optimizer", "device"),
-        *("ranks", "modules", "activations", "peak", "largest"),
+        *("ranks", "modules", "activations", "peak", "phases", "largest"),
     }
     assert found["sizes"]["b"] == 5
     assert [rank["rank"] for rank in found["ranks"]] == [0, 1]
@@ -50,6 +50,7 @@ def test_memory_prints_tables_that_fit_the_line(folder: Path) -> None:
     assert "parameters 1.0 KiB" in lines
     assert any(line.startswith("proj 528 B 528 B 1.0 KiB") for line in lines)
     assert max(len(line) for line in result.out.splitlines()) <= 80
+    assert "peak by phase" in lines
     assert "passes" not in lines
 
 
@@ -88,9 +89,19 @@ def test_a_large_model_needs_no_memory() -> None:
     assert first["activations"] > 2**28  # 8192 tokens, of which the model was traced with 16
 
 
+def test_memory_of_a_gpu_needs_none() -> None:
+    """On GPUs dropout is one kernel, which makes no words of random bits."""
+    words = ("memory", "hf:gpt2,n_layer=1,attn_pdrop=0.0", "--tp", "2", "--size", "s=64", "--json")
+    on_cpu, on_gpu = (fxpar(*words, "--device", device).document for device in ("cpu", "cuda"))
+    assert (on_cpu["device"], on_gpu["device"]) == ("cpu", "cuda")
+    assert [moment["phase"] for moment in on_gpu["phases"]] == ["forward", "backward"]
+    assert on_gpu["peak"]["bytes"] == max(moment["bytes"] for moment in on_gpu["phases"]) < on_cpu["peak"]["bytes"]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (("memory", "--device", "tpu"), "--device tpu: is unknown; choose one of cpu, cuda"),
         (("memory", "--optimizer", "lion"), "choose from adamw, sgd, sgd-momentum, none"),
         (("memory", "--size", "c=3"), "is no symbol of the program"),
         (("report", "--size", "b=0"), "is no positive integer"),

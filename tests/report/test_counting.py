@@ -22,7 +22,7 @@ from fxpar.passes import DEFAULT_PASSES
 from fxpar.plan.plan import Plan
 from fxpar.program.program import Program
 from fxpar.report import Report, make_report
-from fxpar.report.measure import Measured, measure
+from fxpar.report.measure import Measured, measure, stand_in
 
 CPU = torch.device("cpu")
 ROWS, COLUMNS, WIDTH = 3, 5, 12
@@ -62,19 +62,34 @@ class Residual(Two):
         return (x + self.down(functional.gelu(self.up(self.norm(x))))).square().sum()  # type: ignore[no-any-return]
 
 
+class Attention(nn.Module):
+    """Attention of four heads of 16, without a matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = (x * self.scale).unflatten(-1, (4, 16)).transpose(1, 2)
+        return functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True).float().sum()
+
+
 def compiled(model: nn.Module, plan: Plan, columns: int = COLUMNS) -> Program:
     captured = capture(model, {"x": torch.randn(ROWS, columns, WIDTH)}, plan, None)
     return PassManager(DEFAULT_PASSES).run(captured.program)
 
 
-def lowering(program: Program) -> Lowered:
-    return lower(program, {axis: Group(axis, n) for axis, n in program.axes.items()})
+def lowering(program: Program, device: torch.device = CPU) -> Lowered:
+    return lower(program, {axis: Group(axis, n) for axis, n in program.axes.items()}, stand_in(device))
 
 
-def counted(model: nn.Module, plan: Plan | None = None) -> Measured:
-    program = compiled(model, plan or Plan())
+def counted(model: nn.Module, plan: Plan | None = None, device: torch.device = CPU) -> Measured:
+    return step_of(compiled(model, plan or Plan()), device)
+
+
+def step_of(program: Program, device: torch.device) -> Measured:
     step = compile_step(program, program.outputs, program.outputs, [p.fqn for p in program.parameters])
-    return measure(step, lowering(step), {s.name: s.example for s in program.symbols}, CPU)
+    return measure(step, lowering(step, device), {s.name: s.example for s in program.symbols}, device)
 
 
 def reported(model: nn.Module, plan: Plan, columns: int = COLUMNS, **options: Any) -> Report:
@@ -122,6 +137,63 @@ def test_frozen_parameters_have_no_gradient_and_no_state() -> None:
     held = (20 * WIDTH + WIDTH) * 4
     assert (rank.gradients, rank.optimizer) == (held, 2 * held + 2 * 4)
     assert rank.parameters == held + (20 * WIDTH + 20) * 4
+
+
+# ---------------------------------------------------------------------- peaks
+
+
+def test_each_phase_has_its_peak() -> None:
+    rows = ROWS * COLUMNS
+    found = counted(Two(functional.relu))
+    forward, backward = found.peaks
+    # What the backward reads, relu's result and the second matrix's; beside them the square, its sum and the tangent.
+    assert (forward.place.phase, forward.bytes) == ("forward", 4 + rows * (20 + 2 * WIDTH) * 4 + 4)
+    assert backward.place.phase == "backward"
+    assert found.peak == max(found.peaks, key=lambda peak: peak.bytes)
+
+
+def test_sums_of_parameters_gradients_are_a_phase() -> None:
+    plan = Plan(tp=2, sequence_parallel=True, split={"up": "column", "down": "row"})
+    report = reported(Residual(), plan, columns=4)
+    assert [moment.phase for moment in report.phases] == ["forward", "backward", "parameter"]
+    assert report.peak in report.phases
+    assert "peak by phase" in str(report)
+
+
+# ---------------------------------------------------------------------- a GPU that is not there
+
+
+@pytest.fixture
+def absent(monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """A GPU on a machine without one."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    return torch.device("cuda")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_attention_on_a_gpu_makes_no_scores(absent: torch.device, dtype: torch.dtype) -> None:
+    rows, tokens = 2, 200
+    batch = {"x": torch.randn(rows, tokens, 64, dtype=dtype)}
+    program = PassManager(DEFAULT_PASSES).run(capture(Attention().to(dtype), batch, Plan(), None).program)
+    found = step_of(program, absent)
+    values, sums = rows * tokens * 64, rows * 4 * tokens
+    # Of the attention: its operand, three times one tensor, its result, and a sum for each row of each head.
+    assert sorted(kept.bytes for kept in found.kept) == sorted([4 * sums, *[values * dtype.itemsize] * 2])
+    assert found.largest.bytes == values * 4 < rows * 4 * tokens**2 * dtype.itemsize
+
+
+def test_attention_on_a_gpu_has_scores_where_no_kernel_takes_it(absent: torch.device) -> None:
+    batch = {"x": torch.randn(2, 200, 64, dtype=torch.float64)}
+    program = PassManager(DEFAULT_PASSES).run(capture(Attention().double(), batch, Plan(), None).program)
+    assert step_of(program, absent).largest.bytes == 2 * 4 * 200**2 * 8
+
+
+def test_dropout_on_a_gpu_makes_its_result_alone(absent: torch.device) -> None:
+    rows = ROWS * COLUMNS
+    model = Two(lambda x: functional.dropout(x, 0.5))
+    found, on_cpu = counted(model, device=absent), counted(model)
+    assert found.kept == on_cpu.kept
+    assert found.largest.bytes == rows * 20 * 4 < on_cpu.largest.bytes
 
 
 # ---------------------------------------------------------------------- collectives
