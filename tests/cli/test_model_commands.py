@@ -235,6 +235,9 @@ def test_the_step_is_dumped_and_verified(tmp_path: Path) -> None:
     }
     assert fxpar("run", last, "--json").document["passes"] == []
     assert fxpar("report", last).status == 0
+    added = fxpar("diff", folder, "localize", "differentiate", "--json").document["added"]
+    assert any("phase=backward" in entry["line"] for entry in added)
+    assert "its layouts are chosen already" in fxpar("explain", last, "transformer.wte.weight").err
 
 
 def test_a_pass_of_the_step_may_be_the_last() -> None:
