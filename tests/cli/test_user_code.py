@@ -34,7 +34,7 @@ def test_what_a_model_prints_stays_out_of_the_document(small: str) -> None:
 def test_a_users_pass_is_listed_and_run(small: str) -> None:
     names = [entry["name"] for entry in fxpar("passes", "--passes", f"{small}:GOOD", "--json").document]
     assert names[:2] == ["canonicalize", "nothing"]
-    found = fxpar("run", f"{small}:build", *SPLIT, "--passes", f"{small}:GOOD", "--json").document
+    found = fxpar("run", f"{small}:build", *SPLIT, "--passes", f"{small}:GOOD", "--step", "--json").document
     assert [record["name"] for record in found["passes"]] == names
     assert fxpar("verify", f"{small}:build", *SPLIT, "--passes", f"{small}:GOOD").status == 0
 

@@ -79,7 +79,7 @@ class Watched:
         """Watches the steps that run meanwhile."""
         plain: Any = Pending.backward
 
-        def backward(pending: Pending, tangents: Any, *, whole: bool) -> Any:
+        def backward(pending: Pending, tangents: Any, *, whole: bool, **more: Any) -> Any:
             part = pending.step.whole_backward if whole else pending.step.backward
             values = [pending.values[name] for name in part.inputs if name in pending.values]
             kept = {v.untyped_storage()._cdata: v.untyped_storage() for v in values if isinstance(v, Tensor)}
@@ -87,7 +87,7 @@ class Watched:
             del values, kept
             self.is_backward = True
             try:
-                return plain(pending, tangents, whole=whole)
+                return plain(pending, tangents, whole=whole, **more)
             finally:
                 self.is_backward = False
 
