@@ -113,6 +113,7 @@ class Emitter:
         self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], kind: Any, at: fx.Node, random: int = 0
     ) -> fx.Node:
         """A call in front of a node of the forward, from which it comes."""
+        fx.node.map_arg((tuple(args), dict(kwargs)), lambda read: self._bring(read, at))
         with self.graph.inserting_before(at):
             short = getattr(target, "_opname", None)
             node = self.graph.create_node("call_function", target, tuple(args), dict(kwargs), name=short)
@@ -123,6 +124,14 @@ class Emitter:
             self.flags[node] = (self.flags[args[0]][args[1]],)
         self._note(node, kind, note(at), None, "", random)
         return node
+
+    def _bring(self, number: fx.Node, at: fx.Node) -> fx.Node:
+        """Puts a number in front of a node of the forward that reads it; it was made for the backward."""
+        if isinstance(note(number).type, ScalarType) and at < number:
+            for read in number.all_input_nodes:
+                self._bring(read, at)
+            at.prepend(number)
+        return number
 
     def _note(
         self, node: fx.Node, kind: Any, like: Note, layouts: Sequence[Layout] | None, phase: str, random: int

@@ -19,7 +19,7 @@ from fxpar.ops import attend
 from fxpar.ops.onrank import OnRank
 from fxpar.ops.operator import Gradients, OnShapes, Operator, Reverse, Run, Saving
 from fxpar.ops.random import indexed, own_bits_of_probabilities
-from fxpar.program.program import TensorType, note, operands, output_types
+from fxpar.program.program import TensorType, note, output_types
 from fxpar.program.properties import Property
 from fxpar.signatures.engine import (
     Call,
@@ -30,6 +30,7 @@ from fxpar.signatures.engine import (
     Rule,
     Signature,
     bind_arguments,
+    call_of,
     signature_of_summands,
 )
 from fxpar.signatures.matmul import attention_labels
@@ -193,8 +194,7 @@ def _derivative(reverse: Reverse) -> Gradients:
     gradient = reverse.tangents[0]
     assert gradient is not None
     given, out, log_sum = bind_arguments(node), reverse.result(0), reverse.result(1)
-    sources = [name for name in _NAMES if given.get(name) is not None]
-    of_mask = given.get("mask") is not None and reverse.wanted[3]
+    of_mask = dict(zip(call_of(node, 1).names, reverse.wanted, strict=True)).get("mask", False)
     query, key, value, mask = (given.get(name) for name in _NAMES)
     options = (given["is_causal"], given["scale"], given["enable_gqa"], given.get("indices") or [], of_mask)
     kinds = tuple(output_types(given[name])[0] for name in (_NAMES if of_mask else _NAMES[:3]))
@@ -205,9 +205,9 @@ def _derivative(reverse: Reverse) -> Gradients:
         random=note(node).random,
     )
     gradients = dict(zip(_NAMES, reverse.items(found), strict=False))
-    by_node = {given[name]: gradients.get(name) for name in sources}
-    pairs = zip(operands(node), reverse.wanted, strict=True)
-    return [by_node.get(operand) if flag else None for operand, flag in pairs]
+    # By name: one value may be several operands, and has then a gradient as each.
+    pairs = zip(call_of(node, 1).names, reverse.wanted, strict=True)
+    return [gradients.get(name) if flag else None for name, flag in pairs]
 
 
 _ARGUMENTS = ("query", "key", "value", "mask", "rng", "p", "is_causal", "scale", "enable_gqa", "indices")

@@ -1,7 +1,8 @@
 """All ranks of a program in one CPU process, by PyTorch's LocalTensorMode.
 
-Enters: a localised program, whole weights and inputs. Leaves: every rank's outputs and parameter gradients. The ranks
-execute the very operators of the runtime, collectives included; only the process group is simulated.
+Enters: a localised program, or a step, with whole weights and inputs. Leaves: every rank's outputs and parameter
+gradients. The ranks execute the very operators of the runtime, collectives included, and the backward as it trains;
+only the process group is simulated. One device runs a program of PyTorch's operators under PyTorch's autograd.
 """
 
 from __future__ import annotations
@@ -21,12 +22,14 @@ from fxpar.errors import CheckFailed, InputError
 from fxpar.layout.layout import Layout
 from fxpar.layout.shards import local_block
 from fxpar.layout.symbols import evaluate
+from fxpar.manager import PassManager
 from fxpar.mesh.purpose import joined_names
 from fxpar.ops.collectives import Group
 from fxpar.ops.lower import Lowered, lower
+from fxpar.passes.differentiate import differentiate
 from fxpar.program.program import Program, output_layouts, output_types
 from fxpar.program.properties import Property
-from fxpar.program.step import is_gradient, model_outputs, output_of, parameter_gradients, tangent_path
+from fxpar.program.step import is_gradient, model_outputs, output_of, parameter_gradients
 
 MOST_RANKS = 512  # some seconds for a small model; each rank has tensors of its own
 
@@ -146,29 +149,26 @@ def run_single(program: Program, state: Mapping[str, Tensor], inputs: Mapping[st
     device = next((value.device for value in leaves.values()), torch.device("cpu"))
     upstream = {name: value.to(device) for name, value in upstream.items()}
     lowered = lower(program, {}, device)
-    is_step = Property.STEP in program.properties
-    given = {**inputs, **{tangent_path(name): value for name, value in upstream.items()}} if is_step else inputs
-    values = [leaves[p.fqn] for p in program.parameters] + [given[i.path] for i in program.inputs]
+    values = [leaves[p.fqn] for p in program.parameters] + [inputs[i.path] for i in program.inputs]
     order = dict(zip(_names(program), values, strict=True))
-    with torch.set_grad_enabled(not is_step):
+    with torch.enable_grad():
         outputs = dict(zip(program.outputs, lowered.module(*[order[name] for name in lowered.inputs]), strict=True))
-        if is_step:
-            return _step_run(program, outputs)
-        _differentiate(outputs, upstream)
+        roots = [name for name in upstream if outputs[name].requires_grad]
+        if roots:
+            torch.autograd.backward([outputs[name] for name in roots], [upstream[name] for name in roots])
     gradients = {n: t.grad for n, t in leaves.items() if t.grad is not None}
     return Run({n: t.detach() for n, t in outputs.items()}, gradients)
 
 
-def _step_run(program: Program, outputs: Mapping[str, Tensor]) -> Run:
-    """What a step gave, whose gradients are outputs."""
-    gradients = {fqn: outputs[name] for fqn, name in parameter_gradients(program).items()}
-    return Run({name: outputs[name] for name in model_outputs(program)}, gradients)
+def step_of(program: Program) -> Program:
+    """A localised program with its backward, of the loss or of all outputs, by all parameters; a step as it is.
 
-
-def _differentiate(outputs: Mapping[str, Tensor], upstream: Mapping[str, Tensor]) -> None:
-    roots = [name for name in upstream if outputs[name].requires_grad]
-    if roots:
-        torch.autograd.backward([outputs[name] for name in roots], [upstream[name] for name in roots])
+    Raises:
+        FxparError: the program cannot be differentiated, nor trained.
+    """
+    if Property.STEP in program.properties:
+        return program
+    return PassManager([differentiate]).run(program)
 
 
 def _names(program: Program) -> list[str]:
@@ -182,7 +182,7 @@ def run_ranks(
     sizes: Mapping[str, int],
     lowering: Callable[[Program, Mapping[str, Group]], Lowered] = lower,
 ) -> list[Run]:
-    """Runs a localised program on all ranks at once; arguments whole, as for `run_single`.
+    """Runs a step (`step_of`) on all ranks at once; arguments whole, as for `run_single`.
 
     Args:
         sizes: values of the symbols.
@@ -197,35 +197,27 @@ def run_ranks(
     def local(layout: Layout, value: Tensor) -> LocalTensor:
         return LocalTensor({r: local_block(value, layout, axes, places[r], sizes).clone() for r in range(world)})
 
-    ends = {name: output_layouts(node)[0] for name, node in program.output_nodes().items()}
-
     with contextlib.ExitStack() as stack:
         groups = stack.enter_context(simulated_world(axes))
         whole = cotangents(program, sizes)  # what is made under the mode is one tensor a rank already
         stack.enter_context(LocalTensorMode(world))
         lowered = lowering(program, groups)
-        by_name: dict[str, Tensor] = {}
-        leaves: dict[str, Tensor] = {}
-        for parameter in program.parameters:
-            leaf = local(layouts[parameter.node], state[parameter.fqn].detach())
-            leaves[parameter.fqn] = leaf.requires_grad_(parameter.trainable)
-            by_name[parameter.node] = leaf
-        is_step = Property.STEP in program.properties
+        given = {p.node: state[p.fqn].detach() for p in program.parameters}
         for entry in program.inputs:
             output = output_of(entry.path)
-            by_name[entry.node] = local(layouts[entry.node], whole[output] if output else inputs[entry.path])
+            given[entry.node] = whole[output] if output else inputs[entry.path]
+        by_name = {name: local(layouts[name], value) for name, value in given.items()}
         ranks = [LocalTensor({r: torch.tensor(places[r][axis]) for r in range(world)}) for axis in lowered.indices]
-        with torch.set_grad_enabled(not is_step):
+        with torch.no_grad():
             results = lowered.module(*[by_name[name] for name in lowered.inputs], *ranks)
-            outputs: Mapping[str, Tensor] = dict(zip(program.outputs, results, strict=True))
-            if not is_step:
-                _differentiate(outputs, {name: local(ends[name], value) for name, value in whole.items()})
-        gradients: Mapping[str, Tensor] = {n: leaf.grad for n, leaf in leaves.items() if leaf.grad is not None}
-        if is_step:
-            run = _step_run(program, outputs)
-            outputs, gradients = run.outputs, run.gradients
+        found: dict[str, Tensor] = dict(zip(program.outputs, results, strict=True))
+    outputs = model_outputs(program)
+    gradients = parameter_gradients(program)
     return [
-        Run({n: _rank(t, r) for n, t in outputs.items()}, {n: _rank(g, r) for n, g in gradients.items()})
+        Run(
+            {name: _rank(found[name], r) for name in outputs},
+            {fqn: _rank(found[name], r) for fqn, name in gradients.items()},
+        )
         for r in range(world)
     ]
 

@@ -35,7 +35,7 @@ from fxpar.passes.divide_batch import divide_batch
 from fxpar.passes.insert_collectives import insert_collectives
 from fxpar.program.program import Program, has_note, output_layouts, output_types
 from fxpar.verify.promote import promote, wide
-from fxpar.verify.simulate import Run, coordinates, cotangents, run_ranks, run_single, symbol_values
+from fxpar.verify.simulate import Run, coordinates, cotangents, run_ranks, run_single, step_of, symbol_values
 
 TOLERANCE = 1e-10
 _UNFAITHFUL = (
@@ -195,11 +195,11 @@ def verify_values(
     step: int = 0,
     reference: Run | None = None,
 ) -> ValueReport:
-    """Compares a localised program on all simulated ranks with the captured one on one device.
+    """Compares a program on all simulated ranks, forward and backward, with the captured one on one device.
 
     Args:
         captured: the program as it was captured.
-        program: the program after `localize`.
+        program: the program after `localize`, which is differentiated as a training step is, or a step.
         state: parameters, buffers and constants by name, whole.
         inputs: by path, whole.
         step: number of the step, which selects the dropout masks.
@@ -207,7 +207,7 @@ def verify_values(
     """
     if reference is None:
         reference = reference_run(captured, state, inputs, step=step)
-    sizes = symbol_values(program, inputs)
+    sizes, program = symbol_values(program, inputs), step_of(program)
     ranks = run_ranks(promote(program), _weights(program, state), _given(program, inputs, step), sizes)
     return compare(reference, program, ranks, sizes)
 

@@ -17,7 +17,7 @@ from fxpar.passes.assign_rng import RNG_PATH
 from fxpar.plan.plan import Plan
 from fxpar.program.program import Program
 from fxpar.verify.promote import promote, wide
-from fxpar.verify.simulate import run_ranks, symbol_values
+from fxpar.verify.simulate import run_ranks, step_of, symbol_values
 from fxpar.verify.values import call_inputs, program_state, rng_state
 from tests.layers import by_layer
 from tests.models.variants import Variant, trace
@@ -119,6 +119,6 @@ def test_what_is_listed_is_what_the_ranks_execute(
     listed = Counter((c.op, c.bytes // 4) for c in collectives(program))
     counting = Counting()
     monkeypatch.setattr(ops, "_c10d", counting)
-    run_ranks(promote(program), state, inputs, symbol_values(program, inputs))
+    run_ranks(promote(step_of(program)), state, inputs, symbol_values(program, inputs))
     assert counting.calls == listed
     assert len(listed) > 0

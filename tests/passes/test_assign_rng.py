@@ -15,7 +15,8 @@ from fxpar.passes.assign_rng import RNG_PATH
 from fxpar.plan.plan import Plan
 from fxpar.program.program import Program, note
 from fxpar.text.parsing import parse_program
-from fxpar.verify.simulate import run_ranks, run_single
+from fxpar.verify.promote import promote
+from fxpar.verify.simulate import run_ranks, run_single, step_of
 from fxpar.verify.static import verify_static
 from fxpar.verify.values import call_inputs, program_state, reference_program, rng_state
 from tests.passes.modules import (
@@ -223,7 +224,7 @@ def test_all_ranks_drop_the_same_elements_of_the_summands_of_a_partial_value() -
     assert "%d = fxpar.dropout(%p, %rng, 0.5) : f32[b, 4] tp:P {random=5}" in shown(result)
     state, inputs = {"w": torch.randn(4, 6).double()}, {"x": torch.randn(4, 6).double(), RNG_PATH: rng_state()}
     whole = functional.linear(inputs["x"], state["w"])
-    for rank in run_ranks(result, state, inputs, {"b": 4}):
+    for rank in run_ranks(promote(step_of(result)), state, inputs, {"b": 4}):
         is_kept = rank.outputs["y"] != 0
         assert 0 < is_kept.sum() < is_kept.numel()
         torch.testing.assert_close(rank.outputs["y"], 2 * whole * is_kept)

@@ -21,7 +21,7 @@ from fxpar.rules import Call, Refusal, infer, rule_of
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import placement_text
 from fxpar.verification import verify
-from fxpar.verify.simulate import Run, coordinates, run_ranks
+from fxpar.verify.simulate import Run, coordinates, run_ranks, step_of
 from fxpar.verify.static import verify_static
 
 
@@ -58,7 +58,7 @@ def program(
 
 def ranks_of(program: Program, x: Tensor, inputs: dict[str, Tensor]) -> list[Run]:
     verify_static(program)
-    return run_ranks(program, {"x": x}, inputs, {})
+    return run_ranks(step_of(program), {"x": x}, inputs, {})
 
 
 def same(runs: list[Run], program: Program, x: Tensor, wanted: Tensor, upstream: Tensor | None = None) -> None:

@@ -23,7 +23,7 @@ from fxpar.ops.random import axis_index
 from fxpar.passes.assign_rng import RNG_PATH
 from fxpar.program.program import Program, TensorType, operands, output_layouts, output_types, update
 from fxpar.verify.promote import promote, wide
-from fxpar.verify.simulate import Run, run_ranks, run_single, symbol_values
+from fxpar.verify.simulate import Run, run_ranks, run_single, step_of, symbol_values
 from fxpar.verify.values import ValueReport, compare, rng_state
 from fxpar.verify.whole import whole_arguments
 
@@ -101,7 +101,7 @@ def judge(program: Program, state: Mapping[str, Tensor], inputs: Mapping[str, Te
     given[RNG_PATH] = rng_state(program.plan.seed)
     owned, given = ({k: wide(v) for k, v in held.items()} for held in (owned, given))
     reference = _attempt(lambda: run_single(promote(whole_program(program, sizes)), owned, given))
-    ranks = _attempt(lambda: run_ranks(promote(program), owned, given, symbol_values(program, given)))
+    ranks = _attempt(lambda: run_ranks(promote(step_of(program)), owned, given, symbol_values(program, given)))
     if isinstance(reference, str) or isinstance(ranks, str):
         kind = "stuck" if reference == ranks else "differs"
         return Verdict(kind, f"one device: {_shown(reference)}; ranks: {_shown(ranks)}")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fxpar.bisection import complete
-from fxpar.errors import CheckFailed, InputError, LayoutError
+from fxpar.errors import CheckFailed, FxparError, InputError, LayoutError
 from fxpar.program.program import Program
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
@@ -33,7 +33,7 @@ SHARED = "llama,num_key_value_heads=2"
 STAGES = (("localize", "assign_rng"), ("insert_collectives", "insert_collectives"), ("assign_rng", "assign_rng"))
 
 # What a program that no check has seen may raise when it is run.
-UNRUNNABLE = (RuntimeError, ValueError, TypeError, KeyError, IndexError, AssertionError, InputError)
+UNRUNNABLE = (RuntimeError, ValueError, TypeError, KeyError, IndexError, AssertionError, FxparError)
 
 
 @dataclass

@@ -111,4 +111,4 @@ def test_a_text_whose_readings_differ_is_told(old: str, new: str) -> None:
     from fxpar.text.parsing import parse_program
 
     found = parse_program(sequence_text(2).replace(old, new).replace("tp:P→", "tp:").replace("tp:S(1)→R", "tp:R"))
-    assert judge(found, prepared("tail").state, prepared("tail").inputs).kind == "differs"
+    assert judge(found, prepared("tail").state, prepared("tail").inputs).kind != "same"

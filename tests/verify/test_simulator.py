@@ -23,7 +23,7 @@ from fxpar.passes.assign_rng import RNG_PATH
 from fxpar.program.coercions import at_rest
 from fxpar.program.program import Program
 from fxpar.verify.promote import promote, wide
-from fxpar.verify.simulate import run_ranks, simulated_world, symbol_values
+from fxpar.verify.simulate import run_ranks, simulated_world, step_of, symbol_values
 from fxpar.verify.values import compare, rng_state
 from tests.verify.cases import prepared, program
 
@@ -57,14 +57,16 @@ def _without(replaced: Callable[..., Tensor]) -> Callable[[Program, Mapping[str,
     return lowering
 
 
-@pytest.mark.parametrize(("operator", "loss_changes"), [(bound.reduce_from, True), (bound.copy_to, False)])
+@pytest.mark.parametrize(("operator", "loss_changes"), [(bound.reduce_from, True), (bound.all_reduce, False)])
 def test_ranks_without_a_collective_compute_something_else(operator: Callable[..., Tensor], loss_changes: bool) -> None:
     case, split = prepared("gpt2"), program("gpt2", 2)
     sizes = symbol_values(split, case.inputs)
     state = {name: wide(value) for name, value in case.state.items()}
     inputs = {**{name: wide(value) for name, value in case.inputs.items()}, RNG_PATH: rng_state(split.plan.seed)}
-    right = compare(case.reference, split, run_ranks(promote(split), state, inputs, sizes), sizes)
-    wrong = compare(case.reference, split, run_ranks(promote(split), state, inputs, sizes, _without(operator)), sizes)
+    right = compare(case.reference, split, run_ranks(promote(step_of(split)), state, inputs, sizes), sizes)
+    wrong = compare(
+        case.reference, split, run_ranks(promote(step_of(split)), state, inputs, sizes, _without(operator)), sizes
+    )
     assert right.ok
     assert not wrong.ok
     assert wrong.max_grad_error > 1e-3
