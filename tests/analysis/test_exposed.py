@@ -1,4 +1,4 @@
-"""What travels beside products, and what stays exposed: by hand on small steps, and against the runtime's own order."""
+"""What travels beside products, and what stays exposed: by hand on small steps."""
 
 from __future__ import annotations
 
@@ -6,17 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
-from torch import fx
-from torch._inductor.decomposition import select_decomp_table
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxpar.analysis.exposed import Travel, travels
-from fxpar.ops.collectives import Group
-from fxpar.ops.lower import lower
-from fxpar.program.program import Program, note, set_note, tensor_type
-from fxpar.runtime.overlap import Overlap
+from fxpar.passes.overlap import overlap
+from fxpar.program.program import Program, note, set_note
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
 
@@ -67,7 +60,7 @@ def times(found: list[Travel]) -> list[Any]:
 
 
 def test_a_weight_gradient_hides_part_of_a_sum() -> None:
-    (found,) = travels(backward("column"))
+    (found,) = travels(overlap(backward("column")))
     assert found.seconds == pytest.approx(_SUM)
     assert found.exposed == pytest.approx(_SUM - _PRODUCT)
     assert found.to_json()["beside"] == [{"node": "dw0", "seconds": pytest.approx(_PRODUCT)}]
@@ -75,64 +68,26 @@ def test_a_weight_gradient_hides_part_of_a_sum() -> None:
 
 def test_what_needs_the_sum_hides_nothing() -> None:
     """The second layer's products read what the first one's sum gives."""
-    found = travels(backward("column", "row"))
+    found = travels(overlap(backward("column", "row")))
     assert times(found) == [("sum0", ("dw0",), pytest.approx(_SUM - _PRODUCT))]
 
 
 def test_postponed_products_of_earlier_layers_come_beside() -> None:
-    found = travels(backward("row", "column"))
+    found = travels(overlap(backward("row", "column")))
     assert times(found) == [("sum1", ("dw0", "dw1"), pytest.approx(_SUM - 2 * _PRODUCT))]
 
 
-def test_a_sum_is_waited_for_where_its_unit_ends() -> None:
-    """Units of two calls are compiled apart: what stands in the other is not beside."""
-    program = backward("row", "column")
+def test_a_sum_is_waited_for_where_its_run_ends() -> None:
+    """What stands in another call is not beside."""
+    program = overlap(backward("row", "column"))
     for node in program.graph.nodes:
-        if node.op == "call_function" and node.name.endswith("0"):
-            set_note(node, replace(note(node), region="first"))
-    assert times(travels(program)) == [("sum1", ("dw1",), pytest.approx(_SUM - _PRODUCT))]
-
-
-def ordered(program: Program) -> list[int]:
-    """How many products the runtime's order puts between each collective and its wait."""
-    module = lower(program, {"tp": Group("tp", 2)}).module
-    with FakeTensorMode(), torch.no_grad():
-        given = [torch.empty(_local(node)) for node in program.graph.nodes if node.op == "placeholder"]
-        graph = make_fx(module, decomposition_table=select_decomp_table())(*given, torch.zeros((), dtype=torch.int64))
-    Overlap(program.plan.cost, 2)(graph.graph)
-    c10d, found, under_way = torch.ops._c10d_functional, list[int](), dict[fx.Node, int]()
-    for node in graph.graph.nodes:
-        if node.target is c10d.all_reduce.default:
-            under_way[node] = len(found)
-            found.append(0)
-        elif node.target is c10d.wait_tensor.default:
-            del under_way[node.all_input_nodes[0]]
-        elif node.target is torch.ops.aten.mm.default:
-            for index in under_way.values():
-                found[index] += 1
-    return found
-
-
-def _local(node: fx.Node) -> tuple[int, ...]:
-    layout: Any = note(node).layout
-    placement = layout.on("tp")
-    return tuple(
-        int(size) // (2 if placement.is_shard and placement.dim == dim else 1)
-        for dim, size in enumerate(tensor_type(node).shape)
-    )
-
-
-@pytest.mark.parametrize("layers", [2, 3, 5, 8])
-@pytest.mark.parametrize("first", [0, 1])
-def test_what_is_beside_is_what_the_runtime_puts_there(layers: int, first: int) -> None:
-    kinds = ("row", "column")
-    program = backward(*(kinds[(i + first) % 2] for i in range(layers)))
-    assert [len(each.beside) for each in travels(program)] == ordered(program)
+        if node.name in ("dw1", "act1"):
+            set_note(node, replace(note(node), region="second"))
+    assert times(travels(program)) == [("sum1", ("dw0",), pytest.approx(_SUM - _PRODUCT))]
 
 
 def test_what_is_postponed_for_too_long_is_not_beside() -> None:
     """Of more than two milliseconds of products the oldest do not wait for a collective."""
     text = print_program(backward("row", "column"))
     slow = parse_program(text.replace('"flops": 1000000000000.0', '"flops": 700000000000.0'))
-    assert times(travels(slow)) == [("sum1", ("dw1",), pytest.approx(_SUM - 1e9 / 7e11))]
-    assert [len(each.beside) for each in travels(slow)] == ordered(slow)
+    assert times(travels(overlap(slow))) == [("sum1", ("dw1",), pytest.approx(_SUM - 1e9 / 7e11))]

@@ -1,0 +1,160 @@
+"""overlap: collectives travel while gradients of weights are computed."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from fxpar.analysis.estimates import Estimates, estimates
+from fxpar.manager import register_pass
+from fxpar.program.program import Program, ScalarType, note
+from fxpar.program.properties import Property
+from fxpar.program.regions import Region, inlined, region_of
+
+# Seconds of postponed work that may wait for a collective: what it reads stays in memory for so long.
+_BACKLOG = 2e-3
+
+
+@register_pass("overlap", requires={Property.STEP}, preserves="dataflow")
+def overlap(program: Program) -> Program:
+    """Products that nobody waits for run behind the start of a collective.
+
+    Before::
+
+        %dw = aten.mm.default(%dy_t, %x) : f32[16, 8] tp:S(0) {phase=backward}
+        %dx = aten.mm.default(%dy, %w) : f32[4, 8] tp:P {phase=backward}
+        %dx_sum = fxpar.all_reduce[tp](%dx) : f32[4, 8] tp:P→R {phase=backward}
+        %dh = aten.relu.default(%dx_sum) : f32[4, 8] tp:R {phase=backward}
+
+    After::
+
+        %dx = aten.mm.default(%dy, %w) : f32[4, 8] tp:P {phase=backward}
+        %dx_sum = fxpar.all_reduce[tp](%dx) : f32[4, 8] tp:P→R {phase=backward}
+        %dw = aten.mm.default(%dy_t, %x) : f32[16, 8] tp:S(0) {phase=backward}
+        %dh = aten.relu.default(%dx_sum) : f32[4, 8] tp:R {phase=backward}
+
+    A collective starts where it stands and is waited for in front of its first reader. A forward has little that does
+    not wait for its collectives. A backward has: the gradient of a weight is needed by nobody but the optimizer.
+
+    Terms: a *run* is what stands between two boundaries of calls in one phase, or inside of a region; it is ordered by
+    itself. A node is *listened to* if a collective of its run needs it.
+
+    Algorithm: nodes keep their order but for products that are not listened to, with what follows from them. Those are
+    postponed, first in first out: as many of them follow a collective as take its time, by the plan's constants at the
+    example's sizes; of what is postponed beyond two milliseconds the oldest run at once. A run without collectives
+    keeps its order.
+    """
+    whole = inlined(program)
+    seconds = estimates(whole)
+    written = {node.name: node for node in whole.graph.nodes}
+    by_call: dict[str, list[fx.Node]] = {}
+    for node in whole.graph.nodes:
+        if node.op == "call_function" and note(node).region:
+            by_call.setdefault(note(node).region, []).append(node)
+    ordered: dict[Region, Region] = {}
+    for node in program.graph.nodes:
+        region = region_of(node)
+        if region is not None and region not in ordered:
+            inside = dict(zip(by_call[node.name], region.body, strict=True))
+            order = [inside[each] for each in _Order(seconds).of(list(inside))]
+            ordered[region] = region if order == region.body else _reordered(region, order)
+        if region is not None:
+            node.target = ordered[region]
+    for run in _runs(program):
+        order = _Order(seconds).of([written[node.name] for node in run])
+        _place(run[0].prev, [program.node(node.name) for node in order])
+    return program
+
+
+def _runs(program: Program) -> Iterator[list[fx.Node]]:
+    """What stands between calls, phase by phase; numbers go with what stands in front of them."""
+    key = 0
+    phase: str | None = None
+    keys: dict[fx.Node, int] = {}
+    for node in program.graph.nodes:
+        if node.op != "call_function":
+            continue
+        of_call = region_of(node) is not None or any(region_of(read) is not None for read in node.all_input_nodes)
+        if of_call:
+            phase = None
+            continue
+        own = phase if isinstance(note(node).type, ScalarType) else note(node).phase
+        if own != phase:
+            key, phase = key + 1, own
+        keys[node] = key
+    for _, run in itertools.groupby(keys, key=keys.__getitem__):
+        yield list(run)
+
+
+def _place(behind: fx.Node, order: Sequence[fx.Node]) -> None:
+    for node in order:
+        behind.append(node)
+        behind = node
+
+
+def _reordered(region: Region, order: Sequence[fx.Node]) -> Region:
+    graph = fx.Graph()
+    made: dict[fx.Node, fx.Node] = {}
+    for node in (*region.operands, *order):
+        new = made[node] = graph.node_copy(node, made.__getitem__)
+        new.name = node.name
+    graph.output(tuple(made[node] for node in region.results))
+    return Region(region.name, graph, region.fqn)
+
+
+@dataclass
+class _Order:
+    """The order of one run."""
+
+    seconds: Estimates
+    _placed: dict[fx.Node, None] = field(default_factory=dict)
+    _postponed: dict[fx.Node, float] = field(default_factory=dict)
+
+    def of(self, nodes: Sequence[fx.Node]) -> list[fx.Node]:
+        sends, products = self.seconds.sends, self.seconds.products
+        run, listened = frozenset(nodes), self._listened(nodes)
+        if not listened:
+            return list(nodes)
+        for node in nodes:
+            if node in self._placed:
+                continue
+            is_free = node in products or any(read in self._postponed for read in node.all_input_nodes)
+            if is_free and node not in listened:
+                self._postponed[node] = products.get(node, 0.0)
+                self._run_postponed(run, sum(self._postponed.values()) - _BACKLOG)
+                continue
+            self._place(run, node)
+            self._run_postponed(run, sum(each.seconds for each in sends.get(node.name, ())))
+        for node in (*self._postponed, *nodes):
+            self._place(run, node)
+        return list(self._placed)
+
+    def _listened(self, nodes: Sequence[fx.Node]) -> set[fx.Node]:
+        """Collectives and what they need."""
+        found: set[fx.Node] = set()
+        for node in reversed(nodes):
+            if node.name in self.seconds.sends or any(user in found for user in node.users):
+                found.add(node)
+        return found
+
+    def _run_postponed(self, run: frozenset[fx.Node], seconds: float) -> None:
+        while self._postponed and seconds > 0:
+            node = next(iter(self._postponed))
+            seconds -= self._postponed[node]
+            self._place(run, node)
+
+    def _place(self, run: frozenset[fx.Node], node: fx.Node) -> None:
+        """A node behind what it reads."""
+        stack = [node]
+        while stack:
+            last = stack[-1]
+            missing = [read for read in last.all_input_nodes if read in run and read not in self._placed]
+            if missing:
+                stack += missing
+                continue
+            stack.pop()
+            self._placed[last] = None
+            self._postponed.pop(last, None)
