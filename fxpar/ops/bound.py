@@ -1,7 +1,8 @@
 """The coercions as plain functions of tensors, numbers and a group's name: what a lowered graph calls.
 
 Arguments: the rank's tensor; where there is a cut, its dimension and pieces; the group's name and size; the rank's
-index.
+index. What communicates is two calls, so that others may stand between them: `start_…` sends, and the other takes what
+that gives, when it is there.
 """
 
 from __future__ import annotations
@@ -15,44 +16,39 @@ from fxpar.ops import collectives as c
 Pieces = Sequence[tuple[int, c.Run]]
 
 
-def copy_to(x: Tensor, group: str, size: int) -> Tensor:
-    """I → R."""
-    return c.CopyTo.apply(x, c.Group(group, size))  # type: ignore[no-any-return, no-untyped-call]
+def start_sum(x: Tensor, group: str, size: int) -> Tensor:
+    """P → I, P → R."""
+    return c.start_sum(x, c.Group(group, size))
 
 
-def reduce_from(x: Tensor, group: str, size: int) -> Tensor:
-    """P → I."""
-    return c.ReduceFrom.apply(x, c.Group(group, size))  # type: ignore[no-any-return, no-untyped-call]
+def summed(started: Tensor) -> Tensor:
+    """Of `start_sum`."""
+    return c.arrived(started)
 
 
-def all_reduce(x: Tensor, group: str, size: int) -> Tensor:
-    """P → R."""
-    return c.AllReduce.apply(x, c.Group(group, size))  # type: ignore[no-any-return, no-untyped-call]
+def start_gather(x: Tensor, group: str, size: int) -> Tensor:
+    """S → R, S → I."""
+    return c.start_gather(x, c.Group(group, size))
 
 
-def all_gather(x: Tensor, dim: int, pieces: Pieces, group: str, size: int) -> Tensor:
-    """S → R."""
-    return c.AllGather.apply(x, (dim, pieces), c.Group(group, size))  # type: ignore[no-any-return, no-untyped-call]
+def gathered(started: Tensor, dim: int, pieces: Pieces) -> Tensor:
+    """Of `start_gather`."""
+    return c.collected(started, (dim, pieces))
 
 
-def reduce_scatter(x: Tensor, dim: int, pieces: Pieces, group: str, size: int) -> Tensor:
+def start_scatter(x: Tensor, dim: int, pieces: Pieces, group: str, size: int) -> Tensor:
     """P → S."""
-    return c.ReduceScatter.apply(x, (dim, pieces), c.Group(group, size))  # type: ignore[no-any-return, no-untyped-call]
+    return c.start_scatter(x, (dim, pieces), c.Group(group, size))
 
 
-def split(x: Tensor, dim: int, pieces: Pieces, group: str, size: int, index: Tensor) -> Tensor:
-    """I → S."""
-    return c.Split.apply(x, (dim, pieces), c.Group(group, size), index)  # type: ignore[no-any-return, no-untyped-call]
-
-
-def gather(x: Tensor, dim: int, pieces: Pieces, group: str, size: int, index: Tensor) -> Tensor:
-    """S → I."""
-    return c.Gather.apply(x, (dim, pieces), c.Group(group, size), index)  # type: ignore[no-any-return, no-untyped-call]
+def scattered(started: Tensor) -> Tensor:
+    """Of `start_scatter`."""
+    return c.arrived(started).squeeze(0)
 
 
 def take(x: Tensor, dim: int, pieces: Pieces, group: str, size: int, index: Tensor) -> Tensor:
-    """R → S."""
-    return c.Take.apply(x, (dim, pieces), c.Group(group, size), index)  # type: ignore[no-any-return, no-untyped-call]
+    """I → S, R → S."""
+    return c.take_own(x, (dim, pieces), c.Group(group, size), index)
 
 
 def pad(x: Tensor, dim: int, pieces: Pieces, group: str, size: int, index: Tensor) -> Tensor:
@@ -60,26 +56,26 @@ def pad(x: Tensor, dim: int, pieces: Pieces, group: str, size: int, index: Tenso
     return c.pad_others(x, (dim, pieces), c.Group(group, size), index)
 
 
-def settle(x: Tensor, index: Tensor) -> Tensor:
-    """R → I."""
-    return c.Settle.apply(x, index)  # type: ignore[no-any-return, no-untyped-call]
-
-
-def keep_first(x: Tensor, index: Tensor) -> Tensor:
-    """I → P."""
-    return c.KeepFirst.apply(x, index)  # type: ignore[no-any-return, no-untyped-call]
-
-
-def mask_first(x: Tensor, index: Tensor) -> Tensor:
-    """R → P. Both ways the same, so that PyTorch's own derivative is right."""
+def first_only(x: Tensor, index: Tensor) -> Tensor:
+    """I → P, R → P."""
     return c.first_only(x, index)
 
 
-def all_to_all(
-    x: Tensor, source_dim: int, source: Pieces, target_dim: int, target: Pieces, group: str, size: int, index: Tensor
+def start_exchange(x: Tensor, dim: int, pieces: Pieces, group: str, size: int) -> Tensor:
+    """S(i) → S(j), by the target's cut."""
+    return c.start_exchange(x, (dim, pieces), c.Group(group, size))
+
+
+def exchanged(started: Tensor, dim: int, pieces: Pieces) -> Tensor:
+    """Of `start_exchange`, by the source's cut."""
+    return c.collected(started, (dim, pieces))
+
+
+def recut(
+    started: Tensor, source: tuple[int, Pieces], target: tuple[int, Pieces], group: str, size: int, index: Tensor
 ) -> Tensor:
-    """S(i) → S(j)."""
-    cuts = (source_dim, source), (target_dim, target)
-    if source_dim == target_dim:
-        return c.Recut.apply(x, *cuts, c.Group(group, size), index)  # type: ignore[no-any-return, no-untyped-call]
-    return c.AllToAll.apply(x, *cuts, c.Group(group, size))  # type: ignore[no-any-return, no-untyped-call]
+    """S(i) → S(i) by another factor, of `start_gather`.
+
+    What two ranks exchange differs from pair to pair, so that an all-to-all would need other sizes on every rank.
+    """
+    return c.take_own(c.collected(started, source), target, c.Group(group, size), index)

@@ -1,66 +1,53 @@
-"""One reduction for the gradients of many parameters, on local tensors (`fxpar.sum_gradients`).
+"""One reduction for the gradients of many parameters, on local tensors (`fxpar.all_reduce_coalesced`).
 
-Enters: a rank's parameters or their gradients, and for each what of it several ranks hold. Leaves: the parameters as
-they are, whose gradients are summed over the axis in one flat tensor; or these sums.
+Enters: a rank's gradients, and for each what of it several ranks hold. Leaves: their sums over the axis, which travel
+as one flat tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fxpar.ops.collectives import Group, sum_over
+from fxpar.ops.collectives import Group, arrived, start_sum
 from fxpar.ops.factored import Shared, restored, summand
 
-# Dimension and pieces of a weight of which ranks share blocks; None of one that every rank holds whole.
+# Dimension and pieces of a weight of which ranks share blocks, as tuples of `Shared`'s fields; None of one that every
+# rank holds whole.
 Held = tuple[int, Sequence[Sequence[Any]]] | None
 
 
-class SumGradients(torch.autograd.Function):
-    """Identity; one all-reduce of all gradients.
-
-    A weight that the loss does not reach gets none, as without a bucket: an optimizer leaves it alone then. Which ones
-    those are follows from the program, so that all ranks sum the same.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, group: Group, held: Sequence[Held], index: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """The same values."""
-        ctx.set_materialize_grads(False)
-        ctx.group, ctx.held = group, held
-        ctx.save_for_backward(index)
-        return tuple(value.view_as(value) for value in tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        """The sums of the ranks' gradients; of what a rank holds alone its own."""
-        (index,) = ctx.saved_tensors
-        given = [(grad, item) for grad, item in zip(grads, ctx.held, strict=True) if grad is not None]
-        where = ctx.group.name, ctx.group.size, index
-        sums = all_reduce_coalesced([grad for grad, _ in given], [item for _, item in given], *where) if given else ()
-        remaining = iter(sums)
-        return None, None, None, *(None if grad is None else next(remaining) for grad in grads)
+def sum_gradients(weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """`fxpar.sum_gradients`: the values stay the same."""
+    return tuple(weights)
 
 
-def sum_gradients(weights: Sequence[Tensor], held: Sequence[Held], group: str, size: int, index: Tensor) -> Any:
-    """`fxpar.sum_gradients`; pieces as tuples of `Shared`'s fields."""
-    return SumGradients.apply(Group(group, size), held, index, *weights)  # type: ignore[no-untyped-call]
+def start_sums(gradients: Sequence[Tensor], held: Sequence[Held], group: str, size: int, index: Tensor) -> Tensor:
+    """All sums in one flat tensor, on its way."""
+    return start_sum(torch.cat([part.reshape(-1) for part in _parts(gradients, held, size, index)]), Group(group, size))
 
 
-def all_reduce_coalesced(
-    gradients: Sequence[Tensor], held: Sequence[Held], group: str, size: int, index: Tensor
+def sums(
+    started: Tensor, gradients: Sequence[Tensor], held: Sequence[Held], size: int, index: Tensor
 ) -> tuple[Tensor, ...]:
-    """`fxpar.all_reduce_coalesced`; pieces as tuples of `Shared`'s fields."""
-    pieces = [None if item is None else (item[0], [Shared(*piece) for piece in item[1]]) for item in held]
-    pairs = list(zip(gradients, pieces, strict=True))
-    parts = [grad if item is None else summand(grad, *item, size, index) for grad, item in pairs]
-    flat = sum_over(torch.cat([part.reshape(-1) for part in parts]), Group(group, size))
+    """Of `start_sums`."""
+    parts = list(_parts(gradients, held, size, index))
+    totals = arrived(started).split([part.numel() for part in parts])
     found = []
-    totals = flat.split([part.numel() for part in parts])
-    for (grad, item), part, sums in zip(pairs, parts, totals, strict=True):
-        total = sums.view(part.shape)
-        found.append(total if item is None else restored(grad, total, *item, size, index))
+    for gradient, item, part, flat in zip(gradients, held, parts, totals, strict=True):
+        total = flat.view(part.shape)
+        found.append(total if item is None else restored(gradient, total, *_pieces(item), size, index))
     return tuple(found)
+
+
+def _parts(gradients: Sequence[Tensor], held: Sequence[Held], size: int, index: Tensor) -> Iterator[Tensor]:
+    """What is summed of each."""
+    for gradient, item in zip(gradients, held, strict=True):
+        yield gradient if item is None else summand(gradient, *_pieces(item), size, index)
+
+
+def _pieces(item: tuple[int, Sequence[Sequence[Any]]]) -> tuple[int, list[Shared]]:
+    return item[0], [Shared(*piece) for piece in item[1]]

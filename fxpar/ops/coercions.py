@@ -19,7 +19,7 @@ S / c → S / d     each rank keeps its part  zero-pad (partial)                
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -36,8 +36,6 @@ from fxpar.program.program import TensorType, note, operands, output_layouts, ou
 from fxpar.program.properties import Property
 from fxpar.program.step import BACKWARD, PARAMETER
 from fxpar.program.weights import owner_of
-
-Lower = Callable[[fx.Node, OnRank], Run]
 
 # ---------------------------------------------------------------------- shapes and traffic
 
@@ -109,45 +107,43 @@ def _bytes(kind: TensorType, placement: Placement, cuts: Sequence[Placement]) ->
 # ---------------------------------------------------------------------- lowering
 
 
-def _with_group(function: Callable[..., Tensor]) -> Lower:
-    def lower(node: fx.Node, rank: OnRank) -> Run:
-        ranks = rank.ranks(node)
-        return Run(function, (node.args[0], ranks.group, ranks.size))
-
-    return lower
+def _as_it_is(node: fx.Node, rank: OnRank) -> fx.Node:
+    return operands(node)[0]
 
 
-def _with_index(function: Callable[..., Tensor]) -> Lower:
-    def lower(node: fx.Node, rank: OnRank) -> Run:
-        return Run(function, (node.args[0], rank.ranks(node).index))
-
-    return lower
+def _first_only(node: fx.Node, rank: OnRank) -> Run:
+    return Run(bound.first_only, (node.args[0], rank.ranks(node).index))
 
 
-def _with_cut(function: Callable[..., Tensor], *, index: bool = False) -> Lower:
-    """The cut is that of the side that is a shard.
+def _lower_sum(node: fx.Node, rank: OnRank) -> Run:
+    ranks = rank.ranks(node)
+    return Run(bound.start_sum, (node.args[0], ranks.group, ranks.size), finish=bound.summed)
 
-    Args:
-        function: takes the rank's tensor, the cut, group and size.
-        index: whether it takes the rank's index too.
-    """
 
-    def lower(node: fx.Node, rank: OnRank) -> Run:
-        ranks, (source, result) = rank.ranks(node), _sides(node, rank)
-        cut = rank.cut(source if source.is_shard else result)
-        return Run(function, (node.args[0], *cut, ranks.group, ranks.size, *([ranks.index] if index else [])))
+def _lower_gather(node: fx.Node, rank: OnRank) -> Run:
+    ranks, (source, _) = rank.ranks(node), _sides(node, rank)
+    start = (node.args[0], ranks.group, ranks.size)
+    return Run(bound.start_gather, start, finish=bound.gathered, rest=rank.cut(source))
 
-    return lower
+
+def _lower_scatter(node: fx.Node, rank: OnRank) -> Run:
+    ranks, (_, result) = rank.ranks(node), _sides(node, rank)
+    start = (node.args[0], *rank.cut(result), ranks.group, ranks.size)
+    return Run(bound.start_scatter, start, finish=bound.scattered)
+
+
+def _lower_take(node: fx.Node, rank: OnRank) -> Run:
+    ranks, (_, result) = rank.ranks(node), _sides(node, rank)
+    return Run(bound.take, (node.args[0], *rank.cut(result), ranks.group, ranks.size, ranks.index))
+
+
+def _lower_pad(node: fx.Node, rank: OnRank) -> Run:
+    ranks, (source, _) = rank.ranks(node), _sides(node, rank)
+    return Run(bound.pad, (node.args[0], *rank.cut(source), ranks.group, ranks.size, ranks.index))
 
 
 def _sides(node: fx.Node, rank: OnRank) -> tuple[Placement, Placement]:
     return rank.placed(operands(node)[0], node), rank.placed(node, node)
-
-
-def _lower_share(node: fx.Node, rank: OnRank) -> Run:
-    ranks, (source, _) = rank.ranks(node), _sides(node, rank)
-    held = source.dim, rank.shared(source, source, ranks.size)
-    return Run(factored.share, (node.args[0], *held, ranks.group, ranks.size, ranks.index))
 
 
 def _lower_take_part(node: fx.Node, rank: OnRank) -> Run:
@@ -158,17 +154,15 @@ def _lower_take_part(node: fx.Node, rank: OnRank) -> Run:
 
 def _lower_all_to_all(node: fx.Node, rank: OnRank) -> Run:
     ranks, (source, result) = rank.ranks(node), _sides(node, rank)
-    cuts = *rank.cut(source), *rank.cut(result)
-    return Run(bound.all_to_all, (node.args[0], *cuts, ranks.group, ranks.size, ranks.index))
+    before, after, where = rank.cut(source), rank.cut(result), (ranks.group, ranks.size)
+    if source.dim == result.dim:
+        rest = (before, after, *where, ranks.index)
+        return Run(bound.start_gather, (node.args[0], *where), finish=bound.recut, rest=rest)
+    return Run(bound.start_exchange, (node.args[0], *after, *where), finish=bound.exchanged, rest=before)
 
 
 def _lower_sum_gradients(node: fx.Node, rank: OnRank) -> Run:
-    ranks, held = rank.ranks(node), list[coalesced.Held]()
-    for source in operands(node):
-        placement = rank.placed(source, node)
-        pieces = rank.shared(placement, placement, ranks.size) if placement.is_shard else []
-        held.append((placement.dim, pieces) if placement.is_shard else None)
-    return Run(coalesced.sum_gradients, (list(node.args), held, ranks.group, ranks.size, ranks.index))
+    return Run(coalesced.sum_gradients, (list(node.args),))
 
 
 def _lower_pad_part(node: fx.Node, rank: OnRank) -> Run:
@@ -179,8 +173,10 @@ def _lower_pad_part(node: fx.Node, rank: OnRank) -> Run:
 
 def _lower_sum_shared(node: fx.Node, rank: OnRank) -> Run:
     ranks, (source, _) = rank.ranks(node), _sides(node, rank)
-    pieces = rank.shared(source.plain, source.plain, ranks.size)
-    return Run(factored.sum_shared, (node.args[0], source.dim, pieces, ranks.group, ranks.size, ranks.index))
+    held = source.dim, rank.shared(source.plain, source.plain, ranks.size)
+    start, rest = (*held, ranks.group, ranks.size, ranks.index), (*held, ranks.size, ranks.index)
+    x = node.args[0]
+    return Run(factored.start_sum_shared, (x, *start), finish=factored.sum_shared, rest=(x, *rest))
 
 
 def _lower_coalesced(node: fx.Node, rank: OnRank) -> Run:
@@ -189,7 +185,14 @@ def _lower_coalesced(node: fx.Node, rank: OnRank) -> Run:
         placement = rank.placed(source, node)
         pieces = rank.shared(placement.plain, placement.plain, ranks.size) if placement.is_shard else []
         held.append((placement.dim, pieces) if placement.is_shard else None)
-    return Run(coalesced.all_reduce_coalesced, (list(node.args), held, ranks.group, ranks.size, ranks.index))
+    given = list(node.args), held
+    rest = (*given, ranks.size, ranks.index)
+    return Run(
+        coalesced.start_sums,
+        (*given, ranks.group, ranks.size, ranks.index),
+        finish=coalesced.sums,
+        rest=rest,
+    )
 
 
 # ---------------------------------------------------------------------- derivatives
@@ -248,14 +251,14 @@ _record = partial(Operator, shape=_shape, traffic=_traffic, stage=Property.COLLE
     _record,
     kinds=("I", "R"),
     sends=("", "all_reduce"),
-    lower=_with_group(bound.copy_to),
+    lower=_as_it_is,
     sums_gradients=True,
 )
 def copy_to(x: Any, *, axis: str) -> Any:
     """I → R (Megatron's f): identity; all-reduce of the gradient."""
 
 
-@partial(_record, kinds=("P", "I"), sends=("all_reduce", ""), lower=_with_group(bound.reduce_from))
+@partial(_record, kinds=("P", "I"), sends=("all_reduce", ""), lower=_lower_sum)
 def reduce_from(x: Any, *, axis: str) -> Any:
     """P → I (Megatron's g): all-reduce; identity on the gradient."""
 
@@ -264,7 +267,7 @@ def reduce_from(x: Any, *, axis: str) -> Any:
     _record,
     kinds=("S", "R"),
     sends=("all_gather", "reduce_scatter"),
-    lower=_with_cut(bound.all_gather),
+    lower=_lower_gather,
 )
 def all_gather(x: Any, *, axis: str) -> Any:
     """S → R (sequence-parallel gather): all-gather; reduce-scatter of the gradient."""
@@ -274,7 +277,7 @@ def all_gather(x: Any, *, axis: str) -> Any:
     _record,
     kinds=("P", "S"),
     sends=("reduce_scatter", "all_gather"),
-    lower=_with_cut(bound.reduce_scatter),
+    lower=_lower_scatter,
 )
 def reduce_scatter(x: Any, *, axis: str) -> Any:
     """P → S (sequence-parallel scatter-reduce): reduce-scatter; all-gather of the gradient."""
@@ -284,7 +287,7 @@ def reduce_scatter(x: Any, *, axis: str) -> Any:
     _record,
     kinds=("I", "S"),
     sends=("", "all_gather"),
-    lower=_with_cut(bound.split, index=True),
+    lower=_lower_take,
 )
 def split(x: Any, *, axis: str) -> Any:
     """I → S: each rank keeps its block; all-gather of the gradient."""
@@ -294,13 +297,13 @@ def split(x: Any, *, axis: str) -> Any:
     _record,
     kinds=("S", "I"),
     sends=("all_gather", ""),
-    lower=_with_cut(bound.gather, index=True),
+    lower=_lower_gather,
 )
 def gather(x: Any, *, axis: str) -> Any:
     """S → I: all-gather; each rank keeps its block of the gradient."""
 
 
-@partial(_record, kinds=("R", "S"), lower=_with_cut(bound.take, index=True))
+@partial(_record, kinds=("R", "S"), lower=_lower_take)
 def take(x: Any, *, axis: str) -> Any:
     """R → S: each rank keeps its block; the gradient is padded with zeros, a summand."""
 
@@ -309,23 +312,23 @@ def take(x: Any, *, axis: str) -> Any:
     _record,
     kinds=("P", "R"),
     sends=("all_reduce", "all_reduce"),
-    lower=_with_group(bound.all_reduce),
+    lower=_lower_sum,
 )
 def all_reduce(x: Any, *, axis: str) -> Any:
     """P → R: all-reduce, forward and backward."""
 
 
-@partial(_record, kinds=("R", "I"), lower=_with_index(bound.settle))
+@partial(_record, kinds=("R", "I"), lower=_as_it_is)
 def settle(x: Any, *, axis: str) -> Any:
     """R → I: identity; the gradient is kept on rank 0 and zero elsewhere."""
 
 
-@partial(_record, kinds=("I", "P"), lower=_with_index(bound.keep_first))
+@partial(_record, kinds=("I", "P"), lower=_first_only)
 def keep_first(x: Any, *, axis: str) -> Any:
     """I → P: kept on rank 0, zero elsewhere; identity on the gradient."""
 
 
-@partial(_record, kinds=("R", "P"), lower=_with_index(bound.mask_first))
+@partial(_record, kinds=("R", "P"), lower=_first_only)
 def mask_first(x: Any, *, axis: str) -> Any:
     """R → P: kept on rank 0, zero elsewhere, forward and backward."""
 
@@ -345,7 +348,7 @@ def all_to_all(x: Any, *, axis: str) -> Any:
     _record,
     kinds=("S", "S"),
     sends=("", "all_reduce"),
-    lower=_lower_share,
+    lower=_as_it_is,
     sums_gradients=True,
 )
 def share(x: Any, *, axis: str) -> Any:
@@ -360,7 +363,7 @@ def take_part(x: Any, *, axis: str) -> Any:
 # Of gradients alone: the conjugates of coercions that have no conjugate among those above.
 
 
-@partial(_record, kinds=("S", "P"), lower=_with_cut(bound.pad, index=True))
+@partial(_record, kinds=("S", "P"), lower=_lower_pad)
 def pad(x: Any, *, axis: str) -> Any:
     """S → P: each rank's block in its place, zeros elsewhere; the conjugate of `take`."""
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxpar.ops.collectives import Group, sum_over
+from fxpar.ops.collectives import Group, arrived, start_sum
 
 
 @dataclass(frozen=True)
@@ -56,24 +56,6 @@ def _picked(x: Tensor, dim: int, outer: int, count: int, position: Tensor) -> Te
     return runs.index_select(dim + 1, position.reshape(1)).flatten(dim, dim + 2)
 
 
-class Share(torch.autograd.Function):
-    """S; I → S: identity; all-reduce of the gradients of shared blocks among the ranks that hold them."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, pieces: Pieces, group: Group, index: Tensor) -> Tensor:
-        """The same value."""
-        ctx.dim, ctx.pieces, ctx.group = dim, pieces, group
-        ctx.save_for_backward(index)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        """Of shared blocks the sums, of others the gradient as it is."""
-        (index,) = ctx.saved_tensors
-        total = sum_over(summand(grad, ctx.dim, ctx.pieces, ctx.group.size, index), ctx.group)
-        return restored(grad, total, ctx.dim, ctx.pieces, ctx.group.size, index), None, None, None, None
-
-
 def summand(grad: Tensor, dim: int, pieces: Pieces, n: int, index: Tensor) -> Tensor:
     """A rank's summand of the gradients of the shared blocks: its own in their places, zeros elsewhere."""
     found = []
@@ -94,44 +76,18 @@ def restored(grad: Tensor, total: Tensor, dim: int, pieces: Pieces, n: int, inde
     return torch.cat(parts, dim)
 
 
-class TakePart(torch.autograd.Function):
-    """S / c → S / d: each rank keeps its part of its blocks; padded with zeros."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, pieces: Pieces, index: Tensor) -> Tensor:
-        """The rank's parts."""
-        ctx.dim, ctx.pieces = dim, pieces
-        ctx.save_for_backward(index)
-        found = []
-        for piece, own in zip(pieces, _segments(x, dim, [piece.length for piece in pieces]), strict=True):
-            found.append(own if piece.parts == 1 else _picked(own, dim, piece.outer, piece.parts, _part(index, piece)))
-        return torch.cat(found, dim)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        """The rank's summand of its blocks' gradient."""
-        dim, pieces = ctx.dim, ctx.pieces
-        (index,) = ctx.saved_tensors
-        lengths = [None if piece.length is None else piece.length // piece.parts for piece in pieces]
-        found = []
-        for piece, own in zip(pieces, _segments(grad, dim, lengths), strict=True):
-            found.append(own if piece.parts == 1 else _placed(own, dim, piece.outer, piece.parts, _part(index, piece)))
-        return torch.cat(found, dim), None, None, None
-
-
 def _part(index: Tensor, piece: Shared) -> Tensor:
     """Which part of its block a rank keeps: neighbours that share the part count as one."""
     return index % piece.copies // (piece.copies // piece.parts)
 
 
-def share(x: Tensor, dim: int, pieces: Sequence[Sequence[Any]], group: str, size: int, index: Tensor) -> Tensor:
-    """`fxpar.share`; pieces as tuples of `Shared`'s fields."""
-    return Share.apply(x, dim, [Shared(*p) for p in pieces], Group(group, size), index)  # type: ignore[no-any-return, no-untyped-call]
-
-
 def take_part(x: Tensor, dim: int, pieces: Sequence[Sequence[Any]], index: Tensor) -> Tensor:
-    """`fxpar.take_part`; pieces as tuples of `Shared`'s fields."""
-    return TakePart.apply(x, dim, [Shared(*p) for p in pieces], index)  # type: ignore[no-any-return, no-untyped-call]
+    """`fxpar.take_part`: each rank keeps its part of its blocks; pieces as tuples of `Shared`'s fields."""
+    shared = [Shared(*p) for p in pieces]
+    found = []
+    for piece, own in zip(shared, _segments(x, dim, [piece.length for piece in shared]), strict=True):
+        found.append(own if piece.parts == 1 else _picked(own, dim, piece.outer, piece.parts, _part(index, piece)))
+    return torch.cat(found, dim)
 
 
 def pad_part(x: Tensor, dim: int, pieces: Sequence[Sequence[Any]], index: Tensor) -> Tensor:
@@ -144,8 +100,15 @@ def pad_part(x: Tensor, dim: int, pieces: Sequence[Sequence[Any]], index: Tensor
     return torch.cat(found, dim)
 
 
-def sum_shared(x: Tensor, dim: int, pieces: Sequence[Sequence[Any]], group: str, size: int, index: Tensor) -> Tensor:
-    """`fxpar.sum_shared`; pieces as tuples of `Shared`'s fields."""
-    shared = [Shared(*p) for p in pieces]
-    total = sum_over(summand(x, dim, shared, size, index), Group(group, size))
-    return restored(x, total, dim, shared, size, index)
+def start_sum_shared(
+    x: Tensor, dim: int, pieces: Sequence[Sequence[Any]], group: str, size: int, index: Tensor
+) -> Tensor:
+    """`fxpar.sum_shared`, on its way; pieces as tuples of `Shared`'s fields."""
+    return start_sum(summand(x, dim, [Shared(*p) for p in pieces], size, index), Group(group, size))
+
+
+def sum_shared(
+    started: Tensor, x: Tensor, dim: int, pieces: Sequence[Sequence[Any]], size: int, index: Tensor
+) -> Tensor:
+    """Of `start_sum_shared`."""
+    return restored(x, arrived(started), dim, [Shared(*p) for p in pieces], size, index)

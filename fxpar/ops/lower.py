@@ -3,7 +3,8 @@
 Enters: a program (a whole one, or a localised one) and the process groups of its axes. Leaves: a `GraphModule` whose
 inputs are the program's placeholders and one rank index for each axis, and whose outputs are the program's. The module
 is the same on every rank: ranks differ by the index tensors they pass.
-What stands in place of a graph operator its record says (`fxpar.ops.operator`).
+What stands in place of a graph operator its record says (`fxpar.ops.operator`). What communicates becomes two calls:
+one that starts where the operator stands, and one that waits in front of the first reader.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import fx, nn
 from fxpar.ops.collectives import Group
 from fxpar.ops.onrank import OnRank
 from fxpar.ops.operator import Operator
-from fxpar.program.program import Program, operands
+from fxpar.program.program import Note, Program, ScalarType, has_note, note, operands, set_note
 from fxpar.program.regions import inlined
 
 # Operators without a derivative, which Python's functions of that name do not ask for.
@@ -112,7 +113,28 @@ def _replace(node: fx.Node, record: Operator, rank: OnRank) -> bool:
         node.graph.erase_node(node)
         return False
     node.target, node.args, node.kwargs = found.function, found.arguments, {}
+    if found.finish is not None:
+        _finish(node, found.finish, found.rest)
     return found.draws
+
+
+def _finish(start: fx.Node, function: Any, rest: tuple[Any, ...]) -> None:
+    """Waits for what a node started: in front of its first reader, at the latest where its phase or its call ends."""
+    readers, last = set(start.users), start
+    kept = note(start)
+    while last.next not in readers and last.next.op == "call_function" and _is_beside(last.next, kept):
+        last = last.next
+    with start.graph.inserting_after(last):
+        made = start.graph.call_function(function, (start, *rest))
+    start.replace_all_uses_with(made, delete_user_cb=lambda reader: reader is not made)
+    set_note(made, kept)
+
+
+def _is_beside(node: fx.Node, kept: Note) -> bool:
+    """Whether a node is a number, or of the phase and the call of that note."""
+    if not has_note(node) or isinstance(note(node).type, ScalarType):
+        return True
+    return (note(node).phase, note(node).region) == (kept.phase, kept.region)
 
 
 def _place(node: fx.Node, device: torch.device) -> None:

@@ -1,7 +1,7 @@
 """Operators over a vocabulary that the ranks of an axis share out (SPEC section 2.3), on local tensors.
 
 Enters: a rank's block of a table or of logits, and which block it is. Leaves: lookups (partial sums), losses and
-statistics that are the same on every rank, with the gradients of the rank's block. What travels is one value for each
+statistics that are the same on every rank, and the gradients of the rank's block. What travels is one value for each
 row (token), never a row.
 
 Source: Shoeybi et al., "Megatron-LM" (arXiv 1909.08053), section 3.
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fxpar.ops.collectives import Gather, Group, max_over, sum_over
+from fxpar.ops.collectives import Group, gather_whole, max_over, sum_over
 
 _MEAN, _SUM = 1, 2
 
@@ -65,17 +65,14 @@ class Block:
 def embedding(weight: Tensor, words: Tensor, padding_idx: int, block: Block) -> Tensor:
     """Rows of the rank's block of a table, zeros for words of other ranks: a summand of the lookup.
 
-    Shapes: weight [words a rank, h], words [...]; result [..., h]. The row `padding_idx` gets no gradient.
+    Shapes: weight [words a rank, h], words [...]; result [..., h]. `padding_idx` matters to the gradient alone.
 
     Raises:
         RuntimeError: a word is not in [0, vocabulary); on a GPU a device-side assertion.
     """
     torch._assert_async(((words >= 0) & (words < block.size)).all(), f"an id is outside of [0, {block.size})")
     position, own = block.local(words)
-    rows = functional.embedding(position, weight)
-    if padding_idx >= 0:
-        rows = torch.where((words == padding_idx).unsqueeze(-1), rows.detach(), rows)
-    return rows.masked_fill(~own.unsqueeze(-1), 0.0)
+    return functional.embedding(position, weight).masked_fill(~own.unsqueeze(-1), 0.0)
 
 
 def _log_sum_exp(x: Tensor, block: Block, finite: bool = False) -> tuple[Tensor, Tensor]:
@@ -89,44 +86,6 @@ def _log_sum_exp(x: Tensor, block: Block, finite: bool = False) -> tuple[Tensor,
     if finite:
         largest = largest.masked_fill(largest.isinf(), 0.0)
     return largest, (hidden - largest.unsqueeze(-1)).exp().sum(-1)
-
-
-class Statistics(torch.autograd.Function):
-    """log Σ exp, the target's logit, and the sum of weighted logits, for each row; the same on every rank.
-
-    All three are of the logits less the row's largest, which cancels in a loss: a model that is sure of its words has
-    logits that are large against their loss. Two all-reduces of N and 2·N (with weighted logits 3·N) values. Saves the
-    logits themselves and no probabilities.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, position: Tensor, own: Tensor, weights: Tensor | None, block: Block
-    ) -> tuple[Tensor, ...]:
-        """x [N, words a rank]; position and own [N] as of `Block.local`; weights [words a rank] or None."""
-        wide = _wide(x)
-        largest, total = _log_sum_exp(wide, block)
-        picked = wide.gather(-1, position.unsqueeze(-1)).squeeze(-1) - largest
-        parts = [total, picked.masked_fill(~own, 0.0)]
-        if weights is not None:
-            parts.append(block.hide_padding((wide - largest.unsqueeze(-1)) * weights, -1, 0.0).sum(-1))
-        sums = sum_over(torch.stack(parts), block.group).unbind(0)
-        log_sum = sums[0].log()
-        ctx.save_for_backward(x, position, own, weights, largest, log_sum, block.index)
-        ctx.size, ctx.group = block.size, block.group
-        return log_sum, *sums[1:]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """The rank's block of the gradient; padding gets none."""
-        x, position, own, weights, largest, log_sum, index = ctx.saved_tensors
-        block = Block(ctx.size, ctx.group, index)
-        found = (_wide(x) - largest.unsqueeze(-1) - log_sum.unsqueeze(-1)).exp() * grads[0].unsqueeze(-1)
-        if weights is not None:
-            found = found + weights * grads[2].unsqueeze(-1)
-        found = block.hide_padding(found, -1, 0.0)
-        picked = grads[1].masked_fill(~own, 0.0).unsqueeze(-1)
-        return found.scatter_add(-1, position.unsqueeze(-1), picked).to(x.dtype), None, None, None, None
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -156,24 +115,7 @@ def cross_entropy(
     Raises:
         RuntimeError: a target is neither `ignore_index` nor in [0, vocabulary).
     """
-    rows, words = _rows(x, target)
-    counted = _counted(words, ignore_index, block)
-    position, own = block.local(torch.where(counted, words, 0))
-    smooth = None
-    if label_smoothing:
-        smooth = _wide(weight) if weight is not None else torch.ones((), dtype=_wide(x).dtype, device=x.device)
-    log_sum, picked, *weighted = Statistics.apply(rows, position, own & counted, smooth, block)  # type: ignore[no-untyped-call]
-    scale = counted.to(log_sum.dtype)
-    if weight is not None:
-        scale = scale * sum_over(_wide(weight)[position].masked_fill(~own, 0.0), block.group)
-    losses = scale * (log_sum - picked) * (1 - label_smoothing)
-    if label_smoothing:
-        total: Any = block.size
-        if weight is not None:
-            total = sum_over(block.hide_padding(_wide(weight), 0, 0.0).sum(), block.group)
-        losses = losses + (total * log_sum - weighted[0]) * (label_smoothing / block.size)
-    losses = losses.masked_fill(~counted, 0.0)  # which stops a gradient that is no number, of a mean over none
-    return _reduced(losses, scale, reduction).reshape(target.shape if reduction == 0 else ()).to(x.dtype)
+    return cross_entropy_forward(x, target, weight, reduction, ignore_index, label_smoothing, block)[0]
 
 
 def _counted(words: Tensor, ignore_index: int, block: Block) -> Tensor:
@@ -204,61 +146,20 @@ def nll_loss(
     return _reduced(-picked * scale, scale, reduction).reshape(target.shape if reduction == 0 else ()).to(x.dtype)
 
 
-class LogSumExp(torch.autograd.Function):
-    """log Σ exp of each row: one value of it on every rank."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, block: Block) -> Tensor:
-        """[..., words a rank] → [...]."""
-        largest, total = _log_sum_exp(_wide(x), block, finite=True)
-        found = largest + sum_over(total, block.group).log()
-        ctx.save_for_backward(x, found, block.index)
-        ctx.size, ctx.group = block.size, block.group
-        return found.to(x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """The rank's block of the gradient."""
-        x, found, index = ctx.saved_tensors
-        found = found.masked_fill(found == float("-inf"), 0.0)
-        spread = (_wide(x) - found.unsqueeze(-1)).exp() * grad.unsqueeze(-1)
-        return Block(ctx.size, ctx.group, index).hide_padding(spread, -1, 0.0).to(x.dtype), None
-
-
 def logsumexp(x: Tensor, dims: int | Sequence[int], keepdim: bool, block: Block) -> Tensor:
     """`torch.logsumexp` over the cut dimension, which stands alone."""
     dim = dims if isinstance(dims, int) else dims[0]
-    found = LogSumExp.apply(x.movedim(dim, -1), block)  # type: ignore[no-untyped-call]
-    return found.unsqueeze(dim) if keepdim else found  # type: ignore[no-any-return]
-
-
-class LogSoftmax(torch.autograd.Function):
-    """Logarithm of the softmax over the last dimension, cut as its operand."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, block: Block) -> Tensor:
-        """[..., words a rank], twice."""
-        largest, total = _log_sum_exp(_wide(x), block)
-        log_sum = largest + sum_over(total, block.group).log()
-        found = (_wide(x) - log_sum.unsqueeze(-1)).to(x.dtype)
-        ctx.save_for_backward(found, block.index)
-        ctx.size, ctx.group = block.size, block.group
-        return found
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """The rank's block of the gradient: the sum over all words is needed."""
-        found, index = ctx.saved_tensors
-        block = Block(ctx.size, ctx.group, index)
-        own = _wide(block.hide_padding(grad, -1, 0.0))
-        total = sum_over(own.sum(-1), block.group).unsqueeze(-1)
-        return block.hide_padding(own - _wide(found).exp() * total, -1, 0.0).to(grad.dtype), None
+    largest, total = _log_sum_exp(_wide(x.movedim(dim, -1)), block, finite=True)
+    found = (largest + sum_over(total, block.group).log()).to(x.dtype)
+    return found.unsqueeze(dim) if keepdim else found
 
 
 def log_softmax(x: Tensor, dim: int, dtype: torch.dtype | None, block: Block) -> Tensor:
     """`torch.log_softmax` over the cut dimension."""
-    cast = x if dtype is None else x.to(dtype)
-    return LogSoftmax.apply(cast.movedim(dim, -1), block).movedim(-1, dim)  # type: ignore[no-any-return, no-untyped-call]
+    cast = (x if dtype is None else x.to(dtype)).movedim(dim, -1)
+    largest, total = _log_sum_exp(_wide(cast), block)
+    log_sum = largest + sum_over(total, block.group).log()
+    return (_wide(cast) - log_sum.unsqueeze(-1)).to(cast.dtype).movedim(-1, dim)
 
 
 def cross_entropy_forward(
@@ -411,7 +312,7 @@ def topk_backward(x: Tensor, indices: Tensor, gradient: Tensor, dim: int, block:
 
 def argmax(x: Tensor, dim: int, keepdim: bool, block: Block) -> Tensor:
     """`torch.argmax` over the cut dimension; of equal values the first."""
-    value, position = _searched(x.detach(), dim, True, block).max(-1, keepdim=True)
+    value, position = _searched(x, dim, True, block).max(-1, keepdim=True)
     # Padding may tie with the least value that there is.
     own = (block.size - block.first).clamp(min=1, max=block.share)
     best = _all(value, block).argmax(-1, keepdim=True)
@@ -460,5 +361,4 @@ def with_block(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _all(x: Tensor, block: Block) -> Tensor:
     """The ranks' values behind each other in the last dimension."""
-    found = Gather.apply(x, (x.dim() - 1, [(1, None)]), block.group, block.index)  # type: ignore[no-untyped-call]
-    return found  # type: ignore[no-any-return]
+    return gather_whole(x, (x.dim() - 1, [(1, None)]), block.group)

@@ -28,7 +28,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxpar.plan.plan import Plan
 from fxpar.program.program import output_node
-from fxpar.runtime.overlap import Overlap
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
 Run = Callable[..., Sequence[Any]]
@@ -58,13 +57,8 @@ class Inductor:
     """Compiles functions of tensors of one plan."""
 
     def __init__(self, plan: Plan) -> None:
-        self._options: dict[str, Any] = {}
-        if plan.axes:
-            # A compiled graph tells no axis from another: each collective is taken for one of the slowest and largest.
-            ranks = max(plan.axes.values())
-            self._options["post_grad_custom_post_pass"] = Overlap(plan.cost.on(plan.axes), ranks)
-            # Inductor's own order for peak memory would bring weight gradients back in front of collectives.
-            self._options["reorder_for_peak_memory"] = False
+        # Inductor's own order for peak memory would bring weight gradients back in front of collectives.
+        self._options: dict[str, Any] = {"reorder_for_peak_memory": False} if plan.axes else {}
 
     def alone(self, function: Run, fakes: Sequence[Tensor], mode: FakeTensorMode, *, backward: bool) -> Boxed:
         """Compiles a function by itself.

@@ -19,7 +19,7 @@ from fxpar.layout.nesting import seen_by
 from fxpar.layout.shards import without_padding
 from fxpar.layout.symbols import Size, evaluate
 from fxpar.mesh.purpose import PURPOSES, Cuts
-from fxpar.ops import bound
+from fxpar.ops.collectives import Cut, Group, gather_whole, take_own
 from fxpar.program.program import TensorType, note, output_layouts
 from fxpar.runtime.inputs import data_part
 from fxpar.runtime.programs import Call
@@ -131,4 +131,21 @@ def _gathered(name: str, value: Tensor, axis: str, placement: Placement, call: C
     pieces = [(evaluate(p.outer, call.sizes), evaluate(p.size, call.sizes)) for p in placement.pieces]
     group = world.groups[axis]
     index = call.compiled.indices[call.compiled.lowered.indices.index(axis)]
-    return bound.gather(value, placement.dim, pieces, group.name, group.size, index)
+    found: Tensor = _Gathered.apply(value, (placement.dim, pieces), group, index)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Gathered(torch.autograd.Function):
+    """A shard as the whole that the author's own code goes on with, alike on every rank."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, cut: Cut, group: Group, index: Tensor) -> Tensor:
+        """The whole."""
+        ctx.cut, ctx.group = cut, group
+        ctx.save_for_backward(index)
+        return gather_whole(value, cut, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        """The rank's shard of the gradient."""
+        return take_own(gradient, ctx.cut, ctx.group, *ctx.saved_tensors), None, None, None

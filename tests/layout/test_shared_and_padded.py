@@ -9,7 +9,7 @@ from fxpar.layout.layout import Piece, Placement, fits, padded_shard, parse_plac
 from fxpar.layout.nesting import local_size
 from fxpar.layout.shards import block, counted, whole
 from fxpar.layout.slices import slice_pieces
-from fxpar.ops.collectives import _collect, _spread
+from fxpar.ops.collectives import _collect, spread
 from fxpar.oracle.ranks import held, padding
 
 SHARED = [
@@ -70,7 +70,7 @@ def test_a_vocabulary_that_fits_is_not_padded(size: int, n: int) -> None:
 def test_padded_blocks_are_gathered_and_scattered(size: int, n: int) -> None:
     x, piece = torch.randn(2, size, 3), padded_shard(1, size, n).pieces[0]
     cut = (1, [(1, (size, piece.padded))])
-    stacked = _spread(x, cut, n)
+    stacked = spread(x, cut, n)
     for rank in range(n):
         assert torch.equal(stacked[rank], block(x, padded_shard(1, size, n), n, rank))
     assert torch.equal(_collect(stacked, cut), x)

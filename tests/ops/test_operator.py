@@ -17,8 +17,8 @@ from fxpar.errors import CheckFailed, LayoutError, TextError
 from fxpar.layout.layout import I, Placement
 from fxpar.layout.symbols import product
 from fxpar.manager import PassManager
-from fxpar.ops import OPERATORS, Operator, bound
-from fxpar.ops.collectives import Group
+from fxpar.ops import OPERATORS, Operator
+from fxpar.ops.collectives import Group, sum_over
 from fxpar.ops.lower import lower
 from fxpar.ops.onrank import OnRank
 from fxpar.ops.operator import Crossing, Gradients, Reverse, Run, Sent
@@ -52,7 +52,7 @@ def _check(call: Call, placements: Sequence[Placement]) -> tuple[Placement, ...]
 
 
 def _sum_of_products(x: Tensor, weight: Tensor, group: str, size: int) -> Tensor:
-    return bound.reduce_from(torch.nn.functional.linear(x, weight), group, size)
+    return sum_over(torch.nn.functional.linear(x, weight), Group(group, size))
 
 
 def _lower(node: fx.Node, rank: OnRank) -> Run:
