@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from typing import Any
 
@@ -9,9 +10,13 @@ import torch
 from torch import fx, nn
 from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.utils import run_and_get_code
 
 import fxpar
+from fxpar.analysis.exposed import travels
+from fxpar.compile import compile_step
 from fxpar.ops.coercions import sum_gradients
+from fxpar.program.regions import inlined
 from tests.runtime import models
 from tests.runtime.jobs import Found, gradients, tp
 from tests.zoo import CASES
@@ -89,6 +94,43 @@ class Deep(nn.Module):
             x = x + nn.functional.dropout(self.linears[2 * i + 1](hidden), 0.25, self.training)
         logits = self.head(x)
         return {"loss": logits.square().mean(), "logits": logits}
+
+
+def beside(code: str) -> list[int]:
+    """Of emitted code, for each collective in order how many products run between its start and its wait."""
+    found: list[int] = []
+    under_way: dict[str, int] = {}
+    for line in code.splitlines():
+        if "_c10d_functional.wait_tensor" in line:
+            under_way = {name: index for name, index in under_way.items() if name not in line}
+        elif "_c10d_functional." in line and "assert_" not in line:
+            # In place, or into a buffer of its own.
+            sent = re.search(r"^\s*(buf\d+) = ", line) or re.search(r"(buf\d+)", line)
+            assert sent is not None, line
+            under_way[sent[1]] = len(found)
+            found.append(0)
+        elif "extern_kernels." in line and "mm(" in line:
+            for index in under_way.values():
+                found[index] += 1
+    assert not under_way
+    return found
+
+
+def order() -> Found:
+    """What is beside collectives in the code that Inductor emits for a backward, and in the program."""
+    batch = {"x": torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(0))}
+    found: Found = {}
+    for kind in (False, True):
+        model = fxpar.parallelize(Deep(2), fxpar.Plan(tp=tp(), sequence_parallel=kind, compile=True), batch)
+        with config.patch(post_grad_custom_pre_pass=Seen(), compile_threads=1):
+            _, codes = run_and_get_code(model.train_step, batch)
+        trained = [p.fqn for p in model.program.parameters if p.trainable]
+        step = inlined(compile_step(model.program, ("loss",), ("loss",), trained))
+        found[str(kind)] = {
+            "code": sorted({count for code in codes for count in beside(code)}),
+            "program": sorted({len(each.beside) for each in travels(step)}),
+        }
+    return found
 
 
 def deep() -> Found:

@@ -40,6 +40,14 @@ def test_equal_layers_are_compiled_once(world2: World) -> None:
         assert found["graphs"] <= 6  # a layer and the head, forward and backward, and what surrounds them
 
 
+def test_the_emitted_code_has_the_order_of_the_program(world2: World) -> None:
+    """Gradients of weights run between a collective's start and its wait."""
+    for found in world2.run(compiled.order, seconds=600):
+        for each in found.values():
+            assert each["code"] == each["program"]
+            assert max(each["code"]) >= 2
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
 @pytest.mark.parametrize("more", [{}, {"checkpointed": True}, {"recompute": "selective"}, {"recompute": "full"}])
