@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn import functional
 
 _M0, _M1 = 0xD2511F53, 0xCD9E8D57
@@ -92,17 +93,19 @@ def random_words(shape: Sequence[int], rng: Tensor, origin: int | Tensor, cuts: 
     index = global_index(shape, cuts, rng.device)
     # Four neighbours share a counter and take one word each.
     if _in_fours(shape, cuts):
-        words = _drawn(index.reshape(-1)[::4], rng, origin)
-        return torch.stack(words, -1).reshape(tuple(shape))
+        return torch.stack(_drawn(index[..., ::4], rng, origin), -1).flatten(-2)
     w0, w1, w2, w3 = _drawn(index, rng, origin)
     is_odd = (index & 1) == 1
     return torch.where((index & 2) == 0, torch.where(is_odd, w1, w0), torch.where(is_odd, w3, w2))
 
 
 def _in_fours(shape: Sequence[int], cuts: Sequence[IndexCut]) -> bool:
-    """Whether each four neighbours of a rank are those of one counter: runs must hold whole counters."""
+    """Whether each four neighbours in the last dimension are those of one counter: runs must hold whole counters.
+
+    Of symbolic sizes it must hold for all: the bits are the same either way.
+    """
     units = [math.prod(shape[cut.dim :]) // (cut.outer * cut.own) for cut in cuts]
-    return all(unit % 4 == 0 for unit in (math.prod(shape), *units))
+    return len(shape) > 0 and all(statically_known_true(unit % 4 == 0) for unit in (shape[-1], *units))
 
 
 def _drawn(index: Tensor, rng: Tensor, origin: int | Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

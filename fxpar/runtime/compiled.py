@@ -1,7 +1,7 @@
-"""A step compiled for the shapes of one call: each distinct unit once, and the calls of them in order.
+"""A step compiled for the shapes of calls: each distinct unit once, and the calls of them in order.
 
-Enters: a lowered step, and values that tell its shapes. Leaves: its forward and its backward as lists of calls, which
-run without autograd.
+Enters: a lowered step, values that tell its shapes, and which sizes are symbols (`fxpar.runtime.sizes`). Leaves: its
+forward and its backward as lists of calls, which run without autograd.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._dispatch.python import enable_python_dispatcher
 
 from fxpar.program.program import output_node
 from fxpar.program.step import BACKWARD, PARAMETER
 from fxpar.runtime.inductor import Boxed, Inductor, Pair
 from fxpar.runtime.parts import Step
 from fxpar.runtime.segments import Segment, Unit, graph_of, is_number
+from fxpar.runtime.sizes import Scope
 from fxpar.runtime.units import Units, units_of
 
 Values = dict[str, Any]
@@ -53,15 +54,17 @@ class Run:
 
 
 class CompiledUnits:
-    """What is compiled of one step program or forward, by text and shapes of the unit.
+    """What is compiled of a program's steps and forwards in one scope, by text and shapes of the unit.
 
     Args:
         device: of the identities that units take.
+        scope: of the sizes; each unit takes those that are symbols as its first operands, so that what is compiled
+            knows them.
     """
 
-    def __init__(self, inductor: Inductor, device: torch.device, told: Told) -> None:
-        self._inductor, self._device, self._told = inductor, device, told
-        self._mode = FakeTensorMode(allow_non_fake_inputs=True)
+    def __init__(self, inductor: Inductor, device: torch.device, told: Told, scope: Scope) -> None:
+        self._inductor, self._device, self._told, self._scope = inductor, device, told, scope
+        self._mode = scope.mode
         self._known: dict[Any, Pair | Boxed] = {}
         self._shapes: dict[Any, Sequence[Tensor]] = {}
         self._identities: dict[int, Tensor] = {}
@@ -87,14 +90,12 @@ class CompiledUnits:
             paired: as for `units_of`.
         """
         units = units_of(graph, phases, frozenset(needed) | frozenset(tangents.values()), paired=paired)
-        fakes: dict[str, Tensor] = {
-            name: self._mode.from_tensor(value.detach(), static_shapes=True) for name, value in values.items()
-        }
+        fakes = {name: self._scope.fake(name, value) for name, value in values.items()}
         self._propagate(units, fakes, tangents)
         compiled = self._compile_all(units, fakes)
-        forward = [_forward_run(unit, units, compiled[unit], i) for i, unit in enumerate(units.forward)]
         number = {unit: i for i, unit in enumerate(units.forward)}
-        backward = [_backward_run(unit, units, compiled[unit], number.get(unit)) for unit in units.backward]
+        forward = [self._forward_run(unit, units, compiled[unit], number[unit]) for unit in units.forward]
+        backward = [self._backward_run(unit, units, compiled[unit], number.get(unit)) for unit in units.backward]
         runs = _freeing([*forward, *backward], frozenset(needed))
         drawn = {i for unit in (*units.forward, *units.backward) for i in unit.identities}
         return runs[: len(forward)], runs[len(forward) :], {_identity(i): self._tensor(i) for i in drawn}
@@ -133,9 +134,9 @@ class CompiledUnits:
         key = (unit.text, segment is unit.forward, tuple(_meta(fakes[name]) for name in takes))
         if key not in self._shapes:
             alone = Unit(segment, None, tuple(takes), ())
-            module = graph_of(alone, [[alone.position(name) for name in gives]])
+            module = graph_of(alone, [[alone.position(name) for name in gives]], [])
             given = [*(fakes[name] for name in takes), *self._drawn(alone)]
-            with torch.no_grad(), self._mode:
+            with torch.no_grad(), enable_python_dispatcher(), self._mode:
                 self._shapes[key] = module(*given)
         fakes.update(zip(gives, self._shapes[key], strict=True))
 
@@ -149,14 +150,32 @@ class CompiledUnits:
             self._told(len(new), len(new))
         return {unit: self._known[key] for unit, key in keys.items()}
 
+    def _takes(self, unit: Unit) -> tuple[str, ...]:
+        return (*map(_size, self._scope.names), *unit.early, *map(_identity, unit.identities))
+
+    def _forward_run(self, unit: Unit, units: Units, compiled: Pair | Boxed, number: int) -> Run:
+        gives = tuple(unit.nodes[i].name for i in units.results[unit][0])
+        if isinstance(compiled, Pair):
+            return Run(compiled.forward, self._takes(unit), (*gives, *_saved(number, compiled)), frozenset())
+        return Run(compiled, self._takes(unit), gives, frozenset())
+
+    def _backward_run(self, unit: Unit, units: Units, compiled: Pair | Boxed, number: int | None) -> Run:
+        gives = tuple(unit.nodes[i].name for i in units.results[unit][1])
+        if isinstance(compiled, Pair):
+            assert number is not None
+            late = (unit.late[i] for i in compiled.late)
+            return Run(compiled.backward, (*_saved(number, compiled), *late), gives, frozenset())
+        return Run(compiled, self._takes(unit), gives, frozenset())
+
     def _key(self, unit: Unit, units: Units, fakes: Mapping[str, Tensor]) -> Any:
         metas = tuple(_meta(fakes[name]) for name in (*unit.early, *unit.late))
         return unit.text, unit.forward is None, unit.backward is None, units.results[unit], metas
 
     def _compile(self, unit: Unit, units: Units, fakes: Mapping[str, Tensor]) -> Pair | Boxed:
         results = units.results[unit]
-        function = graph_of(unit, results)
-        given = [self._another(fakes[name]) for name in unit.early]
+        function = graph_of(unit, results, self._scope.names)
+        given: list[Any] = self._scope.integers
+        given += [self._another(fakes[name]) for name in unit.early]
         given += self._drawn(unit)
         early = len(given)
         given += [self._another(fakes[name]) for name in unit.late]
@@ -166,35 +185,24 @@ class CompiledUnits:
 
 
 def _meta(value: Tensor) -> Any:
-    return value.shape, value.stride(), value.dtype, value.device
+    """What a unit is compiled for; symbolic sizes are told by their names, which are those of one scope."""
+    return tuple(map(str, value.shape)), tuple(map(str, value.stride())), value.dtype, value.device
 
 
 def _identity(identity: int) -> str:
     return f"identity {identity}"
 
 
-def _takes(unit: Unit) -> tuple[str, ...]:
-    return (*unit.early, *map(_identity, unit.identities))
+def _size(name: str) -> str:
+    return f"size {name}"
+
+
+def _named(sizes: Mapping[str, int]) -> Values:
+    return {_size(name): size for name, size in sizes.items()}
 
 
 def _saved(unit: int, pair: Pair) -> tuple[str, ...]:
     return tuple(f"saved {unit} {i}" for i in range(pair.saved))
-
-
-def _forward_run(unit: Unit, units: Units, compiled: Pair | Boxed, number: int) -> Run:
-    gives = tuple(unit.nodes[i].name for i in units.results[unit][0])
-    if isinstance(compiled, Pair):
-        return Run(compiled.forward, _takes(unit), (*gives, *_saved(number, compiled)), frozenset())
-    return Run(compiled, _takes(unit), gives, frozenset())
-
-
-def _backward_run(unit: Unit, units: Units, compiled: Pair | Boxed, number: int | None) -> Run:
-    gives = tuple(unit.nodes[i].name for i in units.results[unit][1])
-    if isinstance(compiled, Pair):
-        assert number is not None
-        late = (unit.late[i] for i in compiled.late)
-        return Run(compiled.backward, (*_saved(number, compiled), *late), gives, frozenset())
-    return Run(compiled, _takes(unit), gives, frozenset())
 
 
 def _freeing(runs: Sequence[Run], needed: frozenset[str]) -> list[Run]:
@@ -229,9 +237,13 @@ class CompiledStep:
         )
         self._ready = self._gradients()
 
-    def forward(self, values: Mapping[str, Any]) -> tuple[dict[str, Any], Values]:
-        """The model's outputs by name, and what the backward takes before the tangents."""
-        own = {**self._identities, **values}
+    def forward(self, values: Mapping[str, Any], sizes: Mapping[str, int]) -> tuple[dict[str, Any], Values]:
+        """The model's outputs by name, and what the backward takes before the tangents.
+
+        Args:
+            sizes: of the call, by symbol.
+        """
+        own = {**self._identities, **_named(sizes), **values}
         for run in self._forward:
             run(own)
         return {name: own[value] for name, value in self._step.results.items()}, own
@@ -277,9 +289,9 @@ class CompiledForward:
         self._results = dict(zip(wanted, (node.name for node in results), strict=True))
         self._runs, _, self._identities = compiled.calls(graph, (), values, {}, self._results.values(), paired=False)
 
-    def __call__(self, values: Mapping[str, Any]) -> dict[str, Tensor]:
-        """The outputs by name."""
-        own = {**self._identities, **values}
+    def __call__(self, values: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Tensor]:
+        """The outputs by name; sizes as for a step."""
+        own = {**self._identities, **_named(sizes), **values}
         for run in self._runs:
             run(own)
         return {name: own[value] for name, value in self._results.items()}

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext, tracing
 from torch._inductor import config
@@ -60,30 +61,30 @@ class Inductor:
         # Inductor's own order for peak memory would bring weight gradients back in front of collectives.
         self._options: dict[str, Any] = {"reorder_for_peak_memory": False} if plan.axes else {}
 
-    def alone(self, function: Run, fakes: Sequence[Tensor], mode: FakeTensorMode, *, backward: bool) -> Boxed:
+    def alone(self, function: Run, fakes: Sequence[Any], mode: FakeTensorMode, *, backward: bool) -> Boxed:
         """Compiles a function by itself.
 
         Args:
             function: takes the values one by one.
-            fakes: what it takes, of the shapes it is compiled for.
+            fakes: what it takes, of the shapes it is compiled for; symbolic sizes first.
             mode: theirs.
             backward: whether it is one.
         """
-        graph = _traced(function, fakes)
+        graph = _traced(function, fakes, mode)
         with self._compiling(mode):
             return self._compiled(graph, backward)
 
-    def pair(self, function: Run, fakes: Sequence[Tensor], mode: FakeTensorMode, early: int, results: int) -> Pair:
+    def pair(self, function: Run, fakes: Sequence[Any], mode: FakeTensorMode, early: int, results: int) -> Pair:
         """Compiles a forward and its backward.
 
         Args:
             function: gives the results of the forward, then those of the backward.
-            fakes: what it takes, of the shapes it is compiled for.
+            fakes: what it takes, of the shapes it is compiled for; symbolic sizes first.
             mode: theirs.
             early: how many of these the forward takes; the rest are there in the backward alone.
             results: how many the forward gives.
         """
-        graph = _traced(function, fakes)
+        graph = _traced(function, fakes, mode)
         _name_inputs(graph.graph, early)
         with self._compiling(mode):
             joint_graph_passes(graph)
@@ -116,9 +117,10 @@ class Inductor:
             yield
 
 
-def _traced(run: Callable[..., Sequence[Any]], fakes: Sequence[Tensor]) -> fx.GraphModule:
+def _traced(run: Callable[..., Sequence[Any]], fakes: Sequence[Any], mode: FakeTensorMode) -> fx.GraphModule:
     """The function in the operators that Inductor knows."""
-    with torch.no_grad():
+    # Of symbolic sizes some operators know shapes by their functions in Python alone.
+    with torch.no_grad(), enable_python_dispatcher(), mode:
         return make_fx(run, decomposition_table=select_decomp_table())(*fakes)
 
 

@@ -65,12 +65,12 @@ class Runner:
             InputError: autocast is on, a parameter was exchanged or is trainable since, or `step` is no number.
         """
         values, leaves = self._values(call, None, torch.is_grad_enabled())
-        steps, trained, shapes = call.ready, frozenset(leaves), tuple(call.sizes.items())
+        steps, trained, sizes = call.ready, frozenset(leaves), call.sizes
         if not torch.is_grad_enabled() or not leaves or not steps.differentiable:
             with torch.no_grad():
-                return steps.outputs(shapes, wanted, values)
+                return steps.outputs(sizes, wanted, values)
         with torch.no_grad():
-            pending = steps.run(shapes, steps.step(steps.expected, trained), values, whole=self._waiting.is_idle)
+            pending = steps.run(sizes, steps.step(steps.expected, trained), values, whole=self._waiting.is_idle)
         versions = {name: leaf._version for name, leaf in leaves.items()}
 
         def backward(tangents: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -85,7 +85,7 @@ class Runner:
             ran = pending
             if names != tuple(pending.step.tangents):  # other outputs than last time: the forward has kept too little
                 steps.expected = names
-                ran = steps.run(shapes, steps.step(names, trained), values, whole=self._waiting.is_idle)
+                ran = steps.run(sizes, steps.step(names, trained), values, whole=self._waiting.is_idle)
             if self._waiting.is_idle:
                 return ran.backward(tangents, whole=True)
             held = ran.backward(tangents, whole=False)
@@ -120,8 +120,8 @@ class Runner:
             )
         whole = microbatch is None and self._waiting.is_idle
         wanted = tuple(output for output in steps.program.outputs if output in (name, COUNT))
-        step, shapes = steps.step((name,), frozenset(leaves), wanted), tuple(call.sizes.items())
-        pending = steps.run(shapes, step, values, whole=whole)
+        step, sizes = steps.step((name,), frozenset(leaves), wanted), call.sizes
+        pending = steps.run(sizes, step, values, whole=whole)
         place = partial(self._buffers.placed, leaves) if whole else None
         found = pending.backward({name: tangent(pending.outputs)}, whole=whole, place=place)
         if whole:
@@ -134,7 +134,7 @@ class Runner:
         values, leaves = self._values(call, microbatch, True)
         if not leaves or name not in call.ready.differentiable:
             with torch.no_grad():
-                return [call.ready.outputs(tuple(call.sizes.items()), (name,), values)[name]]
+                return [call.ready.outputs(call.sizes, (name,), values)[name]]
         ran = self.step(call, name, lambda outputs: torch.ones_like(outputs[name]), microbatch)
         return [ran.outputs[name], *ran.held.values()]
 

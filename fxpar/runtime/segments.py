@@ -115,13 +115,16 @@ class Unit:
         return {node.name: i for i, node in enumerate(self.nodes)}
 
 
-def graph_of(unit: Unit, results: Sequence[Sequence[int]]) -> fx.GraphModule:
-    """What a unit computes, as a function of its early operands, its identities and its late operands.
+def graph_of(unit: Unit, results: Sequence[Sequence[int]], sizes: Sequence[str]) -> fx.GraphModule:
+    """What a unit computes, as a function of sizes, its early operands, its identities and its late operands.
 
     Args:
+        sizes: names of those that are symbols; nothing reads them, but what is compiled knows the symbols by them.
         results: positions of the nodes whose values it gives: of the forward, then of the backward.
     """
     graph = fx.Graph()
+    for i, _ in enumerate(sizes):
+        graph.placeholder(f"size_{i}")
     made: dict[str, fx.Node] = {name: graph.placeholder(f"early_{i}") for i, name in enumerate(unit.early)}
     random = {identity: graph.placeholder(f"identity_{i}") for i, identity in enumerate(unit.identities)}
     made |= {name: graph.placeholder(f"late_{i}") for i, name in enumerate(unit.late)}

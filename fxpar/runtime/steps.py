@@ -14,16 +14,20 @@ import torch
 from torch import Tensor, fx
 
 from fxpar.compile import compile_step, lower_program, outlined
+from fxpar.layout.nesting import local_shape
+from fxpar.layout.symbols import Size
 from fxpar.ops.collectives import Group
 from fxpar.ops.lower import Lowered
 from fxpar.passes.differentiate import differentiable
 from fxpar.plan.plan import Plan
-from fxpar.program.program import Program, output_node
+from fxpar.program.program import Program, output_layouts, output_node
 from fxpar.program.step import is_gradient, output_of, parameter_gradients
+from fxpar.runtime.batch import user_inputs
 from fxpar.runtime.compiled import CompiledForward, CompiledStep, CompiledUnits, Place
 from fxpar.runtime.inductor import Inductor
 from fxpar.runtime.parts import Part, Step, cut
 from fxpar.runtime.progress import Progress
+from fxpar.runtime.sizes import Scopes, Variants
 
 Values = dict[str, Any]
 
@@ -113,15 +117,16 @@ class Steps:
     plan: Plan
     uneven_rows: bool = False
     _made: dict[Hashable, Step] = field(default_factory=dict)
-    _compiled: dict[Hashable, Any] = field(default_factory=dict)
+    _forwards: dict[Hashable, fx.GraphModule] = field(default_factory=dict)
+    _compiled: dict[Hashable, Variants[CompiledUnits, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.lowered = self.lowering(self.program)
         self.differentiable = differentiable(self.program)
         # What the caller differentiated last, which is known in its backward alone.
         self.expected = tuple(n for n in self.differentiable if n == self.program.loss) or self.differentiable
-        is_compiled = self.plan.compile
-        self._units = CompiledUnits(Inductor(self.plan), self.device, Progress()) if is_compiled else None
+        inductor, told = Inductor(self.plan), Progress()
+        self._scopes = Scopes(self._shapes(), lambda scope: CompiledUnits(inductor, self.device, told, scope))
 
     def step(self, names: Sequence[str], trained: Collection[str], outputs: Sequence[str] = ()) -> Step:
         """The step of some outputs.
@@ -140,43 +145,53 @@ class Steps:
             self._made[key] = self._cut(compile_step(self.program, wanted, names, trained))
         return self._made[key]
 
-    def run(self, shapes: Hashable, step: Step, sources: Mapping[str, Any], *, whole: bool) -> Pending:
+    def run(self, sizes: Mapping[str, int], step: Step, sources: Mapping[str, Any], *, whole: bool) -> Pending:
         """Runs the forward of a step.
 
         Args:
-            shapes: equal for calls whose tensors have the same shapes.
+            sizes: of the call, by symbol.
             sources: values of the program's inputs, by name of the placeholder.
             whole: whether the backward is expected to end with the parameters' gradients, and not with what each rank
                 has of them.
         """
-        if self._units is None:
+        if not self.plan.compile:
             values = dict(sources)
             step.forward(values)
             outputs = {name: values[value] for name, value in step.results.items()}
             return Pending(step, sources, outputs, values, whole)
         given = {name: value.contiguous() for name, value in sources.items()}
-        key = (id(step), shapes, whole)
-        if key not in self._compiled:
-            self._compiled[key] = CompiledStep(self._units, step, given, whole)
-        compiled: CompiledStep = self._compiled[key]
-        outputs, left = compiled.forward(given)
+        variants = self._variants((id(step), whole))
+        compiled: CompiledStep = variants.of(sizes, lambda units: CompiledStep(units, step, given, whole))
+        outputs, left = compiled.forward(given, sizes)
         return Pending(step, sources, outputs, {}, whole, (compiled, left))
 
-    def outputs(self, shapes: Hashable, wanted: Sequence[str], sources: Mapping[str, Any]) -> dict[str, Tensor]:
+    def outputs(self, sizes: Mapping[str, int], wanted: Sequence[str], sources: Mapping[str, Any]) -> dict[str, Tensor]:
         """Outputs of the forward alone, for which nothing is kept."""
-        if self._units is None:
-            key: Hashable = ("outputs", tuple(wanted))
-            if key not in self._compiled:
-                self._compiled[key] = self.lowered.only(tuple(wanted)).module
+        key = ("outputs", tuple(wanted))
+        if not self.plan.compile:
+            if key not in self._forwards:
+                self._forwards[key] = self.lowered.only(tuple(wanted)).module
             given = [sources[name] for name in self.lowered.sources]
-            return dict(zip(wanted, self._compiled[key](*given), strict=True))
-        values = {name: value.contiguous() for name, value in sources.items()}
-        key = ("outputs", tuple(wanted), shapes)
-        if key not in self._compiled:
-            graph = self.lowering(outlined(self.program)).only(tuple(wanted)).module.graph
-            self._compiled[key] = CompiledForward(self._units, graph, wanted, values)
-        compiled: CompiledForward = self._compiled[key]
-        return compiled(values)
+            return dict(zip(wanted, self._forwards[key](*given), strict=True))
+        if key not in self._forwards:
+            self._forwards[key] = self.lowering(outlined(self.program)).only(tuple(wanted)).module
+        graph, values = self._forwards[key].graph, {name: value.contiguous() for name, value in sources.items()}
+        variants = self._variants(key)
+        compiled: CompiledForward = variants.of(sizes, lambda units: CompiledForward(units, graph, wanted, values))
+        return compiled(values, sizes)
+
+    def _variants(self, key: Hashable) -> Variants[CompiledUnits, Any]:
+        return self._compiled.setdefault(key, Variants(self._scopes))
+
+    def _shapes(self) -> dict[str, tuple[Size, ...]]:
+        """What a rank has of the inputs, in the program's symbols, by name of the placeholder."""
+        found = {}
+        for entry in user_inputs(self.program):
+            shape = entry.type.shape
+            for layout in output_layouts(self.program.node(entry.node)):
+                shape = local_shape(shape, layout, self.program.axes)
+            found[entry.node] = shape
+        return found
 
     def lowering(self, program: Program) -> Lowered:
         """What this rank runs of a program, or of a step of it."""

@@ -66,15 +66,33 @@ def train(name: str, options: dict[str, Any]) -> Found:
 
 
 def shapes() -> Found:
-    """Evaluation at two shapes, twice each: outputs, eager and compiled, and how many graphs were compiled."""
+    """Evaluation at several sizes: outputs, eager and compiled, and how many graphs were compiled by then."""
     found: Found = {"eager": [], "compiled": [], "graphs": []}
     for kind in ("eager", "compiled"):
         model, seen = module("tiny", compile=kind == "compiled").eval(), Seen()
         with config.patch(post_grad_custom_pre_pass=seen, compile_threads=1), torch.no_grad():
-            for rows in (2, 5, 2, 5):
+            for rows in (2, 5, 2, 5, 3, 7, 1):
                 ids = torch.arange(rows * 8).reshape(rows, 8) % models.VOCABULARY
                 found[kind].append(model(ids=ids)["logits"])
                 found["graphs"].append(len(seen.graphs))
+    return found
+
+
+def lengths(sizes: list[tuple[int, int]], options: dict[str, Any]) -> Found:
+    """Steps on batches of many sizes: losses and gradients, eager and compiled, and how many graphs there were."""
+    found: Found = {}
+    for kind in ("eager", "compiled"):
+        model, seen = module("tiny", compile=kind == "compiled", **options), Seen()
+        found[kind] = []
+        found["graphs"] = []
+        for rows, length in sizes:
+            ids = torch.arange(rows * length).reshape(rows, length) * 7 % models.VOCABULARY
+            for parameter in model.parameters():
+                parameter.grad = None
+            with config.patch(post_grad_custom_pre_pass=seen, compile_threads=1):
+                loss = float(model.train_step({"ids": ids, "targets": ids.roll(1, 1)}))
+            found[kind].append({"losses": [loss], "gradients": gradients(model)})
+            found["graphs"].append(len(seen.graphs))
     return found
 
 

@@ -58,11 +58,33 @@ def test_compiled_programs_under_sequence_parallelism(world2: World, name: str, 
         assert sum(graph[GATHER] for graph in found["graphs"]) >= 4
 
 
-def test_a_new_shape_is_compiled_once() -> None:
+def test_sizes_are_symbols_from_the_second_ones_on() -> None:
     found = compiled.shapes()
     for a, b in zip(found["eager"], found["compiled"], strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
-    assert found["graphs"] == [0, 0, 0, 0, 1, 2, 2, 2]
+    # A batch of one is a number: operations take it for one that is broadcast.
+    assert found["graphs"] == [0] * 7 + [1, 2, 2, 2, 2, 2, 3]
+
+
+def test_steps_of_many_lengths_are_compiled_thrice(world2: World) -> None:
+    """For the first sizes, for all others, and for a length of one; divisible, odd, and with another batch."""
+    sizes = [(2, 8), (2, 12), (2, 7), (2, 33), (2, 8), (2, 1), (2, 2)]
+    for found in world2.run(compiled.lengths, sizes, {}, seconds=600):
+        for eager, other in zip(found["eager"], found["compiled"], strict=True):
+            assert_equal({"eager": eager, "compiled": other})
+        first, second, *same = found["graphs"]
+        assert second == 2 * first
+        assert same == [second] * 3 + [3 * first] * 2
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("more", [{"sequence_parallel": True}, {"recompute": "full"}, {"rng": "fused"}])
+def test_steps_of_many_lengths_under_other_plans(world2: World, more: dict[str, Any]) -> None:
+    sizes = [(2, 8), (2, 12), (3, 6), (4, 10), (5, 14)]
+    for found in world2.run(compiled.lengths, sizes, more, seconds=900):
+        for eager, other in zip(found["eager"], found["compiled"], strict=True):
+            assert_equal({"eager": eager, "compiled": other})
+        assert found["graphs"][2:] == found["graphs"][2:3] * 3
 
 
 @pytest.mark.matrix
