@@ -127,10 +127,11 @@ class Emitter:
 
     def _bring(self, number: fx.Node, at: fx.Node) -> fx.Node:
         """Puts a number in front of a node of the forward that reads it; it was made for the backward."""
-        if isinstance(note(number).type, ScalarType) and at < number:
+        if isinstance(note(number).type, ScalarType) and (note(number).phase or at < number):
             for read in number.all_input_nodes:
                 self._bring(read, at)
             at.prepend(number)
+            update(number, phase="")
         return number
 
     def _note(

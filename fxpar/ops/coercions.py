@@ -107,8 +107,8 @@ def _bytes(kind: TensorType, placement: Placement, cuts: Sequence[Placement]) ->
 # ---------------------------------------------------------------------- lowering
 
 
-def _as_it_is(node: fx.Node, rank: OnRank) -> fx.Node:
-    return operands(node)[0]
+def _as_it_is(node: fx.Node, rank: OnRank) -> Run:
+    return Run(bound.same, (node.args[0],))
 
 
 def _first_only(node: fx.Node, rank: OnRank) -> Run:

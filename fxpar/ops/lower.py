@@ -128,6 +128,8 @@ def _finish(start: fx.Node, function: Any, rest: tuple[Any, ...]) -> None:
         made = start.graph.call_function(function, (start, *rest))
     start.replace_all_uses_with(made, delete_user_cb=lambda reader: reader is not made)
     set_note(made, kept)
+    name, start.name = start.name, f"{start.name}_start"
+    made.name = name
 
 
 def _is_beside(node: fx.Node, kept: Note) -> bool:

@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from fxpar.errors import LayoutError
 from fxpar.layout.layout import I, Layout, P, Piece, Placement, R, shard
 from fxpar.layout.nesting import spelled
 from fxpar.mesh.purpose import joined_names
-from fxpar.ops.coercions import COERCION_OF
+from fxpar.ops.coercions import COERCION_OF, CONJUGATE, dual_layout
 from fxpar.ops.collectives import Group
 from fxpar.ops.lower import lower
 from fxpar.oracle.grid import fits, holds, holds_gradient, spread, spread_gradient
@@ -94,25 +95,29 @@ class Ranks:
         """
         given = spread(self.x, source, self.axes, self.generator)
         upstream = spread_gradient(self.g, target, self.axes, self.generator)
+        node = parse_program(text).node("y")
+        conjugate = CONJUGATE[node.target] if carries else None
         with LocalTensorMode(len(self.places)):
-            lowered = lower(parse_program(text), self.groups)
-            leaf = self.local(given).requires_grad_(carries)
-            indices = [
-                LocalTensor({r: torch.tensor(p[list(self.axes).index(a)]) for r, p in enumerate(self.places)})
-                for a in lowered.indices
-            ]
-            (found,) = lowered.module(leaf, *indices)
+            found, gradient = self._ran(text, self.local(given)), self.local(upstream)
             if found._local_tensors[0].shape != upstream[self.places[0]].shape:
                 return "shapes"
-            if carries:
-                torch.autograd.backward([found], [self.local(upstream)])
-            grad = leaf.grad
+            if conjugate is not None:
+                words = {"operator": conjugate.__name__, "names": node.kwargs["axis"]}
+                before, after = dual_layout(target), dual_layout(source)
+                gradient = self._ran(GRADIENT.format(**self.axes, **words, source=before, target=after), gradient)
         if not holds(self.parts(found), target, self.axes, self.x):
             return "values"
         if not carries:
             return ""
-        assert grad is not None
-        return "" if holds_gradient(self.parts(grad), source, self.axes, self.g) else "gradient"
+        return "" if holds_gradient(self.parts(gradient), source, self.axes, self.g) else "gradient"
+
+    def _ran(self, text: str, x: LocalTensor) -> Any:
+        lowered = lower(parse_program(text), self.groups)
+        indices = [
+            LocalTensor({r: torch.tensor(p[list(self.axes).index(a)]) for r, p in enumerate(self.places)})
+            for a in lowered.indices
+        ]
+        return lowered.module(x, *indices)[0]
 
 
 @contextlib.contextmanager

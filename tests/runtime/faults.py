@@ -129,7 +129,7 @@ def ends_in_a_step() -> None:
     model, batch = parallel(), models.batch()
     model.train_step(batch)
     if is_odd():
-        plain, calls = collectives.sum_over, list[int]()
+        plain, calls = collectives.start_sum, list[int]()
 
         def dying(x: torch.Tensor, group: collectives.Group) -> torch.Tensor:
             calls.append(1)
@@ -137,7 +137,7 @@ def ends_in_a_step() -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             return plain(x, group)
 
-        collectives.sum_over = dying
+        collectives.start_sum = dying
     model.train_step(batch)
 
 

@@ -15,11 +15,12 @@ from fxpar.errors import FxparError
 from fxpar.layout.shards import local_block
 from fxpar.ops.lower import lower
 from fxpar.program.program import output_layouts
+from fxpar.program.step import output_of, parameter_gradients
 from fxpar.runtime.agreement import connected
 from fxpar.runtime.module import ParallelModule
 from fxpar.runtime.world import join
 from fxpar.verify.promote import promote
-from fxpar.verify.simulate import coordinates
+from fxpar.verify.simulate import coordinates, step_of
 from fxpar.verify.values import rng_state
 from tests.models.test_data_parallel import compiled, reference
 
@@ -83,20 +84,19 @@ def deviation(name: str, tp: int, dp: int, sequence: bool, rows: tuple[int, ...]
     """Of the loss, and of the worst gradient over the largest, in float64, where data ranks bring other row counts."""
     plan = fxpar.Plan(tp=tp, dp=dp, sequence_parallel=sequence)
     world = join(plan, connected(60.0))
-    program = promote(compiled(name, plan))
+    program = promote(step_of(compiled(name, plan)))
     state, inputs, wanted = reference(name)
     lowered = lower(program, world.groups, uneven_rows=True)
     axes, place = program.axes, coordinates(program.axes, dist.get_rank())
     layouts = {node.name: output_layouts(node)[0] for node in program.graph.nodes if node.op == "placeholder"}
     before = sum(rows[: place["dp"]])
-    leaves, values = {}, dict[str, Tensor]()
+    values = dict[str, Tensor]()
     for parameter in program.parameters:
         value = {**program.constants, **state}[parameter.fqn]
         value = value.double() if value.is_floating_point() else value
-        leaf = local_block(value, layouts[parameter.node], axes, place).clone().requires_grad_(parameter.trainable)
-        leaves[parameter.fqn] = values[parameter.node] = leaf
+        values[parameter.node] = local_block(value, layouts[parameter.node], axes, place).clone()
     for entry in program.inputs:
-        value = inputs.get(entry.path, rng_state())
+        value = torch.ones(()) if output_of(entry.path) else inputs.get(entry.path, rng_state())
         cut = layouts[entry.node].on("dp")
         if cut.is_shard:
             value = value.narrow(cut.dim, before, rows[place["dp"]])
@@ -104,19 +104,19 @@ def deviation(name: str, tp: int, dp: int, sequence: bool, rows: tuple[int, ...]
     indices = [torch.tensor(place[axis]) for axis in lowered.indices]
     counts = [torch.tensor(sum(rows)), torch.tensor(before)]
     results = lowered.module(*[values[n] for n in lowered.inputs], *indices, *counts)
-    loss = dict(zip(program.outputs, results, strict=True))[program.loss]
-    loss.backward()
+    found = dict(zip(program.outputs, results, strict=True))
+    gradients = parameter_gradients(program)
     largest = max(float(g.abs().max()) for g in wanted.gradients.values())
     worst = 0.0
     for parameter in program.parameters:
         whole = wanted.gradients.get(parameter.fqn)
-        mine = leaves[parameter.fqn].grad
+        mine = found.get(gradients.get(parameter.fqn, ""))
         if whole is not None and mine is not None:
             gap = mine - local_block(whole, layouts[parameter.node], axes, place)
             worst = max(worst, float(gap.abs().max()) / largest)
         elif (whole is None) != (mine is None):
             worst = float("inf")
-    return abs(float(loss.detach() - wanted.outputs[program.loss])), worst
+    return abs(float(found[program.loss] - wanted.outputs[program.loss])), worst
 
 
 class Pooled(nn.Module):
