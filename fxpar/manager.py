@@ -20,6 +20,7 @@ from torch import fx
 from fxpar.errors import CheckFailed, FxparError, PassError, shown
 from fxpar.ops.dataflow import dataflow, parting
 from fxpar.program.collector import without_collections
+from fxpar.program.keys import has_same_operations
 from fxpar.program.program import Note, PassRecord, Program, describe, has_note, note, output_node
 from fxpar.program.regions import inlined
 from fxpar.text.printing import print_program
@@ -109,6 +110,8 @@ class Verifier:
         check: raises `CheckFailed`, `LayoutError` or `InputError`.
         until: a property from which on it does not apply any more.
         of_dataflow: whether what it says depends on the dataflow alone, so that passes that keep it need no new check.
+        of_operations: whether it judges operations by what they are and take, and not by names or by their order, so
+            that passes that keep all of them need no new check.
     """
 
     name: str
@@ -116,6 +119,7 @@ class Verifier:
     check: Callable[[Program], None]
     until: str = ""
     of_dataflow: bool = False
+    of_operations: bool = False
 
     def applies(self, program: Program) -> bool:
         """Whether the check is about such programs."""
@@ -170,14 +174,18 @@ class PassManager:
     def _run(self, program: Program, until: str | None) -> Program:
         self._write(program, 0, "capture")
         _lint(program, "capture")
+        out = inlined(program)  # what holds of a region's nodes in each call holds of the region
         if not self.checked:
-            self._verify(program, "capture")
+            self._verify(out, "capture")
         for index, item in enumerate(self.passes, 1):
-            before, program = program, self._apply(item, program)
+            before, known, program = program, out, self._apply(item, program)
             self._write(program, index, item.name)
             _lint(program, item.name)
             if not _is_same(before, program):
-                self._verify(program, item.name, item.preserves == "dataflow")
+                out = inlined(program)
+                if item.preserves == "dataflow":
+                    _check_dataflow(item, known, out)
+                self._verify(out, item.name, known if item.preserves == "dataflow" else None)
             if item.name == until:
                 break
         program.graph_module.recompile()
@@ -202,8 +210,6 @@ class PassManager:
         if not isinstance(result, Program):
             raise PassError(f"returned a {type(result).__name__} and no Program", where=item.name)
         _check_notes(item, result)
-        if item.preserves == "dataflow" and not _is_same(program, result):
-            _check_dataflow(item, program, result)
         after = _snapshot(result.graph)
         record = PassRecord(
             item.name,
@@ -217,10 +223,17 @@ class PassManager:
         properties = (program.properties - item.invalidates) | item.provides
         return result.with_(properties=properties, history=(*program.history, record))
 
-    def _verify(self, program: Program, after: str, same_dataflow: bool = False) -> None:
-        program = inlined(program)  # what holds of a region's nodes in each call holds of the region
+    def _verify(self, program: Program, after: str, before: Program | None = None) -> None:
+        """Checks a program without calls; what it has in common with one that was checked needs no new check.
+
+        Args:
+            before: of the same dataflow, and checked.
+        """
+        kept = before is not None and has_same_operations(before, program)
         for verifier in self.verifiers:
-            if verifier.applies(program) and not (same_dataflow and verifier.of_dataflow):
+            same = verifier.of_dataflow or (kept and verifier.of_operations)
+            is_known = same and before is not None and verifier.applies(before)
+            if verifier.applies(program) and not is_known:
                 try:
                     verifier.check(program)
                 except FxparError as error:
@@ -273,7 +286,6 @@ def _check_dataflow(item: Pass, before: Program, after: Program) -> None:
     Raises:
         PassError: names the first output that is not, and the first operation at which it parts.
     """
-    before, after = inlined(before), inlined(after)
     wanted, found = dataflow(before), dataflow(after)
     odd = next((name for name in (*wanted, *found) if wanted.get(name) != found.get(name)), None)
     if odd is None:

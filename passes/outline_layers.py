@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import fx
 
 from fxpar.analysis.periods import parts
@@ -19,6 +18,7 @@ from fxpar.program.program import (
     Program,
     ScalarType,
     TensorType,
+    module_of,
     note,
     output_layouts,
     output_node,
@@ -237,7 +237,7 @@ def _rebuilt(program: Program, order: Sequence[fx.Node], classes: Sequence[_Clas
             new = made[node] = graph.node_copy(node, made.__getitem__)
             new.name = node.name
     graph.output(fx.node.map_arg(output_node(program.graph).args[0], made.__getitem__))
-    return program.with_(graph_module=fx.GraphModule(torch.nn.Module(), graph))
+    return program.with_(graph_module=module_of(graph))
 
 
 def _free(name: str, taken: set[str]) -> str:

@@ -11,7 +11,7 @@ rotary tables) has one option, whole on every rank.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Hashable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 
 import torch
@@ -27,6 +27,7 @@ from fxpar.layout.symbols import Size, names
 from fxpar.program.coercions import at_rest, resting, unsettled
 from fxpar.program.program import Program, describe, operands, output_types
 from fxpar.rules import Refusal, call_of, inferred, rule_of, seeded
+from fxpar.rules.memo import question
 from fxpar.signatures.engine import Call, partial_signatures
 
 aten = torch.ops.aten
@@ -138,6 +139,7 @@ def list_options(
     free = {node: _cuts(found, node) for node in parameters if is_free and node not in pins}
     _keep_attention_whole(found, free)
     reached = set()
+    answers: dict[Hashable, tuple[Option, ...]] = {}  # equal layers put equal questions
     for node in program.graph.nodes:
         kinds = () if node.op == "output" else output_types(node)
         if not kinds or node.target is operator.getitem:
@@ -153,7 +155,10 @@ def list_options(
             inputs = [value_of(o) for o in operands(node)]
             if any(source in reached for source, _ in inputs):
                 reached.add(node)
-                found.of[node] = tuple(_signatures(found, node, inputs))
+                asked = _question(found, node, inputs)
+                if asked not in answers:
+                    answers[asked] = tuple(_signatures(found, node, inputs))
+                found.of[node] = answers[asked]
             else:
                 found.of[node] = (Option((R,) * len(inputs), (R,) * len(kinds)),)
     return found
@@ -256,6 +261,13 @@ def _keep_attention_whole(found: Options, free: dict[fx.Node, list[Placement]]) 
             if len(output_types(other)[0].shape) > 1 and any(shares_attention(trail, goes) for trail in trails):
                 free[other] = []
                 found.uncut[other] = f"its attention stays whole, as %{node.name} does: {found.uncut[node]}"
+
+
+def _question(found: Options, node: fx.Node, inputs: list[Value]) -> Hashable:
+    """All that `_signatures` is told of a node."""
+    flags = tuple(found.carries(value) for value in inputs), found.flags[node], node in found.products
+    held = tuple((found.placements(value), found.token_cut(value), value[0] in found.weights) for value in inputs)
+    return question(node), flags, held
 
 
 def _signatures(found: Options, node: fx.Node, inputs: list[Value]) -> Iterator[Option]:

@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import fx
 
 from fxpar.ops.collectives import Group
 from fxpar.ops.onrank import OnRank
 from fxpar.ops.operator import Operator
-from fxpar.program.program import Note, Program, ScalarType, has_note, note, operands, set_note
+from fxpar.program.program import Note, Program, ScalarType, has_note, module_of, note, operands, set_note
 from fxpar.program.regions import inlined
 
 # Operators without a derivative, which Python's functions of that name do not ask for.
@@ -96,7 +96,7 @@ def lower(
             draws |= _replace(node, node.target, rank)
         elif isinstance(node.target, torch._ops.OpOverload):
             _place(node, rank.device)
-    module = fx.GraphModule(nn.Module(), graph)
+    module = module_of(graph)
     return Lowered(module, inputs, tuple(rank.indices), tuple(program.outputs), uneven_rows, draws)
 
 

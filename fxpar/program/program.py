@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import fx
+from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from fxpar.layout.layout import Layout
 from fxpar.layout.symbols import Size, shape_text, simplify, symbol
@@ -110,6 +111,11 @@ class Note:
     recompute: int = 0
     phase: str = ""
     region: str = ""
+
+
+def module_of(graph: fx.Graph) -> fx.GraphModule:
+    """The graph as a module whose code is written when it is first called: most programs are never run."""
+    return _LazyGraphModule(torch.nn.Module(), graph)
 
 
 def note(node: fx.Node) -> Note:
@@ -309,7 +315,7 @@ class Program:
         for old, new in mapping.items():
             if new.name != old.name:
                 new.name = old.name
-        module = fx.GraphModule(torch.nn.Module(), graph)
+        module = module_of(graph)
         return dataclasses.replace(self, graph_module=module, constants=dict(self.constants))
 
     def with_(self, **changes: Any) -> Program:

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
-import torch
 from torch import fx
 
 from fxpar.errors import CheckFailed
@@ -19,6 +18,7 @@ from fxpar.program.program import (
     Note,
     Program,
     describe,
+    module_of,
     note,
     output_layouts,
     output_node,
@@ -147,7 +147,7 @@ def inlined(program: Program) -> Program:
             _write_out(graph, node, region, made)
         elif node not in made:  # results of calls are there
             made[node] = _copied(graph, node, made, node.name)
-    return program.with_(graph_module=fx.GraphModule(torch.nn.Module(), graph))
+    return program.with_(graph_module=module_of(graph))
 
 
 def _copied(graph: fx.Graph, node: fx.Node, made: dict[fx.Node, fx.Node], name: str) -> fx.Node:

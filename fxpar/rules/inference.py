@@ -27,6 +27,7 @@ from fxpar.program.program import Program, operands, output_layouts, output_type
 from fxpar.program.step import is_forward
 from fxpar.rules.conversion import bucketed, coalesced, coerced, fail
 from fxpar.rules.local import peeled_call, whole_call
+from fxpar.rules.memo import Answers, question
 from fxpar.rules.rows import RowWise
 from fxpar.rules.suggest import suggest
 from fxpar.rules.table import inferred, rule_for, rule_of
@@ -196,7 +197,21 @@ def infer_node(node: fx.Node, given: Context) -> tuple[Layout, ...]:
     )
 
 
-def _operation(node: fx.Node, given: Context) -> list[Layout]:
+_ANSWERS = Answers()
+
+
+def _operation(node: fx.Node, given: Context) -> Sequence[Layout]:
+    rows = tuple((axis, given.row_wise.of(node, axis)) for axis in given.axes)
+    flags = tuple(given.carries), tuple(given.outputs), given.local, given.composite
+    key = (question(node), tuple(given.layouts), flags, tuple(given.axes.items()), rows)
+    known = _ANSWERS.get(key)
+    if known is None:
+        known = tuple(_inferred(node, given))
+        _ANSWERS.put(key, known)
+    return known
+
+
+def _inferred(node: fx.Node, given: Context) -> list[Layout]:
     entries: list[list[tuple[str, Placement]]] = [[] for _ in output_types(node)]
     for step in steps(node, given):
         if isinstance(step.found, Refusal):

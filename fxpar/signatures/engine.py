@@ -173,10 +173,11 @@ def call_of(node: fx.Node, n: int) -> Call:
             plain[name] = _scalar(value)
         elif isinstance(value, (list, tuple)):
             plain[name] = [None if not _is_tensor(item) else item for item in value]
-    return Call(node.target, plain, tuple(kinds), tuple(names), output_types(node), n, _decides(node))
+    return Call(node.target, plain, tuple(kinds), tuple(names), output_types(node), n, decides(node))
 
 
-def _decides(node: fx.Node) -> bool:
+def decides(node: fx.Node) -> bool:
+    """Whether indices that a node finds decide what the forward computes."""
     kinds = output_types(node)
     indices = [i for i, kind in enumerate(kinds) if not (kind.is_float or kind.dtype.is_complex)]
     if len(kinds) > 1:

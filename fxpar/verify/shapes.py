@@ -10,7 +10,7 @@ notes' in both.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from fxpar.layout.layout import Layout
 from fxpar.layout.nesting import local_shape
 from fxpar.layout.symbols import evaluate
 from fxpar.ops.operator import OnShapes, Operator
+from fxpar.program.keys import plain
 from fxpar.program.program import (
     Program,
     ScalarType,
@@ -92,14 +93,19 @@ def _run(program: Program, sizes: Mapping[str, int], local: bool) -> None:
     # Equal layers repeat types and calls: what these give is worked out once.
     types: dict[tuple[TensorType, Layout], Tensor] = {}
     calls: dict[Any, Any] = {}
+    known: dict[Any, Any] = {}
     for node in program.graph.nodes:
         if node.op == "output" or note(node).type is None:  # the return and asserts
             continue
-        wanted = _expected(program, node, sizes, types, local)
         if node.op == "placeholder":
-            values[node] = wanted[0]
+            values[node] = _expected(program, node, sizes, types, local)[0]
             continue
+        wanted = _expected(program, node, sizes, types, local)
         try:
+            asked = _question(node, values)
+            if asked in known:
+                values[node] = known[asked]
+                continue
             given = map_arg((node.args, node.kwargs), values.__getitem__)
             args, kwargs = whole_arguments(node, *given, program.axes, wanted) if whole else given
             check_cost(node, args, kwargs)
@@ -112,6 +118,18 @@ def _run(program: Program, sizes: Mapping[str, int], local: bool) -> None:
             place = "a rank's shapes" if local else "the shapes of the whole"
             raise CheckFailed(f"cannot run on {place}: {reason}", where=describe(node)) from None
         _compare(node, values[node], wanted, sizes, "on a rank" if local else "")
+        known[asked] = values[node]
+
+
+def _question(node: fx.Node, values: Mapping[fx.Node, Any]) -> Hashable:
+    """All of a node on which its result and the comparison depend: equal layers compute on the very same values."""
+
+    def held(operand: fx.Node) -> Hashable:
+        value = values[operand]
+        same = (type(value), value) if isinstance(value, (int, float, bool)) else id(value)
+        return same, note(operand).type, note(operand).layout
+
+    return node.target, plain((node.args, node.kwargs), held), note(node).type, note(node).layout
 
 
 def _identity(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -20,10 +20,11 @@ from fxpar.verify.types import check_choice, check_types
 STATIC: tuple[Verifier, ...] = (
     Verifier("header", frozenset(), check_header),
     Verifier("structure", frozenset(), check_structure),
-    Verifier("operations", frozenset(), check_operations),
+    Verifier("operations", frozenset(), check_operations, of_operations=True),
     Verifier("choice", frozenset({Property.LAYOUTS}), check_choice, until=Property.COLLECTIVES),
-    Verifier("types", frozenset({Property.COLLECTIVES}), check_types),  # says which coercion a wrong shape lacks
-    Verifier("shapes", frozenset(), check_shapes),
+    # Types come first: they say which coercion a wrong shape lacks.
+    Verifier("types", frozenset({Property.COLLECTIVES}), check_types, of_operations=True),
+    Verifier("shapes", frozenset(), check_shapes, of_operations=True),
     Verifier("step", frozenset({Property.STEP}), check_step, of_dataflow=True),
 )
 
