@@ -134,11 +134,15 @@ def beside(code: str) -> list[int]:
     return found
 
 
-def order() -> Found:
-    """What is beside collectives in the code that Inductor emits for a backward, and in the program."""
+def order(kinds: tuple[bool, ...]) -> Found:
+    """What is beside collectives in the code that Inductor emits for a backward, and in the program.
+
+    Args:
+        kinds: with sequence parallelism, and without.
+    """
     batch = {"x": torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(0))}
     found: Found = {}
-    for kind in (False, True):
+    for kind in kinds:
         model = fxpar.parallelize(Deep(2), fxpar.Plan(tp=tp(), sequence_parallel=kind, compile=True), batch)
         with config.patch(post_grad_custom_pre_pass=Seen(), compile_threads=1):
             _, codes = run_and_get_code(model.train_step, batch)

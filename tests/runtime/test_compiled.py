@@ -40,9 +40,10 @@ def test_equal_layers_are_compiled_once(world2: World) -> None:
         assert found["graphs"] <= 6  # a layer and the head, forward and backward, and what surrounds them
 
 
-def test_the_emitted_code_has_the_order_of_the_program(world2: World) -> None:
+@pytest.mark.parametrize("kind", [False, pytest.param(True, marks=pytest.mark.matrix)])
+def test_the_emitted_code_has_the_order_of_the_program(world2: World, kind: bool) -> None:
     """Gradients of weights run between a collective's start and its wait."""
-    for found in world2.run(compiled.order, seconds=600):
+    for found in world2.run(compiled.order, (kind,), seconds=600):
         for each in found.values():
             assert each["code"] == each["program"]
             assert max(each["code"]) >= 2

@@ -183,9 +183,9 @@ def outcome(mutant: Mutant, case: Known) -> str:
 def test_most_rejected_mutants_do_change_something() -> None:
     counts: Counter[str] = Counter()
     for name, source in (("tail", sequence_text(2)), ("tail", print_program(program("tail", 2)))):
-        for mutant in mutants(source, source, seed=11, count=40):
+        for mutant in mutants(source, source, seed=11, count=12):
             if accepted(mutant) is None:
                 counts[outcome(mutant, prepared(name))] += 1
     print(f"\nrejected mutants, run all the same: {dict(counts)}")
     assert counts["changed"] + counts["cannot run"] > counts.total() / 2
-    assert counts["changed"] > 10
+    assert counts["changed"] > 3
