@@ -102,6 +102,9 @@ def _divided(graph: fx.Graph, before: fx.Node, size: fx.Node, ranks: int) -> fx.
     share = divide(kind.value, ranks) if isinstance(kind, ScalarType) else None
     if share is None:
         raise PassError(f"a size of {kind} is not divisible by {ranks}", where=f"%{before.name}")
+    for user in size.users:
+        if user.target is operator.floordiv and user.args == (size, ranks) and user < before:
+            return user
     with graph.inserting_before(before):
         new = graph.create_node("call_function", operator.floordiv, (size, ranks), name=f"{size.name}_local")
     return set_note(new, Note(type=ScalarType(share), fqn=note(before).fqn, phase=note(before).phase))
