@@ -38,6 +38,7 @@ from fxpar.program.step import BACKWARD, PARAMETER
 from fxpar.rules import Refusal, bind_arguments, seed_signature
 from fxpar.rules.conversion import conversions
 from fxpar.rules.inference import Context, Step, context_of, infer_node, judged, steps
+from fxpar.rules.memo import Answers
 from fxpar.rules.table import rule_for
 
 aten = torch.ops.aten
@@ -53,7 +54,7 @@ class Emitter:
         """`flags` are as of `carried`; forward nodes that are made are added."""
         self.program, self.graph, self.flags = program, program.graph, flags
         self.is_local = Property.LOCAL in program.properties
-        self._row_wise = declared(program)
+        self._row_wise, self._answers = declared(program), Answers()
         self._end = output_node(self.graph)
         self._parameter: fx.Node = self._end
         self._numbers: dict[Size, fx.Node] = {}
@@ -161,7 +162,7 @@ class Emitter:
         """
         while True:
             known = {operand: output_layouts(operand) for operand in operands(node)}
-            given = context_of(self.program, node, known, self.flags, self._row_wise)
+            given = context_of(self.program, node, known, self.flags, self._row_wise, self._answers)
             try:
                 return infer_node(node, given)
             except LayoutError:

@@ -48,6 +48,7 @@ class Context:
         local: whether literals speak of a rank's part.
         composite: whether operations may yet become composite ones (`fxpar.ops.vocabulary`).
         row_wise: which operators the plan declares row-wise.
+        answers: what was inferred of other nodes of the same check or pass; what is inferred of this one is added.
     """
 
     layouts: Sequence[Layout]
@@ -57,6 +58,7 @@ class Context:
     local: bool = False
     composite: bool = False
     row_wise: RowWise = field(default_factory=RowWise)
+    answers: Answers = field(default_factory=dict)
 
     def found(self, axis: str) -> list[Placement]:
         """Placements of the operands on an axis."""
@@ -69,6 +71,7 @@ def context_of(
     layouts: Mapping[fx.Node, Sequence[Layout]],
     flags: Mapping[fx.Node, Sequence[bool]],
     row_wise: RowWise,
+    answers: Answers,
     *,
     local: bool = False,
     composite: bool = False,
@@ -79,6 +82,7 @@ def context_of(
         layouts: of each operand's tensors.
         flags: as of `fxpar.program.gradients.carried`.
         row_wise: which operators the plan declares row-wise.
+        answers: of the nodes before it.
     """
     inputs = operands(node)
     given = [layout for o in inputs for layout in layouts[o]]
@@ -86,7 +90,7 @@ def context_of(
     if not is_forward(node):
         given = [Layout(tuple((axis, in_backward(p)) for axis, p in layout)) for layout in given]
         carries = [False] * len(carries)
-    return Context(given, carries, flags[node], program.axes, local, composite, row_wise)
+    return Context(given, carries, flags[node], program.axes, local, composite, row_wise, answers)
 
 
 @dataclass(frozen=True)
@@ -197,18 +201,13 @@ def infer_node(node: fx.Node, given: Context) -> tuple[Layout, ...]:
     )
 
 
-_ANSWERS = Answers()
-
-
 def _operation(node: fx.Node, given: Context) -> Sequence[Layout]:
     rows = tuple((axis, given.row_wise.of(node, axis)) for axis in given.axes)
     flags = tuple(given.carries), tuple(given.outputs), given.local, given.composite
     key = (question(node), tuple(given.layouts), flags, tuple(given.axes.items()), rows)
-    known = _ANSWERS.get(key)
-    if known is None:
-        known = tuple(_inferred(node, given))
-        _ANSWERS.put(key, known)
-    return known
+    if key not in given.answers:
+        given.answers[key] = tuple(_inferred(node, given))
+    return given.answers[key]
 
 
 def _inferred(node: fx.Node, given: Context) -> list[Layout]:

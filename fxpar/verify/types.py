@@ -27,6 +27,7 @@ from fxpar.program.properties import Property
 from fxpar.program.step import gradient_name, input_gradient_name, is_forward, is_gradient, output_of
 from fxpar.rules import bind_arguments
 from fxpar.rules.inference import Context, context_of, infer_node, remedy_of, shown
+from fxpar.rules.memo import Answers
 
 
 def check_types(program: Program) -> None:
@@ -39,14 +40,14 @@ def check_types(program: Program) -> None:
     axes = program.axes
     if not axes:
         return
-    flags, row_wise = carried(program), declared(program)
+    flags, row_wise, answers = carried(program), declared(program), Answers()
     found: dict[fx.Node, tuple[Layout, ...]] = {}
     for node in program.graph.nodes:
         if node.op == "placeholder":
             found[node] = (_placeholder(program, node, flags[node][0]),)
         elif node.op == "call_function" and output_types(node):
-            is_local = Property.LOCAL in program.properties
-            given = context_of(program, node, found, flags, row_wise, local=is_local, composite=_open(program))
+            is_local, composite = Property.LOCAL in program.properties, _open(program)
+            given = context_of(program, node, found, flags, row_wise, answers, local=is_local, composite=composite)
             found[node] = infer_node(node, given)
             _compare(node, found[node], given)
         elif node.op == "call_function":
@@ -68,7 +69,7 @@ def check_choice(program: Program) -> None:
     """
     if not program.axes:
         return
-    flags, row_wise = carried(program), declared(program)
+    flags, row_wise, answers = carried(program), declared(program), Answers()
     for node in program.graph.nodes:
         if node.op == "placeholder":
             _placeholder(program, node, flags[node][0])
@@ -82,7 +83,9 @@ def check_choice(program: Program) -> None:
             names = [o.name for o in inputs for _ in flags[o]]
             for name, source, target, flag in zip(names, given, needs, carries, strict=True):
                 _convertible(node, name, source, target, flag)
-            wanted = Context(needs, carries, flags[node], program.axes, composite=True, row_wise=row_wise)
+            wanted = Context(
+                needs, carries, flags[node], program.axes, composite=True, row_wise=row_wise, answers=answers
+            )
             _compare(node, infer_node(node, wanted), wanted)
         elif node.op == "call_function":
             _check_number(node, {o: output_layouts(o) for o in operands(node)})
