@@ -30,6 +30,22 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return found.reshape(*x.shape[:-1], weight.shape[0]) if x.dim() > 2 else found
 
 
+def matmul(a: Tensor, b: Tensor) -> Tensor:
+    """`a @ b`: rows in one matrix where a factor is one, else batches of equal shape; PyTorch's own asks as `linear`."""
+    if a.dim() <= 2 and b.dim() <= 2:
+        return aten.matmul.default(a, b)  # type: ignore[no-any-return]
+    if b.dim() <= 2:
+        rows = a.reshape(math.prod(a.shape[:-1]), a.shape[-1])
+        return aten.matmul.default(rows, b).reshape(*a.shape[:-1], *b.shape[1:])  # type: ignore[no-any-return]
+    if a.dim() == 1:
+        return matmul(b.mT, a)
+    if a.dim() == 2:
+        return matmul(b.mT, a.t()).mT
+    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    left, right = (x.expand(*batch, *x.shape[-2:]).reshape(math.prod(batch), *x.shape[-2:]) for x in (a, b))
+    return torch.bmm(left, right).reshape(*batch, a.shape[-2], b.shape[-1])
+
+
 def pad(x: Tensor, pads: list[Any], mode: str = "constant", value: float | None = None) -> Tensor:
     """A number around the values: PyTorch's gradient of it holds for one size alone."""
     if mode != "constant" or any(isinstance(each, int) and each < 0 for each in pads):
@@ -119,6 +135,7 @@ def multilabel_margin_loss(x: Tensor, target: Tensor, reduction: int = 1) -> Ten
 
 COMPOSED: Mapping[Any, Callable[..., Any]] = {
     aten.linear.default: linear,
+    aten.matmul.default: matmul,
     aten.pad.default: pad,
     aten.constant_pad_nd.default: constant_pad,
     aten._weight_norm.default: weight_norm,
