@@ -31,7 +31,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
-    """`a @ b`: rows in one matrix where a factor is one, else batches of equal shape; PyTorch's own asks as `linear`."""
+    """`a @ b`: rows in one matrix where a factor is one, else batches of one shape; why, see `linear`."""
     if a.dim() <= 2 and b.dim() <= 2:
         return aten.matmul.default(a, b)  # type: ignore[no-any-return]
     if b.dim() <= 2:
