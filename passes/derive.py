@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -16,8 +17,8 @@ from fxpar.errors import InputError
 from fxpar.passes.emit import Emitter
 from fxpar.passes.forms import BY_ITEM, form_of
 from fxpar.program.program import (
-    Program,
     ScalarType,
+    Symbol,
     TensorType,
     describe,
     has_note,
@@ -56,12 +57,17 @@ _FAILURES = (RuntimeError, TypeError, ValueError, NotImplementedError, Assertion
 _REMEDY = "detach its operand, or write it with other operations"
 
 
-class Derivatives:
-    """Traces of a program's operations, each distinct one once."""
+# Of the last programs' symbols. A step is differentiated when it is made and when it is checked, and a model's programs
+# for training, for evaluation and for other batches repeat the same calls.
+_PROGRAMS = 8
 
-    def __init__(self, program: Program) -> None:
-        self._symbols = program.symbols
-        self._sizes = Sizes(program.symbols)
+
+class Derivatives:
+    """Traces of calls on sizes in some symbols, each distinct one once."""
+
+    def __init__(self, symbols: Sequence[Symbol]) -> None:
+        self._symbols = symbols
+        self._sizes = Sizes(symbols)
         self._known: dict[Any, Derivative] = {}
 
     def of(self, node: fx.Node, args: Any, kwargs: Any, wanted: Sequence[bool], tangents: Sequence[bool]) -> Derivative:
@@ -97,7 +103,8 @@ class Derivatives:
             function = resolve_function(str(kwargs["path"])).apply
             kwargs = {name: item for name, item in kwargs.items() if name != "path"}
         given = map_arg((tuple(args), dict(kwargs)), value)
-        key = (node.target, str(kwargs), repr(given), tuple(tangents))
+        # A function by name may be another one tomorrow, and numbers are of the default type.
+        key = (function, torch.get_default_dtype(), str(kwargs), repr(given), tuple(tangents))
         if key not in self._known:
             try:
                 self._known[key] = trace(function, *given, list(unique.values()), tangents, self._sizes)
@@ -110,6 +117,12 @@ class Derivatives:
                     remedy="detach its operand, or write it with other operations",
                 ) from error
         return self._known[key]
+
+
+@lru_cache(_PROGRAMS)
+def derivatives(symbols: tuple[Symbol, ...]) -> Derivatives:
+    """The traces of programs that have these symbols."""
+    return Derivatives(symbols)
 
 
 class Derived:
