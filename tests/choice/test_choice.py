@@ -56,7 +56,14 @@ def compiled(name: str, plan: Plan) -> Program:
 MEGATRON = ("gpt2", "bert", "llama", "qwen3", "bloom", "nanogpt")
 
 
-@pytest.mark.parametrize(("name", "tp"), [(name, 4) for name in CASES if name not in ("gpt2", "llama")])
+@pytest.mark.parametrize(
+    ("name", "tp"),
+    [
+        pytest.param(name, 4, marks=[] if name in ("bloom", "vit", "nanogpt") else [pytest.mark.matrix])
+        for name in CASES
+        if name not in ("gpt2", "llama")
+    ],
+)
 def test_without_a_plan_s_lines_every_model_is_split_and_right(name: str, tp: int) -> None:
     model, found = captured(name)
     program = compiled(name, Plan(tp=tp))

@@ -24,7 +24,7 @@ from fxpar.signatures.pointwise import pointwise_labels
 aten = torch.ops.aten
 
 # Sizes that 2 and 3 divide, where nothing may be missed but what is known, and any sizes.
-DRAWS = [(0, True), (1, False), (2, False), (3, False)]
+DRAWS = [(0, True), (1, False), *(pytest.param(seed, False, marks=pytest.mark.matrix) for seed in (2, 3))]
 
 
 @pytest.mark.parametrize(("seed", "even"), DRAWS)

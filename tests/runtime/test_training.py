@@ -33,7 +33,9 @@ def assert_trains_like_one_process(world: World, name: str) -> None:
         assert_same(found["state"], wanted["state"], 1e-5)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", pytest.param("bert", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize(
+    "name", ["gpt2", *(pytest.param(name, marks=pytest.mark.matrix) for name in ("llama", "bert"))]
+)
 def test_two_ranks_train_like_one_process(world2: World, name: str) -> None:
     assert_trains_like_one_process(world2, name)
 

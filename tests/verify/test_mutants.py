@@ -127,7 +127,7 @@ def judge_chosen(kind: str, sequence_parallel: bool, counts: tuple[int, ...]) ->
     return tally
 
 
-@pytest.mark.parametrize("kind", [_marked(kind, ("t5", "gpt_neox", "falcon")) for kind in CHOSEN])
+@pytest.mark.parametrize("kind", [_marked(kind, ("gpt2", "t5", "gpt_neox", "falcon")) for kind in CHOSEN])
 def test_every_mutant_of_a_chosen_split_is_rejected(kind: str) -> None:
     counts = (10, 4, 2) if kind == "t5" else (16, 6, 4)
     tallies = [judge_chosen(kind, sequence_parallel, counts) for sequence_parallel in (False, True)]

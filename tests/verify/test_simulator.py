@@ -144,7 +144,7 @@ def _shares(placement: Placement, n: int) -> tuple[list[Tensor], Tensor]:
     return place_gradient(gradient, placement, n, torch.Generator().manual_seed(1)), gradient
 
 
-@pytest.mark.parametrize("n", [4, 8])
+@pytest.mark.parametrize("n", [4, pytest.param(8, marks=pytest.mark.matrix)])
 def test_coercions_of_shared_blocks_keep_the_value_and_its_gradient(n: int) -> None:
     torch.manual_seed(n)
     checked = []
@@ -201,7 +201,7 @@ def _assembled(parts: Sequence[Tensor], placement: Placement, is_gradient: bool)
     return whole(parts, placement)
 
 
-@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("n", [2, 3, pytest.param(4, marks=pytest.mark.matrix)])
 def test_every_coercion_keeps_the_value_and_its_gradient(n: int) -> None:
     """The identity on the whole: forward the value, backward the gradient, as the placements say it is held."""
     torch.manual_seed(n)
