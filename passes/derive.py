@@ -57,18 +57,45 @@ _FAILURES = (RuntimeError, TypeError, ValueError, NotImplementedError, Assertion
 _REMEDY = "detach its operand, or write it with other operations"
 
 
-# Of the last programs' symbols. A step is differentiated when it is made and when it is checked, and a model's programs
-# for training, for evaluation and for other batches repeat the same calls.
+# So many programs' symbols are remembered. A step is differentiated when it is made and when it is checked, and a
+# model's programs for training, for evaluation and for other batches repeat the same calls.
 _PROGRAMS = 8
 
 
-class Derivatives:
+class _Traces:
     """Traces of calls on sizes in some symbols, each distinct one once."""
 
-    def __init__(self, symbols: Sequence[Symbol]) -> None:
+    def __init__(self, symbols: tuple[Symbol, ...]) -> None:
         self._symbols = symbols
         self._sizes = Sizes(symbols)
         self._known: dict[Any, Derivative] = {}
+
+    def of(self, function: Any, given: Any, inputs: Sequence[Operand], tangents: Sequence[bool]) -> Derivative:
+        """The derivative of a call; see `trace`."""
+        args, kwargs = given
+        # Numbers are of the default type.
+        key = (function, torch.get_default_dtype(), repr((args, kwargs)), tuple(tangents))
+        if key not in self._known:
+            try:
+                self._known[key] = trace(function, args, kwargs, inputs, tangents, self._sizes)
+            except _FAILURES:
+                self._sizes = Sizes(self._symbols)  # what failed may have left assumptions about sizes
+                raise
+        return self._known[key]
+
+
+_of_pytorch = lru_cache(_PROGRAMS)(_Traces)
+
+
+class Derivatives:
+    """Derivatives of a program's calls.
+
+    Those of PyTorch's own operators outlive it. What an author's function computes is another thing tomorrow.
+    """
+
+    def __init__(self, symbols: Sequence[Symbol]) -> None:
+        self._of_pytorch = _of_pytorch(tuple(symbols))
+        self._of_others = _Traces(tuple(symbols))
 
     def of(self, node: fx.Node, args: Any, kwargs: Any, wanted: Sequence[bool], tangents: Sequence[bool]) -> Derivative:
         """The derivative of a call.
@@ -102,27 +129,20 @@ class Derivatives:
         if not isinstance(function, torch._ops.OpOverload):
             function = resolve_function(str(kwargs["path"])).apply
             kwargs = {name: item for name, item in kwargs.items() if name != "path"}
+            is_own = False
+        else:
+            is_own = function.namespace == "aten"
         given = map_arg((tuple(args), dict(kwargs)), value)
-        # A function by name may be another one tomorrow, and numbers are of the default type.
-        key = (function, torch.get_default_dtype(), str(kwargs), repr(given), tuple(tangents))
-        if key not in self._known:
-            try:
-                self._known[key] = trace(function, *given, list(unique.values()), tangents, self._sizes)
-            except _FAILURES as error:
-                self._sizes = Sizes(self._symbols)  # what failed may have left assumptions about sizes
-                reason = (str(error).splitlines() or [type(error).__name__])[0]
-                raise InputError(
-                    f"PyTorch does not differentiate it on symbolic shapes: {reason}",
-                    where=describe(node),
-                    remedy="detach its operand, or write it with other operations",
-                ) from error
-        return self._known[key]
-
-
-@lru_cache(_PROGRAMS)
-def derivatives(symbols: tuple[Symbol, ...]) -> Derivatives:
-    """The traces of programs that have these symbols."""
-    return Derivatives(symbols)
+        try:
+            traces = self._of_pytorch if is_own else self._of_others
+            return traces.of(function, given, list(unique.values()), tangents)
+        except _FAILURES as error:
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            raise InputError(
+                f"PyTorch does not differentiate it on symbolic shapes: {reason}",
+                where=describe(node),
+                remedy="detach its operand, or write it with other operations",
+            ) from error
 
 
 class Derived:

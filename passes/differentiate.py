@@ -17,7 +17,7 @@ from fxpar.ops.attention import saving as saving_attention
 from fxpar.ops.coercions import dual_layout, of_parameter
 from fxpar.ops.operator import Reverse
 from fxpar.ops.random import attention
-from fxpar.passes.derive import Derived, derivatives, items_of
+from fxpar.passes.derive import Derivatives, Derived, items_of
 from fxpar.passes.emit import Emitter
 from fxpar.passes.prune import prune
 from fxpar.passes.whole import whole_call_of
@@ -141,7 +141,7 @@ class _Backward:
     def __init__(self, program: Program) -> None:
         self.program, self.flags = program, carried(program)
         self.emit = Emitter(program, self.flags)
-        self.derivatives = derivatives(tuple(program.symbols))
+        self.derivatives = Derivatives(program.symbols)
         self.has_decomposed = False
         self.known: dict[tuple[fx.Node, int], fx.Node] = {}
         owned = [program.node(p.node) for p in program.parameters]
