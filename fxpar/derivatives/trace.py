@@ -101,9 +101,11 @@ def trace(
     numbers = [leaf.size for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Number)]
     integers = [sizes.integer(size) for size in numbers]
     wanted = [operand.index for operand in operands if operand.differentiated]
-    seen: dict[str, Any] = {}
+    forward: set[str] = set()
+    upstream: list[str] = []
 
-    def run(tensors: list[Tensor], integers: list[Any], upstream: list[Tensor]) -> Any:
+    def run(tensors: list[Tensor], integers: list[Any]) -> Any:
+        graph = get_proxy_mode().tracer.graph  # type: ignore[union-attr]
         remaining = iter(integers)
         leaves = [
             t.detach().requires_grad_(operand.differentiated) for t, operand in zip(tensors, operands, strict=True)
@@ -114,78 +116,58 @@ def trace(
                 return leaves[leaf.index]
             return next(remaining) if isinstance(leaf, Number) else leaf
 
+        def tangent(output: Tensor) -> Tensor:
+            with torch.no_grad():
+                made = torch.empty_like(output)
+            upstream.append(next(iter(reversed(graph.nodes))).name)
+            return made
+
         given, named = pytree.tree_map(value, (args, kwargs))
         with torch.enable_grad():
             result = function(*given, **named)
             outputs = list(result) if isinstance(result, (list, tuple)) else [result]
-            tracer = get_proxy_mode().tracer  # type: ignore[union-attr]
-            seen["forward"] = {node.name for node in tracer.graph.nodes}
-            given_to = [output for output, flag in zip(outputs, tangents, strict=True) if flag]
+            forward.update(node.name for node in graph.nodes)
+            pairs = [(o, tangent(o)) for o, flag in zip(outputs, tangents, strict=True) if flag]
             # Some operations give values beside their results that PyTorch lets no gradient through.
-            pairs = [(o, g) for o, g in zip(given_to, upstream, strict=True) if o.requires_grad]
-            roots, tangent = [o for o, _ in pairs], [g for _, g in pairs]
+            pairs = [(o, g) for o, g in pairs if o.requires_grad]
             sources = [leaves[i] for i in wanted]
-            found = torch.autograd.grad(roots, sources, tangent, allow_unused=True) if pairs else ()
-            gradients: list[Tensor | None] = [*found] if pairs else [None for _ in wanted]
+            gradients: list[Tensor | None] = [None for _ in wanted]
+            if pairs:
+                ends, directions = zip(*pairs, strict=True)
+                gradients = list(torch.autograd.grad(ends, sources, directions, allow_unused=True))
         return [o if isinstance(o, Tensor) else None for o in outputs], gradients
 
     with sizes.mode, torch.enable_grad():
-        shapes = _outputs(function, args, kwargs, made, integers)
-        upstream = [torch.empty_like(o) for o, flag in zip(shapes, tangents, strict=True) if flag]
-        module = make_fx(run, decomposition_table=_DECOMPOSED)(made, integers, upstream)
+        module = make_fx(run, decomposition_table=_DECOMPOSED)(made, integers)
     sizes.check()
-    return _read(module, len(made), len(integers), frozenset(seen["forward"]), wanted, len(shapes), sizes)
-
-
-def _outputs(
-    function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], made: Sequence[Tensor], integers: Sequence[Any]
-) -> list[Any]:
-    """What the forward gives, on shapes."""
-    seen: list[Any] = []
-
-    def run(tensors: list[Tensor], integers: list[Any]) -> Any:
-        remaining = iter(integers)
-
-        def value(leaf: Any) -> Any:
-            if isinstance(leaf, Operand):
-                return tensors[leaf.index]
-            return next(remaining) if isinstance(leaf, Number) else leaf
-
-        given, named = pytree.tree_map(value, (args, kwargs))
-        found = function(*given, **named)
-        seen.extend(found if isinstance(found, (list, tuple)) else [found])
-        return [leaf for leaf in seen if isinstance(leaf, Tensor)]
-
-    make_fx(run, decomposition_table=_DECOMPOSED)(list(made), list(integers))
-    return seen
-
-
-def _read(
-    module: fx.GraphModule,
-    tensors: int,
-    integers: int,
-    forward: frozenset[str],
-    wanted: Sequence[int],
-    outputs: int,
-    sizes: Sizes,
-) -> Derivative:
     graph = module.graph
     _functional(graph)
+    given = tuple(_as_placeholder(graph, name) for name in upstream)
     nodes = list(graph.nodes)
-    places = [node for node in nodes if node.op == "placeholder"]
+    places = [node for node in nodes if node.op == "placeholder" and node not in given]
     (returned,) = next(node for node in nodes if node.op == "output").args
-    found: list[Any] = list(returned)
-    results, gradients = found[:outputs], found[outputs:]
+    results, gradients = returned[: len(tangents)], returned[len(tangents) :]
     return Derivative(
         graph,
         module,
-        tuple(places[:tensors]),
-        tuple(places[tensors + integers :]),
+        tuple(places[: len(made)]),
+        given,
         tuple(results),
         frozenset(node for node in nodes if node.name in forward),
         dict(zip(wanted, gradients, strict=True)),
         sizes,
     )
+
+
+def _as_placeholder(graph: fx.Graph, name: str) -> fx.Node:
+    """A value that is given, in place of one that was made to have its shape; it is gone where nothing reads it."""
+    with graph.inserting_before(next(iter(graph.nodes))):
+        place = graph.placeholder(f"{name}_given")
+    for made in [node for node in graph.nodes if node.name == name]:
+        place.meta = dict(made.meta)
+        made.replace_all_uses_with(place)
+        graph.erase_node(made)
+    return place
 
 
 def _functional(graph: fx.Graph) -> None:

@@ -6,7 +6,7 @@ forward and its backward as lists of calls, which run without autograd.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,12 +14,15 @@ import torch
 from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
 
+from fxpar.layout.symbols import Size
+from fxpar.plan.plan import Plan
 from fxpar.program.program import output_node
 from fxpar.program.step import BACKWARD, PARAMETER
 from fxpar.runtime.inductor import Boxed, Inductor, Pair
 from fxpar.runtime.parts import Step
+from fxpar.runtime.progress import Progress
 from fxpar.runtime.segments import Segment, Unit, graph_of, is_number
-from fxpar.runtime.sizes import Scope
+from fxpar.runtime.sizes import Scope, Scopes, Variants
 from fxpar.runtime.units import Units, units_of
 
 Values = dict[str, Any]
@@ -295,3 +298,35 @@ class CompiledForward:
         for run in self._runs:
             run(own)
         return {name: own[value] for name, value in self._results.items()}
+
+
+class Compiler:
+    """What is compiled of a program's steps and forwards, for the sizes they were called with.
+
+    Args:
+        shapes: what a rank has of the inputs, in the program's symbols, by name of the placeholder.
+    """
+
+    def __init__(self, plan: Plan, device: torch.device, shapes: Mapping[str, tuple[Size, ...]]) -> None:
+        inductor, told = Inductor(plan), Progress()
+        self._scopes = Scopes(shapes, lambda scope: CompiledUnits(inductor, device, told, scope))
+        self._known: dict[Hashable, Variants[CompiledUnits, Any]] = {}
+
+    def step(self, step: Step, sizes: Mapping[str, int], values: Mapping[str, Tensor], *, whole: bool) -> CompiledStep:
+        """A step; see `CompiledStep`."""
+        made: CompiledStep = self._variants((id(step), whole)).of(
+            sizes, lambda units: CompiledStep(units, step, values, whole)
+        )
+        return made
+
+    def forward(
+        self, graph: fx.Graph, wanted: Sequence[str], sizes: Mapping[str, int], values: Mapping[str, Tensor]
+    ) -> CompiledForward:
+        """A forward alone; see `CompiledForward`."""
+        made: CompiledForward = self._variants((id(graph), tuple(wanted))).of(
+            sizes, lambda units: CompiledForward(units, graph, wanted, values)
+        )
+        return made
+
+    def _variants(self, key: Hashable) -> Variants[CompiledUnits, Any]:
+        return self._known.setdefault(key, Variants(self._scopes))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx
@@ -23,11 +23,10 @@ from fxpar.plan.plan import Plan
 from fxpar.program.program import Program, output_layouts, output_node
 from fxpar.program.step import is_gradient, output_of, parameter_gradients
 from fxpar.runtime.batch import user_inputs
-from fxpar.runtime.compiled import CompiledForward, CompiledStep, CompiledUnits, Place
-from fxpar.runtime.inductor import Inductor
 from fxpar.runtime.parts import Part, Step, cut
-from fxpar.runtime.progress import Progress
-from fxpar.runtime.sizes import Scopes, Variants
+
+if TYPE_CHECKING:
+    from fxpar.runtime.compiled import CompiledStep, Compiler, Place
 
 Values = dict[str, Any]
 
@@ -118,15 +117,17 @@ class Steps:
     uneven_rows: bool = False
     _made: dict[Hashable, Step] = field(default_factory=dict)
     _forwards: dict[Hashable, fx.GraphModule] = field(default_factory=dict)
-    _compiled: dict[Hashable, Variants[CompiledUnits, Any]] = field(default_factory=dict)
+    _compiler: Compiler | None = None
 
     def __post_init__(self) -> None:
         self.lowered = self.lowering(self.program)
         self.differentiable = differentiable(self.program)
         # What the caller differentiated last, which is known in its backward alone.
         self.expected = tuple(n for n in self.differentiable if n == self.program.loss) or self.differentiable
-        inductor, told = Inductor(self.plan), Progress()
-        self._scopes = Scopes(self._shapes(), lambda scope: CompiledUnits(inductor, self.device, told, scope))
+        if self.plan.compile:
+            from fxpar.runtime.compiled import Compiler  # Inductor takes a second to import
+
+            self._compiler = Compiler(self.plan, self.device, self._shapes())
 
     def step(self, names: Sequence[str], trained: Collection[str], outputs: Sequence[str] = ()) -> Step:
         """The step of some outputs.
@@ -154,34 +155,28 @@ class Steps:
             whole: whether the backward is expected to end with the parameters' gradients, and not with what each rank
                 has of them.
         """
-        if not self.plan.compile:
+        if self._compiler is None:
             values = dict(sources)
             step.forward(values)
             outputs = {name: values[value] for name, value in step.results.items()}
             return Pending(step, sources, outputs, values, whole)
         given = {name: value.contiguous() for name, value in sources.items()}
-        variants = self._variants((id(step), whole))
-        compiled: CompiledStep = variants.of(sizes, lambda units: CompiledStep(units, step, given, whole))
+        compiled = self._compiler.step(step, sizes, given, whole=whole)
         outputs, left = compiled.forward(given, sizes)
         return Pending(step, sources, outputs, {}, whole, (compiled, left))
 
     def outputs(self, sizes: Mapping[str, int], wanted: Sequence[str], sources: Mapping[str, Any]) -> dict[str, Tensor]:
         """Outputs of the forward alone, for which nothing is kept."""
         key = ("outputs", tuple(wanted))
-        if not self.plan.compile:
+        if self._compiler is None:
             if key not in self._forwards:
                 self._forwards[key] = self.lowered.only(tuple(wanted)).module
             given = [sources[name] for name in self.lowered.sources]
             return dict(zip(wanted, self._forwards[key](*given), strict=True))
         if key not in self._forwards:
             self._forwards[key] = self.lowering(outlined(self.program)).only(tuple(wanted)).module
-        graph, values = self._forwards[key].graph, {name: value.contiguous() for name, value in sources.items()}
-        variants = self._variants(key)
-        compiled: CompiledForward = variants.of(sizes, lambda units: CompiledForward(units, graph, wanted, values))
-        return compiled(values, sizes)
-
-    def _variants(self, key: Hashable) -> Variants[CompiledUnits, Any]:
-        return self._compiled.setdefault(key, Variants(self._scopes))
+        values = {name: value.contiguous() for name, value in sources.items()}
+        return self._compiler.forward(self._forwards[key].graph, wanted, sizes, values)(values, sizes)
 
     def _shapes(self) -> dict[str, tuple[Size, ...]]:
         """What a rank has of the inputs, in the program's symbols, by name of the placeholder."""
