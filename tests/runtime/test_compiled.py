@@ -24,6 +24,7 @@ def assert_equal(found: Any) -> None:
     assert_same(found["compiled"]["gradients"], found["eager"]["gradients"], 1e-5)
 
 
+@pytest.mark.matrix
 def test_a_compiled_program_is_the_eager_one(world2: World) -> None:
     for found in world2.run(compiled.train, "tiny", {}):
         assert_equal(found)

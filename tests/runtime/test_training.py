@@ -106,7 +106,10 @@ def test_bf16_trains_and_leaves_the_original_alone(world2: World) -> None:
     assert first["losses"][-1] < first["losses"][0]
 
 
-@pytest.mark.parametrize(("name", "tolerance"), [("gpt2", 2e-6), ("nanogpt", 3e-5), ("llama", 2e-6)])
+@pytest.mark.parametrize(
+    ("name", "tolerance"),
+    [("gpt2", 2e-6), *(pytest.param(*row, marks=pytest.mark.matrix) for row in (("nanogpt", 3e-5), ("llama", 2e-6)))],
+)
 def test_clipping_is_that_of_torch_on_one_process(world2: World, name: str, tolerance: float) -> None:
     limit = 0.5
     wanted = jobs.clip(name, limit)
