@@ -30,7 +30,8 @@ from fxpar.signatures.functions import resolve_function
 
 aten = torch.ops.aten
 
-_SAME = frozenset({aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default})
+# Nothing is written to: a copy is what it is a copy of.
+_SAME = frozenset({aten.detach.default, aten.alias.default, aten.clone.default, aten.lift_fresh_copy.default})
 # Of what the backward needs these are made again there: they cost nothing, and a saved view would keep two names.
 _VIEWS = frozenset(
     {

@@ -12,8 +12,8 @@ from torch import fx
 
 from fxpar.choice.batch import declared
 from fxpar.errors import LayoutError, PassError
-from fxpar.layout.layout import Layout, P, Placement, R
-from fxpar.layout.nesting import spelled
+from fxpar.layout.layout import Layout, P, Placement, R, shard
+from fxpar.layout.nesting import innermost, local_shape, spelled
 from fxpar.layout.symbols import Size, divide, simplify
 from fxpar.ops.coercions import COERCION_OF, dual_layout, mask_first, take
 from fxpar.ops.sizes import size as size_of_whole
@@ -23,6 +23,7 @@ from fxpar.program.program import (
     Note,
     Program,
     ScalarType,
+    TensorType,
     has_note,
     note,
     operands,
@@ -205,7 +206,7 @@ class Emitter:
         inputs = operands(node)
         for i, placement in changed.items():
             (layout,), (kind,) = output_layouts(inputs[i]), output_types(inputs[i])
-            wanted = spelled(layout.with_(axis, placement), self.program.axes)
+            wanted = self._with(layout, axis, placement, kind)
             key = (operator_, (inputs[i],), axis, (wanted,), bool(note(node).phase))
             new = self._conversions.get(key)
             if new is None:
@@ -217,6 +218,15 @@ class Emitter:
                 self._note(new, kind, note(node), [wanted], note(node).phase, 0)
             inputs[i] = new
         with_operands(node, inputs)
+
+    def _with(self, layout: Layout, axis: str, placement: Placement, kind: TensorType) -> Layout:
+        """The layout of what was whole on an axis; a rank takes one block of what it has, inside of all other cuts."""
+        axes = self.program.axes
+        inner = innermost(layout, axes, (axis,))
+        if inner is not None and placement.piece is not None and str(placement) == f"S({placement.dim})":
+            own = local_shape(kind.shape, inner, axes)[placement.dim]
+            return spelled(inner.with_(axis, shard(placement.dim, own)), axes)
+        return spelled(layout.with_(axis, placement), axes)
 
     def _with_summands(self, node: fx.Node) -> None:
         """Zeros beside summands are those of one rank: what is added to a sum is added once."""

@@ -56,15 +56,17 @@ def test_a_step_is_accepted_and_its_text_is_it(name: str) -> None:
     ],
 )
 def test_no_edit_of_the_backward_that_changes_a_gradient_passes(name: str, every: int) -> None:
-    found, passed = [], 0
+    found, tried, passed = [], 0, 0
     for index, (label, program) in enumerate(mutants(trial(name).step)):
         if index % every:
             continue
+        tried += 1
         if not refused(program):
             passed += 1
             found += [] if trial(name).is_right(program) else [label]
     assert found == []
-    assert passed <= 3, "what passes is right: it must be rare"
+    # Equal values read for one another, and when a gradient of a weight is computed.
+    assert passed <= 3 + tried / 9, "what passes is right: it must be rare"
 
 
 @pytest.mark.parametrize(
