@@ -20,6 +20,7 @@ from scipy.sparse import csr_matrix
 from torch import fx
 
 from fxpar.analysis.storages import Storages
+from fxpar.program.program import is_tensor
 
 # How far from the least seconds a choice may be: equal layers that keep other values are as good as each other, and a
 # proof that no other choice among them is a little better would take longer than any step saves.
@@ -86,11 +87,16 @@ class Keeping:
         found: tuple[set[fx.Node], set[fx.Node]] = set(), set()
         pending = list(self.reads)
         for node in pending:
-            is_there = node in self.fixed or node not in allowed or self._held(node) <= kept
+            is_there = node not in allowed or (self._held(node) <= kept and not self._is_view(node))
+            is_there |= node in self.fixed
             if self._held(node) and node not in found[0] | found[1]:
                 found[not is_there].add(node)
                 pending += () if is_there else node.all_input_nodes
         return found
+
+    def _is_view(self, node: fx.Node) -> bool:
+        """Whether a value is another one in other words: that one is kept, for a repeated one would be written out."""
+        return any(self._held(node) == self._held(read) and is_tensor(read) for read in node.all_input_nodes)
 
     def _held(self, node: fx.Node) -> frozenset[int]:
         return self.storages.of.get(node.name, frozenset())

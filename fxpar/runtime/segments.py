@@ -120,7 +120,8 @@ def graph_of(unit: Unit, results: Sequence[Sequence[int]], sizes: Sequence[str])
 
     Args:
         sizes: names of those that are symbols; nothing reads them, but what is compiled knows the symbols by them.
-        results: positions of the nodes whose values it gives: of the forward, then of the backward.
+        results: positions of the nodes whose values it gives: of the forward, then of the backward. They are dense:
+            of a repeated or sliced one Inductor chooses the strides, and whoever takes it is compiled for them.
     """
     graph = fx.Graph()
     for i, _ in enumerate(sizes):
@@ -137,8 +138,26 @@ def graph_of(unit: Unit, results: Sequence[Sequence[int]], sizes: Sequence[str])
     for node in unit.nodes:
         args, kwargs = (fx.node.map_aggregate(each, argument) for each in (node.args, node.kwargs))
         made[node.name] = graph.create_node(node.op, node.target, args, kwargs)  # type: ignore[arg-type]
-    graph.output(tuple(made[unit.nodes[i].name] for part in results for i in part))
+    given = [made[unit.nodes[i].name] for part in results for i in part]
+    graph.output(tuple(graph.call_function(dense, (value,)) for value in given))
     return fx.GraphModule(nn.Module(), graph)
+
+
+def dense(value: Any) -> Any:
+    """A tensor whose elements stand in memory one by one, without gaps, in any order of its dimensions."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    count = 1
+    for stride, size in sorted(zip(map(_number, value.stride()), map(_number, value.shape), strict=True)):
+        if size != 1 and stride != count:
+            return value.contiguous()
+        count *= size
+    return value
+
+
+def _number(size: Any) -> int:
+    """A symbolic size as it is in the call that it is compiled for."""
+    return int(size.node.hint if isinstance(size, torch.SymInt) else size)
 
 
 def _identities(value: Any) -> Iterator[int]:

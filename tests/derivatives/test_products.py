@@ -26,7 +26,8 @@ class Products(nn.Module):
             mixed = (self.heads @ heads.mT).squeeze(2).mT.reshape(b, s, 4).repeat(1, 1, 6)
         else:
             mixed = (heads @ self.heads).transpose(1, 2).reshape(b, s, 24)
-        return self.down(mixed.tanh()).square().mean()
+        loss: Tensor = self.down(mixed.tanh()).square().mean()
+        return loss
 
 
 @pytest.mark.parametrize("turned", [False, True])

@@ -108,7 +108,7 @@ def test_pointwise_operations_are_computed_again_where_they_are_read() -> None:
         "%mul_3 = aten.mul.Tensor(%mul_2, %a2_again)",
         "%add = aten.add.Tensor(%mul_1, %mul_3)",
         "%t_3 = aten.t.default(%add)",
-        "%mm_2 = aten.mm.default(%t_3, %c2)",
+        "%mm_2 = aten.mm.default(%t_3, %y1)",
         "%mm_3 = aten.mm.default(%add, %u2)",
     ]
 
@@ -136,6 +136,24 @@ def test_a_layer_is_computed_again_from_what_enters_it() -> None:
         "%mm_2 = aten.mm.default(%t_3, %y1)",
         "%mm_3 = aten.mm.default(%add, %u2)",
     ]
+
+
+_REPEATED = """%l1 = aten.linear.default(%x, %u1) : f32[n, 16] tp:S(1)
+%v1 = aten.expand.default(%l1, [4, -1, -1]) : f32[4, n, 16] tp:S(2)
+%q1 = aten.exp.default(%v1) : f32[4, n, 16] tp:S(2)
+%m1 = aten.mul.Tensor(%q1, %v1) : f32[4, n, 16] tp:S(2)
+%p1 = aten.linear.default(%m1, %d1) : f32[4, n, 8] tp:P
+%r1 = fxpar.reduce_from[tp](%p1) : f32[4, n, 8] tp:P→I
+%loss = aten.sum.default(%r1) : f32[] tp:I
+return loss=%loss
+"""
+
+
+def test_of_a_kept_value_its_views_are_made_again() -> None:
+    """They cost nothing; a repeated one that is kept would be written out."""
+    made = step_of(parse_program(f"{_HEAD.rsplit('%y0', 1)[0]}{_REPEATED}"))
+    assert [node.name for node in again(made)] == ["v1_again", "q1_again", "m1_again"]
+    assert kept(made) == 4 * 8 * 4
 
 
 def test_each_byte_is_counted_once() -> None:

@@ -78,24 +78,6 @@ def shapes() -> Found:
     return found
 
 
-def lengths(sizes: list[tuple[int, int]], options: dict[str, Any]) -> Found:
-    """Steps on batches of many sizes: losses and gradients, eager and compiled, and how many graphs there were."""
-    found: Found = {}
-    for kind in ("eager", "compiled"):
-        model, seen = module("tiny", compile=kind == "compiled", **options), Seen()
-        found[kind] = []
-        found["graphs"] = []
-        for rows, length in sizes:
-            ids = torch.arange(rows * length).reshape(rows, length) * 7 % models.VOCABULARY
-            for parameter in model.parameters():
-                parameter.grad = None
-            with config.patch(post_grad_custom_pre_pass=seen, compile_threads=1):
-                loss = float(model.train_step({"ids": ids, "targets": ids.roll(1, 1)}))
-            found[kind].append({"losses": [loss], "gradients": gradients(model)})
-            found["graphs"].append(len(seen.graphs))
-    return found
-
-
 class Deep(nn.Module):
     """Equal layers of three blocks with dropout, and a head."""
 
@@ -112,6 +94,39 @@ class Deep(nn.Module):
             x = x + nn.functional.dropout(self.linears[2 * i + 1](hidden), 0.25, self.training)
         logits = self.head(x)
         return {"loss": logits.square().mean(), "logits": logits}
+
+
+def lengths(sizes: list[tuple[int, int]], options: dict[str, Any] | None) -> Found:
+    """Steps on batches of many sizes: losses and gradients, eager and compiled, and how many graphs there were.
+
+    Args:
+        options: of the plan, with layers of dropout; without any the tiny model.
+    """
+
+    def batch(rows: int, length: int) -> dict[str, torch.Tensor]:
+        ids = torch.arange(rows * length).reshape(rows, length) * 7 % models.VOCABULARY
+        if options is None:
+            return {"ids": ids, "targets": ids.roll(1, 1)}
+        return {"x": (ids[..., None] + torch.arange(8)).float().sin()}
+
+    found: Found = {}
+    for kind in ("eager", "compiled"):
+        torch.manual_seed(0)
+        if options is None:
+            model = module("tiny", compile=kind == "compiled")
+        else:
+            model = fxpar.parallelize(Deep(2), fxpar.Plan(tp=tp(), compile=kind == "compiled", **options), batch(2, 4))
+        seen = Seen()
+        found[kind] = []
+        found["graphs"] = []
+        for rows, length in sizes:
+            for parameter in model.parameters():
+                parameter.grad = None
+            with config.patch(post_grad_custom_pre_pass=seen, compile_threads=1):
+                loss = float(model.train_step(batch(rows, length)))
+            found[kind].append({"losses": [loss], "gradients": gradients(model)})
+            found["graphs"].append(len(seen.graphs))
+    return found
 
 
 def beside(code: str) -> list[int]:

@@ -56,8 +56,9 @@ def test_the_emitted_code_has_the_order_of_the_program(world2: World, kind: bool
 def test_compiled_programs_under_sequence_parallelism(world2: World, name: str, more: dict[str, Any]) -> None:
     for found in world2.run(compiled.train, name, {"sequence_parallel": True, **more}, seconds=600):
         assert_equal(found)
-        assert sum(graph[SCATTER] for graph in found["graphs"]) >= 4
-        assert sum(graph[GATHER] for graph in found["graphs"]) >= 4
+        # In a layer, which is compiled once: into the attention and the MLP, and out of both; in the backward alike.
+        assert sum(graph.get(SCATTER, 0) for graph in found["graphs"]) >= 4
+        assert sum(graph.get(GATHER, 0) for graph in found["graphs"]) >= 4
 
 
 def test_sizes_are_symbols_from_the_second_ones_on() -> None:
@@ -71,7 +72,7 @@ def test_sizes_are_symbols_from_the_second_ones_on() -> None:
 def test_steps_of_many_lengths_are_compiled_thrice(world2: World) -> None:
     """For the first sizes, for all others, and for a length of one; divisible, odd, and with another batch."""
     sizes = [(2, 8), (2, 12), (2, 7), (2, 33), (2, 8), (2, 1), (2, 2)]
-    for found in world2.run(compiled.lengths, sizes, {}, seconds=600):
+    for found in world2.run(compiled.lengths, sizes, None, seconds=600):
         for eager, other in zip(found["eager"], found["compiled"], strict=True):
             assert_equal({"eager": eager, "compiled": other})
         first, second, *same = found["graphs"]

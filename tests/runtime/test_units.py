@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 import transformers
 
 import fxpar
@@ -10,7 +11,7 @@ from fxpar.compile import compile_model, compile_step, lower_program
 from fxpar.mesh.purpose import joined_names
 from fxpar.ops.collectives import Group
 from fxpar.program.program import output_node
-from fxpar.runtime.segments import is_number
+from fxpar.runtime.segments import dense, is_number
 from fxpar.runtime.units import Units, units_of
 from tests.zoo import VOCABULARY, tokens
 
@@ -70,3 +71,14 @@ def test_draws_take_their_identities_as_operands(few: tuple[Units, frozenset[str
     assert len(identities) == len(set(identities)) == 7  # of the embedding, and three of each layer
     assert len({unit.text for unit in layers}) < len(layers)
     assert not any(str(identity) in unit.text for unit in layers for identity in unit.identities)
+
+
+def test_what_a_unit_gives_has_no_gaps() -> None:
+    """Of repeated and of sliced values Inductor chooses the strides, which others are compiled for."""
+    x = torch.arange(24.0).view(2, 3, 4)
+    for value in (x, x.permute(2, 0, 1), x[1], x.unsqueeze(1)):
+        assert dense(value) is value
+    for value in (x[:, :2], x[..., 1:], x.unsqueeze(2).expand(2, 3, 5, 4), x.as_strided((3, 3), (1, 1))):
+        found = dense(value)
+        assert found.is_contiguous()
+        assert torch.equal(found, value)
