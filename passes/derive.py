@@ -80,7 +80,9 @@ class _Traces:
             try:
                 self._known[key] = trace(function, args, kwargs, inputs, tangents, self._sizes)
             except _FAILURES:
-                self._sizes = Sizes(self._symbols)  # what failed may have left assumptions about sizes
+                # What failed may have left assumptions about sizes, in which those of other traces are written.
+                self._sizes = Sizes(self._symbols)
+                self._known.clear()
                 raise
         return self._known[key]
 

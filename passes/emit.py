@@ -19,6 +19,7 @@ from fxpar.ops.coercions import COERCION_OF, dual_layout, mask_first, take
 from fxpar.ops.sizes import size as size_of_whole
 from fxpar.ops.zeros import zeros
 from fxpar.passes.localize import localize_node
+from fxpar.program.gradients import carried_by
 from fxpar.program.program import (
     Note,
     Program,
@@ -120,10 +121,7 @@ class Emitter:
             short = getattr(target, "_opname", None)
             node = self.graph.create_node("call_function", target, tuple(args), dict(kwargs), name=short)
         kinds = kind if isinstance(kind, tuple) else (kind,)
-        flows = any(any(self.flags[o]) for o in operands(node))
-        self.flags[node] = tuple(flows and each.is_float for each in kinds)
-        if target is operator.getitem:
-            self.flags[node] = (self.flags[args[0]][args[1]],)
+        self.flags[node] = carried_by(node, kinds, self.flags)
         self._note(node, kind, note(at), None, "", random)
         return node
 

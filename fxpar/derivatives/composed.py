@@ -46,6 +46,20 @@ def matmul(a: Tensor, b: Tensor) -> Tensor:
     return torch.bmm(left, right).reshape(*batch, a.shape[-2], b.shape[-1])
 
 
+def power(x: Tensor, exponent: Any) -> Tensor:
+    """`x ** exponent`, where the exponent is a size: PyTorch's gradient compares it with numbers."""
+    if isinstance(exponent, torch.SymInt):
+        return torch.pow(x, x.new_full((), exponent))  # type: ignore[arg-type]
+    return aten.pow.Tensor_Scalar(x, exponent)  # type: ignore[no-any-return]
+
+
+def power_of(base: Any, exponent: Tensor) -> Tensor:
+    """`base ** exponent`, where the base is a size; why, see `power`."""
+    if isinstance(base, torch.SymInt):
+        return torch.pow(exponent.new_full((), base), exponent)  # type: ignore[arg-type]
+    return aten.pow.Scalar(base, exponent)  # type: ignore[no-any-return]
+
+
 def pad(x: Tensor, pads: list[Any], mode: str = "constant", value: float | None = None) -> Tensor:
     """A number around the values: PyTorch's gradient of it holds for one size alone."""
     if mode != "constant" or any(isinstance(each, int) and each < 0 for each in pads):
@@ -136,6 +150,8 @@ def multilabel_margin_loss(x: Tensor, target: Tensor, reduction: int = 1) -> Ten
 COMPOSED: Mapping[Any, Callable[..., Any]] = {
     aten.linear.default: linear,
     aten.matmul.default: matmul,
+    aten.pow.Tensor_Scalar: power,
+    aten.pow.Scalar: power_of,
     aten.pad.default: pad,
     aten.constant_pad_nd.default: constant_pad,
     aten._weight_norm.default: weight_norm,

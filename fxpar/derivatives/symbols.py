@@ -5,7 +5,10 @@ Enters: the symbols of a program. Leaves: a symbolic integer for each of its siz
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import math
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -13,11 +16,27 @@ import torch
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
-from torch.utils._sympy.functions import FloorDiv
+from torch.utils._sympy.functions import FloorDiv, Max, Min, Mod, PythonMod
 
 from fxpar.layout.symbols import Size, simplify, symbol
 from fxpar.program.program import Symbol, TensorType
 
+# Arithmetic of sizes in PyTorch's integers.
+_ARITHMETIC: Mapping[Any, Callable[[Any, Any], Any]] = {
+    sympy.Add: operator.add,
+    sympy.Mul: operator.mul,
+    sympy.Mod: operator.mod,
+    sympy.Max: torch.sym_max,
+    sympy.Min: torch.sym_min,
+}
+# PyTorch's functions of sizes in those of sympy.
+_FUNCTIONS: Mapping[Any, Callable[..., sympy.Expr]] = {
+    FloorDiv: lambda a, b: sympy.floor(a / b),
+    Mod: sympy.Mod,
+    PythonMod: sympy.Mod,
+    Max: sympy.Max,
+    Min: sympy.Min,
+}
 # Hints are larger than one, so that no size is taken for one that is broadcast; they decide nothing else.
 _LEAST = 2
 
@@ -35,6 +54,8 @@ class Sizes:
         self.mode = FakeTensorMode(shape_env=self._shapes, allow_non_fake_inputs=True, allow_fallback_kernels=False)
         self._ours: dict[sympy.Symbol, sympy.Symbol] = {}
         self._theirs: dict[sympy.Symbol, Any] = {}
+        # Of the tensors of all traces: guards are of all traces as well.
+        self._dimensions: set[sympy.Expr] = set()
         for each in symbols:
             source, hint = ConstantSource(each.name), max(each.example, _LEAST)
             made = self._shapes.create_symbol(hint, source=source, dynamic_dim=DimDynamic.DYNAMIC)
@@ -42,23 +63,52 @@ class Sizes:
             self._theirs[own] = self._shapes.create_symintnode(made, hint=hint, source=source)
             self._ours[made] = own
 
-    def check(self) -> None:
-        """Refuses what a trace has assumed of sizes.
+    def check(self, values: Iterable[Any]) -> None:
+        """Refuses what a trace has assumed of sizes, but that its tensors have two elements or more along a dimension.
+
+        That much PyTorch asks for to decide on strides, which no result depends on.
+
+        Args:
+            values: what the nodes of the trace give.
 
         Raises:
-            ValueError: it holds for one size alone.
+            ValueError: it holds for some sizes alone.
         """
         if self._shapes.replacements:
             fixed = ", ".join(f"{self._ours.get(s, s)} = {e}" for s, e in self._shapes.replacements.items())
             raise ValueError(f"it is traced for one size alone ({fixed})")
+        if not self._shapes.guards:
+            return
+        shapes = [value.shape for value in values if isinstance(value, torch.Tensor)]
+        self._dimensions |= {self._expression(size) for shape in shapes for size in shape if not isinstance(size, int)}
+        asked = [self._named(guard.expr) for guard in self._shapes.guards]
+        assumed = [str(each) for each in asked if not _holds(each, self._dimensions)]
+        if assumed:
+            raise ValueError(f"it is traced for some sizes alone ({', '.join(assumed)})")
 
     def integer(self, size: Size) -> Any:
         """The size as PyTorch takes it: an int, or a symbolic integer."""
         if isinstance(size, int):
             return size
-        names = sorted(size.free_symbols, key=str)
-        function = sympy.lambdify(names, size, modules=[{"floor": lambda x: x.__floor__()}])
-        return function(*[self._theirs[name] for name in names])
+        return self._integer(size)
+
+    def _integer(self, size: sympy.Expr) -> Any:
+        if size.is_Integer:
+            return int(size)
+        if size.is_Symbol:
+            return self._theirs[size]
+        if isinstance(size, sympy.floor):
+            numerator, denominator = sympy.fraction(sympy.together(size.args[0]))
+            return self._integer(numerator) // self._integer(denominator)
+        numerator, denominator = sympy.fraction(sympy.together(size))
+        if denominator != 1:  # a size is an integer: nothing is left over
+            return self._integer(numerator) // self._integer(denominator)
+        if isinstance(size, sympy.Pow):
+            return math.prod([self._integer(size.base)] * int(size.exp))
+        function = _ARITHMETIC.get(size.func)
+        if function is None:
+            raise ValueError(f"no integer is made of the size {size}")
+        return functools.reduce(function, map(self._integer, size.args))
 
     def size(self, value: Any) -> Size:
         """What an integer of a trace stands for.
@@ -68,11 +118,20 @@ class Sizes:
         """
         if isinstance(value, int):
             return value
-        found = value.node.expr.replace(FloorDiv, lambda a, b: sympy.floor(a / b)).subs(self._ours)
+        found = self._expression(value)
         unknown = found.free_symbols - set(self._ours.values())
-        if unknown:
+        if unknown or any(type(part).__module__.startswith("torch") for part in found.atoms(sympy.Function)):
             raise ValueError(f"the size {found} is made of values")
         return simplify(found)
+
+    def _expression(self, value: Any) -> sympy.Expr:
+        return self._named(value.node.expr)
+
+    def _named(self, expression: sympy.Basic) -> Any:
+        """An expression of PyTorch's in the program's symbols."""
+        for theirs, ours in _FUNCTIONS.items():
+            expression = expression.replace(theirs, ours)
+        return expression.subs(self._ours)
 
     def tensor(self, kind: TensorType, requires_grad: bool) -> torch.Tensor:
         """A tensor of a type, without values. It is on no device, of which one kernel or another would be a guess."""
@@ -83,3 +142,35 @@ class Sizes:
     def type_of(self, value: torch.Tensor) -> TensorType:
         """The type of a tensor of a trace."""
         return TensorType(value.dtype, tuple(self.size(size) for size in value.shape))
+
+
+def _holds(asked: sympy.Basic, dimensions: Iterable[sympy.Expr]) -> bool:
+    """Whether it is true wherever these dimensions, and all symbols, are two or more; False where that is not seen."""
+    least = dict.fromkeys(asked.free_symbols, _LEAST)
+    for size in sorted(dimensions, key=sympy.count_ops, reverse=True):
+        bound = _bound(size)
+        if bound is not None:
+            least.update({own: max(least.get(own, _LEAST), value) for own, value in bound.items()})
+        else:
+            asked = asked.subs(size, _from(_LEAST))
+    asked = asked.subs({own: _from(value) for own, value in least.items()})
+    if isinstance(asked, sympy.core.relational.Relational):
+        asked = asked.func(sympy.expand(asked.lhs - asked.rhs), 0)
+    return bool(asked == sympy.true)
+
+
+def _bound(size: sympy.Expr) -> dict[sympy.Symbol, int] | None:
+    """The least value of the symbol of a size, with which that is two; None where it is not linear in one symbol."""
+    if len(size.free_symbols) != 1:
+        return None
+    (own,) = size.free_symbols
+    slope = sympy.expand(size).coeff(own)
+    rest = sympy.expand(size - slope * own)
+    if not (slope.is_Integer and slope > 0 and rest.is_Integer):
+        return None
+    return {own: int(sympy.ceiling((_LEAST - rest) / slope))}
+
+
+def _from(least: int) -> sympy.Expr:
+    """Any integer that is not smaller."""
+    return sympy.Dummy(integer=True, nonnegative=True) + least

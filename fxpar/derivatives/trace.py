@@ -139,8 +139,8 @@ def trace(
 
     with sizes.mode, torch.enable_grad():
         module = make_fx(run, decomposition_table=_DECOMPOSED)(made, integers)
-    sizes.check()
     graph = module.graph
+    sizes.check(leaf for node in graph.nodes for leaf in pytree.tree_leaves(node.meta.get("val")))
     _functional(graph)
     given = tuple(_as_placeholder(graph, name) for name in upstream)
     nodes = list(graph.nodes)

@@ -134,6 +134,8 @@ def _lower_scatter(node: fx.Node, rank: OnRank) -> Run:
 
 def _lower_take(node: fx.Node, rank: OnRank) -> Run:
     ranks, (_, result) = rank.ranks(node), _sides(node, rank)
+    if result.is_shared:
+        return _lower_take_part(node, rank)
     return Run(bound.take, (node.args[0], *rank.cut(result), ranks.group, ranks.size, ranks.index))
 
 
@@ -149,7 +151,7 @@ def _sides(node: fx.Node, rank: OnRank) -> tuple[Placement, Placement]:
 def _lower_take_part(node: fx.Node, rank: OnRank) -> Run:
     ranks, (source, result) = rank.ranks(node), _sides(node, rank)
     pieces = rank.shared(source, result, ranks.size)
-    return Run(factored.take_part, (node.args[0], source.dim, pieces, ranks.index))
+    return Run(factored.take_part, (node.args[0], result.dim, pieces, ranks.index))
 
 
 def _lower_all_to_all(node: fx.Node, rank: OnRank) -> Run:
@@ -475,11 +477,16 @@ def coercion(source: Placement, target: Placement) -> Coercion | None:
 
 
 def gradient_coercion(source: Placement, target: Placement) -> Coercion | None:
-    """As `coercion`, of gradients: I and R are one there, shared blocks may be summands, and padding zero."""
+    """As `coercion`, of gradients: I and R are one there, shared blocks may be summands, and padding zero.
+
+    Of what all ranks hold each takes its block, of shared ones too: the backward is not differentiated.
+    """
     if source.partial and source.plain == target:
         return _SUM_SHARED
     if target.partial:
         return _PAD_PART if source.is_shard and is_finer(target.plain, source.plain) else None
     if source.is_shard and target.kind == "P":
         return None if source.is_shared else _PAD
+    if source.kind in "IR" and target.is_shared and target.plain == target and target.in_rank_order:
+        return COERCIONS[("R", "S")]
     return None if source.partial else coercion(source.plain, target.plain)

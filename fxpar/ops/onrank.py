@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -163,10 +163,11 @@ class OnRank:
     def shared(self, source: Placement, target: Placement, n: int) -> list[tuple[Any, ...]]:
         """The pieces of a rank's tensor that is held as `source`, and in how many parts `target` has their blocks.
 
-        They are as `fxpar.ops.factored` takes them.
+        What is whole has those of the target, each as it is. They are as `fxpar.ops.factored` takes them.
         """
         found = []
-        for piece, wanted in zip(source.pieces, target.pieces, strict=True):
+        held = source.pieces if source.is_shard else [replace(piece, sharded=False) for piece in target.pieces]
+        for piece, wanted in zip(held, target.pieces, strict=True):
             copies, kept = (p.copies if p.sharded else n for p in (piece, wanted))
             share = share_of(piece, n) if len(source.pieces) > 1 else None
             length = None if share is None else self.size(share)

@@ -65,6 +65,19 @@ def _behind(target: torch._ops.OpOverload, count: int) -> Callable[..., Any]:
     return kernel
 
 
+def _mirrored(target: torch._ops.OpOverload, count: int) -> Callable[..., Any]:
+    """As `_behind`; what is mirrored about the first and last element must be there."""
+    kernel = _behind(target, count)
+
+    def checked(grad_output: Tensor, self: Tensor, padding: Sequence[int]) -> Any:
+        for i, width in enumerate(padding):
+            if width >= self.shape[-1 - i // 2]:
+                raise RuntimeError(f"a padding of {width} is wider than what it mirrors")
+        return kernel(grad_output, self, padding)
+
+    return checked
+
+
 def _nll(target: torch._ops.OpOverload, first: int) -> Callable[..., Any]:
     """Log-probabilities, targets and weights of a loss, or of its gradient, whose upstream gradient comes first."""
 
@@ -88,8 +101,8 @@ CHECKED: Mapping[Any, Callable[..., Any]] = {
     aten._log_softmax_backward_data.default: _behind(aten._log_softmax_backward_data.default, 0),
     aten._adaptive_avg_pool2d_backward.default: _behind(aten._adaptive_avg_pool2d_backward.default, 2),
     **{
-        overload: _behind(overload, count)
-        for name in ("reflection", "replication")
+        overload: made(overload, count)
+        for name, made in (("reflection", _mirrored), ("replication", _behind))
         for count, overload in ((count, getattr(aten, f"{name}_pad{count}d_backward").default) for count in (1, 2, 3))
     },
     **{

@@ -130,8 +130,19 @@ def _block(x: torch.Tensor, placement: Placement, n: int, rank: int) -> torch.Te
     return x.index_select(placement.dim, _index(placement, n, rank))
 
 
+def is_continuous(x: torch.Tensor) -> bool:
+    """Whether its numbers are real or complex, so that it can have a gradient."""
+    return x.is_floating_point() or x.is_complex()
+
+
+def random_like(x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """A gradient for it: normal numbers, real unless its own are complex."""
+    dtype = torch.complex128 if x.is_complex() else torch.float64
+    return torch.randn(x.shape, generator=generator, dtype=dtype)
+
+
 def _summands(x: torch.Tensor, n: int, generator: torch.Generator) -> list[torch.Tensor]:
-    if x.is_floating_point():
+    if is_continuous(x):
         parts = [torch.randn(x.shape, generator=generator, dtype=x.dtype) for _ in range(n - 1)]
     else:
         parts = [torch.randint(-9, 9, x.shape, generator=generator, dtype=x.dtype) for _ in range(n - 1)]
@@ -201,7 +212,7 @@ def close(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     is_equal = torch.equal(a, b)
-    if is_equal or not a.is_floating_point():
+    if is_equal or not is_continuous(a):
         return is_equal
     scale = float(b.detach().abs().max()) if b.numel() else 0.0
     return math.isfinite(scale) and torch.allclose(a, b, rtol=TOLERANCE, atol=TOLERANCE * min(scale, 1.0))

@@ -45,6 +45,10 @@ class Draw:
         """Values of both signs."""
         return torch.randn(shape, generator=self._generator, dtype=torch.float64)
 
+    def z(self, *shape: int) -> torch.Tensor:
+        """Complex values."""
+        return torch.complex(self.normal(*shape), self.normal(*shape))
+
     def i(self, high: int, *shape: int) -> torch.Tensor:
         """Integers below `high`."""
         return torch.randint(0, high, shape, generator=self._generator)
@@ -69,7 +73,7 @@ _UNARY = words("""
 abs acos asin asinh atan atanh ceil celu cos cosh elu erf erfc erfinv exp exp2 expm1 floor frac gelu hardshrink
 hardsigmoid hardswish hardtanh isfinite isinf isnan leaky_relu log log10 log1p log2 log_sigmoid logit mish neg
 reciprocal relu relu6 round rsqrt selu sgn sigmoid sign silu sin sinh softplus softshrink sqrt square tan tanh
-trunc clone detach alias contiguous lift_fresh_copy real zeros_like ones_like
+trunc clone detach alias contiguous lift_fresh_copy zeros_like ones_like
 """)
 _COMPARE = words("eq ne le lt ge gt")
 
@@ -118,6 +122,25 @@ def unary(d: Draw) -> dict[str, Samples]:
         ],
         "to.dtype": [sample(x, torch.float32)],
         "to.device": [sample(x, torch.device("cpu"), dtype) for dtype in (torch.float32, torch.int64)],
+    }
+
+
+def complexes(d: Draw) -> dict[str, Samples]:
+    """Complex numbers, their parts, and products of them: rotations of queries and keys."""
+    a, b, c = d.sizes(3)
+    x, z = d.normal(a, b), d.z(a, b, c)
+    found = {name: [sample(z), sample(x)] for name in words("resolve_conj resolve_neg angle real")}
+    found |= {
+        name: [sample(z)] for name in words("_conj _conj_physical conj_physical imag view_as_real abs clone neg sgn")
+    }
+    return found | {
+        "view_as_complex": [sample(d.normal(a, b, 2))],
+        "complex": [sample(x, d.normal(a, b)), sample(x, d.normal(b))],
+        "polar": [sample(x, d.normal(a, b)), sample(x, d.normal(b))],
+        "mul.Tensor": [sample(z, d.z(c)), sample(z, d.z(1, b, 1)), sample(z, d.x(c)), sample(d.x(a, 1, c), z)],
+        "add.Tensor": [sample(z, d.z(c)), sample(z, d.x(c))],
+        "sum.dim_IntList": [sample(z, [-1], True), sample(z, [0, 1])],
+        "_to_copy": [sample(z, dtype=torch.complex64), sample(x, dtype=torch.complex128)],
     }
 
 

@@ -20,6 +20,7 @@ from fxpar.oracle.samples import (
     Draw,
     attention,
     binary,
+    complexes,
     contractions,
     losses,
     masked_attention,
@@ -65,6 +66,7 @@ _BUILDERS: Sequence[Build] = (
     backward.places,
     backward.convolutions,
     backward.attention,
+    complexes,
 )
 
 # What occurs and has no tensor operand, so that nothing can be asked of a rule.

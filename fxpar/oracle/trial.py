@@ -28,7 +28,7 @@ from fxpar.oracle.grid import (
     spread,
     spread_gradient,
 )
-from fxpar.oracle.ranks import Sample, tensors_of, with_tensors
+from fxpar.oracle.ranks import Sample, is_continuous, random_like, tensors_of, with_tensors
 from fxpar.program.operators import GraphOperator
 from fxpar.rules import key_of
 from fxpar.signatures.randomness import SHAPED, VALUED
@@ -67,13 +67,13 @@ class Trial:
     def __init__(self, target: Target, sample: Sample, axes: Mapping[str, int], generator: torch.Generator) -> None:
         self.target, self.sample, self.axes, self._generator = target, sample, dict(axes), generator
         self.operands = [t.detach() for t in tensors_of([*sample.args, *sample.kwargs.values()])]
-        self.carries = [t.is_floating_point() and i not in sample.fixed for i, t in enumerate(self.operands)]
+        self.carries = [is_continuous(t) and i not in sample.fixed for i, t in enumerate(self.operands)]
         self._kernel = KERNELS.get(target, target)
         self._defaults = _parameters(target)
         self._names = list(self._defaults)
         leaves = self._leaves(self.operands)
         self.outputs = self.run_with(leaves)
-        self._gradients = [torch.randn(o.shape, generator=generator, dtype=torch.float64) for o in self.outputs]
+        self._gradients = [random_like(o, generator) for o in self.outputs]
         self._wanted = [self._backward(leaves, o, g) for o, g in zip(self.outputs, self._gradients, strict=True)]
         self._placed: dict[tuple[int, Layout], Parts] = {}
         self._last: tuple[Any, dict[Coordinates, tuple[Results, Results]] | str] = (None, "")

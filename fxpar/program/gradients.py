@@ -8,13 +8,13 @@ at once (DESIGN section 3).
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import fx
 
 from fxpar.program.operators import GraphOperator
-from fxpar.program.program import Program, operands, output_types
+from fxpar.program.program import Program, TensorType, operands, output_types
 from fxpar.program.step import is_forward
 
 _aten = torch.ops.aten
@@ -64,13 +64,20 @@ def carried(program: Program) -> dict[fx.Node, tuple[bool, ...]]:
             found[node] = (False,) * len(kinds)  # nothing carries a gradient in the backward
         elif node.op == "placeholder":
             found[node] = tuple(node.name in trainable for _ in kinds)
-        elif node.target is operator.getitem and isinstance(node.args[0], fx.Node):
-            flags = found[node.args[0]]
-            found[node] = (flags[int(node.args[1])],) if flags else ()
         else:
-            flows = not _stops(node.target) and any(any(found[o]) for o in operands(node))
-            found[node] = tuple(flows and kind.is_float for kind in kinds)
+            found[node] = carried_by(node, kinds, found)
     return found
+
+
+def carried_by(
+    node: fx.Node, kinds: Sequence[TensorType], found: Mapping[fx.Node, tuple[bool, ...]]
+) -> tuple[bool, ...]:
+    """The flags of a call in the forward, whose outputs are of these types, by those of its operands."""
+    if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
+        flags = found[node.args[0]]
+        return (flags[int(node.args[1])],) if flags else ()  # type: ignore[arg-type]
+    flows = not _stops(node.target) and any(any(found[o]) for o in operands(node))
+    return tuple(flows and kind.is_float for kind in kinds)
 
 
 def _stops(target: object) -> bool:

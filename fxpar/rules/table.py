@@ -17,6 +17,7 @@ from fxpar.errors import InputError, shown
 from fxpar.layout.layout import Placement
 from fxpar.ops import COMPOSITE_OF, OPERATORS, Operator
 from fxpar.program.operators import GraphOperator
+from fxpar.signatures.complexes import complex_rules
 from fxpar.signatures.contraction import contraction_rules
 from fxpar.signatures.engine import Call, Refusal, Rule, Signature, infer, seed_signature
 from fxpar.signatures.functions import nonlinearity
@@ -34,6 +35,7 @@ _RULES: dict[str, Rule] = {
     **matmul_rules(),
     **contraction_rules(),
     **view_rules(),
+    **complex_rules(),
     **reduction_rules(),
     **gradient_rules(),
 }

@@ -89,7 +89,6 @@ _LINEAR: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "contiguous": (("self",),),
     "detach": (("self",),),
     "lift_fresh_copy": (("self",),),
-    "real": (("self",),),
     "mul.Tensor": (("self",), ("other",)),
     "mul.Scalar": (("self",),),
     "div.Tensor": (("self",),),

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fxpar.errors import CheckFailed, InputError
+from fxpar.errors import CheckFailed, InputError, PassError
 from fxpar.layout.layout import Layout
 from fxpar.layout.shards import local_block
 from fxpar.layout.symbols import evaluate
@@ -187,8 +187,13 @@ def run_ranks(
     Args:
         sizes: values of the symbols.
         lowering: makes the module that the ranks run.
+
+    Raises:
+        PassError: the program's sizes are not yet those of a rank.
     """
     axes = program.axes
+    if axes and Property.LOCAL not in program.properties:
+        raise PassError("the sizes in it are those of whole tensors", where="program", remedy="run the pass localize")
     world = math.prod(axes.values())
     check_world(world)
     layouts = _placeholder_layouts(program)

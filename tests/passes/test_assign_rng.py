@@ -12,6 +12,7 @@ from fxpar.errors import LayoutError, PassError
 from fxpar.ops.random import attention, axis_index, dropout
 from fxpar.passes import assign_rng
 from fxpar.passes.assign_rng import RNG_PATH
+from fxpar.passes.localize import localize
 from fxpar.plan.plan import Plan
 from fxpar.program.program import Program, note
 from fxpar.text.parsing import parse_program
@@ -218,8 +219,8 @@ SUMMANDS = [
 
 
 def test_all_ranks_drop_the_same_elements_of_the_summands_of_a_partial_value() -> None:
-    result = assign_rng(by_hand(*SUMMANDS))
-    result = result.with_(properties=result.properties | {"rng"})
+    result = localize(assign_rng(by_hand(*SUMMANDS)))
+    result = result.with_(properties=result.properties | {"rng", "vocabulary", "local"})
     verify_static(result)
     assert "%d = fxpar.dropout(%p, %rng, 0.5) : f32[b, 4] tp:P {random=5}" in shown(result)
     state, inputs = {"w": torch.randn(4, 6).double()}, {"x": torch.randn(4, 6).double(), RNG_PATH: rng_state()}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fxpar.capture import capture
-from fxpar.errors import PlanError
+from fxpar.errors import InputError, PlanError
 from fxpar.manager import PassManager
 from fxpar.passes import canonicalize, divide_batch
 from fxpar.plan.plan import Plan
@@ -48,6 +48,9 @@ LOSSES: dict[str, Loss] = {
     "all elements": lambda z: z.square().sum() / (0.5 * z.numel()),
     "added": lambda z: (z + 1 / z.shape[0] - z.shape[1] / 3).square().sum(),
     "an exponent": lambda z: ((z.square() + 1) ** (1 / z.shape[0])).sum(),
+    "a whole exponent": lambda z: (z.sigmoid() ** z.shape[0]).sum(),
+    "a whole base": lambda z: (z.shape[1] ** z.sigmoid()).sum(),
+    "half of a size": lambda z: (z * (z.shape[1] // 3)).square().sum() * max(z.shape[0], 4) / (z.shape[1] % 4),
     "bounds": lambda z: z.clamp(-1 / z.shape[0], z.shape[1] / 20).sum(),
     "a fill": lambda z: z.masked_fill(z > 1 / z.shape[0], z.shape[0] / 9).square().sum(),
     "a scale of a sum": lambda z: torch.add(z, z.exp(), alpha=1 / z.shape[0]).sum(),
@@ -111,3 +114,13 @@ def test_numbers_that_python_itself_makes_are_those_of_one_batch(loss: Loss) -> 
     assert verify(Net(loss), batch(), Plan(tp=2)).ok
     with pytest.raises(PlanError, match=r"write x.shape\[0\] for len\(x\), b \* 1.0 for float\(b\)"):
         verify(Net(loss), batch(), Plan(dp=2))
+
+
+@pytest.mark.parametrize("by", [3, 5])
+def test_a_refused_operation_leaves_other_derivatives_as_they_are(by: int) -> None:
+    mixed = torch.ones(5, 5)
+    fixing = Net(lambda z: ((z / z.std(-1, correction=z.shape[1] // by, keepdim=True)) @ mixed).square().mean())
+    with pytest.raises(InputError, match=r"sizes? alone"):
+        verify(fixing, batch(), Plan(tp=2))
+    found = verify(Net(lambda z: (z @ mixed).square().mean()), batch(), Plan(tp=2))
+    assert found.ok, found.values

@@ -120,7 +120,8 @@ def memory(source: Source) -> Edits:
             yield Edit(f"{head} added", moved.edited((line, [line, new, total])))
 
 
-_NUMBERS = ("-1", "0", "1", "2", "7", "-0.5", "0.5", "1.5", "inf", "-inf", "nan", "1e30", "-1e-05", "True", "None")
+# None is so large that the rounding of a softmax, times the number, is all that is left of a gradient.
+_NUMBERS = ("-1", "0", "1", "2", "7", "-0.5", "0.5", "1.5", "inf", "-inf", "nan", "1e2", "-1e-05", "True", "None")
 
 
 def numbers(source: Source) -> Edits:

@@ -15,6 +15,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, fx
 
+from fxpar.errors import FxparError
 from fxpar.layout.layout import Layout
 from fxpar.layout.symbols import evaluate
 from fxpar.ops import Operator
@@ -33,8 +34,11 @@ RAISED = (RuntimeError, ValueError, TypeError, KeyError, IndexError, AssertionEr
 
 @dataclass(frozen=True)
 class Verdict:
-    """What running both readings shows: `same`, `differs`, `stuck` where both raise one error, `undefined` where
-    one device has no finite loss: neither can train something else in silence.
+    """What running both readings shows.
+
+    `same`, `differs`, `stuck` where both raise one error, `refused` where a pass or PyTorch has no derivative, or the
+    sizes are not a rank's, `undefined` where one device has no finite loss: neither can train something else in
+    silence.
     """
 
     kind: str
@@ -101,7 +105,11 @@ def judge(program: Program, state: Mapping[str, Tensor], inputs: Mapping[str, Te
     given[RNG_PATH] = rng_state(program.plan.seed)
     owned, given = ({k: wide(v) for k, v in held.items()} for held in (owned, given))
     reference = _attempt(lambda: run_single(promote(whole_program(program, sizes)), owned, given))
-    ranks = _attempt(lambda: run_ranks(promote(step_of(program)), owned, given, symbol_values(program, given)))
+    try:
+        step = promote(step_of(program))
+        ranks = _attempt(lambda: run_ranks(step, owned, given, symbol_values(program, given)))
+    except FxparError as error:
+        return Verdict("refused", str(error))
     if isinstance(reference, str) or isinstance(ranks, str):
         kind = "stuck" if reference == ranks else "differs"
         return Verdict(kind, f"one device: {_shown(reference)}; ranks: {_shown(ranks)}")

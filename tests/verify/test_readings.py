@@ -77,6 +77,7 @@ def conclude(name: str, mutants: list[Mutant], held: Known) -> Counter[str]:
     print(f"\n{name}: {dict(counts)}")
     assert not escaped
     assert counts["stuck"] <= 1 + 0.01 * counts.total()
+    assert counts["refused"] <= 1 + 0.01 * counts.total()
     return counts
 
 
