@@ -15,20 +15,14 @@ from fxpar.ops.functions import function
 from fxpar.ops.operator import Operator, alike
 from fxpar.ops.random import attention, axis_index, dropout, uniform, uniform_like
 from fxpar.ops.sizes import size
-from fxpar.ops.vocabulary import (
-    argmax,
-    cross_entropy,
+from fxpar.ops.vocabulary import argmax, cross_entropy, embedding, log_softmax, logsumexp, nll_loss, topk
+from fxpar.ops.vocabulary_gradients import (
     cross_entropy_backward,
     cross_entropy_forward,
-    embedding,
     embedding_backward,
-    log_softmax,
     log_softmax_backward,
-    logsumexp,
     logsumexp_backward,
-    nll_loss,
     nll_loss_backward,
-    topk,
     topk_backward,
 )
 from fxpar.ops.zeros import zeros

@@ -1,164 +1,52 @@
 """The operators over a vocabulary that is cut (SPEC section 2.3).
 
 Enters: operations of `aten` that need the whole of the dimension that is cut. Leaves: the record of the composite
-operator that stands for each of them, with its one signature. Until the pass `vocab_parallel` has put them in place the
-layout choice and the type check take an operation for its composite where its own rule refuses. What a rank computes is
-in `fxpar.ops.words`.
+operator that stands for each of them, with its one signature and its derivative. Until the pass `vocab_parallel` has
+put them in place the layout choice and the type check take an operation for its composite where its own rule refuses.
+What a rank computes is in `fxpar.ops.words`.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
-from fxpar.layout.layout import I, P, Piece, Placement, R, fits
-from fxpar.layout.symbols import Size, product, simplify
+from fxpar.layout.layout import I, P
 from fxpar.ops import words
-from fxpar.ops.onrank import OnRank
-from fxpar.ops.operator import Crossing, Gradients, OnShapes, Operator, Reverse, Run, Saving, Sent
-from fxpar.program.coercions import axes_of
+from fxpar.ops.operator import Gradients, OnShapes, Operator, Reverse, Saving
+from fxpar.ops.vocabulary_gradients import (
+    cross_entropy_forward,
+    embedding_backward,
+    log_softmax_backward,
+    logsumexp_backward,
+    nll_loss_backward,
+    topk_backward,
+)
+from fxpar.ops.vocabulary_rules import (
+    best,
+    best_rows,
+    by_rows,
+    classes,
+    cross_entropy_rows,
+    log_softmax_rows,
+    logsumexp_rows,
+    lowered,
+    nll_loss_rows,
+    rule,
+    searched,
+    table,
+)
 from fxpar.program.program import TensorType, operands, output_layouts, output_types
 from fxpar.program.properties import Property
-from fxpar.signatures.engine import Call, Labelling, Labels, Refusal, Rule, Signature, bind_arguments
+from fxpar.signatures.engine import bind_arguments
 
 aten = torch.ops.aten
 
-# ---------------------------------------------------------------------- rules
-
-# For each operand that has the vocabulary the dimension that is it; a reason where the call has none.
-Dims = Callable[[Call], Mapping[str, int] | Refusal]
-
-
-def _table(call: Call) -> Mapping[str, int] | Refusal:
-    if call.get("scale_grad_by_freq") or call.get("sparse"):
-        return Refusal("gradients that are sparse, or divided by counts, need the whole table")
-    return {"weight": 0}
-
-
-def _classes(call: Call) -> Mapping[str, int] | Refusal:
-    if call.operands[1].is_float:
-        return Refusal("a loss with probabilities as target needs whole operands")
-    return {"self": 1 if len(call.operands[0].shape) > 1 else 0, "weight": 0}
-
-
-def _searched(call: Call) -> Mapping[str, int] | Refusal:
-    dims = call.get("dim", -1)
-    if isinstance(dims, (list, tuple)):
-        dims = dims[0] if len(dims) == 1 else None
-    rank = len(call.operands[0].shape)
-    if dims is None or not rank:
-        return Refusal("the operation runs over several dimensions")
-    return {"self": int(dims) % rank}
-
-
-def _searched_of_gradient(call: Call) -> Mapping[str, int] | Refusal:
-    """Result and gradient of what is cut alike."""
-    found = _searched(call)
-    return found if isinstance(found, Refusal) else {**found, "gradient": found["self"]}
-
-
-def _best(call: Call) -> Mapping[str, int] | Refusal:
-    """Of a search for several: which of equal values it takes is torch's own, and a model that computes with it (a
-    router, say, whose weights begin at zero) must go on with those of one device."""
-    if call.decides:
-        return Refusal("what topk finds decides what is computed, and of equal values it takes those of the whole")
-    return _searched(call)
-
-
-def _rule(dims: Dims, output: Callable[[Placement], Placement]) -> Rule:
-    """The one signature: the vocabulary is cut wherever it occurs, everything else is whole."""
-
-    def signature(call: Call, index: int, placement: Placement) -> Signature | Refusal:
-        found = dims(call)
-        if isinstance(found, Refusal):
-            return found
-        piece = placement.piece
-        if found.get(call.names[index]) != placement.dim:
-            return Refusal("the operation cuts its vocabulary alone")
-        if piece is None or piece.outer != 1 or piece.copies > 1 or not isinstance(piece.size, int):
-            return Refusal("the vocabulary must be cut into one block for each rank")
-        if not piece.padded and piece.size % call.n:
-            return Refusal(f"{piece.size} words are not divisible by {call.n}", structural=True)
-        ins = [placement.at(found[name]) if name in found else R for name in call.names]
-        return Signature(tuple(ins), (output(ins[0]),) * len(call.outputs))
-
-    def check(call: Call, placements: Sequence[Placement]) -> tuple[Placement, ...] | Refusal:
-        first = next((i for i, placement in enumerate(placements) if placement.is_shard), None)
-        if first is None:
-            return Refusal("no operand has a vocabulary that is cut: use the operation of aten")
-        wanted = signature(call, first, placements[first])
-        if isinstance(wanted, Refusal):
-            return wanted
-        for name, found, target in zip(call.names, placements, wanted.operands, strict=True):
-            if found != target:
-                return Refusal(f"operand {name} is {found} where {target} fits the vocabulary")
-        return wanted.outputs
-
-    return Rule(seed=signature, check=check, padding=("weight", "self"))
-
-
-# ---------------------------------------------------------------------- traffic
-
-# Collective, phase and number of rows, which are what an operator communicates one value of.
-Rows = Iterator[tuple[str, str, Size]]
-
-
-def _by_rows(dims: Dims, sent: Callable[[Call, Size], Rows]) -> Callable[[Crossing], Iterator[Sent]]:
-    """Traffic of one value or several for each row; halves are summed in float32."""
-
-    def traffic(crossing: Crossing) -> Iterator[Sent]:
-        call = crossing.call
-        found = dims(call)
-        if isinstance(found, Refusal):
-            return
-        kind = call.operands[0]
-        rows = product(size for dim, size in enumerate(kind.shape) if dim != found["self"])
-        for collective, phase, elements in sent(call, rows):
-            if phase == "forward" or any(crossing.reached):
-                yield Sent(collective, phase, simplify(elements * max(kind.dtype.itemsize, 4)))
-
-    return traffic
-
-
-def _cross_entropy_rows(call: Call, rows: Size) -> Rows:
-    weighted, smooth = "weight" in call.names, bool(call.get("label_smoothing"))
-    yield "all_reduce", "forward", rows
-    yield "all_reduce", "forward", simplify(rows * (3 if smooth else 2))
-    if weighted:
-        yield "all_reduce", "forward", rows
-    if weighted and smooth:
-        yield "all_reduce", "forward", 1
-
-
-def _nll_loss_rows(call: Call, rows: Size) -> Rows:
-    if "weight" in call.names:
-        yield "all_reduce", "forward", rows
-
-
-def _logsumexp_rows(call: Call, rows: Size) -> Rows:
-    yield "all_reduce", "forward", rows
-    yield "all_reduce", "forward", rows
-
-
-def _log_softmax_rows(call: Call, rows: Size) -> Rows:
-    yield from _logsumexp_rows(call, rows)
-    yield "all_reduce", "backward", rows
-
-
-def _best_rows(call: Call, rows: Size) -> Rows:
-    """Each rank's best values, and which words they are."""
-    count = simplify(rows * (call.n * call.get("k", 1)))
-    yield "all_gather", "forward", count
-    yield "all_gather", "forward", count
-
-
-# ---------------------------------------------------------------------- shapes and lowering
+# ---------------------------------------------------------------------- shapes and derivatives
 
 
 def _topk_shape(call: OnShapes) -> Any:
@@ -170,214 +58,10 @@ def _topk_shape(call: OnShapes) -> Any:
     return aten.topk.default(x.new_empty(shape), *call.args[1:], **given)
 
 
-def _lowered(function: Callable[..., Any]) -> Callable[[fx.Node, OnRank], Run]:
-    """Arguments as in the graph with defaults, then the vocabulary's block."""
-    blocked = words.with_block(function)
-
-    def lower(node: fx.Node, rank: OnRank) -> Run:
-        given = {name: value for name, value in bind_arguments(node).items() if name != "axis"}
-        cut = next(p for operand in operands(node) if (p := rank.placed(operand, node)).is_shard)
-        ranks = rank.ranks(node)
-        return Run(blocked, (*given.values(), int(cut.pieces[0].size), ranks.group, ranks.size, ranks.index))
-
-    return lower
-
-
-# ---------------------------------------------------------------------- gradients
-
-
-def _like_self(placement: Placement) -> Placement:
-    """The gradient of what is cut so: padding gets none."""
-    return replace(placement, zeros=placement.is_padded)
-
-
-def _table_gradient(call: Call, placements: Sequence[Placement]) -> tuple[Placement, ...] | Refusal:
-    """Each rank makes its rows of the table's gradient from whole operands."""
-    odd = next((p for p in placements if p.kind not in "IR"), None)
-    words, padded = call.get("words"), call.get("padded")
-    if odd is not None:
-        return Refusal(f"the gradient of a table that is cut is made of whole values and not of {odd}")
-    placement = Placement("S", 0, (Piece(1, words, padded=padded),), zeros=bool(padded))
-    if not fits(placement, call.outputs[0].shape, call.n):
-        return Refusal(f"{words} words, {padded} with padding, are not divisible by {call.n}")
-    return (placement,)
-
-
-def _rows_of_loss(call: Call) -> Labelling | Refusal:
-    """On other axes: rows of logits, targets and of what is saved of them; with a mean they are whole."""
-    x = call.operands[0]
-    if len(x.shape) < 2:
-        return Refusal("a loss without a batch dimension needs whole operands")
-    how = call.get("reduction", 1)
-    rows: Labels = ("n", *(f"d{i}" for i in range(len(x.shape) - 2)))
-    logits: Labels = ("n", None, *rows[1:])
-    if how == 1:
-        rows, logits = (None,) * len(rows), (None,) * len(logits)
-    known = {"self": logits, "target": rows, "log_sum": rows, "gradient": rows if how == 0 else (), "weight": (None,)}
-    outs = tuple(logits if kind.shape == x.shape else rows if kind.shape else () for kind in call.outputs)
-    found = frozenset(label for label in rows if label is not None)
-    return Labelling(tuple(known[name] for name in call.names), outs, found)
-
-
-def _rows_of_table(call: Call) -> Labelling | Refusal:
-    """On other axes: `… h, … -> _ h`."""
-    lead: Labels = tuple(f"d{i}" for i in range(len(call.operands[1].shape)))
-    return Labelling(((*lead, "h"), lead), ((None, "h"),), frozenset(label for label in lead if label is not None))
-
-
-def _all_but_dim(call: Call) -> Labelling | Refusal:
-    """On other axes: everything but what is searched or normalised, which a reduction leaves out."""
-    rank, dim = len(call.operands[0].shape), call.get("dim")
-    dim = int(dim[0] if isinstance(dim, (list, tuple)) else dim) % rank
-    full: Labels = tuple(None if i == dim else f"d{i}" for i in range(rank))
-    reduced: Labels = tuple(label for i, label in enumerate(full) if i != dim)
-    ins = tuple(full if len(kind.shape) == rank else reduced for kind in call.operands)
-    return Labelling(ins, (full,))
-
-
-def _never(node: fx.Node, rank: OnRank) -> Run:
-    raise AssertionError(f"{node.target} names an axis")
-
-
-def _beside(labels: Callable[[Call], Labelling | Refusal], linear: tuple[tuple[str, ...], ...] = ()) -> Operator:
-    """What an operator is on the axes that it does not name."""
-
-    def beside() -> None:
-        """Has rules alone."""
-
-    return Operator(beside, lower=_never, shape=lambda call: call.outputs, rule=Rule(labels, linear))
-
-
-def _shape_of_self(call: OnShapes) -> Tensor:
-    return torch.empty_like(call.args[0])
-
-
-def _saving_shape(call: OnShapes) -> Any:
-    x, target = call.args[:2]
-    names = ("weight", "reduction", "ignore_index", "label_smoothing")
-    given = {**dict(zip(names, call.args[2:], strict=False)), **call.kwargs}
-    given = {name: value for name, value in given.items() if name != "axis"}
-    wide = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
-    return aten.cross_entropy_loss.default(x, target, **given), x.new_empty(target.shape, dtype=wide)
-
-
-def _table_shape(call: OnShapes) -> Tensor:
-    gradient, words = call.args[0], bind_arguments(call.node)
-    rows = int(words["padded"] or words["words"])
-    if not call.axes:
-        rows = int(words["words"])
-    else:
-        rows //= math.prod(call.axes[axis] for axis in axes_of(call.node))
-    return torch.empty((rows, gradient.shape[-1]), dtype=gradient.dtype, device=gradient.device)
-
-
-def _lower_table(node: fx.Node, rank: OnRank) -> Run:
-    given, ranks = bind_arguments(node), rank.ranks(node)
-    args = (*(given[name] for name in ("gradient", "indices", "padding_idx", "padded")), given["words"])
-    return Run(words.with_block(words.embedding_backward), (*args, ranks.group, ranks.size, ranks.index))
-
-
-_of_gradients = partial(Operator, stage=Property.VOCABULARY)
-
-
-@partial(
-    _of_gradients,
-    rule=Rule(check=_table_gradient),
-    shape=_table_shape,
-    lower=_lower_table,
-    like=_beside(_rows_of_table, (("gradient",),)),
-)
-def embedding_backward(
-    gradient: Any, indices: Any, words: int, padding_idx: int = -1, padded: int = 0, *, axis: str
-) -> Any:
-    """The gradient of the table of `fxpar.embedding`, cut as the table.
-
-    Args:
-        gradient: of the lookup.
-        words: rows of the whole table.
-        padded: rows that all ranks hold, padding included; 0 where there is none.
-    """
-
-
-@partial(
-    _of_gradients,
-    rule=_rule(_classes, _like_self),
-    shape=_shape_of_self,
-    traffic=_by_rows(_classes, _nll_loss_rows),
-    lower=_lowered(words.cross_entropy_backward),
-    like=_beside(_rows_of_loss, (("gradient",),)),
-)
-def cross_entropy_backward(
-    self: Any,
-    target: Any,
-    gradient: Any,
-    log_sum: Any,
-    weight: Any = None,
-    reduction: int = 1,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    *,
-    axis: str,
-) -> Any:
-    """The gradient of the logits of `fxpar.cross_entropy_forward`, cut as they are."""
-
-
-def _cross_entropy_gradient(reverse: Reverse) -> Gradients:
-    given, kind = bind_arguments(reverse.node), output_types(operands(reverse.node)[0])[0]
-    items = {user.args[1]: user for user in reverse.node.users}
-    options = (given[name] for name in ("weight", "reduction", "ignore_index", "label_smoothing"))
-    args = (given["self"], given["target"], reverse.tangents[0], items[1], *options)
-    found = reverse.call(cross_entropy_backward, *args, kind=kind)
-    return [found, *[None] * (len(reverse.wanted) - 1)]
-
-
-@partial(
-    _of_gradients,
-    rule=_rule(_classes, lambda cut: I),
-    shape=_saving_shape,
-    traffic=_by_rows(_classes, _cross_entropy_rows),
-    lower=_lowered(words.cross_entropy_forward),
-    like=_beside(_rows_of_loss),
-    derivative=_cross_entropy_gradient,
-)
-def cross_entropy_forward(
-    self: Any,
-    target: Any,
-    weight: Any = None,
-    reduction: int = 1,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    *,
-    axis: str,
-) -> Any:
-    """`fxpar.cross_entropy`, and what its gradient needs: log Σ exp of each row, in float32 or wider."""
-
-
 def _saving_cross_entropy(node: fx.Node) -> Saving:
     (kind,), target = output_types(node), output_types(operands(node)[1])[0]
     wide = torch.float32 if kind.dtype in (torch.float16, torch.bfloat16) else kind.dtype
     return Saving(cross_entropy_forward, node.args, (kind, TensorType(wide, target.shape)))
-
-
-@partial(
-    _of_gradients,
-    rule=_rule(_classes, _like_self),
-    shape=_shape_of_self,
-    traffic=_by_rows(_classes, _nll_loss_rows),
-    lower=_lowered(words.nll_loss_backward),
-    like=_beside(_rows_of_loss, (("gradient",),)),
-)
-def nll_loss_backward(
-    self: Any,
-    target: Any,
-    gradient: Any,
-    weight: Any = None,
-    reduction: int = 1,
-    ignore_index: int = -100,
-    *,
-    axis: str,
-) -> Any:
-    """The gradient of the log-probabilities of `fxpar.nll_loss`, cut as they are; of their values it needs none."""
 
 
 def _nll_loss_gradient(reverse: Reverse) -> Gradients:
@@ -387,50 +71,16 @@ def _nll_loss_gradient(reverse: Reverse) -> Gradients:
     return [found, *[None] * (len(reverse.wanted) - 1)]
 
 
-@partial(
-    _of_gradients,
-    rule=_rule(_searched_of_gradient, _like_self),
-    shape=lambda call: torch.empty_like(call.args[0], dtype=call.args[3]),
-    traffic=_by_rows(_searched, lambda call, rows: iter([("all_reduce", "forward", rows)])),
-    lower=_lowered(words.log_softmax_backward),
-    like=_beside(_all_but_dim, (("gradient",),)),
-)
-def log_softmax_backward(self: Any, gradient: Any, dim: int, dtype: Any, *, axis: str) -> Any:
-    """The gradient of the operand of `fxpar.log_softmax`; `self` is the result, `dtype` the operand's type."""
-
-
 def _log_softmax_gradient(reverse: Reverse) -> Gradients:
     given, kind = bind_arguments(reverse.node), output_types(operands(reverse.node)[0])[0]
     args = (reverse.node, reverse.tangents[0], given["dim"], kind.dtype)
     return [reverse.call(log_softmax_backward, *args, kind=kind)]
 
 
-@partial(
-    _of_gradients,
-    rule=_rule(_searched, _like_self),
-    shape=_shape_of_self,
-    lower=_lowered(words.logsumexp_backward),
-    like=_beside(_all_but_dim, (("gradient",),)),
-)
-def logsumexp_backward(self: Any, gradient: Any, out: Any, dim: Any, keepdim: bool = False, *, axis: str) -> Any:
-    """The gradient of the operand of `fxpar.logsumexp`, whose result is `out`."""
-
-
 def _logsumexp_gradient(reverse: Reverse) -> Gradients:
     given, kind = bind_arguments(reverse.node), output_types(operands(reverse.node)[0])[0]
     args = (given["self"], reverse.tangents[0], reverse.node, given["dim"], given["keepdim"])
     return [reverse.call(logsumexp_backward, *args, kind=kind)]
-
-
-@partial(
-    _of_gradients,
-    rule=_rule(_searched, _like_self),
-    shape=_shape_of_self,
-    lower=_lowered(words.topk_backward),
-    like=_beside(_all_but_dim, (("gradient",),)),
-)
-def topk_backward(self: Any, indices: Any, gradient: Any, dim: int = -1, *, axis: str) -> Any:
-    """The gradient of the operand of `fxpar.topk`; of its values it needs none."""
 
 
 def _topk_gradient(reverse: Reverse) -> Gradients:
@@ -440,9 +90,9 @@ def _topk_gradient(reverse: Reverse) -> Gradients:
 
 
 def _embedding_gradient(reverse: Reverse) -> Gradients:
-    given, (table, *_) = bind_arguments(reverse.node), operands(reverse.node)
-    kind = output_types(table)[0]
-    cuts = [p for _, p in output_layouts(table)[0] if p.is_shard and p.dim == 0]
+    given, (weight, *_) = bind_arguments(reverse.node), operands(reverse.node)
+    kind = output_types(weight)[0]
+    cuts = [p for _, p in output_layouts(weight)[0] if p.is_shard and p.dim == 0]
     padded = next((p.pieces[0].padded for p in cuts), 0)
     args = (reverse.tangents[0], given["indices"], int(kind.shape[0]), given["padding_idx"], padded)
     return [reverse.call(embedding_backward, *args, kind=kind), None]
@@ -458,8 +108,8 @@ def _composite(*targets: torch._ops.OpOverload) -> Callable[..., Operator]:
 
 @partial(
     _composite(aten.embedding.default),
-    rule=_rule(_table, lambda cut: P),
-    lower=_lowered(words.embedding),
+    rule=rule(table, lambda cut: P),
+    lower=lowered(words.embedding),
     derivative=_embedding_gradient,
 )
 def embedding(weight: Any, indices: Any, padding_idx: int = -1, *, axis: str) -> Any:
@@ -468,9 +118,9 @@ def embedding(weight: Any, indices: Any, padding_idx: int = -1, *, axis: str) ->
 
 @partial(
     _composite(aten.cross_entropy_loss.default),
-    rule=_rule(_classes, lambda cut: I),
-    traffic=_by_rows(_classes, _cross_entropy_rows),
-    lower=_lowered(words.cross_entropy),
+    rule=rule(classes, lambda cut: I),
+    traffic=by_rows(classes, cross_entropy_rows),
+    lower=lowered(words.cross_entropy),
     saving=_saving_cross_entropy,
 )
 def cross_entropy(
@@ -488,9 +138,9 @@ def cross_entropy(
 
 @partial(
     _composite(aten.nll_loss.default, aten.nll_loss_nd.default),
-    rule=_rule(_classes, lambda cut: P),
-    traffic=_by_rows(_classes, _nll_loss_rows),
-    lower=_lowered(words.nll_loss),
+    rule=rule(classes, lambda cut: P),
+    traffic=by_rows(classes, nll_loss_rows),
+    lower=lowered(words.nll_loss),
     derivative=_nll_loss_gradient,
 )
 def nll_loss(
@@ -501,9 +151,9 @@ def nll_loss(
 
 @partial(
     _composite(aten.log_softmax.int),
-    rule=_rule(_searched, lambda cut: cut),
-    traffic=_by_rows(_searched, _log_softmax_rows),
-    lower=_lowered(words.log_softmax),
+    rule=rule(searched, lambda cut: cut),
+    traffic=by_rows(searched, log_softmax_rows),
+    lower=lowered(words.log_softmax),
     derivative=_log_softmax_gradient,
 )
 def log_softmax(self: Any, dim: int, dtype: Any = None, *, axis: str) -> Any:
@@ -512,9 +162,9 @@ def log_softmax(self: Any, dim: int, dtype: Any = None, *, axis: str) -> Any:
 
 @partial(
     _composite(aten.logsumexp.default),
-    rule=_rule(_searched, lambda cut: I),
-    traffic=_by_rows(_searched, _logsumexp_rows),
-    lower=_lowered(words.logsumexp),
+    rule=rule(searched, lambda cut: I),
+    traffic=by_rows(searched, logsumexp_rows),
+    lower=lowered(words.logsumexp),
     derivative=_logsumexp_gradient,
 )
 def logsumexp(self: Any, dim: Any, keepdim: bool = False, *, axis: str) -> Any:
@@ -523,9 +173,9 @@ def logsumexp(self: Any, dim: Any, keepdim: bool = False, *, axis: str) -> Any:
 
 @partial(
     _composite(aten.argmax.default),
-    rule=_rule(_searched, lambda cut: I),
-    traffic=_by_rows(_searched, _best_rows),
-    lower=_lowered(words.argmax),
+    rule=rule(searched, lambda cut: I),
+    traffic=by_rows(searched, best_rows),
+    lower=lowered(words.argmax),
 )
 def argmax(self: Any, dim: int, keepdim: bool = False, *, axis: str) -> Any:
     """`aten.argmax` over a dimension that is cut over the axis; the same on every rank."""
@@ -533,10 +183,10 @@ def argmax(self: Any, dim: int, keepdim: bool = False, *, axis: str) -> Any:
 
 @partial(
     _composite(aten.topk.default),
-    rule=_rule(_best, lambda cut: I),
+    rule=rule(best, lambda cut: I),
     shape=_topk_shape,
-    traffic=_by_rows(_searched, _best_rows),
-    lower=_lowered(words.topk),
+    traffic=by_rows(searched, best_rows),
+    lower=lowered(words.topk),
     derivative=_topk_gradient,
 )
 def topk(self: Any, k: int, dim: int = -1, largest: bool = True, sorted: bool = True, *, axis: str) -> Any:
