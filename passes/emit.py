@@ -15,7 +15,8 @@ from fxpar.errors import LayoutError, PassError
 from fxpar.layout.layout import Layout, P, Placement, R, shard
 from fxpar.layout.nesting import innermost, local_shape, spelled
 from fxpar.layout.symbols import Size, divide, simplify
-from fxpar.ops.coercions import COERCION_OF, dual_layout, mask_first, take
+from fxpar.ops.coercion_table import COERCION_OF
+from fxpar.ops.coercions import dual_layout, mask_first, take
 from fxpar.ops.sizes import size as size_of_whole
 from fxpar.ops.zeros import zeros
 from fxpar.passes.localize import localize_node

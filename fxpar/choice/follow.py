@@ -15,7 +15,7 @@ from torch import fx
 
 from fxpar.layout.layout import Placement
 from fxpar.layout.symbols import divide, product
-from fxpar.ops.coercions import coercion
+from fxpar.ops.coercion_table import coercion
 from fxpar.program.coercions import unsettled
 from fxpar.program.program import operands, output_types
 from fxpar.rules.table import rule_of, seeded

@@ -21,7 +21,7 @@ from fxpar.analysis.stored import materialised
 from fxpar.choice.options import Option, Options, Value
 from fxpar.layout.layout import I, Placement
 from fxpar.layout.symbols import evaluate, names, product
-from fxpar.ops.coercions import coercion
+from fxpar.ops.coercion_table import coercion
 from fxpar.plan.cost import Cost
 from fxpar.program.coercions import computed_fraction, held_fraction, shared_fraction
 from fxpar.program.mixed import held_type

@@ -10,7 +10,8 @@ from types import MappingProxyType
 from typing import Any
 
 from fxpar.ops.attention import attention_backward, attention_forward
-from fxpar.ops.coercions import COERCION_OF, all_reduce_coalesced, sum_gradients
+from fxpar.ops.coercion_table import COERCION_OF
+from fxpar.ops.coercions import all_reduce_coalesced, sum_gradients
 from fxpar.ops.functions import function
 from fxpar.ops.operator import Operator, alike
 from fxpar.ops.random import attention, axis_index, dropout, uniform, uniform_like

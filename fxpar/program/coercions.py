@@ -1,7 +1,7 @@
 """What a coercion is about: its axes, and what of a value ranks hold together.
 
 Enters: a node, or placements on one axis. Leaves: axes, shards that are settled or not, fractions of a value. The table
-of coercions is in `fxpar.ops.coercions`.
+of coercions is in `fxpar.ops.coercion_table`.
 """
 
 from __future__ import annotations

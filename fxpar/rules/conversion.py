@@ -20,7 +20,7 @@ from torch import fx
 from fxpar.errors import LayoutError
 from fxpar.layout.layout import I, Layout, Placement, R
 from fxpar.layout.nesting import innermost, joined_cut, misfit, spelled
-from fxpar.ops.coercions import COERCION_OF, Coercion, coercion, gradient_coercion
+from fxpar.ops.coercion_table import COERCION_OF, Coercion, coercion, gradient_coercion
 from fxpar.plan.cost import Cost
 from fxpar.program.coercions import axes_of, held_fraction, misnamed, resting, unsettled
 from fxpar.program.program import describe, note, operands, output_layouts, output_types

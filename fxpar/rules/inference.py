@@ -20,7 +20,8 @@ from fxpar.errors import LayoutError
 from fxpar.layout.layout import Layout, Placement, R, V
 from fxpar.layout.nesting import common_order, listed, misfit, spelled
 from fxpar.ops import alike
-from fxpar.ops.coercions import COERCION_OF, all_reduce_coalesced, sum_gradients
+from fxpar.ops.coercion_table import COERCION_OF
+from fxpar.ops.coercions import all_reduce_coalesced, sum_gradients
 from fxpar.ops.random import axis_index
 from fxpar.program.coercions import axes_of, in_backward, resting
 from fxpar.program.program import Program, operands, output_layouts, output_types

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from fxpar.layout.layout import Placement, fits, shard
-from fxpar.ops.coercions import COERCION_OF, Coercion, coercion
+from fxpar.ops.coercion_table import COERCION_OF, Coercion, coercion
 from fxpar.program.coercions import unsettled
 from fxpar.signatures.engine import Call, Refusal, Rule, seed_signature
 

@@ -23,7 +23,7 @@ from fxpar.errors import InputError
 from fxpar.layout.layout import Layout
 from fxpar.layout.symbols import names
 from fxpar.mesh.purpose import Cuts
-from fxpar.ops.coercions import COERCION_OF
+from fxpar.ops.coercion_table import COERCION_OF
 from fxpar.ops.vocabulary import embedding
 from fxpar.passes.means import CLASS_LOSSES
 from fxpar.program.coercions import axes_of

@@ -25,7 +25,7 @@ from torch import fx
 from fxpar.errors import TextError
 from fxpar.layout.nesting import seen_by
 from fxpar.ops import OPERATORS, Operator
-from fxpar.ops.coercions import COERCION_OF
+from fxpar.ops.coercion_table import COERCION_OF
 from fxpar.plan.plan import Plan
 from fxpar.program.coercions import axes_of
 from fxpar.program.program import (

@@ -42,7 +42,7 @@ from fxpar.errors import TextError
 from fxpar.layout.layout import Layout, Placement, shard
 from fxpar.layout.nesting import seen_by
 from fxpar.layout.symbols import Size
-from fxpar.ops.coercions import COERCION_OF
+from fxpar.ops.coercion_table import COERCION_OF
 from fxpar.program.coercions import axes_of
 from fxpar.program.operators import GraphOperator
 from fxpar.program.program import (

@@ -17,7 +17,8 @@ from fxpar.layout.layout import Layout, pieces_of
 from fxpar.layout.nesting import spelled
 from fxpar.layout.symbols import names
 from fxpar.ops import Operator
-from fxpar.ops.coercions import COERCION_OF, sum_gradients
+from fxpar.ops.coercion_table import COERCION_OF
+from fxpar.ops.coercions import sum_gradients
 from fxpar.ops.random import axis_index
 from fxpar.passes.assign_rng import RNG_PATH
 from fxpar.program.coercions import axes_of, misnamed

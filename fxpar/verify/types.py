@@ -18,7 +18,8 @@ from fxpar.errors import CheckFailed, LayoutError
 from fxpar.layout.layout import I, Layout, Placement, R, shard
 from fxpar.layout.nesting import misfit
 from fxpar.mesh.purpose import Cuts
-from fxpar.ops.coercions import coercion, dual_layout
+from fxpar.ops.coercion_table import coercion
+from fxpar.ops.coercions import dual_layout
 from fxpar.ops.sizes import size
 from fxpar.program.coercions import at_rest, resting, unsettled
 from fxpar.program.gradients import carried

@@ -18,7 +18,8 @@ from torch import fx
 from fxpar.errors import FxparError
 from fxpar.layout.layout import I, Layout, Placement, R, fits, pieces_of
 from fxpar.layout.shards import local_block
-from fxpar.ops.coercions import coercion, dual_layout
+from fxpar.ops.coercion_table import coercion
+from fxpar.ops.coercions import dual_layout
 from fxpar.oracle.check import candidates, make_node, padded
 from fxpar.oracle.ranks import Sample, tensors_of, with_tensors
 from fxpar.oracle.samples import Draw

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fxpar.layout.layout import I, Layout, Piece, Placement, R
-from fxpar.ops.coercions import coercion
+from fxpar.ops.coercion_table import coercion
 from fxpar.oracle.check import make_node
 from fxpar.oracle.table import operations
 from fxpar.oracle.trial import Trial

@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from fxpar.errors import LayoutError, PassError
 from fxpar.layout.layout import I, P
-from fxpar.ops.coercions import COERCION_OF
+from fxpar.ops.coercion_table import COERCION_OF
 from fxpar.passes import insert_collectives
 from fxpar.program.program import Program, note, operands, output_layouts
 from fxpar.text.parsing import parse_program

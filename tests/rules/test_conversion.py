@@ -20,7 +20,8 @@ from fxpar.errors import LayoutError
 from fxpar.layout.layout import I, Layout, P, Piece, Placement, R, shard
 from fxpar.layout.nesting import spelled
 from fxpar.mesh.purpose import joined_names
-from fxpar.ops.coercions import COERCION_OF, CONJUGATE, dual_layout
+from fxpar.ops.coercion_table import COERCION_OF
+from fxpar.ops.coercions import CONJUGATE, dual_layout
 from fxpar.ops.collectives import Group
 from fxpar.ops.lower import lower
 from fxpar.oracle.grid import fits, holds, holds_gradient, spread, spread_gradient

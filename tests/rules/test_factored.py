@@ -9,7 +9,8 @@ import torch
 
 from fxpar.errors import LayoutError
 from fxpar.layout.layout import I, Placement, R, parse_placement, shard
-from fxpar.ops.coercions import coercion, share, take_part
+from fxpar.ops.coercion_table import coercion
+from fxpar.ops.coercions import share, take_part
 from fxpar.oracle.check import check_operation, sample
 from fxpar.oracle.ranks import held
 from fxpar.oracle.table import operations

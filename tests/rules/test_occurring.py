@@ -12,7 +12,8 @@ from torch import nn
 
 from fxpar.capture import capture
 from fxpar.manager import PassManager
-from fxpar.ops.coercions import COERCION_OF, sum_gradients
+from fxpar.ops.coercion_table import COERCION_OF
+from fxpar.ops.coercions import sum_gradients
 from fxpar.ops.random import axis_index
 from fxpar.oracle.table import COMMUNICATING, OCCURRING, WITHOUT_OPERANDS
 from fxpar.passes import DEFAULT_PASSES

@@ -19,7 +19,8 @@ from fxpar.errors import FxparError
 from fxpar.layout.layout import Layout
 from fxpar.layout.symbols import evaluate
 from fxpar.ops import Operator
-from fxpar.ops.coercions import COERCION_OF, sum_gradients
+from fxpar.ops.coercion_table import COERCION_OF
+from fxpar.ops.coercions import sum_gradients
 from fxpar.ops.random import axis_index
 from fxpar.passes.assign_rng import RNG_PATH
 from fxpar.program.program import Program, TensorType, operands, output_layouts, output_types, update

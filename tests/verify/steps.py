@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from fxpar.compile import compile_model, compile_step
-from fxpar.ops.coercions import COERCION_OF
+from fxpar.ops.coercion_table import COERCION_OF
 from fxpar.ops.operator import Operator
 from fxpar.plan.plan import Plan
 from fxpar.program.program import Program, has_note, note, output_node, set_note

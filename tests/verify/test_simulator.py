@@ -16,7 +16,8 @@ from fxpar.errors import CheckFailed
 from fxpar.layout.layout import Piece, Placement, fits, pieces_of
 from fxpar.layout.shards import block, whole
 from fxpar.layout.symbols import shape_text
-from fxpar.ops.coercions import CONJUGATE, all_reduce, coercion, reduce_from
+from fxpar.ops.coercion_table import coercion
+from fxpar.ops.coercions import CONJUGATE, all_reduce, reduce_from
 from fxpar.ops.collectives import Group
 from fxpar.ops.lower import Lowered, lower
 from fxpar.oracle.ranks import agree_gradient, place_gradient

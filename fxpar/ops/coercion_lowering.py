@@ -1,0 +1,192 @@
+"""What coercions do on ranks: shapes, what they communicate, and what a rank runs in their place.
+
+Enters: nodes and crossings of coercions, with their placements. Leaves: for `fxpar.ops.coercions` the functions that
+its records name. What a rank holds before and after is in the layouts of operand and node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor, fx
+
+from fxpar.layout.layout import Placement
+from fxpar.layout.symbols import Size, product, simplify
+from fxpar.ops import bound, coalesced, factored
+from fxpar.ops.onrank import OnRank
+from fxpar.ops.operator import Crossing, OnShapes, Run, Sent
+from fxpar.program.coercions import shared_fraction
+from fxpar.program.program import TensorType, operands, output_types
+
+# ---------------------------------------------------------------------- shapes and traffic
+
+
+def shape(call: OnShapes) -> Tensor:
+    """The layouts before and after decide what a rank holds of the value, which stays the same."""
+    before, after = output_types(operands(call.node)[0])[0], output_types(call.node)[0]
+    if before != after:
+        raise ValueError(f"a coercion of {before} cannot give {after}")
+    return call.outputs[0]
+
+
+def traffic(crossing: Crossing) -> Iterator[Sent]:
+    """What the record sends. Each collective takes the whole value, with the padding of both cuts."""
+    target, (before,), (after,) = crossing.call.target, crossing.before, crossing.after
+    forward, backward = target.sends
+    cuts = [p for p in (before, after) if p.is_padded]
+    kind = crossing.call.outputs[0]
+    if forward:
+        yield Sent(forward, _phase(crossing, "forward"), _bytes(kind, after, cuts))
+    if backward and crossing.reached[0]:
+        held = crossing.held[0] if crossing.of_parameters and target.sums_gradients else kind
+        yield Sent(backward, _phase(crossing, "backward"), _bytes(held, after, cuts))
+
+
+def exchange_traffic(crossing: Crossing) -> Iterator[Sent]:
+    """One dimension is cut anew by way of the whole, each way from the other cut."""
+    (before,), (after,) = crossing.before, crossing.after
+    if before.dim != after.dim:
+        yield from traffic(crossing)
+        return
+    kind = crossing.call.outputs[0]
+    for phase, cut in (("forward", before), ("backward", after)):
+        if phase == "forward" or crossing.reached[0]:
+            padded = [cut] if cut.is_padded else []
+            yield Sent("all_gather", _phase(crossing, phase), _bytes(kind, after, padded))
+
+
+def bucket_traffic(crossing: Crossing) -> Iterator[Sent]:
+    """All gradients at once; it leaves out what the loss does not reach."""
+    kinds = crossing.held if crossing.of_parameters else crossing.call.outputs
+    entries = zip(kinds, crossing.after, crossing.reached, strict=True)
+    if any(crossing.reached):
+        size = simplify(sum(_bytes(kind, placement, []) for kind, placement, is_reached in entries if is_reached))
+        yield Sent("all_reduce", _phase(crossing, "backward"), size)
+
+
+def coalesced_traffic(crossing: Crossing) -> Iterator[Sent]:
+    """All gradients at once."""
+    pairs = zip(crossing.call.outputs, crossing.after, strict=True)
+    yield Sent("all_reduce", "forward", simplify(sum(_bytes(kind, placement, []) for kind, placement in pairs)))
+
+
+def _phase(crossing: Crossing, phase: str) -> str:
+    return "parameter" if crossing.of_parameters else phase
+
+
+def _bytes(kind: TensorType, placement: Placement, cuts: Sequence[Placement]) -> Size:
+    """Of a whole value with the padding of its cuts; of one of which ranks share a part, of that."""
+    shape = list(kind.shape)
+    for cut in cuts:
+        shape[cut.dim] = cut.pieces[0].padded
+    size = simplify(product(shape) * kind.dtype.itemsize)
+    if not placement.is_shared:
+        return size
+    part, total = shared_fraction(placement)
+    return int(size) * part // total
+
+
+# ---------------------------------------------------------------------- lowering
+
+
+def as_it_is(node: fx.Node, rank: OnRank) -> Run:
+    """The value itself."""
+    return Run(bound.same, (node.args[0],))
+
+
+def first_only(node: fx.Node, rank: OnRank) -> Run:
+    """The value on the first rank, zeros on the others."""
+    return Run(bound.first_only, (node.args[0], rank.ranks(node).index))
+
+
+def lower_sum(node: fx.Node, rank: OnRank) -> Run:
+    """An all-reduce."""
+    ranks = rank.ranks(node)
+    return Run(bound.start_sum, (node.args[0], ranks.group, ranks.size), finish=bound.summed)
+
+
+def lower_gather(node: fx.Node, rank: OnRank) -> Run:
+    """An all-gather of the blocks, put in their places."""
+    ranks, (source, _) = rank.ranks(node), _sides(node, rank)
+    start = (node.args[0], ranks.group, ranks.size)
+    return Run(bound.start_gather, start, finish=bound.gathered, rest=rank.cut(source))
+
+
+def lower_scatter(node: fx.Node, rank: OnRank) -> Run:
+    """A reduce-scatter of the blocks."""
+    ranks, (_, result) = rank.ranks(node), _sides(node, rank)
+    start = (node.args[0], *rank.cut(result), ranks.group, ranks.size)
+    return Run(bound.start_scatter, start, finish=bound.scattered)
+
+
+def lower_take(node: fx.Node, rank: OnRank) -> Run:
+    """The rank's block, or its part of a block that others share."""
+    ranks, (_, result) = rank.ranks(node), _sides(node, rank)
+    if result.is_shared:
+        return lower_take_part(node, rank)
+    return Run(bound.take, (node.args[0], *rank.cut(result), ranks.group, ranks.size, ranks.index))
+
+
+def lower_pad(node: fx.Node, rank: OnRank) -> Run:
+    """The rank's block in its place among zeros."""
+    ranks, (source, _) = rank.ranks(node), _sides(node, rank)
+    return Run(bound.pad, (node.args[0], *rank.cut(source), ranks.group, ranks.size, ranks.index))
+
+
+def _sides(node: fx.Node, rank: OnRank) -> tuple[Placement, Placement]:
+    return rank.placed(operands(node)[0], node), rank.placed(node, node)
+
+
+def lower_take_part(node: fx.Node, rank: OnRank) -> Run:
+    """The rank's part of a block, or of the whole, that others share."""
+    ranks, (source, result) = rank.ranks(node), _sides(node, rank)
+    pieces = rank.shared(source, result, ranks.size)
+    return Run(factored.take_part, (node.args[0], result.dim, pieces, ranks.index))
+
+
+def lower_all_to_all(node: fx.Node, rank: OnRank) -> Run:
+    """An all-to-all; of one dimension that is cut anew, an all-gather."""
+    ranks, (source, result) = rank.ranks(node), _sides(node, rank)
+    before, after, where = rank.cut(source), rank.cut(result), (ranks.group, ranks.size)
+    if source.dim == result.dim:
+        rest = (before, after, *where, ranks.index)
+        return Run(bound.start_gather, (node.args[0], *where), finish=bound.recut, rest=rest)
+    return Run(bound.start_exchange, (node.args[0], *after, *where), finish=bound.exchanged, rest=before)
+
+
+def lower_sum_gradients(node: fx.Node, rank: OnRank) -> Run:
+    """All values as they are."""
+    return Run(coalesced.sum_gradients, (list(node.args),))
+
+
+def lower_pad_part(node: fx.Node, rank: OnRank) -> Run:
+    """The rank's part in its place in a block that others share."""
+    ranks, (source, result) = rank.ranks(node), _sides(node, rank)
+    pieces = rank.shared(result.plain, source.plain, ranks.size)
+    return Run(factored.pad_part, (node.args[0], source.dim, pieces, ranks.index))
+
+
+def lower_sum_shared(node: fx.Node, rank: OnRank) -> Run:
+    """An all-reduce of what ranks share, each block in its place."""
+    ranks, (source, _) = rank.ranks(node), _sides(node, rank)
+    held = source.dim, rank.shared(source.plain, source.plain, ranks.size)
+    start, rest = (*held, ranks.group, ranks.size, ranks.index), (*held, ranks.size, ranks.index)
+    x = node.args[0]
+    return Run(factored.start_sum_shared, (x, *start), finish=factored.sum_shared, rest=(x, *rest))
+
+
+def lower_coalesced(node: fx.Node, rank: OnRank) -> Run:
+    """One all-reduce of all values, shared blocks in their places."""
+    ranks, held = rank.ranks(node), list[coalesced.Held]()
+    for source in operands(node):
+        placement = rank.placed(source, node)
+        pieces = rank.shared(placement.plain, placement.plain, ranks.size) if placement.is_shard else []
+        held.append((placement.dim, pieces) if placement.is_shard else None)
+    given = list(node.args), held
+    rest = (*given, ranks.size, ranks.index)
+    return Run(
+        coalesced.start_sums,
+        (*given, ranks.group, ranks.size, ranks.index),
+        finish=coalesced.sums,
+        rest=rest,
+    )
