@@ -16,8 +16,9 @@ from fxpar.layout.symbols import Size, product, simplify
 from fxpar.ops import Operator, alike
 from fxpar.program.program import Program, TensorType
 from fxpar.rules.table import key_of, rule_of
+from fxpar.signatures.calls import Call, call_of
 from fxpar.signatures.contraction import contracted_dims, einsum_steps
-from fxpar.signatures.engine import Call, Labelling, Refusal, call_of
+from fxpar.signatures.rule import Labelling, Refusal
 
 Formula = Callable[[Call], Size]
 

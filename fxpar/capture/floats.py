@@ -21,7 +21,7 @@ from torch import fx
 
 from fxpar.capture.sizes import SizeError
 from fxpar.program.program import Program, ScalarType, TensorType, describe, is_tensor, note, set_note, tensor_type
-from fxpar.signatures.engine import bind_arguments
+from fxpar.signatures.calls import bind_arguments
 
 aten = torch.ops.aten
 

@@ -44,7 +44,8 @@ from fxpar.program.rows import batch_size
 from fxpar.rules import Refusal, call_of, inferred, rule_of, seeded
 from fxpar.rules.local import peeled_call
 from fxpar.rules.rows import RowWise, lacks_rule, name_of
-from fxpar.signatures.engine import Call, partial_signatures
+from fxpar.signatures.calls import Call
+from fxpar.signatures.engine import partial_signatures
 
 
 def place_batch(program: Program, axis: str, rows: Mapping[str, int]) -> dict[fx.Node, Option]:

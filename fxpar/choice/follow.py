@@ -19,8 +19,9 @@ from fxpar.ops.coercion_table import coercion
 from fxpar.program.coercions import unsettled
 from fxpar.program.program import operands, output_types
 from fxpar.rules.table import rule_of, seeded
+from fxpar.signatures.calls import call_of
 from fxpar.signatures.contraction import einsum_labels
-from fxpar.signatures.engine import Labelling, Refusal, Signature, call_of
+from fxpar.signatures.rule import Labelling, Refusal, Signature
 
 _aten = torch.ops.aten
 

@@ -19,7 +19,7 @@ from fxpar.choice.segments import MOST_PARTS, alone, candidates, cut_points
 from fxpar.layout.layout import Piece, Placement, fits, pieces_of, shard
 from fxpar.layout.symbols import Size, product, simplify
 from fxpar.program.program import operands, output_types, tensor_type
-from fxpar.signatures.engine import Refusal
+from fxpar.signatures.rule import Refusal
 
 
 def all_cuts(node: fx.Node, dim: int, weights: Weights, n: int) -> Iterator[Placement]:

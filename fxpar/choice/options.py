@@ -28,7 +28,8 @@ from fxpar.program.coercions import at_rest, resting, unsettled
 from fxpar.program.program import Program, describe, operands, output_types
 from fxpar.rules import Refusal, call_of, inferred, rule_of, seeded
 from fxpar.rules.memo import question
-from fxpar.signatures.engine import Call, partial_signatures
+from fxpar.signatures.calls import Call
+from fxpar.signatures.engine import partial_signatures
 
 aten = torch.ops.aten
 

@@ -17,8 +17,9 @@ from fxpar.layout.layout import Piece, Placement, padded_shard, pieces_of, shard
 from fxpar.layout.symbols import divide
 from fxpar.program.program import operands, output_types, tensor_type
 from fxpar.rules.table import rule_of
-from fxpar.signatures.engine import Labelling, bind_arguments, call_of
+from fxpar.signatures.calls import bind_arguments, call_of
 from fxpar.signatures.pointwise import pointwise_labels
+from fxpar.signatures.rule import Labelling
 
 _aten = torch.ops.aten
 

@@ -26,7 +26,8 @@ from fxpar.layout.layout import Placement, shard
 from fxpar.program.program import Program, describe, operands, output_types, tensor_type
 from fxpar.program.weights import weights_of
 from fxpar.rules.table import rule_of
-from fxpar.signatures.engine import Labelling, Refusal, call_of
+from fxpar.signatures.calls import call_of
+from fxpar.signatures.rule import Labelling, Refusal
 
 # Of each value the cuts over tokens that are known, one tuple of outputs for each dimension of an input.
 Rows = Mapping[fx.Node, list[tuple[Placement | None, ...]]]

@@ -21,19 +21,10 @@ from fxpar.ops.operator import Gradients, OnShapes, Operator, Reverse, Run, Savi
 from fxpar.ops.random import indexed, own_bits_of_probabilities
 from fxpar.program.program import TensorType, note, output_types
 from fxpar.program.properties import Property
-from fxpar.signatures.engine import (
-    Call,
-    Check,
-    Labelling,
-    Labels,
-    Refusal,
-    Rule,
-    Signature,
-    bind_arguments,
-    call_of,
-    signature_of_summands,
-)
+from fxpar.signatures.calls import Call, bind_arguments, call_of
+from fxpar.signatures.engine import signature_of_summands
 from fxpar.signatures.matmul import attention_labels
+from fxpar.signatures.rule import Check, Labelling, Labels, Refusal, Rule, Signature
 
 _NAMES = ("query", "key", "value", "mask")
 

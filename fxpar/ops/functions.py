@@ -14,9 +14,10 @@ from torch import fx
 from fxpar.layout.layout import Placement
 from fxpar.ops.onrank import OnRank
 from fxpar.ops.operator import OnShapes, Operator, Run
-from fxpar.signatures.engine import Call, Labelling, Refusal, Rule
+from fxpar.signatures.calls import Call
 from fxpar.signatures.functions import impurity, resolve_function
 from fxpar.signatures.pointwise import pointwise_labels, pointwise_rules
+from fxpar.signatures.rule import Labelling, Refusal, Rule
 
 
 def why_whole(call: Call) -> str:

@@ -20,7 +20,8 @@ from fxpar.ops.onrank import OnRank
 from fxpar.program.operators import GraphOperator
 from fxpar.program.program import Note, TensorType, note, output_types
 from fxpar.program.properties import Property
-from fxpar.signatures.engine import Call, Rule
+from fxpar.signatures.calls import Call
+from fxpar.signatures.rule import Rule
 
 
 @dataclass(frozen=True)

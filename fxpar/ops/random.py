@@ -21,9 +21,11 @@ from fxpar.ops.onrank import OnRank
 from fxpar.ops.operator import Gradients, OnShapes, Operator, Reverse, Run
 from fxpar.program.program import note, operands, output_layouts, output_types
 from fxpar.program.properties import Property
-from fxpar.signatures.engine import Call, Check, Labelling, Refusal, Rule, Signature, bind_arguments, seed_signature
+from fxpar.signatures.calls import Call, bind_arguments
+from fxpar.signatures.engine import seed_signature
 from fxpar.signatures.matmul import attention_labels
 from fxpar.signatures.pointwise import broadcast, same_values
+from fxpar.signatures.rule import Check, Labelling, Refusal, Rule, Signature
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 

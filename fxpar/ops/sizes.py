@@ -17,7 +17,7 @@ from torch import Tensor, fx
 from fxpar.ops.onrank import OnRank
 from fxpar.ops.operator import OnShapes, Operator, Run
 from fxpar.program.program import operands, output_layouts
-from fxpar.signatures.engine import bind_arguments
+from fxpar.signatures.calls import bind_arguments
 
 
 def _ranks(node: fx.Node, axes: Mapping[str, int]) -> int:

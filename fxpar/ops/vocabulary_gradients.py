@@ -33,7 +33,8 @@ from fxpar.ops.vocabulary_rules import (
 from fxpar.program.coercions import axes_of
 from fxpar.program.program import operands, output_types
 from fxpar.program.properties import Property
-from fxpar.signatures.engine import Call, Labelling, Labels, Refusal, Rule, bind_arguments
+from fxpar.signatures.calls import Call, bind_arguments
+from fxpar.signatures.rule import Labelling, Labels, Refusal, Rule
 
 aten = torch.ops.aten
 

@@ -17,7 +17,8 @@ from fxpar.ops import words
 from fxpar.ops.onrank import OnRank
 from fxpar.ops.operator import Crossing, Run, Sent
 from fxpar.program.program import operands
-from fxpar.signatures.engine import Call, Refusal, Rule, Signature, bind_arguments
+from fxpar.signatures.calls import Call, bind_arguments
+from fxpar.signatures.rule import Refusal, Rule, Signature
 
 # ---------------------------------------------------------------------- rules
 

@@ -17,8 +17,9 @@ from torch import Tensor, fx
 from fxpar.layout.layout import Placement
 from fxpar.ops.onrank import OnRank
 from fxpar.ops.operator import Operator, Run
-from fxpar.signatures.engine import Call, Rule, Signature
+from fxpar.signatures.calls import Call
 from fxpar.signatures.pointwise import pointwise_labels, same_values
+from fxpar.signatures.rule import Rule, Signature
 
 
 def _in_summands(call: Call, placements: Sequence[Placement]) -> tuple[Placement, ...] | None:

@@ -32,7 +32,8 @@ from fxpar.rules.memo import Answers, question
 from fxpar.rules.rows import RowWise
 from fxpar.rules.suggest import suggest
 from fxpar.rules.table import inferred, rule_for, rule_of
-from fxpar.signatures.engine import Call, Refusal, call_of
+from fxpar.signatures.calls import Call, call_of
+from fxpar.signatures.rule import Refusal
 
 _ILL_TYPED = (IndexError, KeyError, TypeError, ValueError, ArithmeticError, AttributeError)
 

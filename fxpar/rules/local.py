@@ -18,7 +18,8 @@ from fxpar.layout.nesting import local_size, peel, seen_by
 from fxpar.layout.slices import local_bounds
 from fxpar.layout.symbols import Size
 from fxpar.program.program import TensorType
-from fxpar.signatures.engine import Call, Refusal
+from fxpar.signatures.calls import Call
+from fxpar.signatures.rule import Refusal
 
 
 def whole_call(call: Call, layout: Layout, axes: Mapping[str, int]) -> Call | Refusal:

@@ -13,7 +13,7 @@ from torch import fx
 from fxpar.layout.layout import Layout
 from fxpar.program.keys import plain
 from fxpar.program.program import has_note, note, output_types
-from fxpar.signatures.engine import decides
+from fxpar.signatures.calls import decides
 
 # Layouts of outputs, by question and what the operands are.
 Answers = dict[Hashable, tuple[Layout, ...]]

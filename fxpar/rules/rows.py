@@ -20,7 +20,7 @@ from fxpar.ops import Operator
 from fxpar.ops.functions import function
 from fxpar.program.program import Program, operands, output_types
 from fxpar.rules.table import key_of, rule_of
-from fxpar.signatures.engine import call_of
+from fxpar.signatures.calls import call_of
 
 
 def name_of(node: fx.Node) -> str:

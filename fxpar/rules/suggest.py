@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from fxpar.layout.layout import Placement, fits, shard
 from fxpar.ops.coercion_table import COERCION_OF, Coercion, coercion
 from fxpar.program.coercions import unsettled
-from fxpar.signatures.engine import Call, Refusal, Rule, seed_signature
+from fxpar.signatures.calls import Call
+from fxpar.signatures.engine import seed_signature
+from fxpar.signatures.rule import Refusal, Rule
 
 Judgement = Callable[[Sequence[Placement]], Sequence[Placement] | Refusal]
 

@@ -17,9 +17,10 @@ from fxpar.errors import InputError, shown
 from fxpar.layout.layout import Placement
 from fxpar.ops import COMPOSITE_OF, OPERATORS, Operator
 from fxpar.program.operators import GraphOperator
+from fxpar.signatures.calls import Call
 from fxpar.signatures.complexes import complex_rules
 from fxpar.signatures.contraction import contraction_rules
-from fxpar.signatures.engine import Call, Refusal, Rule, Signature, infer, seed_signature
+from fxpar.signatures.engine import infer, seed_signature
 from fxpar.signatures.functions import nonlinearity
 from fxpar.signatures.gradients import gradient_rules
 from fxpar.signatures.matmul import formula, matmul_rules
@@ -27,6 +28,7 @@ from fxpar.signatures.pointwise import pointwise_labels, pointwise_rules
 from fxpar.signatures.randomness import random_rules
 from fxpar.signatures.reduce import reduction_rules
 from fxpar.signatures.rows import ROW_WISE
+from fxpar.signatures.rule import Refusal, Rule, Signature
 from fxpar.signatures.views import view_rules
 
 _RULES: dict[str, Rule] = {

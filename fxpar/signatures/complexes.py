@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fxpar.signatures.engine import Call, Labelling, Labels, Rule
+from fxpar.signatures.calls import Call
 from fxpar.signatures.pointwise import pointwise_labels
+from fxpar.signatures.rule import Labelling, Labels, Rule
 
 _SELF = (("self",),)
 _POINTWISE: Mapping[str, tuple[tuple[str, ...], ...]] = {

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 
 from fxpar.layout.symbols import Size
 from fxpar.program.program import TensorType
-from fxpar.signatures.engine import Call, Labelling, Labels, Refusal, Rule
+from fxpar.signatures.calls import Call
 from fxpar.signatures.pointwise import broadcast
+from fxpar.signatures.rule import Labelling, Labels, Refusal, Rule
 
 Terms = tuple[tuple[str, ...], ...]
 

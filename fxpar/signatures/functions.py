@@ -33,7 +33,9 @@ from fxpar.errors import InputError
 from fxpar.layout.layout import P, Placement, R
 from fxpar.layout.symbols import evaluate, names
 from fxpar.program.program import Note, TensorType, ValueType, operands, set_note
-from fxpar.signatures.engine import Call, Refusal, Rule, call_of, infer
+from fxpar.signatures.calls import Call, call_of
+from fxpar.signatures.engine import infer
+from fxpar.signatures.rule import Refusal, Rule
 
 # What the author's code may raise on operands that are not the traced ones.
 _FAILURES = (RuntimeError, TypeError, ValueError, IndexError, AttributeError, AssertionError, KeyError, InputError)

@@ -12,8 +12,9 @@ import torch
 
 from fxpar.layout.layout import P, Placement, R
 from fxpar.layout.symbols import Size
-from fxpar.signatures.engine import Call, Labelling, Labels, Refusal, Rule
+from fxpar.signatures.calls import Call
 from fxpar.signatures.pointwise import broadcast, pointwise_labels
+from fxpar.signatures.rule import Labelling, Labels, Refusal, Rule
 from fxpar.signatures.scattering import ignoring, scattering_rules
 
 # Element-wise, with the name of the gradient; the values beside it may be those of padding.

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from fxpar.layout.symbols import Size
-from fxpar.signatures.engine import Call, Labelling, Labels, Refusal, Rule
+from fxpar.signatures.calls import Call
 from fxpar.signatures.pointwise import broadcast
+from fxpar.signatures.rule import Labelling, Labels, Refusal, Rule
 
 
 def _read(part: str, rank: int) -> Labels:

@@ -9,7 +9,8 @@ import torch
 
 from fxpar.layout.layout import P, Placement, R
 from fxpar.layout.symbols import Size
-from fxpar.signatures.engine import Call, Labelling, Labels, Refusal, Rule
+from fxpar.signatures.calls import Call
+from fxpar.signatures.rule import Labelling, Labels, Refusal, Rule
 
 
 def broadcast(shape: tuple[Size, ...], out: tuple[Size, ...], labels: Labels | None = None) -> Labels:

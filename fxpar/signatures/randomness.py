@@ -13,8 +13,10 @@ import torch
 from torch import fx
 
 from fxpar.layout.layout import Placement
-from fxpar.signatures.engine import Call, Refusal, Rule, Signature, bind_arguments, seed_signature
+from fxpar.signatures.calls import Call, bind_arguments
+from fxpar.signatures.engine import seed_signature
 from fxpar.signatures.pointwise import pointwise_labels, same_values
+from fxpar.signatures.rule import Refusal, Rule, Signature
 
 aten = torch.ops.aten
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from fxpar.layout.layout import P, Placement, R
-from fxpar.signatures.engine import Call, Labelling, Labels, Refusal, Rule
+from fxpar.signatures.calls import Call
 from fxpar.signatures.pointwise import broadcast, keeps_sums
+from fxpar.signatures.rule import Labelling, Labels, Refusal, Rule
 
 
 def _reduced(call: Call) -> list[int]:

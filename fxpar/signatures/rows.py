@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from fxpar.layout.layout import Placement, R, shard
 from fxpar.layout.symbols import Size, divide, names
 from fxpar.program.program import TensorType
-from fxpar.signatures.engine import Call, Refusal, Rule, Signature
+from fxpar.signatures.calls import Call
+from fxpar.signatures.rule import Refusal, Rule, Signature
 
 
 def has_rows(kind: TensorType, rows: Size) -> bool:

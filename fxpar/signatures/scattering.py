@@ -7,8 +7,10 @@ from dataclasses import replace
 
 from fxpar.layout.layout import P, Placement, R
 from fxpar.layout.symbols import Size
-from fxpar.signatures.engine import Call, Labelling, Labels, Refusal, Rule, infer
+from fxpar.signatures.calls import Call
+from fxpar.signatures.engine import infer
 from fxpar.signatures.pointwise import broadcast
+from fxpar.signatures.rule import Labelling, Labels, Refusal, Rule
 
 _Check = Callable[[Call, Sequence[Placement]], tuple[Placement, ...] | Refusal | None]
 

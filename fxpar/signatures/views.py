@@ -11,8 +11,10 @@ from fxpar.layout.layout import P, Piece, Placement, R, pieces_of, through_view
 from fxpar.layout.nesting import local_size
 from fxpar.layout.slices import slice_pieces, strided_pieces
 from fxpar.layout.symbols import Size, divide, simplify
-from fxpar.signatures.engine import Call, Labelling, Labels, Refusal, Rule, Signature, seed_signature, transfer
+from fxpar.signatures.calls import Call
+from fxpar.signatures.engine import seed_signature, transfer
 from fxpar.signatures.pointwise import broadcast, keeps_sums
+from fxpar.signatures.rule import Labelling, Labels, Refusal, Rule, Signature
 
 _SELF = (("self",),)
 _END = 2**62

@@ -28,7 +28,8 @@ from fxpar.program.properties import Property
 from fxpar.report import make_report
 from fxpar.report.reasons import without_rule
 from fxpar.rules import key_of, rule_of
-from fxpar.signatures.engine import Call, Refusal, Rule, Signature
+from fxpar.signatures.calls import Call
+from fxpar.signatures.rule import Refusal, Rule, Signature
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
 from fxpar.verify.simulate import run_ranks

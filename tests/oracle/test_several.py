@@ -17,7 +17,7 @@ from fxpar.oracle.grid import coordinates, fits, holds, holds_gradient, position
 from fxpar.oracle.several import check_on_mesh
 from fxpar.oracle.table import ELSEWHERE, EXEMPT, LEFT_OUT, OCCURRING, operations
 from fxpar.rules import inference, register_rule
-from fxpar.signatures.engine import Call
+from fxpar.signatures.calls import Call
 from fxpar.text.parsing import parse_program
 from fxpar.verify.static import verify_static
 
