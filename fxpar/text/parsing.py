@@ -3,14 +3,12 @@
 Enters: text as `fxpar.text.printing.print_program` wrote it, possibly edited by hand. Leaves: a `Program` with an empty
 history, or one `TextError` that names the line.
 
-The line of a node is read from left to right: its head, its type with layouts, its attributes and its comment. None
-of these contains the sign that ends it (`{` and `#` for the type) outside of quotes.
+The line of a node is read from left to right: its head, and (`fxpar.text.noted`) its type with layouts, its attributes
+and its comment. None of these contains the sign that ends it (`{` and `#` for the type) outside of quotes.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import keyword
 import operator
 import re
@@ -23,48 +21,30 @@ import torch
 from torch import fx
 
 from fxpar.errors import TextError
-from fxpar.layout.nesting import seen_by
 from fxpar.ops import OPERATORS, Operator
-from fxpar.ops.coercion_table import COERCION_OF
-from fxpar.plan.plan import Plan
-from fxpar.program.coercions import axes_of
-from fxpar.program.program import (
-    Input,
-    Note,
-    Parameter,
-    Program,
-    Symbol,
-    TensorType,
-    ValueType,
-    operands,
-    output_layouts,
-    output_types,
-    set_note,
-)
+from fxpar.program.program import Input, Parameter, Program, Symbol, TensorType, ValueType, set_note
 from fxpar.program.regions import Region, call_region
+from fxpar.text.noted import read_end, read_note
 from fxpar.text.owned import Owned, constant, read_owned
-from fxpar.text.printing import NO_LOSS, VERSION, has_scalar, need_shapes
+from fxpar.text.printing import NO_LOSS, VERSION, has_scalar
 from fxpar.text.scanning import (
     IDENTIFIER,
+    INTEGER,
     STRING,
     Scanner,
     check_axis,
     check_call,
     fail,
-    parse_layout,
-    parse_type,
+    parse_plan,
     parse_value,
-    placement,
     resolve,
-    split,
     unquote,
 )
 
-_INTEGER = r"[0-9]{1,18}"  # fits 64 bits
 _WORD = rf'({STRING}|[^\s",=]+)'
 
 _NAME = re.compile(_WORD)
-_SYMBOL = re.compile(rf"({IDENTIFIER}) = {_WORD}\.({_INTEGER})(?: / ({_INTEGER}))? like ({_INTEGER})")
+_SYMBOL = re.compile(rf"({IDENTIFIER}) = {_WORD}\.({INTEGER})(?: / ({INTEGER}))? like ({INTEGER})")
 _OUTPUT = re.compile(rf"{_WORD}=")
 _SEPARATOR = re.compile(r",\s*")
 _DEFINITION = re.compile(rf"%({IDENTIFIER}) = ")
@@ -75,14 +55,6 @@ _OPERAND = re.compile(r"operand(?= :)")
 _REGION = re.compile(rf"({IDENTIFIER})")
 _GIVES = re.compile(r" gives ")
 _TAKER = re.compile(rf"%({IDENTIFIER})|-")
-_TYPE = re.compile(r' : ([^{#"]*)')
-_BRACE = re.compile(r"\s*\{")
-_ATTRIBUTE = re.compile(
-    rf'(needs)=([^"{{}}]*?)(?=, \w+=|}})|(role|origin)=({STRING})|(random|recompute)=({_INTEGER})'
-    rf"|(phase)=(backward|parameter)|(region)=({IDENTIFIER})"
-)
-_COMMENT = re.compile(rf"\s*(?:#\s*(?:({STRING}|[^\s\"]\S*)(?:\s+({STRING}|[^\s\"].*))?)?)?$")
-_AXIS = re.compile(rf"({IDENTIFIER}):(.*)")
 
 
 def parse_program(text: str, *, where: str = "program", operators: Mapping[str, Operator] = OPERATORS) -> Program:
@@ -175,7 +147,7 @@ class _Reader:
         elif key in self.header or self.nodes:
             fail(f"the {key} line stands twice or below a node", f"write one {key} line above the nodes")
         elif key == "plan":
-            self.header[key] = _plan(rest)
+            self.header[key] = parse_plan(rest)
         elif key == "properties":
             self.header[key] = frozenset(rest.split())
         else:
@@ -232,7 +204,7 @@ class _Reader:
             found = scanner.match(_OUTPUT) or fail("an output has no name", "write 'return name=%node, …'")
             names.append(unquote(found[1]))
             values.append(parse_value(scanner, self.nodes))
-        self._end(scanner)
+        read_end(scanner)
         if len(set(names)) != len(names):
             fail("two outputs have one name", "rename one")
         self.graph.output(tuple(values))
@@ -245,7 +217,7 @@ class _Reader:
             fail("a region stands above the plan, below a node or in another region", "write regions above the nodes")
         if found[1] in self.regions:
             fail(f"the region {found[1]} is defined twice", "rename one of the two")
-        fqn = self._end(scanner)[1] or ""
+        fqn = read_end(scanner)[1] or ""
         self.inside = _Inside(found[1], unquote(fqn), self.graph)
         self.graph = fx.Graph()
 
@@ -259,7 +231,7 @@ class _Reader:
             if not isinstance(value, fx.Node) or value.op == "placeholder" or value in results:
                 fail("a result is no node of the region, or stands twice", "write 'result %node, …'")
             results.append(value)
-        self._end(scanner)
+        read_end(scanner)
         self.graph.output(tuple(results))
         self.regions[self.inside.name] = Region(self.inside.name, self.graph, self.inside.fqn)
         self.graph, self.nodes, self.inside = self.inside.outer, {}, None
@@ -278,7 +250,7 @@ class _Reader:
         if not isinstance(random, list) or not all(type(each) is int for each in random):
             fail("the identities of the draws are no list of numbers", "write random=[…]")
         placeholder = self.graph.create_node("call_function", operator.getitem, name=name)
-        like = self._note(scanner, placeholder)
+        like = read_note(scanner, placeholder, self.axes)
         self.graph.erase_node(placeholder)
         call, items = call_region(self.graph, region, args, random, name, like)
         for taker, item in zip(takers, items, strict=True):
@@ -317,7 +289,7 @@ class _Reader:
             node = self.graph.create_node("call_function", target, args, kwargs, name=name)
         if node.name != name:  # torch.fx renames what shadows a builtin
             node.name = name
-        kept = self._note(scanner, node)
+        kept = read_note(scanner, node, self.axes)
         set_note(node, kept)
         self.nodes[name] = node
         if tensor is not None:
@@ -373,85 +345,3 @@ class _Reader:
         if known is None or self.inside is not None:
             fail(f"{name} is unknown here", "define the region above the nodes; regions call none")
         return known
-
-    def _note(self, scanner: Scanner, node: fx.Node) -> Note:
-        """Type, layouts, attributes and comment: the rest of a node's line."""
-        fields: dict[str, Any] = {}
-        if found := scanner.match(_TYPE):
-            fields["type"], fields["layout"] = parse_type(self._without_source(node, found[1].strip()), self.axes)
-        if scanner.match(_BRACE):
-            for _ in scanner.items("}"):
-                key, value = self._attribute(scanner, node)
-                if key in fields:
-                    fail(f"the attribute {key} stands twice", "keep one")
-                fields[key] = value
-        comment = self._end(scanner)
-        fqn, source = comment[1] or "-", comment[2] or ""
-        return Note(**fields, fqn="" if fqn == "-" else unquote(fqn), source=unquote(source))
-
-    def _end(self, scanner: Scanner) -> re.Match[str]:
-        ahead = scanner.text[scanner.at : scanner.at + 20]
-        return scanner.match(_COMMENT) or fail(f"{ahead!r} is not expected here", "check brackets, commas and ' : '")
-
-    def _attribute(self, scanner: Scanner, node: fx.Node) -> tuple[str, Any]:
-        found = scanner.match(_ATTRIBUTE)
-        if found is None:
-            ahead = scanner.text[scanner.at : scanner.at + 20]
-            fail(
-                f"{ahead!r} starts no attribute",
-                'write needs=, role="…", origin="…", random=, recompute=, phase= or region=',
-            )
-        if found[3]:
-            return found[3], unquote(found[4])
-        if found[5]:
-            return found[5], int(found[6])
-        if found[7] or found[9]:
-            return found[7] or found[9], found[8] or found[10]
-        parts, shapes = split(found[2], ";"), need_shapes(node)
-        if len(parts) != len(shapes):
-            fail(f"needs has {len(parts)} layouts for {len(shapes)} operands", "write one for each, separated by ';'")
-        return "needs", tuple(parse_layout(p, s, self.axes) for p, s in zip(parts, shapes, strict=True))
-
-    def _without_source(self, node: fx.Node, text: str) -> str:
-        """The type text of a coercion without its `P→`, which must be what its operand is."""
-        coercion = node.target in COERCION_OF
-        given = operands(node) if coercion else []
-        if coercion and [len(output_types(operand)) for operand in given] != [1]:
-            fail("a coercion needs one tensor", "pass it one %name of a tensor")
-        tokens = split(text, " ")
-        for i, token in enumerate(tokens):
-            if "→" not in token:
-                continue
-            found = _AXIS.fullmatch(token)
-            if not coercion or found is None or found[1] not in axes_of(node):
-                fail(f"an arrow stands in '{token}'", "write arrows only for a coercion, on its axis")
-            source, _, target = found[2].partition("→")
-            before = {k: v for layout in output_layouts(given[0]) for k, v in layout}.get(found[1])
-            shape = output_types(given[0])[0].shape
-            seen = seen_by(output_layouts(given[0])[0], shape, self.axes) if output_layouts(given[0]) else {}
-            if placement(source, seen.get(found[1], shape)) != before:
-                fail(
-                    f"the operand %{given[0].name} is {before or 'without layout'} on {found[1]} and not {source}",
-                    "write its layout before the arrow, or none",
-                )
-            tokens[i] = f"{found[1]}:{target}"
-        return " ".join(tokens)
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    names = [name for name, _ in pairs]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        fail(f"the plan names '{twice}' twice", "name it once")
-    return dict(pairs)
-
-
-def _plan(text: str) -> Plan:
-    try:
-        values = json.loads(text, object_pairs_hook=_once)
-    except (ValueError, RecursionError):
-        fail("the plan is no JSON", 'write, for example, plan {"tp": 2}')
-    known = [f.name for f in dataclasses.fields(Plan)]
-    if not isinstance(values, dict) or not set(values) <= set(known):
-        fail("the plan is no mapping of its options", f"choose from {', '.join(known)}")
-    return Plan.from_dict(values)

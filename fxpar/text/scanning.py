@@ -1,4 +1,4 @@
-"""The parts of a line of a program's text: values, types, layouts and operators.
+"""The parts of a line of a program's text: values, types, layouts, operators and the plan.
 
 Enters: pieces of text. Leaves: what they stand for, or a `TextError` without a place, to which `fxpar.text.parsing`
 adds the line. Names are looked up in fixed tables and among the operators that torch has registered: nothing is
@@ -7,6 +7,7 @@ imported, evaluated or called.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import json
 import re
@@ -20,11 +21,13 @@ from fxpar.errors import TextError
 from fxpar.layout.layout import Layout, Placement, fits, parse_placement
 from fxpar.layout.nesting import peel
 from fxpar.layout.symbols import Size, parse_size, shape_text
+from fxpar.plan.plan import Plan
 from fxpar.program.operators import GraphOperator
 from fxpar.program.program import DTYPES, ScalarType, TensorType, ValueType
 from fxpar.text.printing import FUNCTIONS, value_text
 
 IDENTIFIER = r"[A-Za-z_][A-Za-z0-9_]*"
+INTEGER = r"[0-9]{1,18}"  # fits 64 bits
 STRING = r'"(?:[^"\\]|\\.)*"'
 
 _STRING = re.compile(STRING)
@@ -283,3 +286,28 @@ def check_call(name: str, target: Any, args: Sequence[Any], kwargs: Mapping[str,
             fits = not kwargs
     if not fits:
         fail(f"{name} does not take these arguments", "compare them with the operator's signature")
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    names = [name for name, _ in pairs]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        fail(f"the plan names '{twice}' twice", "name it once")
+    return dict(pairs)
+
+
+def parse_plan(text: str) -> Plan:
+    """The plan of a header's line.
+
+    Raises:
+        TextError: the text is no mapping of options in JSON.
+        PlanError: it holds a value that a plan refuses.
+    """
+    try:
+        values = json.loads(text, object_pairs_hook=_once)
+    except (ValueError, RecursionError):
+        fail("the plan is no JSON", 'write, for example, plan {"tp": 2}')
+    known = [f.name for f in dataclasses.fields(Plan)]
+    if not isinstance(values, dict) or not set(values) <= set(known):
+        fail("the plan is no mapping of its options", f"choose from {', '.join(known)}")
+    return Plan.from_dict(values)

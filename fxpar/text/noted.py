@@ -1,0 +1,112 @@
+"""What stands behind the head of a node in a program's text: its type with layouts, its attributes and its comment.
+
+Enters: a line at the end of the head, and the node that the head has made. Leaves: the node's note, or a `TextError`
+without a place.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from torch import fx
+
+from fxpar.layout.nesting import seen_by
+from fxpar.ops.coercion_table import COERCION_OF
+from fxpar.program.coercions import axes_of
+from fxpar.program.program import Note, operands, output_layouts, output_types
+from fxpar.text.printing import need_shapes
+from fxpar.text.scanning import (
+    IDENTIFIER,
+    INTEGER,
+    STRING,
+    Scanner,
+    fail,
+    parse_layout,
+    parse_type,
+    placement,
+    split,
+    unquote,
+)
+
+_TYPE = re.compile(r' : ([^{#"]*)')
+_BRACE = re.compile(r"\s*\{")
+_ATTRIBUTE = re.compile(
+    rf'(needs)=([^"{{}}]*?)(?=, \w+=|}})|(role|origin)=({STRING})|(random|recompute)=({INTEGER})'
+    rf"|(phase)=(backward|parameter)|(region)=({IDENTIFIER})"
+)
+_COMMENT = re.compile(rf"\s*(?:#\s*(?:({STRING}|[^\s\"]\S*)(?:\s+({STRING}|[^\s\"].*))?)?)?$")
+_AXIS = re.compile(rf"({IDENTIFIER}):(.*)")
+
+
+def read_note(scanner: Scanner, node: fx.Node, axes: Mapping[str, int]) -> Note:
+    """Type, layouts, attributes and comment: the rest of a node's line.
+
+    Args:
+        axes: sizes of the plan's mesh axes.
+    """
+    fields: dict[str, Any] = {}
+    if found := scanner.match(_TYPE):
+        fields["type"], fields["layout"] = parse_type(_without_source(node, found[1].strip(), axes), axes)
+    if scanner.match(_BRACE):
+        for _ in scanner.items("}"):
+            key, value = _attribute(scanner, node, axes)
+            if key in fields:
+                fail(f"the attribute {key} stands twice", "keep one")
+            fields[key] = value
+    comment = read_end(scanner)
+    fqn, source = comment[1] or "-", comment[2] or ""
+    return Note(**fields, fqn="" if fqn == "-" else unquote(fqn), source=unquote(source))
+
+
+def read_end(scanner: Scanner) -> re.Match[str]:
+    """The comment that ends a line, which may be empty."""
+    ahead = scanner.text[scanner.at : scanner.at + 20]
+    return scanner.match(_COMMENT) or fail(f"{ahead!r} is not expected here", "check brackets, commas and ' : '")
+
+
+def _attribute(scanner: Scanner, node: fx.Node, axes: Mapping[str, int]) -> tuple[str, Any]:
+    found = scanner.match(_ATTRIBUTE)
+    if found is None:
+        ahead = scanner.text[scanner.at : scanner.at + 20]
+        fail(
+            f"{ahead!r} starts no attribute",
+            'write needs=, role="…", origin="…", random=, recompute=, phase= or region=',
+        )
+    if found[3]:
+        return found[3], unquote(found[4])
+    if found[5]:
+        return found[5], int(found[6])
+    if found[7] or found[9]:
+        return found[7] or found[9], found[8] or found[10]
+    parts, shapes = split(found[2], ";"), need_shapes(node)
+    if len(parts) != len(shapes):
+        fail(f"needs has {len(parts)} layouts for {len(shapes)} operands", "write one for each, separated by ';'")
+    return "needs", tuple(parse_layout(p, s, axes) for p, s in zip(parts, shapes, strict=True))
+
+
+def _without_source(node: fx.Node, text: str, axes: Mapping[str, int]) -> str:
+    """The type text of a coercion without its `P→`, which must be what its operand is."""
+    coercion = node.target in COERCION_OF
+    given = operands(node) if coercion else []
+    if coercion and [len(output_types(operand)) for operand in given] != [1]:
+        fail("a coercion needs one tensor", "pass it one %name of a tensor")
+    tokens = split(text, " ")
+    for i, token in enumerate(tokens):
+        if "→" not in token:
+            continue
+        found = _AXIS.fullmatch(token)
+        if not coercion or found is None or found[1] not in axes_of(node):
+            fail(f"an arrow stands in '{token}'", "write arrows only for a coercion, on its axis")
+        source, _, target = found[2].partition("→")
+        before = {k: v for layout in output_layouts(given[0]) for k, v in layout}.get(found[1])
+        shape = output_types(given[0])[0].shape
+        seen = seen_by(output_layouts(given[0])[0], shape, axes) if output_layouts(given[0]) else {}
+        if placement(source, seen.get(found[1], shape)) != before:
+            fail(
+                f"the operand %{given[0].name} is {before or 'without layout'} on {found[1]} and not {source}",
+                "write its layout before the arrow, or none",
+            )
+        tokens[i] = f"{found[1]}:{target}"
+    return " ".join(tokens)
