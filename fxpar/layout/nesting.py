@@ -19,7 +19,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-from fxpar.layout.layout import Layout, Piece, Placement, fits, pieces_of, share_of
+from fxpar.layout.layout import Layout, Piece, Placement, fits, share_of
+from fxpar.layout.pieces import pieces_of
 from fxpar.layout.symbols import Size, divide, simplify
 
 Entry = tuple[str, Placement]

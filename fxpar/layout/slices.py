@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from fxpar.layout.layout import Piece, pieces_of
+from fxpar.layout.layout import Piece
+from fxpar.layout.pieces import pieces_of
 from fxpar.layout.symbols import Size, divide, simplify
 
 

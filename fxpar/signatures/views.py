@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import torch
 
-from fxpar.layout.layout import P, Piece, Placement, R, pieces_of, through_view
+from fxpar.layout.layout import P, Piece, Placement, R
 from fxpar.layout.nesting import local_size
+from fxpar.layout.pieces import pieces_of, through_view
 from fxpar.layout.slices import slice_pieces, strided_pieces
 from fxpar.layout.symbols import Size, divide, simplify
 from fxpar.signatures.calls import Call

@@ -13,8 +13,9 @@ import torch
 from torch import fx
 
 from fxpar.errors import CheckFailed, PlanError
-from fxpar.layout.layout import Layout, pieces_of
+from fxpar.layout.layout import Layout
 from fxpar.layout.nesting import spelled
+from fxpar.layout.pieces import pieces_of
 from fxpar.layout.symbols import names
 from fxpar.ops import Operator
 from fxpar.ops.coercion_table import COERCION_OF

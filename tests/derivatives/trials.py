@@ -16,7 +16,8 @@ import torch
 from torch import fx
 
 from fxpar.errors import FxparError
-from fxpar.layout.layout import I, Layout, Placement, R, fits, pieces_of
+from fxpar.layout.layout import I, Layout, Placement, R, fits
+from fxpar.layout.pieces import pieces_of
 from fxpar.layout.shards import local_block
 from fxpar.ops.coercion_table import coercion
 from fxpar.ops.coercions import dual_layout

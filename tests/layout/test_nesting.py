@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxpar.layout.layout import I, Layout, P, Piece, Placement, R, fits, padded_shard, pieces_of, shard
+from fxpar.layout.layout import I, Layout, P, Piece, Placement, R, fits, padded_shard, shard
 from fxpar.layout.nesting import (
     common_order,
     innermost,
@@ -25,6 +25,7 @@ from fxpar.layout.nesting import (
     spelled,
     swapped,
 )
+from fxpar.layout.pieces import pieces_of
 from fxpar.layout.shards import boxes, counted, local_block, whole, without_padding
 from fxpar.layout.symbols import parse_size
 from fxpar.oracle.ranks import held

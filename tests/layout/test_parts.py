@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxpar.errors import LayoutError
-from fxpar.layout.layout import I, Layout, P, Piece, Placement, R, V, fits, padded_shard, pieces_of, shard
+from fxpar.layout.layout import I, Layout, P, Piece, Placement, R, V, fits, padded_shard, shard
 from fxpar.layout.nesting import peel, spelled
 from fxpar.layout.parts import in_part
+from fxpar.layout.pieces import pieces_of
 from fxpar.layout.symbols import parse_size
 from fxpar.mesh.mesh import Mesh
 from fxpar.mesh.purpose import DENSE, EXPERT

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from fxpar.errors import TextError
-from fxpar.layout.layout import Layout, Piece, Placement, fits, parse_placement, pieces_of, shard, through_view
+from fxpar.layout.layout import Layout, Piece, Placement, fits, parse_placement, shard
 from fxpar.layout.nesting import innermost, local_shape, local_size, spelled
+from fxpar.layout.pieces import pieces_of, through_view
 from fxpar.layout.shards import block, boxes, whole
 from fxpar.layout.symbols import parse_size
 

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
 
 from fxpar.errors import CheckFailed
-from fxpar.layout.layout import Piece, Placement, fits, pieces_of
+from fxpar.layout.layout import Piece, Placement, fits
+from fxpar.layout.pieces import pieces_of
 from fxpar.layout.shards import block, whole
 from fxpar.layout.symbols import shape_text
 from fxpar.ops.coercion_table import coercion
