@@ -23,6 +23,7 @@ from fxpar.signatures.contraction import contraction_rules
 from fxpar.signatures.engine import infer, seed_signature
 from fxpar.signatures.functions import nonlinearity
 from fxpar.signatures.gradients import gradient_rules
+from fxpar.signatures.indexing import indexing_rules
 from fxpar.signatures.matmul import formula, matmul_rules
 from fxpar.signatures.pointwise import pointwise_labels, pointwise_rules
 from fxpar.signatures.randomness import random_rules
@@ -37,6 +38,7 @@ _RULES: dict[str, Rule] = {
     **matmul_rules(),
     **contraction_rules(),
     **view_rules(),
+    **indexing_rules(),
     **complex_rules(),
     **reduction_rules(),
     **gradient_rules(),

@@ -1,4 +1,4 @@
-"""Rules of operations that move elements: views, permutations, slices, splits, concatenation, indexing."""
+"""Rules of operations that move elements: views, permutations, slices, splits, concatenation."""
 
 from __future__ import annotations
 
@@ -15,17 +15,19 @@ from fxpar.layout.symbols import Size, divide, simplify
 from fxpar.signatures.calls import Call
 from fxpar.signatures.engine import seed_signature, transfer
 from fxpar.signatures.pointwise import broadcast, keeps_sums
-from fxpar.signatures.rule import Labelling, Labels, Refusal, Rule, Signature
+from fxpar.signatures.rule import Labelling, Refusal, Rule, Signature
 
 _SELF = (("self",),)
 _END = 2**62
 
 
-def _numbered(rank: int) -> list[str | None]:
+def numbered(rank: int) -> list[str | None]:
+    """A label of its own for each dimension."""
     return [f"d{i}" for i in range(rank)]
 
 
-def _wrap(dim: int, rank: int) -> int:
+def wrap(dim: int, rank: int) -> int:
+    """The dimension, counted from the front."""
     return dim + rank if dim < 0 else dim
 
 
@@ -41,7 +43,7 @@ def _squeeze(call: Call, index: int, placement: Placement) -> Signature | Refusa
     """As a view, but a rank removes each named dimension of which one element is left to it."""
     rank = len(call.operands[0].shape)
     dims = call.get("dim", list(range(rank)))
-    named = [_wrap(d, rank) for d in (dims if isinstance(dims, (list, tuple)) else [dims])]
+    named = [wrap(d, rank) for d in (dims if isinstance(dims, (list, tuple)) else [dims])]
     if placement.dim in named:
         part = local_size(placement, call.n)
         if not isinstance(part, int) or part == 1:
@@ -51,23 +53,23 @@ def _squeeze(call: Call, index: int, placement: Placement) -> Signature | Refusa
 
 def _permute(call: Call) -> Labelling | Refusal:
     rank = len(call.operands[0].shape)
-    labels = _numbered(rank)
+    labels = numbered(rank)
     name = call.target._schema.name
     if name == "aten::t":
         order = [1, 0] if rank == 2 else list(range(rank))
     elif name == "aten::transpose":
         order = list(range(rank))
-        a, b = _wrap(call.get("dim0"), rank), _wrap(call.get("dim1"), rank)
+        a, b = wrap(call.get("dim0"), rank), wrap(call.get("dim1"), rank)
         order[a], order[b] = order[b], order[a]
     else:
-        order = [_wrap(d, rank) for d in call.get("dims")]
+        order = [wrap(d, rank) for d in call.get("dims")]
     return Labelling((tuple(labels),), (tuple(labels[i] for i in order),))
 
 
 def _without_dim(call: Call) -> Labelling | Refusal:
     """`dim` is removed from the result (select)."""
-    labels = _numbered(len(call.operands[0].shape))
-    dim = _wrap(call.get("dim", 0), len(labels))
+    labels = numbered(len(call.operands[0].shape))
+    dim = wrap(call.get("dim", 0), len(labels))
     rest = [label for i, label in enumerate(labels) if i != dim]
     labels[dim] = None
     return Labelling((tuple(labels),), tuple(tuple(rest) for _ in call.outputs))
@@ -75,25 +77,25 @@ def _without_dim(call: Call) -> Labelling | Refusal:
 
 def _select(call: Call, index: int, placement: Placement) -> Signature | Refusal:
     """A rank holds some of what is taken one by one: the cut is torn."""
-    if placement.dim == _wrap(call.get("dim", 0), len(call.operands[0].shape)):
+    if placement.dim == wrap(call.get("dim", 0), len(call.operands[0].shape)):
         return Refusal(f"one element of dimension {placement.dim} is taken, and {placement} cuts it", structural=True)
     return seed_signature(Rule(_without_dim, _SELF, padding=("self",)), call, index, placement)
 
 
 def _keeping_dim(call: Call) -> Labelling | Refusal:
     """`dim` (or `dims`) stays and cannot be sharded (cumsum, flip, roll, softmax); roll without dims needs all."""
-    labels = _numbered(len(call.operands[0].shape))
+    labels = numbered(len(call.operands[0].shape))
     dims = call.get("dims", call.get("dim", 0))
     if dims == []:
         dims = list(range(len(labels)))
     for dim in dims if isinstance(dims, (list, tuple)) else [dims]:
-        labels[_wrap(dim, len(labels))] = None
+        labels[wrap(dim, len(labels))] = None
     return Labelling((tuple(labels),), tuple(tuple(labels) for _ in call.outputs))
 
 
 def _expand(call: Call) -> Labelling | Refusal:
     out = call.outputs[0].shape
-    return Labelling((broadcast(call.operands[0].shape, out),), (tuple(_numbered(len(out))),))
+    return Labelling((broadcast(call.operands[0].shape, out),), (tuple(numbered(len(out))),))
 
 
 def _repeat(call: Call, index: int, placement: Placement) -> Signature | Refusal:
@@ -128,7 +130,7 @@ def _bounds(call: Call, size: Size) -> tuple[Size, Size]:
 
 def _slice(call: Call, index: int, placement: Placement) -> Signature | Refusal:
     shape = call.operands[0].shape
-    dim = _wrap(call.get("dim", 0), len(shape))
+    dim = wrap(call.get("dim", 0), len(shape))
     if placement.dim != dim:
         return Signature((placement,), (placement,))
     if placement.is_padded:
@@ -148,7 +150,7 @@ def _slice(call: Call, index: int, placement: Placement) -> Signature | Refusal:
 
 def _split(call: Call, index: int, placement: Placement) -> Signature | Refusal:
     rank = len(call.operands[0].shape)
-    dim = _wrap(call.get("dim", 0), rank)
+    dim = wrap(call.get("dim", 0), rank)
     if placement.dim != dim:
         return Signature((placement,), (placement,) * len(call.outputs))
     if placement.is_padded:
@@ -177,7 +179,7 @@ def _parts(call: Call, placement: Placement, cuts: list[tuple[Size, Size]]) -> S
 
 
 def _cat_dim(call: Call) -> int:
-    return _wrap(call.get("dim", 0), len(call.outputs[0].shape))
+    return wrap(call.get("dim", 0), len(call.outputs[0].shape))
 
 
 def _cat(call: Call, index: int, placement: Placement) -> Signature | Refusal:
@@ -222,62 +224,15 @@ def _cat_segments(call: Call, placements: Sequence[Placement]) -> tuple[Placemen
 
 
 def _stack(call: Call) -> Labelling | Refusal:
-    labels = _numbered(len(call.operands[0].shape))
+    labels = numbered(len(call.operands[0].shape))
     out = list(labels)
-    out.insert(_wrap(call.get("dim", 0), len(labels) + 1), None)
+    out.insert(wrap(call.get("dim", 0), len(labels) + 1), None)
     return Labelling(tuple(tuple(labels) for _ in call.operands), (tuple(out),))
-
-
-def _index(call: Call) -> Labelling | Refusal:
-    """`x[i, j, :]`: indices are broadcast and replace the dimensions they stand at, which must be neighbours."""
-    entries = call.get("indices") or []
-    entries = entries or [call.position("indices")] * call.names.count("indices")
-    places = [i for i, entry in enumerate(entries) if entry is not None]
-    if not places or places != list(range(places[0], places[-1] + 1)):
-        return Refusal("indices that stand apart have no rule for shards")
-    indices = call.operands[1:]
-    if any(kind.dtype.is_floating_point or str(kind.dtype) == "torch.bool" for kind in indices):
-        return Refusal("a boolean index has a result of unknown size")
-    shape, out = call.operands[0].shape, call.outputs[0].shape
-    width = len(out) - (len(shape) - len(places))
-    first, count = places[0], len(places)
-    own: Labels = tuple(
-        None if first <= i < first + count else (f"d{i}" if i < first else f"d{i - count + width}")
-        for i in range(len(shape))
-    )
-    spread = tuple(f"d{first + i}" for i in range(width))
-    taken = out[first : first + width]
-    return Labelling((own, *(broadcast(k.shape, taken, spread) for k in indices)), (tuple(_numbered(len(out))),))
-
-
-def _gather(call: Call) -> Labelling | Refusal:
-    """The index may be cut along `dim`; along the others only where it covers them."""
-    shape, index = call.operands[0].shape, call.operands[1].shape
-    dim = _wrap(call.get("dim", 0), len(shape)) if shape else 0
-    labels = _numbered(len(index))
-    own = [None if i == dim or shape[i] != index[i] else labels[i] for i in range(len(shape))]
-    other = [labels[i] if i == dim or own[i] else None for i in range(len(index))]
-    return Labelling((tuple(own), tuple(other)), (tuple(other),))
-
-
-def _embedding(call: Call) -> Labelling | Refusal:
-    """`_ h, i… -> i… h`; cutting the vocabulary needs masks and belongs to a composite operator."""
-    lead = _numbered(len(call.operands[1].shape))
-    if call.get("scale_grad_by_freq"):  # the gradient is divided by counts over all indices
-        return Labelling(((None, "h"), (None,) * len(lead)), ((*(None for _ in lead), "h"),))
-    return Labelling(((None, "h"), tuple(lead)), ((*lead, "h"),))
-
-
-def _index_select(call: Call) -> Labelling | Refusal:
-    labels = _numbered(len(call.operands[0].shape))
-    dim = _wrap(call.get("dim", 0), len(labels))
-    own = [None if i == dim else label for i, label in enumerate(labels)]
-    return Labelling((tuple(own), (labels[dim],)), (tuple(labels),))
 
 
 def _pad(call: Call) -> Labelling | Refusal:
     """A dimension that is padded needs its ends."""
-    labels = _numbered(len(call.operands[0].shape))
+    labels = numbered(len(call.operands[0].shape))
     pad = call.get("pad")
     for i in range(len(pad) // 2):
         if tuple(pad[2 * i : 2 * i + 2]) != (0, 0):
@@ -294,15 +249,15 @@ def _pad_with_zeros(call: Call, placements: Sequence[Placement]) -> Refusal | No
 
 def _difference(call: Call) -> Labelling | Refusal:
     """`dim` gets shorter, and longer by what is put in front and behind: it cannot be sharded."""
-    labels = _numbered(len(call.operands[0].shape))
-    labels[_wrap(call.get("dim", -1), len(labels))] = None
+    labels = numbered(len(call.operands[0].shape))
+    labels[wrap(call.get("dim", -1), len(labels))] = None
     return Labelling((tuple(labels),) * len(call.operands), (tuple(labels),))
 
 
 def _scatter(call: Call) -> Labelling | Refusal:
     """A part of `dim`, or one element of it, is put in place of what is there: it cannot be sharded."""
-    labels = _numbered(len(call.operands[0].shape))
-    dim = _wrap(call.get("dim", 0), len(labels))
+    labels = numbered(len(call.operands[0].shape))
+    dim = wrap(call.get("dim", 0), len(labels))
     labels[dim] = None
     part = labels[:dim] + labels[dim + 1 :] if call.target is torch.ops.aten.select_scatter.default else labels
     return Labelling((tuple(labels), tuple(part)), (tuple(labels),))
@@ -312,7 +267,7 @@ def _whole_behind(count: int) -> Callable[[Call], Labelling | Refusal]:
     """The last dimensions are mixed: what pools pixels, or makes pixels of channels, keeps images apart."""
 
     def labels(call: Call) -> Labelling | Refusal:
-        found = _numbered(len(call.operands[0].shape))
+        found = numbered(len(call.operands[0].shape))
         found[-count:] = [None] * count
         return Labelling((tuple(found),), (tuple(found),))
 
@@ -320,7 +275,7 @@ def _whole_behind(count: int) -> Callable[[Call], Labelling | Refusal]:
 
 
 def _triangle(call: Call) -> Labelling | Refusal:
-    labels = _numbered(len(call.operands[0].shape))
+    labels = numbered(len(call.operands[0].shape))
     labels[-2:] = [None, None]
     return Labelling((tuple(labels),), (tuple(labels),))
 
@@ -383,10 +338,6 @@ def view_rules() -> dict[str, Rule]:
             ],
             keeping,
         ),
-        "aten.index.Tensor": Rule(_index, _SELF, padding=padded),
-        "aten.gather.default": Rule(_gather, _SELF),
-        "aten.index_select.default": Rule(_index_select, _SELF),
-        "aten.embedding.default": Rule(_embedding, (("weight",),)),
         **dict.fromkeys(["aten.pad.default", "aten.constant_pad_nd.default"], pad),
         **dict.fromkeys(
             ["aten.slice_scatter.default", "aten.select_scatter.default"], Rule(_scatter, (("self", "src"),))

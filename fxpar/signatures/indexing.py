@@ -1,0 +1,67 @@
+"""Rules of operations that take elements at indices: indexing, gathers, rows of a table."""
+
+from __future__ import annotations
+
+from fxpar.signatures.calls import Call
+from fxpar.signatures.pointwise import broadcast
+from fxpar.signatures.rule import Labelling, Labels, Refusal, Rule
+from fxpar.signatures.views import numbered, wrap
+
+_SELF = (("self",),)
+
+
+def _index(call: Call) -> Labelling | Refusal:
+    """`x[i, j, :]`: indices are broadcast and replace the dimensions they stand at, which must be neighbours."""
+    entries = call.get("indices") or []
+    entries = entries or [call.position("indices")] * call.names.count("indices")
+    places = [i for i, entry in enumerate(entries) if entry is not None]
+    if not places or places != list(range(places[0], places[-1] + 1)):
+        return Refusal("indices that stand apart have no rule for shards")
+    indices = call.operands[1:]
+    if any(kind.dtype.is_floating_point or str(kind.dtype) == "torch.bool" for kind in indices):
+        return Refusal("a boolean index has a result of unknown size")
+    shape, out = call.operands[0].shape, call.outputs[0].shape
+    width = len(out) - (len(shape) - len(places))
+    first, count = places[0], len(places)
+    own: Labels = tuple(
+        None if first <= i < first + count else (f"d{i}" if i < first else f"d{i - count + width}")
+        for i in range(len(shape))
+    )
+    spread = tuple(f"d{first + i}" for i in range(width))
+    taken = out[first : first + width]
+    return Labelling((own, *(broadcast(k.shape, taken, spread) for k in indices)), (tuple(numbered(len(out))),))
+
+
+def _gather(call: Call) -> Labelling | Refusal:
+    """The index may be cut along `dim`; along the others only where it covers them."""
+    shape, index = call.operands[0].shape, call.operands[1].shape
+    dim = wrap(call.get("dim", 0), len(shape)) if shape else 0
+    labels = numbered(len(index))
+    own = [None if i == dim or shape[i] != index[i] else labels[i] for i in range(len(shape))]
+    other = [labels[i] if i == dim or own[i] else None for i in range(len(index))]
+    return Labelling((tuple(own), tuple(other)), (tuple(other),))
+
+
+def _embedding(call: Call) -> Labelling | Refusal:
+    """`_ h, i… -> i… h`; cutting the vocabulary needs masks and belongs to a composite operator."""
+    lead = numbered(len(call.operands[1].shape))
+    if call.get("scale_grad_by_freq"):  # the gradient is divided by counts over all indices
+        return Labelling(((None, "h"), (None,) * len(lead)), ((*(None for _ in lead), "h"),))
+    return Labelling(((None, "h"), tuple(lead)), ((*lead, "h"),))
+
+
+def _index_select(call: Call) -> Labelling | Refusal:
+    labels = numbered(len(call.operands[0].shape))
+    dim = wrap(call.get("dim", 0), len(labels))
+    own = [None if i == dim else label for i, label in enumerate(labels)]
+    return Labelling((tuple(own), (labels[dim],)), (tuple(labels),))
+
+
+def indexing_rules() -> dict[str, Rule]:
+    """Rules by `aten` overload name."""
+    return {
+        "aten.index.Tensor": Rule(_index, _SELF, padding=("self",)),
+        "aten.gather.default": Rule(_gather, _SELF),
+        "aten.index_select.default": Rule(_index_select, _SELF),
+        "aten.embedding.default": Rule(_embedding, (("weight",),)),
+    }
