@@ -20,7 +20,8 @@ from fxpar.capture.sizes import SizeError, written
 from fxpar.capture.trace import Trace
 from fxpar.errors import CaptureError
 from fxpar.layout.symbols import Size, names, simplify, symbol
-from fxpar.program.program import DTYPE_NAMES, Note, ScalarType, Symbol, TensorType, ValueType
+from fxpar.program.dtypes import DTYPE_NAMES
+from fxpar.program.program import Note, ScalarType, Symbol, TensorType, ValueType
 from fxpar.signatures.randomness import draws_bits
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from torch import nn
 
 from fxpar.plan.plan import Plan
-from fxpar.program.program import PRECISION_DTYPES
+from fxpar.program.dtypes import PRECISION_DTYPES
 
 
 def cast_parameters(model: nn.Module, plan: Plan) -> None:

@@ -31,7 +31,8 @@ from fxpar.errors import InputError
 from fxpar.layout.symbols import evaluate
 from fxpar.manager import Pass
 from fxpar.passes.assign_rng import RNG_PATH
-from fxpar.program.program import DTYPE_NAMES, Input, PassRecord, Program
+from fxpar.program.dtypes import DTYPE_NAMES
+from fxpar.program.program import Input, PassRecord, Program
 from fxpar.program.step import output_of
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program

@@ -12,7 +12,8 @@ from __future__ import annotations
 import torch
 
 from fxpar.plan.plan import Plan
-from fxpar.program.program import PRECISION_DTYPES, TensorType
+from fxpar.program.dtypes import PRECISION_DTYPES
+from fxpar.program.program import TensorType
 
 MAIN = torch.float32
 _MIXED = ("bf16", "fp16")

@@ -26,7 +26,8 @@ from fxpar.ops.lower import Lowered
 from fxpar.passes.annotate import annotate, keeping
 from fxpar.passes.divide_batch import of_all_ranks
 from fxpar.plan.plan import Plan
-from fxpar.program.program import PRECISION_DTYPES, Program, TensorType, note, output_layouts
+from fxpar.program.dtypes import PRECISION_DTYPES
+from fxpar.program.program import Program, TensorType, note, output_layouts
 from fxpar.program.rows import batch_symbol
 from fxpar.runtime import batch as calls
 from fxpar.runtime import uneven

@@ -15,7 +15,8 @@ from fxpar.ops.coercions import reduce_from
 from fxpar.ops.functions import function
 from fxpar.ops.random import axis_index, dropout
 from fxpar.plan.plan import Plan
-from fxpar.program.program import DTYPES, Input, Note, Parameter, Program, ScalarType, Symbol, TensorType, set_note
+from fxpar.program.dtypes import DTYPES
+from fxpar.program.program import Input, Note, Parameter, Program, ScalarType, Symbol, TensorType, set_note
 
 aten = torch.ops.aten
 b, s = symbol("b"), symbol("s")
