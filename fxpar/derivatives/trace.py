@@ -17,6 +17,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, fx
 from torch._decomp import get_decompositions
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.fx.node import map_arg
 
 from fxpar.derivatives.composed import COMPOSED
 from fxpar.derivatives.symbols import Sizes
@@ -142,6 +143,7 @@ def trace(
     graph = module.graph
     sizes.check(leaf for node in graph.nodes for leaf in pytree.tree_leaves(node.meta.get("val")))
     _functional(graph)
+    _conjugate_numbers(graph)
     given = tuple(_as_placeholder(graph, name) for name in upstream)
     nodes = list(graph.nodes)
     places = [node for node in nodes if node.op == "placeholder" and node not in given]
@@ -195,6 +197,16 @@ def _functional(graph: fx.Graph) -> None:
             later.add(at)
             at = at.next
         written.replace_all_uses_with(node, lambda user, later=later: user in later)
+
+
+def _conjugate_numbers(graph: fx.Graph) -> None:
+    """A complex factor is a tensor to autograd and a number in the trace, whose conjugate is a number too."""
+    for node in graph.find_nodes(op="call_function", target=aten._conj.default):
+        if isinstance(node.args[0], complex):
+            number = node.args[0].conjugate()
+            for user in list(node.users):
+                user.args = map_arg(user.args, lambda arg, n=node, c=number: c if arg is n else arg)
+            graph.erase_node(node)
 
 
 def _functional_form(target: torch._ops.OpOverload) -> torch._ops.OpOverload | None:

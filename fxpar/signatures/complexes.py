@@ -24,6 +24,8 @@ _POINTWISE: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "complex": (("real", "imag"),),
     "polar": (),  # PyTorch's gradient divides by a positive `abs`: summands may be negative
 }
+# Products of a table that is padded are differentiated by these.
+_PADDED: Mapping[str, tuple[str, ...]] = dict.fromkeys(("_conj", "_conj_physical", "resolve_conj"), ("self",))
 
 
 def _numbered(rank: int) -> Labels:
@@ -45,7 +47,10 @@ def _of_parts(call: Call) -> Labelling:
 def complex_rules() -> dict[str, Rule]:
     """Rules by `aten` overload name."""
     return {
-        **{f"aten.{name}.default": Rule(pointwise_labels, partial=partial) for name, partial in _POINTWISE.items()},
+        **{
+            f"aten.{name}.default": Rule(pointwise_labels, p, padding=_PADDED.get(name, ()))
+            for name, p in _POINTWISE.items()
+        },
         "aten.view_as_real.default": Rule(_with_parts, _SELF),
         "aten.view_as_complex.default": Rule(_of_parts, _SELF),
     }

@@ -108,6 +108,8 @@ def value_text(value: Any) -> str:
         return "[" + ", ".join(value_text(v) for v in value) + "]"
     if isinstance(value, float):
         return "nan" if math.isnan(value) else repr(value)
+    if isinstance(value, complex):
+        return f"complex({value_text(value.real)}, {value_text(value.imag)})"
     if value is None or isinstance(value, (bool, int)):
         return str(value)
     if isinstance(value, str):

@@ -35,7 +35,9 @@ _STRING = re.compile(STRING)
 _NAME = re.compile(rf"%({IDENTIFIER})")
 _SEPARATOR = re.compile(r",\s*")
 _QUALIFIED = re.compile(rf"(dtype|device|memory_format|layout)\.({IDENTIFIER})")
-_NUMBER = re.compile(r"-?(?:inf|[0-9]+(\.[0-9]*)?(e[+-]?[0-9]+)?)(?![A-Za-z0-9_.])|nan")
+_REAL = r"-?(?:inf|[0-9]+(?:\.[0-9]*)?(?:e[+-]?[0-9]+)?)(?![A-Za-z0-9_.])|nan"
+_NUMBER = re.compile(_REAL)
+_COMPLEX = re.compile(rf"complex\(({_REAL}), ({_REAL})\)")
 _SINGLETON = re.compile(r"(?:None|True|False)(?![A-Za-z0-9_])")
 _TENSOR = re.compile(r"([a-z0-9]+)\[(.*)\]")
 _AXIS = re.compile(rf"({IDENTIFIER}):(.*)")
@@ -141,6 +143,8 @@ def parse_value(scanner: Scanner, nodes: Mapping[str, fx.Node], depth: int = 0) 
         return _SINGLETONS[found[0]]
     if found := scanner.match(_NUMBER):
         return _number(found[0])
+    if found := scanner.match(_COMPLEX):
+        return complex(*map(_number, found.groups()))
     if found := scanner.match(_QUALIFIED):
         if found[0] not in _TORCH_VALUES:
             known = [name for name in _TORCH_VALUES if name.startswith(f"{found[1]}.")]

@@ -8,6 +8,7 @@ does not communicate by itself. What PyTorch raises on the device alone (a proba
 
 from __future__ import annotations
 
+import cmath
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -101,6 +102,12 @@ def _number(holds: Callable[[float], bool]) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, (int, float)) and not _is_huge(value) and holds(value)
 
 
+def _scalar(holds: Callable[[float], bool]) -> Callable[[Any], bool]:
+    """As `_number`, or a complex number whose parts both are so; what cannot take one has no result."""
+    real = _number(holds)
+    return lambda value: real(value.real) and real(value.imag) if isinstance(value, complex) else real(value)
+
+
 def _is_huge(value: float) -> bool:
     return isinstance(value, int) and value.bit_length() > 64
 
@@ -117,8 +124,8 @@ def _one_of(*words: Any) -> Domain:
 
 
 _PROBABILITY: Domain = ("within [0, 1]", _number(lambda value: 0 <= value <= 1))
-_FINITE: Domain = ("a finite number", _optional(_number(math.isfinite)))
-_NO_NAN: Domain = ("a number", _optional(_number(lambda value: not math.isnan(value))))
+_FINITE: Domain = ("a finite number", _optional(_scalar(math.isfinite)))
+_NO_NAN: Domain = ("a number", _optional(_scalar(lambda value: not math.isnan(value))))
 _NOT_NEGATIVE: Domain = ("finite and not negative", _optional(_number(lambda value: 0 <= value < math.inf)))
 _POSITIVE: Domain = ("finite and positive", _optional(_number(lambda value: 0 < value < math.inf)))
 
@@ -168,7 +175,7 @@ def _check_arithmetic(node: fx.Node) -> None:
     """Sums with infinities have no order-free meaning: what one device gives, the ranks need not."""
     if isinstance(node.target, torch._ops.OpOverload) and _ARITHMETIC.fullmatch(node.target._schema.name):
         for key, value in bind_arguments(node).items():
-            if isinstance(value, float) and not math.isfinite(value):
+            if isinstance(value, (float, complex)) and not cmath.isfinite(value):
                 _fail(node, f"computes with {key}={value} what carries a gradient", "fill masked elements in instead")
 
 

@@ -131,7 +131,8 @@ def cotangents(program: Program, sizes: Mapping[str, int]) -> dict[str, Tensor]:
             found[name] = torch.ones(shape, dtype=kind.dtype)
         elif not program.loss and kind.is_float and not is_gradient(name):
             generator = torch.Generator().manual_seed(index)
-            found[name] = torch.randn(shape, dtype=torch.float64, generator=generator).to(kind.dtype)
+            wide = torch.complex128 if kind.dtype.is_complex else torch.float64
+            found[name] = torch.randn(shape, dtype=wide, generator=generator).to(kind.dtype)
     return found
 
 

@@ -42,6 +42,11 @@ def learnt(model: "Rotated", x: Tensor, f: Tensor) -> Tensor:
     return single(paired(x) * f * model.mixed * torch.polar(model.radius.exp(), model.angle))
 
 
+def by_numbers(model: "Rotated", x: Tensor, f: Tensor) -> Tensor:
+    z = paired(x)
+    return single(0.5j * (z * f * 1j + (0.25 - 2j)) - z / (1 + 1j))
+
+
 class Rotated(nn.Module):
     """One layer whose queries and keys are turned by complex numbers."""
 
@@ -73,7 +78,7 @@ class Rotated(nn.Module):
         return result.square().mean()
 
 
-@pytest.mark.parametrize("turn", [turned, turned_back, in_parts, learnt])
+@pytest.mark.parametrize("turn", [turned, turned_back, in_parts, learnt, by_numbers])
 @pytest.mark.parametrize(
     "plan",
     [

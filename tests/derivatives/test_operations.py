@@ -47,6 +47,8 @@ def why_refused(name: str, signed: object) -> str:
         return "where the value is zero the other's logarithm does not count: a summand does not show it"
     if name == "aten.prod.dim_int" and any(p.is_shared for p in placements):
         return "ones stand in front of the running product, and nothing makes shared blocks of them"
+    if name == "aten.angle.default" and any(p.is_shared for p in placements):
+        return "nothing makes shared blocks of the zero that is chosen where the value is zero"
     value = signed.operands[2] if "attention" in name else None  # type: ignore[attr-defined]
     if value is not None and value.is_shared and all(p.kind == "R" for p in signed.operands[:2]):  # type: ignore[attr-defined]
         return "columns of values that several ranks share"

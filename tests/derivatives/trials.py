@@ -22,7 +22,7 @@ from fxpar.layout.shards import local_block
 from fxpar.ops.coercion_table import coercion
 from fxpar.ops.coercions import dual_layout
 from fxpar.oracle.check import candidates, make_node, padded
-from fxpar.oracle.ranks import Sample, tensors_of, with_tensors
+from fxpar.oracle.ranks import Sample, is_continuous, tensors_of, with_tensors
 from fxpar.oracle.samples import Draw
 from fxpar.oracle.trial import Target, Trial
 from fxpar.passes.differentiate import differentiate
@@ -123,13 +123,13 @@ def program_of(trial: Trial, signed: Signed, n: int) -> Program:
         return TensorType(t.dtype, tuple(t.shape))
 
     starts = [
-        _start(p, operand.is_floating_point(), carries)
+        _start(p, is_continuous(operand), carries)
         for p, operand, carries in zip(signed.operands, trial.operands, trial.carries, strict=True)
     ]
     for i, (operand, start) in enumerate(zip(trial.operands, starts, strict=True)):
         node = graph.placeholder(f"x{i}")
         values.append(set_note(node, Note(kind(operand), _layout(start))))
-        if operand.is_floating_point():
+        if is_continuous(operand):
             parameters.append(Parameter(f"x{i}", node.name, "parameter", kind(operand), trial.carries[i]))
         else:
             inputs.append(Input(f"x{i}", node.name, kind(operand)))

@@ -124,6 +124,8 @@ def literals() -> Program:
         math.nan,
         -0.0,
         2**63 - 1,
+        -1j,
+        complex(math.nan, -math.inf),
     ]
     values += ['say "hi"\\\n', "ünï → # {", [], [[1, 2], [x, [half]]], (3, (4.0, "%x")), torch.device("cuda")]
     values += [*DTYPES.values(), torch.channels_last, torch.strided]
