@@ -201,12 +201,18 @@ def _functional(graph: fx.Graph) -> None:
 
 def _conjugate_numbers(graph: fx.Graph) -> None:
     """A complex factor is a tensor to autograd and a number in the trace, whose conjugate is a number too."""
+    numbers: dict[fx.Node, complex] = {}
     for node in graph.find_nodes(op="call_function", target=aten._conj.default):
         if isinstance(node.args[0], complex):
-            number = node.args[0].conjugate()
-            for user in list(node.users):
-                user.args = map_arg(user.args, lambda arg, n=node, c=number: c if arg is n else arg)
-            graph.erase_node(node)
+            numbers[node] = node.args[0].conjugate()
+
+    def value(arg: fx.Node) -> Any:
+        return numbers.get(arg, arg)
+
+    for user in [user for node in numbers for user in node.users]:
+        user.args = map_arg(user.args, value)
+    for node in numbers:
+        graph.erase_node(node)
 
 
 def _functional_form(target: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
