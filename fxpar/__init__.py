@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from fxpar.manager import PassManager as PassManager
     from fxpar.manager import register_pass as register_pass
     from fxpar.plan.cost import Cost as Cost
+    from fxpar.plan.graphs import CudaGraphs as CudaGraphs
     from fxpar.plan.plan import Plan as Plan
     from fxpar.program.program import Program as Program
     from fxpar.rules import register_rule as register_rule
@@ -27,6 +28,7 @@ __version__ = "0.1.0"
 _WHERE = {
     "Checkpoint": "fxpar.state.checkpoint",
     "Cost": "fxpar.plan.cost",
+    "CudaGraphs": "fxpar.plan.graphs",
     "FxparError": "fxpar.errors",
     "ParallelModule": "fxpar.runtime.module",
     "PassManager": "fxpar.manager",

@@ -20,6 +20,7 @@ from fxpar.manager import Pass, PassManager, Verifier
 from fxpar.ops.collectives import Group
 from fxpar.ops.lower import Lowered, lower
 from fxpar.passes import DEFAULT_PASSES
+from fxpar.passes.mark_regions import mark_regions
 from fxpar.passes.outline_layers import outline_layers
 from fxpar.passes.step import step_passes
 from fxpar.plan.plan import Plan
@@ -95,8 +96,11 @@ def compile_step(
 
 
 def outlined(program: Program) -> Program:
-    """A compiled program whose equal layers are one region; the same values, which the manager checks."""
-    return PassManager([outline_layers]).run(program)
+    """A compiled program whose equal layers are one region, and whose ends of CUDA graphs are marked.
+
+    The values are the same, which the manager checks.
+    """
+    return PassManager([mark_regions, outline_layers]).run(program)
 
 
 def lower_program(

@@ -108,7 +108,7 @@ def _operation(node: fx.Node, operand: Callable[[fx.Node], str]) -> str:
     kept = note(node)
     mapped: Any = fx.node.map_arg
     args = mapped((node.args, node.kwargs), lambda each: _Named(operand(each)))
-    more = f"{kept.role} {kept.recompute > 0} {kept.origin == RECOMPUTE}"
+    more = f"{kept.role} {kept.recompute > 0} {kept.origin == RECOMPUTE} {kept.uncaptured}"
     return f"{target_name(node)} {args} {_kind(node)} {more}"
 
 

@@ -10,13 +10,22 @@ from collections.abc import Collection, Sequence
 
 from fxpar.manager import Pass
 from fxpar.passes.differentiate import differentiate, of_outputs
+from fxpar.passes.mark_regions import mark_regions
 from fxpar.passes.outline_layers import outline_layers
 from fxpar.passes.overlap import overlap
 from fxpar.passes.prune import prune
 from fxpar.passes.recompute import recompute
 from fxpar.passes.rematerialise import rematerialise
 
-STEP_PASSES: tuple[Pass, ...] = (differentiate, recompute, rematerialise, prune, outline_layers, overlap)
+STEP_PASSES: tuple[Pass, ...] = (
+    differentiate,
+    recompute,
+    rematerialise,
+    prune,
+    mark_regions,
+    outline_layers,
+    overlap,
+)
 
 
 def step_passes(outputs: Sequence[str], tangents: Sequence[str], trained: Collection[str]) -> list[Pass]:

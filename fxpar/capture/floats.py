@@ -20,6 +20,7 @@ import torch
 from torch import fx
 
 from fxpar.capture.sizes import SizeError
+from fxpar.ops.host import item
 from fxpar.program.program import Program, ScalarType, TensorType, describe, is_tensor, note, set_note, tensor_type
 from fxpar.signatures.calls import bind_arguments
 
@@ -37,6 +38,8 @@ _BINARY: Mapping[Any, tuple[Any, Any]] = {
     torch.sym_max: (aten.maximum.default, None),
     torch.sym_min: (aten.minimum.default, None),
 }
+# Which reads a value of a tensor on the host.
+_READ = frozenset({aten.item.default, aten._local_scalar_dense.default})
 _COMMUTING = frozenset({operator.add, operator.mul})
 _UNARY: Mapping[Any, Any] = {
     operator.neg: aten.neg.default,
@@ -132,7 +135,7 @@ class _Floats:
     def see(self, node: fx.Node) -> None:
         """Rewrites one operation; those before it are."""
         kind = note(node).type
-        if kind is None and (node.target is torch.sym_float or node.target in (*_BINARY, *_UNARY)):
+        if kind is None and (node.target in (torch.sym_float, *_READ) or node.target in (*_BINARY, *_UNARY)):
             self.numbers.append(node)
             self.tensors[node] = self._computed(node)
         elif kind is not None and node.users and any(_is_untyped(x) for x in node.all_input_nodes):
@@ -175,6 +178,10 @@ class _Floats:
         return self.sizes[value]
 
     def _computed(self, node: fx.Node) -> fx.Node:
+        if node.target in _READ:
+            read = self.call(node, "value", item, tuple(node.args), _NUMBER)
+            self._take_name(read, node)
+            return read  # type: ignore[no-any-return]
         given = [self._operand(node, value) for value in node.args]
         if node.target is torch.sym_float:
             found: fx.Node = given[0]

@@ -115,7 +115,7 @@ class Notes:
             CaptureError: its type cannot be written, or it reads a tensor's value on the host.
         """
         value = node.meta.get("val")
-        if isinstance(value, (torch.SymFloat, torch.SymBool)) and free_unbacked_symbols(value):
+        if isinstance(value, torch.SymBool) and free_unbacked_symbols(value):
             raise CaptureError(
                 "reads the value of a tensor on the host, which no graph of all ranks can hold",
                 where=source_of(node) or f"%{node.name}",

@@ -13,6 +13,7 @@ from fxpar.ops.attention import attention_backward, attention_forward
 from fxpar.ops.coercion_table import COERCION_OF
 from fxpar.ops.coercions import all_reduce_coalesced, sum_gradients
 from fxpar.ops.functions import function
+from fxpar.ops.host import item
 from fxpar.ops.operator import Operator, alike
 from fxpar.ops.random import attention, axis_index, dropout, uniform, uniform_like
 from fxpar.ops.sizes import size
@@ -42,7 +43,7 @@ _GRADIENTS = (
 OPERATORS: Mapping[str, Operator] = MappingProxyType(
     {
         record.__name__: record
-        for record in (*COERCION_OF, *_DRAWN, sum_gradients, *_WORDS, *_GRADIENTS, function, size, zeros)
+        for record in (*COERCION_OF, *_DRAWN, sum_gradients, *_WORDS, *_GRADIENTS, function, size, zeros, item)
     }
 )
 

@@ -202,6 +202,7 @@ class Operator(GraphOperator):
         derivative: makes nodes of the backward and gives the gradient of each tensor operand; None where PyTorch's
             autograd is traced, or where there is no gradient.
         saving: the call that takes a node's place where a gradient is wanted.
+        uncaptured: why no CUDA graph can hold it; empty where one can.
     """
 
     _: KW_ONLY
@@ -220,6 +221,7 @@ class Operator(GraphOperator):
     draws: bool = False
     derivative: Callable[[Reverse], Gradients] | None = None
     saving: Callable[[fx.Node], Saving] | None = None
+    uncaptured: str = ""
 
     def __post_init__(self) -> None:
         if self.shape is None and self.like is None:

@@ -20,6 +20,7 @@ from fxpar.errors import PlanError, shorter, shown
 from fxpar.mesh.mesh import Mesh
 from fxpar.mesh.purpose import DENSE, PURPOSES, Cuts
 from fxpar.plan.cost import Cost
+from fxpar.plan.graphs import CudaGraphs
 
 SPLITS = ("column", "row", "head", "vocab", "replicate")
 LOSS_REDUCTIONS = ("mean", "token", "local_mean")
@@ -32,6 +33,11 @@ MOST_RANKS = 4096
 
 # Options that are mappings, which are kept sorted and cannot be written to.
 _MAPPINGS = ("split", "batch_dims", "padding")
+# Options that have options of their own, and an example of each.
+_PARTS: Mapping[str, tuple[type, str]] = {
+    "cuda_graphs": (CudaGraphs, "{impl: partial}"),
+    "cost": (Cost, "{bandwidth: …}"),
+}
 _AXES = ("tp", "dp", "cp", "pp", "ep")
 
 # Axes of DESIGN's mesh whose passes do not exist yet; asking for them is refused by name.
@@ -98,6 +104,8 @@ class Plan:
             cannot be kept at all is refused.
         compile: whether a rank's program runs through `torch.compile`: one forward and one backward graph, compiled on
             the first call with new shapes (minutes for a large model). Otherwise it runs operator by operator.
+        cuda_graphs: what of a step is replayed as CUDA graphs, eager or compiled: see `fxpar.CudaGraphs`. In YAML a
+            mapping of what differs. On CPUs a stand-in replays the same calls, for tests.
         cost: constants by which layouts are chosen; in YAML a mapping of those that differ.
     """
 
@@ -118,6 +126,7 @@ class Plan:
     recompute: str = "none"
     activation_budget: int | float | None = None
     compile: bool = False
+    cuda_graphs: CudaGraphs = field(default_factory=CudaGraphs)
     cost: Cost = field(default_factory=Cost)
 
     def __post_init__(self) -> None:
@@ -184,6 +193,10 @@ class Plan:
         if self.precision not in PRECISIONS:
             yield f"precision={shown(self.precision)} is unknown: choose one of {', '.join(PRECISIONS)}"
         yield from self._wrong_recompute()
+        if isinstance(self.cuda_graphs, CudaGraphs):
+            yield from self.cuda_graphs.problems()
+        else:
+            yield f"cuda_graphs={shown(self.cuda_graphs)} is no fxpar.CudaGraphs: write CudaGraphs('partial')"
         if isinstance(self.cost, Cost):
             yield from self.cost.problems()
         else:
@@ -222,7 +235,7 @@ class Plan:
     def on_one_rank(self) -> Plan:
         """The same plan for a single device: no axis has several ranks, no line splits anything, and all is kept."""
         changes: dict[str, Any] = {**dict.fromkeys(_AXES, 1), "split": {}, "row_wise": ()}
-        changes |= {"recompute": "none", "activation_budget": None}
+        changes |= {"recompute": "none", "activation_budget": None, "cuda_graphs": CudaGraphs()}
         return dataclasses.replace(self, **changes)
 
     @property
@@ -250,8 +263,9 @@ class Plan:
         found |= {name: dict(found[name]) for name in _MAPPINGS if name in found}
         if "row_wise" in found:
             found["row_wise"] = list(self.row_wise)
-        if "cost" in found:
-            found["cost"] = self.cost.to_dict()
+        for name in _PARTS:
+            if name in found:
+                found[name] = getattr(self, name).to_dict()
         return found
 
     @classmethod
@@ -264,11 +278,8 @@ class Plan:
         if not isinstance(values, Mapping):
             raise PlanError(f"{shown(values)} is no mapping", where=where, remedy="write {'tp': 2}")
         _check_known(values, cls, where)
-        cost = values.get("cost", {})
-        if not isinstance(cost, Mapping):
-            raise PlanError(f"cost={shown(cost)} is no mapping", where=where, remedy="write 'cost: {bandwidth: …}'")
-        _check_known(cost, Cost, f"{where}: cost")
-        return cls(**{**values, "cost": Cost(**cost)})
+        parts = {name: _part(name, values[name], where) for name in _PARTS if name in values}
+        return cls(**{**values, **parts})
 
     def to_yaml(self) -> str:
         """Only what differs from the defaults, so that files stay short."""
@@ -342,6 +353,15 @@ def _changed(value: Any, default: Any) -> dict[str, Any]:
     """Fields of a dataclass that differ from the default's."""
     fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
     return {name: field for name, field in fields.items() if field != getattr(default, name)}
+
+
+def _part(name: str, values: Any, where: str) -> Any:
+    """An option that has options of its own."""
+    kind, example = _PARTS[name]
+    if not isinstance(values, Mapping):
+        raise PlanError(f"{name}={shown(values)} is no mapping", where=where, remedy=f"write '{name}: {example}'")
+    _check_known(values, kind, f"{where}: {name}")
+    return kind(**values)
 
 
 def _check_known(values: Mapping[str, Any], kind: type, where: str) -> None:

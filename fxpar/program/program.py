@@ -75,6 +75,7 @@ class Note:
         phase: "" in the forward; backward; parameter for what is made of gradients once a step, behind the last
             microbatch.
         region: name of the call that the node was written out of (`fxpar.program.regions.inlined`).
+        uncaptured: why no CUDA graph can hold the node of a step, or is to; empty where one can.
     """
 
     type: ValueType = None
@@ -88,6 +89,7 @@ class Note:
     recompute: int = 0
     phase: str = ""
     region: str = ""
+    uncaptured: str = ""
 
 
 def module_of(graph: fx.Graph) -> fx.GraphModule:

@@ -1,12 +1,14 @@
 """A lowered step, cut by phase: what runs in the forward, in the backward, and once behind all microbatches.
 
-Enters: the lowered graph of a step. Leaves: three modules that hand values on by name. A value that a later part reads
-is a result of the earlier one; inputs of the program are read by any.
+Enters: the lowered graph of a step. Leaves: parts that hand values on by name, each of one phase, and cut in front of
+and behind what no CUDA graph can hold. A value that a later part reads is a result of the earlier one; inputs of the
+program are read by any.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -37,16 +39,21 @@ class Part:
         module: called with one list of values, which it empties; gives a tuple.
         inputs: names of the values that it takes.
         outputs: names of those that it gives.
+        uncaptured: why no CUDA graph can hold it; empty where one can.
     """
 
     module: Callable[[list[Any]], Sequence[Any]]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
+    uncaptured: str = ""
 
     def __call__(self, values: dict[str, Any]) -> None:
         """Takes its inputs from `values`, and puts its results there."""
-        given = [values[name] for name in self.inputs]
-        values.update(zip(self.outputs, self.module(given), strict=True))
+        operands = [values[name] for name in self.inputs]
+        values.update(zip(self.outputs, self.module(operands), strict=True))
+
+
+Parts = tuple[Part, ...]
 
 
 @dataclass(frozen=True)
@@ -68,10 +75,10 @@ class Step:
 
     program: Program
     graph: fx.Graph
-    forward: Part
-    backward: Part
-    parameter: Part
-    whole_backward: Part
+    forward: Parts
+    backward: Parts
+    parameter: Parts
+    whole_backward: Parts
     results: Mapping[str, str]
     gradients: Mapping[str, str]
     held: tuple[str, ...]
@@ -85,7 +92,7 @@ class Step:
     @cached_property
     def reads(self) -> frozenset[str]:
         """Names of the values that any part takes."""
-        return frozenset((*self.forward.inputs, *self.whole_backward.inputs))
+        return frozenset(name for part in (*self.forward, *self.whole_backward) for name in part.inputs)
 
     @cached_property
     def recomputes(self) -> bool:
@@ -104,8 +111,8 @@ def _phase_of(node: fx.Node) -> int | None:
     return PHASES.index(note(node).phase) if has_note(node) else 0
 
 
-def cut(graph: fx.Graph) -> tuple[Part, Part, Part, Part]:
-    """The parts of a lowered step, and the last two in one.
+def cut(graph: fx.Graph) -> tuple[Parts, Parts, Parts, Parts]:
+    """The parts of a lowered step by phase, and those of the last two phases together.
 
     Results of the graph are found under the names of the nodes that give them.
     """
@@ -113,40 +120,42 @@ def cut(graph: fx.Graph) -> tuple[Part, Part, Part, Part]:
     phases = {node: _phase_of(node) for node in graph.nodes if node.op != "output"}
     returned = set(end.all_input_nodes)
 
-    def part(first: int, last: int) -> Part:
-        own = {
-            node for node, phase in phases.items() if _is_made(node) and phase is not None and first <= phase <= last
-        }
-        outputs = [n for n in graph.nodes if n in own and (n in returned or _is_read_later(n, phases, last))]
-        for node in reversed(graph.nodes):
-            if node in own:
-                own.update(read for read in node.all_input_nodes if phases[read] is None)
-        nodes = [node for node in graph.nodes if node in own]
-        inputs = dict.fromkeys(read for node in nodes for read in node.all_input_nodes if read not in own)
-        return _part(nodes, list(inputs), outputs)
+    def parts(first: int, last: int) -> Parts:
+        made = [n for n, phase in phases.items() if _is_made(n) and phase is not None and first <= phase <= last]
+        runs = itertools.groupby(made, key=lambda node: note(node).uncaptured if has_note(node) else "")
+        return tuple(_part(list(run), phases, returned, uncaptured) for uncaptured, run in runs)
 
     last = len(PHASES) - 1
-    return part(0, 0), part(1, 1), part(last, last), part(1, last)
+    return parts(0, 0), parts(1, 1), parts(last, last), parts(1, last)
 
 
 def _is_made(node: fx.Node) -> bool:
     return node.op == "call_function"
 
 
-def _is_read_later(node: fx.Node, phases: Mapping[fx.Node, int | None], phase: int) -> bool:
-    later = (phases[user] for user in node.users if user.op != "output")
-    return any(other is not None and other > phase for other in later)
+def _part(
+    made: Sequence[fx.Node], phases: Mapping[fx.Node, int | None], returned: Collection[fx.Node], uncaptured: str
+) -> Part:
+    """What computes some nodes, with the numbers that they read."""
+    own = set(made)
 
+    def is_read_outside(node: fx.Node) -> bool:
+        return any(user.op != "output" and user not in own and phases[user] is not None for user in node.users)
 
-def _part(nodes: Sequence[fx.Node], inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> Part:
+    outputs = [node for node in made if node in returned or is_read_outside(node)]
+    for node in reversed(made[0].graph.nodes):
+        if node in own:
+            own.update(read for read in node.all_input_nodes if phases[read] is None)
+    nodes = [node for node in made[0].graph.nodes if node in own]
+    inputs = list(dict.fromkeys(read for node in nodes for read in node.all_input_nodes if read not in own))
     graph = fx.Graph()
     graph.set_codegen(Emptying())
-    made: dict[fx.Node, fx.Node] = {}
+    copies: dict[fx.Node, fx.Node] = {}
     for node in inputs:
-        made[node] = graph.placeholder(node.name)
-        made[node].meta = dict(node.meta)
+        copies[node] = graph.placeholder(node.name)
+        copies[node].meta = dict(node.meta)
     for node in nodes:
-        made[node] = graph.node_copy(node, made.__getitem__)
-    graph.output(tuple(made[node] for node in outputs))
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(tuple(copies[node] for node in outputs))
     names = (tuple(node.name for node in each) for each in (inputs, outputs))
-    return Part(fx.GraphModule(nn.Module(), graph), *names)
+    return Part(fx.GraphModule(nn.Module(), graph), *names, uncaptured)

@@ -26,10 +26,12 @@ class Segment:
     Attributes:
         nodes: in order; numbers of sizes and of the rank's indices stand in each segment that reads them.
         region: name of the call; empty for what stands between calls.
+        uncaptured: why no CUDA graph can hold it; empty where one can.
     """
 
     nodes: tuple[fx.Node, ...]
     region: str
+    uncaptured: str = ""
 
     @cached_property
     def inner(self) -> frozenset[fx.Node]:
@@ -55,7 +57,7 @@ def segments(graph: fx.Graph, phases: Collection[str]) -> list[Segment]:
         if node.op == "call_function" and not is_number(node) and note(node).phase in phases
     ]
     found = []
-    for region, run in itertools.groupby(nodes, key=lambda node: note(node).region):
+    for (region, uncaptured), run in itertools.groupby(nodes, key=lambda n: (note(n).region, note(n).uncaptured)):
         own = list(run)
         numbers: dict[fx.Node, None] = {}
         pending = [read for node in own for read in node.all_input_nodes if is_number(read)]
@@ -65,7 +67,7 @@ def segments(graph: fx.Graph, phases: Collection[str]) -> list[Segment]:
                 numbers[node] = None
                 pending += [read for read in node.all_input_nodes if is_number(read)]
         made = [node for node in graph.nodes if node in numbers] if numbers else []
-        found.append(Segment((*made, *own), region))
+        found.append(Segment((*made, *own), region, uncaptured))
     return found
 
 
@@ -81,6 +83,12 @@ class Unit:
     backward: Segment | None
     early: tuple[str, ...]
     late: tuple[str, ...]
+
+    @property
+    def uncaptured(self) -> str:
+        """Why no CUDA graph can hold it; it has a forward or a backward alone then."""
+        segment = self.forward or self.backward
+        return segment.uncaptured if segment is not None else ""
 
     @cached_property
     def nodes(self) -> tuple[fx.Node, ...]:
@@ -99,7 +107,7 @@ class Unit:
         names = {name: f"${i}" for i, name in enumerate((*self.early, "late", *self.late))}
         names |= {node.name: f"%{i}" for i, node in enumerate(self.nodes)}
         count = len(self.forward.nodes) if self.forward is not None else 0
-        lines = [f"{len(self.early)} {len(self.late)} {count}"]
+        lines = [f"{len(self.early)} {len(self.late)} {count} {bool(self.uncaptured)}"]
         random = {identity: f"?{i}" for i, identity in enumerate(self.identities)}
         for node in self.nodes:
             mapped = fx.node.map_aggregate((node.args, node.kwargs), lambda each: _written(each, names, random))

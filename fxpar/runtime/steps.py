@@ -23,12 +23,11 @@ from fxpar.plan.plan import Plan
 from fxpar.program.program import Program, output_layouts, output_node
 from fxpar.program.step import is_gradient, output_of, parameter_gradients
 from fxpar.runtime.batch import user_inputs
-from fxpar.runtime.parts import Part, Step, cut
+from fxpar.runtime.calls import ForwardCalls, Place, Runnable, StepCalls, Values, eager_calls, part_call
+from fxpar.runtime.parts import Step, cut
 
 if TYPE_CHECKING:
-    from fxpar.runtime.compiled import CompiledStep, Compiler, Place
-
-Values = dict[str, Any]
+    from fxpar.runtime.compiled import Compiler
 
 
 @dataclass
@@ -37,19 +36,19 @@ class Pending:
 
     Attributes:
         step: what ran.
+        calls: as what it ran.
         sources: values of the program's inputs.
+        sizes: of the call, by symbol.
         outputs: of the model, by name.
-        values: what the backward reads, by name.
-        whole: whether a compiled backward has the parameter phase in it.
-        compiled: the compiled step, and what its backward takes.
+        own: what the backward reads, by name.
     """
 
     step: Step
+    calls: Runnable
     sources: Mapping[str, Any]
+    sizes: Mapping[str, int]
     outputs: dict[str, Tensor]
-    values: Values
-    whole: bool
-    compiled: tuple[CompiledStep, Values] | None = None
+    own: Values
 
     def backward(self, tangents: Mapping[str, Tensor], *, whole: bool, place: Place | None = None) -> dict[str, Tensor]:
         """What this rank has of the gradients by name of the value; where `whole`, the parameters' by their names.
@@ -59,20 +58,13 @@ class Pending:
             place: of a whole backward: called with gradients by parameter as soon as they are there, gives them where
                 they are to stay.
         """
-        step, compiled = self.step, self.compiled
-        self.compiled = None
-        given = {name: _like(tangent, self.outputs[name]) for name, tangent in tangents.items()}
-        if compiled is not None and whole == self.whole:
-            made = compiled[0].backward(compiled[1], given, place)
-        else:
-            if compiled is not None:  # for another backward than the one that was expected
-                self.values = dict(self.sources)
-                step.forward(self.values)
-            self.values.update({step.tangents[name]: tangent for name, tangent in given.items()})
-            part = step.whole_backward if whole else step.backward
-            made = _run(part, self.values, tuple(step.gradients.values()) if whole else step.held)
-        self.values = {}
-        return {fqn: made[value] for fqn, value in step.gradients.items()} if whole else made
+        calls, own, self.own = self.calls, self.own, {}
+        if calls.whole != whole:  # for another backward than the one that was expected
+            calls = eager_calls(self.step, whole=whole)
+            _, own = calls.forward(self.sources, self.sizes)
+        like = {name: _like(tangent, self.outputs[name]) for name, tangent in tangents.items()}
+        made = calls.backward(own, like, place)
+        return {fqn: made[value] for fqn, value in self.step.gradients.items()} if whole else made
 
     def parameter(self, held: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The gradients by name of the parameter. A collective call.
@@ -80,24 +72,15 @@ class Pending:
         Args:
             held: what the backward left, of one microbatch or summed over several.
         """
-        given = {**self.sources, **held}
-        self.step.parameter(given)
-        return {fqn: given[value] for fqn, value in self.step.gradients.items()}
+        values = {**self.sources, **held}
+        for part in self.step.parameter:
+            part(values)
+        return {fqn: values[value] for fqn, value in self.step.gradients.items()}
 
 
 def _like(tangent: Tensor, output: Tensor) -> Tensor:
     """A tangent as the step takes it: dense, of the output's type."""
     return tangent.to(output.dtype).contiguous()
-
-
-def _run(part: Part, values: Values, names: Sequence[str]) -> dict[str, Tensor]:
-    """Runs a part, which takes all that is in `values`: what nobody else holds is freed behind its last use."""
-    given = {name: values[name] for name in part.inputs}
-    own = {name: values[name] for name in names if name in values}
-    values.clear()
-    inputs = [given.pop(name) for name in part.inputs]
-    found = dict(zip(part.outputs, part.module(inputs), strict=True))
-    return {name: own[name] if name in own else found[name] for name in names}
 
 
 @dataclass
@@ -116,7 +99,8 @@ class Steps:
     plan: Plan
     uneven_rows: bool = False
     _made: dict[Hashable, Step] = field(default_factory=dict)
-    _forwards: dict[Hashable, fx.GraphModule] = field(default_factory=dict)
+    _eager: dict[Hashable, StepCalls] = field(default_factory=dict)
+    _forwards: dict[Hashable, tuple[fx.Graph, ForwardCalls]] = field(default_factory=dict)
     _compiler: Compiler | None = None
 
     def __post_init__(self) -> None:
@@ -155,28 +139,43 @@ class Steps:
             whole: whether the backward is expected to end with the parameters' gradients, and not with what each rank
                 has of them.
         """
-        if self._compiler is None:
-            values = dict(sources)
-            step.forward(values)
-            outputs = {name: values[value] for name, value in step.results.items()}
-            return Pending(step, sources, outputs, values, whole)
-        given = {name: value.contiguous() for name, value in sources.items()}
-        compiled = self._compiler.step(step, sizes, given, whole=whole)
-        outputs, left = compiled.forward(given, sizes)
-        return Pending(step, sources, outputs, {}, whole, (compiled, left))
+        values = self._values(sources)
+        calls = self.calls(sizes, step, values, whole=whole)
+        outputs, own = calls.forward(values, sizes)
+        return Pending(step, calls, values, sizes, outputs, own)
+
+    def calls(self, sizes: Mapping[str, int], step: Step, values: Mapping[str, Any], *, whole: bool) -> StepCalls:
+        """What a step runs, eager or compiled; as for `run`."""
+        if self._compiler is not None:
+            return self._compiler.step(step, sizes, values, whole=whole)
+        key = (id(step), whole)
+        if key not in self._eager:
+            self._eager[key] = eager_calls(step, whole=whole)
+        return self._eager[key]
 
     def outputs(self, sizes: Mapping[str, int], wanted: Sequence[str], sources: Mapping[str, Any]) -> dict[str, Tensor]:
         """Outputs of the forward alone, for which nothing is kept."""
-        key = ("outputs", tuple(wanted))
-        if self._compiler is None:
-            if key not in self._forwards:
-                self._forwards[key] = self.lowered.only(tuple(wanted)).module
-            given = [sources[name] for name in self.lowered.sources]
-            return dict(zip(wanted, self._forwards[key](*given), strict=True))
+        values = self._values(sources)
+        return self.forward_calls(sizes, wanted, values)(values, sizes)
+
+    def forward_calls(self, sizes: Mapping[str, int], wanted: Sequence[str], values: Mapping[str, Any]) -> ForwardCalls:
+        """What a forward alone runs; as for `outputs`."""
+        key = tuple(wanted)
         if key not in self._forwards:
-            self._forwards[key] = self.lowering(outlined(self.program)).only(tuple(wanted)).module
-        values = {name: value.contiguous() for name, value in sources.items()}
-        return self._compiler.forward(self._forwards[key].graph, wanted, sizes, values)(values, sizes)
+            graph = self.lowering(outlined(self.program)).only(key).module.graph
+            nodes: Any = output_node(graph).args[0]
+            results = dict(zip(wanted, (node.name for node in nodes), strict=True))
+            self._forwards[key] = graph, ForwardCalls([*map(part_call, cut(graph)[0])], results, {})
+        graph, eager = self._forwards[key]
+        if self._compiler is None:
+            return eager
+        return self._compiler.forward(graph, eager.results, sizes, values)
+
+    def _values(self, sources: Mapping[str, Any]) -> dict[str, Any]:
+        """Inputs as what runs takes them: compiled units are made for dense ones."""
+        if self._compiler is None:
+            return dict(sources)
+        return {name: value.contiguous() for name, value in sources.items()}
 
     def _shapes(self) -> dict[str, tuple[Size, ...]]:
         """What a rank has of the inputs, in the program's symbols, by name of the placeholder."""
@@ -199,8 +198,9 @@ class Steps:
         ends: dict[str, fx.Node] = dict(zip(program.outputs, values, strict=True))
         forward, backward, parameter, both = cut(graph)
         gradients = {fqn: ends[name].name for fqn, name in parameter_gradients(program).items()}
-        made = set(parameter.outputs)
-        held = dict.fromkeys(name for name in parameter.inputs if name not in lowered.sources)
+        made = {name for part in parameter for name in part.outputs}
+        takes = (name for part in parameter for name in part.inputs)
+        held = dict.fromkeys(name for name in takes if name not in made and name not in lowered.sources)
         held |= dict.fromkeys(name for name in gradients.values() if name not in made)
         return Step(
             program,

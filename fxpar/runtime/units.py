@@ -76,7 +76,8 @@ def _pairs(first: Sequence[Segment], second: Sequence[Segment]) -> dict[Segment,
     counts: list[tuple[int, int, Segment, Segment]] = []
     for i, backward in enumerate(second):
         reads = Counter(home[node] for node in backward.outer if node in home)
-        counts += [(-count, i, forward, backward) for forward, count in reads.items()]
+        alike = {segment: count for segment, count in reads.items() if not segment.uncaptured}
+        counts += [(-count, i, forward, backward) for forward, count in alike.items() if not backward.uncaptured]
     for _, _, forward, backward in sorted(counts, key=lambda each: each[:2]):
         if forward not in found and backward not in taken:
             found[forward] = backward

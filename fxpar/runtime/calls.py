@@ -1,0 +1,194 @@
+"""What a rank runs of a step: calls in order over named values, which need no autograd.
+
+Enters: functions, compiled or not, that take one list of values. Leaves: `StepCalls`, the forward and the backward of a
+step, and `ForwardCalls`, a forward alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from fxpar.runtime.parts import Part, Step
+
+Values = dict[str, Any]
+Boxed = Callable[[list[Any]], Sequence[Any]]
+# Gradients by parameter to where they are to stay.
+Place = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class UnitCall:
+    """One call of a unit.
+
+    Attributes:
+        function: takes one list, which it empties.
+        takes: names of the values that it takes.
+        gives: names of those that it gives; empty for what nobody reads.
+        frees: those of `takes` that nothing reads later.
+        uncaptured: why no CUDA graph can hold it; empty where one can.
+    """
+
+    function: Boxed
+    takes: tuple[str, ...]
+    gives: tuple[str, ...]
+    frees: frozenset[str] = frozenset()
+    uncaptured: str = ""
+
+    def __call__(self, values: Values) -> None:
+        """Takes from `values`, and puts there what it gives."""
+        operands = [values.pop(name) if name in self.frees else values[name] for name in self.takes]
+        for name, value in zip(self.gives, self.function(operands), strict=True):
+            if name:
+                values[name] = value
+
+
+def freeing(calls: Sequence[UnitCall], needed: Iterable[str]) -> list[UnitCall]:
+    """The calls, each of which frees what it reads last.
+
+    Args:
+        needed: names of the values that are wanted at the end, which stay.
+    """
+    later = set(needed)
+    found = []
+    for call in reversed(calls):
+        frees = frozenset(name for name in call.takes if name not in later)
+        gives = tuple(name if name in later else "" for name in call.gives)
+        later.update(call.takes)
+        found.append(replace(call, frees=frees, gives=gives))
+    return found[::-1]
+
+
+def size_name(name: str) -> str:
+    """The name of the value that is a size."""
+    return f"size {name}"
+
+
+class Runnable(Protocol):
+    """A step as a rank runs it.
+
+    Attributes:
+        whole: whether the backward ends with the parameters' gradients, and not with what each rank has of them.
+    """
+
+    whole: bool
+
+    def forward(self, values: Mapping[str, Any], sizes: Mapping[str, int]) -> tuple[dict[str, Tensor], Values]:
+        """The model's outputs by name, and what the backward takes before the tangents.
+
+        Args:
+            values: of the program's inputs, by name of the placeholder.
+            sizes: of the call, by symbol.
+        """
+
+    def backward(self, own: Values, tangents: Mapping[str, Tensor], place: Place | None = None) -> dict[str, Tensor]:
+        """What the backward gives, by name of the value.
+
+        Args:
+            tangents: by name of the output.
+            place: called with gradients by parameter as soon as they are there, gives them where they are to stay.
+        """
+
+
+class StepCalls:
+    """The calls of a step.
+
+    Args:
+        forward: its calls, and those of its backward, which free nothing yet.
+        constants: values that they take besides the program's inputs, by name.
+        whole: as for `Runnable`.
+
+    Attributes:
+        gives: names of the values that the backward gives.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        forward: Sequence[UnitCall],
+        backward: Sequence[UnitCall],
+        constants: Mapping[str, Any],
+        *,
+        whole: bool,
+    ) -> None:
+        self.step, self.whole = step, whole
+        self.gives = tuple(step.gradients.values()) if whole else step.held
+        calls = freeing([*forward, *backward], (*step.results.values(), *self.gives))
+        self.forward_calls, self.backward_calls = calls[: len(forward)], calls[len(forward) :]
+        self.constants = dict(constants)
+        self.ready = self._ready()
+
+    def forward(self, values: Mapping[str, Any], sizes: Mapping[str, int]) -> tuple[dict[str, Tensor], Values]:
+        """See `Runnable`."""
+        own = self.start(values, sizes)
+        for call in self.forward_calls:
+            call(own)
+        return {name: own[value] for name, value in self.step.results.items()}, own
+
+    def start(self, values: Mapping[str, Any], sizes: Mapping[str, int]) -> Values:
+        """What is there before the first call."""
+        return {**self.constants, **{size_name(name): size for name, size in sizes.items()}, **values}
+
+    def backward(self, own: Values, tangents: Mapping[str, Tensor], place: Place | None = None) -> dict[str, Tensor]:
+        """See `Runnable`."""
+        own.update({self.step.tangents[name]: tangent for name, tangent in tangents.items()})
+        for index in range(len(self.backward_calls)):
+            self.run_backward(index, own, place)
+        return {name: own[name] for name in self.gives}
+
+    def run_backward(self, index: int, own: Values, place: Place | None) -> None:
+        """One call of the backward, behind which the gradients that are ready are placed."""
+        self.backward_calls[index](own)
+        ready = self.ready[index]
+        if place is not None and ready:
+            placed = place({fqn: own[value] for fqn, value in ready.items()})
+            own.update({value: placed[fqn] for fqn, value in ready.items()})
+
+    def _ready(self) -> list[dict[str, str]]:
+        """Behind each call of the backward, the gradients that are there from then on, and that no later call reads."""
+        found: list[dict[str, str]] = []
+        if not self.whole:
+            return [{} for _ in self.backward_calls]
+        read: set[str] = set()
+        for call in reversed(self.backward_calls):
+            found.append({f: v for f, v in self.step.gradients.items() if v in call.gives and v not in read})
+            read.update(call.takes)
+        return found[::-1]
+
+
+class ForwardCalls:
+    """A forward alone, for which nothing is kept.
+
+    Args:
+        results: of each wanted output, the name of its value.
+        constants: as for `StepCalls`.
+    """
+
+    def __init__(self, calls: Sequence[UnitCall], results: Mapping[str, str], constants: Mapping[str, Any]) -> None:
+        self.calls, self.results = freeing(calls, results.values()), dict(results)
+        self.constants = dict(constants)
+
+    def __call__(self, values: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Tensor]:
+        """The outputs by name; sizes as for a step."""
+        own = self.start(values, sizes)
+        for call in self.calls:
+            call(own)
+        return {name: own[value] for name, value in self.results.items()}
+
+    def start(self, values: Mapping[str, Any], sizes: Mapping[str, int]) -> Values:
+        """What is there before the first call."""
+        return {**self.constants, **{size_name(name): size for name, size in sizes.items()}, **values}
+
+
+def part_call(part: Part) -> UnitCall:
+    """A part of a step as a call."""
+    return UnitCall(part.module, part.inputs, part.outputs, uncaptured=part.uncaptured)
+
+
+def eager_calls(step: Step, *, whole: bool) -> StepCalls:
+    """A step that runs operator by operator."""
+    backward = step.whole_backward if whole else step.backward
+    return StepCalls(step, [*map(part_call, step.forward)], [*map(part_call, backward)], {}, whole=whole)

@@ -1,0 +1,40 @@
+"""mark_regions: what no CUDA graph can hold says why."""
+
+from __future__ import annotations
+
+from fxpar.analysis.capturable import why_not_capturable
+from fxpar.errors import PassError
+from fxpar.manager import register_pass
+from fxpar.program.program import Program, ScalarType, note, update
+from fxpar.program.properties import Property
+from fxpar.program.regions import regions
+
+
+@register_pass("mark_regions", requires={Property.CANONICAL}, preserves="dataflow")
+def mark_regions(program: Program) -> Program:
+    """Marks the operations at which CUDA graphs end, each with its reason.
+
+    Before::
+
+        %m = aten.amax.default(%h) : f32[]
+        %scale = fxpar.item(%m) : f64[]
+        %y = aten.div.Tensor(%h, %scale) : f32[b, 8]
+
+    After::
+
+        %m = aten.amax.default(%h) : f32[]
+        %scale = fxpar.item(%m) : f64[] {uncaptured="reads a value on the host; keep it a tensor: leave item() out"}
+        %y = aten.div.Tensor(%h, %scale) : f32[b, 8]
+
+    What stands between marks in one phase is a region that one graph can hold, as large as it can be: it goes across
+    layers. Numbers of sizes are in none. It runs before `outline_layers`, for which a mark is part of an operation.
+    """
+    if regions(program):
+        raise PassError("the program has calls of regions already", where="mark_regions", remedy="run it before")
+    for node in program.graph.nodes:
+        if node.op != "call_function" or isinstance(note(node).type, ScalarType):
+            continue
+        reason = why_not_capturable(node)
+        if reason != note(node).uncaptured:
+            update(node, uncaptured=reason)
+    return program
