@@ -22,7 +22,7 @@ from fxpar.analysis.collectives import symbol_sizes
 from fxpar.layout.nesting import local_shape
 from fxpar.layout.symbols import evaluate, product
 from fxpar.ops.operator import Operator
-from fxpar.program.program import Program, ScalarType, TensorType, note, output_layouts, output_node, output_types
+from fxpar.program.program import Program, ScalarType, TensorType, note, output_layouts, output_types
 from fxpar.program.step import PHASES
 from fxpar.signatures.calls import bind_arguments
 

@@ -22,6 +22,8 @@ from fxpar.ops.operator import Operator
 from fxpar.program.program import Note, Program, ScalarType, has_note, module_of, note, operands, set_note
 from fxpar.program.regions import inlined
 
+# Placeholders of the rows that all ranks and those before this one bring.
+ROWS = ("rows_total", "rows_before")
 # Operators without a derivative, which Python's functions of that name do not ask for.
 _UNDERIVED = frozenset({torch.ops.aten.randint_like.default, torch.ops.aten.randint_like.low_dtype})
 
@@ -49,7 +51,7 @@ class Lowered:
     @property
     def places(self) -> tuple[str, ...]:
         """Names of the placeholders of indices and rows, which follow the inputs."""
-        rows = ("rows_total", "rows_before") if self.takes_rows else ()
+        rows = ROWS if self.takes_rows else ()
         return (*(f"{axis}_rank" for axis in self.indices), *rows)
 
     @property

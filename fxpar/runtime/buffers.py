@@ -6,7 +6,7 @@ buffer is overwritten, else added to.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -23,17 +23,27 @@ class Buffers:
 
     @torch.no_grad()
     def placed(self, leaves: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Gradients in the memory where they will be, as long as that is free: what they were in can be freed at once.
+        """Gradients in the memory where they will be: what they were in can be freed at once.
+
+        Where there are gradients already, they are added to those, but for what a hook is to see first.
 
         Args:
             leaves: the parameters' tensors by name.
             gradients: of some, of this rank's whole step.
         """
         moved = [name for name in gradients if leaves[name].grad is None]
+        added = [name for name in gradients if leaves[name].grad is not None and not leaves[name]._backward_hooks]
         found = {**gradients, **{name: self._buffer(name, leaves[name]) for name in moved}}
-        if moved:
-            torch._foreach_copy_([found[name] for name in moved], [gradients[name] for name in moved])
+        found |= {name: leaves[name].grad for name in added}
+        for names, function in ((moved, torch._foreach_copy_), (added, torch._foreach_add_)):
+            if names:
+                function([found[name] for name in names], [gradients[name] for name in names])
         return found
+
+    def state(self, leaves: Mapping[str, Tensor]) -> Hashable:
+        """Equal where gradients are placed alike: at the same addresses, over what is there or added to it."""
+        grads = ((leaf.grad, bool(leaf._backward_hooks)) for leaf in leaves.values())
+        return tuple((0 if grad is None else grad.data_ptr(), is_hooked) for grad, is_hooked in grads)
 
     @torch.no_grad()
     def add(self, parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
@@ -47,6 +57,8 @@ class Buffers:
         more: list[tuple[Tensor, Tensor]] = []
         for name, found in gradients.items():
             leaf = leaf_of(parameters[name])
+            if leaf.grad is not None and found.data_ptr() == leaf.grad.data_ptr():  # added already
+                continue
             gradient = _hooked(leaf, found)
             if leaf.grad is None:
                 leaf.grad = self._buffer(name, leaf)
@@ -57,16 +69,27 @@ class Buffers:
         for pairs, function in ((fresh, torch._foreach_copy_), (more, torch._foreach_add_)):
             if pairs:
                 function([buffer for buffer, _ in pairs], [gradient for _, gradient in pairs])
-        for name in gradients:
+
+    def attach(self, parameters: Mapping[str, Tensor], names: Iterable[str]) -> None:
+        """Gives parameters that have no gradients their buffers, in which they are."""
+        for name in names:
             leaf = leaf_of(parameters[name])
-            for hook in list((getattr(leaf, "_post_accumulate_grad_hooks", None) or {}).values()):
-                hook(leaf)
+            if leaf.grad is None:
+                leaf.grad = self._buffer(name, leaf)
 
     def _buffer(self, name: str, leaf: Tensor) -> Tensor:
         known = self._buffers.get(name)
         if known is None or known.shape != leaf.shape or known.dtype != leaf.dtype or known.device != leaf.device:
             known = self._buffers[name] = torch.empty_like(leaf, memory_format=torch.preserve_format).detach()
         return known
+
+
+def call_hooks(parameters: Mapping[str, Tensor], names: Iterable[str]) -> None:
+    """Calls the hooks of what follows a gradient that is there."""
+    for name in names:
+        leaf = leaf_of(parameters[name])
+        for hook in list((getattr(leaf, "_post_accumulate_grad_hooks", None) or {}).values()):
+            hook(leaf)
 
 
 def _hooked(leaf: Tensor, gradient: Tensor) -> Tensor:

@@ -6,7 +6,8 @@ leave of the parameters' gradients (`Part`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,7 +19,21 @@ from fxpar.runtime.inputs import Inputs
 from fxpar.runtime.microbatches import Microbatch, Part, weight
 from fxpar.runtime.padding import check_padding
 from fxpar.runtime.programs import Call, Programs
-from fxpar.runtime.runner import Runner
+from fxpar.runtime.runner import Prepared, Runner
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A batch of a training step, bound to its program.
+
+    Attributes:
+        loss: name of the output that is differentiated.
+        are_equal: whether the ranks' values are equal, where the device has yet to say that.
+    """
+
+    call: Call
+    loss: str
+    are_equal: Tensor | None
 
 
 class ForwardBackward:
@@ -46,18 +61,51 @@ class ForwardBackward:
         wanted = tuple(name for name in call.compiled.program.outputs if name != COUNT)
         return call, self._runner.outputs(call, wanted)
 
-    def train(self, batch: Any, microbatch: Microbatch | None = None, *, scaler: torch.amp.GradScaler | None) -> Part:
-        """Forward and backward of a batch's loss.
-
-        Args:
-            scaler: scales what is differentiated.
+    def bind(self, batch: Any) -> Bound:
+        """The program for a batch whose loss is to be differentiated.
 
         Raises:
-            InputError: the batch does not fit the model, what pads it matters, or there is no loss or nothing to train.
+            InputError: the batch does not fit the model, what pads it matters, or there is no loss.
         """
         call, are_equal = self._bound(batch, callable(self._loss))
         name = self._loss_name(call, "train_step")
         self._check_padding(call, name)
+        return Bound(call, name, are_equal)
+
+    def prepare(self, bounds: Sequence[Bound]) -> list[Prepared]:
+        """What the calls of a step take; of one program the parameters are looked at once.
+
+        Raises:
+            InputError: as of `Runner.prepared`.
+        """
+        first: dict[int, Prepared] = {}
+        found = []
+        for bound in bounds:
+            call = bound.call
+            if id(call.ready) not in first:
+                first[id(call.ready)] = self._runner.prepared(call, True)
+            found.append(first[id(call.ready)].of(call))
+        return found
+
+    def train(
+        self,
+        bound: Bound,
+        ready: Prepared,
+        state: Callable[[], Tensor],
+        microbatch: Microbatch | None,
+        scaler: torch.amp.GradScaler | None,
+    ) -> Part:
+        """Forward and backward of a batch's loss.
+
+        Args:
+            ready: what the call takes.
+            state: gives the random state of the step.
+            scaler: scales what is differentiated.
+
+        Raises:
+            InputError: there is nothing to train.
+        """
+        call, name = bound.call, bound.loss
         is_counted = microbatch is not None and COUNT in call.compiled.program.outputs
 
         def tangent(outputs: Mapping[str, Tensor]) -> Tensor:
@@ -66,10 +114,8 @@ class ForwardBackward:
                 share = share * weight(outputs[COUNT] if is_counted else None, microbatch)
             return share if scaler is None else scaler.scale(share)
 
-        ran = self._runner.step(call, name, tangent, microbatch)
-        loss = ran.outputs[name]
-        value = loss if are_equal is None else loss.where(are_equal, torch.nan)
-        return Part(value, ran, ran.outputs[COUNT] if is_counted else None)
+        ran = self._runner.step(call, ready, name, tangent, state, microbatch)
+        return Part(ran.outputs[name], ran, ran.outputs[COUNT] if is_counted else None)
 
     def _bound(self, batch: Any, with_loss: bool) -> tuple[Call, Tensor | None]:
         """The program for a call, and whether the ranks' values are equal, where the device has yet to say that."""

@@ -29,6 +29,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxpar.plan.plan import Plan
 from fxpar.program.program import output_node
+from fxpar.runtime.graphs.standin import opaque
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
 Run = Callable[..., Sequence[Any]]
@@ -109,7 +110,7 @@ class Inductor:
         end = output_node(graph.graph)
         end.meta["user_visible_output_idxs"] = list(range(len(end.args[0])))  # type: ignore[arg-type]
         found: Any = compile_fx_inner(graph, fakes, is_backward=backward, is_inference=False)
-        return found  # type: ignore[no-any-return]
+        return opaque(found)
 
     @contextlib.contextmanager
     def _compiling(self, mode: FakeTensorMode) -> Iterator[None]:

@@ -83,7 +83,7 @@ def weight(counted: Tensor | None, microbatch: Microbatch) -> Tensor | float:
 
 
 def _unit(counted: Tensor) -> Tensor:
-    return counted.where(counted != 0, 1)
+    return counted.masked_fill(counted == 0, 1)
 
 
 @torch.no_grad()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +26,16 @@ from fxpar.runtime.adopt import adopt, held_by
 from fxpar.runtime.agreement import together
 from fxpar.runtime.buffers import Buffers
 from fxpar.runtime.forward_backward import ForwardBackward
+from fxpar.runtime.graphs.table import Graphs
 from fxpar.runtime.inputs import Inputs
 from fxpar.runtime.mains import Copies, check_scaler
-from fxpar.runtime.microbatches import run_microbatches
 from fxpar.runtime.optimizers import Optimizers
 from fxpar.runtime.outputs import returned
 from fxpar.runtime.programs import Programs
 from fxpar.runtime.randomness import RandomState
 from fxpar.runtime.refusals import Immovable
 from fxpar.runtime.runner import Runner
+from fxpar.runtime.training import Training
 from fxpar.runtime.world import World
 from fxpar.state import distributed_state
 from fxpar.state.checkpoint import Checkpoint
@@ -73,10 +73,11 @@ class ParallelModule(Immovable):
     ) -> None:
         super().__init__()
         self.plan, self.world = plan, world
-        self._random = RandomState(plan.seed, world.rank, world.device)
+        self._random = RandomState(plan.seed, world.device)
         self.saved_names = list(model.state_dict().keys())
         self._shapes = {name: tuple(entry.tensor.shape) for entry in named_tensors(model) for name in entry.names}
-        self._programs = Programs(model, self, plan, world, loss, passes)
+        self._graphs = Graphs(plan.cuda_graphs, world.device) if plan.cuda_graphs.is_on else None
+        self._programs = Programs(model, self, plan, world, loss, passes, self._graphs)
         options = {"option check_inputs": str(check_inputs)}
         self._takes_lists = isinstance(example, list)
         self._programs.start(model, calls.canonical(example), {**options, **fingerprints(model)})
@@ -88,6 +89,8 @@ class ParallelModule(Immovable):
         runner = Runner(self, self.shape_of, self._copies, self._random, world.device, self._gradients)
         self._waiting = runner.waiting
         self._batches = ForwardBackward(self._programs, inputs, runner, loss)
+        training = (self._random, self._gradients, self._graphs)
+        self._training = Training(self, self._batches, runner.waiting, *training)
         Optimizers(model).watch(self)
 
     @property
@@ -158,14 +161,7 @@ class ParallelModule(Immovable):
             raise InputError("gradients are off", where="train_step", remedy="leave torch.no_grad()")
         check_scaler(scaler, self.plan.precision, self.world.device)
         parts = calls.microbatches(batch, self._takes_lists)
-        run = partial(self._batches.train, scaler=scaler)
-        if len(parts) == 1:
-            done = run(parts[0])
-            loss, found = done.loss, self._waiting.finished(done.ran.held, done.ran.signature, done.ran.finish)
-        else:
-            loss, found = run_microbatches(parts, self._random.draw(), run, self._waiting.finished)
-        self._gradients.add(dict(self.named_parameters()), found)
-        return loss
+        return self._training.step(parts, scaler)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

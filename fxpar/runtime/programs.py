@@ -31,6 +31,7 @@ from fxpar.program.program import Program, TensorType, note, output_layouts
 from fxpar.program.rows import batch_symbol
 from fxpar.runtime import batch as calls
 from fxpar.runtime import uneven
+from fxpar.runtime.graphs.table import Graphs
 from fxpar.runtime.inputs import Shapes
 from fxpar.runtime.refusals import Unwrappable
 from fxpar.runtime.skeleton import attach, skeleton_of
@@ -115,12 +116,14 @@ class Programs:
         world: World,
         loss: Callable[[Any, Any], Tensor] | str | None,
         passes: Sequence[Pass],
+        graphs: Graphs | None = None,
     ) -> None:
         """Gives `root` empty modules under the names of the model's, whose modes decide which program runs."""
         self.skeleton = skeleton_of(model, PRECISION_DTYPES[plan.precision])
         self.layouts: dict[str, Layout] = {}
         self.aliases: dict[str, str] = {}
         self._plan, self._world, self._loss, self._passes = plan, world, loss, tuple(passes)
+        self._graphs = graphs
         self._twins = ((self.skeleton, root), *attach(root, self.skeleton))
         self._known: dict[Any, list[Compiled]] = {}
 
@@ -265,7 +268,7 @@ class Programs:
         return Compiled(compiled.captured, program, ready, constants, indices)
 
     def _ready(self, program: Program, uneven_rows: bool = False) -> Steps:
-        return Steps(program, self._world.groups, self._world.device, self._plan, uneven_rows)
+        return Steps(program, self._world.groups, self._world.device, self._plan, uneven_rows, self._graphs)
 
     def _compared(self, captured: Captured, batch: Any, model: nn.Module | None) -> str:
         """Compares a captured graph with the model, on rank 0; returns why not, where it is not."""

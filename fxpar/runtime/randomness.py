@@ -1,13 +1,9 @@
-"""Which random bits a step draws: its seed, its number, and the generator of kernels that draw bits of their own.
+"""Which random bits a step draws: its seed and its number.
 
 Enters: the plan's seed and how many steps there were. Leaves: the state that a program takes as an input.
 """
 
 from __future__ import annotations
-
-import contextlib
-import hashlib
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -18,16 +14,13 @@ from fxpar.errors import InputError, shown
 class RandomState:
     """Seed, step and microbatch, i64[3] on the device; each call that draws is a step of its own.
 
-    Args:
-        rank: of all processes.
-
     Attributes:
         step: the next one's number; may be set.
     """
 
-    def __init__(self, seed: int, rank: int, device: torch.device) -> None:
+    def __init__(self, seed: int, device: torch.device) -> None:
         self.step = 0
-        self._seed, self._rank, self._device = seed, rank, device
+        self._seed, self._device = seed, device
         # The step before which a state was drawn, that state, and what is added to it for the next one.
         self._counted: tuple[int, Tensor] = (-1, torch.empty(0))
         self._one = torch.tensor([0, 1, 0], device=device)
@@ -40,8 +33,7 @@ class RandomState:
         Raises:
             InputError: `step` was set to what is no number of steps.
         """
-        if type(self.step) is not int or not 0 <= self.step < 2**62:
-            raise InputError(f"{shown(self.step)} is no number of steps", where="step", remedy="set one from 0 on")
+        self._check()
         known, state = self._counted
         state = state + self._one if known == self.step else self.peek()
         self.step += 1
@@ -49,13 +41,14 @@ class RandomState:
         return state
 
     def peek(self) -> Tensor:
-        """The state of the next step, which is not counted."""
+        """The state of the next step, which is not counted.
+
+        Raises:
+            InputError: as `draw`.
+        """
+        self._check()
         return torch.tensor([self._seed, self.step, 0], dtype=torch.int64, device=self._device)
 
-    @contextlib.contextmanager
-    def own_generator(self) -> Iterator[None]:
-        """Seeds the GPU's generator for this rank and the steps so far, and puts it back."""
-        with torch.random.fork_rng([self._device]):
-            text = f"{self._seed} {self.step} {self._rank}".encode()
-            torch.cuda.manual_seed(int.from_bytes(hashlib.sha256(text).digest()[:8]) >> 1)
-            yield
+    def _check(self) -> None:
+        if type(self.step) is not int or not 0 <= self.step < 2**62:
+            raise InputError(f"{shown(self.step)} is no number of steps", where="step", remedy="set one from 0 on")

@@ -6,6 +6,7 @@ Enters: a module, and calls that are bound to their programs. Leaves: the output
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -26,6 +27,34 @@ from fxpar.runtime.randomness import RandomState
 from fxpar.runtime.waiting import Waiting
 from fxpar.state.sharded import Sharded
 from fxpar.state.sharded_parameter import leaf_of
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What a call takes.
+
+    Attributes:
+        values: by name of the placeholder, but for the random state.
+        leaves: the tensors that require gradients, by name of the parameter.
+        random: names of the placeholders of the random state.
+    """
+
+    values: dict[str, Any]
+    leaves: dict[str, Tensor]
+    random: tuple[str, ...]
+
+    def of(self, call: Call) -> Prepared:
+        """What another call of the same program takes."""
+        values = dict(self.values)
+        for entry in call.compiled.program.inputs:
+            if entry.path != RNG_PATH:
+                values[entry.node] = call.inputs[entry.path]
+        values.update(zip(call.ready.lowered.places, call.places, strict=True))
+        return replace(self, values=values)
+
+    def drawing(self, state: Callable[[], Tensor]) -> dict[str, Any]:
+        """The values with the random state, which is asked for where there are draws."""
+        return {**self.values, **{name: state() for name in self.random}}
 
 
 class Runner:
@@ -64,7 +93,8 @@ class Runner:
         Raises:
             InputError: autocast is on, a parameter was exchanged or is trainable since, or `step` is no number.
         """
-        values, leaves = self._values(call, None, torch.is_grad_enabled())
+        ready = self.prepared(call, torch.is_grad_enabled())
+        values, leaves = ready.drawing(self._random.draw), ready.leaves
         steps, trained, sizes = call.ready, frozenset(leaves), call.sizes
         if not torch.is_grad_enabled() or not leaves or not steps.differentiable:
             with torch.no_grad():
@@ -99,21 +129,25 @@ class Runner:
     def step(
         self,
         call: Call,
+        ready: Prepared,
         name: str,
         tangent: Callable[[Mapping[str, Tensor]], Tensor],
+        state: Callable[[], Tensor],
         microbatch: Microbatch | None = None,
     ) -> Ran:
         """Forward and backward of an output.
 
         Args:
+            ready: what the call takes.
             tangent: the gradient of the output, of the model's outputs.
+            state: gives the random state of the step, i64[3].
             microbatch: the call is one of several.
 
         Raises:
-            InputError: as `outputs`; or nothing that requires a gradient is reached.
+            InputError: nothing that requires a gradient is reached.
         """
-        values, leaves = self._values(call, microbatch, True)
-        steps = call.ready
+        values = ready.drawing(state if microbatch is None else lambda: microbatch.random_state)
+        leaves, steps = ready.leaves, call.ready
         if not leaves or name not in steps.differentiable:
             raise InputError(
                 "no parameter that the loss reaches requires a gradient", where="train_step", remedy="unfreeze some"
@@ -121,7 +155,8 @@ class Runner:
         whole = microbatch is None and self._waiting.is_idle
         wanted = tuple(output for output in steps.program.outputs if output in (name, COUNT))
         step, sizes = steps.step((name,), frozenset(leaves), wanted), call.sizes
-        pending = steps.run(sizes, step, values, whole=whole)
+        state_of_gradients = self._buffers.state(leaves) if whole else None
+        pending = steps.run(sizes, step, values, whole=whole, gradients=state_of_gradients)
         place = partial(self._buffers.placed, leaves) if whole else None
         found = pending.backward({name: tangent(pending.outputs)}, whole=whole, place=place)
         if whole:
@@ -131,17 +166,22 @@ class Runner:
     def gradients(self, call: Call, name: str) -> list[Tensor | None]:
         """An output, and what this rank has of its gradients, with the bits of a step that is not counted."""
         microbatch = Microbatch(0, 1, self._random.peek())
-        values, leaves = self._values(call, microbatch, True)
-        if not leaves or name not in call.ready.differentiable:
+        ready = self.prepared(call, True)
+        if not ready.leaves or name not in call.ready.differentiable:
             with torch.no_grad():
+                values = ready.drawing(self._random.peek)
                 return [call.ready.outputs(call.sizes, (name,), values)[name]]
-        ran = self.step(call, name, lambda outputs: torch.ones_like(outputs[name]), microbatch)
+        ran = self.step(
+            call, ready, name, lambda outputs: torch.ones_like(outputs[name]), self._random.peek, microbatch
+        )
         return [ran.outputs[name], *ran.held.values()]
 
-    def _values(
-        self, call: Call, microbatch: Microbatch | None, differentiated: bool
-    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """What a program takes, by name of the placeholder; and the leaves that require gradients, by name."""
+    def prepared(self, call: Call, differentiated: bool) -> Prepared:
+        """What a call takes.
+
+        Raises:
+            InputError: autocast is on, or a parameter was exchanged or is trainable since.
+        """
         program = call.compiled.program
         if torch.is_autocast_enabled(self._device.type):
             raise InputError(
@@ -159,18 +199,15 @@ class Runner:
             if leaf.requires_grad:
                 leaves[parameter.fqn] = leaf
             values[parameter.node] = leaf.detach()
-        for entry in program.inputs:
-            if entry.path != RNG_PATH:
-                values[entry.node] = call.inputs[entry.path]
-            else:
-                values[entry.node] = self._random.draw() if microbatch is None else microbatch.random_state
+        random = tuple(entry.node for entry in program.inputs if entry.path == RNG_PATH)
+        values.update({entry.node: call.inputs[entry.path] for entry in program.inputs if entry.path != RNG_PATH})
         if self._copies is not None:
             owned = [p for p in program.parameters if p.kind == "parameter"]
             copied = {p.node: p.fqn for p in owned if is_copy(program.plan, p.type)}
             mains = {fqn: tensors[fqn] for fqn in copied.values()}
             values.update(zip(copied, self._copies.current(mains, self._module.training, differentiated), strict=True))
         values.update(zip(call.ready.lowered.places, call.places, strict=True))
-        return values, leaves
+        return Prepared(values, leaves, random)
 
     def _held(self, name: str, tensors: Mapping[str, Tensor]) -> Tensor:
         """A parameter or buffer, if it is the module's own still."""

@@ -17,13 +17,14 @@ from fxpar.compile import compile_step, lower_program, outlined
 from fxpar.layout.nesting import local_shape
 from fxpar.layout.symbols import Size
 from fxpar.ops.collectives import Group
-from fxpar.ops.lower import Lowered
+from fxpar.ops.lower import ROWS, Lowered
 from fxpar.passes.differentiate import differentiable
 from fxpar.plan.plan import Plan
 from fxpar.program.program import Program, output_layouts, output_node
 from fxpar.program.step import is_gradient, output_of, parameter_gradients
 from fxpar.runtime.batch import user_inputs
 from fxpar.runtime.calls import ForwardCalls, Place, Runnable, StepCalls, Values, eager_calls, part_call
+from fxpar.runtime.graphs.table import Graphs
 from fxpar.runtime.parts import Step, cut
 
 if TYPE_CHECKING:
@@ -98,6 +99,7 @@ class Steps:
     device: torch.device
     plan: Plan
     uneven_rows: bool = False
+    graphs: Graphs | None = None
     _made: dict[Hashable, Step] = field(default_factory=dict)
     _eager: dict[Hashable, StepCalls] = field(default_factory=dict)
     _forwards: dict[Hashable, tuple[fx.Graph, ForwardCalls]] = field(default_factory=dict)
@@ -130,7 +132,15 @@ class Steps:
             self._made[key] = self._cut(compile_step(self.program, wanted, names, trained))
         return self._made[key]
 
-    def run(self, sizes: Mapping[str, int], step: Step, sources: Mapping[str, Any], *, whole: bool) -> Pending:
+    def run(
+        self,
+        sizes: Mapping[str, int],
+        step: Step,
+        sources: Mapping[str, Any],
+        *,
+        whole: bool,
+        gradients: Hashable = None,
+    ) -> Pending:
         """Runs the forward of a step.
 
         Args:
@@ -138,11 +148,23 @@ class Steps:
             sources: values of the program's inputs, by name of the placeholder.
             whole: whether the backward is expected to end with the parameters' gradients, and not with what each rank
                 has of them.
+            gradients: equal for calls whose backwards place gradients alike; None for those that place none.
         """
         values = self._values(sources)
-        calls = self.calls(sizes, step, values, whole=whole)
+        calls: Runnable = self.calls(sizes, step, values, whole=whole)
+        if self.graphs is not None and self.graphs.options.impl == "partial":
+            calls = self.graphs.step(calls, values, self.moving(sources, values), gradients)
         outputs, own = calls.forward(values, sizes)
         return Pending(step, calls, values, sizes, outputs, own)
+
+    def moving(self, sources: Mapping[str, Any], values: Mapping[str, Any]) -> tuple[str, ...]:
+        """Names of the values whose addresses change from call to call: inputs, and what was made dense.
+
+        Args:
+            values: as what runs takes `sources`.
+        """
+        inputs = {*(entry.node for entry in self.program.inputs), *ROWS}
+        return tuple(name for name, value in values.items() if name in inputs or value is not sources[name])
 
     def calls(self, sizes: Mapping[str, int], step: Step, values: Mapping[str, Any], *, whole: bool) -> StepCalls:
         """What a step runs, eager or compiled; as for `run`."""
@@ -156,7 +178,10 @@ class Steps:
     def outputs(self, sizes: Mapping[str, int], wanted: Sequence[str], sources: Mapping[str, Any]) -> dict[str, Tensor]:
         """Outputs of the forward alone, for which nothing is kept."""
         values = self._values(sources)
-        return self.forward_calls(sizes, wanted, values)(values, sizes)
+        calls = self.forward_calls(sizes, wanted, values)
+        if self.graphs is None:
+            return calls(values, sizes)
+        return self.graphs.forward(calls, values, self.moving(sources, values))(values, sizes)
 
     def forward_calls(self, sizes: Mapping[str, int], wanted: Sequence[str], values: Mapping[str, Any]) -> ForwardCalls:
         """What a forward alone runs; as for `outputs`."""
@@ -173,7 +198,7 @@ class Steps:
 
     def _values(self, sources: Mapping[str, Any]) -> dict[str, Any]:
         """Inputs as what runs takes them: compiled units are made for dense ones."""
-        if self._compiler is None:
+        if self._compiler is None and self.graphs is None:
             return dict(sources)
         return {name: value.contiguous() for name, value in sources.items()}
 

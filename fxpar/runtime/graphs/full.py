@@ -1,0 +1,154 @@
+"""Full iteration: forward and backward of all microbatches of a step, and the reductions of gradients, in one graph.
+
+Enters: what a step does, and the values that it takes. Leaves: its loss and gradients, replayed.
+
+The graph has its own copy of the random state, which it counts up, so that each replay draws other bits. What the host
+decides between two steps (the shapes of batches, where parameters and gradients are, whether gradients are added) is
+what variants differ by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxpar.errors import InputError
+from fxpar.runtime.forward_backward import Bound
+from fxpar.runtime.graphs.partial import Static
+from fxpar.runtime.graphs.pool import Pool, Recording
+from fxpar.runtime.graphs.table import Graphs, key_of
+from fxpar.runtime.randomness import RandomState
+from fxpar.runtime.runner import Prepared
+from fxpar.runtime.waiting import Waiting
+
+# The loss of a step, and the names of the parameters that have gradients of it.
+Found = tuple[Tensor, tuple[str, ...]]
+# Runs a step with the values of its microbatches and what gives its random state.
+Run = Callable[[Sequence[Prepared], Callable[[], Tensor]], Found]
+
+
+class FullIteration:
+    """Training steps as graphs.
+
+    Args:
+        graphs: where they are kept.
+        random: the random state of steps that are not replayed.
+        waiting: gradients that are not summed over the ranks yet, which no graph knows.
+    """
+
+    def __init__(self, graphs: Graphs, random: RandomState, waiting: Waiting) -> None:
+        self._graphs, self._random, self._waiting = graphs, random, waiting
+
+    def __call__(
+        self, bounds: Sequence[Bound], ready: Sequence[Prepared], run: Run, gradients: Hashable, scaler: Any
+    ) -> Found:
+        """A step.
+
+        Args:
+            gradients: equal where they are placed alike.
+            scaler: of the loss.
+
+        Raises:
+            InputError: something of the step cannot be replayed.
+        """
+        self._check(ready)
+        moving = [bound.call.ready.moving(each.values, each.values) for bound, each in zip(bounds, ready, strict=True)]
+        scale = None if scaler is None or scaler._scale is None else scaler._scale.data_ptr()
+        key: Any = ("iteration", gradients, id(scaler), scale)
+        for bound, each, names in zip(bounds, ready, moving, strict=True):
+            key += (id(bound.call.ready), bound.loss, tuple(each.leaves), *key_of(each.values, names))
+        made = self._graphs.variant(key, lambda pool: Iteration(pool, self._random), None)
+        if made is None:
+            return run(ready, self._random.draw)
+        found: Found = made(ready, moving, run)
+        return found
+
+    def _check(self, ready: Sequence[Prepared]) -> None:
+        if not self._waiting.is_idle:
+            raise InputError(
+                "one graph holds a whole step, and no_sync parts it",
+                where="no_sync",
+                remedy="pass the microbatches of a step as a list, or set CudaGraphs('partial')",
+            )
+        hooked = next((name for name, leaf in ready[0].leaves.items() if leaf._backward_hooks), None)
+        if hooked is not None:
+            raise InputError(
+                "has a hook that sees its gradient, and a graph runs no Python",
+                where=hooked,
+                remedy="register it by register_post_accumulate_grad_hook, or set CudaGraphs('partial')",
+            )
+
+
+class Iteration:
+    """One graph of a step.
+
+    Args:
+        pool: in which it is recorded.
+        random: whose steps it counts.
+    """
+
+    def __init__(self, pool: Pool, random: RandomState) -> None:
+        self._pool, self._random = pool, random
+        self._static: list[Static] = []
+        self._recording: Recording | None = None
+        self._found: Found | None = None
+        self._state = torch.empty(0)
+        self._step = -1
+
+    @property
+    def graphs(self) -> int:
+        """How many there are."""
+        return int(self._recording is not None)
+
+    def __call__(self, ready: Sequence[Prepared], moving: Sequence[Sequence[str]], run: Run) -> Found:
+        """Replays the step; the loss is the caller's own.
+
+        Args:
+            moving: names of the values whose addresses change from call to call, of each microbatch.
+        """
+        if self._recording is None:
+            self._record(ready, moving, run)
+        else:
+            for static, each in zip(self._static, ready, strict=True):
+                static.fill(each.values)
+        assert self._recording is not None
+        assert self._found is not None
+        if self._step != self._random.step:
+            self._state.copy_(self._random.peek())
+        self._recording.replay()
+        draws = any(each.random for each in ready) or len(ready) > 1
+        self._step = self._random.step = self._random.step + draws
+        loss, names = self._found
+        found = loss.clone()
+        self._pool.scramble([value for static in self._static for value in static.tensors.values()], (), ())
+        return found, names
+
+    def _record(self, ready: Sequence[Prepared], moving: Sequence[Sequence[str]], run: Run) -> None:
+        self._state = self._random.peek()
+        self._step = self._random.step
+        one = torch.tensor([0, 1, 0], device=self._state.device)
+        self._static = [
+            Static({name: each.values[name] for name in names if name in each.values})
+            for each, names in zip(ready, moving, strict=True)
+        ]
+        own = [
+            replace(each, values={**each.values, **static.tensors})
+            for each, static in zip(ready, self._static, strict=True)
+        ]
+
+        def work() -> Found:
+            state = self._state.clone()
+            self._state.add_(one)
+            return run(own, lambda: state)
+
+        self._recording, self._found = self._pool.record(work)
+
+    def reset(self) -> None:
+        """Frees the graph and what it holds."""
+        if self._recording is not None:
+            self._recording.reset()
+        self._found = None

@@ -1,0 +1,239 @@
+"""Partial graphs: the calls of a step, replayed by regions.
+
+Enters: the calls of a step or of a forward, and the values it is called with. Leaves: the same, recorded once: each run
+of calls that a graph can hold is one, forward and backward; what stands between them runs as it is.
+
+A recording has addresses. Parameters stay where they are; inputs and tangents are copied into static tensors before a
+replay; results are copied out behind it, so that whoever has them keeps them. Gradients are added into their buffers
+inside of the graph. All graphs of a step share one pool, so what the forward leaves for the backward lies there, and
+nothing else may run in the pool until the backward has.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from fxpar.runtime.calls import ForwardCalls, Place, StepCalls, UnitCall, Values
+from fxpar.runtime.graphs.pool import Flight, Pool, Recording
+
+_FLIGHT = "flight"
+# Runs a call of a list by its number.
+Made = Callable[[int, Values], None]
+
+
+class _Between:
+    """A call that no graph holds, on static tensors.
+
+    Args:
+        call: frees nothing that is static.
+        operands: what it takes.
+        results: where what it gives is to be, None for what nobody reads.
+
+    Attributes:
+        operands: these.
+    """
+
+    def __init__(self, call: UnitCall, operands: Sequence[Any], results: Sequence[Any]) -> None:
+        self.operands = operands
+        self._call, self._results = call, results
+
+    def replay(self) -> None:
+        """Runs it."""
+        found = self._call.function(list(self.operands))
+        for name, static, value in zip(self._call.gives, self._results, found, strict=True):
+            if name and isinstance(static, Tensor):
+                static.copy_(value)
+
+
+class Replayed:
+    """Calls in order, some of them as graphs.
+
+    Args:
+        pool: in which they are recorded.
+        calls: what they are; runs of those that can be are one graph.
+        own: values by name, of fixed addresses; what the calls give is there afterwards.
+        make: runs one of the calls.
+    """
+
+    def __init__(self, pool: Pool, calls: Sequence[UnitCall], own: Values, make: Made) -> None:
+        self.graphs: list[Recording] = []
+        self._pieces: list[Recording | _Between] = []
+        runs = itertools.groupby(range(len(calls)), key=lambda index: bool(calls[index].uncaptured))
+        for is_between, run in runs:
+            for indices in [[index] for index in run] if is_between else [list(run)]:
+                if is_between:
+                    self._pieces.append(self._run_between(calls[indices[0]], own))
+                else:
+                    self._record(pool, indices, own, make)
+
+    def _record(self, pool: Pool, indices: Sequence[int], own: Values, make: Made) -> None:
+        def work() -> None:
+            for index in indices:
+                make(index, own)
+
+        recording, _ = pool.record(work)
+        recording.replay()  # recording computes nothing, and what stands behind may read values
+        self.graphs.append(recording)
+        self._pieces.append(recording)
+
+    def _run_between(self, call: UnitCall, own: Values) -> _Between:
+        operands = [own[name] for name in call.takes]
+        call(own)
+        return _Between(call, operands, [own.get(name) if name else None for name in call.gives])
+
+    @property
+    def reads(self) -> list[Tensor]:
+        """What is read between graphs."""
+        between = (piece for piece in self._pieces if isinstance(piece, _Between))
+        return [each for piece in between for each in piece.operands if isinstance(each, Tensor)]
+
+    def replay(self) -> None:
+        """Runs all."""
+        for piece in self._pieces:
+            piece.replay()
+
+    def reset(self) -> None:
+        """Frees the graphs."""
+        for graph in self.graphs:
+            graph.reset()
+        self._pieces.clear()
+
+
+class Static:
+    """Static tensors into which values are copied.
+
+    Args:
+        values: of which they have the shapes, by name.
+    """
+
+    def __init__(self, values: Mapping[str, Tensor]) -> None:
+        self.tensors = {name: value.clone() for name, value in values.items()}
+
+    def fill(self, values: Mapping[str, Tensor]) -> None:
+        """Copies values in."""
+        for name, static in self.tensors.items():
+            static.copy_(values[name], non_blocking=True)
+
+
+class GraphedStep:
+    """A step as graphs; a `fxpar.runtime.calls.Runnable`.
+
+    Args:
+        calls: what it does.
+        inputs: names of the values whose addresses change from call to call.
+        pool: of its graphs.
+    """
+
+    def __init__(self, calls: StepCalls, inputs: Collection[str], pool: Pool) -> None:
+        self.whole = calls.whole
+        self._calls, self._inputs, self._pool = calls, inputs, pool
+        self._static: Static | None = None
+        self._tangents: Static | None = None
+        self._forward: Replayed | None = None
+        self._backward: Replayed | None = None
+        self._results: dict[str, Tensor] = {}
+        self._own: Values = {}
+        self._found: dict[str, Tensor] = {}
+
+    @property
+    def graphs(self) -> int:
+        """How many there are."""
+        return sum(len(part.graphs) for part in (self._forward, self._backward) if part is not None)
+
+    def forward(self, values: Mapping[str, Any], sizes: Mapping[str, int]) -> tuple[dict[str, Tensor], Values]:
+        """See `Runnable`."""
+        flight = self._pool.flight = Flight()
+        if self._forward is None:
+            self._static = Static({name: values[name] for name in self._inputs})
+            self._own = self._calls.start({**values, **self._static.tensors}, sizes)
+            calls = self._calls.forward_calls
+            self._forward = Replayed(self._pool, calls, self._own, lambda index, own: calls[index](own))
+            self._results = {name: self._own[value] for name, value in self._calls.step.results.items()}
+        else:
+            assert self._static is not None
+            self._static.fill(values)
+            self._forward.replay()
+        found = {name: value.clone() for name, value in self._results.items()}
+        if self._backward is not None:
+            self._pool.scramble(self._static.tensors.values(), self._backward.graphs, self._backward.reads)
+        return found, {_FLIGHT: flight}
+
+    def backward(self, own: Values, tangents: Mapping[str, Tensor], place: Place | None = None) -> dict[str, Tensor]:
+        """See `Runnable`. Of what is placed the places; of all else copies."""
+        own.clear()
+        if self._backward is None:
+            self._tangents = Static(tangents)
+            names = self._calls.step.tangents
+            self._own.update({names[name]: static for name, static in self._tangents.tensors.items()})
+            calls = self._calls.backward_calls
+            self._backward = Replayed(
+                self._pool, calls, self._own, lambda index, values: self._calls.run_backward(index, values, place)
+            )
+            self._found = {name: self._own[name] for name in self._calls.gives}
+            self._own = {}
+        else:
+            assert self._tangents is not None
+            self._tangents.fill(tangents)
+            self._backward.replay()
+        self._pool.flight = None
+        found = self._found
+        if place is None:
+            found = {name: value.clone() for name, value in found.items()}
+        assert self._static is not None
+        static = (*self._static.tensors.values(), *self._tangents.tensors.values())
+        self._pool.scramble(static, (), () if place is None else found.values())
+        return dict(found)
+
+    def reset(self) -> None:
+        """Frees the graphs and what they hold."""
+        for part in (self._forward, self._backward):
+            if part is not None:
+                part.reset()
+        self._results, self._own, self._found = {}, {}, {}
+
+
+class GraphedForward:
+    """A forward alone as graphs, for which nothing is kept.
+
+    Args:
+        calls: what it does.
+        inputs: as for `GraphedStep`.
+        pool: of its graphs.
+    """
+
+    def __init__(self, calls: ForwardCalls, inputs: Collection[str], pool: Pool) -> None:
+        self._calls, self._inputs, self._pool = calls, inputs, pool
+        self._static: Static | None = None
+        self._replayed: Replayed | None = None
+        self._results: dict[str, Tensor] = {}
+
+    @property
+    def graphs(self) -> int:
+        """How many there are."""
+        return len(self._replayed.graphs) if self._replayed is not None else 0
+
+    def __call__(self, values: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Tensor]:
+        """The outputs by name."""
+        if self._replayed is None:
+            self._static = Static({name: values[name] for name in self._inputs})
+            own = self._calls.start({**values, **self._static.tensors}, sizes)
+            calls = self._calls.calls
+            self._replayed = Replayed(self._pool, calls, own, lambda index, values: calls[index](values))
+            self._results = {name: own[value] for name, value in self._calls.results.items()}
+        else:
+            assert self._static is not None
+            self._static.fill(values)
+            self._replayed.replay()
+        found = {name: value.clone() for name, value in self._results.items()}
+        self._pool.scramble(self._static.tensors.values(), (), ())
+        return found
+
+    def reset(self) -> None:
+        """Frees the graphs and what they hold."""
+        if self._replayed is not None:
+            self._replayed.reset()
+        self._results = {}

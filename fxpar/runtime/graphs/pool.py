@@ -1,0 +1,125 @@
+"""Where graphs are recorded: on a GPU CUDA graphs, elsewhere a stand-in (`fxpar.runtime.graphs.standin`).
+
+Enters: work that computes with tensors of fixed addresses. Leaves: a recording of it, and the tensors that it gives,
+into which each replay writes.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from fxpar.errors import InputError
+
+Result = TypeVar("Result")
+
+
+class Recording(Protocol):
+    """Work that is replayed."""
+
+    def replay(self) -> None:
+        """Does the work again, on what stands at the same addresses now, into the same results."""
+
+    def reset(self) -> None:
+        """Frees what it holds."""
+
+
+class Pool(Protocol):
+    """Memory that recordings share: what one leaves unused, a later one may overwrite.
+
+    So recordings of one pool are replayed in the order in which they were made, and one *flight*, a forward whose
+    backward is to come, is in it at a time.
+
+    Attributes:
+        flight: what is in it; None where nothing is.
+    """
+
+    flight: Flight | None
+
+    def record(self, work: Callable[[], Result]) -> tuple[Recording, Result]:
+        """Records work, and what it gives. Nothing is computed yet where the device is a GPU.
+
+        Raises:
+            InputError: it does what a graph cannot hold, or memory has run out.
+        """
+
+    def scramble(self, static: Iterable[Tensor], later: Iterable[Recording], live: Iterable[Tensor]) -> None:
+        """Fills all memory that nothing may read with what nobody computed, where recordings are tried, not on GPUs.
+
+        Args:
+            static: tensors from outside of the pool that are filled anew before the next replay.
+            later: recordings that are still to be replayed, and read what they read.
+            live: tensors that somebody else reads.
+        """
+
+
+class Flight:
+    """A forward that has run and whose backward has not; whoever drops it ends it."""
+
+
+class OneFlight:
+    """Knows what is in a pool without keeping it."""
+
+    def __init__(self) -> None:
+        self._flight: weakref.ref[Flight] | None = None
+
+    @property
+    def flight(self) -> Flight | None:
+        """What is in it."""
+        return None if self._flight is None else self._flight()
+
+    @flight.setter
+    def flight(self, value: Flight | None) -> None:
+        self._flight = None if value is None else weakref.ref(value)
+
+
+class CudaPool(OneFlight):
+    """Memory of CUDA graphs."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+        self._handle = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
+
+    def record(self, work: Callable[[], Result]) -> tuple[Recording, Result]:
+        """See `Pool`."""
+        graph: Any = torch.cuda.CUDAGraph()
+        try:
+            # NCCL's watchdog asks events of its own meanwhile, which other modes would take for a fault.
+            with torch.cuda.graph(graph, self._handle, self._stream, capture_error_mode="thread_local"):
+                result = work()
+        except torch.OutOfMemoryError as error:
+            raise InputError(
+                f"the pool of CUDA graphs is out of memory: {_first_line(error)}",
+                where="cuda_graphs",
+                remedy="lower the batch, or cuda_graphs.variants, or set recompute='selective'",
+            ) from error
+        except RuntimeError as error:
+            raise InputError(
+                f"a graph cannot hold what the step does: {_first_line(error)}",
+                where="cuda_graphs",
+                remedy="give the operator that does it torch.Tag.cudagraph_unsafe, leave it out by cuda_graphs.scope, "
+                "or set cuda_graphs to CudaGraphs('none'); the error's cause has the line",
+            ) from error
+        return graph, result
+
+    def scramble(self, static: Iterable[Tensor], later: Iterable[Recording], live: Iterable[Tensor]) -> None:
+        """See `Pool`."""
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
+def new_pool(device: torch.device) -> Pool:
+    """An empty one."""
+    if device.type == "cuda":
+        return CudaPool(device)
+    from fxpar.runtime.graphs.standin import StandInPool
+
+    return StandInPool()

@@ -1,0 +1,186 @@
+"""What stands in for CUDA graphs where there is no GPU, so that all but the graphs themselves is tried without one.
+
+Enters: work. Leaves: a tape of its calls, which a replay makes again with the same tensors: Python does not run, sizes
+and addresses are those of the recording. What a graph cannot hold is refused as a GPU would, and before and after each
+replay all memory that nothing may read is filled with NaN, as if other graphs had used it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from fxpar.errors import InputError
+from fxpar.runtime.graphs.pool import OneFlight
+
+Result = TypeVar("Result")
+Boxed = Callable[[list[Any]], Sequence[Any]]
+
+_REFUSED = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.cudagraph_unsafe)
+# Makes a tensor of numbers of the host: a copy that is not pinned.
+_FROM_HOST = torch.ops.aten.lift_fresh.default
+_POISON = 0xFF  # NaN in every floating type
+
+
+class Tape:
+    """Calls, and the tensors they were made with.
+
+    Attributes:
+        reads: storages that it reads of others, by number.
+        writes: storages that it fills, by number; it keeps them.
+    """
+
+    def __init__(self) -> None:
+        self._before: list[tuple[Tensor, Tensor]] = []
+        self._calls: list[Callable[[], None]] = []
+        self.reads: set[int] = set()
+        self.writes: dict[int, Tensor] = {}
+
+    def keep(self, function: Any, args: Sequence[Any], kwargs: Any) -> None:
+        """Remembers what a call is about to change of the tensors of others."""
+        known = {_number(own) for own, _ in self._before}
+        for i, argument in enumerate(function._schema.arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            value = args[i] if i < len(args) else kwargs.get(argument.name)
+            for each in pytree.tree_leaves(value):
+                if isinstance(each, Tensor) and _number(each) not in known | self.writes.keys():
+                    known.add(_number(each))
+                    whole = _bytes(each)
+                    self._before.append((whole, whole.clone()))
+
+    def put_back(self) -> None:
+        """What others have is as before the recording, which computes nothing on a GPU."""
+        for own, before in self._before:
+            own.copy_(before)
+        self._before.clear()
+
+    def add(self, function: Callable[..., Any], args: Any, kwargs: Any, found: Any) -> None:
+        """A call that was made."""
+        operands = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        results = [each for each in pytree.tree_leaves(found) if isinstance(each, Tensor)]
+        there = {_number(each) for each in operands}
+        self.reads |= there - self.writes.keys()
+        fresh = [i for i, each in enumerate(results) if _number(each) not in there]
+        self.writes.update({_number(results[i]): results[i] for i in fresh})
+
+        def again() -> None:
+            made = [each for each in pytree.tree_leaves(function(*args, **kwargs)) if isinstance(each, Tensor)]
+            for i in fresh:
+                results[i].copy_(torch.ops._c10d_functional.wait_tensor(made[i]))
+
+        self._calls.append(again)
+
+    def replay(self) -> None:
+        """Makes the calls again."""
+        with torch.no_grad():
+            for call in self._calls:
+                call()
+
+    def reset(self) -> None:
+        """Frees what it holds."""
+        self._calls.clear()
+        self.writes.clear()
+
+
+def _number(value: Tensor) -> int:
+    return value.untyped_storage()._cdata
+
+
+class _Recorder(TorchDispatchMode):
+    """Puts calls of operators onto a tape."""
+
+    def __init__(self, tape: Tape) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.tape = tape
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is _FROM_HOST or any(tag in func.tags for tag in _REFUSED):
+            raise InputError(
+                f"a graph cannot hold what the step does: {func} needs the host",
+                where="cuda_graphs",
+                remedy="give the operator that does it torch.Tag.cudagraph_unsafe, leave it out by cuda_graphs.scope, "
+                "or set cuda_graphs to CudaGraphs('none')",
+            )
+        if func._schema.is_mutable:
+            self.tape.keep(func, args, kwargs)
+        found = func(*args, **kwargs)
+        self.tape.add(func, args, kwargs, found)
+        return found
+
+
+_tape: ContextVar[Tape | None] = ContextVar("fxpar's tape", default=None)
+
+
+def opaque(function: Boxed) -> Boxed:
+    """A function whose kernels no mode sees, as a tape takes it: one call."""
+
+    def call(operands: list[Any]) -> Sequence[Any]:
+        tape = _tape.get()
+        if tape is None:
+            return function(operands)
+        kept = list(operands)
+        operands.clear()
+        with _disable_current_modes():
+            found = function(list(kept))
+        tape.add(lambda *args: function(list(args)), kept, {}, found)
+        return found
+
+    return call
+
+
+class StandInPool(OneFlight):
+    """Memory of tapes.
+
+    Attributes:
+        tapes: all that were recorded.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tapes: list[Tape] = []
+
+    def record(self, work: Callable[[], Result]) -> tuple[Tape, Result]:
+        """See `fxpar.runtime.graphs.pool.Pool`."""
+        tape = Tape()
+        with self._onto(tape):
+            result = work()
+        tape.put_back()
+        self.tapes.append(tape)
+        return tape, result
+
+    @contextmanager
+    def _onto(self, tape: Tape) -> Iterator[None]:
+        token = _tape.set(tape)
+        try:
+            with _Recorder(tape):
+                yield
+        finally:
+            _tape.reset(token)
+
+    def scramble(self, static: Iterable[Tensor], later: Iterable[Any], live: Iterable[Tensor]) -> None:
+        """See `fxpar.runtime.graphs.pool.Pool`."""
+        kept = {_number(each) for each in live}
+        kept = kept.union(*(tape.reads for tape in later))
+        written = (value for tape in self.tapes for value in tape.writes.values())
+        for value in (*static, *written):
+            if _number(value) not in kept:
+                poison(value)
+
+
+def poison(value: Tensor) -> None:
+    """Fills a tensor's storage with NaN, or with numbers that are no index."""
+    _bytes(value).fill_(_POISON)
+
+
+def _bytes(value: Tensor) -> Tensor:
+    """All of a tensor's storage."""
+    return torch.empty(0, dtype=torch.uint8).set_(value.untyped_storage())  # type: ignore[call-overload, no-any-return]
