@@ -26,7 +26,7 @@ from fxpar.runtime.adopt import adopt, held_by
 from fxpar.runtime.agreement import together
 from fxpar.runtime.buffers import Buffers
 from fxpar.runtime.forward_backward import ForwardBackward
-from fxpar.runtime.graphs.table import Graphs
+from fxpar.runtime.graphs.table import GraphFigures, Graphs
 from fxpar.runtime.inputs import Inputs
 from fxpar.runtime.mains import Copies, check_scaler
 from fxpar.runtime.optimizers import Optimizers
@@ -328,6 +328,20 @@ class ParallelModule(Immovable):
         if isinstance(max_norm, bool) or not isinstance(max_norm, (int, float)) or not max_norm >= 0:
             raise InputError(f"{shown(max_norm)} is no norm", where="max_norm", remedy="pass a number of at least 0")
         return nn.utils.clip_grad_norm_(self.parameters(), max_norm, foreach=True)
+
+    @property
+    def graph_figures(self) -> GraphFigures | None:
+        """How many CUDA graphs there are by now, and what they took; None where the plan has none."""
+        return None if self._graphs is None else self._graphs.figures
+
+    def close(self) -> None:
+        """Frees the CUDA graphs; the weights stay. No step can be made any more.
+
+        Graphs hold the communicators of process groups: call it before `dist.destroy_process_group()`. At the end of a
+        process it is called by itself.
+        """
+        if self._graphs is not None:
+            self._graphs.close()
 
     def report(self, sizes: Mapping[str, int] | None = None, optimizer: str = "adamw") -> Report:
         """Passes, collectives, memory of each rank, and what is not split and why; printed, it is a table.

@@ -6,6 +6,7 @@ into which each replay writes.
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol, TypeVar
@@ -36,9 +37,11 @@ class Pool(Protocol):
 
     Attributes:
         flight: what is in it; None where nothing is.
+        cost: seconds that recording took, and bytes that it has taken of the device.
     """
 
     flight: Flight | None
+    cost: tuple[float, int]
 
     def record(self, work: Callable[[], Result]) -> tuple[Recording, Result]:
         """Records work, and what it gives. Nothing is computed yet where the device is a GPU.
@@ -62,10 +65,11 @@ class Flight:
 
 
 class OneFlight:
-    """Knows what is in a pool without keeping it."""
+    """Knows what is in a pool without keeping it; and what the pool has cost."""
 
     def __init__(self) -> None:
         self._flight: weakref.ref[Flight] | None = None
+        self.cost = (0.0, 0)
 
     @property
     def flight(self) -> Flight | None:
@@ -89,6 +93,8 @@ class CudaPool(OneFlight):
     def record(self, work: Callable[[], Result]) -> tuple[Recording, Result]:
         """See `Pool`."""
         graph: Any = torch.cuda.CUDAGraph()
+        torch.cuda.empty_cache()  # memory of other pools is of no use here
+        start, before = time.perf_counter(), torch.cuda.memory_reserved(self._device)
         try:
             # NCCL's watchdog asks events of its own meanwhile, which other modes would take for a fault.
             with torch.cuda.graph(graph, self._handle, self._stream, capture_error_mode="thread_local"):
@@ -106,6 +112,8 @@ class CudaPool(OneFlight):
                 remedy="give the operator that does it torch.Tag.cudagraph_unsafe, leave it out by cuda_graphs.scope, "
                 "or set cuda_graphs to CudaGraphs('none'); the error's cause has the line",
             ) from error
+        taken = max(torch.cuda.memory_reserved(self._device) - before, 0)
+        self.cost = self.cost[0] + time.perf_counter() - start, self.cost[1] + taken
         return graph, result
 
     def scramble(self, static: Iterable[Tensor], later: Iterable[Recording], live: Iterable[Tensor]) -> None:

@@ -7,6 +7,7 @@ replay all memory that nothing may read is filled with NaN, as if other graphs h
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -150,10 +151,11 @@ class StandInPool(OneFlight):
 
     def record(self, work: Callable[[], Result]) -> tuple[Tape, Result]:
         """See `fxpar.runtime.graphs.pool.Pool`."""
-        tape = Tape()
+        tape, start = Tape(), time.perf_counter()
         with self._onto(tape):
             result = work()
         tape.put_back()
+        self.cost = self.cost[0] + time.perf_counter() - start, 0
         self.tapes.append(tape)
         return tape, result
 

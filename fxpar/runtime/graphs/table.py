@@ -6,14 +6,13 @@ sets up what kernels and collectives set up once; the second time they are recor
 
 from __future__ import annotations
 
-import time
+import atexit
 import weakref
 from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
-from torch import Tensor
 
 from fxpar.errors import InputError
 from fxpar.plan.graphs import CudaGraphs
@@ -63,7 +62,6 @@ class Graphs:
         self._seen: set[Hashable] = set()
         self._pools: list[tuple[Pool, dict[Hashable, Any]]] = []
         self._closed = False
-        self._seconds, self._bytes = 0.0, 0
         _OPEN.add(self)
 
     def step(self, calls: StepCalls, values: Mapping[str, Any], inputs: Collection[str], key: Hashable) -> Runnable:
@@ -120,22 +118,13 @@ class Graphs:
             "before the next forward, or raise cuda_graphs.variants",
         )
 
-    def recorded(self, record: Callable[[], Any]) -> Any:
-        """Records, and counts what that takes."""
-        start, before = time.perf_counter(), self._occupied()
-        found = record()
-        self._seconds += time.perf_counter() - start
-        self._bytes += max(self._occupied() - before, 0)
-        return found
-
-    def _occupied(self) -> int:
-        return torch.cuda.memory_reserved(self._device) if self._device.type == "cuda" else 0
-
     @property
     def figures(self) -> GraphFigures:
         """What they take by now."""
         made = [each for _, known in self._pools for each in known.values()]
-        return GraphFigures(sum(each.graphs for each in made), len(made), self._seconds, self._bytes)
+        costs = [pool.cost for pool, _ in self._pools]
+        seconds, size = (sum(each) for each in zip(*costs, strict=True)) if costs else (0.0, 0)
+        return GraphFigures(sum(each.graphs for each in made), len(made), seconds, size)
 
     def close(self) -> None:
         """Frees all graphs; no call can be made any more."""
@@ -156,12 +145,8 @@ def key_of(values: Mapping[str, Any], inputs: Collection[str]) -> tuple[Hashable
 _OPEN: weakref.WeakSet[Graphs] = weakref.WeakSet()
 
 
+@atexit.register
 def close_all() -> None:
     """Frees the graphs of all modules."""
     for graphs in list(_OPEN):
         graphs.close()
-
-
-def addresses(tensors: Mapping[str, Tensor | None]) -> tuple[int, ...]:
-    """Where tensors are; 0 for those that are not."""
-    return tuple(0 if each is None else each.data_ptr() for each in tensors.values())
