@@ -96,7 +96,7 @@ class Iteration:
         self._static: list[Static] = []
         self._recording: Recording | None = None
         self._found: Found | None = None
-        self._state = torch.empty(0)
+        self._state = self._one = torch.empty(0)
         self._step = -1
 
     @property
@@ -130,7 +130,7 @@ class Iteration:
     def _record(self, ready: Sequence[Prepared], moving: Sequence[Sequence[str]], run: Run) -> None:
         self._state = self._random.peek()
         self._step = self._random.step
-        one = torch.tensor([0, 1, 0], device=self._state.device)
+        self._one = torch.tensor([0, 1, 0], device=self._state.device)
         self._static = [
             Static({name: each.values[name] for name in names if name in each.values})
             for each, names in zip(ready, moving, strict=True)
@@ -142,7 +142,7 @@ class Iteration:
 
         def work() -> Found:
             state = self._state.clone()
-            self._state.add_(one)
+            self._state.add_(self._one)
             return run(own, lambda: state)
 
         self._recording, self._found = self._pool.record(work)

@@ -8,7 +8,7 @@ replay all memory that nothing may read is filled with NaN, as if other graphs h
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar
@@ -34,14 +34,15 @@ class Tape:
     """Calls, and the tensors they were made with.
 
     Attributes:
-        reads: storages that it reads of others, by number.
+        reads: of storages of others that it reads, by number, its own views.
         writes: storages that it fills, by number; it keeps them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, pool: StandInPool) -> None:
+        self.pool = pool
         self._before: list[tuple[Tensor, Tensor]] = []
         self._calls: list[Callable[[], None]] = []
-        self.reads: set[int] = set()
+        self.reads: dict[int, dict[Any, Tensor]] = {}
         self.writes: dict[int, Tensor] = {}
 
     def keep(self, function: Any, args: Sequence[Any], kwargs: Any) -> None:
@@ -65,22 +66,45 @@ class Tape:
 
     def add(self, function: Callable[..., Any], args: Any, kwargs: Any, found: Any) -> None:
         """A call that was made."""
-        operands = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        there = {_number(each) for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Tensor)}
         results = [each for each in pytree.tree_leaves(found) if isinstance(each, Tensor)]
-        there = {_number(each) for each in operands}
-        self.reads |= there - self.writes.keys()
-        fresh = [i for i, each in enumerate(results) if _number(each) not in there]
-        self.writes.update({_number(results[i]): results[i] for i in fresh})
+        fresh = {i: each for i, each in enumerate(results) if _number(each) not in there}
+        args, kwargs = pytree.tree_map_only(Tensor, self._own, (args, kwargs))
+        self.writes.update({_number(each): each for each in fresh.values()})
 
         def again() -> None:
             made = [each for each in pytree.tree_leaves(function(*args, **kwargs)) if isinstance(each, Tensor)]
-            for i in fresh:
-                results[i].copy_(torch.ops._c10d_functional.wait_tensor(made[i]))
+            for i, static in fresh.items():
+                static.copy_(torch.ops._c10d_functional.wait_tensor(made[i]))
 
         self._calls.append(again)
 
+    def _own(self, value: Tensor) -> Tensor:
+        """What a call takes: of the tensors of others a view, so that it is seen whether anyone else keeps them."""
+        if _number(value) in self.writes:
+            return value
+        geometry = tuple(value.shape), value.stride(), value.storage_offset(), value.dtype
+        views = self.reads.setdefault(_number(value), {})
+        if geometry not in views:
+            with _disable_current_modes():
+                views[geometry] = value.detach()
+        return views[geometry]
+
+    def check(self, own: Set[int]) -> None:
+        """Refuses to read memory that nobody keeps, where a graph would find something else.
+
+        Args:
+            own: numbers of storages that are the pool's.
+        """
+        for number, views in self.reads.items():
+            # One more is the storage's object of Python.
+            if number not in own and torch._C._storage_Use_Count(number) <= len(views) + 1:
+                value = next(iter(views.values()))
+                raise AssertionError(f"a graph reads {value.dtype}{list(value.shape)}, which nobody keeps")
+
     def replay(self) -> None:
         """Makes the calls again."""
+        self.check(self.pool.own)
         with torch.no_grad():
             for call in self._calls:
                 call()
@@ -88,6 +112,7 @@ class Tape:
     def reset(self) -> None:
         """Frees what it holds."""
         self._calls.clear()
+        self.reads.clear()
         self.writes.clear()
 
 
@@ -151,7 +176,7 @@ class StandInPool(OneFlight):
 
     def record(self, work: Callable[[], Result]) -> tuple[Tape, Result]:
         """See `fxpar.runtime.graphs.pool.Pool`."""
-        tape, start = Tape(), time.perf_counter()
+        tape, start = Tape(self), time.perf_counter()
         with self._onto(tape):
             result = work()
         tape.put_back()
@@ -167,6 +192,11 @@ class StandInPool(OneFlight):
                 yield
         finally:
             _tape.reset(token)
+
+    @property
+    def own(self) -> set[int]:
+        """Numbers of the storages that tapes have written."""
+        return {number for tape in self.tapes for number in tape.writes}
 
     def scramble(self, static: Iterable[Tensor], later: Iterable[Any], live: Iterable[Tensor]) -> None:
         """See `fxpar.runtime.graphs.pool.Pool`."""
