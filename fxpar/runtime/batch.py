@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -29,6 +30,16 @@ _CACHES = ("past_key_values", "past_key_value", "cache_params", "use_cache")
 _CONSTANTS = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
 
+_SIGNATURES: weakref.WeakKeyDictionary[nn.Module, inspect.Signature] = weakref.WeakKeyDictionary()
+
+
+def signature_of(model: nn.Module) -> inspect.Signature:
+    """What a model's forward takes, asked once: that takes longer than a small step."""
+    if model not in _SIGNATURES:
+        _SIGNATURES[model] = inspect.signature(model.forward)
+    return _SIGNATURES[model]
+
+
 def called_with(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """The batch of a plain call: arguments by keyword, or all by position.
 
@@ -40,7 +51,7 @@ def called_with(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, An
     if not args:
         return canonical(kwargs)
     try:
-        bound = inspect.signature(model.forward).bind(*args, **kwargs)
+        bound = signature_of(model).bind(*args, **kwargs)
     except TypeError as error:
         raise InputError(f"cannot be made: {error}", where="call", remedy="call it as the model's forward") from None
     variadic = [
@@ -87,7 +98,7 @@ def check(model: nn.Module, batch: Any, has_loss: bool) -> None:
     Raises:
         InputError: names the entry.
     """
-    signature = inspect.signature(model.forward)
+    signature = signature_of(model)
     if isinstance(batch, Mapping):
         _check_caches(batch)
         _check_names(signature, batch, has_loss)
@@ -313,7 +324,7 @@ def check_use(model: nn.Module, program: Program) -> None:
     Raises:
         InputError: names the entry.
     """
-    parameters = inspect.signature(model.forward).parameters.values()
+    parameters = signature_of(model).parameters.values()
     named = {p.name for p in parameters if p.kind is not p.VAR_KEYWORD}
     for entry in user_inputs(program):
         if entry.path.split(".")[0] not in named and not entry.path[0].isdigit() and not program.node(entry.node).users:

@@ -43,6 +43,7 @@ from fxpar.state.export import save_checkpoint
 from fxpar.state.full_state import fingerprints, full_state_dict, load_full_state_dict
 from fxpar.state.initial import named_tensors
 from fxpar.state.parts import load
+from fxpar.state.sharded_parameter import leaf_of
 from fxpar.state.training import Extras, Progress, resume_training, save_training
 
 
@@ -90,7 +91,7 @@ class ParallelModule(Immovable):
         self._waiting = runner.waiting
         self._batches = ForwardBackward(self._programs, inputs, runner, loss)
         training = (self._random, self._gradients, self._graphs)
-        self._training = Training(self, self._batches, runner.waiting, *training)
+        self._training = Training(runner.tensors, self._batches, runner.waiting, *training)
         Optimizers(model).watch(self)
 
     @property
@@ -328,6 +329,15 @@ class ParallelModule(Immovable):
         if isinstance(max_norm, bool) or not isinstance(max_norm, (int, float)) or not max_norm >= 0:
             raise InputError(f"{shown(max_norm)} is no norm", where="max_norm", remedy="pass a number of at least 0")
         return nn.utils.clip_grad_norm_(self.parameters(), max_norm, foreach=True)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As of `nn.Module`; the modules are not walked, which of a deep model takes longer than a replay."""
+        leaves = [leaf for p in self._training.parameters.values() if (leaf := leaf_of(p)).grad is not None]
+        if set_to_none:
+            for leaf in leaves:
+                leaf.grad = None
+        elif leaves:
+            torch._foreach_zero_([leaf.grad.detach() for leaf in leaves if leaf.grad is not None])
 
     @property
     def graph_figures(self) -> GraphFigures | None:

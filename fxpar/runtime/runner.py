@@ -24,9 +24,36 @@ from fxpar.runtime.microbatches import Microbatch, Ran
 from fxpar.runtime.node import differentiable
 from fxpar.runtime.programs import Call
 from fxpar.runtime.randomness import RandomState
+from fxpar.runtime.tensors import Tensors
 from fxpar.runtime.waiting import Waiting
 from fxpar.state.sharded import Sharded
 from fxpar.state.sharded_parameter import leaf_of
+
+
+@dataclass(frozen=True)
+class _Owned:
+    """What a program takes of a module's own, which is looked at again where something was exchanged.
+
+    Attributes:
+        values: by name of the placeholder.
+        leaves: those that are trained, by name of the parameter.
+        seen: each leaf, its address and whether it was trained.
+        version: of the module's tensors.
+    """
+
+    values: dict[str, Tensor]
+    leaves: dict[str, Tensor]
+    seen: tuple[tuple[Tensor, int, bool], ...]
+    version: int
+
+    def holds(self, version: int) -> bool:
+        """Whether it is so still."""
+        if self.version != version:
+            return False
+        for leaf, place, trains in self.seen:
+            if leaf.data_ptr() != place or leaf.requires_grad != trains:
+                return False
+        return True
 
 
 @dataclass(frozen=True)
@@ -79,7 +106,9 @@ class Runner:
     ) -> None:
         self._module, self._shape_of, self._copies = module, shape_of, copies
         self._random, self._device, self._buffers = random, device, buffers
-        self._cut = frozenset(name for name, value in _tensors(module).items() if isinstance(value, Sharded))
+        self.tensors = Tensors(module)
+        self._cut = frozenset(name for name, value in self.tensors.all.items() if isinstance(value, Sharded))
+        self._owned: dict[int, _Owned] = {}
         self._waiting = Waiting()
 
     @property
@@ -187,10 +216,28 @@ class Runner:
             raise InputError(
                 "would change the element types of the program", where="autocast", remedy="use Plan(precision=…)"
             )
-        tensors = _tensors(self._module)
-        values: dict[str, Any] = {}
+        self.tensors.refresh()
+        tensors = self.tensors.all
+        owned = self._owned.get(id(call.compiled))
+        if owned is None or not owned.holds(self.tensors.version):
+            owned = self._owned[id(call.compiled)] = self._look(call, tensors)
+        values = dict(owned.values)
+        random = tuple(entry.node for entry in program.inputs if entry.path == RNG_PATH)
+        values.update({entry.node: call.inputs[entry.path] for entry in program.inputs if entry.path != RNG_PATH})
+        if self._copies is not None:
+            own = [p for p in program.parameters if p.kind == "parameter"]
+            copied = {p.node: p.fqn for p in own if is_copy(program.plan, p.type)}
+            mains = {fqn: tensors[fqn] for fqn in copied.values()}
+            values.update(zip(copied, self._copies.current(mains, self._module.training, differentiated), strict=True))
+        values.update(zip(call.ready.lowered.places, call.places, strict=True))
+        return Prepared(values, owned.leaves, random)
+
+    def _look(self, call: Call, tensors: Mapping[str, Tensor]) -> _Owned:
+        """What a program takes of the module, and the leaves that are trained."""
+        values: dict[str, Tensor] = {}
         leaves: dict[str, Tensor] = {}
-        for parameter in program.parameters:
+        seen: list[tuple[Tensor, int, bool]] = []
+        for parameter in call.compiled.program.parameters:
             is_constant = parameter.kind == "constant"
             constants = call.compiled.constants
             value = constants[parameter.fqn] if is_constant else self._held(parameter.fqn, tensors)
@@ -199,15 +246,8 @@ class Runner:
             if leaf.requires_grad:
                 leaves[parameter.fqn] = leaf
             values[parameter.node] = leaf.detach()
-        random = tuple(entry.node for entry in program.inputs if entry.path == RNG_PATH)
-        values.update({entry.node: call.inputs[entry.path] for entry in program.inputs if entry.path != RNG_PATH})
-        if self._copies is not None:
-            owned = [p for p in program.parameters if p.kind == "parameter"]
-            copied = {p.node: p.fqn for p in owned if is_copy(program.plan, p.type)}
-            mains = {fqn: tensors[fqn] for fqn in copied.values()}
-            values.update(zip(copied, self._copies.current(mains, self._module.training, differentiated), strict=True))
-        values.update(zip(call.ready.lowered.places, call.places, strict=True))
-        return Prepared(values, leaves, random)
+            seen.append((leaf, leaf.data_ptr(), leaf.requires_grad))
+        return _Owned(values, leaves, tuple(seen), self.tensors.version)
 
     def _held(self, name: str, tensors: Mapping[str, Tensor]) -> Tensor:
         """A parameter or buffer, if it is the module's own still."""
@@ -228,8 +268,3 @@ def _check_frozen(parameter: Parameter, value: Tensor) -> None:
             where=parameter.fqn,
             remedy="parallelize the model with it trainable, and freeze it afterwards",
         )
-
-
-def _tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by their first names."""
-    return {**dict(module.named_buffers()), **dict(module.named_parameters())}

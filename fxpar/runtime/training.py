@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fxpar.runtime.buffers import Buffers, call_hooks
 from fxpar.runtime.forward_backward import Bound, ForwardBackward
@@ -19,6 +19,7 @@ from fxpar.runtime.graphs.table import Graphs
 from fxpar.runtime.microbatches import run_microbatches
 from fxpar.runtime.randomness import RandomState
 from fxpar.runtime.runner import Prepared
+from fxpar.runtime.tensors import Tensors
 from fxpar.runtime.waiting import Waiting
 
 Scaler = torch.amp.GradScaler | None
@@ -28,7 +29,7 @@ class Training:
     """Steps of one module.
 
     Args:
-        module: its parameters get the gradients.
+        tensors: of the module, whose parameters get the gradients.
         batches: runs single batches.
         waiting: gradients that are not summed over the ranks yet.
         graphs: of the module; with `full_iteration` a step is one of them.
@@ -36,18 +37,24 @@ class Training:
 
     def __init__(
         self,
-        module: nn.Module,
+        tensors: Tensors,
         batches: ForwardBackward,
         waiting: Waiting,
         random: RandomState,
         gradients: Buffers,
         graphs: Graphs | None,
     ) -> None:
-        self._module, self._batches, self._waiting = module, batches, waiting
+        self._tensors, self._batches, self._waiting = tensors, batches, waiting
         self._random, self._gradients = random, gradients
         self._full = None
         if graphs is not None and graphs.options.impl == "full_iteration":
             self._full = FullIteration(graphs, random, waiting)
+
+    @property
+    def parameters(self) -> Mapping[str, Tensor]:
+        """Of the module, by name."""
+        self._tensors.refresh()
+        return self._tensors.parameters
 
     def step(self, parts: Sequence[Any], scaler: Scaler) -> Tensor:
         """Forward and backward of the microbatches of a step; the loss, detached.
@@ -57,7 +64,7 @@ class Training:
         """
         bounds = [self._batches.bind(part) for part in parts]
         ready = self._batches.prepare(bounds)
-        parameters = dict(self._module.named_parameters())
+        parameters = self._tensors.parameters
         if self._full is None:
             loss, names = self._run(bounds, ready, self._random.draw, parameters, scaler)
         else:
