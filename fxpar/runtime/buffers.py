@@ -88,7 +88,8 @@ def call_hooks(parameters: Mapping[str, Tensor], names: Iterable[str]) -> None:
     """Calls the hooks of what follows a gradient that is there."""
     for name in names:
         leaf = leaf_of(parameters[name])
-        for hook in list((getattr(leaf, "_post_accumulate_grad_hooks", None) or {}).values()):
+        hooks = getattr(leaf, "_post_accumulate_grad_hooks", None)
+        for hook in list(hooks.values()) if hooks else ():
             hook(leaf)
 
 

@@ -48,12 +48,8 @@ class _Owned:
 
     def holds(self, version: int) -> bool:
         """Whether it is so still."""
-        if self.version != version:
-            return False
-        for leaf, place, trains in self.seen:
-            if leaf.data_ptr() != place or leaf.requires_grad != trains:
-                return False
-        return True
+        is_same = all(leaf.data_ptr() == place and leaf.requires_grad == trains for leaf, place, trains in self.seen)
+        return self.version == version and is_same
 
 
 @dataclass(frozen=True)
