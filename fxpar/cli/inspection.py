@@ -1,10 +1,11 @@
-"""Commands that look into programs: diff, comm.
+"""Commands that look into programs: diff, comm, regions.
 
-Enters: texts or a model. Leaves: what differs node by node, or every collective with its bytes.
+Enters: texts or a model. Leaves: what differs node by node, every collective with its bytes, or what CUDA graphs hold.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from fxpar.cli.output import FAILED, FINE, Report, Ui, amount, print_table, tabl
 from fxpar.errors import InputError
 
 if TYPE_CHECKING:
+    from fxpar.analysis.capturable import Boundary, CaptureRegion
     from fxpar.analysis.exposed import Travel
     from fxpar.program.program import Program
 
@@ -34,6 +36,7 @@ def register(app: typer.Typer) -> None:
     """Adds the commands of this file."""
     command(app, "diff")(diff)
     command(app, "comm")(comm)
+    command(app, "regions")(regions)
 
 
 def diff(
@@ -245,6 +248,53 @@ def _show_totals(stdout: Console, found: Sequence[Travel]) -> None:
         times = (_time(sums["seconds"]), _time(sums["exposed"]))
         totals.add_row(phase, str(sums["count"]), amount(sums["bytes"]), *times)
     print_table(stdout, "\ntotals", totals)
+
+
+def regions(ui: Ui, request: Request, size: Sizes = None) -> Report:
+    """Lists the parts of a training step that CUDA graphs can hold: what enters and leaves them, and what ends them."""
+    from fxpar.analysis.capturable import capture_regions
+    from fxpar.cli.files import open_start, run_passes
+    from fxpar.passes import DEFAULT_PASSES
+    from fxpar.passes.step import STEP_PASSES
+    from fxpar.program.regions import inlined
+
+    start = open_start(ui, request)
+    sizes = sizes_of(start.program, size or [])
+    program, _ = run_passes(ui, start, (*DEFAULT_PASSES, *STEP_PASSES))
+    program = inlined(program)
+    found, boundaries = capture_regions(program, sizes)
+    values = {s.name: s.example * s.multiple for s in program.symbols} | sizes
+    document = {
+        "regions": [dataclasses.asdict(region) for region in found],
+        "boundaries": [dataclasses.asdict(boundary) for boundary in boundaries],
+    }
+    return Report(document, lambda stdout: _show_regions(stdout, start.name, program, found, boundaries, values))
+
+
+def _show_regions(
+    stdout: Console,
+    name: str,
+    program: Program,
+    found: Sequence[CaptureRegion],
+    boundaries: Sequence[Boundary],
+    values: dict[str, int],
+) -> None:
+    from fxpar.program.program import describe
+
+    at = ", ".join(f"{symbol} = {value}" for symbol, value in values.items()) or "fixed sizes"
+    numbers = ("nodes", "inputs", "outputs", "bytes in", "bytes out")
+    rows = table("region", "phase", *numbers, "from", "to", right=numbers)
+    for i, region in enumerate(found, 1):
+        counts = (len(region.nodes), len(region.inputs), len(region.outputs))
+        sums = (amount(sum(region.inputs.values())), amount(sum(region.outputs.values())))
+        ends = (f"%{region.nodes[0]}", f"%{region.nodes[-1]}")
+        rows.add_row(str(i), region.phase, *map(str, counts), *sums, *ends)
+    print_table(stdout, f"{name}: what CUDA graphs hold of a step at {at}", rows)
+    for boundary in boundaries:
+        place = describe(program.node(boundary.node))
+        stdout.print(Text(f"{boundary.phase}: {place} {boundary.reason}", style="yellow"), soft_wrap=True)
+    if not boundaries:
+        stdout.print("nothing ends a graph")
 
 
 def _time(seconds: float) -> str:

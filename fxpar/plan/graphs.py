@@ -71,5 +71,5 @@ class CudaGraphs:
         """What differs from the defaults, in plain values."""
         values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
         values["scope"] = list(self.scope)
-        usual = {**{entry.name: entry.default for entry in fields(self)}, "scope": []}
+        usual: dict[str, Any] = {**{entry.name: entry.default for entry in fields(self)}, "scope": []}
         return {name: value for name, value in values.items() if value != usual[name]}

@@ -34,7 +34,7 @@ class Buffers:
         moved = [name for name in gradients if leaves[name].grad is None]
         added = [name for name in gradients if leaves[name].grad is not None and not leaves[name]._backward_hooks]
         found = {**gradients, **{name: self._buffer(name, leaves[name]) for name in moved}}
-        found |= {name: leaves[name].grad for name in added}
+        found |= {name: grad for name in added if (grad := leaves[name].grad) is not None}
         for names, function in ((moved, torch._foreach_copy_), (added, torch._foreach_add_)):
             if names:
                 function([found[name] for name in names], [gradients[name] for name in names])

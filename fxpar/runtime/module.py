@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from fxpar.runtime.adopt import adopt, held_by
 from fxpar.runtime.agreement import together
 from fxpar.runtime.buffers import Buffers
 from fxpar.runtime.forward_backward import ForwardBackward
+from fxpar.runtime.graphs.full import Ending
 from fxpar.runtime.graphs.table import GraphFigures, Graphs
 from fxpar.runtime.inputs import Inputs
 from fxpar.runtime.mains import Copies, check_scaler
@@ -45,6 +47,24 @@ from fxpar.state.initial import named_tensors
 from fxpar.state.parts import load
 from fxpar.state.sharded_parameter import leaf_of
 from fxpar.state.training import Extras, Progress, resume_training, save_training
+
+
+@dataclass(frozen=True)
+class StepFlags:
+    """What became of a step with an optimizer.
+
+    Attributes:
+        norm: of all gradients before they were clipped, a scalar; None where they were not.
+        is_finite: whether the loss is, and the norm, a bool scalar; None without an optimizer.
+    """
+
+    norm: Tensor | None = None
+    is_finite: Tensor | None = None
+
+
+def _check_norm(max_norm: Any) -> None:
+    if isinstance(max_norm, bool) or not isinstance(max_norm, (int, float)) or not max_norm >= 0:
+        raise InputError(f"{shown(max_norm)} is no norm", where="max_norm", remedy="pass a number of at least 0")
 
 
 class ParallelModule(Immovable):
@@ -77,6 +97,7 @@ class ParallelModule(Immovable):
         self._random = RandomState(plan.seed, world.device)
         self.saved_names = list(model.state_dict().keys())
         self._shapes = {name: tuple(entry.tensor.shape) for entry in named_tensors(model) for name in entry.names}
+        self._flags = StepFlags()
         self._graphs = Graphs(plan.cuda_graphs, world.device) if plan.cuda_graphs.is_on else None
         self._programs = Programs(model, self, plan, world, loss, passes, self._graphs)
         options = {"option check_inputs": str(check_inputs)}
@@ -90,7 +111,8 @@ class ParallelModule(Immovable):
         runner = Runner(self, self.shape_of, self._copies, self._random, world.device, self._gradients)
         self._waiting = runner.waiting
         self._batches = ForwardBackward(self._programs, inputs, runner, loss)
-        training = (self._random, self._gradients, self._graphs)
+        expire = (lambda: None) if self._copies is None else self._copies.expire
+        training = (self._random, self._gradients, self._graphs, expire)
         self._training = Training(runner.tensors, self._batches, runner.waiting, *training)
         Optimizers(model).watch(self)
 
@@ -142,7 +164,13 @@ class ParallelModule(Immovable):
         return returned(call, outputs, self.world)
 
     @together
-    def train_step(self, batch: Any, scaler: torch.amp.GradScaler | None = None) -> Tensor:
+    def train_step(
+        self,
+        batch: Any,
+        scaler: torch.amp.GradScaler | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        max_norm: float | None = None,
+    ) -> Tensor:
         """Forward and backward of one batch; gradients are added to `.grad`. Returns the loss, detached.
 
         Args:
@@ -151,6 +179,10 @@ class ParallelModule(Immovable):
                 the last.
             scaler: scales the loss that is differentiated (not the one returned), and with it the gradients: call its
                 `unscale_`, `step` and `update` as always. float16 gradients need it.
+            optimizer: steps too, and the gradients are freed behind it; with `CudaGraphs("full_iteration")` inside of
+                the graph, with the learning rates that its groups have at each call. It must be fused or capturable
+                then. `step_flags` tells what became of the step.
+            max_norm: to which the norm of all gradients is clipped before the optimizer steps.
 
         Raises:
             InputError: the module is in evaluation mode, gradients are off, the model has no loss, the batch does
@@ -162,7 +194,18 @@ class ParallelModule(Immovable):
             raise InputError("gradients are off", where="train_step", remedy="leave torch.no_grad()")
         check_scaler(scaler, self.plan.precision, self.world.device)
         parts = calls.microbatches(batch, self._takes_lists)
-        return self._training.step(parts, scaler)
+        if optimizer is None and max_norm is not None:
+            raise InputError("is of an optimizer's step", where="max_norm", remedy="pass the optimizer too")
+        if max_norm is not None:
+            _check_norm(max_norm)
+        found = self._training.step(parts, Ending(scaler, optimizer, max_norm))
+        self._flags = StepFlags(found.norm, found.is_finite)
+        return found.loss
+
+    @property
+    def step_flags(self) -> StepFlags:
+        """What became of the last `train_step` with an optimizer: tensors of the device, for which nobody has waited."""
+        return self._flags
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -326,8 +369,7 @@ class ParallelModule(Immovable):
 
         What `torch.nn.utils.clip_grad_norm_` does, with one collective for all parameters. All ranks must call it.
         """
-        if isinstance(max_norm, bool) or not isinstance(max_norm, (int, float)) or not max_norm >= 0:
-            raise InputError(f"{shown(max_norm)} is no norm", where="max_norm", remedy="pass a number of at least 0")
+        _check_norm(max_norm)
         return nn.utils.clip_grad_norm_(self.parameters(), max_norm, foreach=True)
 
     def zero_grad(self, set_to_none: bool = True) -> None:

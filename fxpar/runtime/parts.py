@@ -157,5 +157,5 @@ def _part(
     for node in nodes:
         copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(tuple(copies[node] for node in outputs))
-    names = (tuple(node.name for node in each) for each in (inputs, outputs))
-    return Part(fx.GraphModule(nn.Module(), graph), *names, uncaptured)
+    names = [tuple(node.name for node in each) for each in (inputs, outputs)]
+    return Part(fx.GraphModule(nn.Module(), graph), names[0], names[1], uncaptured)

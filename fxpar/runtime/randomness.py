@@ -16,11 +16,12 @@ class RandomState:
 
     Attributes:
         step: the next one's number; may be set.
+        device: of the states.
     """
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self.step = 0
-        self._seed, self._device = seed, device
+        self._seed, self.device = seed, device
         # The step before which a state was drawn, that state, and what is added to it for the next one.
         self._counted: tuple[int, Tensor] = (-1, torch.empty(0))
         self._one = torch.tensor([0, 1, 0], device=device)
@@ -47,7 +48,7 @@ class RandomState:
             InputError: as `draw`.
         """
         self._check()
-        return torch.tensor([self._seed, self.step, 0], dtype=torch.int64, device=self._device)
+        return torch.tensor([self._seed, self.step, 0], dtype=torch.int64, device=self.device)
 
     def _check(self) -> None:
         if type(self.step) is not int or not 0 <= self.step < 2**62:

@@ -151,11 +151,12 @@ class Steps:
             gradients: equal for calls whose backwards place gradients alike; None for those that place none.
         """
         values = self._values(sources)
-        calls: Runnable = self.calls(sizes, step, values, whole=whole)
+        calls = self.calls(sizes, step, values, whole=whole)
+        runnable: Runnable = calls
         if self.graphs is not None and self.graphs.options.impl == "partial":
-            calls = self.graphs.step(calls, values, self.moving(sources, values), gradients)
-        outputs, own = calls.forward(values, sizes)
-        return Pending(step, calls, values, sizes, outputs, own)
+            runnable = self.graphs.step(calls, values, self.moving(sources, values), gradients)
+        outputs, own = runnable.forward(values, sizes)
+        return Pending(step, runnable, values, sizes, outputs, own)
 
     def moving(self, sources: Mapping[str, Any], values: Mapping[str, Any]) -> tuple[str, ...]:
         """Names of the values whose addresses change from call to call: inputs, and what was made dense.

@@ -5,24 +5,28 @@ Enters: microbatches that are bound to their programs. Leaves: the loss; `.grad`
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from fxpar.runtime.buffers import Buffers, call_hooks
 from fxpar.runtime.forward_backward import Bound, ForwardBackward
-from fxpar.runtime.graphs.full import FullIteration
+from fxpar.runtime.graphs.full import Ending, Found, FullIteration
+from fxpar.runtime.graphs.optimizer import Rates, takes_tensors
 from fxpar.runtime.graphs.table import Graphs
 from fxpar.runtime.microbatches import run_microbatches
 from fxpar.runtime.randomness import RandomState
 from fxpar.runtime.runner import Prepared
 from fxpar.runtime.tensors import Tensors
 from fxpar.runtime.waiting import Waiting
-
-Scaler = torch.amp.GradScaler | None
+from fxpar.state.sharded import local_of
 
 
 class Training:
@@ -33,6 +37,7 @@ class Training:
         batches: runs single batches.
         waiting: gradients that are not summed over the ranks yet.
         graphs: of the module; with `full_iteration` a step is one of them.
+        expire: is called where parameters have changed and no optimizer has told.
     """
 
     def __init__(
@@ -43,9 +48,11 @@ class Training:
         random: RandomState,
         gradients: Buffers,
         graphs: Graphs | None,
+        expire: Callable[[], None],
     ) -> None:
         self._tensors, self._batches, self._waiting = tensors, batches, waiting
-        self._random, self._gradients = random, gradients
+        self._random, self._gradients, self._expire = random, gradients, expire
+        self._rates: weakref.WeakKeyDictionary[Optimizer, Rates] = weakref.WeakKeyDictionary()
         self._full = None
         if graphs is not None and graphs.options.impl == "full_iteration":
             self._full = FullIteration(graphs, random, waiting)
@@ -56,25 +63,38 @@ class Training:
         self._tensors.refresh()
         return self._tensors.parameters
 
-    def step(self, parts: Sequence[Any], scaler: Scaler) -> Tensor:
-        """Forward and backward of the microbatches of a step; the loss, detached.
+    def step(self, parts: Sequence[Any], ending: Ending) -> Found:
+        """Forward and backward of the microbatches of a step, and what ends it.
+
+        Args:
+            ending: with an optimizer it steps, and the gradients are freed behind it.
 
         Raises:
             InputError: a batch does not fit the model, what pads it matters, or there is no loss or nothing to train.
         """
+        if ending.optimizer is not None and takes_tensors(ending.optimizer):
+            # With and without graphs, so that graphs change no bit.
+            if ending.optimizer not in self._rates:
+                self._rates[ending.optimizer] = Rates(ending.optimizer, self._random.device)
+            self._rates[ending.optimizer].refresh()
         bounds = [self._batches.bind(part) for part in parts]
         ready = self._batches.prepare(bounds)
         parameters = self._tensors.parameters
         if self._full is None:
-            loss, names = self._run(bounds, ready, self._random.draw, parameters, scaler)
+            found = self._run(bounds, ready, self._random.draw, parameters, ending)
         else:
-            run = partial(self._run, bounds, parameters=parameters, scaler=scaler)
-            loss, names = self._full(bounds, ready, run, self._gradients.state(ready[0].leaves), scaler)
-            self._gradients.attach(parameters, names)
-        call_hooks(parameters, names)
+            run = partial(self._run, bounds, parameters=parameters, ending=ending)
+            found = self._full(bounds, ready, run, self._gradients.state(ready[0].leaves), ending)
+            if ending.optimizer is None:
+                self._gradients.attach(parameters, found.names)
+            else:
+                self._expire()
+        if ending.optimizer is None:
+            call_hooks(parameters, found.names)
+        loss = found.loss
         for bound in bounds:
             loss = loss if bound.are_equal is None else loss.where(bound.are_equal, torch.nan)
-        return loss
+        return replace(found, loss=loss)
 
     def _run(
         self,
@@ -82,18 +102,43 @@ class Training:
         ready: Sequence[Prepared],
         state: Callable[[], Tensor],
         parameters: Mapping[str, Tensor],
-        scaler: Scaler,
-    ) -> tuple[Tensor, tuple[str, ...]]:
-        """The loss, and the names of the parameters that have gradients of it."""
+        ending: Ending,
+    ) -> Found:
+        """What a step does, on the device alone."""
         if len(bounds) == 1:
-            done = self._batches.train(bounds[0], ready[0], state, None, scaler)
-            loss, found = done.loss, self._waiting.finished(done.ran.held, done.ran.signature, done.ran.finish)
+            done = self._batches.train(bounds[0], ready[0], state, None, ending.scaler)
+            loss, gradients = done.loss, self._waiting.finished(done.ran.held, done.ran.signature, done.ran.finish)
         else:
             drawn = state()
 
             def run(index: int, microbatch: Any) -> Any:
-                return self._batches.train(bounds[index], ready[index], state, microbatch, scaler)
+                return self._batches.train(bounds[index], ready[index], state, microbatch, ending.scaler)
 
-            loss, found = run_microbatches(range(len(bounds)), drawn, run, self._waiting.finished)
-        self._gradients.add(parameters, found)
-        return loss, tuple(found)
+            loss, gradients = run_microbatches(range(len(bounds)), drawn, run, self._waiting.finished)
+        self._gradients.add(parameters, gradients)
+        names = tuple(gradients)
+        if ending.optimizer is None:
+            return Found(loss, names)
+        call_hooks(parameters, names)
+        return self._stepped(Found(loss, names), parameters, ending)
+
+    def _stepped(self, found: Found, parameters: Mapping[str, Tensor], ending: Ending) -> Found:
+        """Clips, steps and frees the gradients."""
+        optimizer, scaler = ending.optimizer, ending.scaler
+        assert optimizer is not None
+        if scaler is not None:
+            scaler.unscale_(optimizer)
+        norm = None
+        if ending.max_norm is not None:
+            norm = nn.utils.clip_grad_norm_(parameters.values(), ending.max_norm, foreach=True)
+            norm = local_of(norm)
+        is_finite = found.loss.isfinite() if norm is None else found.loss.isfinite() & norm.isfinite()
+        rates = self._rates.get(optimizer)
+        with nullcontext() if rates is None else rates.in_place():
+            if scaler is None:
+                optimizer.step()
+            else:
+                scaler.step(optimizer)
+                scaler.update()
+        optimizer.zero_grad(set_to_none=True)
+        return replace(found, norm=norm, is_finite=is_finite)

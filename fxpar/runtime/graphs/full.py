@@ -10,14 +10,16 @@ what variants differ by.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from fxpar.errors import InputError
 from fxpar.runtime.forward_backward import Bound
+from fxpar.runtime.graphs.optimizer import check_optimizer, state_of
 from fxpar.runtime.graphs.partial import Static
 from fxpar.runtime.graphs.pool import Pool, Recording
 from fxpar.runtime.graphs.table import Graphs, key_of
@@ -25,10 +27,53 @@ from fxpar.runtime.randomness import RandomState
 from fxpar.runtime.runner import Prepared
 from fxpar.runtime.waiting import Waiting
 
-# The loss of a step, and the names of the parameters that have gradients of it.
-Found = tuple[Tensor, tuple[str, ...]]
+
+@dataclass(frozen=True)
+class Found:
+    """What a step gives.
+
+    Attributes:
+        loss: of it.
+        names: of the parameters that have gradients of it.
+        norm: of all gradients before they were clipped; None where they were not.
+        is_finite: with an optimizer, whether loss and norm are, a bool scalar on the device.
+    """
+
+    loss: Tensor
+    names: tuple[str, ...]
+    norm: Tensor | None = None
+    is_finite: Tensor | None = None
+
+    def copied(self) -> Found:
+        """With tensors of its own."""
+        norm, is_finite = (None if each is None else each.clone() for each in (self.norm, self.is_finite))
+        return Found(self.loss.clone(), self.names, norm, is_finite)
+
+
 # Runs a step with the values of its microbatches and what gives its random state.
 Run = Callable[[Sequence[Prepared], Callable[[], Tensor]], Found]
+
+
+@dataclass(frozen=True)
+class Ending:
+    """What a step is given besides batches.
+
+    Attributes:
+        scaler: scales the loss that is differentiated.
+        optimizer: steps at the end.
+        max_norm: of all gradients, to which they are clipped before.
+    """
+
+    scaler: torch.amp.GradScaler | None = None
+    optimizer: Optimizer | None = None
+    max_norm: float | None = None
+
+    @property
+    def state(self) -> Hashable:
+        """Equal where a recorded step does the same."""
+        scale = None if self.scaler is None or self.scaler._scale is None else self.scaler._scale.data_ptr()
+        stepped = None if self.optimizer is None else state_of(self.optimizer)
+        return id(self.scaler), scale, stepped, self.max_norm
 
 
 class FullIteration:
@@ -44,21 +89,25 @@ class FullIteration:
         self._graphs, self._random, self._waiting = graphs, random, waiting
 
     def __call__(
-        self, bounds: Sequence[Bound], ready: Sequence[Prepared], run: Run, gradients: Hashable, scaler: Any
+        self,
+        bounds: Sequence[Bound],
+        ready: Sequence[Prepared],
+        run: Run,
+        gradients: Hashable,
+        ending: Ending,
     ) -> Found:
         """A step.
 
         Args:
             gradients: equal where they are placed alike.
-            scaler: of the loss.
+            ending: what else the step is given.
 
         Raises:
             InputError: something of the step cannot be replayed.
         """
-        self._check(ready)
+        self._check(ready, ending)
         moving = [bound.call.ready.moving(each.values, each.values) for bound, each in zip(bounds, ready, strict=True)]
-        scale = None if scaler is None or scaler._scale is None else scaler._scale.data_ptr()
-        key: Any = ("iteration", gradients, id(scaler), scale)
+        key: Any = ("iteration", gradients, ending.state)
         for bound, each, names in zip(bounds, ready, moving, strict=True):
             key += (id(bound.call.ready), bound.loss, tuple(each.leaves), *key_of(each.values, names))
         made = self._graphs.variant(key, lambda pool: Iteration(pool, self._random), None)
@@ -67,7 +116,15 @@ class FullIteration:
         found: Found = made(ready, moving, run)
         return found
 
-    def _check(self, ready: Sequence[Prepared]) -> None:
+    def _check(self, ready: Sequence[Prepared], ending: Ending) -> None:
+        if ending.optimizer is not None:
+            check_optimizer(ending.optimizer)
+            if ending.scaler is not None:
+                raise InputError(
+                    "asks on the host whether gradients overflow",
+                    where="scaler with an optimizer",
+                    remedy="step the optimizer behind train_step, or train in bf16",
+                )
         if not self._waiting.is_idle:
             raise InputError(
                 "one graph holds a whole step, and no_sync parts it",
@@ -122,10 +179,9 @@ class Iteration:
         self._recording.replay()
         draws = any(each.random for each in ready) or len(ready) > 1
         self._step = self._random.step = self._random.step + draws
-        loss, names = self._found
-        found = loss.clone()
+        found = self._found.copied()
         self._pool.scramble([value for static in self._static for value in static.tensors.values()], (), ())
-        return found, names
+        return found
 
     def _record(self, ready: Sequence[Prepared], moving: Sequence[Sequence[str]], run: Run) -> None:
         self._state = self._random.peek()

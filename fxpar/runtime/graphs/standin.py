@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.utils._pytree as pytree
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from fxpar.errors import InputError
@@ -117,7 +117,7 @@ class Tape:
 
 
 def _number(value: Tensor) -> int:
-    return value.untyped_storage()._cdata
+    return int(value.untyped_storage()._cdata)
 
 
 class _Recorder(TorchDispatchMode):
@@ -129,6 +129,8 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if any(issubclass(kind, Tensor) and kind not in (Tensor, nn.Parameter) for kind in types):
+            return NotImplemented  # the subclass's own calls come here
         if func is _FROM_HOST or any(tag in func.tags for tag in _REFUSED):
             raise InputError(
                 f"a graph cannot hold what the step does: {func} needs the host",
@@ -215,4 +217,4 @@ def poison(value: Tensor) -> None:
 
 def _bytes(value: Tensor) -> Tensor:
     """All of a tensor's storage."""
-    return torch.empty(0, dtype=torch.uint8).set_(value.untyped_storage())  # type: ignore[call-overload, no-any-return]
+    return torch.empty(0, dtype=torch.uint8).set_(value.untyped_storage())

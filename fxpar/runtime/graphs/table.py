@@ -72,16 +72,19 @@ class Graphs:
             inputs: names of those whose addresses change from call to call.
             key: by what its graphs differ besides shapes and addresses.
         """
-        return self.variant(
-            ("step", id(calls), *key_of(values, inputs), key), lambda pool: GraphedStep(calls, inputs, pool), calls
-        )
+        key = ("step", id(calls), *key_of(values, inputs), key)
+        found: Runnable = self.variant(key, lambda pool: GraphedStep(calls, inputs, pool), calls)
+        return found
 
     def forward(
         self, calls: ForwardCalls, values: Mapping[str, Any], inputs: Collection[str]
     ) -> GraphedForward | ForwardCalls:
         """What runs a forward alone; as for `step`."""
         key = ("forward", id(calls), *key_of(values, inputs))
-        return self.variant(key, lambda pool: GraphedForward(calls, inputs, pool), calls)
+        found: GraphedForward | ForwardCalls = self.variant(
+            key, lambda pool: GraphedForward(calls, inputs, pool), calls
+        )
+        return found
 
     def variant(self, key: Hashable, make: Callable[[Pool], Made], plain: Any) -> Any:
         """What runs calls of a key; `plain` the first time.
