@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from fxpar.analysis.capturable import why_not_capturable
-from fxpar.errors import PassError
+from fxpar.analysis.scopes import scopes
+from fxpar.errors import InputError, PassError
 from fxpar.manager import register_pass
 from fxpar.program.program import Program, ScalarType, note, update
 from fxpar.program.properties import Property
@@ -27,14 +28,22 @@ def mark_regions(program: Program) -> Program:
         %y = aten.div.Tensor(%h, %scale) : f32[b, 8]
 
     What stands between marks in one phase is a region that one graph can hold, as large as it can be: it goes across
-    layers. Numbers of sizes are in none. It runs before `outline_layers`, for which a mark is part of an operation.
+    layers. Numbers of sizes are in none. Where the plan names scopes, what is outside of them is marked too. It runs
+    before `outline_layers`, for which a mark is part of an operation.
     """
     if regions(program):
         raise PassError("the program has calls of regions already", where="mark_regions", remedy="run it before")
+    wanted = program.plan.cuda_graphs.scope
+    scope_of = scopes(program) if wanted else {}
+    absent = [scope for scope in wanted if scope not in scope_of.values()]
+    if absent:
+        there = ", ".join(sorted(set(scope_of.values()))) or "none"
+        raise InputError(f"no part of the model is {absent[0]}", where="cuda_graphs.scope", remedy=f"it has: {there}")
+    outside = f"is outside of the scope {', '.join(wanted)}"
     for node in program.graph.nodes:
         if node.op != "call_function" or isinstance(note(node).type, ScalarType):
             continue
-        reason = why_not_capturable(node)
+        reason = why_not_capturable(node) or (outside if wanted and scope_of.get(node) not in wanted else "")
         if reason != note(node).uncaptured:
             update(node, uncaptured=reason)
     return program

@@ -204,7 +204,7 @@ class ParallelModule(Immovable):
 
     @property
     def step_flags(self) -> StepFlags:
-        """What became of the last `train_step` with an optimizer: tensors of the device, for which nobody has waited."""
+        """What became of the last `train_step` with an optimizer: tensors of the device, which nobody waited for."""
         return self._flags
 
     @contextlib.contextmanager
