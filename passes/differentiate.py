@@ -144,11 +144,10 @@ class _Backward:
         self.derivatives = Derivatives(program.symbols)
         self.has_decomposed = False
         self.known: dict[tuple[fx.Node, int], fx.Node] = {}
-        owned = [program.node(p.node) for p in program.parameters]
-        self.made_of_weights = weights_of(program.graph, owned)
-        wanted = [p for p in program.parameters if p.trainable and not p.left_out]
-        self.parameters = {program.node(p.node): p for p in wanted}
-        self.inputs = {program.node(i.node): i for i in program.inputs if i.carries}
+        held = program.placeholders()
+        self.made_of_weights = weights_of(program.graph, [held[p.node] for p in program.parameters])
+        self.parameters = {held[p.node]: p for p in program.parameters if p.trainable and not p.left_out}
+        self.inputs = {held[i.node]: i for i in program.inputs if i.carries}
 
     def run(self, tangents: Sequence[str]) -> Program:
         inputs = list(self.program.inputs)

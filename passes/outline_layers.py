@@ -13,6 +13,7 @@ from torch import fx
 
 from fxpar.analysis.periods import parts
 from fxpar.manager import register_pass
+from fxpar.program.copying import copy_node
 from fxpar.program.program import (
     Note,
     Program,
@@ -191,7 +192,7 @@ class _Class:
             kept = note(node)
             set_note(made[node], Note(kept.type, kept.layout))
         for node in first.nodes:
-            new = made[node] = graph.node_copy(node, made.__getitem__)
+            new = made[node] = copy_node(graph, node, made, node.name)
             kept = note(node)
             identity = first.random.index(kept.random) + 1 if kept.random else 0
             set_note(new, replace(kept, random=identity))
@@ -234,8 +235,7 @@ def _rebuilt(program: Program, order: Sequence[fx.Node], classes: Sequence[_Clas
                 made[part.nodes[index]] = item
                 item.name = part.nodes[index].name
         elif node not in inside:
-            new = made[node] = graph.node_copy(node, made.__getitem__)
-            new.name = node.name
+            made[node] = copy_node(graph, node, made, node.name)
     graph.output(fx.node.map_arg(output_node(program.graph).args[0], made.__getitem__))
     return program.with_(graph_module=module_of(graph))
 

@@ -10,6 +10,7 @@ from torch import fx
 
 from fxpar.analysis.estimates import Estimates, estimates
 from fxpar.manager import register_pass
+from fxpar.program.copying import copy_node
 from fxpar.program.program import Program, ScalarType, note
 from fxpar.program.properties import Property
 from fxpar.program.regions import Region, inlined, region_of
@@ -64,8 +65,8 @@ def overlap(program: Program) -> Program:
         if region is not None:
             node.target = ordered[region]
     for run in _runs(program):
-        order = _Order(seconds).of([written[node.name] for node in run])
-        _place(run[0].prev, [program.node(node.name) for node in order])
+        own = {written[node.name]: node for node in run}
+        _place(run[0].prev, [own[node] for node in _Order(seconds).of(list(own))])
     return program
 
 
@@ -99,8 +100,7 @@ def _reordered(region: Region, order: Sequence[fx.Node]) -> Region:
     graph = fx.Graph()
     made: dict[fx.Node, fx.Node] = {}
     for node in (*region.operands, *order):
-        new = made[node] = graph.node_copy(node, made.__getitem__)
-        new.name = node.name
+        made[node] = copy_node(graph, node, made, node.name)
     graph.output(tuple(made[node] for node in region.results))
     return Region(region.name, graph, region.fqn)
 

@@ -40,9 +40,11 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from fxpar.errors import TextError
+from fxpar.layout.remembered import remembers_hash
 from fxpar.layout.symbols import Size, divide, parse_size, simplify
 
 
+@remembers_hash
 @dataclass(frozen=True)
 class Piece:
     """`outer` runs of `size` elements of one dimension; every run is cut over the axis if `sharded`.
@@ -86,6 +88,7 @@ class Piece:
         return text + (f" / {self.copies}" if self.copies > 1 else "") + (f" ~ {self.padded}" if self.padded else "")
 
 
+@remembers_hash
 @dataclass(frozen=True)
 class Placement:
     """The layout of a value on one mesh axis; everything but `kind` only where that is "S".
@@ -234,6 +237,7 @@ def share_of(piece: Piece, n: int) -> Size | None:
     return divide(piece.length, n // piece.copies) if piece.sharded else piece.length
 
 
+@remembers_hash
 @dataclass(frozen=True)
 class Layout:
     """Placements by axis name, the outermost axis first (`fxpar.layout.nesting`)."""
@@ -251,7 +255,10 @@ class Layout:
         Raises:
             KeyError: the axis is not in the layout.
         """
-        return dict(self.placements)[axis]
+        for name, placement in self.placements:
+            if name == axis:
+                return placement
+        raise KeyError(axis)
 
     def with_(self, axis: str, placement: Placement) -> Layout:
         """A copy with another placement on one axis, listed where it was."""
@@ -261,7 +268,12 @@ class Layout:
         return iter(self.placements)
 
     def __str__(self) -> str:
-        return " ".join(f"{axis}:{placement}" for axis, placement in self.placements)
+        return _text(self)
+
+
+@lru_cache(maxsize=65536)
+def _text(layout: Layout) -> str:
+    return " ".join(f"{axis}:{placement}" for axis, placement in layout.placements)
 
 
 _SHARD = re.compile(r"S\((\d+)(?::\s*([^;]*?)(?:; ([IP0]))?)?\)$")

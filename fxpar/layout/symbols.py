@@ -148,4 +148,9 @@ def _read(node: ast.expr, text: str) -> Size:
 
 def shape_text(shape: Sequence[Size]) -> str:
     """`[b, s, 64]`."""
+    return _shape_text(tuple(shape))
+
+
+@lru_cache(maxsize=65536)
+def _shape_text(shape: tuple[Size, ...]) -> str:
     return "[" + ", ".join(str(size) for size in shape) + "]"

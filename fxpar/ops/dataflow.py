@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import operator
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -91,6 +92,7 @@ class _Leaf:
         return self.value
 
 
+@lru_cache(maxsize=65536)
 def _layout(layout: Layout) -> str:
     """As the backward reads it."""
     return str(Layout(tuple((axis, in_backward(placement)) for axis, placement in layout)))

@@ -10,7 +10,7 @@ dictionary, therefore notes are replaced and never mutated.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -18,17 +18,21 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 from torch.fx._lazy_graph_module import _LazyGraphModule
+from torch.fx.node import map_arg
 
 from fxpar.layout.layout import Layout
+from fxpar.layout.remembered import remembers_hash
 from fxpar.layout.symbols import Size, shape_text, simplify, symbol
 from fxpar.mesh.mesh import Mesh
 from fxpar.mesh.purpose import DENSE
 from fxpar.plan.plan import Plan
+from fxpar.program.copying import copy_node
 from fxpar.program.dtypes import DTYPE_NAMES
 
 _KEY = "fxpar"
 
 
+@remembers_hash
 @dataclass(frozen=True)
 class TensorType:
     """Element type and global shape of a tensor value."""
@@ -103,15 +107,24 @@ def note(node: fx.Node) -> Note:
     Raises:
         KeyError: the node has none (a pass created it without `set_note`).
     """
-    found = node.meta.get("custom", {}).get(_KEY)
-    if not isinstance(found, Note):
+    found = _note_or_none(node)
+    if found is None:
         raise KeyError(f"node %{node.name} has no fxpar note")
     return found
 
 
 def has_note(node: fx.Node) -> bool:
     """Whether a note was set."""
-    return isinstance(node.meta.get("custom", {}).get(_KEY), Note)
+    return _note_or_none(node) is not None
+
+
+def _note_or_none(node: fx.Node) -> Note | None:
+    # Of what a compilation asks nothing is asked more often: nodes without a note are the exception.
+    try:
+        found = node.meta["custom"][_KEY]
+    except KeyError:
+        return None
+    return found if isinstance(found, Note) else None
 
 
 def set_note(node: fx.Node, value: Note) -> fx.Node:
@@ -280,26 +293,29 @@ class Program:
         """The ranks for which the program is, and their atoms."""
         return self.plan.mesh
 
-    @property
-    def axes(self) -> dict[str, int]:
+    @cached_property
+    def axes(self) -> Mapping[str, int]:
         """Sizes of the axes that layouts name, those larger than one, in nesting order, the outermost first."""
         return self.mesh.nested(DENSE)
 
     def copy(self) -> Program:
         """A program with a graph of its own. Notes are frozen and shared."""
         graph = fx.Graph()
-        mapping: dict[fx.Node, fx.Node] = {}
-        result = graph.graph_copy(self.graph, mapping)
-        graph.output(result)
-        for old, new in mapping.items():
-            if new.name != old.name:
-                new.name = old.name
-        module = module_of(graph)
-        return dataclasses.replace(self, graph_module=module, constants=dict(self.constants))
+        made: dict[fx.Node, fx.Node] = {}
+        for node in self.graph.nodes:
+            if node.op == "output":
+                graph.output(map_arg(node.args[0], made.__getitem__))
+                break
+            made[node] = copy_node(graph, node, made, node.name)
+        return dataclasses.replace(self, graph_module=module_of(graph), constants=dict(self.constants))
 
     def with_(self, **changes: Any) -> Program:
         """A copy of the record (not of the graph) with other fields."""
         return dataclasses.replace(self, **changes)
+
+    def placeholders(self) -> dict[str, fx.Node]:
+        """The nodes of parameters and inputs, by name."""
+        return {node.name: node for node in self.graph.find_nodes(op="placeholder")}
 
     def node(self, name: str) -> fx.Node:
         """The node of that name.
@@ -346,22 +362,26 @@ def walk(graph_module: fx.GraphModule) -> Iterator[tuple[fx.GraphModule, fx.Node
 def operands(node: fx.Node) -> list[fx.Node]:
     """The tensor operands in argument order, lists flattened; a node used twice occurs twice."""
     found: list[fx.Node] = []
-    pending: list[Any] = [*reversed(node.kwargs.values()), *reversed(node.args)]
-    while pending:
-        value = pending.pop()
+    _collect(node.args, found)
+    if node.kwargs:
+        _collect(node.kwargs.values(), found)
+    return found
+
+
+def _collect(values: Iterable[Any], found: list[fx.Node]) -> None:
+    for value in values:
         if isinstance(value, fx.Node):
             if _is_tensor(value):
                 found.append(value)
         elif isinstance(value, (list, tuple)):
-            pending += reversed(value)
+            _collect(value, found)
         elif isinstance(value, dict):
-            pending += reversed(value.values())
-    return found
+            _collect(value.values(), found)
 
 
 def _is_tensor(node: fx.Node) -> bool:
-    found = node.meta.get("custom", {}).get(_KEY)
-    return isinstance(found, Note) and isinstance(found.type, (TensorType, tuple))
+    found = _note_or_none(node)
+    return found is not None and isinstance(found.type, (TensorType, tuple))
 
 
 def with_operands(node: fx.Node, replacements: Sequence[fx.Node]) -> None:

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 from torch import fx
 
 from fxpar.errors import CheckFailed
+from fxpar.program.copying import copy_node
 from fxpar.program.program import (
     Note,
     Program,
@@ -63,17 +64,18 @@ class Region:
         """The nodes whose values it gives."""
         return tuple(output_node(self.graph).args[0])  # type: ignore[arg-type]
 
-    def note_of(self, node: fx.Node, call: Note) -> Note:
+    def note_of(self, node: fx.Node, call: Note, **changes: Any) -> Note:
         """The note that a node inside has in a call.
 
         Args:
             node: of `body`.
             call: the note of the call.
+            changes: other fields of it.
         """
         kept = note(node)
         is_inside = self.fqn and f"{kept.fqn}.".startswith(f"{self.fqn}.")
         fqn = call.fqn + kept.fqn[len(self.fqn) :] if is_inside else call.fqn or kept.fqn
-        return replace(kept, fqn=fqn)
+        return replace(kept, fqn=fqn, **changes)
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
         """FX takes callables alone for targets.
@@ -146,15 +148,8 @@ def inlined(program: Program) -> Program:
             _check_call(node, region)
             _write_out(graph, node, region, made)
         elif node not in made:  # results of calls are there
-            made[node] = _copied(graph, node, made, node.name)
+            made[node] = copy_node(graph, node, made, node.name)
     return program.with_(graph_module=module_of(graph))
-
-
-def _copied(graph: fx.Graph, node: fx.Node, made: dict[fx.Node, fx.Node], name: str) -> fx.Node:
-    new = graph.node_copy(node, lambda each: made[each])
-    if new.name != name and node.op != "output":
-        new.name = name
-    return new
 
 
 def _write_out(graph: fx.Graph, call: fx.Node, region: Region, made: dict[fx.Node, fx.Node]) -> None:
@@ -163,13 +158,14 @@ def _write_out(graph: fx.Graph, call: fx.Node, region: Region, made: dict[fx.Nod
         items.setdefault(int(user.args[1]), []).append(user)  # type: ignore[arg-type]
     takers = {node: items.get(index, []) for index, node in enumerate(region.results)}
     inside: dict[fx.Node, fx.Node] = dict(zip(region.operands, (made[each] for each in call.args), strict=True))  # type: ignore[index]
-    random = identities(call)
+    random, like = identities(call), note(call)
     for node in region.body:
         taken = takers.get(node, [])
         name = taken[0].name if taken else f"{call.name}_{node.name}"
-        new = inside[node] = _copied(graph, node, inside, name)
-        kept = replace(region.note_of(node, note(call)), region=call.name)
-        set_note(new, replace(kept, random=random[kept.random - 1]) if kept.random else kept)
+        new = inside[node] = copy_node(graph, node, inside, name)
+        drawn = note(node).random
+        identity = random[drawn - 1] if drawn else 0
+        set_note(new, region.note_of(node, like, region=call.name, random=identity))
         made.update(dict.fromkeys(taken, new))
 
 

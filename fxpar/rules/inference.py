@@ -12,6 +12,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 from torch import fx
@@ -90,7 +91,7 @@ def context_of(
     given = [layout for o in inputs for layout in layouts[o]]
     carries = [flag for o in inputs for flag in flags[o]]
     if not is_forward(node):
-        given = [Layout(tuple((axis, in_backward(p)) for axis, p in layout)) for layout in given]
+        given = [_in_backward(layout) for layout in given]
         carries = [False] * len(carries)
     return Context(given, carries, flags[node], program.axes, local, composite, row_wise, answers)
 
@@ -197,10 +198,19 @@ def infer_node(node: fx.Node, given: Context) -> tuple[Layout, ...]:
         found = (coerced(node, given.layouts[0], given.axes),)
     else:
         found = _operation(node, given)
-    return tuple(
-        Layout(tuple((axis, resting(placement, flag)) for axis, placement in layout))
-        for layout, flag in zip(found, given.outputs, strict=True)
-    )
+    return tuple(layout if flag else _at_rest(layout) for layout, flag in zip(found, given.outputs, strict=True))
+
+
+@lru_cache(maxsize=65536)
+def _at_rest(layout: Layout) -> Layout:
+    """As values without gradient are written."""
+    return Layout(tuple((axis, resting(placement, False)) for axis, placement in layout))
+
+
+@lru_cache(maxsize=65536)
+def _in_backward(layout: Layout) -> Layout:
+    """As the backward reads a value of the forward."""
+    return Layout(tuple((axis, in_backward(placement)) for axis, placement in layout))
 
 
 def _operation(node: fx.Node, given: Context) -> Sequence[Layout]:

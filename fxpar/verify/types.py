@@ -183,18 +183,16 @@ def _tangent(program: Program, node: fx.Node, layout: Layout) -> Layout:
     return layout
 
 
-def _check_gradient(program: Program, name: str, node: fx.Node, layout: Layout) -> None:
+def _check_gradient(name: str, node: fx.Node, layout: Layout, owner: fx.Node | None) -> None:
     """The gradient of a parameter or an input ends as the dual of that, which an optimizer can take as it is."""
-    owner = next((p.node for p in program.parameters if gradient_name(p.fqn) == name), None)
-    owner = owner or next((i.node for i in program.inputs if i.carries and input_gradient_name(i.path) == name), None)
     if owner is None:
         raise CheckFailed(
             "is the gradient of nothing", where=f"output {name}", remedy="name a parameter of the program"
         )
-    wanted = dual_layout(output_layouts(program.node(owner))[0])
+    wanted = dual_layout(output_layouts(owner)[0])
     if layout != wanted:
         raise CheckFailed(
-            f"is {layout}, and the gradient of %{owner} is {wanted}", where=f"output {name} = {describe(node)}"
+            f"is {layout}, and the gradient of %{owner.name} is {wanted}", where=f"output {name} = {describe(node)}"
         )
 
 
@@ -234,9 +232,12 @@ def _check_outputs(
         node = program.output_nodes()[program.loss]
         if not flags[node][0]:
             raise CheckFailed("carries no gradient to any parameter", where=f"loss {program.loss} = {describe(node)}")
+    owners = {gradient_name(p.fqn): p.node for p in reversed(program.parameters)}
+    owners = {**{input_gradient_name(i.path): i.node for i in program.inputs if i.carries}, **owners}
+    held = program.placeholders()
     for name, node in program.output_nodes().items():
         if is_gradient(name):
-            _check_gradient(program, name, node, found[node][0])
+            _check_gradient(name, node, found[node][0], held[owners[name]] if name in owners else None)
             continue
         for axis, placement in found[node][0]:
             whole = resting(I, flags[node][0])
