@@ -16,6 +16,7 @@ from fxpar.derivatives.trace import Derivative, Number, Operand, trace
 from fxpar.errors import InputError
 from fxpar.passes.emit import Emitter
 from fxpar.passes.forms import BY_ITEM, form_of
+from fxpar.program.keys import plain
 from fxpar.program.program import (
     ScalarType,
     Symbol,
@@ -75,7 +76,7 @@ class _Traces:
         """The derivative of a call; see `trace`."""
         args, kwargs = given
         # Numbers are of the default type.
-        key = (function, torch.get_default_dtype(), repr((args, kwargs)), tuple(tangents))
+        key = (function, torch.get_default_dtype(), plain((args, kwargs), _unexpected), tuple(tangents))
         if key not in self._known:
             try:
                 self._known[key] = trace(function, args, kwargs, inputs, tangents, self._sizes)
@@ -85,6 +86,10 @@ class _Traces:
                 self._known.clear()
                 raise
         return self._known[key]
+
+
+def _unexpected(node: fx.Node) -> Any:
+    raise AssertionError(f"%{node.name} is neither a tensor's type nor a number")
 
 
 _of_pytorch = lru_cache(_PROGRAMS)(_Traces)
@@ -179,21 +184,12 @@ class Derived:
     def saved(self) -> list[fx.Node]:
         """Values of the traced forward that the backward reads, and that the program lacks."""
         found: dict[fx.Node, None] = {}
-        for traced in self._needed():
+        for traced in self.derivative.needed:
             for read in traced.all_input_nodes:
                 origin = origin_of(read)
                 if origin in self.derivative.forward and not self._is_at_hand(origin):
                     found[origin] = None
         return list(found)
-
-    def _needed(self) -> list[fx.Node]:
-        """Nodes of the backward on which a gradient depends, in order."""
-        wanted: set[fx.Node] = {node for node in self.derivative.gradients.values() if node is not None}
-        for traced in reversed(self.derivative.graph.nodes):
-            if traced in wanted:
-                wanted.update(traced.all_input_nodes)
-        backward = (node for node in self.derivative.graph.nodes if node.op == "call_function")
-        return [node for node in backward if node in wanted and node not in self.derivative.forward]
 
     def _is_at_hand(self, traced: fx.Node) -> bool:
         """Whether a value is there, or a view of what is."""
@@ -204,7 +200,7 @@ class Derived:
 
     def gradients(self) -> dict[fx.Node, fx.Node]:
         """The gradient of each operand that has one; nodes of the backward are made."""
-        for traced in self._needed():
+        for traced in self.derivative.needed:
             is_value = isinstance(traced.meta.get("val"), (Tensor, tuple, list))
             if origin_of(traced) is traced and is_value and traced.target not in BY_ITEM:
                 self.value(traced)
@@ -241,12 +237,7 @@ class Derived:
 
     def kind(self, traced: fx.Node) -> Any:
         """Type of a traced value."""
-        value = traced.meta["val"]
-        if isinstance(value, Tensor):
-            return self.derivative.sizes.type_of(value)
-        dtype = next(item.dtype for item in value if item is not None)
-        absent = TensorType(dtype, (0,))  # a gradient that nobody asks for
-        return tuple(absent if item is None else self.derivative.sizes.type_of(item) for item in value)
+        return self.derivative.type_of(traced)
 
     def call(self, target: Any, args: Sequence[Any], kwargs: Any, kind: Any) -> fx.Node:
         """A node of the backward."""

@@ -54,6 +54,7 @@ class Sizes:
         self.mode = FakeTensorMode(shape_env=self._shapes, allow_non_fake_inputs=True, allow_fallback_kernels=False)
         self._ours: dict[sympy.Symbol, sympy.Symbol] = {}
         self._theirs: dict[sympy.Symbol, Any] = {}
+        self._read: dict[sympy.Basic, Size] = {}
         # Of the tensors of all traces: guards are of all traces as well.
         self._dimensions: set[sympy.Expr] = set()
         for each in symbols:
@@ -118,11 +119,14 @@ class Sizes:
         """
         if isinstance(value, int):
             return value
-        found = self._expression(value)
-        unknown = found.free_symbols - set(self._ours.values())
-        if unknown or any(type(part).__module__.startswith("torch") for part in found.atoms(sympy.Function)):
-            raise ValueError(f"the size {found} is made of values")
-        return simplify(found)
+        expression = value.node.expr
+        if expression not in self._read:
+            found = self._named(expression)
+            unknown = found.free_symbols - set(self._ours.values())
+            if unknown or any(type(part).__module__.startswith("torch") for part in found.atoms(sympy.Function)):
+                raise ValueError(f"the size {found} is made of values")
+            self._read[expression] = simplify(found)
+        return self._read[expression]
 
     def _expression(self, value: Any) -> sympy.Expr:
         return self._named(value.node.expr)

@@ -9,7 +9,8 @@ equal layers repeat them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -63,7 +64,7 @@ class Derivative:
         outputs: what the forward returns; None for what is no tensor.
         forward: nodes of the forward.
         gradients: by index of the operand, None where there is none.
-        sizes: reads sizes and types off the values that nodes have under `meta["val"]`.
+        sizes: reads sizes off the values that nodes have under `meta["val"]`.
     """
 
     graph: fx.Graph
@@ -74,6 +75,29 @@ class Derivative:
     forward: frozenset[fx.Node]
     gradients: Mapping[int, fx.Node | None]
     sizes: Sizes
+    _types: dict[fx.Node, TensorType | tuple[TensorType, ...]] = field(default_factory=dict, repr=False)
+
+    def type_of(self, node: fx.Node) -> Any:
+        """The type of a value of the trace, a tuple of several; each call of a program that was traced once asks."""
+        if node not in self._types:
+            value = node.meta["val"]
+            if isinstance(value, Tensor):
+                self._types[node] = self.sizes.type_of(value)
+            else:
+                dtype = next(item.dtype for item in value if item is not None)
+                absent = TensorType(dtype, (0,))  # a gradient that nobody asks for
+                self._types[node] = tuple(absent if item is None else self.sizes.type_of(item) for item in value)
+        return self._types[node]
+
+    @cached_property
+    def needed(self) -> tuple[fx.Node, ...]:
+        """Nodes of the backward on which a gradient depends, in order."""
+        wanted: set[fx.Node] = {node for node in self.gradients.values() if node is not None}
+        for node in reversed(self.graph.nodes):
+            if node in wanted:
+                wanted.update(node.all_input_nodes)
+        backward = (node for node in self.graph.nodes if node.op == "call_function")
+        return tuple(node for node in backward if node in wanted and node not in self.forward)
 
 
 def trace(

@@ -16,7 +16,7 @@ from fxpar.program.step import RECOMPUTE
 
 
 def plain(value: Any, of_node: Callable[[fx.Node], Hashable]) -> Hashable:
-    """Arguments as a key: equal numbers of other types are others.
+    """Arguments as a key: equal numbers of other types are others, and so are zeros of other signs.
 
     Args:
         of_node: what stands for a node.
@@ -29,6 +29,8 @@ def plain(value: Any, of_node: Callable[[fx.Node], Hashable]) -> Hashable:
         return dict, tuple((name, plain(item, of_node)) for name, item in sorted(value.items()))
     if isinstance(value, slice):
         return slice, plain((value.start, value.stop, value.step), of_node)
+    if isinstance(value, (float, complex)):
+        return type(value), repr(value)
     return type(value), value
 
 
