@@ -26,6 +26,8 @@ from fxpar.program.regions import inlined
 from fxpar.text.printing import print_program
 
 PassFunction = Callable[[Program], Program]
+# Nodes by name, in order: operator, arguments and note.
+_Nodes = dict[str, tuple[Any, str, Note | None]]
 
 _PRESERVES = ("dataflow", "values", "nothing")
 
@@ -177,11 +179,13 @@ class PassManager:
         out = inlined(program)  # what holds of a region's nodes in each call holds of the region
         if not self.checked:
             self._verify(out, "capture")
+        nodes = _snapshot(program.graph)
         for index, item in enumerate(self.passes, 1):
-            before, known, program = program, out, self._apply(item, program)
+            before, known, old = program, out, nodes
+            program, nodes = self._apply(item, program, old)
             self._write(program, index, item.name)
             _lint(program, item.name)
-            if not _is_same(before, program):
+            if list(old.items()) != list(nodes.items()) or not _is_same_besides(before, program):
                 out = inlined(program)
                 if item.preserves == "dataflow":
                     _check_dataflow(item, known, out)
@@ -191,7 +195,8 @@ class PassManager:
         program.graph_module.recompile()
         return program
 
-    def _apply(self, item: Pass, program: Program) -> Program:
+    def _apply(self, item: Pass, program: Program, before: _Nodes) -> tuple[Program, _Nodes]:
+        """The program after a pass, and its nodes; `before` are those that it has."""
         missing = item.requires - program.properties
         if missing:
             raise PassError(
@@ -199,7 +204,6 @@ class PassManager:
                 where=item.name,
                 remedy="run the pass that provides it before",
             )
-        before = _snapshot(program.graph)
         start = time.perf_counter()
         try:
             result = item.run(program.copy())
@@ -221,7 +225,7 @@ class PassManager:
         if self.on_pass is not None:
             self.on_pass(record)
         properties = (program.properties - item.invalidates) | item.provides
-        return result.with_(properties=properties, history=(*program.history, record))
+        return result.with_(properties=properties, history=(*program.history, record)), after
 
     def _verify(self, program: Program, after: str, before: Program | None = None) -> None:
         """Checks a program without calls; what it has in common with one that was checked needs no new check.
@@ -260,7 +264,7 @@ def _lint(program: Program, after: str) -> None:
         raise PassError(f"left an unsound graph: {error}", where=after) from None
 
 
-def _snapshot(graph: fx.Graph) -> dict[str, tuple[Any, str, Note | None]]:
+def _snapshot(graph: fx.Graph) -> _Nodes:
     """What a pass may change of each node: operator, arguments and note."""
     return {
         node.name: (node.target, f"{node.args}{node.kwargs}", note(node) if has_note(node) else None)
@@ -268,14 +272,13 @@ def _snapshot(graph: fx.Graph) -> dict[str, tuple[Any, str, Note | None]]:
     }
 
 
-def _is_same(before: Program, after: Program) -> bool:
-    """Whether nothing changed of which a check could speak: not a node, nor its place, a table or a property."""
+def _is_same_besides(before: Program, after: Program) -> bool:
+    """Whether, besides nodes and their order, nothing changed of which a check could speak: no table or property."""
 
     def compared(program: Program) -> tuple[object, ...]:
         tables = (program.parameters, program.inputs, program.outputs, program.symbols, program.plan, program.loss)
         values = tuple((name, id(value)) for name, value in program.constants.items())
-        nodes = list(_snapshot(program.graph).items())
-        return *tables, program.properties, values, f"{output_node(program.graph).args}", nodes
+        return *tables, program.properties, values, f"{output_node(program.graph).args}"
 
     return compared(before) == compared(after)
 
