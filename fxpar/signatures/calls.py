@@ -8,6 +8,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -71,11 +72,8 @@ def bind_arguments(node: fx.Node) -> dict[str, Any]:
 
     Given arguments stand in the order of `operands(node)`, defaults behind them.
     """
-    defaults: dict[str, Any] = {}
     if isinstance(node.target, torch._ops.OpOverload):
-        schema = node.target._schema.arguments
-        names: Sequence[str] = [a.name for a in schema]
-        defaults = {a.name: a.default_value for a in schema if a.has_default_value()}
+        names, defaults = _schema(node.target)
     else:
         function = node.target.stub if isinstance(node.target, GraphOperator) else node.target
         code = getattr(function, "__code__", None)
@@ -86,6 +84,13 @@ def bind_arguments(node: fx.Node) -> dict[str, Any]:
         defaults = dict(zip(names[len(names) - len(values) :], values, strict=True))
     given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
     return {**given, **{k: v for k, v in defaults.items() if k not in given}}
+
+
+@lru_cache(maxsize=4096)
+def _schema(target: torch._ops.OpOverload) -> tuple[Sequence[str], Mapping[str, Any]]:
+    """Names of what an operator of torch takes, and defaults."""
+    arguments = target._schema.arguments
+    return [a.name for a in arguments], {a.name: a.default_value for a in arguments if a.has_default_value()}
 
 
 def call_of(node: fx.Node, n: int) -> Call:

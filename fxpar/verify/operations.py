@@ -11,7 +11,7 @@ from __future__ import annotations
 import cmath
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from fxpar.program.gradients import carried
 from fxpar.program.program import Program, describe, note, operands, output_types
 from fxpar.program.properties import Property
 from fxpar.rules import bind_arguments
+from fxpar.rules.memo import question
 from fxpar.verify.derivatives import check_derivatives
 
 _NETWORK = frozenset(
@@ -45,9 +46,17 @@ def check_operations(program: Program) -> None:
         CheckFailed: names the first.
     """
     is_canonical, flags = Property.CANONICAL in program.properties, carried(program)
+    known: set[Hashable] = set()
     for node in program.graph.nodes:
         if node.op != "call_function":
             continue
+        asked = question(node), any(flags[node]), note(node).type is None
+        try:
+            if asked in known:  # equal layers put equal questions
+                continue
+        except TypeError as error:
+            _fail(node, f"takes what is no argument of an operation ({error})", "pass numbers, words, types and lists")
+        known.add(asked)
         if isinstance(node.target, torch._ops.OpOverload):
             _check_effects(node, node.target)
             if is_canonical:

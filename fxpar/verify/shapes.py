@@ -60,14 +60,15 @@ def check_shapes(program: Program) -> None:
 
 def _check(program: Program, local: bool) -> None:
     example = {s.name: s.example for s in program.symbols}
-    _run(program, example, local)
+    asked = _questions(program)
+    _run(program, asked, example, local)
     pending, first = set(example), None
     for sizes in _others(program):
         changed = {name for name in pending if sizes[name] != example[name]}
         if not changed:
             continue
         try:
-            _run(program, sizes, local)
+            _run(program, asked, sizes, local)
             pending -= changed
         except CheckFailed as error:
             first = first or error
@@ -86,7 +87,7 @@ def _others(program: Program) -> Iterator[dict[str, int]]:
             yield {**example, name: size}
 
 
-def _run(program: Program, sizes: Mapping[str, int], local: bool) -> None:
+def _run(program: Program, asked: Mapping[fx.Node, _Question], sizes: Mapping[str, int], local: bool) -> None:
     """Runs the program, as a rank where `local`, else as one device."""
     whole = Property.LOCAL in program.properties and not local
     values: dict[fx.Node, Any] = {}
@@ -94,18 +95,16 @@ def _run(program: Program, sizes: Mapping[str, int], local: bool) -> None:
     types: dict[tuple[TensorType, Layout], Tensor] = {}
     calls: dict[Any, Any] = {}
     known: dict[Any, Any] = {}
-    for node in program.graph.nodes:
-        if node.op == "output" or note(node).type is None:  # the return and asserts
-            continue
+    for node, (number, reads) in asked.items():
         if node.op == "placeholder":
             values[node] = _expected(program, node, sizes, types, local)[0]
             continue
-        wanted = _expected(program, node, sizes, types, local)
         try:
-            asked = _question(node, values)
-            if asked in known:
-                values[node] = known[asked]
+            question = (number, *(_held(values[read]) for read in reads))
+            if question in known:
+                values[node] = known[question]
                 continue
+            wanted = _expected(program, node, sizes, types, local)
             given = map_arg((node.args, node.kwargs), values.__getitem__)
             args, kwargs = whole_arguments(node, *given, program.axes, wanted) if whole else given
             check_cost(node, args, kwargs)
@@ -118,18 +117,39 @@ def _run(program: Program, sizes: Mapping[str, int], local: bool) -> None:
             place = "a rank's shapes" if local else "the shapes of the whole"
             raise CheckFailed(f"cannot run on {place}: {reason}", where=describe(node)) from None
         _compare(node, values[node], wanted, sizes, "on a rank" if local else "")
-        known[asked] = values[node]
+        known[question] = values[node]
 
 
-def _question(node: fx.Node, values: Mapping[fx.Node, Any]) -> Hashable:
-    """All of a node on which its result and the comparison depend: equal layers compute on the very same values."""
+# A number that stands for all of a call on which its result and the comparison depend, but the values that it reads;
+# and the nodes of these.
+_Question = tuple[int, tuple[fx.Node, ...]]
 
-    def held(operand: fx.Node) -> Hashable:
-        value = values[operand]
-        same = (type(value), value) if isinstance(value, (int, float, bool)) else id(value)
-        return same, note(operand).type, note(operand).layout
 
-    return node.target, plain((node.args, node.kwargs), held), note(node).type, note(node).layout
+def _questions(program: Program) -> dict[fx.Node, _Question]:
+    """What each node asks, whatever the sizes: equal layers compute on the very same values."""
+    numbers: dict[Hashable, int] = {}
+    found: dict[fx.Node, _Question] = {}
+    for node in program.graph.nodes:
+        if node.op == "output" or note(node).type is None:  # the return and asserts
+            continue
+        reads: list[fx.Node] = []
+
+        def noted(operand: fx.Node, reads: list[fx.Node] = reads) -> Hashable:
+            reads.append(operand)
+            return note(operand).type, note(operand).layout
+
+        args = plain((node.args, node.kwargs), noted)
+        try:
+            number = numbers.setdefault((node.target, args, note(node).type, note(node).layout), len(numbers))
+        except TypeError as error:
+            raise CheckFailed(f"takes what is no argument of an operation: {error}", where=describe(node)) from None
+        found[node] = number, tuple(reads)
+    return found
+
+
+def _held(value: Any) -> Hashable:
+    """What a value is to a question: numbers are themselves."""
+    return (type(value), value) if isinstance(value, (int, float, bool)) else id(value)
 
 
 def _identity(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

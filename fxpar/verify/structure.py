@@ -8,6 +8,7 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 import torch
 from torch import fx
@@ -55,14 +56,23 @@ def check_structure(program: Program) -> None:
         if node.op != "output" and not has_note(node):
             raise CheckFailed("the node has no note", where=f"%{node.name}", remedy="call set_note on nodes you create")
     _check_placeholders(program)
+    known = _Known()
     for node in program.graph.nodes:
         if node.op != "output":
-            _check_note(program, node)
+            _check_note(program, node, known)
             _check_axis(program, node)
     _check_phases(program)
     _check_conversions(program)
     _check_random(program)
     _check_outputs(program)
+
+
+@dataclass
+class _Known:
+    """What this check has found sound: equal layers repeat types and layouts."""
+
+    types: set[ValueType] = field(default_factory=set)
+    layouts: set[Layout] = field(default_factory=set)
 
 
 def _check_placeholders(program: Program) -> None:
@@ -98,7 +108,7 @@ def _check_tables(program: Program) -> None:
             )
 
 
-def _check_note(program: Program, node: fx.Node) -> None:
+def _check_note(program: Program, node: fx.Node, known: _Known) -> None:
     """What is used has a type, in declared symbols, and with layouts one canonical layout for each output."""
     kind = note(node).type
     if kind is None and node.users:
@@ -109,14 +119,18 @@ def _check_note(program: Program, node: fx.Node) -> None:
         parts = output_types(source) if isinstance(source, fx.Node) else ()
         if not isinstance(index, int) or not 0 <= index < len(parts):
             raise CheckFailed(f"takes item {index} of {len(parts)} tensors", where=describe(node))
-    unknown = names(_sizes(kind)) - {symbol.name for symbol in program.symbols}
-    if unknown:
-        raise CheckFailed(f"{kind} names the symbol {min(unknown)}, which no input has", where=describe(node))
+    if kind not in known.types:
+        unknown = names(_sizes(kind)) - {symbol.name for symbol in program.symbols}
+        if unknown:
+            raise CheckFailed(f"{kind} names the symbol {min(unknown)}, which no input has", where=describe(node))
+        known.types.add(kind)
     layouts, count = output_layouts(node), len(output_types(node))
     if len(layouts) != count and (layouts or Property.LAYOUTS in program.properties):
         raise CheckFailed(f"has {len(layouts)} layouts for {count} tensors", where=describe(node))
     for layout in layouts:
-        _check_layout(program, node, layout)
+        if layout not in known.layouts:
+            _check_layout(program, node, layout)
+            known.layouts.add(layout)
     if node.op == "call_function" and node.target in COERCION_OF:
         given = [kind for operand in operands(node) for kind in output_types(operand)]
         if len(given) != 1 or count != 1:
