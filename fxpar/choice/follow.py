@@ -7,7 +7,7 @@ which dimension it means and how a fused dimension must be cut.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -18,12 +18,23 @@ from fxpar.layout.symbols import divide, product
 from fxpar.ops.coercion_table import coercion
 from fxpar.program.coercions import unsettled
 from fxpar.program.program import operands, output_types
+from fxpar.rules.memo import question
 from fxpar.rules.table import rule_of, seeded
 from fxpar.signatures.calls import call_of
 from fxpar.signatures.contraction import einsum_labels
 from fxpar.signatures.rule import Labelling, Refusal, Signature
 
 _aten = torch.ops.aten
+
+# Products of activations that may be batched by heads.
+_BY_HEADS = frozenset(
+    {
+        _aten.scaled_dot_product_attention.default,
+        _aten.einsum.default,
+        _aten.matmul.default,
+        _aten.bmm.default,
+    }
+)
 
 INSIDE = "the features of a head are needed together"
 
@@ -83,11 +94,21 @@ class Weights(set[fx.Node]):
 
     Attributes:
         steps: by number of ranks, operation, index of the operand and shard.
+        answers: the same by all that rules are told of an operation in place of the operation: equal layers.
+        inputs: tensor operands of the operations; the graph stays as it is while trails are followed.
     """
 
     def __init__(self, nodes: Iterable[fx.Node]) -> None:
         super().__init__(nodes)
         self.steps: dict[tuple[int, fx.Node, int, Placement], Step] = {}
+        self.answers: dict[tuple[int, Hashable, int, Placement], Step] = {}
+        self.inputs: dict[fx.Node, list[fx.Node]] = {}
+
+    def operands(self, node: fx.Node) -> list[fx.Node]:
+        """The tensor operands of an operation, which all trails through the residual stream ask for."""
+        if node not in self.inputs:
+            self.inputs[node] = operands(node)
+        return self.inputs[node]
 
 
 def follow(node: fx.Node, placement: Placement, n: int, weights: Weights, arrived: Arrived | None = None) -> Trail:
@@ -131,7 +152,7 @@ def advance(
     if _is_inside(current, user, found[0], weights):
         trail.refused.append((user, Refusal(INSIDE, structural=True)))
         return ()
-    inputs = operands(user)
+    inputs = weights.operands(user)
     step = step_of(user, inputs.index(current), found[0], n, weights)
     signature = step.signature
     if isinstance(signature, Refusal):
@@ -161,13 +182,15 @@ def _can_meet(given: Placement, wanted: Placement) -> bool:
 
 def _is_inside(current: fx.Node, user: fx.Node, placement: Placement, weights: Weights) -> bool:
     """Whether a product of activations, batched by heads, takes the cut dimension for the features of a head."""
-    given = operands(user)
-    rank = len(output_types(current)[0].shape)
-    if user.target is _aten.scaled_dot_product_attention.default:
+    target, rank = user.target, len(output_types(current)[0].shape)
+    if target not in _BY_HEADS:
+        return False
+    given = weights.operands(user)
+    if target is _aten.scaled_dot_product_attention.default:
         return current in given[:3] and placement.dim == rank - 1
-    if user.target is _aten.einsum.default and weights.isdisjoint(given):
+    if target is _aten.einsum.default and weights.isdisjoint(given):
         return len(given) == 2 and _is_inside_einsum(user, given.index(current), placement.dim)
-    if user.target not in (_aten.matmul.default, _aten.bmm.default) or rank < 3 or not weights.isdisjoint(given):
+    if target is _aten.einsum.default or rank < 3 or not weights.isdisjoint(given):
         return False
     return placement.dim == rank - 1 or (current is given[1] and placement.dim == rank - 2)
 
@@ -189,7 +212,10 @@ def step_of(user: fx.Node, index: int, placement: Placement, n: int, weights: We
     """What an operation makes of a shard of its operand `index`, over n ranks."""
     key = n, user, index, placement
     if key not in weights.steps:
-        weights.steps[key] = _judged(user, index, placement, n)
+        asked = n, question(user), index, placement
+        if asked not in weights.answers:
+            weights.answers[asked] = _judged(user, index, placement, n)
+        weights.steps[key] = weights.answers[asked]
     return weights.steps[key]
 
 

@@ -9,7 +9,7 @@ sister is split. Symbols count as 8 × 1024 and widths are scaled so that the co
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
 from torch import fx
@@ -105,6 +105,12 @@ class Prices:
                 if placement == I and self.options.token_cut((node, index)):
                     seconds += TIE_WHOLE
         return seconds
+
+    def told(self, value: Value) -> Hashable:
+        """All of a value that the price of its conversions depends on."""
+        node, index = value
+        held = node in self.options.weights, node in self.options.tables, node.op == "placeholder"
+        return output_types(node)[index], self.options.carries(value), held
 
     def conversion(self, value: Value, source: Placement, target: Placement) -> float | None:
         """Seconds of a conversion, forward and backward; None where it is not offered.

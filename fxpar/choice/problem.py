@@ -12,7 +12,7 @@ this form the linear relaxation is integral but for few instances, so that the s
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -96,16 +96,16 @@ def problem_of(
     nodes = _ordered(graph, options)
     position = {node: i for i, node in enumerate(nodes)}
     numbers: dict[Placement, int] = {}
-    known: dict[tuple[Value, Placement, Placement], float | None] = {}
+    known: dict[tuple[Hashable, Placement, Placement], float | None] = {}
 
     def number(placement: Placement) -> int:
         return numbers.setdefault(placement, len(numbers))
 
     def use(user: fx.Node | None, value: Value, wanted: Mapping[Placement, list[int]]) -> Use:
-        offered = []
+        offered, told = [], prices.told(value)
         for source in options.placements(value):
             for target in wanted:
-                key = (value, source, target)
+                key = (told, source, target)
                 if key not in known:
                     known[key] = prices.conversion(value, source, target)
                 price = known[key]
