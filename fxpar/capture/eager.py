@@ -39,7 +39,8 @@ from fxpar.capture.trace import FAILURES, called, quiet
 from fxpar.errors import CaptureError
 
 _ENGINE = _engine_run_backward.__code__
-_REGISTRATIONS = frozenset({"register_hook", "register_prehook", "_register_hook_dict"})
+# What registers hooks on nodes of autograd's graph, and what calls an autograd function.
+_CALLED = frozenset({"register_hook", "register_prehook", "_register_hook_dict", "apply"})
 # Code of torch that the engine calls for the author's hooks.
 _HOOKS = tuple(
     f"{Path(torch.__file__).parent}/{part}"
@@ -176,10 +177,14 @@ class _Calls(TorchDispatchMode):
 
     def _see(self, frame: FrameType, event: str, arg: Any) -> None:
         if event == "c_call":
-            name, owner = arg.__name__, getattr(arg, "__self__", None)
-            if name in _REGISTRATIONS and isinstance(owner, Node):
-                self._found.hooks.setdefault(_line(frame))
-            elif name == "apply" and isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
+            name = arg.__name__
+            if name not in _CALLED:
+                return
+            owner = getattr(arg, "__self__", None)
+            if name != "apply":
+                if isinstance(owner, Node):
+                    self._found.hooks.setdefault(_line(frame))
+            elif isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
                 self._found.places.setdefault(f"{owner.__module__}.{owner.__qualname__}", _line(frame))
         elif event == "call":
             code = frame.f_code

@@ -38,6 +38,8 @@ class Notes:
         self.substitution: dict[Any, Any] = {}
         self._prefix = traced.prefix
         self._random: Counter[str] = Counter()
+        self._sizes: dict[Any, Size] = {}
+        self._types: dict[TensorType, TensorType] = {}
         # Sizes of the inputs by dimension; numbers where the trace fixed them.
         users = [s.arg.name for s in traced.exported.graph_signature.input_specs if s.kind is InputKind.USER_INPUT]
         values = [n.meta.get("val") for n in traced.exported.graph.nodes if n.name in users]
@@ -47,6 +49,13 @@ class Notes:
     def _size(self, value: Any) -> Size:
         if isinstance(value, int):
             return value
+        # What stands for a symbol is what was declared so far.
+        key = value.node.expr, len(self.substitution)
+        if key not in self._sizes:
+            self._sizes[key] = self._written(value)
+        return self._sizes[key]
+
+    def _written(self, value: Any) -> Size:
         parsed = written(value)
         if isinstance(parsed, int):
             return parsed
@@ -66,7 +75,8 @@ class Notes:
         if isinstance(value, torch.Tensor):
             if value.dtype not in DTYPE_NAMES:
                 raise CaptureError(f"the element type {value.dtype} is not supported", remedy="cast it")
-            return TensorType(value.dtype, tuple(self._size(s) for s in value.shape))
+            kind = TensorType(value.dtype, tuple(self._size(s) for s in value.shape))
+            return self._types.setdefault(kind, kind)  # one object is soon found equal
         if isinstance(value, (tuple, list)):
             return tuple(self._type(v) for v in value if isinstance(v, torch.Tensor))  # type: ignore[misc]
         if isinstance(value, (int, torch.SymInt)):

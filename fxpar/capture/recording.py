@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -140,6 +140,25 @@ class _GradMode:
         torch._C._set_grad_enabled(self._before)
 
 
+# Each look-up of these makes a new object, and each call of a function is compared with them.
+_DATA: Any = Tensor.data.__get__  # type: ignore[attr-defined]
+_SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
+_GRAD: Any = Tensor.grad.__get__  # type: ignore[union-attr]
+# Arguments that are no containers.
+_PLAIN = (int, float, str, type(None), torch.dtype, torch.device, torch.SymInt)
+
+
+def _tensors(values: Iterable[Any]) -> list[Tensor]:
+    """The tensors among arguments, those in containers included."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif not isinstance(value, _PLAIN):
+            found += [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+    return found
+
+
 class Watch(TorchFunctionMode):
     """While active, refuses what the author's code asks of tensors and a trace of the forward would drop in silence.
 
@@ -166,17 +185,16 @@ class Watch(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        is_data = func == Tensor.data.__get__  # type: ignore[attr-defined]
         if func in self._REFUSED:
             _refuse_gradient(self._REFUSED[func])
-        if func == Tensor.grad.__get__:  # type: ignore[union-attr]
+        if func == _GRAD:
             if _is_own_call():
                 raise CaptureError(
                     "reads a gradient of the step before, which a trace makes a constant",
                     remedy="look at gradients after the backward, outside of the forward",
                 )
             return func(*args, **(kwargs or {}))  # torch's own way to make fakes of parameters
-        if func == Tensor.data.__set__ and _is_own_call():  # type: ignore[attr-defined]
+        if func == _SET_DATA and _is_own_call():
             raise CaptureError(
                 "assigns `.data`, behind the back of whoever holds the tensor", remedy="compute a new value"
             )
@@ -194,9 +212,9 @@ class Watch(TorchFunctionMode):
         decided = self._decided.branch(func, args)
         if decided is not None:
             return decided
-        tensors = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, Tensor)]
+        tensors = _tensors((*args, *(kwargs or {}).values()))
         with same_nodes(tensors):
-            result = args[0].detach() if is_data else func(*args, **(kwargs or {}))
+            result = args[0].detach() if func == _DATA else func(*args, **(kwargs or {}))
         self._decided.see(func, args, result)
         self._sizes.check(result)
         self.read.update(map(id, tensors))

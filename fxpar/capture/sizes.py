@@ -68,7 +68,7 @@ class Sizes:
         Raises:
             SizeError: one is no polynomial.
         """
-        for value in pytree.tree_leaves(result):
+        for value in (result,) if isinstance(result, Tensor) else pytree.tree_leaves(result):
             for size in value.shape if isinstance(value, Tensor) else ():
                 if isinstance(size, torch.SymInt) and size.node.expr not in self._known:
                     written(size)
