@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import fx
 
+from fxpar.ops.attention import attention_forward
 from fxpar.ops.operator import alike
 from fxpar.program.program import Program, ScalarType, note
 
@@ -29,6 +30,7 @@ _ATTENTION = frozenset(
         aten._scaled_dot_product_cudnn_attention,
         aten.softmax,
         aten._softmax,
+        attention_forward,
     }
 )
 _PRODUCTS = frozenset({aten.linear, aten.addmm, aten.mm, aten.matmul, aten.bmm})
@@ -57,11 +59,18 @@ def scopes(program: Program) -> dict[fx.Node, str]:
 
 
 def _packet(node: fx.Node) -> object:
-    return getattr(alike(node.target), "overloadpacket", None)
+    """The operator without its overload; fxpar's own is itself."""
+    return getattr(alike(node.target), "overloadpacket", node.target)
 
 
 def _is_inside(node: fx.Node, module: str) -> bool:
     return f"{note(node).fqn}.".startswith(f"{module}.")
+
+
+def _child(words: Sequence[str], depth: int) -> str:
+    """The module below one of that depth; of a numbered list (`layer.0`) the entry."""
+    is_list = depth + 1 < len(words) and words[depth + 1].isdigit()
+    return ".".join(words[: depth + 1 + is_list])
 
 
 def _layers(forward: Sequence[fx.Node]) -> Iterator[tuple[list[fx.Node], str]]:
@@ -72,7 +81,7 @@ def _layers(forward: Sequence[fx.Node]) -> Iterator[tuple[list[fx.Node], str]]:
             continue
         words = note(node).fqn.split(".")
         for end in range(len(words), 0, -1):
-            module, inner = ".".join(words[:end]), ".".join(words[: end + 1])
+            module, inner = ".".join(words[:end]), _child(words, end)
             if not words[end - 1].isdigit():
                 continue
             layer = [each for each in forward if _is_inside(each, module)]
@@ -85,8 +94,7 @@ def _layers(forward: Sequence[fx.Node]) -> Iterator[tuple[list[fx.Node], str]]:
 
 def _cut(layer: Sequence[fx.Node], module: str) -> dict[fx.Node, str]:
     last = max(i for i, node in enumerate(layer) if _packet(node) in _ATTENTION)
-    depth = len(module.split(".")) + 1
-    inner = ".".join(note(layer[last]).fqn.split(".")[:depth])
+    inner = _child(note(layer[last]).fqn.split("."), len(module.split(".")))
     end = max(i for i, node in enumerate(layer) if i == last or (inner != module and _is_inside(node, inner)))
     for i in range(end + 1, len(layer)):
         if note(layer[i]).fqn != module and not _is_inside(layer[i], inner):

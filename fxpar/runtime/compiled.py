@@ -130,7 +130,8 @@ class CompiledUnits:
     def _forward_call(self, unit: Unit, units: Units, compiled: Pair | Boxed, number: int) -> UnitCall:
         gives = tuple(unit.nodes[i].name for i in units.results[unit][0])
         if isinstance(compiled, Pair):
-            return UnitCall(compiled.forward, self._takes(unit), (*gives, *_saved(number, compiled)))
+            saved = _saved(number, compiled)
+            return UnitCall(compiled.forward, self._takes(unit), (*gives, *saved), uncaptured=unit.uncaptured)
         return UnitCall(compiled, self._takes(unit), gives, uncaptured=unit.uncaptured)
 
     def _backward_call(self, unit: Unit, units: Units, compiled: Pair | Boxed, number: int | None) -> UnitCall:
@@ -138,7 +139,8 @@ class CompiledUnits:
         if isinstance(compiled, Pair):
             assert number is not None
             late = (unit.late[i] for i in compiled.late)
-            return UnitCall(compiled.backward, (*_saved(number, compiled), *late), gives)
+            takes = (*_saved(number, compiled), *late)
+            return UnitCall(compiled.backward, takes, gives, uncaptured=unit.uncaptured)
         return UnitCall(compiled, self._takes(unit), gives, uncaptured=unit.uncaptured)
 
     def _key(self, unit: Unit, units: Units, fakes: Mapping[str, Tensor]) -> Any:
@@ -154,8 +156,6 @@ class CompiledUnits:
         early = len(given)
         given += [self._another(fakes[name]) for name in unit.late]
         if unit.forward is None or unit.backward is None:
-            if unit.uncaptured:  # it runs operator by operator
-                return lambda operands: function(*operands)
             return self._inductor.alone(function, given, self._mode, backward=unit.forward is None)
         return self._inductor.pair(function, given, self._mode, early, len(results[0]))
 

@@ -95,6 +95,12 @@ class Step:
         return frozenset(name for part in (*self.forward, *self.whole_backward) for name in part.inputs)
 
     @cached_property
+    def uncaptured(self) -> fx.Node | None:
+        """The first operation that no CUDA graph can hold."""
+        nodes = (node for node in self.graph.nodes if node.op == "call_function" and has_note(node))
+        return next((node for node in nodes if note(node).uncaptured), None)
+
+    @cached_property
     def recomputes(self) -> bool:
         """Whether the program says what is computed again."""
         nodes = (node for node in self.graph.nodes if node.op == "call_function" and has_note(node))

@@ -180,6 +180,7 @@ class Runner:
         whole = microbatch is None and self._waiting.is_idle
         wanted = tuple(output for output in steps.program.outputs if output in (name, COUNT))
         step, sizes = steps.step((name,), frozenset(leaves), wanted), call.sizes
+        steps.check_whole(step)
         state_of_gradients = self._buffers.state(leaves) if whole else None
         pending = steps.run(sizes, step, values, whole=whole, gradients=state_of_gradients)
         place = partial(self._buffers.placed, leaves) if whole else None

@@ -86,7 +86,7 @@ class Unit:
 
     @property
     def uncaptured(self) -> str:
-        """Why no CUDA graph can hold it; it has a forward or a backward alone then."""
+        """Why no CUDA graph can hold it, forward and backward alike."""
         segment = self.forward or self.backward
         return segment.uncaptured if segment is not None else ""
 

@@ -14,13 +14,14 @@ import torch
 from torch import Tensor, fx
 
 from fxpar.compile import compile_step, lower_program, outlined
+from fxpar.errors import InputError
 from fxpar.layout.nesting import local_shape
 from fxpar.layout.symbols import Size
 from fxpar.ops.collectives import Group
 from fxpar.ops.lower import ROWS, Lowered
 from fxpar.passes.differentiate import differentiable
 from fxpar.plan.plan import Plan
-from fxpar.program.program import Program, output_layouts, output_node
+from fxpar.program.program import Program, describe, note, output_layouts, output_node
 from fxpar.program.step import is_gradient, output_of, parameter_gradients
 from fxpar.runtime.batch import user_inputs
 from fxpar.runtime.calls import ForwardCalls, Place, Runnable, StepCalls, Values, eager_calls, part_call
@@ -157,6 +158,20 @@ class Steps:
             runnable = self.graphs.step(calls, values, self.moving(sources, values), gradients)
         outputs, own = runnable.forward(values, sizes)
         return Pending(step, runnable, values, sizes, outputs, own)
+
+    def check_whole(self, step: Step) -> None:
+        """Refuses a step that one graph is to hold and cannot.
+
+        Raises:
+            InputError: names the operation and the reason.
+        """
+        if self.graphs is None or self.graphs.options.impl != "full_iteration":
+            return
+        node = step.uncaptured
+        if node is not None:
+            reason = note(node).uncaptured
+            remedy = "set CudaGraphs('partial'), whose graphs end there"
+            raise InputError(f"is no part of a CUDA graph: it {reason}", where=describe(node), remedy=remedy)
 
     def moving(self, sources: Mapping[str, Any], values: Mapping[str, Any]) -> tuple[str, ...]:
         """Names of the values whose addresses change from call to call: inputs, and what was made dense.

@@ -76,8 +76,8 @@ def _pairs(first: Sequence[Segment], second: Sequence[Segment]) -> dict[Segment,
     counts: list[tuple[int, int, Segment, Segment]] = []
     for i, backward in enumerate(second):
         reads = Counter(home[node] for node in backward.outer if node in home)
-        alike = {segment: count for segment, count in reads.items() if not segment.uncaptured}
-        counts += [(-count, i, forward, backward) for forward, count in alike.items() if not backward.uncaptured]
+        alike = {segment: count for segment, count in reads.items() if segment.uncaptured == backward.uncaptured}
+        counts += [(-count, i, forward, backward) for forward, count in alike.items()]
     for _, _, forward, backward in sorted(counts, key=lambda each: each[:2]):
         if forward not in found and backward not in taken:
             found[forward] = backward
