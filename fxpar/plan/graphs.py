@@ -23,11 +23,12 @@ class CudaGraphs:
 
     Attributes:
         impl: `none`; `partial`, a graph for each region that can be captured, forward and backward (`fxpar regions`
-            lists them); `transformer_engine`, the same regions captured by its `make_graphed_callables`;
+            lists them); `transformer_engine`, the forward and the backward captured by its `make_graphed_callables`,
+            where nothing in them ends a graph;
             `full_iteration`, forward and backward of all microbatches of a `train_step`, and the reductions of
             gradients, in one graph.
-        scope: of `partial` and `transformer_engine`, the parts of layers that are captured: `attn` (norm, attention and
-            the residual sum), `mlp` (norm and MLP); all that can be, where none is named.
+        scope: of `partial`, the parts of layers that are captured: `attn` (norm, attention and the residual sum), `mlp`
+            (norm, MLP and its sum); all that can be, where none is named.
         variants: graphs that are kept at most, one for each set of shapes, addresses and modes. A call that would need
             another one is refused.
     """
@@ -60,8 +61,8 @@ class CudaGraphs:
         for name in self.scope:
             if name not in SCOPES:
                 yield f"cuda_graphs.scope has {shown(name)}: choose from {', '.join(SCOPES)}"
-        if self.scope and self.impl not in ("partial", "transformer_engine"):
-            yield f"cuda_graphs.scope is of impl partial or transformer_engine, and not of {shown(self.impl)}"
+        if self.scope and self.impl != "partial":
+            yield f"cuda_graphs.scope is of impl partial, and not of {shown(self.impl)}"
         if "moe_preprocess" in self.scope and "moe_router" not in self.scope:
             yield "cuda_graphs.scope has moe_preprocess, which needs moe_router: name both"
         if "moe" in self.scope and {"moe_router", "moe_preprocess"} & set(self.scope):

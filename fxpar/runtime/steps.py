@@ -154,7 +154,8 @@ class Steps:
         values = self._values(sources)
         calls = self.calls(sizes, step, values, whole=whole)
         runnable: Runnable = calls
-        if self.graphs is not None and self.graphs.options.impl == "partial":
+        if self.graphs is not None and self.graphs.options.impl in ("partial", "transformer_engine"):
+            self.check_whole(step)
             runnable = self.graphs.step(calls, values, self.moving(sources, values), gradients)
         outputs, own = runnable.forward(values, sizes)
         return Pending(step, runnable, values, sizes, outputs, own)
@@ -165,7 +166,7 @@ class Steps:
         Raises:
             InputError: names the operation and the reason.
         """
-        if self.graphs is None or self.graphs.options.impl != "full_iteration":
+        if self.graphs is None or self.graphs.options.impl == "partial":
             return
         node = step.uncaptured
         if node is not None:

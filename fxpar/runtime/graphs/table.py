@@ -19,6 +19,7 @@ from fxpar.plan.graphs import CudaGraphs
 from fxpar.runtime.calls import ForwardCalls, Runnable, StepCalls
 from fxpar.runtime.graphs.partial import GraphedForward, GraphedStep
 from fxpar.runtime.graphs.pool import Pool, new_pool
+from fxpar.runtime.graphs.transformer_engine import EngineStep, check_engine
 
 
 class _Graphed(Protocol):
@@ -57,6 +58,8 @@ class Graphs:
     """
 
     def __init__(self, options: CudaGraphs, device: torch.device) -> None:
+        if options.impl == "transformer_engine":
+            check_engine(device)
         self.options = options
         self._device = device
         self._seen: set[Hashable] = set()
@@ -73,7 +76,8 @@ class Graphs:
             key: by what its graphs differ besides shapes and addresses.
         """
         key = ("step", id(calls), *key_of(values, inputs), key)
-        found: Runnable = self.variant(key, lambda pool: GraphedStep(calls, inputs, pool), calls)
+        kind = EngineStep if self.options.impl == "transformer_engine" else GraphedStep
+        found: Runnable = self.variant(key, lambda pool: kind(calls, inputs, pool), calls)
         return found
 
     def forward(

@@ -1,0 +1,141 @@
+"""Graphs by Transformer Engine's `make_graphed_callables`.
+
+Enters: the calls of a step, of which a graph can hold all. Leaves: the same as a function that Transformer Engine has
+captured, forward and backward, behind one node of autograd.
+
+It warms functions up by running them, so gradients are placed only while a graph is captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxpar.errors import InputError
+from fxpar.runtime.calls import Place, StepCalls, Values
+from fxpar.runtime.graphs.pool import Flight, Pool
+
+_FLIGHT, _OUTPUTS = "flight", "outputs"
+
+
+class _Step(torch.autograd.Function):
+    """Forward and backward of a step, whose gradients are no results of autograd's."""
+
+    @staticmethod
+    def forward(ctx: Any, owner: EngineStep, handle: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """The outputs; `handle` is what autograd asks a gradient of."""
+        outputs, ctx.own = owner.calls.forward(owner.values | dict(zip(owner.inputs, inputs, strict=True)), owner.sizes)
+        ctx.owner = owner
+        return tuple(outputs[name] for name in owner.outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *tangents: Tensor) -> tuple[Tensor | None, ...]:
+        """Zero; the gradients are put aside."""
+        owner = ctx.owner
+        wanted = owner.calls.step.tangents
+        named = dict(zip(owner.outputs, tangents, strict=True))
+        place = owner.place if torch.cuda.is_current_stream_capturing() else None
+        owner.found = owner.calls.backward(ctx.own, {name: named[name].contiguous() for name in wanted}, place)
+        return None, torch.zeros((), device=tangents[0].device), *[None for _ in owner.inputs]
+
+
+class EngineStep:
+    """A step as graphs of Transformer Engine's; a `fxpar.runtime.calls.Runnable`.
+
+    Args:
+        calls: what it does.
+        inputs: names of the values whose addresses change from call to call.
+        pool: in which no other flight may be meanwhile.
+
+    Attributes:
+        found: what the captured backward gives, by name of the value.
+    """
+
+    def __init__(self, calls: StepCalls, inputs: Collection[str], pool: Pool) -> None:
+        self.calls, self.inputs, self.whole = calls, tuple(inputs), calls.whole
+        self.outputs = tuple(calls.step.results)
+        self.values: Values = {}
+        self.sizes: Mapping[str, int] = {}
+        self.place: Place | None = None
+        self.found: dict[str, Tensor] = {}
+        self._pool = pool
+        self._graphed: Any = None
+        self._handle: Tensor | None = None
+
+    @property
+    def graphs(self) -> int:
+        """How many there are."""
+        return 0 if self._graphed is None else 2
+
+    def forward(self, values: Mapping[str, Any], sizes: Mapping[str, int]) -> tuple[dict[str, Tensor], Values]:
+        """See `Runnable`. The first call runs uncaptured: what its backward places is known there alone."""
+        flight = self._pool.flight = Flight()
+        if self._graphed is None:
+            self.values, self.sizes = dict(values), sizes
+            outputs, own = self.calls.forward(values, sizes)
+            return outputs, {**own, _FLIGHT: flight}
+        with torch.enable_grad():
+            made = self._graphed(self._handle, *(values[name] for name in self.inputs))
+        outputs = dict(zip(self.outputs, made, strict=True))
+        return {name: value.detach().clone() for name, value in outputs.items()}, {_OUTPUTS: outputs, _FLIGHT: flight}
+
+    def backward(self, own: Values, tangents: Mapping[str, Tensor], place: Place | None = None) -> dict[str, Tensor]:
+        """See `Runnable`. Of what is placed the places; of all else copies."""
+        own.pop(_FLIGHT)
+        if self._graphed is None:
+            found = self.calls.backward(own, tangents, place)
+            self.place = place
+            self._capture()
+            self._pool.flight = None
+            return found
+        outputs = own.pop(_OUTPUTS)
+        names = list(tangents)
+        torch.autograd.grad([outputs[name] for name in names], [self._handle], [tangents[name] for name in names])  # type: ignore[list-item]
+        self._pool.flight = None
+        return dict(self.found) if place is not None else {name: value.clone() for name, value in self.found.items()}
+
+    def _capture(self) -> None:
+        engine = _engine()
+        device = next(iter(self.values.values())).device
+        self._handle = torch.zeros((), device=device, requires_grad=True)
+        sample = tuple(self.values[name].clone() for name in self.inputs)
+
+        def run(handle: Tensor, *inputs: Tensor) -> Any:
+            return _Step.apply(self, handle, *inputs)  # type: ignore[no-untyped-call]
+
+        with torch.enable_grad():
+            self._graphed = engine.make_graphed_callables(run, (self._handle, *sample), allow_unused_input=True)
+
+    def reset(self) -> None:
+        """Frees the graphs and what they hold."""
+        self._graphed, self.values, self.found, self.place = None, {}, {}, None
+
+
+def _engine() -> Any:
+    try:
+        import transformer_engine.pytorch as engine
+    except ImportError as error:
+        raise InputError(
+            "Transformer Engine is not installed",
+            where="CudaGraphs('transformer_engine')",
+            remedy="pip install fxpar[te], or set CudaGraphs('partial')",
+        ) from error
+    return engine
+
+
+def check_engine(device: torch.device) -> None:
+    """Refuses where there is no GPU or no Transformer Engine.
+
+    Raises:
+        InputError: says which.
+    """
+    if device.type != "cuda":
+        raise InputError(
+            f"Transformer Engine captures on GPUs, and the ranks run on {device.type}",
+            where="CudaGraphs('transformer_engine')",
+            remedy="set CudaGraphs('partial'), for which there is a stand-in",
+        )
+    _engine()
