@@ -93,7 +93,8 @@ class EngineStep:
             return found
         outputs = own.pop(_OUTPUTS)
         names = list(tangents)
-        torch.autograd.grad([outputs[name] for name in names], [self._handle], [tangents[name] for name in names])  # type: ignore[list-item]
+        assert self._handle is not None
+        torch.autograd.grad([outputs[name] for name in names], [self._handle], [tangents[name] for name in names])
         self._pool.flight = None
         return dict(self.found) if place is not None else {name: value.clone() for name, value in self.found.items()}
 
@@ -116,12 +117,12 @@ class EngineStep:
 
 def _engine() -> Any:
     try:
-        import transformer_engine.pytorch as engine
-    except ImportError as error:
+        import transformer_engine.pytorch as engine  # type: ignore[import-not-found, unused-ignore]
+    except (ImportError, OSError) as error:  # a library that it needs is not there, or of another version
         raise InputError(
-            "Transformer Engine is not installed",
+            f"Transformer Engine cannot be imported: {error}",
             where="CudaGraphs('transformer_engine')",
-            remedy="pip install fxpar[te], or set CudaGraphs('partial')",
+            remedy="pip install fxpar[te] (its core library takes CUDA's from what torch has loaded), or set CudaGraphs('partial')",
         ) from error
     return engine
 

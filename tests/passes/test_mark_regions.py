@@ -1,0 +1,109 @@
+"""mark_regions: what ends a CUDA graph says why; all else is one region a phase."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import fxpar
+from fxpar.analysis.capturable import capture_regions
+from fxpar.compile import compile_model, compile_step
+from fxpar.errors import InputError, PassError
+from fxpar.passes.mark_regions import mark_regions
+from fxpar.plan.graphs import CudaGraphs
+from fxpar.program.program import Program, note
+from fxpar.program.regions import inlined
+from fxpar.text.parsing import parse_program
+from fxpar.text.printing import print_program
+from tests.runtime.graphed import Reading
+from tests.zoo import CASES
+
+_TEXT = """\
+fxpar 1
+plan {}
+properties canonical
+symbol b = x.0 like 2
+%x = input["x"] : f32[b, 8]
+%m = aten.amax.default(%x) : f32[]
+%scale = fxpar.item(%m) : f64[]
+%number = aten._to_copy.default(%scale, dtype=dtype.f32) : f32[]
+%y = aten.div.Tensor(%x, %number) : f32[b, 8]
+%mask = aten.gt.Scalar(%y, 0) : bool[b, 8]
+%zero = aten.zeros.default([], dtype=dtype.f32) : f32[]
+%filled = aten.index_put.default(%y, [%mask], %zero) : f32[b, 8]
+%more = aten.index_put.default(%filled, [%mask], %zero, True) : f32[b, 8]
+return more=%more
+"""
+
+
+def test_marks_stand_where_graphs_end() -> None:
+    program = mark_regions(parse_program(_TEXT))
+    marks = {node.name: note(node).uncaptured for node in program.graph.nodes if node.op == "call_function"}
+    assert {name: reason for name, reason in marks.items() if reason} == {
+        "scale": "reads a value on the host; keep it a tensor: leave item() out",
+        "more": "writes at a mask, whose true places are counted on the host",
+    }
+    text = print_program(program)
+    assert '%scale = fxpar.item(%m) : f64[] {uncaptured="reads a value on the host; ' in text
+    assert print_program(parse_program(text)) == text
+
+
+def _step(program: Program) -> Program:
+    trained = [p.fqn for p in program.parameters if p.trainable]
+    return compile_step(program, (program.loss,), (program.loss,), trained)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5"])
+def test_a_model_is_one_region_forward_and_one_backward(name: str, sequence_parallel: bool) -> None:
+    case = CASES[name]
+    plan = case.plan(2).replace(sequence_parallel=sequence_parallel)
+    step = _step(compile_model(case.model(), case.example(), plan, case.loss).program)
+    found, boundaries = capture_regions(inlined(step))
+    assert [region.phase for region in found] == ["forward", "backward"]
+    assert boundaries == []
+    forward, backward = found
+    read = set(backward.inputs) & set(forward.nodes)
+    assert read <= set(forward.outputs)
+    assert read
+
+
+def test_what_reads_the_host_is_the_one_boundary() -> None:
+    batch = {"x": torch.randn(4, 8, 16)}
+    step = _step(compile_model(Reading(), batch, fxpar.Plan(tp=2)).program)
+    found, boundaries = capture_regions(inlined(step))
+    assert [region.phase for region in found] == ["forward", "forward", "backward"]
+    (boundary,) = boundaries
+    assert boundary.node == "item"
+    assert boundary.reason.startswith("reads a value on the host")
+    assert found[0].outputs["max_1"] == 4
+    assert found[0].inputs["x"] == 4 * 8 * 16 * 4
+
+
+def test_a_scope_is_attention_with_its_norm_and_sum() -> None:
+    case = CASES["gpt2"]
+    plan = case.plan(2).replace(cuda_graphs=CudaGraphs("partial", scope=("attn",)))
+    step = inlined(_step(compile_model(case.model(), case.example(), plan).program))
+    found, _ = capture_regions(step)
+    assert [region.phase for region in found] == ["forward"] * 2 + ["backward"] * 2
+    for region in found[:2]:
+        targets = [str(step.node(name).target) for name in region.nodes]
+        assert "layer_norm" in " ".join(targets)
+        assert "fxpar.attention_forward" in targets
+        assert targets[-1] == "aten.add.Tensor"
+        assert not any("mlp" in note(step.node(name)).fqn for name in region.nodes)
+
+
+def test_a_scope_that_no_part_has_is_refused() -> None:
+    case = CASES["gpt2"]
+    plan = case.plan(2).replace(cuda_graphs=CudaGraphs("partial", scope=("moe",)))
+    program = compile_model(case.model(), case.example(), plan).program
+    with pytest.raises(InputError, match=r"no part of the model is moe.*attn, mlp"):
+        _step(program)
+
+
+def test_it_runs_before_layers_are_outlined() -> None:
+    case = CASES["gpt2"]
+    step = _step(compile_model(case.model(), case.example(), case.plan(2)).program)
+    with pytest.raises(PassError, match="has calls of regions"):
+        mark_regions(step)

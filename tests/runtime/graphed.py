@@ -1,0 +1,144 @@
+"""Trainings that are run with and without graphs, and compared bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+import fxpar
+from fxpar.state.sharded import local_of
+
+VOCABULARY = 256
+
+
+def gpt2(size: int = 32) -> nn.Module:
+    """Two layers, with dropout everywhere."""
+    options: dict[str, Any] = {"n_layer": 2, "n_embd": size, "n_head": 4, "n_positions": 64}
+    options |= {"vocab_size": VOCABULARY, "use_cache": False, "bos_token_id": 1, "eos_token_id": 1}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**options))
+
+
+def llama(size: int = 32) -> nn.Module:
+    """Two layers, with dropout of attention."""
+    options: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": size, "intermediate_size": 48}
+    options |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCABULARY}
+    options |= {"use_cache": False, "attention_dropout": 0.1, "bos_token_id": 1, "eos_token_id": 1}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**options))
+
+
+class Reading(nn.Module):
+    """Three layers, the second of which reads a value on the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.ModuleList([nn.Linear(16, 32), nn.Linear(32, 16)]) for _ in range(3))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        for i, layer in enumerate(self.layers):
+            up, down = layer  # type: ignore[misc]
+            y = down(torch.relu(up(x)))
+            x = x + (y / y.detach().abs().max().item() if i == 1 else y)
+        return {"loss": x.square().mean()}
+
+
+def words(count: int, micro: int = 1, rows: int = 2, length: int = 8) -> list[Any]:
+    """Batches of tokens, or lists of so many microbatches."""
+    generator = torch.Generator().manual_seed(1)
+    found: list[Any] = []
+    for _ in range(count):
+        ids = [torch.randint(0, VOCABULARY, (rows, length), generator=generator) for _ in range(micro)]
+        parts = [{"input_ids": each, "labels": each} for each in ids]
+        found.append(parts if micro > 1 else parts[0])
+    return found
+
+
+@dataclass
+class Trained:
+    """What a training leaves.
+
+    Attributes:
+        losses: of each step, then of evaluations.
+        weights: at the end.
+        figures: of its graphs.
+    """
+
+    losses: list[float]
+    weights: list[Tensor] = field(repr=False)
+    figures: Any = None
+
+    def __eq__(self, other: object) -> bool:
+        assert isinstance(other, Trained)
+        same = all(torch.equal(a, b) for a, b in zip(self.weights, other.weights, strict=True))
+        return self.losses == other.losses and same
+
+
+def train(
+    build: Callable[[], nn.Module],
+    batches: Iterable[Any],
+    impl: str = "none",
+    *,
+    plain: bool = False,
+    set_to_none: bool = True,
+    every: int = 1,
+    evaluate: int = 3,
+    inside: bool = False,
+    scope: tuple[str, ...] = (),
+    touch: Callable[[fxpar.ParallelModule, int], None] | None = None,
+    **plan: Any,
+) -> Trained:
+    """Trains a model with AdamW under a cosine.
+
+    Args:
+        plain: differentiates the loss of plain calls.
+        every: steps of which gradients are added up.
+        evaluate: calls in evaluation mode at the end.
+        inside: passes the optimizer to `train_step`.
+        touch: is called before each step.
+    """
+    batches = list(batches)
+    torch.manual_seed(0)
+    graphs = fxpar.CudaGraphs(impl, scope=scope)
+    first = batches[0][0] if isinstance(batches[0], list) else batches[0]
+    model = fxpar.parallelize(build().train(), fxpar.Plan(cuda_graphs=graphs, **plan), first)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=inside)
+    warm = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, 1.0, 4)
+    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, len(batches))
+    scheduler = torch.optim.lr_scheduler.SequentialLR(optimizer, [warm, cosine], [4])
+    losses: list[Tensor] = []
+    for i, batch in enumerate(batches):
+        if touch is not None:
+            touch(model, i)
+        if inside:
+            losses.append(model.train_step(batch, optimizer=optimizer, max_norm=1.0))
+        elif plain:
+            loss = model(**batch)["loss"]
+            loss.backward()
+            losses.append(loss.detach())
+        else:
+            losses.append(model.train_step(batch))
+        if not inside and (i + 1) % every == 0:
+            model.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=set_to_none)
+        scheduler.step()
+    model.eval()
+    with torch.no_grad():
+        for batch in batches[:evaluate]:
+            losses.append(model(**(batch[0] if isinstance(batch, list) else batch))["loss"])
+    weights = [local_of(p).detach().cpu().clone() for p in model.parameters()]
+    figures = model.graph_figures
+    model.close()
+    return Trained([float(each) for each in losses], weights, figures)
+
+
+def equal_on_ranks(name: str, impl: str, plan: dict[str, Any], micro: int) -> tuple[bool, Any]:
+    """On each rank: whether a training with graphs is the one without, and what graphs there were."""
+    build = {"gpt2": gpt2, "llama": llama}[name]
+    plain = train(build, words(6, micro), **plan)
+    graphed = train(build, words(6, micro), impl, **plan)
+    return plain == graphed, graphed.figures

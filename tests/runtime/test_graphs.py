@@ -1,0 +1,274 @@
+"""Steps that are replayed are the steps: bit for bit, by the stand-in for CUDA graphs."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fxpar
+from fxpar.errors import FxparError, InputError
+from fxpar.runtime.graphs.standin import StandInPool, poison
+from tests.runtime import graphed
+from tests.runtime.graphed import Reading, gpt2, llama, train, words
+from tests.runtime.world import World
+
+IMPLS = ("partial", "full_iteration")
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize(
+    ("micro", "more"),
+    [
+        (1, {}),
+        (3, {"precision": "bf16"}),
+        (1, {"set_to_none": False}),
+        (1, {"every": 2, "recompute": "full"}),
+        (2, {"every": 2, "set_to_none": False, "precision": "bf16_weights"}),
+    ],
+)
+def test_a_training_is_the_same_to_the_bit(impl: str, micro: int, more: dict[str, Any]) -> None:
+    plain = train(gpt2, words(6, micro), **more)
+    found = train(gpt2, words(6, micro), impl, **more)
+    assert found == plain
+    assert found.figures.graphs >= 2
+    assert len(set(found.losses)) == len(found.losses)  # masks differ from step to step
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_compiled_steps_are_replayed(impl: str) -> None:
+    assert train(llama, words(5, 2), impl, compile=True) == train(llama, words(5, 2), compile=True)
+
+
+def test_plain_calls_are_replayed() -> None:
+    found = train(gpt2, words(6), "partial", plain=True)
+    assert found == train(gpt2, words(6), plain=True)
+    assert found.figures.graphs == 3
+
+
+@pytest.mark.parametrize("impl", ["none", *IMPLS])
+def test_the_optimizer_may_step_inside_and_follows_its_schedule(impl: str) -> None:
+    outside = train(gpt2, words(20, 2))
+    inside = train(gpt2, words(20, 2), impl, inside=True)
+    assert inside.losses == pytest.approx(outside.losses, rel=1e-5)  # AdamW is fused inside
+    assert inside == train(gpt2, words(20, 2), "none", inside=True)
+
+
+def test_what_becomes_of_a_step_is_told_on_the_device() -> None:
+    torch.manual_seed(0)
+    plan = fxpar.Plan(cuda_graphs=fxpar.CudaGraphs("full_iteration"))
+    batches = words(4)
+    model = fxpar.parallelize(gpt2().train(), plan, batches[0])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    norms = []
+    for batch in batches:
+        model.train_step(batch, optimizer=optimizer, max_norm=0.5)
+        norms.append(model.step_flags.norm)
+        assert model.step_flags.is_finite
+    assert len({float(norm) for norm in norms if norm is not None}) == 4
+    with torch.no_grad():
+        next(model.parameters())[0] = torch.inf
+    model.train_step(
+        {"input_ids": torch.zeros_like(batch["input_ids"]), "labels": batch["labels"]}, optimizer=optimizer
+    )
+    assert model.step_flags.is_finite is not None
+    assert not model.step_flags.is_finite
+
+
+def test_only_what_reads_the_host_stands_between_graphs() -> None:
+    batches = [{"x": torch.randn(4, 8, 16)} for _ in range(5)]
+    found = train(Reading, batches, "partial", evaluate=0)
+    assert found == train(Reading, batches, evaluate=0)
+    assert found.figures.graphs == 3
+    with pytest.raises(InputError, match=r"%item \(layers\.1\.1|%item .*reads a value on the host"):
+        train(Reading, batches, "full_iteration", evaluate=0)
+
+
+def test_scopes_narrow_what_is_captured() -> None:
+    found = train(gpt2, words(5), "partial", scope=("attn",))
+    assert found == train(gpt2, words(5))
+    assert found.figures.graphs == 4 + 2  # two layers, forward and backward, and forwards of the evaluation
+
+
+def test_shapes_and_modes_are_variants_up_to_the_plans_number() -> None:
+    plan = fxpar.Plan(cuda_graphs=fxpar.CudaGraphs("full_iteration", variants=2))
+    model = fxpar.parallelize(gpt2().train(), plan, words(1)[0])
+    for length in (8, 8, 10, 10, 8):
+        model.zero_grad()
+        model.train_step(words(1, length=length)[0])
+    figures = model.graph_figures
+    assert figures is not None
+    assert figures.variants == 2
+    model.zero_grad()
+    with pytest.raises(InputError, match="2 variants of graphs"):
+        model.train_step(words(1, length=12)[0])
+
+
+def _exchange(model: fxpar.ParallelModule, step: int) -> None:
+    if step == 3:
+        for parameter in model.parameters():
+            parameter.data = parameter.data.clone()
+
+
+def _own_gradients(model: fxpar.ParallelModule, step: int) -> None:
+    if step in (3, 4):
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, 0.01)
+
+
+def _freeze(model: fxpar.ParallelModule, step: int) -> None:
+    first = next(model.parameters())
+    first.requires_grad = step < 3
+    if step >= 3:
+        first.grad = None
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("touch", [_exchange, _own_gradients, _freeze])
+def test_other_addresses_and_gradients_are_seen(impl: str, touch: Callable[[fxpar.ParallelModule, int], None]) -> None:
+    assert train(gpt2, words(7), impl, touch=touch) == train(gpt2, words(7), touch=touch)
+
+
+def test_several_forwards_may_wait_for_their_backwards() -> None:
+    found = []
+    for impl in ("none", "partial"):
+        torch.manual_seed(0)
+        plan = fxpar.Plan(cuda_graphs=fxpar.CudaGraphs(impl))
+        batches = words(6)
+        model = fxpar.parallelize(gpt2().train(), plan, batches[0])
+        losses = []
+        for first, second in zip(batches[:3], batches[3:], strict=True):
+            a, b = model(**first)["loss"], model(**second)["loss"]
+            model(**first)  # nobody differentiates it
+            (b / 3).backward()
+            a.backward()
+            losses += [float(a), float(b)]
+        found.append((losses, [p.grad.clone() for p in model.parameters() if p.grad is not None]))
+        if model.graph_figures is not None:
+            assert model.graph_figures.variants <= 3
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(a, b) for a, b in zip(found[0][1], found[1][1], strict=True))
+
+
+def test_results_are_the_callers_own() -> None:
+    plan = fxpar.Plan(cuda_graphs=fxpar.CudaGraphs("partial"))
+    batches = words(5)
+    model = fxpar.parallelize(gpt2().eval(), plan, batches[0])
+    with torch.no_grad():
+        logits = [model(**batch)["logits"] for batch in batches]
+        again = [model(**batch)["logits"] for batch in batches]
+    assert all(torch.equal(a, b) for a, b in zip(logits, again, strict=True))
+    assert not torch.equal(logits[0], logits[1])
+
+
+def test_a_closed_module_makes_no_step() -> None:
+    plan = fxpar.Plan(cuda_graphs=fxpar.CudaGraphs("full_iteration"))
+    model = fxpar.parallelize(gpt2().train(), plan, words(1)[0])
+    for batch in words(3):
+        model.train_step(batch)
+    model.close()
+    assert model.graph_figures is not None
+    assert model.graph_figures.graphs == 0
+    with pytest.raises(InputError, match="closed"):
+        model.train_step(words(1)[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"optimizer": torch.optim.AdamW}, "counts its steps on the host"),
+        ({"max_norm": 1.0}, "optimizer"),
+    ],
+)
+def test_what_cannot_be_in_a_graph_is_refused(options: dict[str, Any], text: str) -> None:
+    plan = fxpar.Plan(cuda_graphs=fxpar.CudaGraphs("full_iteration"))
+    model = fxpar.parallelize(gpt2().train(), plan, words(1)[0])
+    given = {k: v(model.parameters()) if k == "optimizer" else v for k, v in options.items()}
+    with pytest.raises(FxparError, match=text):
+        model.train_step(words(1)[0], **given)
+
+
+def test_hooks_that_change_gradients_are_refused_and_those_behind_them_run() -> None:
+    plan = fxpar.Plan(cuda_graphs=fxpar.CudaGraphs("full_iteration"))
+    model = fxpar.parallelize(gpt2().train(), plan, words(1)[0])
+    seen: list[int] = []
+    first = next(model.parameters())
+    first.register_post_accumulate_grad_hook(lambda parameter: seen.append(1))
+    for batch in words(4):
+        model.train_step(batch)
+    assert len(seen) == 4
+    first.register_hook(lambda gradient: gradient * 2)
+    with pytest.raises(InputError, match="hook"):
+        model.train_step(words(1)[0])
+
+
+def test_transformer_engine_is_for_gpus() -> None:
+    plan = fxpar.Plan(cuda_graphs=fxpar.CudaGraphs("transformer_engine"))
+    with pytest.raises(InputError, match="captures on GPUs"):
+        fxpar.parallelize(gpt2().train(), plan, words(1)[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "plan", "impl", "micro"),
+    [
+        ("gpt2", {"tp": 2}, "partial", 4),
+        ("llama", {"tp": 2, "sequence_parallel": True}, "full_iteration", 4),
+        ("gpt2", {"dp": 2}, "full_iteration", 1),
+        ("llama", {"dp": 2, "precision": "bf16"}, "partial", 2),
+    ],
+)
+def test_ranks_replay_together(world2: World, name: str, plan: dict[str, Any], impl: str, micro: int) -> None:
+    for same, figures in world2.run(graphed.equal_on_ranks, name, impl, plan, micro):
+        assert same
+        assert figures.graphs >= 2
+
+
+# ---------------------------------------------------------------------- the stand-in
+
+
+def test_the_stand_in_refuses_what_asks_the_device() -> None:
+    x = torch.randn(3)
+    for work in (lambda: x.sum().item(), lambda: x.nonzero(), lambda: torch.tensor([1.0]) + x, lambda: x[x > 0]):
+        with pytest.raises(InputError, match="needs the host"):
+            StandInPool().record(work)
+
+
+def test_the_stand_in_runs_no_python_and_changes_nothing_while_it_records() -> None:
+    pool, total, x, calls = StandInPool(), torch.zeros(3), torch.ones(3), []
+
+    def work() -> Tensor:
+        calls.append(1)
+        total.add_(x)
+        return total * len(calls)
+
+    recording, found = pool.record(work)
+    assert total.tolist() == [0, 0, 0]
+    for _ in range(2):
+        x.mul_(2)
+        recording.replay()
+    assert len(calls) == 1
+    assert total.tolist() == found.tolist() == [6, 6, 6]
+
+
+def test_the_stand_in_sees_memory_that_nobody_keeps() -> None:
+    pool, x = StandInPool(), torch.ones(3)
+
+    def record() -> Any:
+        number = torch.arange(3)
+        return pool.record(lambda: x * number)[0]
+
+    recording = record()
+    gc.collect()
+    with pytest.raises(AssertionError, match="nobody keeps"):
+        recording.replay()
+
+
+def test_poison_is_no_number() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        value = torch.zeros(4, dtype=dtype)
+        poison(value[1:2])
+        assert value.isnan().all()
