@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -16,19 +18,22 @@ from fxpar.state.sharded import local_of
 VOCABULARY = 256
 
 
-def gpt2(size: int = 32) -> nn.Module:
-    """Two layers, with dropout everywhere."""
-    options: dict[str, Any] = {"n_layer": 2, "n_embd": size, "n_head": 4, "n_positions": 64}
+def gpt2(size: int = 32, layers: int = 1) -> nn.Module:
+    """With dropout everywhere."""
+    options: dict[str, Any] = {"n_layer": layers, "n_embd": size, "n_head": 4, "n_positions": 64}
     options |= {"vocab_size": VOCABULARY, "use_cache": False, "bos_token_id": 1, "eos_token_id": 1}
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**options))
 
 
-def llama(size: int = 32) -> nn.Module:
-    """Two layers, with dropout of attention."""
-    options: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": size, "intermediate_size": 48}
+def llama(size: int = 32, layers: int = 1) -> nn.Module:
+    """With dropout of attention."""
+    options: dict[str, Any] = {"num_hidden_layers": layers, "hidden_size": size, "intermediate_size": 48}
     options |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCABULARY}
     options |= {"use_cache": False, "attention_dropout": 0.1, "bos_token_id": 1, "eos_token_id": 1}
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**options))
+
+
+two_layers = partial(gpt2, layers=2)
 
 
 class Reading(nn.Module):
@@ -40,7 +45,8 @@ class Reading(nn.Module):
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         for i, layer in enumerate(self.layers):
-            up, down = layer  # type: ignore[misc]
+            assert isinstance(layer, nn.ModuleList)
+            up, down = layer
             y = down(torch.relu(up(x)))
             x = x + (y / y.detach().abs().max().item() if i == 1 else y)
         return {"loss": x.square().mean()}
@@ -136,9 +142,19 @@ def train(
     return Trained([float(each) for each in losses], weights, figures)
 
 
+@cache
+def _as_it_is(build: Callable[[], nn.Module], steps: int, micro: int, more: str) -> Trained:
+    return train(build, words(steps, micro), **json.loads(more))
+
+
+def as_it_is(build: Callable[[], nn.Module], steps: int, micro: int = 1, **more: Any) -> Trained:
+    """A training without graphs on batches of words; made once."""
+    return _as_it_is(build, steps, micro, json.dumps(more))
+
+
 def equal_on_ranks(name: str, impl: str, plan: dict[str, Any], micro: int) -> tuple[bool, Any]:
     """On each rank: whether a training with graphs is the one without, and what graphs there were."""
     build = {"gpt2": gpt2, "llama": llama}[name]
-    plain = train(build, words(6, micro), **plan)
+    plain = as_it_is(build, 6, micro, **plan)
     graphed = train(build, words(6, micro), impl, **plan)
     return plain == graphed, graphed.figures

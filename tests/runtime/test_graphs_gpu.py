@@ -1,0 +1,113 @@
+"""On a GPU: steps that are replayed are the steps, bit for bit, whatever other graphs leave in their memory."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fxpar
+from fxpar.runtime.graphs.full import Iteration
+from fxpar.runtime.graphs.partial import GraphedForward, GraphedStep
+from tests.runtime.graphed import Trained, gpt2, llama, train, words
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+pytestmark = pytest.mark.gpu
+
+STEPS = 100
+BUILDS: dict[str, Any] = {"gpt2": partial(gpt2, 128, 2), "llama": partial(llama, 128, 2)}
+ENGINE = pytest.param(
+    "transformer_engine",
+    marks=pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is None, reason="needs Transformer Engine"),
+)
+_known: dict[Any, Trained] = {}
+
+
+@pytest.fixture(autouse=True)
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def plain(name: str, micro: int, **more: Any) -> Trained:
+    """A training without graphs, made once."""
+    key = (name, micro, str(more))
+    if key not in _known:
+        _known[key] = train(BUILDS[name], words(STEPS, micro), **more)
+    return _known[key]
+
+
+@pytest.mark.parametrize("impl", ["partial", "full_iteration", ENGINE])
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_a_hundred_steps_are_the_same_to_the_bit(name: str, impl: str) -> None:
+    found = train(BUILDS[name], words(STEPS, 4), impl)
+    assert found == plain(name, 4)
+    assert len(set(found.losses)) == len(found.losses)
+    assert found.figures.graphs >= 2
+
+
+@pytest.mark.parametrize("impl", ["partial", "full_iteration", ENGINE])
+def test_compiled_steps_in_half_precision_are_the_same_to_the_bit(impl: str) -> None:
+    more: dict[str, Any] = {"compile": True, "precision": "bf16_weights"}
+    assert train(BUILDS["gpt2"], words(STEPS), impl, **more) == plain("gpt2", 1, **more)
+
+
+@pytest.mark.parametrize("impl", ["partial", "full_iteration"])
+def test_the_optimizer_steps_inside(impl: str) -> None:
+    assert train(BUILDS["gpt2"], words(STEPS), impl, inside=True) == plain("gpt2", 1, inside=True)
+
+
+def _scramble(model: fxpar.ParallelModule, step: int) -> None:
+    """Fills all static memory with NaN, as other graphs might."""
+    torch.cuda.synchronize()
+    assert model._graphs is not None
+    for pool, known in model._graphs._pools:
+        handle: Any = pool._handle  # type: ignore[attr-defined]
+        for segment in torch.cuda.memory_snapshot():
+            if tuple(segment["segment_pool_id"]) == tuple(handle):
+                device = model.world.device
+                storage = torch._C._construct_storage_from_data_pointer(
+                    segment["address"], device, segment["total_size"]
+                )
+                torch.empty(0, dtype=torch.uint8, device=device).set_(storage).fill_(255)
+        for made in known.values():
+            for static in _static(made):
+                static.view(torch.uint8).fill_(255)
+    torch.cuda.synchronize()
+
+
+def _static(made: Any) -> list[Tensor]:
+    if isinstance(made, Iteration):
+        return [value for each in made._static for value in each.tensors.values()]
+    assert isinstance(made, (GraphedStep, GraphedForward))
+    parts = (made._static, getattr(made, "_tangents", None))
+    return [value.reshape(-1) for each in parts if each is not None for value in each.tensors.values()]
+
+
+@pytest.mark.parametrize("impl", ["partial", "full_iteration"])
+@pytest.mark.parametrize("micro", [1, 4])
+def test_nothing_in_static_memory_is_kept_from_step_to_step(impl: str, micro: int) -> None:
+    assert train(BUILDS["gpt2"], words(STEPS, micro), impl, touch=_scramble) == plain("gpt2", micro)
+
+
+def test_what_a_graph_cannot_hold_is_told() -> None:
+    class Asking(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            y = self.linear(x)
+            return {"loss": torch.linalg.solve(y.mT @ y + torch.eye(8, device=x.device), y.mT).sum()}
+
+    plan = fxpar.Plan(cuda_graphs=fxpar.CudaGraphs("full_iteration"))
+    model = fxpar.parallelize(Asking(), plan, {"x": torch.randn(4, 8)})
+    with pytest.raises(fxpar.FxparError, match="is no part of a CUDA graph"):
+        model.train_step({"x": torch.randn(4, 8)})
