@@ -6,6 +6,7 @@ step, and `ForwardCalls`, a forward alone.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -148,13 +149,18 @@ class StepCalls:
             own.update({value: placed[fqn] for fqn, value in ready.items()})
 
     def _ready(self) -> list[dict[str, str]]:
-        """Behind each call of the backward, the gradients that are there from then on, and that no later call reads."""
+        """Behind each call of the backward, the gradients that are there from then on, and that no later call reads.
+
+        Not what is the gradient of several parameters: one place would be given to all of them.
+        """
         found: list[dict[str, str]] = []
         if not self.whole:
             return [{} for _ in self.backward_calls]
+        shared = Counter(self.step.gradients.values())
+        gradients = {fqn: value for fqn, value in self.step.gradients.items() if shared[value] == 1}
         read: set[str] = set()
         for call in reversed(self.backward_calls):
-            found.append({f: v for f, v in self.step.gradients.items() if v in call.gives and v not in read})
+            found.append({f: v for f, v in gradients.items() if v in call.gives and v not in read})
             read.update(call.takes)
         return found[::-1]
 
