@@ -41,9 +41,12 @@ class Buffers:
         return found
 
     def state(self, leaves: Mapping[str, Tensor]) -> Hashable:
-        """Equal where gradients are placed alike: at the same addresses, over what is there or added to it."""
+        """Equal where gradients are placed alike: at the same addresses, over what is there or added to it.
+
+        Strides too: what is transposed has the address of what it is made of.
+        """
         grads = ((leaf.grad, bool(leaf._backward_hooks)) for leaf in leaves.values())
-        return tuple((0 if grad is None else grad.data_ptr(), is_hooked) for grad, is_hooked in grads)
+        return tuple((None if g is None else (g.data_ptr(), g.stride()), is_hooked) for g, is_hooked in grads)
 
     @torch.no_grad()
     def add(self, parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> None:

@@ -37,19 +37,21 @@ class _Owned:
     Attributes:
         values: by name of the placeholder.
         leaves: those that are trained, by name of the parameter.
-        seen: each leaf, its address and whether it was trained.
+        seen: each leaf, its address and strides, and whether it was trained.
         version: of the module's tensors.
     """
 
     values: dict[str, Tensor]
     leaves: dict[str, Tensor]
-    seen: tuple[tuple[Tensor, int, bool], ...]
+    seen: tuple[tuple[Tensor, int, tuple[int, ...], bool], ...]
     version: int
 
     def holds(self, version: int) -> bool:
         """Whether it is so still."""
-        is_same = all(leaf.data_ptr() == place and leaf.requires_grad == trains for leaf, place, trains in self.seen)
-        return self.version == version and is_same
+        return self.version == version and all(
+            leaf.data_ptr() == place and leaf.stride() == strides and leaf.requires_grad == trains
+            for leaf, place, strides, trains in self.seen
+        )
 
 
 @dataclass(frozen=True)
@@ -233,7 +235,7 @@ class Runner:
         """What a program takes of the module, and the leaves that are trained."""
         values: dict[str, Tensor] = {}
         leaves: dict[str, Tensor] = {}
-        seen: list[tuple[Tensor, int, bool]] = []
+        seen: list[tuple[Tensor, int, tuple[int, ...], bool]] = []
         for parameter in call.compiled.program.parameters:
             is_constant = parameter.kind == "constant"
             constants = call.compiled.constants
@@ -243,7 +245,7 @@ class Runner:
             if leaf.requires_grad:
                 leaves[parameter.fqn] = leaf
             values[parameter.node] = leaf.detach()
-            seen.append((leaf, leaf.data_ptr(), leaf.requires_grad))
+            seen.append((leaf, leaf.data_ptr(), leaf.stride(), leaf.requires_grad))
         return _Owned(values, leaves, tuple(seen), self.tensors.version)
 
     def _held(self, name: str, tensors: Mapping[str, Tensor]) -> Tensor:

@@ -143,9 +143,9 @@ class Graphs:
 
 
 def key_of(values: Mapping[str, Any], inputs: Collection[str]) -> tuple[Hashable, Hashable]:
-    """Shapes of what is copied in, and addresses of all else."""
+    """Shapes of what is copied in, and addresses and strides of all else."""
     shapes = tuple((name, tuple(values[name].shape), values[name].dtype) for name in inputs)
-    return shapes, tuple(value.data_ptr() for name, value in values.items() if name not in inputs)
+    return shapes, tuple((value.data_ptr(), value.stride()) for name, value in values.items() if name not in inputs)
 
 
 # Those of this process: graphs hold communicators, which must outlive them.
