@@ -28,6 +28,18 @@ def _item_on_shapes(x: Tensor) -> Tensor:
     return torch.empty((), dtype=torch.float64, device=x.device)
 
 
+def _ends_gradients(ctx: Any, inputs: Any, output: Tensor) -> None:
+    ctx.mark_non_differentiable(output)
+
+
+def _gradient(ctx: Any, gradient: Any) -> None:
+    """There is none: to the author what was read is a number."""
+
+
+# Without it autograd, by which a capture is compared with the model, refuses values that require gradients.
+_item.register_autograd(_gradient, setup_context=_ends_gradients)
+
+
 def _labels(call: Call) -> Labelling:
     return Labelling((tuple(None for _ in call.operands[0].shape),), ((),))
 
