@@ -13,10 +13,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from fxpar.errors import InputError
 from fxpar.runtime.calls import ForwardCalls, Place, StepCalls, UnitCall, Values
 from fxpar.runtime.graphs.pool import Flight, Pool, Recording
 
@@ -138,6 +141,7 @@ class GraphedStep:
         self._results: dict[str, Tensor] = {}
         self._own: Values = {}
         self._found: dict[str, Tensor] = {}
+        self._placed: list[Tensor] = []
 
     @property
     def graphs(self) -> int:
@@ -165,35 +169,51 @@ class GraphedStep:
     def backward(self, own: Values, tangents: Mapping[str, Tensor], place: Place | None = None) -> dict[str, Tensor]:
         """See `Runnable`. Of what is placed the places; of all else copies."""
         own.clear()
+        if self._forward is None:
+            raise InputError(
+                "the graphs of this call's forward are freed", where="close()", remedy="close behind the last backward"
+            )
         if self._backward is None:
+            forward, self._forward = self._forward, None  # where recording fails, both are recorded anew
             self._tangents = Static(tangents)
             names = self._calls.step.tangents
             self._own.update({names[name]: static for name, static in self._tangents.tensors.items()})
             calls = self._calls.backward_calls
+            there: list[Tensor] = []
+            noting = None if place is None else partial(_noting, place, there)
             self._backward = Replayed(
-                self._pool, calls, self._own, lambda index, values: self._calls.run_backward(index, values, place)
+                self._pool, calls, self._own, lambda index, values: self._calls.run_backward(index, values, noting)
             )
+            self._forward = forward
             self._found = {name: self._own[name] for name in self._calls.gives}
+            self._placed = [value for value in self._found.values() if any(value is each for each in there)]
             self._own = {}
         else:
             assert self._tangents is not None
             self._tangents.fill(tangents)
             self._backward.replay()
         self._pool.flight = None
-        found = self._found
-        if place is None:
-            found = {name: value.clone() for name, value in found.items()}
+        placed = {id(value) for value in self._placed}
+        found = {name: value if id(value) in placed else value.clone() for name, value in self._found.items()}
         assert self._static is not None
         static = (*self._static.tensors.values(), *self._tangents.tensors.values())
-        self._pool.scramble(static, (), () if place is None else found.values())
-        return dict(found)
+        self._pool.scramble(static, (), self._placed)
+        return found
 
     def reset(self) -> None:
         """Frees the graphs and what they hold."""
         for part in (self._forward, self._backward):
             if part is not None:
                 part.reset()
-        self._results, self._own, self._found = {}, {}, {}
+        self._forward = self._backward = None
+        self._results, self._own, self._found, self._placed = {}, {}, {}, []
+
+
+def _noting(place: Place, there: list[Tensor], gradients: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """What is placed is where it stays; what is left to hooks, which may keep it, stays in the pool."""
+    found = place(gradients)
+    there += [value for name, value in found.items() if value is not gradients[name]]
+    return found
 
 
 class GraphedForward:
@@ -219,18 +239,24 @@ class GraphedForward:
     def __call__(self, values: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Tensor]:
         """The outputs by name."""
         if self._replayed is None:
-            self._static = Static({name: values[name] for name in self._inputs})
-            own = self._calls.start({**values, **self._static.tensors}, sizes)
-            calls = self._calls.calls
-            self._replayed = Replayed(self._pool, calls, own, lambda index, values: calls[index](values))
-            self._results = {name: own[value] for name, value in self._calls.results.items()}
+            # Of what is made in inference mode nothing could be written outside of it.
+            with torch.inference_mode(False), torch.no_grad():
+                self._record(values, sizes)
         else:
             assert self._static is not None
             self._static.fill(values)
             self._replayed.replay()
+        assert self._static is not None
         found = {name: value.clone() for name, value in self._results.items()}
         self._pool.scramble(self._static.tensors.values(), (), ())
         return found
+
+    def _record(self, values: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
+        self._static = Static({name: values[name] for name in self._inputs})
+        own = self._calls.start({**values, **self._static.tensors}, sizes)
+        calls = self._calls.calls
+        self._replayed = Replayed(self._pool, calls, own, lambda index, values: calls[index](values))
+        self._results = {name: own[value] for name, value in self._calls.results.items()}
 
     def reset(self) -> None:
         """Frees the graphs and what they hold."""
