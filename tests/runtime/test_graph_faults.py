@@ -1,0 +1,178 @@
+"""What a reviewer found that graphed modules did differently from others, or silently."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fxpar
+from fxpar.errors import InputError
+from fxpar.runtime.module import ParallelModule
+
+IMPLEMENTATIONS = ("none", "partial", "full_iteration")
+
+
+class Sums(nn.Module):
+    """Two parameters that are only used as their sum, so that both have one value as their gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4, 4))
+        self.bias = nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        y = x @ (self.first + self.second) + self.bias
+        return {"y": y, "loss": y.square().mean()}
+
+
+class Scaled(Sums):
+    """Divides by a number that it reads of a value that has a gradient."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        y = super().forward(x)["y"]
+        return {"loss": (y / y.abs().max().item()).square().mean()}
+
+
+@torch.library.custom_op("fxpar_tests::fragile", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def fragile(x: Tensor) -> Tensor:
+    return x.clone()
+
+
+@torch.library.custom_op("fxpar_tests::fragile_backward", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def fragile_backward(x: Tensor) -> Tensor:
+    if Fragile.breaks:
+        raise ValueError("broken")
+    return x.clone()
+
+
+fragile.register_fake(torch.empty_like)
+fragile_backward.register_fake(torch.empty_like)
+fragile.register_autograd(lambda ctx, gradient: fragile_backward(gradient))
+
+
+class Fragile(Sums):
+    """Has an operation no graph holds, whose backward fails when it is told to."""
+
+    breaks = False
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"loss": fragile(super().forward(x)["y"]).square().mean()}
+
+
+def batch(index: int = 0) -> dict[str, Tensor]:
+    return {"x": torch.randn(3, 4, generator=torch.Generator().manual_seed(index))}
+
+
+def made(implementation: str, kind: type[nn.Module] = Sums) -> ParallelModule:
+    torch.manual_seed(0)
+    return fxpar.parallelize(kind(), fxpar.Plan(cuda_graphs=fxpar.CudaGraphs(implementation)), batch())
+
+
+def gradients(module: nn.Module) -> list[Tensor]:
+    return [p.grad.clone() for p in module.parameters() if p.grad is not None]
+
+
+def assert_equal(first: Any, second: Any) -> None:
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_one_gradient_of_two_parameters_is_added_to_what_each_has(implementation: str) -> None:
+    module = made(implementation)
+    plain = Sums()
+    plain.load_state_dict(module.full_state_dict())
+    for index in range(4):
+        module.train_step(batch(index))
+        plain(**batch(index))["loss"].backward()
+        if index == 0:
+            for each in (module, plain):
+                each.second.grad = None
+    torch.testing.assert_close(gradients(module), gradients(plain))
+
+
+def test_a_gradient_that_a_hook_keeps_is_not_overwritten() -> None:
+    kept = {}
+    for implementation in ("none", "partial"):
+        module, seen = made(implementation), list[Tensor]()
+        module.train_step(batch())
+        module.bias.register_hook(seen.append)
+        for index in range(4):
+            module.train_step(batch(index))
+        kept[implementation] = seen
+    assert_equal(kept["partial"], kept["none"])
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS[1:])
+def test_what_is_transposed_is_not_what_has_its_address(implementation: str) -> None:
+    module, plain = made(implementation), made("none")
+    own = [torch.zeros(4, 4), torch.zeros(4, 4)]
+    for index in range(6):
+        for each, memory in zip((module, plain), own, strict=True):
+            memory.zero_()
+            each.zero_grad()
+            each.first.grad = memory if index < 3 else memory.t()
+            each.train_step(batch(index))
+        assert_equal(gradients(module), gradients(plain))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_values_that_are_transposed_in_their_memory_are_seen(implementation: str) -> None:
+    module = made(implementation)
+    for index in range(3):
+        module.train_step(batch(index))
+        module.zero_grad()
+    module.first.data = module.first.data.t()
+    plain = Sums()
+    plain.load_state_dict(module.full_state_dict())
+    plain(**batch())["loss"].backward()
+    module.train_step(batch())
+    torch.testing.assert_close(gradients(module), gradients(plain))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS[1:])
+def test_a_forward_recorded_in_inference_mode_is_replayed_outside_of_it(implementation: str) -> None:
+    module, plain = made(implementation), made("none")
+    for mode in (torch.inference_mode, torch.inference_mode, torch.no_grad, torch.inference_mode):
+        with mode():
+            assert_equal(module(**batch())["y"], plain(**batch())["y"])
+
+
+def test_a_number_may_be_read_of_a_value_that_has_a_gradient() -> None:
+    module, plain = made("partial", Scaled), Scaled()
+    plain.load_state_dict(module.full_state_dict())
+    for index in range(3):
+        module.train_step(batch(index))
+        plain(**batch(index))["loss"].backward()
+    torch.testing.assert_close(gradients(module), gradients(plain))
+    assert module.graph_figures is not None
+    assert module.graph_figures.graphs > 2
+
+
+@pytest.mark.parametrize("breaking", [0, 1, 2])
+def test_a_backward_that_fails_does_not_spoil_the_next(breaking: int) -> None:
+    found = {}
+    for implementation in ("none", "partial"):
+        module = made(implementation, Fragile)
+        for index in range(5):
+            Fragile.breaks = index == breaking
+            loss = module(**batch(index))["loss"]
+            if Fragile.breaks:
+                with pytest.raises(ValueError, match="broken"):
+                    loss.backward()
+            else:
+                loss.backward()
+        found[implementation] = gradients(module)
+    Fragile.breaks = False
+    assert_equal(found["partial"], found["none"])
+
+
+def test_a_backward_behind_close_says_so() -> None:
+    module = made("partial")
+    module(**batch())["loss"].backward()
+    loss = module(**batch())["loss"]
+    module.close()
+    with pytest.raises(InputError, match="freed"):
+        loss.backward()
