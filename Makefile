@@ -2,8 +2,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
-# A file at a time: its tests share what they compile.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+# A file at a time: its tests share what they compile. In the order of tests/conftest.py: xdist's own starts with the
+# files of most tests, and those of few are the long ones.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 SOURCES := fxpar tests samples
 
 .PHONY: demo test test-matrix lint

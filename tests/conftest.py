@@ -1,3 +1,4 @@
+import gc
 import os
 from collections.abc import Iterator
 
@@ -13,6 +14,11 @@ from tests.runtime.world import JOBS, World
 __all__ = ["pytest_collection_modifyitems", "pytest_terminal_summary"]
 
 torch.set_num_threads(1)
+# Captures make very many small objects; by Python's own threshold the collector looks through them a hundred times.
+gc.set_threshold(50_000, 20, 100)
+
+# Rooms whose files are long start first, so that no worker waits at the end for one that the other began late.
+LONG = ("samples", "packaging", "runtime", "oracle", "state", "models")
 
 
 @pytest.fixture(scope="session")
@@ -31,6 +37,8 @@ def world4() -> Iterator[World]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    rooms = {name: place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: rooms.get(item.path.parent.name, len(LONG)))
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")

@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 
 Result = TypeVar("Result")
 
-# What ranks find loaded in most tests.
-JOBS = "tests.runtime.jobs"
+# What ranks find loaded and done in most tests.
+JOBS = "tests.runtime.warm"
 
 # Ranks must fail before the test that waits for them does.
 GROUP_SECONDS, ANSWER_SECONDS = 60.0, 180.0

@@ -1,0 +1,13 @@
+"""What ranks find done when they are forked: imports that wait for a first capture, and traces of common derivatives.
+
+The process that forks them imports this module, captures a model and takes a step; no rank pays for that again.
+"""
+
+from __future__ import annotations
+
+from tests.runtime import jobs
+from tests.zoo import CASES
+
+jobs.case_module("gpt2").train_step(CASES["gpt2"].example())
+# Each rank makes its own modules: those of a plan of ones are none of theirs.
+jobs._kept.clear()
