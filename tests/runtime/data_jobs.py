@@ -28,6 +28,8 @@ from tests.runtime import accounting
 Found = dict[str, Any]
 
 ROWS = 8
+# For what a second layer would only repeat.
+ONE_LAYER = "gpt2,n_layer=1"
 _kept: dict[Any, tuple[ParallelModule, dict[str, Tensor]]] = {}
 
 
@@ -51,7 +53,7 @@ def batches(name: str, count: int = 1) -> list[Any]:
 
 def module(name: str, tp: int, dp: int, **options: Any) -> ParallelModule:
     """A model as if it were new."""
-    key = (name, tp, dp, *options.items())
+    key = (name, tp, dp, plan(tp, dp, **options))
     if key not in _kept:
         loaded = load_model(f"hf:{name}", 3, None, 0, True)
         rows = ROWS // dp if dist.is_initialized() else ROWS
@@ -173,8 +175,8 @@ def account(name: str, tp: int, dp: int, sequence_parallel: bool) -> Found:
 
 def refusals(tp: int, dp: int) -> list[tuple[str, str]]:
     """Where and why calls are refused."""
-    model = module("gpt2", tp, dp)
-    batch = batches("gpt2")[0]
+    model = module(ONE_LAYER, tp, dp)
+    batch = batches(ONE_LAYER)[0]
     own = fxpar.shard_batch(batch, model)
     tensor_rank = dist.get_rank() % tp
     other_values = {key: value.clone() for key, value in own.items()}
@@ -201,9 +203,9 @@ def refusals(tp: int, dp: int) -> list[tuple[str, str]]:
 
 def saved(folder: str, tp: int, dp: int) -> dict[str, Tensor]:
     """Trains two steps and saves; the weights."""
-    model = module("gpt2", tp, dp)
+    model = module(ONE_LAYER, tp, dp)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-6)
-    own = fxpar.shard_batch(batches("gpt2")[0], model)
+    own = fxpar.shard_batch(batches(ONE_LAYER)[0], model)
     for _ in range(2):
         optimizer.zero_grad()
         model.train_step(own)
@@ -214,11 +216,11 @@ def saved(folder: str, tp: int, dp: int) -> dict[str, Tensor]:
 
 def resumed(folder: str, tp: int, dp: int) -> Found:
     """Goes on from a save under another plan: weights and a further step."""
-    model = module("gpt2", tp, dp)
+    model = module(ONE_LAYER, tp, dp)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-6)
     position = model.resume_training(folder, optimizer)
     before = model.full_state_dict()
     optimizer.zero_grad()
-    loss = model.train_step(fxpar.shard_batch(batches("gpt2")[0], model)).item()
+    loss = model.train_step(fxpar.shard_batch(batches(ONE_LAYER)[0], model)).item()
     optimizer.step()
     return {"position": position, "before": before, "loss": loss, "after": model.full_state_dict()}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.runtime import data_jobs
-from tests.runtime.data_jobs import Found
+from tests.runtime.data_jobs import ONE_LAYER, Found
 from tests.runtime.test_report import assert_agrees
 from tests.runtime.test_training import assert_same
 from tests.runtime.world import World
@@ -80,15 +80,15 @@ def test_what_is_shared_is_summed_once_in_mixed_precision_too(world4: World) -> 
 
 
 def test_norms_by_torch_and_by_the_module_are_the_true_one(world4: World) -> None:
-    wanted, _ = data_jobs.torch_clips("gpt2", 1, 1)
-    for mine, torchs in world4.run(data_jobs.torch_clips, "gpt2", 2, 2):
+    wanted, _ = data_jobs.torch_clips(ONE_LAYER, 1, 1)
+    for mine, torchs in world4.run(data_jobs.torch_clips, ONE_LAYER, 2, 2):
         assert mine == pytest.approx(wanted, rel=1e-5)
         assert torchs == pytest.approx(wanted, rel=1e-5)
 
 
 def test_outputs_are_tensors_of_both_axes(world4: World) -> None:
-    wanted = data_jobs.outputs("gpt2", 1, 1)
-    for found in world4.run(data_jobs.outputs, "gpt2", 2, 2):
+    wanted = data_jobs.outputs(ONE_LAYER, 1, 1)
+    for found in world4.run(data_jobs.outputs, ONE_LAYER, 2, 2):
         assert found["kind"] == "DTensor"
         assert found["placements"] == "(Shard(dim=0), Shard(dim=2))"
         assert_same({"logits": found["logits"]}, {"logits": wanted["logits"]}, 1e-5)
