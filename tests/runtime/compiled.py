@@ -149,38 +149,26 @@ def beside(code: str) -> list[int]:
     return found
 
 
-def order(kinds: tuple[bool, ...]) -> Found:
-    """What is beside collectives in the code that Inductor emits for a backward, and in the program.
+def deep(sequence_parallel: bool) -> Found:
+    """Losses and gradients of two equal layers, eager and compiled, how many graphs were compiled, and their order.
 
-    Args:
-        kinds: with sequence parallelism, and without.
+    The order is how many products are beside collectives, in the code that Inductor emits and in the program.
     """
-    batch = {"x": torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(0))}
-    found: Found = {}
-    for kind in kinds:
-        model = fxpar.parallelize(Deep(2), fxpar.Plan(tp=tp(), sequence_parallel=kind, compile=True), batch)
-        with config.patch(post_grad_custom_pre_pass=Seen(), compile_threads=1):
-            _, codes = run_and_get_code(model.train_step, batch)
-        trained = [p.fqn for p in model.program.parameters if p.trainable]
-        step = inlined(compile_step(model.program, ("loss",), ("loss",), trained))
-        found[str(kind)] = {
-            "code": sorted({count for code in codes for count in beside(code)}),
-            "program": sorted({len(each.beside) for each in travels(step)}),
-        }
-    return found
-
-
-def deep() -> Found:
-    """Losses and gradients of two equal layers, eager and compiled, and how many graphs were compiled."""
     found: Found = {}
     batch = {"x": torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(0))}
+    codes: list[str] = []
     for kind in ("eager", "compiled"):
         torch.manual_seed(0)
-        plan = fxpar.Plan(tp=tp(), sequence_parallel=True, compile=kind == "compiled")
+        plan = fxpar.Plan(tp=tp(), sequence_parallel=sequence_parallel, compile=kind == "compiled")
         model, seen = fxpar.parallelize(Deep(2), plan, batch), Seen()
         with config.patch(post_grad_custom_pre_pass=seen, compile_threads=1):
-            losses = [float(model.train_step(batch)) for _ in range(2)]
+            first, codes = run_and_get_code(model.train_step, batch)
+            losses = [float(first), float(model.train_step(batch))]
         found[kind] = {"losses": losses, "gradients": gradients(model)}
+    trained = [p.fqn for p in model.program.parameters if p.trainable]
+    step = inlined(compile_step(model.program, ("loss",), ("loss",), trained))
+    found["code"] = sorted({count for code in codes for count in beside(code)})
+    found["program"] = sorted({len(each.beside) for each in travels(step)})
     return {**found, "graphs": len(seen.graphs)}
 
 

@@ -33,21 +33,18 @@ def test_a_compiled_program_is_the_eager_one(world2: World) -> None:
         assert (forward[ALL_REDUCE], backward[ALL_REDUCE]) == (4, 2)
 
 
-def test_equal_layers_are_compiled_once(world2: World) -> None:
-    for found in world2.run(compiled.deep, seconds=600):
+@pytest.mark.parametrize(("sequence_parallel", "most"), [(True, 6), pytest.param(False, 8, marks=pytest.mark.matrix)])
+def test_equal_layers_are_compiled_once_in_the_order_of_the_program(
+    world2: World, sequence_parallel: bool, most: int
+) -> None:
+    """Gradients of weights run between a collective's start and its wait."""
+    for found in world2.run(compiled.deep, sequence_parallel, seconds=600):
         assert_equal(found)
         first, second = found["eager"]["losses"]
         assert first != second  # each step drops others
-        assert found["graphs"] <= 6  # a layer and the head, forward and backward, and what surrounds them
-
-
-@pytest.mark.parametrize("kind", [False, pytest.param(True, marks=pytest.mark.matrix)])
-def test_the_emitted_code_has_the_order_of_the_program(world2: World, kind: bool) -> None:
-    """Gradients of weights run between a collective's start and its wait."""
-    for found in world2.run(compiled.order, (kind,), seconds=600):
-        for each in found.values():
-            assert each["code"] == each["program"]
-            assert max(each["code"]) >= 2
+        assert found["graphs"] <= most  # a layer and the head, forward and backward, and what surrounds them
+        assert found["code"] == found["program"]
+        assert max(found["code"]) >= 2
 
 
 @pytest.mark.matrix
