@@ -1,10 +1,7 @@
 """What README and CONTRIBUTING show is run as it stands."""
 
-import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -22,6 +19,8 @@ from fxpar.rules import unregister_rule
 from fxpar.text.printing import print_program
 from fxpar.verification import verify
 from fxpar.verify.static import STATIC
+from tests.runtime.world import World
+from tests.samples.scripts import script
 from tests.zoo import CASES
 
 _ROOT = Path(__file__).parents[2]
@@ -32,22 +31,14 @@ def _blocks(file: str, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", text, flags=re.DOTALL)
 
 
-def test_the_training_program_runs_on_two_processes_with_one_loss(tmp_path: Path) -> None:
+def test_the_training_program_runs_on_two_processes_with_one_loss(world2: World, tmp_path: Path) -> None:
     (program,) = _blocks("README.md", "python")
     (tmp_path / "train.py").write_text(program)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
-    environment = {**os.environ, "PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "train.py"],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    losses = set(re.findall(r"rank [01]: (loss \d+\.\d{4}, 29 tensors)", done.stdout))
-    assert len(losses) == 1, done.stdout
+    texts = world2.run(script, tmp_path / "train.py", (), tmp_path)
+    losses = {loss for text in texts for loss in re.findall(r"rank [01]: (loss \d+\.\d{4}, 29 tensors)", text)}
+    assert len(losses) == 1, texts
+    assert all(f"rank {rank}: loss" in text for rank, text in enumerate(texts))
+    assert {folder.name for folder in (tmp_path / "saves").iterdir()} >= {"training-00000003"}
 
 
 def test_the_commands_of_the_readme_run_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

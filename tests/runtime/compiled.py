@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -36,6 +37,19 @@ class Seen(CustomGraphPass):
         return
 
 
+def watched(seen: Seen, vectorized: bool = True) -> AbstractContextManager[Any]:
+    """Inductor in this process, its graphs counted.
+
+    Args:
+        vectorized: makes vector code too, which is most of what Inductor takes its time for.
+    """
+    scalar = {} if vectorized else {"cpp.simdlen": 1}
+    patched: AbstractContextManager[Any] = config.patch(
+        {"post_grad_custom_pre_pass": seen, "compile_threads": 1, **scalar}
+    )
+    return patched
+
+
 def batch_of(name: str) -> Any:
     """What a model is called with."""
     return models.batch() if name == "tiny" else CASES[name].example()
@@ -58,7 +72,7 @@ def train(name: str, options: dict[str, Any]) -> Found:
     for kind in ("eager", "compiled"):
         model = module(name, compile=kind == "compiled", **options)
         seen, batch = Seen(), batch_of(name)
-        with config.patch(post_grad_custom_pre_pass=seen, compile_threads=1):
+        with watched(seen):
             losses = [float(model.train_step(batch)) for _ in range(2)]
         found[kind] = {"losses": losses, "gradients": gradients(model)}
     found["graphs"] = [dict(graph) for graph in seen.graphs]
@@ -70,7 +84,7 @@ def shapes() -> Found:
     found: Found = {"eager": [], "compiled": [], "graphs": []}
     for kind in ("eager", "compiled"):
         model, seen = module("tiny", compile=kind == "compiled").eval(), Seen()
-        with config.patch(post_grad_custom_pre_pass=seen, compile_threads=1), torch.no_grad():
+        with watched(seen), torch.no_grad():
             for rows in (2, 5, 2, 5, 3, 7, 1):
                 ids = torch.arange(rows * 8).reshape(rows, 8) % models.VOCABULARY
                 found[kind].append(model(ids=ids)["logits"])
@@ -100,7 +114,7 @@ def lengths(sizes: list[tuple[int, int]], options: dict[str, Any] | None) -> Fou
     """Steps on batches of many sizes: losses and gradients, eager and compiled, and how many graphs there were.
 
     Args:
-        options: of the plan, with layers of dropout; without any the tiny model.
+        options: of the plan, with layers of dropout, in vector code; without any the tiny model, in scalar code.
     """
 
     def batch(rows: int, length: int) -> dict[str, torch.Tensor]:
@@ -122,7 +136,7 @@ def lengths(sizes: list[tuple[int, int]], options: dict[str, Any] | None) -> Fou
         for rows, length in sizes:
             for parameter in model.parameters():
                 parameter.grad = None
-            with config.patch(post_grad_custom_pre_pass=seen, compile_threads=1):
+            with watched(seen, vectorized=options is not None):
                 loss = float(model.train_step(batch(rows, length)))
             found[kind].append({"losses": [loss], "gradients": gradients(model)})
             found["graphs"].append(len(seen.graphs))
@@ -152,7 +166,8 @@ def beside(code: str) -> list[int]:
 def deep(sequence_parallel: bool) -> Found:
     """Losses and gradients of two equal layers, eager and compiled, how many graphs were compiled, and their order.
 
-    The order is how many products are beside collectives, in the code that Inductor emits and in the program.
+    The order is how many products are beside collectives, in the code that Inductor emits and in the program. The
+    code is scalar: vectors change nothing of it.
     """
     found: Found = {}
     batch = {"x": torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(0))}
@@ -161,7 +176,7 @@ def deep(sequence_parallel: bool) -> Found:
         torch.manual_seed(0)
         plan = fxpar.Plan(tp=tp(), sequence_parallel=sequence_parallel, compile=kind == "compiled")
         model, seen = fxpar.parallelize(Deep(2), plan, batch), Seen()
-        with config.patch(post_grad_custom_pre_pass=seen, compile_threads=1):
+        with watched(seen, vectorized=False):
             first, codes = run_and_get_code(model.train_step, batch)
             losses = [float(first), float(model.train_step(batch))]
         found[kind] = {"losses": losses, "gradients": gradients(model)}
@@ -207,7 +222,7 @@ def variants() -> Found:
     """Steps on batches of one shape in many memory layouts, and the graphs they took."""
     model, losses, seen = module("tiny", compile=True), [], Seen()
     batch = models.batch()
-    with config.patch(post_grad_custom_pre_pass=seen, compile_threads=1):
+    with watched(seen):
         for width in range(6, 16):
             wide = torch.zeros(batch["ids"].shape[0], width, dtype=torch.long)
             wide[:, : batch["ids"].shape[1]] = batch["ids"]

