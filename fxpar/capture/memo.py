@@ -16,7 +16,7 @@ import types
 import weakref
 from collections import OrderedDict, UserDict, UserList, defaultdict, deque
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
@@ -291,20 +291,33 @@ def nothing_remembered(model: nn.Module, others: OtherMemos | None = None, plain
 class OtherMemos:
     """Memoised functions of the whole process, which the author's code may reach in ways that `Memory` does not see.
 
-    They are looked for once in a capture, after its first run: that takes as long as a small trace.
+    They are looked for at most once in a capture, after its first run, and only where there may be others than before:
+    that takes as long as a small trace.
     """
 
     _all: list[Any] | None = None
+    # Of the process: those of the last search, and how many references to the class below were none of theirs.
+    _found: ClassVar[list[weakref.ref[Any]]] = []
+    _rest: ClassVar[int] = -1
 
     def forget(self) -> None:
         """Empties those that hold what a trace made."""
         if self._all is None:
-            # Each refers to the class of what `cache_info` gives.
-            info = type(functools.lru_cache(lambda: None).cache_info())
-            self._all = [value for value in gc.get_referrers(info) if _is_memo(value)]
+            self._all = [value for value in self._present() if _is_memo(value)]
         for value in self._all:
             if value.cache_info().currsize and _holds_fakes(value):
                 value.cache_clear()
+
+    @classmethod
+    def _present(cls) -> list[Any]:
+        """All that there are. Each refers once to the class of what `cache_info` gives, which counts them."""
+        info = type(functools.lru_cache(lambda: None).cache_info())
+        found = [value for value in (reference() for reference in cls._found) if value is not None]
+        if sys.getrefcount(info) - len(found) != cls._rest:
+            found = [value for value in gc.get_referrers(info) if isinstance(value, _Memo)]
+            cls._found = [weakref.ref(value) for value in found]
+            cls._rest = sys.getrefcount(info) - len(found)
+        return found
 
 
 def _holds_fakes(memo: Any) -> bool:

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from fxpar.capture import capture
+from fxpar.capture.memo import OtherMemos
 from fxpar.errors import CaptureError
 from fxpar.verify.values import check_capture
 
@@ -325,3 +326,18 @@ def test_registries_are_left_alone() -> None:
     check_capture(capture(model, batch()), model, batch())
     assert dict(ACTIVATIONS.items()) == before
     assert list(ACTIVATIONS) == ["silu", "gelu"]
+
+
+def test_a_memo_that_was_made_behind_a_capture_forgets_what_the_next_one_left() -> None:
+    """The process is searched again where there are more memos than before, or others."""
+    for _ in range(2):
+        OtherMemos().forget()
+
+        @functools.lru_cache
+        def made(size: int) -> Tensor:
+            return torch.empty(size)
+
+        with FakeTensorMode():
+            made(3)
+        OtherMemos().forget()
+        assert made.cache_info().currsize == 0
