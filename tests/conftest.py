@@ -9,13 +9,12 @@ import pytest
 import torch
 
 from tests.models.table import pytest_terminal_summary
-from tests.runtime.world import JOBS, World
+from tests.runtime.world import GARBAGE, JOBS, World
 
 __all__ = ["pytest_collection_modifyitems", "pytest_terminal_summary"]
 
 torch.set_num_threads(1)
-# Captures make very many small objects; by Python's own threshold the collector looks through them a hundred times.
-gc.set_threshold(50_000, 20, 100)
+gc.set_threshold(*GARBAGE)
 
 # Rooms whose files are long start first, so that no worker waits at the end for one that the other began late.
 LONG = ("samples", "packaging", "runtime", "oracle", "state", "models")

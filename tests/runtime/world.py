@@ -6,6 +6,7 @@ test with the rank's traceback; ranks that do not answer in time are ended, so t
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import pickle
 import tempfile
@@ -21,6 +22,9 @@ Result = TypeVar("Result")
 
 # What ranks find loaded and done in most tests.
 JOBS = "tests.runtime.warm"
+
+# Captures make very many small objects; by Python's own thresholds the collector looks through them a hundred times.
+GARBAGE = (50_000, 20, 100)
 
 # Ranks must fail before the test that waits for them does.
 GROUP_SECONDS, ANSWER_SECONDS = 60.0, 180.0
@@ -109,6 +113,7 @@ def _serve(rank: int, size: int, store: str, seconds: float, connection: Connect
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    gc.set_threshold(*GARBAGE)
     limit = timedelta(seconds=seconds)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=limit)
     while True:
