@@ -47,6 +47,12 @@ from fxpar.rules.table import rule_for
 aten = torch.ops.aten
 
 
+def _nodes(args: Sequence[Any]) -> list[fx.Node]:
+    found: list[fx.Node] = []
+    fx.node.map_arg(tuple(args), found.append)
+    return found
+
+
 class Emitter:
     """Creates nodes in the graph of a program.
 
@@ -91,6 +97,8 @@ class Emitter:
             layouts: of the results, where they do not follow by rules.
             random: identity of what draws.
         """
+        if any(has_note(each) and note(each).phase == PARAMETER for each in _nodes(args)):
+            phase = PARAMETER  # it is not there before
         key = (target, tuple(args), kwargs.get("axis"), tuple(layouts or ()), True)
         if target in COERCION_OF and key in self._conversions:
             return self._again(self._conversions[key], phase)

@@ -49,7 +49,7 @@ from fxpar.ops.coercion_lowering import (
 )
 from fxpar.ops.operator import Gradients, Operator, Reverse
 from fxpar.program.coercions import dual
-from fxpar.program.program import note, operands, output_layouts, output_types
+from fxpar.program.program import TensorType, note, operands, output_layouts, output_types
 from fxpar.program.properties import Property
 from fxpar.program.step import BACKWARD, PARAMETER
 from fxpar.program.weights import owner_of
@@ -66,6 +66,7 @@ def _conjugated(reverse: Reverse) -> Gradients:
         return (gradient,)
     (source,) = operands(node)
     (kind,), layout = output_types(source), dual_layout(output_layouts(source)[0])
+    kind = TensorType(output_types(gradient)[0].dtype, kind.shape)  # sums of half-precision gradients are wider
     phase = PARAMETER if target in (all_reduce, sum_shared) and of_parameter(node) else BACKWARD
     args, kwargs, name = (gradient,), {"axis": node.kwargs["axis"]}, f"{gradient.name}_{target.__name__}"
     return (reverse.emit.call(target, args, kwargs, kind, note(node), layouts=[layout], phase=phase, name=name),)

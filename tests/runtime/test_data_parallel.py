@@ -79,6 +79,12 @@ def test_what_is_shared_is_summed_once_in_mixed_precision_too(world4: World) -> 
         assert [n for n, (error, size) in apart.items() if error > 1e-5 * max(size, 1e-3)] == []
 
 
+def test_what_one_layer_shares_is_summed_in_the_main_type(world4: World) -> None:
+    """No bucket holds the sum of a single gradient, whose type is not the parameter's."""
+    for apart in world4.run(data_jobs.microbatches_apart, f"{SHARED},num_hidden_layers=1", 2, 2):
+        assert [n for n, (error, size) in apart.items() if error > 1e-5 * max(size, 1e-3)] == []
+
+
 def test_norms_by_torch_and_by_the_module_are_the_true_one(world4: World) -> None:
     wanted, _ = data_jobs.torch_clips(ONE_LAYER, 1, 1)
     for mine, torchs in world4.run(data_jobs.torch_clips, ONE_LAYER, 2, 2):

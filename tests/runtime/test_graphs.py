@@ -27,7 +27,7 @@ IMPLS = ("partial", "full_iteration")
         (1, {}),
         (3, {"precision": "bf16"}),
         (1, {"set_to_none": False}),
-        (1, {"every": 2, "recompute": "full"}),
+        (1, {"every": 2, "recompute": "selective"}),
         (2, {"every": 2, "set_to_none": False, "precision": "bf16_weights"}),
     ],
 )

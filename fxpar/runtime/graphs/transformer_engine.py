@@ -122,7 +122,7 @@ def _engine() -> Any:
         raise InputError(
             f"Transformer Engine cannot be imported: {error}",
             where="CudaGraphs('transformer_engine')",
-            remedy="pip install fxpar[te] (its core library takes CUDA's from what torch has loaded), or set CudaGraphs('partial')",
+            remedy="pip install fxpar[te] beside torch's own cuDNN, or set CudaGraphs('partial')",
         ) from error
     return engine
 
