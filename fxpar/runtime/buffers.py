@@ -43,8 +43,12 @@ class Buffers:
     def state(self, leaves: Mapping[str, Tensor]) -> Hashable:
         """Equal where gradients are placed alike: at the same addresses, over what is there or added to it.
 
-        Strides too: what is transposed has the address of what it is made of.
+        Strides too: what is transposed has the address of what it is made of. Buffers are made here: one made while a
+        graph is recorded would lie in its pool.
         """
+        for name, leaf in leaves.items():
+            if leaf.grad is None:
+                self._buffer(name, leaf)
         grads = ((leaf.grad, bool(leaf._backward_hooks)) for leaf in leaves.values())
         return tuple((None if g is None else (g.data_ptr(), g.stride()), is_hooked) for g, is_hooked in grads)
 
