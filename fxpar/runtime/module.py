@@ -180,7 +180,7 @@ class ParallelModule(Immovable):
             scaler: scales the loss that is differentiated (not the one returned), and with it the gradients: call its
                 `unscale_`, `step` and `update` as always. float16 gradients need it.
             optimizer: steps too, and the gradients are freed behind it; with `CudaGraphs("full_iteration")` inside of
-                the graph, with the learning rates that its groups have at each call. It must be fused or capturable
+                the graph, with the learning rates that its groups have at each call. It must be fused and capturable
                 then. `step_flags` tells what became of the step.
             max_norm: to which the norm of all gradients is clipped before the optimizer steps.
 

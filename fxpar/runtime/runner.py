@@ -125,9 +125,10 @@ class Runner:
         steps, trained, sizes = call.ready, frozenset(leaves), call.sizes
         if not torch.is_grad_enabled() or not leaves or not steps.differentiable:
             with torch.no_grad():
-                return steps.outputs(sizes, wanted, values)
+                return steps.outputs(sizes, wanted, values, call.rows)
         with torch.no_grad():
-            pending = steps.run(sizes, steps.step(steps.expected, trained), values, whole=self._waiting.is_idle)
+            step = steps.step(steps.expected, trained)
+            pending = steps.run(sizes, step, values, whole=self._waiting.is_idle, rows=call.rows)
         versions = {name: leaf._version for name, leaf in leaves.items()}
 
         def backward(tangents: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -142,7 +143,8 @@ class Runner:
             ran = pending
             if names != tuple(pending.step.tangents):  # other outputs than last time: the forward has kept too little
                 steps.expected = names
-                ran = steps.run(sizes, steps.step(names, trained), values, whole=self._waiting.is_idle)
+                step = steps.step(names, trained)
+                ran = steps.run(sizes, step, values, whole=self._waiting.is_idle, rows=call.rows)
             if self._waiting.is_idle:
                 return ran.backward(tangents, whole=True)
             held = ran.backward(tangents, whole=False)
@@ -184,7 +186,7 @@ class Runner:
         step, sizes = steps.step((name,), frozenset(leaves), wanted), call.sizes
         steps.check_whole(step)
         state_of_gradients = self._buffers.state(leaves) if whole else None
-        pending = steps.run(sizes, step, values, whole=whole, gradients=state_of_gradients)
+        pending = steps.run(sizes, step, values, whole=whole, gradients=state_of_gradients, rows=call.rows)
         place = partial(self._buffers.placed, leaves) if whole else None
         found = pending.backward({name: tangent(pending.outputs)}, whole=whole, place=place)
         if whole:
@@ -198,7 +200,7 @@ class Runner:
         if not ready.leaves or name not in call.ready.differentiable:
             with torch.no_grad():
                 values = ready.drawing(self._random.peek)
-                return [call.ready.outputs(call.sizes, (name,), values)[name]]
+                return [call.ready.outputs(call.sizes, (name,), values, call.rows)[name]]
         ran = self.step(
             call, ready, name, lambda outputs: torch.ones_like(outputs[name]), self._random.peek, microbatch
         )

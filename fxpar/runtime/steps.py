@@ -141,6 +141,7 @@ class Steps:
         *,
         whole: bool,
         gradients: Hashable = None,
+        rows: tuple[int, ...] = (),
     ) -> Pending:
         """Runs the forward of a step.
 
@@ -150,13 +151,14 @@ class Steps:
             whole: whether the backward is expected to end with the parameters' gradients, and not with what each rank
                 has of them.
             gradients: equal for calls whose backwards place gradients alike; None for those that place none.
+            rows: of each data rank, where they differ. Graphs are for all of them: ranks record in the same call.
         """
         values = self._values(sources)
         calls = self.calls(sizes, step, values, whole=whole)
         runnable: Runnable = calls
         if self.graphs is not None and self.graphs.options.impl in ("partial", "transformer_engine"):
             self.check_whole(step)
-            runnable = self.graphs.step(calls, values, self.moving(sources, values), gradients)
+            runnable = self.graphs.step(calls, values, self.moving(sources, values), (gradients, rows))
         outputs, own = runnable.forward(values, sizes)
         return Pending(step, runnable, values, sizes, outputs, own)
 
@@ -192,13 +194,15 @@ class Steps:
             self._eager[key] = eager_calls(step, whole=whole)
         return self._eager[key]
 
-    def outputs(self, sizes: Mapping[str, int], wanted: Sequence[str], sources: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Outputs of the forward alone, for which nothing is kept."""
+    def outputs(
+        self, sizes: Mapping[str, int], wanted: Sequence[str], sources: Mapping[str, Any], rows: tuple[int, ...] = ()
+    ) -> dict[str, Tensor]:
+        """Outputs of the forward alone, for which nothing is kept; `rows` as for `run`."""
         values = self._values(sources)
         calls = self.forward_calls(sizes, wanted, values)
         if self.graphs is None:
             return calls(values, sizes)
-        return self.graphs.forward(calls, values, self.moving(sources, values))(values, sizes)
+        return self.graphs.forward(calls, values, self.moving(sources, values), rows)(values, sizes)
 
     def forward_calls(self, sizes: Mapping[str, int], wanted: Sequence[str], values: Mapping[str, Any]) -> ForwardCalls:
         """What a forward alone runs; as for `outputs`."""

@@ -111,7 +111,9 @@ def train(
     graphs = fxpar.CudaGraphs(impl, scope=scope)
     first = batches[0][0] if isinstance(batches[0], list) else batches[0]
     model = fxpar.parallelize(build().train(), fxpar.Plan(cuda_graphs=graphs, **plan), first)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=inside)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=1e-2, fused=inside, capturable=inside and torch.cuda.is_available()
+    )
     warm = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, 1.0, 4)
     cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, len(batches))
     scheduler = torch.optim.lr_scheduler.SequentialLR(optimizer, [warm, cosine], [4])

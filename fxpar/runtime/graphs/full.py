@@ -109,7 +109,7 @@ class FullIteration:
         moving = [bound.call.ready.moving(each.values, each.values) for bound, each in zip(bounds, ready, strict=True)]
         key: Any = ("iteration", gradients, ending.state)
         for bound, each, names in zip(bounds, ready, moving, strict=True):
-            key += (id(bound.call.ready), bound.loss, tuple(each.leaves), *key_of(each.values, names))
+            key += (id(bound.call.ready), bound.call.rows, bound.loss, tuple(each.leaves), *key_of(each.values, names))
         made = self._graphs.variant(key, lambda pool: Iteration(pool, self._random), None)
         if made is None:
             return run(ready, self._random.draw)
@@ -118,7 +118,7 @@ class FullIteration:
 
     def _check(self, ready: Sequence[Prepared], ending: Ending) -> None:
         if ending.optimizer is not None:
-            check_optimizer(ending.optimizer)
+            check_optimizer(ending.optimizer, self._random.device)
             if ending.scaler is not None:
                 raise InputError(
                     "asks on the host whether gradients overflow",

@@ -22,7 +22,7 @@ from fxpar.errors import InputError
 _RATE = "lr"
 
 
-def check_optimizer(optimizer: Any) -> None:
+def check_optimizer(optimizer: Any, device: torch.device) -> None:
     """Refuses what cannot step in a graph.
 
     Raises:
@@ -33,11 +33,13 @@ def check_optimizer(optimizer: Any) -> None:
             f"a {type(optimizer).__name__} is no optimizer", where="optimizer", remedy="pass one of torch.optim"
         )
     name = type(optimizer).__name__
-    if not takes_tensors(optimizer):
+    # torch refuses to step while a GPU captures where an optimizer that could be capturable is not.
+    waits = device.type == "cuda" and any(group.get("capturable") is False for group in optimizer.param_groups)
+    if waits or not takes_tensors(optimizer):
         raise InputError(
             "counts its steps on the host, and a graph runs no Python",
             where=name,
-            remedy=f"make it with fused=True or capturable=True: {name}(…, fused=True)",
+            remedy=f"make it with fused=True and, where it takes that, capturable=True: {name}(…, fused=True)",
         )
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         raise InputError(

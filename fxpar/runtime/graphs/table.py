@@ -81,10 +81,10 @@ class Graphs:
         return found
 
     def forward(
-        self, calls: ForwardCalls, values: Mapping[str, Any], inputs: Collection[str]
+        self, calls: ForwardCalls, values: Mapping[str, Any], inputs: Collection[str], key: Hashable
     ) -> GraphedForward | ForwardCalls:
         """What runs a forward alone; as for `step`."""
-        key = ("forward", id(calls), *key_of(values, inputs))
+        key = ("forward", id(calls), *key_of(values, inputs), key)
         found: GraphedForward | ForwardCalls = self.variant(
             key, lambda pool: GraphedForward(calls, inputs, pool), calls
         )

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fxpar.errors import InputError
 from fxpar.runtime.calls import Place, StepCalls, Values
@@ -40,6 +40,18 @@ class _Step(torch.autograd.Function):
         place = owner.place if torch.cuda.is_current_stream_capturing() else None
         owner.found = owner.calls.backward(ctx.own, {name: named[name].contiguous() for name in wanted}, place)
         return None, torch.zeros((), device=tangents[0].device), *[None for _ in owner.inputs]
+
+
+class _Module(nn.Module):
+    """A step as Transformer Engine takes it."""
+
+    def __init__(self, owner: EngineStep) -> None:
+        super().__init__()
+        self._owner = owner
+
+    def forward(self, handle: Tensor, *inputs: Tensor) -> Any:
+        """The outputs."""
+        return _Step.apply(self._owner, handle, *inputs)  # type: ignore[no-untyped-call]
 
 
 class EngineStep:
@@ -104,11 +116,9 @@ class EngineStep:
         self._handle = torch.zeros((), device=device, requires_grad=True)
         sample = tuple(self.values[name].clone() for name in self.inputs)
 
-        def run(handle: Tensor, *inputs: Tensor) -> Any:
-            return _Step.apply(self, handle, *inputs)  # type: ignore[no-untyped-call]
-
         with torch.enable_grad():
-            self._graphed = engine.make_graphed_callables(run, (self._handle, *sample), allow_unused_input=True)
+            module = _Module(self)
+            self._graphed = engine.make_graphed_callables(module, (self._handle, *sample), allow_unused_input=True)
 
     def reset(self) -> None:
         """Frees the graphs and what they hold."""
