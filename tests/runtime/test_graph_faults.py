@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import fxpar
 from fxpar.errors import InputError
 from fxpar.runtime.module import ParallelModule
+from tests.runtime.world import World
 
 IMPLEMENTATIONS = ("none", "partial", "full_iteration")
 
@@ -66,9 +68,10 @@ def batch(index: int = 0) -> dict[str, Tensor]:
     return {"x": torch.randn(3, 4, generator=torch.Generator().manual_seed(index))}
 
 
-def made(implementation: str, kind: type[nn.Module] = Sums) -> ParallelModule:
+def made(implementation: str, kind: type[nn.Module] = Sums, variants: int = 16, **options: Any) -> ParallelModule:
     torch.manual_seed(0)
-    return fxpar.parallelize(kind(), fxpar.Plan(cuda_graphs=fxpar.CudaGraphs(implementation)), batch())
+    plan = fxpar.Plan(cuda_graphs=fxpar.CudaGraphs(implementation, variants=variants), **options)
+    return fxpar.parallelize(kind(), plan, batch())
 
 
 def gradients(module: nn.Module) -> list[Tensor]:
@@ -169,6 +172,19 @@ def test_a_backward_that_fails_does_not_spoil_the_next(breaking: int) -> None:
     assert_equal(found["partial"], found["none"])
 
 
+def test_gradients_are_in_no_pool_where_the_first_step_fails() -> None:
+    module, Fragile.breaks = made("partial", Fragile), True
+    with pytest.raises(ValueError, match="broken"):
+        module.train_step(batch())
+    Fragile.breaks = False
+    module.train_step(batch())  # recorded, before any step has ended
+    before = gradients(module)
+    with torch.no_grad():
+        for _ in range(2):
+            module(**batch())
+    assert_equal(gradients(module), before)
+
+
 def test_a_backward_behind_close_says_so() -> None:
     module = made("partial")
     module(**batch())["loss"].backward()
@@ -176,3 +192,30 @@ def test_a_backward_behind_close_says_so() -> None:
     module.close()
     with pytest.raises(InputError, match="freed"):
         loss.backward()
+
+
+def uneven(implementation: str, variants: int) -> tuple[list[Any], int]:
+    """Steps of which the other rank's rows change alone; gradients or why a step was refused, and how many graphs."""
+    module, found = made(implementation, dp=2, variants=variants), list[Any]()
+    for rows in (1, 2, 1, 3, 1, 2):
+        own = torch.randn(rows if dist.get_rank() else 2, 4, generator=torch.Generator().manual_seed(rows))
+        try:
+            module.train_step({"x": own})
+            found.append([gradient.tolist() for gradient in gradients(module)])
+        except InputError as error:
+            found.append(error.reason)
+        module.zero_grad()
+    figures = module.graph_figures
+    module.close()
+    return found, figures.graphs if figures is not None else 0
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS[1:])
+def test_ranks_of_uneven_rows_record_in_the_same_call(implementation: str, world2: World) -> None:
+    plain = world2.run(uneven, "none", 16)
+    found = world2.run(uneven, implementation, 16)
+    assert [gradients for gradients, _ in found] == [gradients for gradients, _ in plain]
+    assert found[0][1] == found[1][1] > 0
+    first, second = world2.run(uneven, implementation, 2)
+    assert first == second  # what one rank refuses, all do
+    assert "has 2 variants" in first[0][3]
