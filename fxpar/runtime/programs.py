@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Any, NoReturn
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from fxpar.capture import Captured, arguments
@@ -236,6 +237,14 @@ class Programs:
         return calls.bind(spec, nest, self._world.device)
 
     def _compile(self, batch: Any, with_loss: bool, loss: Any = "", model: nn.Module | None = None) -> Compiled:
+        """As `_compile_outside`, out of inference mode: what is made in it can neither be traced nor differentiated."""
+        if not torch.is_inference_mode_enabled():
+            return self._compile_outside(batch, with_loss, loss, model)
+        with torch.inference_mode(False):
+            batch = pytree.tree_map_only(Tensor, torch.clone, batch)
+            return self._compile_outside(batch, with_loss, loss, model)
+
+    def _compile_outside(self, batch: Any, with_loss: bool, loss: Any, model: nn.Module | None) -> Compiled:
         """Captures and splits the model for a batch; with an empty loss, the loss is what is there of it.
 
         Args:

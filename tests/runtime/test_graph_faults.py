@@ -143,6 +143,13 @@ def test_a_forward_recorded_in_inference_mode_is_replayed_outside_of_it(implemen
             assert_equal(module(**batch())["y"], plain(**batch())["y"])
 
 
+def test_a_mode_may_be_met_first_in_inference_mode() -> None:
+    module, plain = made("none").eval(), Sums().eval()
+    plain.load_state_dict(module.full_state_dict())
+    with torch.inference_mode():
+        torch.testing.assert_close(module(**batch())["loss"], plain(**batch())["loss"])
+
+
 def test_a_number_may_be_read_of_a_value_that_has_a_gradient() -> None:
     module, plain = made("partial", Scaled), Scaled()
     plain.load_state_dict(module.full_state_dict())
