@@ -38,6 +38,13 @@ class Scaled(Sums):
         return {"loss": (y / y.abs().max().item()).square().mean()}
 
 
+class Dropped(Sums):
+    """Draws random bits."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"loss": torch.dropout(super().forward(x)["y"], 0.5, self.training).square().mean()}
+
+
 @torch.library.custom_op("fxpar_tests::fragile", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def fragile(x: Tensor) -> Tensor:
     return x.clone()
@@ -190,6 +197,30 @@ def test_gradients_are_in_no_pool_where_the_first_step_fails() -> None:
         for _ in range(2):
             module(**batch())
     assert_equal(gradients(module), before)
+
+
+def test_forwards_wait_for_their_backwards_in_pools_of_their_own() -> None:
+    found = {}
+    for implementation in ("none", "partial"):
+        module = made(implementation, Dropped)
+        for index in range(4):
+            first, second = module(**batch(index))["loss"], module(**batch(index + 9))["loss"]
+            (second / 4).backward()
+            first.backward()
+        found[implementation] = gradients(module)
+    assert_equal(found["partial"], found["none"])
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS[1:])
+def test_the_number_of_the_step_may_be_set_between_replays(implementation: str) -> None:
+    module, plain = made(implementation, Dropped), made("none", Dropped)
+    for number in (0, 1, 2, 7, 8, 1, 2, 50):
+        for each in (module, plain):
+            each.step = number
+        assert_equal(module.train_step(batch()), plain.train_step(batch()))
+        assert module.step == plain.step == number + 1
+        module.zero_grad()
+        plain.zero_grad()
 
 
 def test_a_backward_behind_close_says_so() -> None:
