@@ -99,7 +99,7 @@ def test_one_gradient_of_two_parameters_is_added_to_what_each_has(implementation
         plain(**batch(index))["loss"].backward()
         if index == 0:
             for each in (module, plain):
-                each.second.grad = None
+                each.get_parameter("second").grad = None
     torch.testing.assert_close(gradients(module), gradients(plain))
 
 
@@ -108,7 +108,7 @@ def test_a_gradient_that_a_hook_keeps_is_not_overwritten() -> None:
     for implementation in ("none", "partial"):
         module, seen = made(implementation), list[Tensor]()
         module.train_step(batch())
-        module.bias.register_hook(seen.append)
+        module.get_parameter("bias").register_hook(seen.append)
         for index in range(4):
             module.train_step(batch(index))
         kept[implementation] = seen
@@ -123,7 +123,7 @@ def test_what_is_transposed_is_not_what_has_its_address(implementation: str) -> 
         for each, memory in zip((module, plain), own, strict=True):
             memory.zero_()
             each.zero_grad()
-            each.first.grad = memory if index < 3 else memory.t()
+            each.get_parameter("first").grad = memory if index < 3 else memory.t()
             each.train_step(batch(index))
         assert_equal(gradients(module), gradients(plain))
 
@@ -134,7 +134,8 @@ def test_values_that_are_transposed_in_their_memory_are_seen(implementation: str
     for index in range(3):
         module.train_step(batch(index))
         module.zero_grad()
-    module.first.data = module.first.data.t()
+    first = module.get_parameter("first")
+    first.data = first.data.t()
     plain = Sums()
     plain.load_state_dict(module.full_state_dict())
     plain(**batch())["loss"].backward()
