@@ -387,7 +387,7 @@ class ParallelModule(Immovable):
         return None if self._graphs is None else self._graphs.figures
 
     def close(self) -> None:
-        """Frees the CUDA graphs; the weights stay. No step can be made any more.
+        """Frees the CUDA graphs; the weights stay, and nothing can be replayed or recorded any more.
 
         Graphs hold the communicators of process groups: call it before `dist.destroy_process_group()`. At the end of a
         process it is called by itself.
@@ -409,7 +409,8 @@ class ParallelModule(Immovable):
         """
         compiled = self._programs.first
         given: dict[str, Any] = {"device": self.world.device, "sizes": sizes, "optimizer": optimizer}
-        given["findings"] = compiled.captured.findings
+        figures = self.graph_figures
+        given["findings"] = (*compiled.captured.findings, *([] if figures is None else [str(figures)]))
         return make_report(
             compiled.program, compiled.ready.lowering, name=type(self._programs.skeleton).__name__, **given
         )

@@ -126,6 +126,14 @@ def test_the_bench_of_steps_runs_on_a_cpu(world2: World) -> None:
     assert [float(loss) for loss in losses] == pytest.approx([math.log(512)], abs=0.05)
 
 
+def test_the_bench_of_graphs_runs_on_a_cpu() -> None:
+    flags = ("--tiny", "--precision", "fp32", "--warmup", "2", "--steps", "1", "--rounds", "1", "--models", "gpt-small")
+    text = run("samples/bench_graphs.py", *flags, "--variants", "eager", "eager+partial", "eager+full_iteration")
+    losses = re.findall(r"│ (eager\S*) .*│ +(\d+\.\d{4}) │", text)
+    assert [name for name, _ in losses] == ["eager", "eager+partial", "eager+full_iteration"]
+    assert len({loss for _, loss in losses}) == 1
+
+
 def test_my_pass_fuses_both_layers_and_is_proved_right() -> None:
     text = run("samples/my_pass.py")
     assert "samples.gated.default: 17 legal, 0 missed, 0 wrong" in text

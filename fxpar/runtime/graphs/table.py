@@ -48,6 +48,10 @@ class GraphFigures:
     seconds: float
     bytes: int
 
+    def __str__(self) -> str:
+        size = f", for which they have taken {self.bytes / 2**20:,.0f} MiB of the device" if self.bytes else ""
+        return f"CUDA graphs: {self.graphs} for {self.variants} variants, recorded in {self.seconds:.2f} s{size}."
+
 
 class Graphs:
     """Graphs of one module.
