@@ -57,7 +57,7 @@ def _lower(node: fx.Node, rank: OnRank) -> Run:
 
 @partial(
     Operator,
-    rule=Rule(_labels),
+    rule=Rule(_labels, partial=(("self",),)),
     shape=_shape,
     lower=_lower,
     stops_gradient=True,

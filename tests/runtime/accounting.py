@@ -80,8 +80,9 @@ class Watched:
         plain: Any = Pending.backward
 
         def backward(pending: Pending, tangents: Any, *, whole: bool, **more: Any) -> Any:
-            part = pending.step.whole_backward if whole else pending.step.backward
-            values = [pending.values[name] for name in part.inputs if name in pending.values]
+            parts = pending.step.whole_backward if whole else pending.step.backward
+            names = {name for part in parts for name in part.inputs}
+            values = [pending.own[name] for name in names if name in pending.own]
             kept = {v.untyped_storage()._cdata: v.untyped_storage() for v in values if isinstance(v, Tensor)}
             self.bytes = sum(storage.nbytes() for key, storage in kept.items() if key not in self.own)
             del values, kept
