@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,7 @@ from fxpar.runtime.programs import Programs
 from fxpar.runtime.randomness import RandomState
 from fxpar.runtime.refusals import Immovable
 from fxpar.runtime.runner import Runner
-from fxpar.runtime.training import Training
+from fxpar.runtime.training import StepFlags, Training, check_norm
 from fxpar.runtime.world import World
 from fxpar.state import distributed_state
 from fxpar.state.checkpoint import Checkpoint
@@ -47,24 +46,6 @@ from fxpar.state.initial import named_tensors
 from fxpar.state.parts import load
 from fxpar.state.sharded_parameter import leaf_of
 from fxpar.state.training import Extras, Progress, resume_training, save_training
-
-
-@dataclass(frozen=True)
-class StepFlags:
-    """What became of a step with an optimizer.
-
-    Attributes:
-        norm: of all gradients before they were clipped, a scalar; None where they were not.
-        is_finite: whether the loss is, and the norm, a bool scalar; None without an optimizer.
-    """
-
-    norm: Tensor | None = None
-    is_finite: Tensor | None = None
-
-
-def _check_norm(max_norm: Any) -> None:
-    if isinstance(max_norm, bool) or not isinstance(max_norm, (int, float)) or not max_norm >= 0:
-        raise InputError(f"{shown(max_norm)} is no norm", where="max_norm", remedy="pass a number of at least 0")
 
 
 class ParallelModule(Immovable):
@@ -197,7 +178,7 @@ class ParallelModule(Immovable):
         if optimizer is None and max_norm is not None:
             raise InputError("is of an optimizer's step", where="max_norm", remedy="pass the optimizer too")
         if max_norm is not None:
-            _check_norm(max_norm)
+            check_norm(max_norm)
         found = self._training.step(parts, Ending(scaler, optimizer, max_norm))
         self._flags = StepFlags(found.norm, found.is_finite)
         return found.loss
@@ -369,7 +350,7 @@ class ParallelModule(Immovable):
 
         What `torch.nn.utils.clip_grad_norm_` does, with one collective for all parameters. All ranks must call it.
         """
-        _check_norm(max_norm)
+        check_norm(max_norm)
         return nn.utils.clip_grad_norm_(self.parameters(), max_norm, foreach=True)
 
     def zero_grad(self, set_to_none: bool = True) -> None:

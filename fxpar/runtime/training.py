@@ -8,7 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fxpar.errors import InputError, shown
 from fxpar.runtime.buffers import Buffers, call_hooks
 from fxpar.runtime.forward_backward import Bound, ForwardBackward
 from fxpar.runtime.graphs.full import Ending, Found, FullIteration
@@ -27,6 +28,29 @@ from fxpar.runtime.runner import Prepared
 from fxpar.runtime.tensors import Tensors
 from fxpar.runtime.waiting import Waiting
 from fxpar.state.sharded import local_of
+
+
+@dataclass(frozen=True)
+class StepFlags:
+    """What became of a step with an optimizer.
+
+    Attributes:
+        norm: of all gradients before they were clipped, a scalar; None where they were not.
+        is_finite: whether the loss is, and the norm, a bool scalar; None without an optimizer.
+    """
+
+    norm: Tensor | None = None
+    is_finite: Tensor | None = None
+
+
+def check_norm(max_norm: Any) -> None:
+    """Refuses what is no norm to clip to.
+
+    Raises:
+        InputError: it is no number of at least 0.
+    """
+    if isinstance(max_norm, bool) or not isinstance(max_norm, (int, float)) or not max_norm >= 0:
+        raise InputError(f"{shown(max_norm)} is no norm", where="max_norm", remedy="pass a number of at least 0")
 
 
 class Training:
