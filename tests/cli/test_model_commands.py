@@ -154,6 +154,15 @@ def test_comm_lists_megatrons_collectives(communicated: Any) -> None:
     assert [c["node"] for c in communicated if c["bytes"] < 1000] == ["cross_entropy_forward"] * 2
 
 
+def test_regions_are_what_graphs_hold_of_a_step() -> None:
+    found = fxpar("regions", TINY, *SPLIT, "--json").document
+    assert [region["phase"] for region in found["regions"]] == ["forward", "backward"]
+    assert found["boundaries"] == []
+    assert all(sum(region["inputs"].values()) > 0 for region in found["regions"])
+    text = fxpar("regions", TINY, *SPLIT).out
+    assert "nothing ends a graph" in text
+
+
 def test_comm_says_what_travels_beside_what(communicated: Any) -> None:
     """In the backward each sum of the layer travels beside gradients of weights, in the forward beside nothing."""
     for c in (c for c in communicated if c["phase"] == "forward"):
