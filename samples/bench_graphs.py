@@ -27,11 +27,11 @@ from typing import Any
 
 import torch
 import transformers
-from bench_tp import _TINY, MODELS, Size, build, slowest, synchronize
 from rich.console import Console
 from rich.table import Table
 
 import fxpar
+from samples.bench_tp import _TINY, MODELS, Size, build, slowest, synchronize
 
 VARIANTS = ("eager", "compile", "compile+partial", "compile+transformer_engine", "compile+full_iteration")
 SMALL = {"n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024, "vocab_size": 51200}
