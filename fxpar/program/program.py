@@ -1,10 +1,8 @@
 """The program: an FX graph over global shapes with one frozen note on every node.
 
 Enters: nothing of a device or a rank. Leaves: `Program`, the one value that passes take and return, `Note`, the one
-record fxpar keeps on a node, and the helpers to read, set and traverse them.
-
-Notes live under `node.meta["custom"]`, the only metadata key that a retrace keeps. A retrace lets nodes share that
-dictionary, therefore notes are replaced and never mutated.
+record fxpar keeps on a node, and the helpers to read, set and traverse them. Notes live under `node.meta["custom"]`,
+the only metadata key that a retrace keeps. It lets nodes share that dictionary: notes are replaced and never mutated.
 """
 
 from __future__ import annotations
@@ -76,9 +74,8 @@ class Note:
         source: the author's source line, `file.py:41`.
         random: identity of a random node, the same under every plan; 0 for the others.
         recompute: number of the checkpointed region the author put the node into; 0 for none.
-        phase: "" in the forward; backward; parameter for what is made of gradients once a step, behind the last
-            microbatch.
-        region: name of the call that the node was written out of (`fxpar.program.regions.inlined`).
+        phase: "" in the forward; backward; parameter, of what is made of gradients once a step.
+        region: name of the call that the node was written out of (`regions.inlined`).
         uncaptured: why no CUDA graph can hold the node of a step, or is to; empty where one can.
     """
 
