@@ -133,7 +133,8 @@ class Conditional(Net):
 
 
 def test_control_flow_operators_are_refused() -> None:
-    with pytest.raises(CaptureError, match="higher-order operator cond is not supported"):
+    # Dynamo may refuse it first, by what it has seen before.
+    with pytest.raises(CaptureError, match=r"higher-order operator cond is not supported|higher order operator"):
         capture(seeded(Conditional), example())
 
 

@@ -18,6 +18,7 @@ from tests.runtime.graphed import Reading, as_it_is, gpt2, llama, train, two_lay
 from tests.runtime.world import World
 
 IMPLS = ("partial", "full_iteration")
+MOSTLY_FULL = (pytest.param("partial", marks=pytest.mark.matrix), "full_iteration")
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -38,7 +39,7 @@ def test_a_training_is_the_same_to_the_bit(impl: str, micro: int, more: dict[str
     assert len(set(found.losses)) == len(found.losses)  # masks differ from step to step
 
 
-@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("impl", MOSTLY_FULL)
 def test_compiled_steps_are_replayed(impl: str) -> None:
     assert train(llama, words(5, 2), impl, compile=True) == as_it_is(llama, 5, 2, compile=True)
 
@@ -49,7 +50,7 @@ def test_plain_calls_are_replayed() -> None:
     assert found.figures.graphs == 3
 
 
-@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("impl", MOSTLY_FULL)
 def test_the_optimizer_may_step_inside_and_follows_its_schedule(impl: str) -> None:
     outside = as_it_is(gpt2, 20)
     inside = train(gpt2, words(20), impl, inside=True)
