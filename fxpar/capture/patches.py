@@ -18,6 +18,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch._dynamo import trace_rules
 from torch._dynamo.side_effects import SideEffects
+from torch._dynamo.variables.torch import TorchInGraphFunctionVariable, tracing_state_functions
 
 _QUESTIONS = ("is_compiling", "is_dynamo_compiling", "is_exporting")
 
@@ -157,6 +158,17 @@ def host_random(number: Callable[[], Any], uniform: Callable[[float, float], Any
 
 
 # ---------------------------------------------------------------------- Dynamo
+
+
+def remember_originals() -> None:
+    """Has Dynamo look up now, before anything is replaced, the functions that it knows by identity.
+
+    It looks them up when it first asks, and again once a process group was made. In a trace it would find the
+    replacements, and know torch's own functions no more: neither in this trace nor in the caller's `torch.compile`.
+    """
+    trace_rules.get_torch_obj_rule_map()
+    tracing_state_functions()
+    TorchInGraphFunctionVariable._get_handlers()
 
 
 @contextlib.contextmanager

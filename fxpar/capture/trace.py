@@ -186,6 +186,7 @@ def _raised(reason: str, place: str) -> CaptureError:
 
 def _trace(run: Called, symbolic: int | None, originals: Mapping[int, Tensor], others: OtherMemos) -> Trace:
     module, prefix, call = run.module, run.prefix, (run.args, run.kwargs, symbolic)
+    patches.remember_originals()
     # What trains by itself is the eager model; where its way depends on values of tensors, its compiled way is taken.
     for as_eager in (True, False):
         questions = Questions(as_eager)
