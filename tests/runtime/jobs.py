@@ -44,10 +44,16 @@ def kept(key: Any, build: Callable[[], ParallelModule]) -> ParallelModule:
     return found
 
 
-def case_module(name: str) -> ParallelModule:
+def case_module(name: str, dtype: torch.dtype = torch.float32) -> ParallelModule:
     """A case of the zoo."""
     case = CASES[name]
-    return kept(name, lambda: fxpar.parallelize(case.model(), case.plan(tp()), case.example(), case.loss))
+    batch = case_batch(name, dtype)
+    return kept((name, dtype), lambda: fxpar.parallelize(case.model().to(dtype), case.plan(tp()), batch, case.loss))
+
+
+def case_batch(name: str, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """The example of a case, what is no integer in it of the given type."""
+    return {key: v.to(dtype) if v.is_floating_point() else v for key, v in CASES[name].example().items()}
 
 
 def tiny_module(kind: type[nn.Module] = models.Tiny, loss: str | None = None) -> ParallelModule:
@@ -72,12 +78,12 @@ def refusal(action: Callable[[], Any]) -> tuple[str, str, str, str]:
 # ---------------------------------------------------------------------- training
 
 
-def train(name: str, steps: int) -> Found:
+def train(name: str, steps: int, dtype: torch.dtype = torch.float32) -> Found:
     """Trains a case with AdamW, clipped, with dropout and a learning rate that falls."""
-    model = case_module(name)
+    model = case_module(name, dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-6)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
-    batch = CASES[name].example()
+    batch = case_batch(name, dtype)
     losses, norms = [], []
     for _ in range(steps):
         optimizer.zero_grad()

@@ -24,13 +24,15 @@ def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: 
         assert gap <= tolerance * largest, f"{name} differs by {gap / largest:.1e} of {largest:.1e}"
 
 
-def assert_trains_like_one_process(world: World, name: str) -> None:
-    wanted = jobs.train(name, STEPS)
+def assert_trains_like_one_process(
+    world: World, name: str, dtype: torch.dtype = torch.float32, tolerance: float = 1e-5
+) -> None:
+    wanted = jobs.train(name, STEPS, dtype)
     assert wanted["losses"][-1] < wanted["losses"][0] - 0.1
-    for found in world.run(jobs.train, name, STEPS):
-        assert found["losses"] == pytest.approx(wanted["losses"], abs=1e-5)
-        assert found["norms"] == pytest.approx(wanted["norms"], rel=1e-5)
-        assert_same(found["state"], wanted["state"], 1e-5)
+    for found in world.run(jobs.train, name, STEPS, dtype):
+        assert found["losses"] == pytest.approx(wanted["losses"], rel=0, abs=tolerance)
+        assert found["norms"] == pytest.approx(wanted["norms"], rel=tolerance)
+        assert_same(found["state"], wanted["state"], tolerance)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +44,8 @@ def test_two_ranks_train_like_one_process(world2: World, name: str) -> None:
 
 @pytest.mark.matrix
 def test_four_ranks_train_like_one_process_with_a_callable_loss(world4: World) -> None:
-    assert_trains_like_one_process(world4, "encoder")
+    # In fp64: by rounding in fp32 a word of this model comes to lie on the other side of a ReLU.
+    assert_trains_like_one_process(world4, "encoder", torch.float64, 1e-10)
 
 
 @functools.cache
