@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from torch import Tensor, nn
@@ -69,7 +70,7 @@ def bisect_model(
     check_arguments(model, plan, passes)
     need_memory(model)
     check_samples(batch)
-    check_world(plan.world_size)
+    check_world(prod(plan.axes.values()))
     with in_precision(model, plan):
         captured = capture(model, batch, plan, loss)
         state, inputs = program_state(captured.program, model), call_inputs(captured, model, batch)

@@ -50,6 +50,7 @@ class Pass:
         invalidates: properties that no longer hold afterwards.
         preserves: what stays equal, `dataflow` (the expression of each output), `values` (loss, outputs and gradients)
             or `nothing`.
+        when: whether a program is one that the pass is for; it is left out for others.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Pass:
     provides: frozenset[str]
     invalidates: frozenset[str]
     preserves: str
+    when: Callable[[Program], bool] = lambda program: True
 
     @property
     def summary(self) -> str:
@@ -76,6 +78,7 @@ def register_pass(
     provides: Iterable[str] = (),
     invalidates: Iterable[str] = (),
     preserves: str = "values",
+    when: Callable[[Program], bool] = lambda program: True,
 ) -> Callable[[PassFunction], Pass]:
     """Decorator that makes a function `Program → Program` a pass.
 
@@ -97,7 +100,7 @@ def register_pass(
             raise PassError(f"{shown(function)} is no function", where=name, remedy="decorate a function of programs")
         if not function.__doc__:
             raise PassError("the function has no docstring", where=name, remedy="say what the pass does")
-        return Pass(name, function, frozenset(requires), frozenset(provides), frozenset(invalidates), preserves)
+        return Pass(name, function, frozenset(requires), frozenset(provides), frozenset(invalidates), preserves, when)
 
     return wrap
 
@@ -181,6 +184,8 @@ class PassManager:
             self._verify(out, "capture")
         nodes = _snapshot(program.graph)
         for index, item in enumerate(self.passes, 1):
+            if not item.when(program):
+                continue
             before, known, old = program, out, nodes
             program, nodes = self._apply(item, program, old)
             self._write(program, index, item.name)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from math import prod
 from typing import Any
 
 from torch import nn
@@ -92,7 +93,7 @@ def verify(
         raise InputError("is unknown", where=f"level={level!r}", remedy=f"choose one of {', '.join(LEVELS)}")
     check_samples(batch)
     if level == "values":
-        check_world(plan.world_size)
+        check_world(prod(plan.axes.values()))
     with in_precision(model, plan):
         compiled = compile_model(model, batch, plan, loss, passes)
         captured, program = compiled.captured, compiled.program

@@ -16,6 +16,7 @@ from fxpar.passes.divide_sequence import divide_sequence
 from fxpar.passes.fold_masks import fold_masks
 from fxpar.passes.insert_collectives import insert_collectives
 from fxpar.passes.localize import localize
+from fxpar.passes.partition_stages import partition_stages
 from fxpar.passes.vocab_parallel import vocab_parallel
 
 DEFAULT_PASSES: tuple[Pass, ...] = (
@@ -29,6 +30,7 @@ DEFAULT_PASSES: tuple[Pass, ...] = (
     vocab_parallel,
     assign_rng,
     localize,
+    partition_stages,
 )
 
 __all__ = [
@@ -42,5 +44,6 @@ __all__ = [
     "fold_masks",
     "insert_collectives",
     "localize",
+    "partition_stages",
     "vocab_parallel",
 ]

@@ -35,12 +35,12 @@ def prune(program: Program) -> Program:
         if not node.users and note(node).type is not None:
             program.graph.erase_node(node)
         elif node.target is all_reduce_coalesced:
-            _shrink(node)
+            shrink(node)
     return program
 
 
-def _shrink(node: fx.Node) -> None:
-    """Leaves out gradients whose sum nobody takes."""
+def shrink(node: fx.Node) -> None:
+    """Leaves out of a bucket the gradients whose sum nobody takes."""
     items = {int(user.args[1]): user for user in node.users if user.target is operator.getitem}  # type: ignore[arg-type]
     kept = sorted(items)
     if len(kept) == len(node.args):

@@ -58,6 +58,9 @@ PLAN_FLAGS = (
     "--plan",
     "--tp",
     "--dp",
+    "--pp",
+    "--virtual-stages",
+    "--stage",
     "--split",
     "--row-wise",
     "--batch-dim",
@@ -121,6 +124,12 @@ def _request(
     plan: Annotated[str | None, typer.Option(metavar="FILE", help="plan as YAML; flags win over it")] = None,
     tp: Annotated[int | None, number_option("ranks that split each layer")] = None,
     dp: Annotated[int | None, number_option("groups of them that share out the batch")] = None,
+    pp: Annotated[int | None, number_option("ranks that share out the layers, stages of a pipeline")] = None,
+    virtual_stages: Annotated[int | None, number_option("stages of the pipeline on each of its ranks")] = None,
+    stage: Annotated[
+        list[str] | None,
+        typer.Option(metavar="MODULE=N", help="the module with which stage N of the pipeline begins; repeatable"),
+    ] = None,
     split: Annotated[
         list[str] | None,
         typer.Option(
@@ -171,6 +180,7 @@ def _request(
         InputError: the plan file or a flag cannot be used.
     """
     given: dict[str, Any] = {"--plan": plan}
+    given |= {"--pp": pp, "--virtual-stages": virtual_stages, "--stage": stage}
     given |= {"--tp": tp, "--dp": dp, "--split": split, "--seed": seed, "--precision": precision}
     given |= {"--sequence-parallel": sequence, "--row-wise": row_wise, "--batch-dim": batch_dim}
     given |= {"--loss-reduction": loss_reduction, "--recompute": recompute, "--activation-budget": activation_budget}
@@ -178,11 +188,14 @@ def _request(
     chosen = Plan() if plan is None else Plan.load(plan)
     changes: dict[str, Any] = {"tp": tp, "dp": dp, "sequence_parallel": sequence, "seed": seed, "precision": precision}
     changes |= {"loss_reduction": loss_reduction, "recompute": recompute, "activation_budget": activation_budget}
+    changes |= {"pp": pp, "virtual_stages": virtual_stages}
     changes = {name: value for name, value in changes.items() if value is not None}
     if split:
         changes["split"] = {**chosen.split, **_split_lines(split)}
     if batch_dim:
         changes["batch_dims"] = {**chosen.batch_dims, **_dims(batch_dim)}
+    if stage:
+        changes["stages"] = _stages(stage)
     if row_wise:
         changes["row_wise"] = (*chosen.row_wise, *row_wise)
     flags = tuple(name for name, value in given.items() if value not in (None, []))
@@ -200,6 +213,15 @@ def _dims(lines: Sequence[str]) -> dict[str, int]:
             where = f"--batch-dim {path}={dim}"
             raise InputError("is no dimension of an input", where=where, remedy="write 'PATH=DIM', a number")
     return {path: int(dim) for path, dim in found.items()}
+
+
+def _stages(lines: Sequence[str]) -> dict[str, int]:
+    found = _pairs("--stage", lines, "is no beginning of a stage", "MODULE=N")
+    for name, number in found.items():
+        if not re.fullmatch(r"\d{1,4}", number):
+            where = f"--stage {name}={number}"
+            raise InputError("is no number of a stage", where=where, remedy="write 'MODULE=N'")
+    return {name: int(number) for name, number in found.items()}
 
 
 def _pairs(flag: str, lines: Sequence[str], reason: str, form: str) -> dict[str, str]:

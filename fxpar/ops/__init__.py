@@ -17,6 +17,7 @@ from fxpar.ops.host import item
 from fxpar.ops.operator import Operator, alike
 from fxpar.ops.random import attention, axis_index, dropout, uniform, uniform_like
 from fxpar.ops.sizes import size
+from fxpar.ops.transfers import transfer
 from fxpar.ops.vocabulary import argmax, cross_entropy, embedding, log_softmax, logsumexp, nll_loss, topk
 from fxpar.ops.vocabulary_gradients import (
     cross_entropy_backward,
@@ -34,6 +35,8 @@ __all__ = ["COMPOSITE_OF", "OPERATORS", "Operator", "alike"]
 _DRAWN = (axis_index, dropout, uniform, uniform_like, attention)
 _WORDS = (embedding, cross_entropy, nll_loss, log_softmax, logsumexp, argmax, topk)
 
+_OTHERS = (sum_gradients, function, size, zeros, item, transfer)
+
 _GRADIENTS = (
     *(all_reduce_coalesced, attention_forward, attention_backward, cross_entropy_forward, cross_entropy_backward),
     *(embedding_backward, nll_loss_backward, log_softmax_backward, logsumexp_backward, topk_backward),
@@ -43,7 +46,18 @@ _GRADIENTS = (
 OPERATORS: Mapping[str, Operator] = MappingProxyType(
     {
         record.__name__: record
-        for record in (*COERCION_OF, *_DRAWN, sum_gradients, *_WORDS, *_GRADIENTS, function, size, zeros, item)
+        for record in (
+            *COERCION_OF,
+            *_DRAWN,
+            sum_gradients,
+            *_WORDS,
+            *_GRADIENTS,
+            function,
+            size,
+            zeros,
+            item,
+            transfer,
+        )
     }
 )
 

@@ -16,9 +16,11 @@ from torch import Tensor
 from fxpar.ops import counter
 from fxpar.ops import random as records
 from fxpar.ops.attention import attention_backward, attention_forward
+from fxpar.ops.bound import same
 from fxpar.ops.counter import IndexCut
 from fxpar.ops.functions import function as kept
 from fxpar.ops.host import item
+from fxpar.ops.transfers import transfer
 from fxpar.ops.zeros import zeros, zeros_of
 from fxpar.oracle import backward
 from fxpar.oracle.checked import CHECKED
@@ -102,6 +104,7 @@ KERNELS: Mapping[Any, Callable[..., Any]] = {
     attention_backward: backward.attention_backward,
     zeros: zeros_of,
     item: torch.ops.fxpar.item.default,
+    transfer: same,
     **CHECKED,
     records.dropout: dropout,
     records.uniform: uniform,
@@ -167,6 +170,7 @@ def composite(d: Draw) -> dict[str, Samples]:
             sample(d.normal(s, e), k, v, None, state, 0.4, False, None, False, index),
         ],
         "fxpar.zeros": [backward.sample(x)],
+        "fxpar.transfer": [backward.sample(x)],
         "fxpar.item": [backward.sample(d.normal()), backward.sample(d.normal(1, 1))],
         "fxpar.function": [sample(x, d.x(h, s), path=f"{Gate.__module__}.{Gate.__name__}")],
     }

@@ -40,8 +40,9 @@ _PARTS: Mapping[str, tuple[type, str]] = {
 }
 _AXES = ("tp", "dp", "cp", "pp", "ep")
 
+_USED_AXES = (("tp", "that split each layer"), ("dp", "that share out the batch"), ("pp", "that share out the layers"))
 # Axes of DESIGN's mesh whose passes do not exist yet; asking for them is refused by name.
-_LATER_AXES = (("cp", ""), ("pp", ""), ("ep", ""))
+_LATER_AXES = (("cp", ""), ("ep", ""))
 
 
 class _Loader(yaml.SafeLoader):
@@ -63,7 +64,12 @@ class Plan:
     Attributes:
         tp: ranks that split each layer (tensor parallelism).
         dp: groups of ranks that share out the batch (data parallelism).
-        cp, pp, ep: context, pipeline and expert parallel ranks; only 1 is accepted as yet.
+        pp: ranks that share out the layers, each a stage of a pipeline (pipeline parallelism).
+        cp, ep: context and expert parallel ranks; only 1 is accepted as yet.
+        virtual_stages: stages of the pipeline that each of its ranks holds: its c-th is stage c·pp + its place.
+        stages: where stages begin: for some or all but the first the name of a module, as the model names it, and the
+            number of the stage that begins with it; or for all stages how many layers they have, in order. What is not
+            said is chosen by cost.
         split: what to do with modules or parameters, by glob on their full name. `column` splits the output features
             of a matrix, `row` the input features, `head` is `column` where every shard must consist of whole
             attention heads, `vocab` cuts the words of an embedding table or of an output head, `replicate` keeps the
@@ -114,6 +120,8 @@ class Plan:
     cp: int = 1
     pp: int = 1
     ep: int = 1
+    virtual_stages: int = 1
+    stages: Mapping[str, int] | tuple[int, ...] = ()
     split: Mapping[str, str] = field(default_factory=dict)
     batch_dims: Mapping[str, int] = field(default_factory=dict)
     padding: Mapping[str, int | float | bool] = field(default_factory=dict)
@@ -136,6 +144,9 @@ class Plan:
         for name in _MAPPINGS:
             object.__setattr__(self, name, MappingProxyType(dict(sorted(getattr(self, name).items()))))
         object.__setattr__(self, "row_wise", tuple(sorted(set(self.row_wise))))
+        is_mapping = isinstance(self.stages, Mapping)
+        stages = MappingProxyType(dict(sorted(self.stages.items()))) if is_mapping else tuple(self.stages)  # type: ignore[union-attr]
+        object.__setattr__(self, "stages", stages or ())
 
     def __hash__(self) -> int:
         return hash(self.to_yaml())
@@ -150,7 +161,7 @@ class Plan:
         yield from self._wrong_options()
 
     def _wrong_sizes(self) -> Iterator[str]:
-        for axis, use in (("tp", "that split each layer"), ("dp", "that share out the batch"), *_LATER_AXES):
+        for axis, use in (*_USED_AXES, *_LATER_AXES):
             size = getattr(self, axis)
             if type(size) is not int or size < 1:
                 yield f"{axis}={shown(size)} is no positive integer: give the number of ranks"
@@ -176,6 +187,7 @@ class Plan:
                     yield f"split has the key {shown(glob)}: write a glob on module or parameter names"
                 if how not in SPLITS:
                     yield f"split[{shown(glob)}]={shown(how)} is unknown: choose one of {', '.join(SPLITS)}"
+        yield from self._wrong_stages()
         yield from _by_path("batch_dims", self.batch_dims, (int,), "dimension")
         yield from _by_path("padding", self.padding, (int, float, bool), "number")
         if self.loss_reduction not in LOSS_REDUCTIONS:
@@ -201,6 +213,30 @@ class Plan:
             yield from self.cost.problems()
         else:
             yield f"cost={shown(self.cost)} is no fxpar.Cost: write Cost(bandwidth=…)"
+
+    def _wrong_stages(self) -> Iterator[str]:
+        virtual = self.virtual_stages
+        if type(virtual) is not int or not 1 <= virtual <= MOST_RANKS:
+            yield f"virtual_stages={shown(virtual)} is no number of stages: give one of at least 1"
+            return
+        if type(self.pp) is not int or self.pp < 1:
+            return
+        count = self.pp * virtual
+        if self.pp == 1 and virtual > 1:
+            yield f"virtual_stages={virtual} without a pipeline, pp={self.pp}: give pp of at least 2, or leave them out"
+        stages = self.stages
+        if isinstance(stages, Mapping):
+            for name, number in stages.items():
+                if not isinstance(name, str) or not name:
+                    yield f"stages has the key {shown(name)}: write the name of a module"
+                elif type(number) is not int or not 0 < number < count:
+                    yield f"stages[{name!r}]={shown(number)} is none of the stages 1 to {count - 1}: give one of these"
+            if len({*map(repr, stages.values())}) != len(stages):
+                yield "stages gives two modules one stage: each begins once"
+        elif not isinstance(stages, (tuple, list)) or any(type(n) is not int or n < 1 for n in stages):
+            yield f"stages={shown(stages)} is neither a mapping from modules to stages nor numbers of layers: write one"
+        elif stages and len(stages) != count:
+            yield f"stages={shown(stages)} has {len(stages)} numbers of layers for {count} stages: give one for each"
 
     def _wrong_recompute(self) -> Iterator[str]:
         if self.recompute not in RECOMPUTES:
@@ -235,6 +271,7 @@ class Plan:
     def on_one_rank(self) -> Plan:
         """The same plan for a single device: no axis has several ranks, no line splits anything, and all is kept."""
         changes: dict[str, Any] = {**dict.fromkeys(_AXES, 1), "split": {}, "row_wise": ()}
+        changes |= {"virtual_stages": 1, "stages": ()}
         changes |= {"recompute": "none", "activation_budget": None, "cuda_graphs": CudaGraphs()}
         return dataclasses.replace(self, **changes)
 
@@ -246,7 +283,12 @@ class Plan:
     @cached_property
     def mesh(self) -> Mesh:
         """Which ranks communicate with which."""
-        return Mesh(tp=self.tp, cp=self.cp, dp=self.dp, pp=self.pp, ep=self.ep)
+        return Mesh(tp=self.tp, cp=self.cp, dp=self.dp, pp=self.pp, ep=self.ep, virtual=self.virtual_stages)
+
+    @property
+    def pipeline_stages(self) -> int:
+        """Stages of the pipeline on all its ranks."""
+        return self.pp * self.virtual_stages
 
     def replace(self, **changes: Any) -> Plan:
         """A checked copy with other options.
@@ -263,6 +305,8 @@ class Plan:
         found |= {name: dict(found[name]) for name in _MAPPINGS if name in found}
         if "row_wise" in found:
             found["row_wise"] = list(self.row_wise)
+        if "stages" in found:
+            found["stages"] = dict(self.stages) if isinstance(self.stages, Mapping) else list(self.stages)
         for name in _PARTS:
             if name in found:
                 found[name] = getattr(self, name).to_dict()

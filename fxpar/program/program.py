@@ -77,6 +77,7 @@ class Note:
         phase: "" in the forward; backward; parameter, of what is made of gradients once a step.
         region: name of the call that the node was written out of (`regions.inlined`).
         uncaptured: why no CUDA graph can hold the node of a step, or is to; empty where one can.
+        stages: of a pipeline, that which computes the node; of a parameter, those that read it.
     """
 
     type: ValueType = None
@@ -91,6 +92,7 @@ class Note:
     phase: str = ""
     region: str = ""
     uncaptured: str = ""
+    stages: tuple[int, ...] = ()
 
 
 def module_of(graph: fx.Graph) -> fx.GraphModule:

@@ -22,6 +22,7 @@ class Property(StrEnum):
         VOCABULARY: operations over a vocabulary that is cut are their composites.
         RNG: random bits are those of the counter generator.
         LOCAL: sizes in the graph are those of a rank.
+        STAGES: each node belongs to a stage of the pipeline.
         STEP: the graph is that of a training step, forward and backward.
         REGIONS: equal layers are regions.
     """
@@ -35,5 +36,6 @@ class Property(StrEnum):
     VOCABULARY = "vocabulary"
     RNG = "rng"
     LOCAL = "local"
+    STAGES = "stages"
     STEP = "step"
     REGIONS = "regions"

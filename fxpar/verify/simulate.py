@@ -11,6 +11,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,10 +27,13 @@ from fxpar.manager import PassManager
 from fxpar.mesh.purpose import joined_names
 from fxpar.ops.collectives import Group
 from fxpar.ops.lower import Lowered, lower
-from fxpar.passes.differentiate import differentiate
+from fxpar.passes.differentiate import differentiate, of_outputs
 from fxpar.program.program import Program, output_layouts, output_types
 from fxpar.program.properties import Property
+from fxpar.program.stages import Stage, stages_of
 from fxpar.program.step import is_gradient, model_outputs, output_of, parameter_gradients
+from fxpar.verify.promote import promote
+from fxpar.verify.stages import check_neighbours
 
 MOST_RANKS = 512  # some seconds for a small model; each rank has tensors of its own
 
@@ -164,10 +168,12 @@ def run_single(program: Program, state: Mapping[str, Tensor], inputs: Mapping[st
 def step_of(program: Program) -> Program:
     """A localised program with its backward, of the loss or of all outputs, by all parameters; a step as it is.
 
+    So is what is cut into stages, each of which has a backward of its own.
+
     Raises:
         FxparError: the program cannot be differentiated, nor trained.
     """
-    if Property.STEP in program.properties:
+    if not program.properties.isdisjoint({Property.STEP, Property.STAGES}):
         return program
     return PassManager([differentiate]).run(program)
 
@@ -183,7 +189,7 @@ def run_ranks(
     sizes: Mapping[str, int],
     lowering: Callable[[Program, Mapping[str, Group]], Lowered] = lower,
 ) -> list[Run]:
-    """Runs a step (`step_of`) on all ranks at once; arguments whole, as for `run_single`.
+    """Runs a step (`step_of`), or the stages of a pipeline, on all ranks at once; arguments whole, as for `run_single`.
 
     Args:
         sizes: values of the symbols.
@@ -192,40 +198,130 @@ def run_ranks(
     Raises:
         PassError: the program's sizes are not yet those of a rank.
     """
-    axes = program.axes
-    if axes and Property.LOCAL not in program.properties:
-        raise PassError("the sizes in it are those of whole tensors", where="program", remedy="run the pass localize")
-    world = math.prod(axes.values())
-    check_world(world)
-    layouts = _placeholder_layouts(program)
-    places = [coordinates(axes, rank) for rank in range(world)]
+    if Property.STAGES in program.properties:
+        return _run_stages(program, state, inputs, sizes, lowering)
+    with _Ranks(program, state, inputs, sizes, lowering) as ranks:
+        found = ranks.run(program, {})
+    return ranks.runs(found, parameter_gradients(program), model_outputs(program))
 
-    def local(layout: Layout, value: Tensor) -> LocalTensor:
-        return LocalTensor({r: local_block(value, layout, axes, places[r], sizes).clone() for r in range(world)})
 
-    with contextlib.ExitStack() as stack:
-        groups = stack.enter_context(simulated_world(axes))
-        whole = cotangents(program, sizes)  # what is made under the mode is one tensor a rank already
-        stack.enter_context(LocalTensorMode(world))
-        lowered = lowering(program, groups)
-        given = {p.node: state[p.fqn].detach() for p in program.parameters}
+def _run_stages(
+    program: Program,
+    state: Mapping[str, Tensor],
+    inputs: Mapping[str, Tensor],
+    sizes: Mapping[str, int],
+    lowering: Callable[[Program, Mapping[str, Group]], Lowered],
+) -> list[Run]:
+    """The stages of a pipeline in sequence: what each sends is what the next takes, gradients the same way back.
+
+    Gradients of a parameter that several stages hold are summed. A forward runs once for what it sends, and again in
+    front of its backward: it draws the same bits.
+    """
+    stages = stages_of(program)
+    check_neighbours(stages)
+    steps = [step_of_stage(stage) for stage in stages]
+    found: dict[str, Tensor] = {}
+    with _Ranks(program, state, inputs, sizes, lowering) as ranks:
+        sent: list[dict[str, Tensor]] = [{}]
+        for stage in stages[:-1]:
+            given = {node: sent[-1][name] for name, node in stage.received.items()}
+            made = ranks.run(promote(stage.program), given)
+            sent.append({name: made[name] for name in stage.sent})
+        gradients: dict[str, Tensor] = {}
+        tangents: dict[str, Tensor] = {}
+        for stage, step in zip(reversed(stages), reversed(steps), strict=True):
+            given = {node: sent[stage.number][name] for name, node in stage.received.items()}
+            entries = {output_of(entry.path): entry.node for entry in step.inputs if output_of(entry.path)}
+            given |= {entries[name]: value for name, value in tangents.items() if name in entries}
+            made = ranks.run(promote(step), given)
+            found |= {name: made[name] for name in stage.program.outputs if name not in stage.sent}
+            tangents = {name: made[output] for name, output in stage.returned.items()}
+            for fqn, name in parameter_gradients(step).items():
+                gradients[fqn] = gradients[fqn] + made[name] if fqn in gradients else made[name]
+    return ranks.runs({**found, **gradients}, {fqn: fqn for fqn in gradients}, tuple(found))
+
+
+def step_of_stage(stage: Stage) -> Program:
+    """A stage's program with its backward."""
+    own = stage.program
+    trained = [p.fqn for p in own.parameters]
+    return PassManager([of_outputs(stage.tangents, own.outputs, trained)]).run(own)
+
+
+class _Ranks:
+    """All ranks of a program, or of one stage after the other, in this process.
+
+    Args:
+        program: whose axes, and whose cotangents, are those of all that runs.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        state: Mapping[str, Tensor],
+        inputs: Mapping[str, Tensor],
+        sizes: Mapping[str, int],
+        lowering: Callable[[Program, Mapping[str, Group]], Lowered],
+    ) -> None:
+        axes = program.axes
+        if axes and Property.LOCAL not in program.properties:
+            raise PassError(
+                "the sizes in it are those of whole tensors", where="program", remedy="run the pass localize"
+            )
+        self._program, self._state, self._inputs, self._sizes = program, state, inputs, sizes
+        self._axes, self._lowering = axes, lowering
+        self._world = math.prod(axes.values())
+        check_world(self._world)
+        self._places = [coordinates(axes, rank) for rank in range(self._world)]
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> _Ranks:
+        self._groups = self._stack.enter_context(simulated_world(self._axes))
+        # What is made under the mode is one tensor a rank already.
+        self._cotangents = cotangents(self._program, self._sizes)
+        self._stack.enter_context(LocalTensorMode(self._world))
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._stack.__exit__(*exception)
+
+    def run(self, program: Program, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The outputs of a program by name, one tensor a rank.
+
+        Args:
+            given: of some placeholders what the ranks have; of the others it is the ranks' parts of whole values.
+        """
+        layouts = _placeholder_layouts(program)
+        lowered = self._lowering(program, self._groups)
+        whole = {p.node: self._state[p.fqn].detach() for p in program.parameters}
         for entry in program.inputs:
             output = output_of(entry.path)
-            given[entry.node] = whole[output] if output else inputs[entry.path]
-        by_name = {name: local(layouts[name], value) for name, value in given.items()}
-        ranks = [LocalTensor({r: torch.tensor(places[r][axis]) for r in range(world)}) for axis in lowered.indices]
+            if entry.node not in given:
+                whole[entry.node] = self._cotangents[output] if output else self._inputs[entry.path]
+        by_name = {**given, **{name: self._local(layouts[name], value) for name, value in whole.items()}}
+        ranks = range(self._world)
+        indices = [LocalTensor({r: torch.tensor(self._places[r][axis]) for r in ranks}) for axis in lowered.indices]
         with torch.no_grad():
-            results = lowered.module(*[by_name[name] for name in lowered.inputs], *ranks)
-        found: dict[str, Tensor] = dict(zip(program.outputs, results, strict=True))
-    outputs = model_outputs(program)
-    gradients = parameter_gradients(program)
-    return [
-        Run(
-            {name: _rank(found[name], r) for name in outputs},
-            {fqn: _rank(found[name], r) for fqn, name in gradients.items()},
-        )
-        for r in range(world)
-    ]
+            results = lowered.module(*[by_name[name] for name in lowered.inputs], *indices)
+        return dict(zip(program.outputs, results, strict=True))
+
+    def runs(self, found: Mapping[str, Tensor], gradients: Mapping[str, str], outputs: Sequence[str]) -> list[Run]:
+        """What each rank has.
+
+        Args:
+            gradients: by name of the parameter the name of the value.
+        """
+        return [
+            Run(
+                {name: _rank(found[name], r) for name in outputs},
+                {fqn: _rank(found[name], r) for fqn, name in gradients.items()},
+            )
+            for r in range(self._world)
+        ]
+
+    def _local(self, layout: Layout, value: Tensor) -> LocalTensor:
+        blocks = (local_block(value, layout, self._axes, place, self._sizes).clone() for place in self._places)
+        return LocalTensor(dict(enumerate(blocks)))
 
 
 def _rank(value: Tensor, rank: int) -> Tensor:

@@ -13,6 +13,7 @@ from fxpar.program.regions import inlined
 from fxpar.verify.header import check_header
 from fxpar.verify.operations import check_operations
 from fxpar.verify.shapes import check_shapes
+from fxpar.verify.stages import check_stages
 from fxpar.verify.step import check_step
 from fxpar.verify.structure import check_structure
 from fxpar.verify.types import check_choice, check_types
@@ -25,6 +26,7 @@ STATIC: tuple[Verifier, ...] = (
     # Types come first: they say which coercion a wrong shape lacks.
     Verifier("types", frozenset({Property.COLLECTIVES}), check_types, of_operations=True),
     Verifier("shapes", frozenset(), check_shapes, of_operations=True),
+    Verifier("stages", frozenset({Property.STAGES}), check_stages),
     Verifier("step", frozenset({Property.STEP}), check_step, of_dataflow=True),
 )
 

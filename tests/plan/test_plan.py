@@ -16,7 +16,7 @@ from fxpar.errors import InputError, PlanError
 from fxpar.mesh.atoms import Atom
 from fxpar.plan.plan import PRECISIONS, SPLITS, Plan
 
-LATER = ("cp", "pp", "ep")
+LATER = ("cp", "ep")
 
 text_keys = st.text(min_size=1, max_size=20)
 plans = st.builds(
@@ -70,8 +70,8 @@ def test_yaml_holds_only_what_differs_from_the_defaults() -> None:
 
 def test_one_error_lists_all_that_is_wrong() -> None:
     with pytest.raises(PlanError) as caught:
-        Plan(tp=0, pp=2, split={"*.fc": "sideways"}, seed=-1, precision="fp64")
-    for part in ("tp=0", "pp=2", "sideways", "seed=-1", "fp64"):
+        Plan(tp=0, cp=2, split={"*.fc": "sideways"}, seed=-1, precision="fp64")
+    for part in ("tp=0", "cp=2", "sideways", "seed=-1", "fp64"):
         assert part in str(caught.value)
 
 
@@ -81,7 +81,7 @@ def test_axes_of_later_work_are_refused_by_name(axis: str) -> None:
         Plan(**{axis: 2})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("axis", ["tp", *LATER])
+@pytest.mark.parametrize("axis", ["tp", "pp", *LATER])
 @pytest.mark.parametrize("size", [0, -1, 2.0, "2", True, None])
 def test_sizes_are_positive_integers(axis: str, size: object) -> None:
     with pytest.raises(PlanError, match=f"{axis}={size!r} is no positive integer"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -21,17 +21,24 @@ IMPLS = ("partial", "full_iteration")
 MOSTLY_FULL = (pytest.param("partial", marks=pytest.mark.matrix), "full_iteration")
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize(
-    ("micro", "more"),
-    [
-        (1, {}),
-        (3, {"precision": "bf16"}),
-        (1, {"set_to_none": False}),
-        (1, {"every": 2, "recompute": "selective"}),
-        (2, {"every": 2, "set_to_none": False, "precision": "bf16_weights"}),
-    ],
-)
+TRAININGS: list[tuple[int, dict[str, Any]]] = [
+    (1, {}),
+    (3, {"precision": "bf16"}),
+    (1, {"set_to_none": False}),
+    (1, {"every": 2, "recompute": "selective"}),
+    (2, {"every": 2, "set_to_none": False, "precision": "bf16_weights"}),
+]
+
+
+def _in_turn(cases: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """Each case by one way of replaying, the next case by the other; the rest in the matrix."""
+    rows = ((i, case, impl) for i, case in enumerate(cases) for impl in IMPLS)
+    return [
+        pytest.param(impl, *case, marks=() if IMPLS[i % 2] == impl else pytest.mark.matrix) for i, case, impl in rows
+    ]
+
+
+@pytest.mark.parametrize(("impl", "micro", "more"), _in_turn(TRAININGS))
 def test_a_training_is_the_same_to_the_bit(impl: str, micro: int, more: dict[str, Any]) -> None:
     found = train(gpt2, words(6, micro), impl, **more)
     assert found == as_it_is(gpt2, 6, micro, **more)
@@ -127,8 +134,7 @@ def _freeze(model: fxpar.ParallelModule, step: int) -> None:
         first.grad = None
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("touch", [_exchange, _own_gradients, _freeze])
+@pytest.mark.parametrize(("impl", "touch"), _in_turn([(_exchange,), (_own_gradients,), (_freeze,)]))
 def test_other_addresses_and_gradients_are_seen(impl: str, touch: Callable[[fxpar.ParallelModule, int], None]) -> None:
     assert train(gpt2, words(7), impl, touch=touch) == train(gpt2, words(7), touch=touch)
 
@@ -216,7 +222,7 @@ def test_transformer_engine_is_for_gpus() -> None:
 @pytest.mark.parametrize(
     ("name", "plan", "impl", "micro"),
     [
-        ("gpt2", {"tp": 2}, "partial", 2),
+        pytest.param("gpt2", {"tp": 2}, "partial", 2, marks=pytest.mark.matrix),
         ("llama", {"tp": 2, "sequence_parallel": True}, "full_iteration", 2),
         pytest.param("gpt2", {"dp": 2}, "full_iteration", 1, marks=pytest.mark.matrix),
         pytest.param("llama", {"dp": 2, "precision": "bf16"}, "partial", 2, marks=pytest.mark.matrix),

@@ -1,0 +1,233 @@
+"""What a forward is cut into stages by: where values live, what they cost, and which of them need not be sent.
+
+Enters: a program whose sizes are a rank's. Leaves: the operations that have a place in the order, those that each stage
+computes for itself, and for each place between two operations what crosses it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+from torch import fx
+
+from fxpar.analysis.collectives import symbol_sizes
+from fxpar.analysis.flops import matmul_flops
+from fxpar.analysis.seconds import access_seconds, product_seconds
+from fxpar.analysis.split import computed_part
+from fxpar.analysis.stored import materialised
+from fxpar.layout.nesting import local_shape
+from fxpar.layout.symbols import evaluate
+from fxpar.ops import Operator
+from fxpar.ops.coercions import sum_gradients
+from fxpar.program.program import Program, ScalarType, note, operands, output_layouts, output_types
+from fxpar.program.weights import weights_of
+
+# A value of parameters alone is computed again where it has at most so many times their bytes.
+MOST_OF_PARAMETERS = 8
+# Operations an element of a cheap node: a rotary table is an outer product.
+_CHEAP = 8
+# Bytes for each byte of a trained parameter: itself, its gradient and two moments.
+_STATES = 4
+
+
+@dataclass(frozen=True)
+class Divisible:
+    """A forward, and what it has to do with a cut.
+
+    Attributes:
+        order: operations that are computed by one stage, in the program's order.
+        anywhere: operations that each stage that reads them computes for itself.
+    """
+
+    program: Program
+    order: tuple[fx.Node, ...]
+    anywhere: frozenset[fx.Node]
+
+    @cached_property
+    def places(self) -> Mapping[fx.Node, int]:
+        """Of each operation its place in the order; a part of several results has that of what gives them."""
+        found: dict[fx.Node, int] = {}
+        for i, node in enumerate(self.order):
+            source = node.args[0] if node.target is operator.getitem else None
+            found[node] = found[source] if isinstance(source, fx.Node) and source in found else i
+        return found
+
+    @cached_property
+    def last_read(self) -> Mapping[fx.Node, int]:
+        """Of each operation the last place at which it is read, directly or by what each stage computes for itself."""
+        found: dict[fx.Node, int] = {}
+        for node in reversed(self.program.graph.nodes):
+            if node.op == "call_function":
+                users = [user for user in node.users if user.op != "output"]
+                own = [self.places[user] if user in self.places else found.get(user, 0) for user in users]
+                found[node] = max(own, default=self.places.get(node, 0))
+        return found
+
+    @cached_property
+    def _sizes(self) -> Mapping[str, int]:
+        return symbol_sizes(self.program, None)
+
+    def bytes_of(self, node: fx.Node) -> int:
+        """Bytes of a node's values on a rank, for inputs of the example's sizes."""
+        total = 0
+        for kind, layout in zip(output_types(node), output_layouts(node), strict=True):
+            shape = local_shape(kind.shape, layout, self.program.axes)
+            total += prod(evaluate(size, self._sizes) for size in shape) * kind.dtype.itemsize
+        return int(total)
+
+    @cached_property
+    def live(self) -> list[float]:
+        """Bytes that cross each place: of values that are there before it and read behind it."""
+        changes = [0.0] * (len(self.order) + 1)
+        for node in self.order:
+            first, last = self.places[node], self.last_read[node]
+            if last > first and not isinstance(note(node).type, tuple):
+                size = self.bytes_of(node)
+                changes[first + 1] += size
+                changes[last + 1] -= size
+        found, now = [], 0.0
+        for change in changes[: len(self.order)]:
+            now += change
+            found.append(now)
+        return found
+
+    @cached_property
+    def seconds(self) -> list[float]:
+        """Of each operation in the order, forward and backward."""
+        cost, axes = self.program.plan.cost, self.program.axes
+        products = dict(matmul_flops(self.program))
+        owned = self.program.placeholders()
+        weights = weights_of(self.program.graph, [owned[p.node] for p in self.program.parameters])
+        stored = materialised(self.program, products.keys(), weights)
+        found = []
+        for node in self.order:
+            flops = evaluate(products[node], self._sizes) if node in products else 0
+            own = product_seconds(flops, computed_part(node, axes), cost) if flops else 0.0
+            found.append(own + (access_seconds(self.bytes_of(node), 1, cost) if node in stored else 0.0))
+        return found
+
+    @cached_property
+    def held(self) -> list[float]:
+        """Bytes of the parameters that each operation in the order is the first to read, with what trains them."""
+        first: dict[fx.Node, int] = {}
+        for node in reversed(self.program.graph.nodes):
+            for read in operands(node) if node.op == "call_function" else ():
+                place = self.places.get(node, first.get(node))
+                if place is not None:
+                    first[read] = min(place, first.get(read, place))
+        nodes = self.program.placeholders()
+        found = [0.0] * len(self.order)
+        for p in self.program.parameters:
+            if nodes[p.node] in first:
+                found[first[nodes[p.node]]] += self.bytes_of(nodes[p.node]) * (_STATES if p.trainable else 1)
+        return found
+
+    @cached_property
+    def kept(self) -> list[float]:
+        """Bytes of a microbatch that each operation in the order leaves for the backward."""
+        products = {node for node, _ in matmul_flops(self.program)}
+        stored = materialised(self.program, products, set())
+        return [float(self.bytes_of(node)) if node in stored else 0.0 for node in self.order]
+
+
+def divisible(program: Program) -> Divisible:
+    """The operations of a forward that has the property `local`."""
+    anywhere = _anywhere(program)
+    order = tuple(n for n in program.graph.nodes if n.op == "call_function" and n not in anywhere)
+    return Divisible(program, order, frozenset(anywhere))
+
+
+def _anywhere(program: Program) -> set[fx.Node]:
+    """What needs no sending: cheap values of inputs alone, or of parameters alone and not much larger than these.
+
+    Sums of gradients of parameters give the parameters again. Numbers of sizes are no tensors.
+    """
+    sizes = Divisible(program, (), frozenset())
+    trained = {p.node for p in program.parameters if p.kind == "parameter"}
+    products = dict(matmul_flops(program))
+    values = symbol_sizes(program, None)
+    # Of each node the parameters that it is made of, and whether it is made of inputs.
+    made: dict[fx.Node, tuple[frozenset[fx.Node], bool]] = {}
+    found: set[fx.Node] = set()
+    for node in program.graph.nodes:
+        if node.op == "placeholder":
+            is_input = program.parameter(node) is None
+            made[node] = (frozenset({node}) if node.name in trained else frozenset(), is_input)
+            continue
+        if node.op != "call_function" or any(read not in made for read in node.all_input_nodes):
+            continue
+        if isinstance(note(node).type, ScalarType):
+            made[node] = frozenset(), False
+            found.add(node)
+            continue
+        if _communicates(node) or not _is_cheap(node, products, values, sizes):
+            continue
+        parameters = frozenset().union(*(made[read][0] for read in operands(node)))
+        of_inputs = any(made[read][1] for read in operands(node))
+        if parameters and of_inputs:
+            continue
+        largest = MOST_OF_PARAMETERS * sum(sizes.bytes_of(each) for each in parameters)
+        if parameters and node.target is not sum_gradients and sizes.bytes_of(node) > largest:
+            continue
+        made[node] = parameters, of_inputs
+        found.add(node)
+    return found
+
+
+def _communicates(node: fx.Node) -> bool:
+    """Whether its forward does, or it draws bits."""
+    record = node.target
+    if not isinstance(record, Operator):
+        return False
+    if record.sums_gradients:
+        return False
+    return record.draws or bool(record.uncaptured) or (record.traffic is not None and record.sends[0] != "")
+
+
+def _is_cheap(node: fx.Node, products: Mapping[fx.Node, object], values: Mapping[str, int], sizes: Divisible) -> bool:
+    flops = products.get(node)
+    if flops is None:
+        return note(node).random == 0
+    elements = sum(prod(evaluate(size, values) for size in kind.shape) for kind in output_types(node))
+    return bool(evaluate(flops, values) <= _CHEAP * elements)
+
+
+def candidates(found: Divisible, stages: int, must: Sequence[int] = ()) -> list[int]:
+    """The places at which the order may be cut, ascending.
+
+    A place is none if less crosses another that is near, so that stages lose next to nothing by taking that. Behind the
+    loss there is none.
+
+    Args:
+        stages: how many are wanted.
+        must: places that are candidates in any case.
+    """
+    loss = found.program.output_nodes().get(found.program.loss)
+    last = found.places.get(loss, len(found.order)) if loss is not None else len(found.order)
+    before = [0.0]
+    for seconds in found.seconds:
+        before.append(before[-1] + seconds)
+    near = before[-1] / (8 * stages)
+    live = found.live
+    kept = []
+    for place in range(1, min(last, len(found.order) - 1) + 1):
+        if place in must or not _has_better(place, live, before, near):
+            kept.append(place)
+    return kept
+
+
+def _has_better(place: int, live: Sequence[float], before: Sequence[float], near: float) -> bool:
+    for step in (-1, 1):
+        other = place + step
+        while 0 < other < len(live) and abs(before[other] - before[place]) <= near:
+            # Of equal ones the last: it is where a layer ends.
+            if live[other] < live[place] or (
+                live[other] == live[place] and step > 0 and before[other] == before[place]
+            ):
+                return True
+            other += step
+    return False

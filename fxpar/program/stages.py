@@ -1,0 +1,212 @@
+"""The stages of a pipeline in a program, and the program of one of them.
+
+Enters: a program that `partition_stages` has cut. Leaves: which stage computes a node and which hold a parameter; the
+program of one stage, in which what is received is an input with a layout and a gradient, and what is sent an output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from fxpar.program.copying import copy_node
+from fxpar.program.gradients import carried, reached
+from fxpar.program.operators import GraphOperator
+from fxpar.program.program import (
+    Input,
+    Program,
+    TensorType,
+    module_of,
+    note,
+    output_node,
+    tensor_type,
+    update,
+)
+from fxpar.program.properties import Property
+from fxpar.program.step import input_gradient_name
+
+_RECEIVED = "fxpar.received."
+_SENT = "fxpar.sent."
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """A value that one stage sends to the next.
+
+    Attributes:
+        node: the transfer.
+        source: what is sent.
+        carries: whether its gradient comes back.
+    """
+
+    node: fx.Node
+    source: fx.Node
+    carries: bool
+
+    @property
+    def receiver(self) -> int:
+        """The stage that receives it."""
+        return stage_of(self.node)
+
+    @property
+    def type(self) -> TensorType:
+        """Of the value."""
+        return tensor_type(self.node)
+
+
+def stage_of(node: fx.Node) -> int:
+    """The stage that computes a node."""
+    (stage,) = note(node).stages
+    return stage
+
+
+def is_transfer(node: fx.Node) -> bool:
+    """Whether a node is what one stage receives of the one before."""
+    return isinstance(node.target, GraphOperator) and node.target.__name__ == "transfer"
+
+
+def crossings(program: Program) -> list[Crossing]:
+    """What crosses each cut, in the order in which it is sent."""
+    flags = carried(program)
+    ends = reached(program, flags)
+    found = []
+    for node in program.graph.nodes:
+        if is_transfer(node):
+            (source,) = node.all_input_nodes
+            found.append(Crossing(node, source, any(flags[node]) and node in ends))
+    return found
+
+
+def holders(program: Program) -> dict[str, tuple[int, ...]]:
+    """The stages that hold each parameter, buffer and constant, by its name."""
+    nodes = program.placeholders()
+    return {p.fqn: note(nodes[p.node]).stages for p in program.parameters}
+
+
+def received_path(name: str) -> str:
+    """The path of the input that is a value received, of the transfer of that name."""
+    return f"{_RECEIVED}{name}"
+
+
+def received_name(path: str) -> str:
+    """The transfer whose value an input is; empty where it is none."""
+    return path.removeprefix(_RECEIVED) if path.startswith(_RECEIVED) else ""
+
+
+def sent_name(name: str) -> str:
+    """The name of the output that is a value sent, of the transfer of that name."""
+    return f"{_SENT}{name}"
+
+
+def is_sent(output: str) -> bool:
+    """Whether an output of that name is sent to the next stage."""
+    return output.startswith(_SENT)
+
+
+def stage_program(program: Program, stage: int) -> Program:
+    """What one stage computes.
+
+    Inputs of the call are those of the whole, for every stage has the batch. Outputs of the model are those that the
+    stage computes, and the loss is the last stage's.
+
+    Args:
+        program: after `partition_stages`.
+    """
+    crossed = crossings(program)
+    nodes = program.placeholders()
+    parameters = tuple(p for p in program.parameters if stage in note(nodes[p.node]).stages)
+    graph = fx.Graph()
+    made: dict[fx.Node, fx.Node] = {}
+    own = {p.node for p in parameters} | {i.node for i in program.inputs}
+    for node in nodes.values():
+        if node.name in own:
+            made[node] = _own(copy_node(graph, node, made, node.name))
+    inputs = list(program.inputs)
+    for each in crossed:
+        if each.receiver == stage:
+            new = graph.create_node("placeholder", each.node.name, name=each.node.name)
+            new.meta.update(each.node.meta)
+            made[each.node] = _own(new)
+            inputs.append(Input(received_path(each.node.name), new.name, each.type, each.carries))
+    for node in program.graph.nodes:
+        if node.op == "call_function" and node not in made and stage_of(node) == stage:
+            made[node] = _own(copy_node(graph, node, made, node.name))
+    outputs = dict(_outputs(program, made, stage))
+    outputs |= {sent_name(c.node.name): made[c.source] for c in crossed if c.receiver == stage + 1}
+    graph.output(tuple(outputs.values()))
+    return replace(
+        program,
+        graph_module=module_of(graph),
+        parameters=parameters,
+        inputs=tuple(inputs),
+        outputs=tuple(outputs),
+        properties=program.properties - {Property.STAGES},
+        constants={p.fqn: program.constants[p.fqn] for p in parameters if p.fqn in program.constants},
+        loss=program.loss if program.loss in outputs else "",
+    )
+
+
+def _own(node: fx.Node) -> fx.Node:
+    """Of one stage alone no node says which."""
+    return update(node, stages=())
+
+
+def _outputs(program: Program, made: dict[fx.Node, fx.Node], stage: int) -> Iterator[tuple[str, fx.Node]]:
+    values = output_node(program.graph).args[0]
+    for name, node in zip(program.outputs, values, strict=True):  # type: ignore[arg-type]
+        stages = note(node).stages
+        if (stage == 0 and not stages) or (stages and min(stages) == stage):
+            yield name, made[node]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What one stage of a pipeline is.
+
+    Attributes:
+        number: of the stage.
+        program: of it alone.
+        received: names of the outputs of the stage before that it receives, and the placeholders that take them.
+        sent: names of its outputs that the next stage receives.
+        tangents: those of its outputs whose gradient it is given: of what it sends, and the loss.
+        returned: of what it receives, the names of the outputs of its step that are gradients, by name of what was
+            sent; without those that have none.
+    """
+
+    number: int
+    program: Program
+    received: Mapping[str, str]
+    sent: tuple[str, ...]
+    tangents: tuple[str, ...]
+    returned: Mapping[str, str]
+
+
+def stages_of(program: Program) -> list[Stage]:
+    """The stages of a program that was cut into them, in order."""
+    crossed = crossings(program)
+    flags = carried(program)
+    ends = [name for name in program.outputs if not program.loss or name == program.loss]
+    found = []
+    for number in range(program.plan.pipeline_stages):
+        own = stage_program(program, number)
+        entering = [c for c in crossed if c.receiver == number]
+        leaving = [c for c in crossed if c.receiver == number + 1]
+        nodes = program.output_nodes()
+        made = [name for name in ends if name in own.outputs and any(flags[nodes[name]])]
+        found.append(
+            Stage(
+                number,
+                own,
+                {sent_name(c.node.name): c.node.name for c in entering},
+                tuple(sent_name(c.node.name) for c in leaving),
+                (*made, *(sent_name(c.node.name) for c in leaving if c.carries)),
+                {
+                    sent_name(c.node.name): input_gradient_name(received_path(c.node.name))
+                    for c in entering
+                    if c.carries
+                },
+            )
+        )
+    return found
