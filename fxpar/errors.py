@@ -70,6 +70,10 @@ class TextError(InputError):
     """A program's text cannot be parsed."""
 
 
+class ScheduleError(InputError):
+    """A pipeline schedule cannot run: a word is unknown, an action is missing or misplaced, or ranks wait forever."""
+
+
 class CheckpointError(InputError):
     """A state dict lacks a key, has one too many or a tensor of another shape."""
 
