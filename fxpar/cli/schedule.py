@@ -73,7 +73,7 @@ def schedule(
     proof = verified(found, costs=_costs(costs))
     if picture is not None:
         write_text(Path(picture), svg(proof, _title(found)))
-    return _report_all(proof, picture) if rank is None else _report_one(proof, rank, picture)
+    return _report_all(proof, picture) if rank is None else _report_one(proof, rank, picture, ui)
 
 
 def _named(
@@ -105,11 +105,11 @@ def _title(found: Schedule) -> str:
     return f"{found.name}: {found.pp} ranks{each}, {found.microbatches} microbatches{groups}"
 
 
-def _report_one(proof: VerifiedSchedule, rank: int, picture: str | None) -> Report:
-    """The order of one rank."""
+def _report_one(proof: VerifiedSchedule, rank: int, picture: str | None, ui: Ui) -> Report:
+    """The order of one rank; people read it as words, which can say every order."""
     found = proof.schedule
     document = {
-        "order": order_array(found, rank),
+        "order": order_array(found, rank) if ui.json else None,
         "warmup": found.warmup[rank],
         "peak_in_flight": proof.peaks[rank],
         "split_backward": found.split_backward,

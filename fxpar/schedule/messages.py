@@ -5,8 +5,8 @@ no torch.
 
 A channel has one direction and keeps its order: a send returns at once, the k-th receive takes the k-th message. What
 stays on a rank (the turn of a V) is no message. Channels are those of the runtime: activations and gradients each have
-one for every ordered pair of ranks. NCCL runs all that one communicator sends between two ranks, in both directions, in
-one order and knows no tags, so that a channel is a communicator.
+one for every ordered pair of ranks. NCCL knows no tags, and torch runs all that a NCCL process group sends between two
+ranks, in both directions, one after the other: there a channel is a process group of its own.
 """
 
 from __future__ import annotations

@@ -16,6 +16,9 @@ from fxpar.manager import Pass, PassManager
 from fxpar.oracle.check import check_operation, sample
 from fxpar.passes import DEFAULT_PASSES
 from fxpar.rules import unregister_rule
+from fxpar.schedule.build import build_schedule
+from fxpar.schedule.text import parse_schedule
+from fxpar.schedule.verified import verified
 from fxpar.text.printing import print_program
 from fxpar.verification import verify
 from fxpar.verify.static import STATIC
@@ -59,6 +62,13 @@ def test_the_lines_of_the_readme_are_those_of_the_program() -> None:
     # Roles, reasons and places are left out there.
     lines = {re.sub(r" \{.*\}|  # .*", "", line) for line in text.splitlines()}
     assert set(block.strip().splitlines()) <= lines
+
+
+def test_the_schedule_of_the_contributing_guide_is_the_one_it_is_said_to_be() -> None:
+    section = (_ROOT / "CONTRIBUTING.md").read_text().partition("### Schedules")[2].partition("\n#")[0]
+    lines = [line for line in section.splitlines() if line.startswith("    ")]
+    found = verified(parse_schedule("\n".join(lines)))
+    assert found.schedule.ranks == build_schedule("1f1b", pp=2, microbatches=3).ranks
 
 
 class Negations(nn.Module):
