@@ -5,7 +5,7 @@ Enters: a schedule. Leaves: nothing, or the first fault with rank and position. 
 
 from __future__ import annotations
 
-from fxpar.errors import ScheduleError
+from fxpar.errors import ScheduleError, shown
 from fxpar.schedule.actions import MEANING, Action, Phase
 from fxpar.schedule.limits import refuse_many
 from fxpar.schedule.schedule import Schedule
@@ -45,7 +45,10 @@ def _positions(schedule: Schedule, rank: int) -> _Positions:
     stages, microbatches, rank_of = schedule.stages, schedule.microbatches, schedule.rank_of
     found: _Positions = {}
     for position, action in enumerate(schedule.ranks[rank]):
-        stage, _, microbatch = action
+        stage, phase, microbatch = action
+        if not isinstance(phase, Phase):  # a plain "F" is equal to a phase, and none by identity
+            reason = f"{shown(phase)} is no phase"
+            raise ScheduleError(reason, where=place(rank, position, action), remedy="make actions with Phase")
         if not (0 <= stage < stages and 0 <= microbatch < microbatches):
             what, number, count = (
                 ("microbatch", microbatch, microbatches) if 0 <= stage < stages else ("stage", stage, stages)

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from fxpar.errors import InputError, ScheduleError
+from fxpar.schedule.actions import Action
 from fxpar.schedule.schedule import Schedule, Style
 from fxpar.schedule.text import parse_schedule, read_schedule
 from fxpar.schedule.verified import verified
@@ -172,3 +173,9 @@ def test_numbers_beyond_all_bounds_are_refused_at_once() -> None:
             parse_schedule(text)
     with pytest.raises(ScheduleError, match="holds no action; give ranks, stages and microbatches"):
         verified(Schedule("custom", (), 1, 1, ()))
+
+
+def test_letters_are_no_phases() -> None:
+    actions = (Action(0, "F", 0), Action(0, "B", 0))  # type: ignore[arg-type]
+    with pytest.raises(ScheduleError, match=r"rank 0, position 0 \(0F0\): 'F' is no phase; make actions with Phase"):
+        verified(Schedule("custom", (actions,), 1, 1, (1,)))
