@@ -16,49 +16,71 @@ from fxpar.state.sharded_parameter import leaf_of
 
 
 class Buffers:
-    """Gradients of a module's parameters, made when they first have one."""
+    """Gradients of a module's parameters, made when they first have one.
 
-    def __init__(self) -> None:
+    Args:
+        graphed: whether steps are replayed. What somebody else made a gradient (autograd, or the user) lies elsewhere
+            in each step: a step leaves its own in the buffer then, and it is added behind, where no graph knows of it.
+    """
+
+    def __init__(self, graphed: bool = False) -> None:
+        self._graphed = graphed
         self._buffers: dict[str, Tensor] = {}
 
     @torch.no_grad()
     def placed(self, leaves: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Gradients in the memory where they will be: what they were in can be freed at once.
 
-        Where there are gradients already, they are added to those, but for what a hook is to see first.
+        Where there are gradients already, they are added to those. What a hook is to see first, and may keep, is left
+        where it is.
 
         Args:
             leaves: the parameters' tensors by name.
             gradients: of some, of this rank's whole step.
         """
-        moved = [name for name in gradients if leaves[name].grad is None]
-        added = [name for name in gradients if leaves[name].grad is not None and not leaves[name]._backward_hooks]
-        found = {**gradients, **{name: self._buffer(name, leaves[name]) for name in moved}}
-        found |= {name: grad for name in added if (grad := leaves[name].grad) is not None}
+        found, moved, added = dict(gradients), list[str](), list[str]()
+        for name in [name for name in gradients if not leaves[name]._backward_hooks]:
+            grad = leaves[name].grad
+            if grad is None or self._is_apart(name, leaves[name]):
+                found[name] = self._buffer(name, leaves[name])
+                moved.append(name)
+            else:
+                found[name] = grad
+                added.append(name)
         for names, function in ((moved, torch._foreach_copy_), (added, torch._foreach_add_)):
             if names:
                 function([found[name] for name in names], [gradients[name] for name in names])
         return found
 
-    def state(self, leaves: Mapping[str, Tensor]) -> Hashable:
-        """Equal where gradients are placed alike: at the same addresses, over what is there or added to it.
+    def state(self, leaves: Mapping[str, Tensor], inside: bool = False) -> Hashable:
+        """Equal where gradients are placed alike: over what is there or added to it, at the same addresses.
 
         Strides too: what is transposed has the address of what it is made of. Buffers are made here: one made while a
         graph is recorded would lie in its pool.
+
+        Args:
+            inside: all is added in the graph.
         """
-        for name, leaf in leaves.items():
-            if leaf.grad is None:
-                self._buffer(name, leaf)
-        grads = ((leaf.grad, bool(leaf._backward_hooks)) for leaf in leaves.values())
-        return tuple((None if g is None else (g.data_ptr(), g.stride()), is_hooked) for g, is_hooked in grads)
+        return tuple(self._state(name, leaf, inside) for name, leaf in leaves.items())
+
+    def _state(self, name: str, leaf: Tensor, inside: bool) -> Hashable:
+        if leaf._backward_hooks:
+            return "hooked"  # and added behind what the hook makes of it
+        is_apart = self._is_apart(name, leaf)
+        if leaf.grad is None or is_apart:
+            self._buffer(name, leaf)
+        if leaf.grad is None or (is_apart and not inside):
+            return None if leaf.grad is None else "apart"
+        return leaf.grad.data_ptr(), leaf.grad.stride()
 
     @torch.no_grad()
-    def add(self, parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
+    def add(self, parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor], behind: bool = False) -> None:
         """Adds gradients to those of the parameters, with the hooks that autograd would call.
 
         Args:
             parameters: by name.
             gradients: of some, as each rank has them; those of `placed` are where they belong.
+            behind: `attach` adds, behind the graph in which this is, what is added behind it.
         """
         fresh: list[tuple[Tensor, Tensor]] = []
         more: list[tuple[Tensor, Tensor]] = []
@@ -71,18 +93,35 @@ class Buffers:
                 leaf.grad = self._buffer(name, leaf)
                 if gradient is not leaf.grad:
                     fresh.append((leaf.grad, gradient))
+            elif behind and self._is_apart(name, leaf):
+                buffer = self._buffer(name, leaf)
+                if gradient is not buffer:
+                    fresh.append((buffer, gradient))
             else:
                 more.append((leaf.grad, gradient))
         for pairs, function in ((fresh, torch._foreach_copy_), (more, torch._foreach_add_)):
             if pairs:
                 function([buffer for buffer, _ in pairs], [gradient for _, gradient in pairs])
 
+    @torch.no_grad()
     def attach(self, parameters: Mapping[str, Tensor], names: Iterable[str]) -> None:
-        """Gives parameters that have no gradients their buffers, in which they are."""
+        """Gives parameters that have no gradients their buffers, in which they are, and adds what is added behind."""
+        more: list[tuple[Tensor, Tensor]] = []
         for name in names:
             leaf = leaf_of(parameters[name])
             if leaf.grad is None:
                 leaf.grad = self._buffer(name, leaf)
+            elif self._is_apart(name, leaf):
+                more.append((leaf.grad, self._buffer(name, leaf)))
+        if more:
+            torch._foreach_add_([grad for grad, _ in more], [buffer for _, buffer in more])
+
+    def _is_apart(self, name: str, leaf: Tensor) -> bool:
+        """Whether a step adds to a parameter's gradient behind its graph."""
+        known = self._buffers.get(name)
+        if not self._graphed or leaf.grad is None:
+            return False
+        return known is None or known.untyped_storage().data_ptr() != leaf.grad.untyped_storage().data_ptr()
 
     def _buffer(self, name: str, leaf: Tensor) -> Tensor:
         known = self._buffers.get(name)

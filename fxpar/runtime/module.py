@@ -88,7 +88,7 @@ class ParallelModule(Immovable):
         with torch.device("cpu"):  # and not that of a context in which the model was built
             self.loading = adopt(self, model, main_dtype(plan), checkpoint)
         self._copies = Copies(PRECISION_DTYPES[plan.precision]) if is_mixed(plan) else None
-        self._gradients = Buffers()
+        self._gradients = Buffers(self._graphs is not None)
         runner = Runner(self, self.shape_of, self._copies, self._random, world.device, self._gradients)
         self._waiting = runner.waiting
         self._batches = ForwardBackward(self._programs, inputs, runner, loss)

@@ -108,7 +108,8 @@ class Training:
             found = self._run(bounds, ready, self._random.draw, parameters, ending)
         else:
             run = partial(self._run, bounds, parameters=parameters, ending=ending)
-            found = self._full(bounds, ready, run, self._gradients.state(ready[0].leaves), ending)
+            gradients = self._gradients.state(ready[0].leaves, ending.optimizer is not None)
+            found = self._full(bounds, ready, run, gradients, ending)
             if ending.optimizer is None:
                 self._gradients.attach(parameters, found.names)
             else:
@@ -139,7 +140,7 @@ class Training:
                 return self._batches.train(bounds[index], ready[index], state, microbatch, ending.scaler)
 
             loss, gradients = run_microbatches(range(len(bounds)), drawn, run, self._waiting.finished)
-        self._gradients.add(parameters, gradients)
+        self._gradients.add(parameters, gradients, self._full is not None and ending.optimizer is None)
         names = tuple(gradients)
         if ending.optimizer is None:
             return Found(loss, names)

@@ -258,3 +258,59 @@ def test_ranks_of_uneven_rows_record_in_the_same_call(implementation: str, world
     first, second = world2.run(uneven, implementation, 2)
     assert first == second  # what one rank refuses, all do
     assert "has 2 variants" in first[0][3]
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS[1:])
+@pytest.mark.parametrize("order", ["autograd first", "autograd behind", "own memory"])
+def test_gradients_that_others_made_are_no_variants(implementation: str, order: str) -> None:
+    # Calls, of which each is seen by itself: training and gradients that are none, ours, or somebody else's.
+    module, plain = made(implementation, Dropped, variants=4), made("none", Dropped)
+    kept = list[Tensor]()
+    for index in range(6):
+        found = list[Tensor]()
+        for each in (module, plain):
+            each.zero_grad()
+            if order == "own memory":
+                own = torch.full((4, 4), float(index))
+                each.get_parameter("first").grad = own
+                found.append(own)
+            if order == "autograd first":
+                each(**batch(index))["loss"].backward()
+            each.train_step(batch(index + 9))
+            each.train_step(batch(index + 19))
+            if order == "autograd behind":
+                each(**batch(index))["loss"].backward()
+                each.train_step(batch(index + 29))
+            kept += [p.grad for p in each.parameters() if p.grad is not None]  # no address comes twice
+        assert_equal(gradients(module), gradients(plain))
+        if found:
+            assert_equal(*found)
+            assert module.get_parameter("first").grad is found[0]
+    assert module.graph_figures is not None
+    assert module.graph_figures.graphs >= 1
+
+
+def test_a_gradient_that_an_optimizer_in_the_graph_takes_may_be_anyones() -> None:
+    module, plain = made("full_iteration"), made("none")
+    own = [torch.zeros(4, 4), torch.zeros(4, 4)]
+    adam = [torch.optim.AdamW(each.parameters(), fused=True) for each in (module, plain)]
+    for index in range(5):
+        for each, memory, optimizer in zip((module, plain), own, adam, strict=True):
+            each.get_parameter("first").grad = memory.fill_(float(index))
+            each.train_step(batch(index), optimizer=optimizer, max_norm=1.0)
+        assert_equal([*module.parameters()], [*plain.parameters()])
+        assert_equal(*own)
+
+
+@pytest.mark.parametrize("implementation", ["none", "partial"])
+def test_a_gradient_that_a_hook_keeps_is_its_own_where_there_was_none(implementation: str) -> None:
+    module, seen = made(implementation), list[Tensor]()
+    module.get_parameter("bias").register_hook(seen.append)
+    expected = []
+    for index in range(4):
+        module.zero_grad()
+        module.train_step(batch(index))
+        grad = module.get_parameter("bias").grad
+        assert grad is not None
+        expected.append(grad.clone())
+    assert_equal(seen, expected)
