@@ -5,10 +5,13 @@ Enters: the plan's seed and how many steps there were. Leaves: the state that a 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
-from fxpar.errors import InputError, shown
+from fxpar.errors import FxparError, InputError, shown
 
 
 class RandomState:
@@ -40,6 +43,16 @@ class RandomState:
         self.step += 1
         self._counted = (self.step, state)
         return state
+
+    @contextmanager
+    def of_accepted(self) -> Iterator[None]:
+        """What is refused inside has drawn nothing: the next call draws what it would have."""
+        before = self.step
+        try:
+            yield
+        except FxparError:
+            self.step = before
+            raise
 
     def peek(self) -> Tensor:
         """The state of the next step, which is not counted.

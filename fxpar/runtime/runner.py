@@ -120,6 +120,10 @@ class Runner:
         Raises:
             InputError: autocast is on, a parameter was exchanged or is trainable since, or `step` is no number.
         """
+        with self._random.of_accepted():
+            return self._outputs(call, wanted)
+
+    def _outputs(self, call: Call, wanted: tuple[str, ...]) -> dict[str, Tensor]:
         ready = self.prepared(call, torch.is_grad_enabled())
         values, leaves = ready.drawing(self._random.draw), ready.leaves
         steps, trained, sizes = call.ready, frozenset(leaves), call.sizes

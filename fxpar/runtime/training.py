@@ -104,12 +104,14 @@ class Training:
         bounds = [self._batches.bind(part) for part in parts]
         ready = self._batches.prepare(bounds)
         parameters = self._tensors.parameters
-        if self._full is None:
-            found = self._run(bounds, ready, self._random.draw, parameters, ending)
-        else:
-            run = partial(self._run, bounds, parameters=parameters, ending=ending)
-            gradients = self._gradients.state(ready[0].leaves, ending.optimizer is not None)
-            found = self._full(bounds, ready, run, gradients, ending)
+        run = partial(self._run, bounds, parameters=parameters, ending=ending)
+        with self._random.of_accepted():
+            if self._full is None:
+                found = run(ready, self._random.draw)
+            else:
+                gradients = self._gradients.state(ready[0].leaves, ending.optimizer is not None)
+                found = self._full(bounds, ready, run, gradients, ending)
+        if self._full is not None:
             if ending.optimizer is None:
                 self._gradients.attach(parameters, found.names)
             else:

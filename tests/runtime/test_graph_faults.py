@@ -224,6 +224,23 @@ def test_the_number_of_the_step_may_be_set_between_replays(implementation: str) 
         plain.zero_grad()
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS[1:])
+def test_what_is_refused_has_drawn_nothing(implementation: str) -> None:
+    module, plain = made(implementation, Dropped, variants=1), made("none", Dropped)
+    longer = {"x": torch.randn(5, 4)}
+    # Microbatches of which the first is accepted; a call that is differentiated, and one that is not.
+    refused: list[Any] = [lambda: module.train_step(longer), lambda: module.train_step([batch(), longer])]
+    refused += [] if implementation == "full_iteration" else [lambda: module(**longer)]
+    for index in range(4):
+        for call in refused if index else ():
+            with pytest.raises(InputError, match="variants of graphs"):
+                call()
+        assert_equal(module.train_step(batch(index)), plain.train_step(batch(index)))
+        module.zero_grad()
+        plain.zero_grad()
+    assert module.step == plain.step == 4
+
+
 def test_a_backward_behind_close_says_so() -> None:
     module = made("partial")
     module(**batch())["loss"].backward()
