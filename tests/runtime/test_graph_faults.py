@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import fxpar
 from fxpar.errors import InputError
 from fxpar.runtime.module import ParallelModule
+from tests.runtime import engine
 from tests.runtime.world import World
 
 IMPLEMENTATIONS = ("none", "partial", "full_iteration")
@@ -103,16 +104,18 @@ def test_one_gradient_of_two_parameters_is_added_to_what_each_has(implementation
     torch.testing.assert_close(gradients(module), gradients(plain))
 
 
-def test_a_gradient_that_a_hook_keeps_is_not_overwritten() -> None:
+def test_a_gradient_that_a_hook_keeps_is_not_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine.install(monkeypatch)
     kept = {}
-    for implementation in ("none", "partial"):
+    for implementation in ("none", "partial", "transformer_engine"):
         module, seen = made(implementation), list[Tensor]()
         module.train_step(batch())
         module.get_parameter("bias").register_hook(seen.append)
         for index in range(4):
             module.train_step(batch(index))
-        kept[implementation] = seen
+        kept[implementation] = seen, gradients(module)
     assert_equal(kept["partial"], kept["none"])
+    assert_equal(kept["transformer_engine"], kept["none"])
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS[1:])

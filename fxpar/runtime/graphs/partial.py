@@ -180,21 +180,20 @@ class GraphedStep:
             self._own.update({names[name]: static for name, static in self._tangents.tensors.items()})
             calls = self._calls.backward_calls
             there: list[Tensor] = []
-            noting = None if place is None else partial(_noting, place, there)
+            noting = None if place is None else partial(noted, place, there)
             self._backward = Replayed(
                 self._pool, calls, self._own, lambda index, values: self._calls.run_backward(index, values, noting)
             )
             self._forward = forward
             self._found = {name: self._own[name] for name in self._calls.gives}
-            self._placed = [value for value in self._found.values() if any(value is each for each in there)]
+            self._placed = there
             self._own = {}
         else:
             assert self._tangents is not None
             self._tangents.fill(tangents)
             self._backward.replay()
         self._pool.flight = None
-        placed = {id(value) for value in self._placed}
-        found = {name: value if id(value) in placed else value.clone() for name, value in self._found.items()}
+        found = copied(self._found, self._placed)
         assert self._static is not None
         static = (*self._static.tensors.values(), *self._tangents.tensors.values())
         self._pool.scramble(static, (), self._placed)
@@ -209,11 +208,17 @@ class GraphedStep:
         self._results, self._own, self._found, self._placed = {}, {}, {}, []
 
 
-def _noting(place: Place, there: list[Tensor], gradients: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """What is placed is where it stays; what is left to hooks, which may keep it, stays in the pool."""
+def noted(place: Place, there: list[Tensor], gradients: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Places gradients, and notes which are `there`, where they stay; what is left to hooks stays in the pool."""
     found = place(gradients)
     there += [value for name, value in found.items() if value is not gradients[name]]
     return found
+
+
+def copied(found: Mapping[str, Tensor], placed: Sequence[Tensor]) -> dict[str, Tensor]:
+    """What a recorded backward gives: of what is placed the places; copies of all else, which hooks may keep."""
+    kept = {id(value) for value in placed}
+    return {name: value if id(value) in kept else value.clone() for name, value in found.items()}
 
 
 class GraphedForward:

@@ -9,6 +9,7 @@ It warms functions up by running them, so gradients are placed only while a grap
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from fxpar.errors import InputError
 from fxpar.runtime.calls import Place, StepCalls, Values
+from fxpar.runtime.graphs.partial import copied, noted
 from fxpar.runtime.graphs.pool import Flight, Pool
 
 _FLIGHT, _OUTPUTS = "flight", "outputs"
@@ -37,7 +39,7 @@ class _Step(torch.autograd.Function):
         owner = ctx.owner
         wanted = owner.calls.step.tangents
         named = dict(zip(owner.outputs, tangents, strict=True))
-        place = owner.place if torch.cuda.is_current_stream_capturing() else None
+        place = owner.placing if torch.cuda.is_current_stream_capturing() else None
         owner.found = owner.calls.backward(ctx.own, {name: named[name].contiguous() for name in wanted}, place)
         return None, torch.zeros((), device=tangents[0].device), *[None for _ in owner.inputs]
 
@@ -64,6 +66,7 @@ class EngineStep:
 
     Attributes:
         found: what the captured backward gives, by name of the value.
+        placing: where the captured backward puts gradients.
     """
 
     def __init__(self, calls: StepCalls, inputs: Collection[str], pool: Pool) -> None:
@@ -71,7 +74,8 @@ class EngineStep:
         self.outputs = tuple(calls.step.results)
         self.values: Values = {}
         self.sizes: Mapping[str, int] = {}
-        self.place: Place | None = None
+        self.placing: Place | None = None
+        self._placed: list[Tensor] = []
         self.found: dict[str, Tensor] = {}
         self._pool = pool
         self._graphed: Any = None
@@ -99,7 +103,7 @@ class EngineStep:
         own.pop(_FLIGHT)
         if self._graphed is None:
             found = self.calls.backward(own, tangents, place)
-            self.place = place
+            self.placing = None if place is None else partial(noted, place, self._placed)
             self._capture()
             self._pool.flight = None
             return found
@@ -108,7 +112,7 @@ class EngineStep:
         assert self._handle is not None
         torch.autograd.grad([outputs[name] for name in names], [self._handle], [tangents[name] for name in names])
         self._pool.flight = None
-        return dict(self.found) if place is not None else {name: value.clone() for name, value in self.found.items()}
+        return copied(self.found, self._placed)
 
     def _capture(self) -> None:
         engine = _engine()
@@ -122,7 +126,7 @@ class EngineStep:
 
     def reset(self) -> None:
         """Frees the graphs and what they hold."""
-        self._graphed, self.values, self.found, self.place = None, {}, {}, None
+        self._graphed, self.values, self.found, self.placing, self._placed = None, {}, {}, None, []
 
 
 def _engine() -> Any:
