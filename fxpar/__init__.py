@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fxpar.api import parallelize as parallelize
+    from fxpar.api import prefetch as prefetch
     from fxpar.api import shard_batch as shard_batch
     from fxpar.errors import FxparError as FxparError
     from fxpar.manager import PassManager as PassManager
@@ -36,6 +37,7 @@ _WHERE = {
     "Program": "fxpar.program.program",
     "materialize": "fxpar.state.initial",
     "parallelize": "fxpar.api",
+    "prefetch": "fxpar.api",
     "register_pass": "fxpar.manager",
     "register_rule": "fxpar.rules",
     "shard_batch": "fxpar.api",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from fxpar.manager import Pass
 from fxpar.passes import DEFAULT_PASSES
 from fxpar.plan.plan import Plan
 from fxpar.runtime.module import ParallelModule
+from fxpar.runtime.prefetch import Prefetched
 from fxpar.runtime.world import connect, join
 from fxpar.state.checkpoint import Checkpoint
 from fxpar.state.parts import open_alike
@@ -117,7 +118,46 @@ def shard_batch(batch: Any, model: ParallelModule) -> Any:
     Raises:
         InputError: an entry has fewer rows than there are data ranks.
     """
+    _check_parallel(model, "shard_batch")
+    return model.own_rows(batch)
+
+
+def prefetch(batches: Iterable[Any], model: ParallelModule) -> Prefetched:
+    """Batches for a model's calls, each of which is copied to its device while the step before runs.
+
+    On a GPU the copy goes over a stream of its own, from pinned memory: tensors that are not pinned are copied into
+    such first, on the host. What is queued behind the handing over of a batch waits for its copy by an event, on the
+    stream that is current there. A step without graphs computes on the copy itself; a replayed one takes it from there
+    into its static inputs, a copy within the device in front of the replay. The source runs in the caller's thread: to
+    have it work meanwhile give it workers, as a `DataLoader` has them.
+
+    The source is read one batch ahead. It may use its memory again for the next batch, pinned or on the device: it is
+    not asked for that before its last one was read. An error of its own is raised unchanged, in place of the batch it
+    concerns. Batches may be kept: no other is written into their memory. Where the host is more than two steps ahead
+    of the device, it waits, so that batches do not pile up.
+
+    On CPUs batches are passed on as they are and when they are asked for; with CUDA graphs they are copied and read
+    ahead there too, as a stand-in.
+
+    Args:
+        batches: what `train_step` takes, lists of microbatches too, or keyword arguments of a call, in any nest of
+            mappings, tuples and lists, whose kinds stay. What is no tensor is passed on as it is.
+        model: made by `parallelize`.
+
+    Returns:
+        An iterable, with the length that the source has. Each iteration is one of the source.
+
+    Raises:
+        InputError: `batches` cannot be iterated, or `model` was not parallelised.
+    """
+    _check_parallel(model, "prefetch")
+    if not isinstance(batches, Iterable):
+        remedy = "pass an iterable of batches, such as a DataLoader"
+        raise InputError(f"a {type(batches).__name__} cannot be iterated", where="prefetch", remedy=remedy)
+    return Prefetched(batches, model.world.device, model.plan.cuda_graphs.is_on)
+
+
+def _check_parallel(model: Any, where: str) -> None:
     if not isinstance(model, ParallelModule):
         remedy = "pass what parallelize returned"
-        raise InputError(f"a {type(model).__name__} is no ParallelModule", where="shard_batch", remedy=remedy)
-    return model.own_rows(batch)
+        raise InputError(f"a {type(model).__name__} is no ParallelModule", where=where, remedy=remedy)

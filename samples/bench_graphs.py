@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import os
 import statistics
@@ -85,11 +86,13 @@ def make(size: Size, variant: str, options: argparse.Namespace) -> Timed:
     original = build(size, options.dropout)
     model = fxpar.parallelize(original, plan, {"input_ids": ids, "labels": ids}, check_inputs=False)
     device = model.world.device
-    batch = {"input_ids": ids.to(device), "labels": ids.to(device)}
+    own = ids if options.batches != "device" else ids.to(device)
+    source = itertools.repeat({"input_ids": own, "labels": own})
+    batches = iter(fxpar.prefetch(source, model) if options.batches == "prefetched" else source)
 
     def step() -> torch.Tensor:
         model.zero_grad()
-        return model.train_step(batch)
+        return model.train_step(next(batches))
 
     before = occupied(device, reset=True)
     loss = float(step())
@@ -175,6 +178,12 @@ def main() -> None:
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), help="eager or compile, +IMPLEMENTATION")
     parser.add_argument("--precision", default="bf16_weights", help="as of fxpar.Plan (bf16_weights)")
     parser.add_argument("--dropout", type=float, default=0.0, help="probability, everywhere (0)")
+    parser.add_argument(
+        "--batches",
+        choices=["device", "host", "prefetched"],
+        default="device",
+        help="where they lie; prefetched ones are copied from the host while the step before runs (device)",
+    )
     parser.add_argument("--warmup", type=int, default=4, help="steps before the clock runs (4)")
     parser.add_argument("--rounds", type=int, default=3, help="in each, all variants are timed in turn (3)")
     parser.add_argument("--steps", type=int, default=10, help="steps of a round (10)")

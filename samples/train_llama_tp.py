@@ -121,8 +121,11 @@ def train(chosen: argparse.Namespace) -> None:
     )
     is_first, start, since = model.world.rank == 0, time.perf_counter(), 0
     done = model.resume_training(chosen.saves, optimizer, scheduler) if chosen.resume else 0
-    for step in range(done + 1, chosen.steps + 1):
-        loss = model.train_step(batch_of(training, step, chosen))
+    steps = range(done + 1, chosen.steps + 1)
+    # On GPUs a batch is copied while the step before it runs.
+    batches = fxpar.prefetch((batch_of(training, step, chosen) for step in steps), model)
+    for step, batch in zip(steps, batches, strict=True):
+        loss = model.train_step(batch)
         norm = model.clip_grad_norm_(CLIP)
         optimizer.step()
         scheduler.step()

@@ -71,6 +71,21 @@ def test_the_schedule_of_the_contributing_guide_is_the_one_it_is_said_to_be() ->
     assert found.schedule.ranks == build_schedule("1f1b", pp=2, microbatches=3).ranks
 
 
+@pytest.mark.parametrize("impl", ["none", "full_iteration"])
+def test_the_loop_of_the_readme_trains(impl: str) -> None:
+    (loop,) = re.findall(r"`(for batch in [^`]*)`", (_ROOT / "README.md").read_text())
+    torch.manual_seed(0)
+    loader = [(torch.randn(3, 6),) for _ in range(4)]
+    model = fxpar.parallelize(Negations(), fxpar.Plan(cuda_graphs=fxpar.CudaGraphs(impl)), loader[0])
+    plain = Negations()
+    plain.load_state_dict(model.full_state_dict())
+    exec(loop, {"fxpar": fxpar, "loader": loader, "model": model})
+    for (x,) in loader:
+        plain(x).backward()
+    for own, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, expected.grad)
+
+
 class Negations(nn.Module):
     """A layer between two negations."""
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 import transformers
 from torch import Tensor, nn
 
 import fxpar
+from fxpar.runtime.graphs.standin import poison
 from fxpar.state.sharded import local_of
 
 VOCABULARY = 256
@@ -50,6 +52,28 @@ class Reading(nn.Module):
             y = down(torch.relu(up(x)))
             x = x + (y / y.detach().abs().max().item() if i == 1 else y)
         return {"loss": x.square().mean()}
+
+
+def reusing(batches: Iterable[Any]) -> Iterator[Any]:
+    """The same batches, all in the memory of one, pinned where there is a GPU; there is nothing in it at the end."""
+    memory: Any = None
+    for batch in batches:
+        if memory is None:
+            new = partial(torch.empty_like, pin_memory=torch.cuda.is_available())
+            memory = pytree.tree_map_only(Tensor, new, batch)
+        for own, value in zip(pytree.tree_leaves(memory), pytree.tree_leaves(batch), strict=True):
+            own.copy_(value)
+        yield memory
+    for own in pytree.tree_leaves(memory):
+        poison(own)
+
+
+def prefetched(batches: list[Any], model: fxpar.ParallelModule) -> Iterator[Any]:
+    """Batches of a source that uses its memory again; those that were trained on are overwritten."""
+    for batch in fxpar.prefetch(reusing(batches), model):
+        yield batch
+        for value in pytree.tree_leaves(batch):
+            poison(value)
 
 
 def words(count: int, micro: int = 1, rows: int = 2, length: int = 8) -> list[Any]:
@@ -95,6 +119,7 @@ def train(
     inside: bool = False,
     scope: tuple[str, ...] = (),
     touch: Callable[[fxpar.ParallelModule, int], None] | None = None,
+    feed: Callable[[list[Any], fxpar.ParallelModule], Iterable[Any]] | None = None,
     **plan: Any,
 ) -> Trained:
     """Trains a model with AdamW under a cosine.
@@ -105,6 +130,7 @@ def train(
         evaluate: calls in evaluation mode at the end.
         inside: passes the optimizer to `train_step`.
         touch: is called before each step.
+        feed: gives the batches to the steps.
     """
     batches = list(batches)
     torch.manual_seed(0)
@@ -118,7 +144,7 @@ def train(
     cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, len(batches))
     scheduler = torch.optim.lr_scheduler.SequentialLR(optimizer, [warm, cosine], [4])
     losses: list[Tensor] = []
-    for i, batch in enumerate(batches):
+    for i, batch in enumerate(batches if feed is None else feed(batches, model)):
         if touch is not None:
             touch(model, i)
         if inside:

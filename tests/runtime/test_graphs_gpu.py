@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,8 @@ from torch import Tensor
 import fxpar
 from fxpar.runtime.graphs.full import Iteration
 from fxpar.runtime.graphs.partial import GraphedForward, GraphedStep
-from tests.runtime.graphed import Trained, gpt2, llama, train, words
+from fxpar.runtime.prefetch import Prefetched
+from tests.runtime.graphed import Trained, gpt2, llama, prefetched, train, words
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 pytestmark = pytest.mark.gpu
@@ -95,6 +96,54 @@ def _static(made: Any) -> list[Tensor]:
 @pytest.mark.parametrize("micro", [1, 4])
 def test_nothing_in_static_memory_is_kept_from_step_to_step(impl: str, micro: int) -> None:
     assert train(BUILDS["gpt2"], words(STEPS, micro), impl, touch=_scramble) == plain("gpt2", micro)
+
+
+@pytest.mark.parametrize("impl", ["none", "partial", "full_iteration", ENGINE])
+@pytest.mark.parametrize("micro", [1, 4])
+def test_batches_may_be_copied_ahead_from_pinned_memory_that_is_used_again(impl: str, micro: int) -> None:
+    assert train(BUILDS["gpt2"], words(STEPS, micro), impl, feed=prefetched) == plain("gpt2", micro)
+
+
+MEMORY: dict[str, Callable[[], Tensor]] = {
+    "pinned": lambda: torch.empty(1 << 22, pin_memory=True),
+    "pageable": lambda: torch.empty(1 << 22),
+    "strided": lambda: torch.empty(1 << 11, 1 << 11, pin_memory=True).t(),
+    "device": lambda: torch.empty(1 << 22, device="cuda"),
+}
+
+
+@pytest.mark.parametrize("kind", list(MEMORY))
+def test_copies_ahead_do_not_race(kind: str) -> None:
+    memory = MEMORY[kind]()
+
+    def source() -> Iterator[Any]:
+        for i in range(40):
+            yield {"x": memory.fill_(i), "number": i}
+
+    kept, sums = list[Any](), list[Tensor]()
+    for batch in Prefetched(source(), torch.device("cuda", torch.cuda.current_device()), True):
+        torch.cuda._sleep(2_000_000)  # the host is ahead
+        sums.append(batch["x"].double().sum())
+        if batch["number"] % 3 == 0:
+            kept.append(batch)
+    memory.fill_(-1)
+    assert [float(each) for each in sums] == [i * 2.0**22 for i in range(40)]
+    assert all(bool((batch["x"] == batch["number"]).all()) for batch in kept)
+    assert len(kept) == 14
+
+
+@pytest.mark.parametrize("impl", ["partial", ENGINE])
+def test_gradients_that_hooks_keep_are_not_overwritten(impl: str) -> None:
+    kept: dict[str, list[Tensor]] = {"none": [], impl: []}
+    for which, seen in kept.items():
+
+        def watch(model: fxpar.ParallelModule, step: int, seen: list[Tensor] = seen) -> None:
+            if step == 1:
+                next(model.parameters()).register_hook(seen.append)
+
+        train(BUILDS["gpt2"], words(8), which, touch=watch, every=4)
+    assert len(kept[impl]) == 7
+    assert all(torch.equal(a, b) for a, b in zip(kept[impl], kept["none"], strict=True))
 
 
 def test_what_a_graph_cannot_hold_is_told() -> None:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -210,6 +211,49 @@ class StandInPool(OneFlight):
                 poison(value)
 
 
+@dataclass
+class _Late:
+    """A copy that has begun: where it goes, and what it reads."""
+
+    there: Tensor
+    value: Tensor
+
+
+class StandInSide:
+    """Copies that read as late as they may, and arrive as late as they may; see `fxpar.runtime.prefetch.Side`."""
+
+    def __init__(self) -> None:
+        self._begun: list[_Late] = []
+        self._unread: list[_Late] = []
+
+    def begin(self, value: Tensor) -> Tensor:
+        """See `Side`."""
+        there = torch.empty_like(value, memory_format=torch.contiguous_format)
+        poison(there)
+        self._begun.append(_Late(there, value))
+        return there
+
+    def sent(self) -> list[_Late]:
+        """See `Side`."""
+        begun, self._begun = self._begun, []
+        self._unread += begun
+        return begun
+
+    def settle(self) -> None:
+        """See `Side`."""
+        for late in self._unread:
+            late.value = late.value.clone()
+        self._unread.clear()
+
+    def hand_over(self, sent: list[_Late]) -> None:
+        """See `Side`."""
+        for late in sent:
+            late.there.copy_(late.value)
+
+    def stepped(self) -> None:
+        """See `Side`."""
+
+
 def poison(value: Tensor) -> None:
     """Fills a tensor's storage with NaN, or with numbers that are no index."""
     _bytes(value).fill_(_POISON)
@@ -217,4 +261,4 @@ def poison(value: Tensor) -> None:
 
 def _bytes(value: Tensor) -> Tensor:
     """All of a tensor's storage."""
-    return torch.empty(0, dtype=torch.uint8).set_(value.untyped_storage())
+    return torch.empty(0, dtype=torch.uint8, device=value.device).set_(value.untyped_storage())

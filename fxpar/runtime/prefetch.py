@@ -1,0 +1,189 @@
+"""Batches that are on the device when the step that takes them is.
+
+Enters: any iterable of batches. Leaves: the same batches in the same order, each of which is copied to the device while
+the step before it runs.
+
+Memory is the allocator's: what a batch lies in is used again when nobody holds the batch and all is done that was
+queued on the stream to which it was handed, replays too. So a batch may be kept, and none is ever overwritten.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+# Steps that the host may be ahead of the device: enough that the device never waits for it, and few enough that batches
+# do not pile up in memory, since a replayed step takes the host no time.
+_MOST_QUEUED = 2
+_END = object()
+
+
+class Side(Protocol):
+    """Where batches are copied beside the steps."""
+
+    def begin(self, value: Tensor) -> Tensor:
+        """Begins to copy a tensor; gives where it will be."""
+
+    def sent(self) -> Any:
+        """What has begun since the last call, the tensors of one batch."""
+
+    def settle(self) -> None:
+        """Waits until what was copied may change where it came from."""
+
+    def hand_over(self, sent: Any) -> None:
+        """Has all that is queued from now on find what was sent."""
+
+    def stepped(self) -> None:
+        """The steps of what was handed over are queued; waits for one of those before."""
+
+
+class CudaSide:
+    """A stream of its own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._stream = device, torch.cuda.Stream(device)
+        self._begun: list[Tensor] = []
+        # Pinned tensors of the source's that are being read, and until when.
+        self._read: list[Tensor] = []
+        self._until = torch.cuda.Event()
+        self._queued: deque[torch.cuda.Event] = deque()
+
+    def begin(self, value: Tensor) -> Tensor:
+        """See `Side`."""
+        if value.device.type != "cpu":
+            # What made it is on the stream of the steps, and so is what will overwrite it, if anything does.
+            return value.to(self._device, copy=True)
+        host = value.contiguous()
+        if host.is_pinned():
+            self._read.append(host)
+        else:
+            host = host.pin_memory()  # a copy, in memory of a cache that knows until when it is read
+        with torch.cuda.stream(self._stream):
+            there = host.to(self._device, non_blocking=True)
+        self._begun.append(there)
+        return there
+
+    def sent(self) -> tuple[torch.cuda.Event, list[Tensor]]:
+        """See `Side`."""
+        self._until = torch.cuda.Event()
+        self._until.record(self._stream)
+        begun, self._begun = self._begun, []
+        return self._until, begun
+
+    def settle(self) -> None:
+        """See `Side`. It began one step ago, and waits for no step."""
+        if self._read:
+            self._until.synchronize()
+            self._read.clear()
+
+    def hand_over(self, sent: tuple[torch.cuda.Event, list[Tensor]]) -> None:
+        """See `Side`."""
+        event, tensors = sent
+        stream = torch.cuda.current_stream(self._device)
+        stream.wait_event(event)
+        for tensor in tensors:
+            tensor.record_stream(stream)
+
+    def stepped(self) -> None:
+        """See `Side`."""
+        event = torch.cuda.Event(blocking=True)  # the host sleeps, and leaves the CPU to who makes batches
+        event.record(torch.cuda.current_stream(self._device))
+        self._queued.append(event)
+        if len(self._queued) > _MOST_QUEUED:
+            self._queued.popleft().synchronize()
+
+
+def new_side(device: torch.device, is_graphed: bool) -> Side | None:
+    """Where batches are copied; None where they are there already.
+
+    Args:
+        is_graphed: with CUDA graphs, for which there is a stand-in on CPUs.
+    """
+    if device.type == "cuda":
+        return CudaSide(device)
+    if not is_graphed:
+        return None
+    from fxpar.runtime.graphs.standin import StandInSide
+
+    return StandInSide()
+
+
+@dataclass(frozen=True)
+class _Read:
+    """A batch whose copy has begun."""
+
+    batch: Any
+    sent: Any
+
+
+class Prefetched:
+    """Batches, copied ahead. Made by `fxpar.prefetch`; each iteration is one of the source."""
+
+    def __init__(self, batches: Iterable[Any], device: torch.device, is_graphed: bool) -> None:
+        self._batches, self._device, self._is_graphed = batches, device, is_graphed
+
+    def __len__(self) -> int:
+        """That of the source; a `TypeError` where it has none."""
+        return len(self._batches)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        """The batches."""
+        side, source = new_side(self._device, self._is_graphed), iter(self._batches)
+        return source if side is None else _ahead(source, side)
+
+
+def _ahead(source: Iterator[Any], side: Side) -> Iterator[Any]:
+    """Batches, each of which is handed over when the copy of the next one has begun."""
+    present = _read(source, side)
+    while present is not None:
+        following = None
+        try:
+            following = _read(source, side)
+        except (KeyboardInterrupt, SystemExit):
+            present = None
+            raise
+        finally:
+            # An error of the source's is one of the following batch, and is raised where that is asked for.
+            if present is not None:
+                side.hand_over(present.sent)
+                yield present.batch
+                side.stepped()
+        present = following
+
+
+def _read(source: Iterator[Any], side: Side) -> _Read | None:
+    """The next batch, whose copy has begun; None at the end."""
+    side.settle()
+    batch = next(source, _END)
+    if batch is _END:
+        return None
+    with torch.inference_mode(False):  # a batch may be read ahead in an evaluation, and trained on behind it
+        return _Read(_moved(batch, side.begin, {}), side.sent())
+
+
+def _moved(batch: Any, move: Callable[[Tensor], Tensor], known: dict[int, Tensor]) -> Any:
+    """A nest of the same kinds with other tensors; one that is in it twice is moved once."""
+
+    def one(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            items = {key: _moved(each, move, known) for key, each in value.items()}
+            if type(value) is dict or not isinstance(value, MutableMapping):
+                return items
+            own = copy.copy(value)  # a BatchEncoding stays one
+            for key, each in items.items():
+                own[key] = each
+            return own
+        if not isinstance(value, Tensor) or value.requires_grad or value.layout is not torch.strided or value.is_meta:
+            return value  # with what no batch may hold, the call has its own words
+        if id(value) not in known:
+            known[id(value)] = move(value)
+        return known[id(value)]
+
+    return pytree.tree_map(one, batch, is_leaf=lambda value: isinstance(value, Mapping))
