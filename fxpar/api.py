@@ -72,11 +72,6 @@ def parallelize(
         check_arguments(model, plan, passes)
         _check(model, loss)
         _check_options(check_inputs)
-        if plan.pp > 1:
-            remedy = "verify it with fxpar verify --pp, and train without a pipeline"
-            raise InputError(
-                f"pp={plan.pp}: pipelines are compiled and verified, not yet run", where="plan", remedy=remedy
-            )
         check_samples(example)
         world = join(plan, agreement)
         opened = None if checkpoint is None else open_alike(checkpoint, model, agreement.agree)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 from torch import fx
@@ -12,7 +13,7 @@ from fxpar.analysis.layers import layers
 from fxpar.analysis.storages import storages
 from fxpar.choice.cuts import Units, best_cuts, stage_ends
 from fxpar.errors import InputError, PassError
-from fxpar.manager import register_pass
+from fxpar.manager import Pass, register_pass
 from fxpar.ops.coercions import sum_gradients
 from fxpar.ops.transfers import transfer
 from fxpar.passes.prune import shrink
@@ -52,8 +53,27 @@ def partition_stages(program: Program) -> Program:
 
     Values stay equal. Refuses more stages than there are places, and a plan's place that is none.
     """
-    plan = program.plan
     found = divisible(program)
+    return _cut(found, _chosen(found))
+
+
+def holding(held: Mapping[str, tuple[int, ...]]) -> Pass:
+    """`partition_stages` for a further program of a module that exists already.
+
+    Args:
+        held: the stages that hold each parameter in the module, by its name. The program is cut so that they do.
+    """
+
+    def run(program: Program) -> Program:
+        found = divisible(program)
+        return _cut(found, _as_held(found, held))
+
+    return replace(partition_stages, run=run)
+
+
+def _chosen(found: Divisible) -> list[int]:
+    """The places of the cuts, by the plan and by cost."""
+    plan = found.program.plan
     count = plan.pipeline_stages
     fixed = _asked(found, plan.stages, count)
     order = [0, *(place for _, place in sorted(fixed.items()))]
@@ -78,11 +98,53 @@ def partition_stages(program: Program) -> Program:
     except ValueError as error:
         remedy = "give other modules, in the order in which they run"
         raise InputError(f"{error} with these beginnings", where="stages", remedy=remedy) from None
+    return [bounds[i] for i in cuts]
+
+
+def _as_held(found: Divisible, held: Mapping[str, tuple[int, ...]]) -> list[int]:
+    """The places at which parameters come to be on the stages that hold them; of several those that least crosses.
+
+    Raises:
+        InputError: an operation reads parameters of different stages, or one of an earlier stage than is due.
+    """
+    count = found.program.plan.pipeline_stages
+    # By stage, the last place that must be on it or before, and the first that must be on it or behind.
+    last, first = [-1] * count, [len(found.order)] * (count + 1)
+    now = 0
+    for node in found.order:
+        names = [name for name in found.reads[node] if name in held]
+        legal = set(range(now, count)).intersection(*(held[name] for name in names))
+        if not legal:
+            raise InputError(
+                f"reads {', '.join(sorted(names))}, which is on no stage behind those of what runs before",
+                where=describe(node),
+                remedy="call the module so that parameters are used in the order in which the example uses them",
+            )
+        if names:
+            now = min(legal)
+            last[now] = found.places[node]
+            first[now] = min(first[now], found.places[node])
+    cuts, start = [], 0
+    for number in range(1, count):
+        low = max(start, *last[:number]) + 1
+        high = min(*first[number:], len(found.order) - (count - number))
+        if low > high:
+            raise InputError(
+                f"leaves stage {number} of {count} nothing to compute",
+                where="this call",
+                remedy="call the module with what the example had",
+            )
+        start = min(range(low, high + 1), key=lambda place: (found.live[place], -place))
+        cuts.append(start)
+    return cuts
+
+
+def _cut(found: Divisible, cuts: Sequence[int]) -> Program:
     stage: dict[fx.Node, int] = {}
-    for index, (start, end) in enumerate(stage_ends([bounds[i] for i in cuts], len(found.order))):
+    for index, (start, end) in enumerate(stage_ends(cuts, len(found.order))):
         stage.update({node: index for node in found.order if start <= found.places[node] < end})
-    _Stages(program, stage).place()
-    return program
+    _Stages(found.program, stage).place()
+    return found.program
 
 
 def _units(found: Divisible, bounds: Sequence[int]) -> Units:
@@ -95,7 +157,8 @@ def _units(found: Divisible, bounds: Sequence[int]) -> Units:
         [sum(found.held[a:b]) for a, b in spans],
         [sum(found.kept[a:b]) for a, b in spans],
         crossing,
-        [cost.latency + size / cost.bandwidth if size else 0.0 for size in crossing],
+        # Without the latency: an example may be smaller than what is trained, and all else grows with it.
+        [size / cost.bandwidth for size in crossing],
     )
 
 

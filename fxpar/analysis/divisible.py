@@ -19,17 +19,20 @@ from fxpar.analysis.flops import matmul_flops
 from fxpar.analysis.seconds import access_seconds, product_seconds
 from fxpar.analysis.split import computed_part
 from fxpar.analysis.stored import materialised
+from fxpar.layout.layout import P
 from fxpar.layout.nesting import local_shape
 from fxpar.layout.symbols import evaluate
 from fxpar.ops import Operator
 from fxpar.ops.coercions import sum_gradients
 from fxpar.program.program import Program, ScalarType, note, operands, output_layouts, output_types
-from fxpar.program.weights import weights_of
+from fxpar.program.weights import summed, weights_of
 
 # A value of parameters alone is computed again where it has at most so many times their bytes.
 MOST_OF_PARAMETERS = 8
 # Operations an element of a cheap node: a rotary table is an outer product.
 _CHEAP = 8
+# Summands cross where nothing else is to be had: what they are summed to is no larger.
+_SUMMANDS = 1.5
 # Bytes for each byte of a trained parameter: itself, its gradient and two moments.
 _STATES = 4
 
@@ -86,7 +89,7 @@ class Divisible:
         for node in self.order:
             first, last = self.places[node], self.last_read[node]
             if last > first and not isinstance(note(node).type, tuple):
-                size = self.bytes_of(node)
+                size = self.bytes_of(node) * (_SUMMANDS if self._is_partial(node) else 1)
                 changes[first + 1] += size
                 changes[last + 1] -= size
         found, now = [], 0.0
@@ -94,6 +97,9 @@ class Divisible:
             now += change
             found.append(now)
         return found
+
+    def _is_partial(self, node: fx.Node) -> bool:
+        return any(placement == P for layout in output_layouts(node) for _, placement in layout)
 
     @cached_property
     def seconds(self) -> list[float]:
@@ -124,6 +130,20 @@ class Divisible:
         for p in self.program.parameters:
             if nodes[p.node] in first:
                 found[first[nodes[p.node]]] += self.bytes_of(nodes[p.node]) * (_STATES if p.trainable else 1)
+        return found
+
+    @cached_property
+    def reads(self) -> Mapping[fx.Node, frozenset[str]]:
+        """Of each operation the parameters that it reads, itself or by what each stage computes for itself."""
+        found: dict[fx.Node, frozenset[str]] = {}
+        for node in self.program.graph.nodes:
+            parameter = self.program.parameter(node) if node.op == "placeholder" else None
+            if parameter is not None and parameter.kind == "parameter":
+                found[node] = frozenset({parameter.fqn})
+            elif node.op == "call_function":
+                same = summed(node)  # one of many whose gradients are summed together
+                sources = [read for read in node.all_input_nodes if read not in self.places] if same is None else [same]
+                found[node] = frozenset().union(*(found.get(read, frozenset()) for read in sources))
         return found
 
     @cached_property

@@ -70,6 +70,12 @@ class Plan:
         stages: where stages begin: for some or all but the first the name of a module, as the model names it, and the
             number of the stage that begins with it; or for all stages how many layers they have, in order. What is not
             said is chosen by cost.
+        microbatches: into so many of equal numbers of rows `train_step` cuts a batch; a list of batches it takes as it
+            is. Their losses are averaged (see `loss_reduction`), and gradients summed over ranks once a step.
+        schedule: in which order the ranks of a pipeline run the microbatches: a name of `fxpar schedule` (1f1b;
+            interleaved_1f1b by default where ranks have several stages), or a file of the same text form.
+        group_size: of an interleaved schedule, how many microbatches of one stage a rank runs before it takes the next
+            of its stages; pp by default.
         split: what to do with modules or parameters, by glob on their full name. `column` splits the output features
             of a matrix, `row` the input features, `head` is `column` where every shard must consist of whole
             attention heads, `vocab` cuts the words of an embedding table or of an output head, `replicate` keeps the
@@ -122,6 +128,9 @@ class Plan:
     ep: int = 1
     virtual_stages: int = 1
     stages: Mapping[str, int] | tuple[int, ...] = ()
+    microbatches: int = 1
+    schedule: str = ""
+    group_size: int | None = None
     split: Mapping[str, str] = field(default_factory=dict)
     batch_dims: Mapping[str, int] = field(default_factory=dict)
     padding: Mapping[str, int | float | bool] = field(default_factory=dict)
@@ -237,6 +246,21 @@ class Plan:
             yield f"stages={shown(stages)} is neither a mapping from modules to stages nor numbers of layers: write one"
         elif stages and len(stages) != count:
             yield f"stages={shown(stages)} has {len(stages)} numbers of layers for {count} stages: give one for each"
+        yield from self._wrong_schedule()
+
+    def _wrong_schedule(self) -> Iterator[str]:
+        if type(self.microbatches) is not int or not 1 <= self.microbatches <= MOST_RANKS:
+            yield f"microbatches={shown(self.microbatches)} is no number of them: give one of at least 1"
+        if type(self.schedule) is not str:
+            yield f"schedule={shown(self.schedule)} is no text: write a name, or a file"
+        elif self.schedule and self.pp == 1:
+            yield f"schedule={shown(self.schedule)} is of a pipeline, and pp=1: give pp of at least 2, or leave it out"
+        if self.group_size is not None and (type(self.group_size) is not int or self.group_size < 1):
+            yield f"group_size={shown(self.group_size)} is no number of microbatches: give one of at least 1"
+        elif self.group_size is not None and self.virtual_stages == 1:
+            yield f"group_size={self.group_size} is of several stages a rank: give virtual_stages, or leave it out"
+        if self.pp > 1 and isinstance(self.cuda_graphs, CudaGraphs) and self.cuda_graphs.is_on:
+            yield "cuda_graphs: stages of a pipeline are not captured yet: leave it out, or pp=1"
 
     def _wrong_recompute(self) -> Iterator[str]:
         if self.recompute not in RECOMPUTES:
@@ -271,7 +295,7 @@ class Plan:
     def on_one_rank(self) -> Plan:
         """The same plan for a single device: no axis has several ranks, no line splits anything, and all is kept."""
         changes: dict[str, Any] = {**dict.fromkeys(_AXES, 1), "split": {}, "row_wise": ()}
-        changes |= {"virtual_stages": 1, "stages": ()}
+        changes |= {"virtual_stages": 1, "stages": (), "microbatches": 1, "schedule": "", "group_size": None}
         changes |= {"recompute": "none", "activation_budget": None, "cuda_graphs": CudaGraphs()}
         return dataclasses.replace(self, **changes)
 

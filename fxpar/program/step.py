@@ -51,6 +51,11 @@ def is_gradient(output: str) -> bool:
     return output.startswith((_GRADIENT, _INPUT_GRADIENT))
 
 
+def is_input_gradient(output: str) -> bool:
+    """Whether an output of that name is the gradient of an input."""
+    return output.startswith(_INPUT_GRADIENT)
+
+
 def parameter_gradients(program: Program) -> dict[str, str]:
     """Of each parameter that the step gives a gradient of, the name of the output."""
     names = {gradient_name(p.fqn): p.fqn for p in program.parameters}

@@ -33,6 +33,7 @@ def held_by(module: ParallelModule, model: nn.Module | None = None) -> Held:
         model: one with the module's names, of which the rank takes its parts; the module itself by default.
     """
     world, tensors = module.world, named_tensors(module if model is None else model)
+    tensors = [entry for entry in tensors if entry.first not in module.foreign]
     cut = (module.shape_of, module.layout_of, module.plan.axes, world.coordinates)
     return Held(tensors, module.saved_names, *cut, world.rank, world.size, world.agreement.agree)
 
@@ -59,10 +60,13 @@ def _register(module: ParallelModule, model: nn.Module, found: Mapping[str, Tens
     first = {name: entry.first for entry in named_tensors(model) for name in entry.names}
     parameters: dict[str, nn.Parameter] = {}
     for name, value in model.named_parameters(remove_duplicate=False):
+        path, _, leaf = name.rpartition(".")
+        if first[name] in module.foreign:
+            module.get_submodule(path).register_parameter(leaf, None)
+            continue
         if first[name] not in parameters:
             part, place = found[first[name]], _place_of(module, first[name])
             parameters[first[name]] = _parameter(part, place, value.requires_grad, is_mixed(module.plan))
-        path, _, leaf = name.rpartition(".")
         module.get_submodule(path).register_parameter(leaf, parameters[first[name]])
     saved = set(module.saved_names)
     buffers: dict[str, Tensor] = {}

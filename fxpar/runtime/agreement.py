@@ -82,14 +82,14 @@ class Agreement:
         Raises:
             RankError: the error is that of a collective whose partner is gone; says which, and why if it said so.
         """
-        store, is_lost = self._store(), _is_lost(error)
+        store, was_lost = self._store(), is_lost(error)
         if self.size == 1 or store is None or isinstance(error, RankError):
             return
         try:
-            signs = self._signs(store, error) if is_lost else self._explain(store, error)
+            signs = self._signs(store, error) if was_lost else self._explain(store, error)
         except dist.DistError:
             signs = f"{_first_line(error)}; the store is gone too, and so the process that kept it, most often rank 0"
-        if is_lost:
+        if was_lost:
             raise RankError(
                 f"a collective failed: {signs}",
                 where=f"rank {self.rank}, {self.what}",
@@ -209,13 +209,13 @@ class Agreement:
         return stands
 
     def _failure(self, error: BaseException) -> dict[str, Any]:
-        is_lost = _is_lost(error)
+        was_lost = is_lost(error)
         text = str(error) if isinstance(error, FxparError) else f"{type(error).__name__}: {error}"
         if isinstance(error, FxparError):
             text = text.removeprefix(f"{self.what}: ")  # the place is said
-        text = f"a collective failed: {_first_line(error)}" if is_lost else text
+        text = f"a collective failed: {_first_line(error)}" if was_lost else text
         return {
-            "kind": "lost" if is_lost else "failed",  # a loss has its cause elsewhere: others do not repeat it
+            "kind": "lost" if was_lost else "failed",  # a loss has its cause elsewhere: others do not repeat it
             "rank": self.rank,
             "where": f"rank {self.rank}",
             "reason": f"failed in {self.what}: {text[:_LONGEST_REASON]}",
@@ -274,7 +274,7 @@ class _Call:
         self._agreement.what = self._around  # of the call that this one is part of
 
 
-def _is_lost(error: BaseException) -> bool:
+def is_lost(error: BaseException) -> bool:
     """Whether a collective failed because of another rank: gloo's errors have no type, but name its source files."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in str(error))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -24,6 +24,7 @@ from fxpar.layout.nesting import local_shape
 from fxpar.layout.symbols import evaluate
 from fxpar.passes.assign_rng import RNG_PATH
 from fxpar.program.program import Input, Program, output_layouts
+from fxpar.program.rows import batch_rows, batch_size
 
 # What transformers calls a cache, and the flag that asks for one.
 _CACHES = ("past_key_values", "past_key_value", "cache_params", "use_cache")
@@ -284,6 +285,38 @@ def own_rows(program: Program, batch: Any, coordinates: Mapping[str, int]) -> An
             own = own.tensor_split(n, placement.dim)[coordinates[axis]]
         found.append(own)
     return pytree.tree_unflatten(found, spec)
+
+
+def cut_rows(program: Program, batch: Any, count: int) -> list[Any]:
+    """A batch as microbatches of equally many rows.
+
+    Args:
+        batch: what one data rank brings.
+        count: of the microbatches.
+
+    Raises:
+        InputError: rows that are no multiple of them.
+    """
+    if count == 1:
+        return [batch]
+    dims = batch_rows(program, batch_size(program))
+    values, spec = pytree.tree_flatten(batch)
+    found: list[list[Any]] = [[] for _ in range(count)]
+    for (path, value), plain in zip(leaves(batch), values, strict=True):
+        dim = dims.get(path)
+        if not isinstance(value, Tensor) or dim is None:
+            parts: Sequence[Any] = [plain] * count
+        elif value.shape[dim] % count:
+            raise InputError(
+                f"has {value.shape[dim]} rows in dimension {dim}, which {count} microbatches cannot share out",
+                where=f"batch entry {path}",
+                remedy=f"pass a multiple of {count}, a list of microbatches, or another Plan(microbatches=…)",
+            )
+        else:
+            parts = value.chunk(count, dim)
+        for part, own in zip(found, parts, strict=True):
+            part.append(own)
+    return [pytree.tree_unflatten(part, spec) for part in found]
 
 
 def _row_cuts(program: Program, entry: Input | None) -> list[tuple[str, Placement, int]]:

@@ -116,7 +116,7 @@ class StepCalls:
         whole: bool,
     ) -> None:
         self.step, self.whole = step, whole
-        self.gives = tuple(step.gradients.values()) if whole else step.held
+        self.gives = tuple(step.gradients.values()) if whole else step.ends
         calls = freeing([*forward, *backward], (*step.results.values(), *self.gives))
         self.forward_calls, self.backward_calls = calls[: len(forward)], calls[len(forward) :]
         self.constants = dict(constants)

@@ -195,7 +195,7 @@ class Compiler:
 
         def make(units: CompiledUnits) -> StepCalls:
             tangents = {tangent: step.results[name] for name, tangent in step.tangents.items()}
-            needed = (*step.results.values(), *(step.gradients.values() if whole else step.held))
+            needed = (*step.results.values(), *(step.gradients.values() if whole else step.ends))
             phases = (BACKWARD, PARAMETER) if whole else (BACKWARD,)
             paired = not step.recomputes
             found = units.calls(step.graph, phases, values, tangents, needed, paired=paired)

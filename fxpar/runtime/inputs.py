@@ -232,6 +232,7 @@ def _hosts(world: World) -> Group:
 def _alike(world: World) -> Group | None:
     """The group of the ranks that are given the same batch; None where each has its own."""
     names = [axis for axis in world.coordinates if PURPOSES[axis].cuts is not Cuts.BATCH]
+    names += ["pp"] if "pp" in world.groups else []
     return world.groups["-".join(names)] if names else None
 
 

@@ -79,10 +79,11 @@ def weight(counted: Tensor | None, microbatch: Microbatch) -> Tensor | float:
     """
     if counted is None:
         return 1 / microbatch.count
-    return counted / _unit(counted if microbatch.unit is None else microbatch.unit)
+    return counted / unit_of(counted if microbatch.unit is None else microbatch.unit)
 
 
-def _unit(counted: Tensor) -> Tensor:
+def unit_of(counted: Tensor) -> Tensor:
+    """What counted in a microbatch as the unit of others: one where nothing did."""
     return counted.masked_fill(counted == 0, 1)
 
 
@@ -130,5 +131,5 @@ def _averaged(done: Sequence[Part], gradients: Mapping[str, Tensor]) -> tuple[Te
     if done[0].counted is None:
         return losses.mean(), gradients
     counts = torch.stack([each.counted for each in done if each.counted is not None])
-    factor = _unit(counts[0]) / counts.sum()
+    factor = unit_of(counts[0]) / counts.sum()
     return (losses * counts).sum() / counts.sum(), {name: each * factor for name, each in gradients.items()}

@@ -32,6 +32,7 @@ from fxpar.runtime.inputs import Inputs
 from fxpar.runtime.mains import Copies, check_scaler
 from fxpar.runtime.optimizers import Optimizers
 from fxpar.runtime.outputs import returned
+from fxpar.runtime.pipeline import Pipeline
 from fxpar.runtime.programs import Programs
 from fxpar.runtime.randomness import RandomState
 from fxpar.runtime.refusals import Immovable
@@ -89,11 +90,13 @@ class ParallelModule(Immovable):
             self.loading = adopt(self, model, main_dtype(plan), checkpoint)
         self._copies = Copies(PRECISION_DTYPES[plan.precision]) if is_mixed(plan) else None
         self._gradients = Buffers(self._graphs is not None)
-        runner = Runner(self, self.shape_of, self._copies, self._random, world.device, self._gradients)
+        buffers, foreign = self._gradients, self._programs.foreign
+        runner = Runner(self, self.shape_of, self._copies, self._random, world.device, buffers, foreign)
         self._waiting = runner.waiting
         self._batches = ForwardBackward(self._programs, inputs, runner, loss)
         expire = (lambda: None) if self._copies is None else self._copies.expire
-        training = (self._random, self._gradients, self._graphs, expire)
+        self._pipeline = Pipeline(plan, world, runner.waiting, self._programs.first.program) if plan.pp > 1 else None
+        training = (self._random, self._gradients, self._graphs, expire, self._pipeline)
         self._training = Training(runner.tensors, self._batches, runner.waiting, *training)
         Optimizers(model).watch(self)
 
@@ -112,6 +115,11 @@ class ParallelModule(Immovable):
         return self._programs.layouts
 
     # ------------------------------------------------------------------ weights
+
+    @property
+    def foreign(self) -> frozenset[str]:
+        """First names of the parameters that other ranks of the pipeline hold, and this one does not."""
+        return self._programs.foreign
 
     def layout_of(self, name: str) -> Layout:
         """Layout of a parameter or buffer under any of its names; empty for those that no program uses."""
@@ -174,7 +182,7 @@ class ParallelModule(Immovable):
         if not torch.is_grad_enabled():
             raise InputError("gradients are off", where="train_step", remedy="leave torch.no_grad()")
         check_scaler(scaler, self.plan.precision, self.world.device)
-        parts = calls.microbatches(batch, self._takes_lists)
+        parts = self._parts(batch)
         if optimizer is None and max_norm is not None:
             raise InputError("is of an optimizer's step", where="max_norm", remedy="pass the optimizer too")
         if max_norm is not None:
@@ -182,6 +190,13 @@ class ParallelModule(Immovable):
         found = self._training.step(parts, Ending(scaler, optimizer, max_norm))
         self._flags = StepFlags(found.norm, found.is_finite)
         return found.loss
+
+    def _parts(self, batch: Any) -> list[Any]:
+        """The microbatches of a step: those of a list, or a batch cut into as many as the plan says."""
+        parts = calls.microbatches(batch, self._takes_lists)
+        if len(parts) > 1 or (type(batch) is list and not self._takes_lists):
+            return parts
+        return calls.cut_rows(self.program, parts[0], self.plan.microbatches)
 
     @property
     def step_flags(self) -> StepFlags:
@@ -351,7 +366,7 @@ class ParallelModule(Immovable):
         What `torch.nn.utils.clip_grad_norm_` does, with one collective for all parameters. All ranks must call it.
         """
         check_norm(max_norm)
-        return nn.utils.clip_grad_norm_(self.parameters(), max_norm, foreach=True)
+        return self._training.clip(max_norm)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As of `nn.Module`; the modules are not walked, which of a deep model takes longer than a replay."""

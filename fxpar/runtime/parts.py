@@ -71,6 +71,7 @@ class Step:
         gradients: of each parameter that has one, the name of its value.
         held: names of the values that the backward leaves for the parameter phase, gradients among them.
         tangents: of each output that has one, the name of the tangent's value.
+        returned: of each gradient of an input, by name of the output, the name of its value.
     """
 
     program: Program
@@ -83,6 +84,12 @@ class Step:
     gradients: Mapping[str, str]
     held: tuple[str, ...]
     tangents: Mapping[str, str]
+    returned: Mapping[str, str]
+
+    @property
+    def ends(self) -> tuple[str, ...]:
+        """Names of the values that a backward leaves whose gradients wait for others."""
+        return tuple(dict.fromkeys((*self.held, *self.returned.values())))
 
     @property
     def signature(self) -> Hashable:

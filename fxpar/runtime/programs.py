@@ -26,14 +26,17 @@ from fxpar.mesh.purpose import Cuts, axis_that
 from fxpar.ops.lower import Lowered
 from fxpar.passes.annotate import annotate, keeping
 from fxpar.passes.divide_batch import of_all_ranks
+from fxpar.passes.partition_stages import holding, partition_stages
 from fxpar.plan.plan import Plan
 from fxpar.program.dtypes import PRECISION_DTYPES
 from fxpar.program.program import Program, TensorType, note, output_layouts
 from fxpar.program.rows import batch_symbol
+from fxpar.program.stages import holders
 from fxpar.runtime import batch as calls
 from fxpar.runtime import uneven
 from fxpar.runtime.graphs.table import Graphs
 from fxpar.runtime.inputs import Shapes
+from fxpar.runtime.placement import own_stages
 from fxpar.runtime.refusals import Unwrappable
 from fxpar.runtime.skeleton import attach, skeleton_of
 from fxpar.runtime.steps import Steps
@@ -124,7 +127,7 @@ class Programs:
         self.layouts: dict[str, Layout] = {}
         self.aliases: dict[str, str] = {}
         self._plan, self._world, self._loss, self._passes = plan, world, loss, tuple(passes)
-        self._graphs = graphs
+        self._graphs, self._own = graphs, own_stages(plan, world.place)
         self._twins = ((self.skeleton, root), *attach(root, self.skeleton))
         self._known: dict[Any, list[Compiled]] = {}
 
@@ -146,6 +149,20 @@ class Programs:
         self.layouts = _parameter_layouts(first.program)
         self.aliases = {other: p.fqn for p in first.program.parameters for other in p.tied}
         self._known[self._key(example, with_loss)] = [first]
+
+    @cached_property
+    def foreign(self) -> frozenset[str]:
+        """Names of the parameters that other ranks of the pipeline hold, and this one does not."""
+        own = set(self._own)
+        return frozenset(name for name, stages in self.held.items() if own.isdisjoint(stages))
+
+    @cached_property
+    def held(self) -> Mapping[str, tuple[int, ...]]:
+        """The stages of a pipeline that hold each parameter, by its name; nothing without one."""
+        if not self._own:
+            return {}
+        found, kinds = holders(self.first.program), {p.fqn: p.kind for p in self.first.program.parameters}
+        return {name: stages for name, stages in found.items() if kinds[name] == "parameter"}
 
     @property
     def first(self) -> Compiled:
@@ -253,7 +270,11 @@ class Programs:
         calls.check(self.skeleton, batch, with_loss)
         for ghost, own in self._twins:
             ghost.training = own.training
-        passes = [keeping(self.layouts) if self.layouts and item is annotate else item for item in self._passes]
+        passes = [*self._passes]
+        if self.layouts:
+            again = {annotate.name: keeping(self.layouts)}
+            again |= {partition_stages.name: holding(self.held)} if self._own else {}
+            passes = [again.get(item.name, item) if item in (annotate, partition_stages) else item for item in passes]
 
         def review(captured: Captured) -> Captured:
             if not with_loss:
@@ -267,6 +288,8 @@ class Programs:
         program = compiled.program
         layouts = _parameter_layouts(program)
         odd = [n for n, layout in layouts.items() if layout != self.layouts.get(n, layout)]
+        if self._own and self.layouts:
+            odd += [n for n, stages in holders(program).items() if not {*stages} <= {*self.held.get(n, stages)}]
         if odd:
             raise InputError("this call would need another split", where=odd[0], remedy="call it as the example")
         device = self._world.device
@@ -277,7 +300,7 @@ class Programs:
         return Compiled(compiled.captured, program, ready, constants, indices)
 
     def _ready(self, program: Program, uneven_rows: bool = False) -> Steps:
-        return Steps(program, self._world.groups, self._world.device, self._plan, uneven_rows, self._graphs)
+        return Steps(program, self._world.groups, self._world.device, self._plan, uneven_rows, self._graphs, self._own)
 
     def _compared(self, captured: Captured, batch: Any, model: nn.Module | None) -> str:
         """Compares a captured graph with the model, on rank 0; returns why not, where it is not."""

@@ -91,6 +91,7 @@ class Runner:
         copies: of its main values, on which programs run in mixed precision.
         random: the state of calls that are no microbatch.
         buffers: where gradients of whole steps go.
+        foreign: names of the parameters that other ranks of a pipeline hold.
     """
 
     def __init__(
@@ -101,7 +102,9 @@ class Runner:
         random: RandomState,
         device: torch.device,
         buffers: Buffers,
+        foreign: frozenset[str],
     ) -> None:
+        self._foreign = foreign
         self._module, self._shape_of, self._copies = module, shape_of, copies
         self._random, self._device, self._buffers = random, device, buffers
         self.tensors = Tensors(module)
@@ -230,7 +233,7 @@ class Runner:
         random = tuple(entry.node for entry in program.inputs if entry.path == RNG_PATH)
         values.update({entry.node: call.inputs[entry.path] for entry in program.inputs if entry.path != RNG_PATH})
         if self._copies is not None:
-            own = [p for p in program.parameters if p.kind == "parameter"]
+            own = [p for p in program.parameters if p.kind == "parameter" and p.fqn not in self._foreign]
             copied = {p.node: p.fqn for p in own if is_copy(program.plan, p.type)}
             mains = {fqn: tensors[fqn] for fqn in copied.values()}
             values.update(zip(copied, self._copies.current(mains, self._module.training, differentiated), strict=True))
@@ -243,6 +246,8 @@ class Runner:
         leaves: dict[str, Tensor] = {}
         seen: list[tuple[Tensor, int, tuple[int, ...], bool]] = []
         for parameter in call.compiled.program.parameters:
+            if parameter.kind == "parameter" and parameter.fqn in self._foreign:
+                continue
             is_constant = parameter.kind == "constant"
             constants = call.compiled.constants
             value = constants[parameter.fqn] if is_constant else self._held(parameter.fqn, tensors)

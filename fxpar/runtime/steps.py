@@ -22,7 +22,8 @@ from fxpar.ops.lower import ROWS, Lowered
 from fxpar.passes.differentiate import differentiable
 from fxpar.plan.plan import Plan
 from fxpar.program.program import Program, describe, note, output_layouts, output_node
-from fxpar.program.step import is_gradient, output_of, parameter_gradients
+from fxpar.program.stages import Stage, stages_of
+from fxpar.program.step import is_gradient, is_input_gradient, output_of, parameter_gradients
 from fxpar.runtime.batch import user_inputs
 from fxpar.runtime.calls import ForwardCalls, Place, Runnable, StepCalls, Values, eager_calls, part_call
 from fxpar.runtime.graphs.table import Graphs
@@ -52,6 +53,13 @@ class Pending:
     outputs: dict[str, Tensor]
     own: Values
 
+    def __post_init__(self) -> None:
+        self.types = {name: value.dtype for name, value in self.outputs.items()}
+
+    def release(self, names: Sequence[str]) -> None:
+        """Forgets outputs that were handed on; the backward keeps what it reads itself."""
+        self.outputs = {name: value for name, value in self.outputs.items() if name not in names}
+
     def backward(self, tangents: Mapping[str, Tensor], *, whole: bool, place: Place | None = None) -> dict[str, Tensor]:
         """What this rank has of the gradients by name of the value; where `whole`, the parameters' by their names.
 
@@ -64,7 +72,7 @@ class Pending:
         if calls.whole != whole:  # for another backward than the one that was expected
             calls = eager_calls(self.step, whole=whole)
             _, own = calls.forward(self.sources, self.sizes)
-        like = {name: _like(tangent, self.outputs[name]) for name, tangent in tangents.items()}
+        like = {name: _like(tangent, self.types[name]) for name, tangent in tangents.items()}
         made = calls.backward(own, like, place)
         return {fqn: made[value] for fqn, value in self.step.gradients.items()} if whole else made
 
@@ -80,9 +88,9 @@ class Pending:
         return {fqn: values[value] for fqn, value in self.step.gradients.items()}
 
 
-def _like(tangent: Tensor, output: Tensor) -> Tensor:
+def _like(tangent: Tensor, dtype: torch.dtype) -> Tensor:
     """A tangent as the step takes it: dense, of the output's type."""
-    return tangent.to(output.dtype).contiguous()
+    return tangent.to(dtype).contiguous()
 
 
 @dataclass
@@ -91,8 +99,10 @@ class Steps:
 
     Attributes:
         program: after all passes of the forward.
+        own: the stages of a pipeline that this rank holds.
         lowered: the forward alone.
         differentiable: the outputs that carry a gradient.
+        stages: by number those that this rank holds, and what it runs of each.
     """
 
     program: Program
@@ -101,6 +111,7 @@ class Steps:
     plan: Plan
     uneven_rows: bool = False
     graphs: Graphs | None = None
+    own: tuple[int, ...] = ()
     _made: dict[Hashable, Step] = field(default_factory=dict)
     _eager: dict[Hashable, StepCalls] = field(default_factory=dict)
     _forwards: dict[Hashable, tuple[fx.Graph, ForwardCalls]] = field(default_factory=dict)
@@ -111,10 +122,17 @@ class Steps:
         self.differentiable = differentiable(self.program)
         # What the caller differentiated last, which is known in its backward alone.
         self.expected = tuple(n for n in self.differentiable if n == self.program.loss) or self.differentiable
-        if self.plan.compile:
+        self.stages = {stage.number: (stage, self._of(stage)) for stage in stages_of(self.program)} if self.own else {}
+        if self.plan.compile and not self.own:
             from fxpar.runtime.compiled import Compiler  # Inductor takes a second to import
 
             self._compiler = Compiler(self.plan, self.device, self._shapes())
+
+    def _of(self, stage: Stage) -> Steps | None:
+        """What this rank runs of a stage; None of those of others."""
+        if stage.number not in self.own:
+            return None
+        return Steps(stage.program, self.groups, self.device, self.plan, self.uneven_rows)
 
     def step(self, names: Sequence[str], trained: Collection[str], outputs: Sequence[str] = ()) -> Step:
         """The step of some outputs.
@@ -259,4 +277,5 @@ class Steps:
             gradients,
             tuple(held),
             {output_of(entry.path): entry.node for entry in program.inputs if output_of(entry.path)},
+            {name: node.name for name, node in ends.items() if is_input_gradient(name)},
         )

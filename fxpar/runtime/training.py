@@ -23,6 +23,7 @@ from fxpar.runtime.graphs.full import Ending, Found, FullIteration
 from fxpar.runtime.graphs.optimizer import Rates, takes_tensors
 from fxpar.runtime.graphs.table import Graphs
 from fxpar.runtime.microbatches import run_microbatches
+from fxpar.runtime.pipeline import Pipeline
 from fxpar.runtime.randomness import RandomState
 from fxpar.runtime.runner import Prepared
 from fxpar.runtime.tensors import Tensors
@@ -62,6 +63,7 @@ class Training:
         waiting: gradients that are not summed over the ranks yet.
         graphs: of the module; with `full_iteration` a step is one of them.
         expire: is called where parameters have changed and no optimizer has told.
+        pipeline: runs the stages of this rank; None without a pipeline.
     """
 
     def __init__(
@@ -73,7 +75,9 @@ class Training:
         gradients: Buffers,
         graphs: Graphs | None,
         expire: Callable[[], None],
+        pipeline: Pipeline | None,
     ) -> None:
+        self._pipeline = pipeline
         self._tensors, self._batches, self._waiting = tensors, batches, waiting
         self._random, self._gradients, self._expire = random, gradients, expire
         self._rates: weakref.WeakKeyDictionary[Optimizer, Rates] = weakref.WeakKeyDictionary()
@@ -86,6 +90,16 @@ class Training:
         """Of the module, by name."""
         self._tensors.refresh()
         return self._tensors.parameters
+
+    def clip(self, max_norm: float) -> Tensor:
+        """Scales all gradients so that their norm is at most `max_norm`; gives the norm before. A collective call."""
+        parameters = self.parameters
+        if self._pipeline is None:
+            return nn.utils.clip_grad_norm_(parameters.values(), max_norm, foreach=True)
+        own = [p.grad for name, p in parameters.items() if p.grad is not None and name in self._pipeline.shared.counted]
+        norm = self._pipeline.joined(local_of(nn.utils.get_total_norm(own, foreach=True)))
+        nn.utils.clip_grads_with_norm_(parameters.values(), max_norm, norm, foreach=True)
+        return norm
 
     def step(self, parts: Sequence[Any], ending: Ending) -> Found:
         """Forward and backward of the microbatches of a step, and what ends it.
@@ -132,7 +146,9 @@ class Training:
         ending: Ending,
     ) -> Found:
         """What a step does, on the device alone."""
-        if len(bounds) == 1:
+        if self._pipeline is not None:
+            loss, gradients = self._pipeline.step(bounds, ready, state, ending.scaler)
+        elif len(bounds) == 1:
             done = self._batches.train(bounds[0], ready[0], state, None, ending.scaler)
             loss, gradients = done.loss, self._waiting.finished(done.ran.held, done.ran.signature, done.ran.finish)
         else:
@@ -157,8 +173,7 @@ class Training:
             scaler.unscale_(optimizer)
         norm = None
         if ending.max_norm is not None:
-            norm = nn.utils.clip_grad_norm_(parameters.values(), ending.max_norm, foreach=True)
-            norm = local_of(norm)
+            norm = local_of(self.clip(ending.max_norm))
         is_finite = found.loss.isfinite() if norm is None else found.loss.isfinite() & norm.isfinite()
         rates = self._rates.get(optimizer)
         with nullcontext() if rates is None else rates.in_place():

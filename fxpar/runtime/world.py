@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fxpar.errors import PlanError, RankError
 from fxpar.mesh.mesh import Mesh
-from fxpar.mesh.purpose import joined_names
+from fxpar.mesh.purpose import PURPOSES, Cuts, joined_names
 from fxpar.ops.collectives import Group
 from fxpar.ops.groups import create_groups, process_group
 from fxpar.plan.plan import Plan
@@ -47,6 +47,16 @@ class World:
     groups: Mapping[str, Group]
     coordinates: Mapping[str, int]
     agreement: Agreement
+
+    @property
+    def place(self) -> int:
+        """The rank's place in the pipeline; 0 without one."""
+        return self.mesh.coordinates(self.rank)["pp"]
+
+    @property
+    def line(self) -> tuple[int, ...]:
+        """The ranks of this rank's pipeline, in order; this rank alone without one."""
+        return next(line for line in self.mesh.groups("pp") if self.rank in line)
 
     @property
     def process_groups(self) -> Mapping[str, dist.ProcessGroup]:
@@ -90,7 +100,8 @@ def join(plan: Plan, agreement: Agreement) -> World:
     """
     size = dist.get_world_size() if dist.is_initialized() else 1
     if size != plan.world_size:
-        asked = ", ".join(f"{axis}={n}" for axis, n in plan.axes.items()) or "of one rank"
+        sizes = {**plan.axes, "pp": plan.pp} if plan.pp > 1 else plan.axes
+        asked = ", ".join(f"{axis}={n}" for axis, n in sizes.items()) or "of one rank"
         raise PlanError(
             f"the plan needs {plan.world_size} processes ({asked}) and there are {size}",
             where="world size",
@@ -103,7 +114,11 @@ def join(plan: Plan, agreement: Agreement) -> World:
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     agreement.agree(plan_facts(plan), "pass the same plan on every rank")  # before groups are created by it
     mesh = plan.mesh
-    groups = create_groups(mesh, joined_names(plan.axes), timedelta(seconds=agreement.seconds))
+    # Besides what programs communicate over: the ranks of a pipeline, and those that are given one batch.
+    several = [axis for axis in plan.axes if PURPOSES[axis].cuts is not Cuts.BATCH]
+    pipeline = ["pp", "-".join([*several, "pp"])] if plan.pp > 1 else []
+    names = [*joined_names(plan.axes), *pipeline]
+    groups = create_groups(mesh, names, timedelta(seconds=agreement.seconds))
     index = mesh.coordinates(rank)
     return World(rank, size, device, mesh, groups, {axis: index[axis] for axis in plan.axes}, agreement)
 

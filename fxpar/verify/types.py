@@ -25,6 +25,7 @@ from fxpar.program.coercions import at_rest, resting, unsettled
 from fxpar.program.gradients import carried
 from fxpar.program.program import Program, describe, note, operands, output_layouts, output_types, tensor_type
 from fxpar.program.properties import Property
+from fxpar.program.stages import is_sent, received_name
 from fxpar.program.step import gradient_name, input_gradient_name, is_forward, is_gradient, output_of
 from fxpar.rules import bind_arguments
 from fxpar.rules.inference import Context, context_of, infer_node, remedy_of, shown
@@ -133,6 +134,8 @@ def _placeholder(program: Program, node: fx.Node, carries: bool) -> Layout:
     if not is_forward(node):
         return _tangent(program, node, layout)
     wrong = misfit(layout, kind.shape, program.axes)
+    if not wrong and node.name in {entry.node for entry in program.inputs if received_name(entry.path)}:
+        return layout  # what the stage before has sent, which `check_neighbours` compares
     for axis, placement in layout:
         if not placement.is_shard and placement != whole:
             raise LayoutError(
@@ -238,6 +241,8 @@ def _check_outputs(
     for name, node in program.output_nodes().items():
         if is_gradient(name):
             _check_gradient(name, node, found[node][0], held[owners[name]] if name in owners else None)
+            continue
+        if is_sent(name):  # the next stage takes it as it is, and its gradient is the dual
             continue
         for axis, placement in found[node][0]:
             whole = resting(I, flags[node][0])

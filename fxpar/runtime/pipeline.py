@@ -1,0 +1,311 @@
+"""A training step through the stages of a pipeline: what each rank does of it, in the order of a schedule.
+
+Enters: microbatches that are bound to their programs, and a verified schedule. Leaves: the loss on all ranks, and the
+gradients of this rank's parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fxpar.errors import InputError
+from fxpar.layout.nesting import local_shape
+from fxpar.layout.symbols import evaluate
+from fxpar.ops.groups import process_group
+from fxpar.passes.assign_rng import RNG_PATH
+from fxpar.passes.reduction import COUNT
+from fxpar.plan.plan import Plan
+from fxpar.program.program import Program, TensorType, note, output_layouts, tensor_type
+from fxpar.program.stages import Stage, holders, received_name
+from fxpar.runtime.agreement import is_lost
+from fxpar.runtime.channels import Channels
+from fxpar.runtime.forward_backward import Bound
+from fxpar.runtime.microbatches import Microbatch, unit_of, weight
+from fxpar.runtime.placement import schedule_of
+from fxpar.runtime.runner import Prepared
+from fxpar.runtime.shared import Shared
+from fxpar.runtime.steps import Pending, Steps
+from fxpar.runtime.waiting import Waiting
+from fxpar.runtime.world import World
+from fxpar.schedule.actions import Action, Phase
+from fxpar.schedule.messages import Kind, received, sent
+from fxpar.schedule.schedule import Schedule
+
+_Shapes = list[tuple[tuple[int, ...], torch.dtype]]
+
+
+@dataclass
+class _Done:
+    """What the microbatches of a step have left so far.
+
+    Attributes:
+        losses: of the last stage.
+        counts: what counted in them, where microbatches are weighed by that.
+        total: what this rank has of the gradients, by stage and name of the value.
+        last: of each stage the step that ran last.
+    """
+
+    losses: dict[int, Tensor] = field(default_factory=dict)
+    counts: dict[int, Tensor] = field(default_factory=dict)
+    total: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    last: dict[int, Pending] = field(default_factory=dict)
+
+
+class Pipeline:
+    """The stages that a rank holds of a module.
+
+    Making one is a collective call.
+
+    Args:
+        waiting: gradients that are not summed over the ranks yet.
+        program: after all passes, of whose parameters several stages hold some.
+    """
+
+    def __init__(self, plan: Plan, world: World, waiting: Waiting, program: Program) -> None:
+        self._plan, self._world, self._waiting = plan, world, waiting
+        self._schedules: dict[int, Schedule] = {}
+        first = self.schedule(plan.microbatches)
+        self._channels = Channels(world, first)
+        self.shared = Shared(world, {name: {first.rank_of[s] for s in own} for name, own in holders(program).items()})
+
+    def schedule(self, microbatches: int) -> Schedule:
+        """That of a step of so many microbatches.
+
+        Raises:
+            ScheduleError: the plan's has no order for them.
+        """
+        if microbatches not in self._schedules:
+            self._schedules[microbatches] = schedule_of(self._plan, microbatches)
+        return self._schedules[microbatches]
+
+    @torch.no_grad()
+    def step(
+        self,
+        bounds: Sequence[Bound],
+        ready: Sequence[Prepared],
+        state: Callable[[], Tensor],
+        scaler: torch.amp.GradScaler | None,
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """Forward and backward of all microbatches, and the gradients of this rank's parameters by name.
+
+        Args:
+            bounds: the microbatches; all ranks of a pipeline have the same.
+            ready: what each takes of this rank's own.
+            state: gives the random state of the step.
+            scaler: scales what is differentiated.
+
+        Raises:
+            InputError: microbatches that leave other gradients, or nothing to train.
+        """
+        schedule = self.schedule(len(bounds))
+        run = _Step(self, schedule, bounds, ready, self._random_state(bounds, state), scaler)
+        for action in schedule.ranks[self._world.place]:
+            try:
+                run.act(action)
+            except RuntimeError as error:
+                if not is_lost(error):
+                    raise
+                raise dist.DistError(f"{_said(action)}: {str(error).splitlines()[0]}") from error
+        self._channels.finish()
+        gradients = self._finished(run.done)
+        loss, factor = self._loss(run, bounds[0])
+        return loss, {name: g if factor is None else g * factor for name, g in gradients.items()}
+
+    def joined(self, norm: Tensor) -> Tensor:
+        """The norm of what all ranks of the pipeline have, of the norm of what this one has. A collective call."""
+        found = norm.double().square()
+        dist.all_reduce(found, group=process_group(self._world.groups["pp"]))
+        return found.sqrt().to(norm.dtype)
+
+    def _random_state(self, bounds: Sequence[Bound], state: Callable[[], Tensor]) -> Tensor | None:
+        draws = any(entry.path == RNG_PATH for bound in bounds for entry in bound.call.compiled.program.inputs)
+        # As without a pipeline: several microbatches are a step that is counted, whatever they draw.
+        return state() if draws or len(bounds) > 1 else None
+
+    def _finished(self, done: _Done) -> dict[str, Tensor]:
+        """The gradients of what the microbatches have left: summed over data ranks, then over stages."""
+        held = {f"{stage} {name}": value for stage, total in done.total.items() for name, value in total.items()}
+        signature: Hashable = tuple((stage, pending.step.signature) for stage, pending in done.last.items())
+
+        def finish(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            found: dict[str, Tensor] = {}
+            for stage, pending in sorted(done.last.items()):
+                own = {name: values[f"{stage} {name}"] for name in done.total[stage]}
+                for fqn, gradient in pending.parameter(own).items():
+                    found[fqn] = found[fqn] + gradient if fqn in found else gradient
+            return self.shared.summed(found)
+
+        return dict(self._waiting.finished(held, signature, finish))
+
+    def _loss(self, run: _Step, bound: Bound) -> tuple[Tensor, Tensor | None]:
+        """The loss of the step on all ranks; where gradients were weighed by counts, what they are multiplied by."""
+        kind = tensor_type(bound.call.compiled.program.output_nodes()[bound.loss])
+        is_counted = COUNT in bound.call.compiled.program.outputs
+        found = torch.ones(2, dtype=torch.float64, device=self._world.device)
+        holder = run.schedule.rank_of[-1]
+        if self._world.place == holder:
+            losses = torch.stack([run.done.losses[i] for i in range(len(run.bounds))])
+            if is_counted and len(run.bounds) > 1:
+                counts = torch.stack([run.done.counts[i] for i in range(len(run.bounds))])
+                found[0] = (losses * counts).sum() / counts.sum()
+                assert run.unit is not None
+                found[1] = unit_of(run.unit) / counts.sum()
+            else:
+                found[0] = losses.mean()
+        dist.broadcast(found, self._world.line[holder], process_group(self._world.groups["pp"]))
+        return found[0].to(kind.dtype), found[1] if is_counted and len(run.bounds) > 1 else None
+
+
+def _said(action: Action) -> str:
+    what = {Phase.FORWARD: "the forward", Phase.BACKWARD_WEIGHT: "the weights' backward"}.get(
+        action.phase, "the backward"
+    )
+    return f"{what} of microbatch {action.microbatch} on stage {action.stage}"
+
+
+class _Step:
+    """One step of a pipeline on one rank.
+
+    Args:
+        state: random state, i64[3]; None where nothing draws.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        schedule: Schedule,
+        bounds: Sequence[Bound],
+        ready: Sequence[Prepared],
+        state: Tensor | None,
+        scaler: torch.amp.GradScaler | None,
+    ) -> None:
+        self._channels, self.schedule, self.bounds = pipeline._channels, schedule, bounds
+        self._ready, self._state, self._scaler = ready, state, scaler
+        self.done = _Done()
+        # What counted in the microbatch whose loss was there first.
+        self.unit: Tensor | None = None
+        self._flying: dict[tuple[int, int], Pending] = {}
+        # What stays on this rank: by kind, sending stage and microbatch.
+        self._kept: dict[tuple[Kind, int, int], list[Tensor]] = {}
+
+    def act(self, action: Action) -> None:
+        """Runs an action of the schedule."""
+        if action.phase is Phase.FORWARD:
+            self._forward(action)
+        else:
+            self._backward(action)
+
+    def _stage(self, action: Action) -> tuple[Stage, Steps]:
+        stage, steps = self.bounds[action.microbatch].call.ready.stages[action.stage]
+        assert steps is not None, "a rank runs its own stages alone"
+        return stage, steps
+
+    def _take(self, action: Action, kind: Kind, sender: int, shapes: _Shapes) -> list[Tensor]:
+        message = received(self.schedule, action)
+        if message is None:
+            return self._kept.pop((kind, sender, action.microbatch))
+        return self._channels.receive(message, shapes)
+
+    def _give(self, action: Action, kind: Kind, values: list[Tensor]) -> None:
+        message = sent(self.schedule, action)
+        if message is None:
+            self._kept[kind, action.stage, action.microbatch] = values
+        else:
+            self._channels.send(message, values)
+
+    def _forward(self, action: Action) -> None:
+        stage, steps = self._stage(action)
+        bound = self.bounds[action.microbatch]
+        values = self._sources(action, stage, steps)
+        if stage.received:
+            entries = {entry.node: entry for entry in stage.program.inputs}
+            shapes = [_local(stage.program, entries[node].node, bound.call.sizes) for node in stage.received.values()]
+            taken = self._take(action, Kind.ACTIVATION, stage.number - 1, shapes)
+            values |= dict(zip(stage.received.values(), taken, strict=True))
+        leaves = frozenset(self._ready[action.microbatch].leaves) & {p.fqn for p in stage.program.parameters}
+        own = (*stage.sent, *(n for n in (bound.loss, COUNT) if n in stage.program.outputs))
+        step = steps.step(stage.tangents, leaves, own)
+        pending = steps.run(bound.call.sizes, step, values, whole=False, rows=bound.call.rows)
+        if bound.loss in stage.program.outputs:
+            self.done.losses[action.microbatch] = pending.outputs[bound.loss]
+            if COUNT in stage.program.outputs:
+                self.done.counts[action.microbatch] = pending.outputs[COUNT]
+        if stage.sent:
+            self._give(action, Kind.ACTIVATION, [pending.outputs[name] for name in stage.sent])
+        pending.release(stage.sent)
+        self._flying[action.stage, action.microbatch] = pending
+
+    def _sources(self, action: Action, stage: Stage, steps: Steps) -> dict[str, Any]:
+        """What a stage takes besides what it receives."""
+        ready, call = self._ready[action.microbatch], self.bounds[action.microbatch].call
+        found: dict[str, Any] = {}
+        for entry in stage.program.inputs:
+            if entry.path == RNG_PATH:
+                assert self._state is not None
+                found[entry.node] = Microbatch(action.microbatch, len(self.bounds), self._state).random_state
+            elif not received_name(entry.path):
+                found[entry.node] = ready.values[entry.node]
+        found |= {p.node: ready.values[p.node] for p in stage.program.parameters}
+        places = dict(zip(call.ready.lowered.places, call.places, strict=True))
+        found |= {name: places[name] for name in steps.lowered.places}
+        return found
+
+    def _backward(self, action: Action) -> None:
+        stage, _ = self._stage(action)
+        bound, pending = self.bounds[action.microbatch], self._flying.pop((action.stage, action.microbatch))
+        tangents: dict[str, Tensor] = {}
+        names = [name for name in stage.tangents if name in stage.sent]
+        if names:
+            nodes = stage.program.output_nodes()
+            shapes = [_local(stage.program, nodes[name].name, bound.call.sizes) for name in names]
+            tangents |= dict(zip(names, self._take(action, Kind.GRADIENT, stage.number + 1, shapes), strict=True))
+        if bound.loss in stage.tangents:
+            tangents[bound.loss] = self._share(action.microbatch, pending.outputs[bound.loss])
+        made = pending.backward(tangents, whole=False)
+        if stage.returned:
+            returned = pending.step.returned
+            self._give(action, Kind.GRADIENT, [made[returned[name]] for name in stage.returned.values()])
+        self._add(action, pending, made)
+
+    def _share(self, microbatch: int, loss: Tensor) -> Tensor:
+        """The gradient of a microbatch's loss, of that of the step."""
+        counted = self.done.counts.get(microbatch)
+        count = len(self.bounds)
+        share = torch.ones_like(loss)
+        if count > 1:
+            assert self._state is not None
+            share = share * weight(counted, Microbatch(microbatch, count, self._state, self.unit))
+            self.unit = counted if self.unit is None else self.unit
+        return share if self._scaler is None else self._scaler.scale(share)
+
+    def _add(self, action: Action, pending: Pending, made: Mapping[str, Tensor]) -> None:
+        before = self.done.last.get(action.stage)
+        if before is not None and before.step.signature != pending.step.signature:
+            raise InputError(
+                "leaves other gradients than another",
+                where=f"microbatch {action.microbatch}",
+                remedy="pass microbatches of one structure and kind of sizes",
+            )
+        own = {name: made[name] for name in pending.step.held}
+        if before is None:
+            # Clones: some are views, and what is added to must be this rank's own.
+            self.done.total[action.stage] = {name: value.clone() for name, value in own.items()}
+        elif own:
+            total = self.done.total[action.stage]
+            torch._foreach_add_(list(total.values()), [own[name] for name in total])
+        self.done.last[action.stage] = pending
+
+
+def _local(program: Program, name: str, sizes: Mapping[str, int]) -> tuple[tuple[int, ...], torch.dtype]:
+    """What a rank has of a value: shape and type."""
+    node = program.node(name)
+    kind = note(node).type
+    assert isinstance(kind, TensorType)
+    (layout,) = output_layouts(node)
+    return tuple(int(evaluate(size, sizes)) for size in local_shape(kind.shape, layout, program.axes)), kind.dtype

@@ -1,0 +1,34 @@
+"""Which stages of a pipeline a rank holds, and in what order it runs them.
+
+Enters: a plan. Leaves: its schedule, verified. Needs no torch.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fxpar.plan.plan import Plan
+from fxpar.schedule.build import SCHEDULES, build_schedule
+from fxpar.schedule.schedule import Schedule
+from fxpar.schedule.text import read_schedule
+from fxpar.schedule.verified import verified
+
+
+def schedule_of(plan: Plan, microbatches: int) -> Schedule:
+    """The plan's schedule of a step of so many microbatches; one that does not run is refused.
+
+    Raises:
+        ScheduleError: there is none for them, or it does not run.
+    """
+    name = plan.schedule or ("1f1b" if plan.virtual_stages == 1 else "interleaved_1f1b")
+    sizes = {"pp": plan.pp, "virtual_stages": plan.virtual_stages, "microbatches": microbatches}
+    if name in SCHEDULES:
+        return verified(build_schedule(name, **sizes, group_size=plan.group_size)).schedule
+    return verified(read_schedule(Path(name), **sizes)).schedule
+
+
+def own_stages(plan: Plan, place: int) -> tuple[int, ...]:
+    """The stages of the rank at a place of the pipeline, in order; none without a pipeline."""
+    if plan.pp == 1:
+        return ()
+    return schedule_of(plan, plan.microbatches).stages_of(place)

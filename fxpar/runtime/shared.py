@@ -1,0 +1,52 @@
+"""Parameters that several stages of a pipeline hold: one value, whose gradients are summed.
+
+Enters: for each parameter the ranks of a pipeline that hold it. Leaves: gradients that are the whole's on each of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch import Tensor
+
+from fxpar.ops.collectives import Group
+from fxpar.ops.groups import process_group
+from fxpar.runtime.world import World
+
+
+class Shared:
+    """The groups of ranks that hold parameters together. Making one is a collective call.
+
+    Args:
+        ranks: by name of the parameter, places in the pipeline.
+
+    Attributes:
+        counted: names of the parameters that count on this rank where each is to count once: those of which it is the
+            first to hold them.
+    """
+
+    def __init__(self, world: World, ranks: Mapping[str, Collection[int]]) -> None:
+        lines = world.mesh.groups("pp")
+        place = world.mesh.coordinates(world.rank)["pp"]
+        self.counted = frozenset(name for name, own in ranks.items() if min(own) == place)
+        self._groups: dict[str, Group] = {}
+        several = sorted({tuple(sorted(own)) for own in ranks.values() if len(own) > 1})
+        for places in several:
+            timeout = timedelta(seconds=world.agreement.seconds)
+            found = [[line[i] for i in places] for line in lines]
+            own, _ = dist.new_subgroups_by_enumeration(found, timeout=timeout)
+            if own is not None:
+                group = Group(own.group_name, own.size())
+                self._groups |= {name: group for name, held in ranks.items() if tuple(sorted(held)) == places}
+
+    def summed(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Gradients of this rank's parameters, of which those that others hold too are summed. A collective call."""
+        found = dict(gradients)
+        for name in sorted(self._groups):
+            if name in found:
+                total = found[name].clone()
+                dist.all_reduce(total, group=process_group(self._groups[name]))
+                found[name] = total
+        return found
