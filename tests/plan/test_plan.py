@@ -113,8 +113,8 @@ def test_an_unknown_split_is_refused_with_the_choices(how: object) -> None:
 
 
 def test_an_unknown_option_is_refused_with_the_choices() -> None:
-    with pytest.raises(PlanError, match=r"here: unknown option tpp, schedule; choose from tp, dp"):
-        Plan.from_yaml("tpp: 2\nschedule: 1f1b\n", where="here")
+    with pytest.raises(PlanError, match=r"here: unknown option tempo, tpp; choose from tp, dp"):
+        Plan.from_yaml("tpp: 2\ntempo: 1\n", where="here")
 
 
 @pytest.mark.parametrize(
