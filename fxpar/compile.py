@@ -79,7 +79,12 @@ def compile_program(
 
 
 def compile_step(
-    program: Program, outputs: Sequence[str], tangents: Sequence[str], trained: Collection[str]
+    program: Program,
+    outputs: Sequence[str],
+    tangents: Sequence[str],
+    trained: Collection[str],
+    *,
+    splits: bool = False,
 ) -> Program:
     """The training step of a compiled program, statically checked after each pass.
 
@@ -88,11 +93,12 @@ def compile_step(
         outputs: those that the step returns.
         tangents: those that have a gradient.
         trained: parameters whose gradients are wanted.
+        splits: whether a schedule runs the backward in two parts.
 
     Raises:
         FxparError: a pass or a check refused it.
     """
-    return PassManager(step_passes(outputs, tangents, trained), STATIC, checked=True).run(program)
+    return PassManager(step_passes(outputs, tangents, trained, splits=splits), STATIC, checked=True).run(program)
 
 
 def outlined(program: Program) -> Program:

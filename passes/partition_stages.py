@@ -17,6 +17,7 @@ from fxpar.manager import Pass, register_pass
 from fxpar.ops.coercions import sum_gradients
 from fxpar.ops.transfers import transfer
 from fxpar.passes.prune import shrink
+from fxpar.passes.recompute import mark_layers
 from fxpar.program.copying import copy_node
 from fxpar.program.program import Note, Program, TensorType, describe, note, set_note, update
 from fxpar.program.properties import Property
@@ -140,6 +141,8 @@ def _as_held(found: Divisible, held: Mapping[str, tuple[int, ...]]) -> list[int]
 
 
 def _cut(found: Divisible, cuts: Sequence[int]) -> Program:
+    if found.program.plan.recompute == "full":
+        mark_layers(found.program)
     stage: dict[fx.Node, int] = {}
     for index, (start, end) in enumerate(stage_ends(cuts, len(found.order))):
         stage.update({node: index for node in found.order if start <= found.places[node] < end})

@@ -12,7 +12,7 @@ from fxpar.errors import PlanError
 from fxpar.manager import register_pass
 from fxpar.passes.again import compute_again, is_repeatable
 from fxpar.passes.differentiate import forward_of
-from fxpar.program.program import Program, note
+from fxpar.program.program import Program, note, update
 from fxpar.program.properties import Property
 from fxpar.program.step import BACKWARD, is_forward
 from fxpar.program.weights import weights_of
@@ -44,13 +44,40 @@ def recompute(program: Program) -> Program:
     """
     backward = [node for node in program.graph.nodes if _phase(node) == BACKWARD]
     forward = _forward(program)
-    if program.plan.recompute == "full" and any(is_forward(read) for n in backward for read in n.all_input_nodes):
+    # In a pipeline they are marked before stages are cut, of which one may have one layer alone.
+    is_full = program.plan.recompute == "full" and program.plan.pipeline_stages == 1
+    if is_full and any(is_forward(read) for n in backward for read in n.all_input_nodes):
         whole, forward = _with_layers(program, forward)
         compute_again(program, {node for part in whole for node in _interior(part)}, backward)
     for region in _regions(forward):
         own = [node for node in backward if note(node).recompute == note(region[0]).recompute]
         compute_again(program, set(region), own)
     return program
+
+
+def mark_layers(program: Program) -> None:
+    """Makes each layer of a forward a region that is computed again, but for what the author put into one.
+
+    Raises:
+        PlanError: there are no layers.
+    """
+    last = max((note(node).recompute for node in program.graph.nodes if node.op == "call_function"), default=0)
+    allowed = set(_forward(program))
+    for number, part in enumerate(_layers(program, program), last + 1):
+        for node in part:
+            if node in allowed and not note(node).recompute:
+                update(node, recompute=number)
+
+
+def _layers(program: Program, forward: Program) -> list[list[fx.Node]]:
+    found = layers(program, storages(forward, frozenset()))
+    if not found:
+        raise PlanError(
+            "finds no layers: nothing in the forward is followed by something like it",
+            where="plan: recompute='full'",
+            remedy="choose recompute='selective', or put torch.utils.checkpoint around what is to be computed again",
+        )
+    return found
 
 
 def _phase(node: fx.Node) -> str:
@@ -75,13 +102,7 @@ def _regions(nodes: Iterable[fx.Node]) -> list[list[fx.Node]]:
 def _with_layers(program: Program, forward: Sequence[fx.Node]) -> tuple[list[list[fx.Node]], list[fx.Node]]:
     """The layers, each with the author's regions that reach into it, as one; and the nodes that are of none."""
     allowed = set(forward)
-    found = layers(program, storages(forward_of(program), frozenset()))
-    if not found:
-        raise PlanError(
-            "finds no layers: nothing in the forward is followed by something like it",
-            where="plan: recompute='full'",
-            remedy="choose recompute='selective', or put torch.utils.checkpoint around what is to be computed again",
-        )
+    found = _layers(program, forward_of(program))
     owner = {node: i for i, part in enumerate(found) for node in part}
     for region in _regions(forward):
         touched = sorted({owner[node] for node in region if node in owner})

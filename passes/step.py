@@ -16,6 +16,7 @@ from fxpar.passes.overlap import overlap
 from fxpar.passes.prune import prune
 from fxpar.passes.recompute import recompute
 from fxpar.passes.rematerialise import rematerialise
+from fxpar.passes.split_backward import split_backward
 
 STEP_PASSES: tuple[Pass, ...] = (
     differentiate,
@@ -28,12 +29,18 @@ STEP_PASSES: tuple[Pass, ...] = (
 )
 
 
-def step_passes(outputs: Sequence[str], tangents: Sequence[str], trained: Collection[str]) -> list[Pass]:
+def step_passes(
+    outputs: Sequence[str], tangents: Sequence[str], trained: Collection[str], *, splits: bool = False
+) -> list[Pass]:
     """`STEP_PASSES` for some outputs.
 
     Args:
         outputs: of the model, those that the step returns.
         tangents: those that have a gradient.
         trained: parameters whose gradients are wanted.
+        splits: whether a schedule runs the backward in two parts.
     """
-    return [of_outputs(tangents, outputs, trained), *STEP_PASSES[1:]]
+    passes = [of_outputs(tangents, outputs, trained), *STEP_PASSES[1:]]
+    if splits:
+        passes.insert(passes.index(mark_regions), split_backward)
+    return passes

@@ -74,7 +74,8 @@ class Note:
         source: the author's source line, `file.py:41`.
         random: identity of a random node, the same under every plan; 0 for the others.
         recompute: number of the checkpointed region the author put the node into; 0 for none.
-        phase: "" in the forward; backward; parameter, of what is made of gradients once a step.
+        phase: "" in the forward; backward; weight, of a backward that is cut in two, the part behind the gradients of
+            inputs; parameter, of what is made of gradients once a step.
         region: name of the call that the node was written out of (`regions.inlined`).
         uncaptured: why no CUDA graph can hold the node of a step, or is to; empty where one can.
         stages: of a pipeline, that which computes the node; of a parameter, those that read it.

@@ -11,8 +11,9 @@ from torch import fx
 
 from fxpar.program.program import Program, has_note, note
 
-BACKWARD, PARAMETER = "backward", "parameter"
-PHASES = ("", BACKWARD, PARAMETER)
+BACKWARD, WEIGHT, PARAMETER = "backward", "weight", "parameter"
+# `weight`: the part of a backward on which no gradient of an input depends, where that is cut off.
+PHASES = ("", BACKWARD, WEIGHT, PARAMETER)
 # Origin of a node of the backward that computes again what the forward has.
 RECOMPUTE = "recompute"
 

@@ -101,6 +101,7 @@ class StepCalls:
         forward: its calls, and those of its backward, which free nothing yet.
         constants: values that they take besides the program's inputs, by name.
         whole: as for `Runnable`.
+        early: how many calls of the backward come before those that only gradients of weights need.
 
     Attributes:
         gives: names of the values that the backward gives.
@@ -114,8 +115,9 @@ class StepCalls:
         constants: Mapping[str, Any],
         *,
         whole: bool,
+        early: int,
     ) -> None:
-        self.step, self.whole = step, whole
+        self.step, self.whole, self.early = step, whole, early
         self.gives = tuple(step.gradients.values()) if whole else step.ends
         calls = freeing([*forward, *backward], (*step.results.values(), *self.gives))
         self.forward_calls, self.backward_calls = calls[: len(forward)], calls[len(forward) :]
@@ -138,6 +140,19 @@ class StepCalls:
         own.update({self.step.tangents[name]: tangent for name, tangent in tangents.items()})
         for index in range(len(self.backward_calls)):
             self.run_backward(index, own, place)
+        return {name: own[name] for name in self.gives}
+
+    def input_backward(self, own: Values, tangents: Mapping[str, Tensor]) -> Values:
+        """The calls before those that only gradients of weights need. Gives `own`, with what they gave in it."""
+        own.update({self.step.tangents[name]: tangent for name, tangent in tangents.items()})
+        for index in range(self.early):
+            self.run_backward(index, own, None)
+        return own
+
+    def weight_backward(self, own: Values) -> dict[str, Tensor]:
+        """The rest of the calls behind `input_backward`."""
+        for index in range(self.early, len(self.backward_calls)):
+            self.run_backward(index, own, None)
         return {name: own[name] for name in self.gives}
 
     def run_backward(self, index: int, own: Values, place: Place | None) -> None:
@@ -197,4 +212,6 @@ def part_call(part: Part) -> UnitCall:
 def eager_calls(step: Step, *, whole: bool) -> StepCalls:
     """A step that runs operator by operator."""
     backward = step.whole_backward if whole else step.backward
-    return StepCalls(step, [*map(part_call, step.forward)], [*map(part_call, backward)], {}, whole=whole)
+    return StepCalls(
+        step, [*map(part_call, step.forward)], [*map(part_call, backward)], {}, whole=whole, early=step.early
+    )

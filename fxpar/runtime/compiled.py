@@ -15,7 +15,7 @@ from torch._dispatch.python import enable_python_dispatcher
 
 from fxpar.layout.symbols import Size
 from fxpar.plan.plan import Plan
-from fxpar.program.step import BACKWARD, PARAMETER
+from fxpar.program.step import BACKWARD, PARAMETER, WEIGHT
 from fxpar.runtime.calls import ForwardCalls, StepCalls, UnitCall, Values, size_name
 from fxpar.runtime.inductor import Boxed, Inductor, Pair
 from fxpar.runtime.parts import Step
@@ -53,8 +53,9 @@ class CompiledUnits:
         needed: Iterable[str],
         *,
         paired: bool,
-    ) -> tuple[list[UnitCall], list[UnitCall], Values]:
-        """The calls of a forward and of its backward, and the identities that they take, by name.
+    ) -> tuple[list[UnitCall], list[UnitCall], Values, int]:
+        """The calls of a forward and of its backward, the identities that they take, by name, and how many of the
+        backward come before those of the phase `weight`.
 
         Args:
             graph: lowered.
@@ -72,7 +73,8 @@ class CompiledUnits:
         forward = [self._forward_call(unit, units, compiled[unit], number[unit]) for unit in units.forward]
         backward = [self._backward_call(unit, units, compiled[unit], number.get(unit)) for unit in units.backward]
         drawn = {i for unit in (*units.forward, *units.backward) for i in unit.identities}
-        return forward, backward, {_identity(i): self._tensor(i) for i in drawn}
+        early = sum(unit.backward is not None and unit.backward.phase != WEIGHT for unit in units.backward)
+        return forward, backward, {_identity(i): self._tensor(i) for i in drawn}, early
 
     def _tensor(self, identity: int) -> Tensor:
         if identity not in self._identities:
@@ -196,10 +198,10 @@ class Compiler:
         def make(units: CompiledUnits) -> StepCalls:
             tangents = {tangent: step.results[name] for name, tangent in step.tangents.items()}
             needed = (*step.results.values(), *(step.gradients.values() if whole else step.ends))
-            phases = (BACKWARD, PARAMETER) if whole else (BACKWARD,)
+            phases = (BACKWARD, WEIGHT, PARAMETER) if whole else (BACKWARD, WEIGHT)
             paired = not step.recomputes
-            found = units.calls(step.graph, phases, values, tangents, needed, paired=paired)
-            return StepCalls(step, *found, whole=whole)
+            forward, backward, drawn, early = units.calls(step.graph, phases, values, tangents, needed, paired=paired)
+            return StepCalls(step, forward, backward, drawn, whole=whole, early=early)
 
         made: StepCalls = self._variants((id(step), whole)).of(sizes, make)
         return made
@@ -216,7 +218,7 @@ class Compiler:
         """
 
         def make(units: CompiledUnits) -> ForwardCalls:
-            calls, _, identities = units.calls(graph, (), values, {}, results.values(), paired=False)
+            calls, _, identities, _ = units.calls(graph, (), values, {}, results.values(), paired=False)
             return ForwardCalls(calls, results, identities)
 
         made: ForwardCalls = self._variants((id(graph), tuple(results))).of(sizes, make)

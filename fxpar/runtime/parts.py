@@ -72,6 +72,7 @@ class Step:
         held: names of the values that the backward leaves for the parameter phase, gradients among them.
         tangents: of each output that has one, the name of the tangent's value.
         returned: of each gradient of an input, by name of the output, the name of its value.
+        early: how many parts of the backward come before what only gradients of weights need.
     """
 
     program: Program
@@ -85,6 +86,7 @@ class Step:
     held: tuple[str, ...]
     tangents: Mapping[str, str]
     returned: Mapping[str, str]
+    early: int
 
     @property
     def ends(self) -> tuple[str, ...]:
@@ -115,7 +117,7 @@ class Step:
 
 
 def _phase_of(node: fx.Node) -> int | None:
-    """0 in the forward, 1 in the backward, 2 behind all microbatches; None of numbers, which any part makes itself.
+    """Its place among the phases; None of numbers, which any part makes itself.
 
     Numbers are sizes of inputs, and what lowering makes of a rank's indices.
     """
@@ -124,8 +126,8 @@ def _phase_of(node: fx.Node) -> int | None:
     return PHASES.index(note(node).phase) if has_note(node) else 0
 
 
-def cut(graph: fx.Graph) -> tuple[Parts, Parts, Parts, Parts]:
-    """The parts of a lowered step by phase, and those of the last two phases together.
+def cut(graph: fx.Graph) -> tuple[Parts, Parts, Parts, Parts, Parts]:
+    """The parts of a lowered step by phase, and those of all phases but the first together.
 
     Results of the graph are found under the names of the nodes that give them.
     """
@@ -139,7 +141,7 @@ def cut(graph: fx.Graph) -> tuple[Parts, Parts, Parts, Parts]:
         return tuple(_part(list(run), phases, returned, uncaptured) for uncaptured, run in runs)
 
     last = len(PHASES) - 1
-    return parts(0, 0), parts(1, 1), parts(last, last), parts(1, last)
+    return parts(0, 0), parts(1, 1), parts(2, 2), parts(last, last), parts(1, last)
 
 
 def _is_made(node: fx.Node) -> bool:

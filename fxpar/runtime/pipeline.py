@@ -198,8 +198,11 @@ class _Step:
         """Runs an action of the schedule."""
         if action.phase is Phase.FORWARD:
             self._forward(action)
-        else:
-            self._backward(action)
+        if action.phase in (Phase.BACKWARD, Phase.BACKWARD_INPUT):
+            self._input_backward(action)
+        if action.phase in (Phase.BACKWARD, Phase.BACKWARD_WEIGHT):
+            pending = self._flying.pop((action.stage, action.microbatch))
+            self._add(action, pending, pending.weight_backward())
 
     def _stage(self, action: Action) -> tuple[Stage, Steps]:
         stage, steps = self.bounds[action.microbatch].call.ready.stages[action.stage]
@@ -256,9 +259,9 @@ class _Step:
         found |= {name: places[name] for name in steps.lowered.places}
         return found
 
-    def _backward(self, action: Action) -> None:
+    def _input_backward(self, action: Action) -> None:
         stage, _ = self._stage(action)
-        bound, pending = self.bounds[action.microbatch], self._flying.pop((action.stage, action.microbatch))
+        bound, pending = self.bounds[action.microbatch], self._flying[action.stage, action.microbatch]
         tangents: dict[str, Tensor] = {}
         names = [name for name in stage.tangents if name in stage.sent]
         if names:
@@ -267,11 +270,9 @@ class _Step:
             tangents |= dict(zip(names, self._take(action, Kind.GRADIENT, stage.number + 1, shapes), strict=True))
         if bound.loss in stage.tangents:
             tangents[bound.loss] = self._share(action.microbatch, pending.outputs[bound.loss])
-        made = pending.backward(tangents, whole=False)
+        made = pending.input_backward(tangents)
         if stage.returned:
-            returned = pending.step.returned
-            self._give(action, Kind.GRADIENT, [made[returned[name]] for name in stage.returned.values()])
-        self._add(action, pending, made)
+            self._give(action, Kind.GRADIENT, [made[name] for name in stage.returned.values()])
 
     def _share(self, microbatch: int, loss: Tensor) -> Tensor:
         """The gradient of a microbatch's loss, of that of the step."""

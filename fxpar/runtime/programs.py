@@ -36,7 +36,7 @@ from fxpar.runtime import batch as calls
 from fxpar.runtime import uneven
 from fxpar.runtime.graphs.table import Graphs
 from fxpar.runtime.inputs import Shapes
-from fxpar.runtime.placement import own_stages
+from fxpar.runtime.placement import own_stages, schedule_of
 from fxpar.runtime.refusals import Unwrappable
 from fxpar.runtime.skeleton import attach, skeleton_of
 from fxpar.runtime.steps import Steps
@@ -128,6 +128,7 @@ class Programs:
         self.aliases: dict[str, str] = {}
         self._plan, self._world, self._loss, self._passes = plan, world, loss, tuple(passes)
         self._graphs, self._own = graphs, own_stages(plan, world.place)
+        self._splits = plan.pp > 1 and schedule_of(plan, plan.microbatches).split_backward
         self._twins = ((self.skeleton, root), *attach(root, self.skeleton))
         self._known: dict[Any, list[Compiled]] = {}
 
@@ -300,7 +301,16 @@ class Programs:
         return Compiled(compiled.captured, program, ready, constants, indices)
 
     def _ready(self, program: Program, uneven_rows: bool = False) -> Steps:
-        return Steps(program, self._world.groups, self._world.device, self._plan, uneven_rows, self._graphs, self._own)
+        return Steps(
+            program,
+            self._world.groups,
+            self._world.device,
+            self._plan,
+            uneven_rows,
+            self._graphs,
+            self._own,
+            self._splits,
+        )
 
     def _compared(self, captured: Captured, batch: Any, model: nn.Module | None) -> str:
         """Compares a captured graph with the model, on rank 0; returns why not, where it is not."""

@@ -17,6 +17,7 @@ from torch import fx, nn
 
 from fxpar.ops.onrank import Identity
 from fxpar.program.program import ScalarType, has_note, note
+from fxpar.program.step import BACKWARD, PARAMETER
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,11 +28,13 @@ class Segment:
         nodes: in order; numbers of sizes and of the rank's indices stand in each segment that reads them.
         region: name of the call; empty for what stands between calls.
         uncaptured: why no CUDA graph can hold it; empty where one can.
+        phase: of the nodes.
     """
 
     nodes: tuple[fx.Node, ...]
     region: str
     uncaptured: str = ""
+    phase: str = ""
 
     @cached_property
     def inner(self) -> frozenset[fx.Node]:
@@ -57,7 +60,8 @@ def segments(graph: fx.Graph, phases: Collection[str]) -> list[Segment]:
         if node.op == "call_function" and not is_number(node) and note(node).phase in phases
     ]
     found = []
-    for (region, uncaptured), run in itertools.groupby(nodes, key=lambda n: (note(n).region, note(n).uncaptured)):
+    # Where the parameter phase is part of the backward, it is one with it.
+    for (region, uncaptured, phase), run in itertools.groupby(nodes, key=_place):
         own = list(run)
         numbers: dict[fx.Node, None] = {}
         pending = [read for node in own for read in node.all_input_nodes if is_number(read)]
@@ -67,8 +71,13 @@ def segments(graph: fx.Graph, phases: Collection[str]) -> list[Segment]:
                 numbers[node] = None
                 pending += [read for read in node.all_input_nodes if is_number(read)]
         made = [node for node in graph.nodes if node in numbers] if numbers else []
-        found.append(Segment((*made, *own), region, uncaptured))
+        found.append(Segment((*made, *own), region, uncaptured, phase))
     return found
+
+
+def _place(node: fx.Node) -> tuple[str, str, str]:
+    kept = note(node)
+    return kept.region, kept.uncaptured, BACKWARD if kept.phase == PARAMETER else kept.phase
 
 
 @dataclass(frozen=True, eq=False)

@@ -76,6 +76,19 @@ class Pending:
         made = calls.backward(own, like, place)
         return {fqn: made[value] for fqn, value in self.step.gradients.items()} if whole else made
 
+    def input_backward(self, tangents: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The part of a backward that the gradients of inputs need; these, by name of the output."""
+        assert isinstance(self.calls, StepCalls)
+        like = {name: _like(tangent, self.types[name]) for name, tangent in tangents.items()}
+        made = self.calls.input_backward(self.own, like)
+        return {name: made[value] for name, value in self.step.returned.items()}
+
+    def weight_backward(self) -> dict[str, Tensor]:
+        """The rest of the backward: what this rank has of the gradients, by name of the value."""
+        assert isinstance(self.calls, StepCalls)
+        own, self.own = self.own, {}
+        return self.calls.weight_backward(own)
+
     def parameter(self, held: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The gradients by name of the parameter. A collective call.
 
@@ -100,6 +113,7 @@ class Steps:
     Attributes:
         program: after all passes of the forward.
         own: the stages of a pipeline that this rank holds.
+        splits: whether its schedule runs backwards in two parts.
         lowered: the forward alone.
         differentiable: the outputs that carry a gradient.
         stages: by number those that this rank holds, and what it runs of each.
@@ -112,6 +126,7 @@ class Steps:
     uneven_rows: bool = False
     graphs: Graphs | None = None
     own: tuple[int, ...] = ()
+    splits: bool = False
     _made: dict[Hashable, Step] = field(default_factory=dict)
     _eager: dict[Hashable, StepCalls] = field(default_factory=dict)
     _forwards: dict[Hashable, tuple[fx.Graph, ForwardCalls]] = field(default_factory=dict)
@@ -132,7 +147,7 @@ class Steps:
         """What this rank runs of a stage; None of those of others."""
         if stage.number not in self.own:
             return None
-        return Steps(stage.program, self.groups, self.device, self.plan, self.uneven_rows)
+        return Steps(stage.program, self.groups, self.device, self.plan, self.uneven_rows, splits=self.splits)
 
     def step(self, names: Sequence[str], trained: Collection[str], outputs: Sequence[str] = ()) -> Step:
         """The step of some outputs.
@@ -148,7 +163,7 @@ class Steps:
         wanted = tuple(outputs) or self.program.outputs
         key = (tuple(names), frozenset(trained), wanted)
         if key not in self._made:
-            self._made[key] = self._cut(compile_step(self.program, wanted, names, trained))
+            self._made[key] = self._cut(compile_step(self.program, wanted, names, trained, splits=self.splits))
         return self._made[key]
 
     def run(
@@ -260,7 +275,7 @@ class Steps:
         graph = lowered.module.graph
         values: Any = output_node(graph).args[0]
         ends: dict[str, fx.Node] = dict(zip(program.outputs, values, strict=True))
-        forward, backward, parameter, both = cut(graph)
+        forward, early, late, parameter, both = cut(graph)
         gradients = {fqn: ends[name].name for fqn, name in parameter_gradients(program).items()}
         made = {name for part in parameter for name in part.outputs}
         takes = (name for part in parameter for name in part.inputs)
@@ -270,7 +285,7 @@ class Steps:
             program,
             graph,
             forward,
-            backward,
+            (*early, *late),
             parameter,
             both,
             {name: node.name for name, node in ends.items() if not is_gradient(name)},
@@ -278,4 +293,5 @@ class Steps:
             tuple(held),
             {output_of(entry.path): entry.node for entry in program.inputs if output_of(entry.path)},
             {name: node.name for name, node in ends.items() if is_input_gradient(name)},
+            len(early),
         )

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from fxpar.program.program import has_note, note
+from fxpar.program.step import WEIGHT
 from fxpar.runtime.segments import Segment, Unit, is_number, segments
 
 
@@ -41,7 +42,8 @@ def units_of(graph: fx.Graph, phases: Collection[str], needed: Collection[str], 
         paired: whether a backward is compiled with its forward, so that what is cheap is computed again, and not kept.
     """
     first, second = segments(graph, ("",)), segments(graph, phases)
-    pairs = _pairs(first, second) if paired else {}
+    # What is put off is no partner: its forward's would be kept for it alone.
+    pairs = _pairs(first, [each for each in second if each.phase != WEIGHT]) if paired else {}
     of_backward = {backward: forward for forward, backward in pairs.items()}
     place = {node: i for i, segment in enumerate(first) for node in segment.nodes if node.op == "call_function"}
 

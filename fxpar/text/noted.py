@@ -34,7 +34,7 @@ _TYPE = re.compile(r' : ([^{#"]*)')
 _BRACE = re.compile(r"\s*\{")
 _ATTRIBUTE = re.compile(
     rf'(needs)=([^"{{}}]*?)(?=, \w+=|}})|(role|origin|uncaptured)=({STRING})|(random|recompute)=({INTEGER})'
-    rf"|(phase)=(backward|parameter)|(region)=({IDENTIFIER})|(stage)=(\d{{1,4}}(?:\+\d{{1,4}})*)"
+    rf"|(phase)=(backward|weight|parameter)|(region)=({IDENTIFIER})|(stage)=(\d{{1,4}}(?:\+\d{{1,4}})*)"
 )
 _COMMENT = re.compile(rf"\s*(?:#\s*(?:({STRING}|[^\s\"]\S*)(?:\s+({STRING}|[^\s\"].*))?)?)?$")
 _AXIS = re.compile(rf"({IDENTIFIER}):(.*)")

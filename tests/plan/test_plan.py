@@ -113,7 +113,7 @@ def test_an_unknown_split_is_refused_with_the_choices(how: object) -> None:
 
 
 def test_an_unknown_option_is_refused_with_the_choices() -> None:
-    with pytest.raises(PlanError, match=r"here: unknown option tempo, tpp; choose from tp, dp"):
+    with pytest.raises(PlanError, match=r"here: unknown option tpp, tempo; choose from tp, dp"):
         Plan.from_yaml("tpp: 2\ntempo: 1\n", where="here")
 
 
