@@ -37,6 +37,8 @@ from fxpar.schedule.actions import Action, Phase
 from fxpar.schedule.messages import Kind, received, sent
 from fxpar.schedule.schedule import Schedule
 
+# With which the backward of a microbatch ends.
+_LAST = (Phase.BACKWARD, Phase.BACKWARD_WEIGHT)
 _Shapes = list[tuple[tuple[int, ...], torch.dtype]]
 
 
@@ -49,12 +51,14 @@ class _Done:
         counts: what counted in them, where microbatches are weighed by that.
         total: what this rank has of the gradients, by stage and name of the value.
         last: of each stage the step that ran last.
+        gradients: of the stages whose microbatches have all run, by stage and name of the parameter.
     """
 
     losses: dict[int, Tensor] = field(default_factory=dict)
     counts: dict[int, Tensor] = field(default_factory=dict)
     total: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     last: dict[int, Pending] = field(default_factory=dict)
+    gradients: dict[int, Mapping[str, Tensor]] = field(default_factory=dict)
 
 
 class Pipeline:
@@ -72,6 +76,7 @@ class Pipeline:
         self._schedules: dict[int, Schedule] = {}
         first = self.schedule(plan.microbatches)
         self._channels = Channels(world, first)
+        self._side = torch.cuda.Stream(world.device) if world.device.type == "cuda" else None
         self.shared = Shared(world, {name: {first.rank_of[s] for s in own} for name, own in holders(program).items()})
 
     def schedule(self, microbatches: int) -> Schedule:
@@ -105,14 +110,20 @@ class Pipeline:
         """
         schedule = self.schedule(len(bounds))
         run = _Step(self, schedule, bounds, ready, self._random_state(bounds, state), scaler)
-        for action in schedule.ranks[self._world.place]:
+        actions = schedule.ranks[self._world.place]
+        ends = {action.stage: action for action in actions if action.phase in _LAST}.values()
+        for action in actions:
             try:
                 run.act(action)
             except RuntimeError as error:
                 if not is_lost(error):
                     raise
                 raise dist.DistError(f"{_said(action)}: {str(error).splitlines()[0]}") from error
+            if self._waiting.is_idle and action in ends:
+                self._reduce(run.done, action.stage)
         self._channels.finish()
+        if self._side is not None:
+            torch.cuda.current_stream(self._world.device).wait_stream(self._side)
         gradients = self._finished(run.done)
         loss, factor = self._loss(run, bounds[0])
         return loss, {name: g if factor is None else g * factor for name, g in gradients.items()}
@@ -128,6 +139,19 @@ class Pipeline:
         # As without a pipeline: several microbatches are a step that is counted, whatever they draw.
         return state() if draws or len(bounds) > 1 else None
 
+    def _reduce(self, done: _Done, stage: int) -> None:
+        """The gradients of a stage, summed over data ranks beside what other stages have yet to compute."""
+        if self._side is None:
+            done.gradients[stage] = done.last[stage].parameter(done.total[stage])
+            return
+        main = torch.cuda.current_stream(self._world.device)
+        self._side.wait_stream(main)
+        with torch.cuda.stream(self._side):
+            made = done.last[stage].parameter(done.total[stage])
+        for value in made.values():
+            value.record_stream(main)
+        done.gradients[stage] = made
+
     def _finished(self, done: _Done) -> dict[str, Tensor]:
         """The gradients of what the microbatches have left: summed over data ranks, then over stages."""
         held = {f"{stage} {name}": value for stage, total in done.total.items() for name, value in total.items()}
@@ -137,7 +161,8 @@ class Pipeline:
             found: dict[str, Tensor] = {}
             for stage, pending in sorted(done.last.items()):
                 own = {name: values[f"{stage} {name}"] for name in done.total[stage]}
-                for fqn, gradient in pending.parameter(own).items():
+                made = done.gradients[stage] if stage in done.gradients else pending.parameter(own)
+                for fqn, gradient in made.items():
                     found[fqn] = found[fqn] + gradient if fqn in found else gradient
             return self.shared.summed(found)
 

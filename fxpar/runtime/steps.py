@@ -114,6 +114,7 @@ class Steps:
         program: after all passes of the forward.
         own: the stages of a pipeline that this rank holds.
         splits: whether its schedule runs backwards in two parts.
+        is_stage: whether it is of one stage.
         lowered: the forward alone.
         differentiable: the outputs that carry a gradient.
         stages: by number those that this rank holds, and what it runs of each.
@@ -127,6 +128,7 @@ class Steps:
     graphs: Graphs | None = None
     own: tuple[int, ...] = ()
     splits: bool = False
+    is_stage: bool = False
     _made: dict[Hashable, Step] = field(default_factory=dict)
     _eager: dict[Hashable, StepCalls] = field(default_factory=dict)
     _forwards: dict[Hashable, tuple[fx.Graph, ForwardCalls]] = field(default_factory=dict)
@@ -138,16 +140,22 @@ class Steps:
         # What the caller differentiated last, which is known in its backward alone.
         self.expected = tuple(n for n in self.differentiable if n == self.program.loss) or self.differentiable
         self.stages = {stage.number: (stage, self._of(stage)) for stage in stages_of(self.program)} if self.own else {}
-        if self.plan.compile and not self.own:
+        if self.plan.compile and not self.is_stage:
             from fxpar.runtime.compiled import Compiler  # Inductor takes a second to import
 
-            self._compiler = Compiler(self.plan, self.device, self._shapes())
+            # One for all stages, so that layers that are equal are compiled once.
+            own = [steps for _, steps in self.stages.values() if steps is not None] or [self]
+            shapes = {name: shape for steps in own for name, shape in steps._shapes().items()}
+            compiler = Compiler(self.plan, self.device, shapes)
+            for steps in own:
+                steps._compiler = compiler
 
     def _of(self, stage: Stage) -> Steps | None:
         """What this rank runs of a stage; None of those of others."""
         if stage.number not in self.own:
             return None
-        return Steps(stage.program, self.groups, self.device, self.plan, self.uneven_rows, splits=self.splits)
+        more: dict[str, Any] = {"splits": self.splits, "is_stage": True}
+        return Steps(stage.program, self.groups, self.device, self.plan, self.uneven_rows, **more)
 
     def step(self, names: Sequence[str], trained: Collection[str], outputs: Sequence[str] = ()) -> Step:
         """The step of some outputs.

@@ -216,22 +216,26 @@ def _check_axis(program: Program, node: fx.Node) -> None:
 
 
 def _check_conversions(program: Program) -> None:
-    """No value is converted to one placement twice: its values would be right, the communication doubled."""
-    seen: dict[tuple[fx.Node, Layout], fx.Node] = {}
+    """No value is converted to one placement twice: its values would be right, the communication doubled.
+
+    Each stage of a pipeline converts for itself.
+    """
+    seen: dict[tuple[fx.Node, Layout, tuple[int, ...]], fx.Node] = {}
     for node in program.graph.nodes:
         is_one = node.op == "call_function" and node.target in (*COERCION_OF, sum_gradients)
         is_one = is_one and note(node).origin != RECOMPUTE
         pairs = zip(operands(node), output_layouts(node), strict=True) if is_one and output_layouts(node) else ()
         for source, layout in pairs:
-            if (source, layout) in seen:
+            key = source, layout, note(node).stages
+            if key in seen:
                 axes = ", ".join(axes_of(node))
                 target = " ".join(str(layout.on(axis)) for axis in axes_of(node))
                 raise CheckFailed(
                     f"converts %{source.name} to {target} on axis {axes} a second time",
                     where=describe(node),
-                    remedy=f"use %{seen[source, layout].name}",
+                    remedy=f"use %{seen[key].name}",
                 )
-            seen[source, layout] = node
+            seen[key] = node
 
 
 def _check_random(program: Program) -> None:
