@@ -50,7 +50,7 @@ class Pass:
         invalidates: properties that no longer hold afterwards.
         preserves: what stays equal, `dataflow` (the expression of each output), `values` (loss, outputs and gradients)
             or `nothing`.
-        when: whether a program is one that the pass is for; it is left out for others.
+        when: whether a program is one that the pass is for; it is left out for others. Its docstring says which.
     """
 
     name: str
@@ -60,6 +60,11 @@ class Pass:
     invalidates: frozenset[str]
     preserves: str
     when: Callable[[Program], bool] = lambda program: True
+
+    @property
+    def condition(self) -> str:
+        """Which programs the pass is for, empty where it is for all."""
+        return (self.when.__doc__ or "").strip().split("\n")[0]
 
     @property
     def summary(self) -> str:
@@ -185,6 +190,8 @@ class PassManager:
         nodes = _snapshot(program.graph)
         for index, item in enumerate(self.passes, 1):
             if not item.when(program):
+                if item.name == until:
+                    break
                 continue
             before, known, old = program, out, nodes
             program, nodes = self._apply(item, program, old)

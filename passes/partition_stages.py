@@ -25,6 +25,7 @@ from fxpar.program.stages import stage_of
 
 
 def _has_stages(program: Program) -> bool:
+    """the plan has a pipeline"""
     return program.plan.pipeline_stages > 1
 
 

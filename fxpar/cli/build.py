@@ -104,7 +104,9 @@ def passes(ui: Ui, passes: Passes = None) -> Report:
         listing = table("name", "contract", "summary", whole=("name",))
         for entry in document:
             lines = [f"{key} {', '.join(entry[key])}" for key in ("requires", "provides", "invalidates") if entry[key]]
-            listing.add_row(entry["name"], "\n".join([*lines, f"preserves {entry['preserves']}"]), entry["summary"])
+            lines.append(f"preserves {entry['preserves']}")
+            lines += [f"where {entry['when']}"] if entry["when"] else []
+            listing.add_row(entry["name"], "\n".join(lines), entry["summary"])
             listing.add_section()
         print_table(stdout, "passes", listing)
 
@@ -118,6 +120,7 @@ def _contract(item: Pass) -> dict[str, Any]:
         "provides": sorted(item.provides),
         "invalidates": sorted(item.invalidates),
         "preserves": item.preserves,
+        "when": item.condition,
         "summary": item.summary,
     }
 

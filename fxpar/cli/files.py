@@ -325,7 +325,7 @@ def run_passes(
     position = passes_done(passes, start.program.properties)
     todo = list(passes[position:])
     for option, names in (("--until", [until] if until else []), ("--print-after", wanted)):
-        _check_names(passes, todo, option, names)
+        _check_names(passes, todo, start.program, option, names)
     tape = Tape(position, folder, wanted)
     if folder is not None:
         _prepare(folder, start)
@@ -342,12 +342,17 @@ def run_passes(
     return program, tape.texts
 
 
-def _check_names(passes: Sequence[Pass], todo: Sequence[Pass], option: str, names: Sequence[str]) -> None:
-    ahead = [item.name for item in todo]
+def _check_names(
+    passes: Sequence[Pass], todo: Sequence[Pass], program: Program, option: str, names: Sequence[str]
+) -> None:
+    left_out = {item.name: item.condition for item in todo if not item.when(program)}
+    ahead = [item.name for item in todo if item.name not in left_out]
     for name in names:
         if name not in ahead:
             behind = name in [item.name for item in passes]
             reason = "the program has this pass behind it" if behind else "there is no such pass"
+            if name in left_out:
+                reason = f"the pass runs where {left_out[name]}"
             remedy = f"choose from {', '.join(ahead)}" if ahead else "all passes have run on this program"
             raise InputError(reason, where=f"{option} {name}", remedy=remedy)
 

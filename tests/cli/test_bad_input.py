@@ -55,7 +55,14 @@ CASES = {
         "run {small}:build --until moon",
         "--until moon: there is no such pass; choose from canonicalize",
     ),
-    "until no pass of the step": ("run {small}:build --until moon", "localize, partition_stages, differentiate, recompute"),
+    "until no pass of the step": (
+        "run {small}:build --until moon",
+        "localize, differentiate, recompute",
+    ),
+    "a pass that is left out": (
+        "run {small}:build --until partition_stages",
+        "--until partition_stages: the pass runs where the plan has a pipeline",
+    ),
     "until a past pass": ("run {dump}/05-annotate.txt --until annotate", "the program has this pass behind it"),
     "print after no pass": ("run {small}:build --print-after moon", "--print-after moon: there is no such pass"),
     "flags on a text": ("run {dump}/05-annotate.txt --tp 4", "--tp: the plan stands in the text; edit its plan line"),

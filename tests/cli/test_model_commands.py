@@ -11,6 +11,8 @@ from fxpar.passes.step import STEP_PASSES
 from tests.cli.tool import SPLIT, TINY, Result, fxpar
 
 NAMES = [item.name for item in DEFAULT_PASSES]
+# Of a plan without a pipeline.
+RUN = [name for name in NAMES if name != "partition_stages"]
 
 
 @pytest.fixture(scope="module")
@@ -68,18 +70,24 @@ def test_trace_follows_mode_sizes_and_plan() -> None:
 def test_passes_lists_contracts() -> None:
     found = fxpar("passes", "--json").document
     assert [entry["name"] for entry in found] == [*NAMES, *(item.name for item in STEP_PASSES)]
-    assert set(found[0]) == {"name", "requires", "provides", "invalidates", "preserves", "summary"}
+    assert set(found[0]) == {"name", "requires", "provides", "invalidates", "preserves", "summary", "when"}
     assert found[1]["requires"] == ["canonical"]
     assert [found[i]["provides"] for i in (1, 3, 4)] == [["masks"], ["sequence"], ["layouts"]]
-    assert found[len(NAMES) - 1]["requires"] == ["collectives", "rng", "vocabulary"]
+    by_name = {entry["name"]: entry for entry in found}
+    assert by_name["localize"]["requires"] == ["collectives", "rng", "vocabulary"]
+    assert {name: entry["when"] for name, entry in by_name.items() if entry["when"]} == {
+        "partition_stages": "the plan has a pipeline"
+    }
     assert all(entry["summary"] for entry in found)
     assert {entry["preserves"] for entry in found[: len(NAMES)]} == {"values"}
-    assert "requires canonical" in fxpar("passes").out
+    listing = fxpar("passes").out
+    assert "requires canonical" in listing
+    assert "where the plan has a pipeline" in listing
 
 
 def test_run_reports_each_pass() -> None:
     found = fxpar("run", TINY, *SPLIT, "--json", "--print").document
-    assert [record["name"] for record in found["passes"]] == NAMES
+    assert [record["name"] for record in found["passes"]] == RUN
     inserted = found["passes"][NAMES.index("insert_collectives")]
     assert inserted["added"]
     assert not inserted["erased"]
@@ -99,7 +107,7 @@ def test_run_stops_and_prints_where_it_is_told(small: str) -> None:
 
 def test_run_dumps_all_texts_and_the_values(dump: Path) -> None:
     names = sorted(path.name for path in dump.iterdir())
-    texts = [f"{i:02d}-{name}.txt" for i, name in enumerate(["capture", *NAMES])]
+    texts = [f"{i:02d}-{name}.txt" for i, name in enumerate(["capture", *RUN])]
     assert names == [*texts, "values.safetensors"]
 
 
@@ -234,7 +242,7 @@ def test_the_step_is_dumped_and_verified(tmp_path: Path) -> None:
     folder = str(tmp_path / "dump")
     document = fxpar("run", TINY, *SPLIT, "--step", "--dump", folder, "--json").document
     names = [entry["name"] for entry in document["passes"]]
-    assert names[len(NAMES) :] == [item.name for item in STEP_PASSES]
+    assert names[len(RUN) :] == [item.name for item in STEP_PASSES]
     assert document["without_rule"] == []
     last = f"{folder}/{len(names)}-{names[-1]}.txt"
     assert fxpar("verify", last, "--level", "values", "--json").document["ok"]

@@ -331,3 +331,14 @@ def test_the_result_can_run() -> None:
     (loss,) = result.graph_module(w, x)
     torch.testing.assert_close(loss, (x @ w.T).relu().sum())
     assert output_node(result.graph).args[0] is not None
+
+
+def test_a_pass_that_is_left_out_may_be_the_last() -> None:
+    @register_pass("never", when=lambda program: False)
+    def never(program: Program) -> Program:
+        """Is for no program."""
+        raise AssertionError
+
+    program = PassManager([made(name="first"), never, made(name="last")]).run(small(), until="never")
+    assert [record.name for record in program.history] == ["first"]
+    assert never.condition == ""
