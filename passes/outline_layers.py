@@ -27,12 +27,12 @@ from fxpar.program.program import (
 )
 from fxpar.program.properties import Property
 from fxpar.program.regions import Region, call_region
-from fxpar.program.step import BACKWARD, PHASES, RECOMPUTE
+from fxpar.program.step import BACKWARD, PHASES, RECOMPUTE, WEIGHT
 from fxpar.text.printing import target_name
 
 _LEAST = 24  # operations of a part; fewer are not worth a call
 
-_NAMES = {"": "layer", BACKWARD: "layer_backward"}
+_NAMES = {"": "layer", BACKWARD: "layer_backward", WEIGHT: "layer_weights"}
 
 
 @register_pass("outline_layers", requires={Property.CANONICAL}, provides={Property.REGIONS}, preserves="dataflow")

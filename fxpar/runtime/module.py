@@ -33,6 +33,7 @@ from fxpar.runtime.mains import Copies, check_scaler
 from fxpar.runtime.optimizers import Optimizers
 from fxpar.runtime.outputs import returned
 from fxpar.runtime.pipeline import Pipeline
+from fxpar.runtime.placement import own_stages
 from fxpar.runtime.programs import Programs
 from fxpar.runtime.randomness import RandomState
 from fxpar.runtime.refusals import Immovable
@@ -120,6 +121,11 @@ class ParallelModule(Immovable):
     def foreign(self) -> frozenset[str]:
         """First names of the parameters that other ranks of the pipeline hold, and this one does not."""
         return self._programs.foreign
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """The stages of the pipeline that this rank holds, in their order; empty without one."""
+        return own_stages(self.plan, self.world.place)
 
     def layout_of(self, name: str) -> Layout:
         """Layout of a parameter or buffer under any of its names; empty for those that no program uses."""

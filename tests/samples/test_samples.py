@@ -126,6 +126,23 @@ def test_the_bench_of_steps_runs_on_a_cpu(world2: World) -> None:
     assert [float(loss) for loss in losses] == pytest.approx([math.log(512)], abs=0.05)
 
 
+def test_a_gpt_learns_through_a_pipeline(world4: World) -> None:
+    flags = ("--steps", "20", "--batch", "4", "--length", "32", "--microbatches", "2", "--layers", "2")
+    texts = world4.run(script, ROOT / "samples" / "train_pp.py", flags)
+    assert [re.findall(r"stages (\S+),", text) for text in texts] == [["0"], ["0"], ["1"], ["1"]]
+    first, last = (float(loss) for loss in re.findall(r"loss (\d\.\d+)", texts[0]))
+    assert last < first - 1
+
+
+@pytest.mark.matrix
+def test_the_bench_of_pipelines_runs_on_a_cpu(world2: World) -> None:
+    flags = ("--tiny", "--precision", "fp32", "--warmup", "1", "--steps", "1", "--runs", "1f1b:2", "zb_h1:4")
+    text, _ = world2.run(script, ROOT / "samples" / "bench_pp.py", flags)
+    losses = re.findall(r"│ (\S+:\d) .*│ +(\d+\.\d{4}) │", text)
+    assert [name for name, _ in losses] == ["1f1b:2", "zb_h1:4"]
+    assert len({loss for _, loss in losses}) == 1
+
+
 def test_the_bench_of_graphs_runs_on_a_cpu() -> None:
     flags = ("--tiny", "--precision", "fp32", "--warmup", "2", "--steps", "1", "--rounds", "1", "--models", "gpt-small")
     text = run("samples/bench_graphs.py", *flags, "--variants", "eager", "eager+partial", "eager+full_iteration")

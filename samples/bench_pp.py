@@ -1,0 +1,122 @@
+"""Milliseconds of a training step through a pipeline, and how much of them is bubble.
+
+    torchrun --nproc-per-node 2 samples/bench_pp.py --runs 1f1b:8 1f1b:16 1f1b:32 interleaved_1f1b:16 zb_h1:16
+    torchrun --nproc-per-node 4 samples/bench_pp.py --model gpt-4.2b --runs 1f1b:16:compile zb_h1:16:compile
+    torchrun --nproc-per-node 2 samples/bench_pp.py --tiny --runs 1f1b:2 zb_h1:4  # to see that it runs
+
+A run is SCHEDULE:MICROBATCHES, and `:compile` behind it. Models and sizes are those of `bench_tp.py`, the batch is cut
+into the microbatches. *Bubble* is what the schedule leaves idle where all stages take equally long, by its simulation
+(a forward 1, each part of a backward 1). A step's time is the slowest rank's median.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import transformers
+from rich.console import Console
+from rich.table import Table
+
+import fxpar
+from fxpar.schedule.build import build_schedule
+from fxpar.schedule.verified import verified
+from samples.bench_tp import _TINY, MODELS, build, time_steps
+
+
+def bubble(schedule: str, pp: int, virtual: int, microbatches: int) -> float:
+    """The share of a rank's time that a schedule leaves idle, of the rank that idles most."""
+    found = verified(build_schedule(schedule, pp=pp, microbatches=microbatches, virtual_stages=virtual))
+    return found.timeline.bubble
+
+
+def measure(run: str, options: argparse.Namespace) -> dict[str, Any]:
+    """One run on the ranks that there are."""
+    words = run.split(":")
+    if len(words) not in (2, 3) or not words[1].isdigit() or words[2:] not in ([], ["compile"]):
+        raise SystemExit(f"{run!r}: write SCHEDULE:MICROBATCHES or SCHEDULE:MICROBATCHES:compile")
+    schedule, microbatches = words[0], int(words[1])
+    pp = int(os.environ.get("WORLD_SIZE", 1))
+    virtual = 2 if schedule in ("interleaved_1f1b", "zbv") else 1
+    size = replace(MODELS[options.model], batch=options.batch)
+    if options.tiny:
+        layers = {"n_layer": 4} if size.kind == "GPT2" else {"num_hidden_layers": 4}
+        size = replace(size, options={**_TINY[size.kind], **layers}, batch=8, sequence=32)
+    plan = fxpar.Plan(
+        pp=pp,
+        virtual_stages=virtual,
+        microbatches=microbatches,
+        schedule=schedule,
+        precision=options.precision,
+        compile=words[2:] == ["compile"],
+    )
+    ids = torch.randint(0, size.options["vocab_size"], (size.batch, size.sequence), generator=torch.Generator())
+    start = time.perf_counter()
+    model = fxpar.parallelize(build(size, 0.0), plan, {"input_ids": ids, "labels": ids})
+    device = model.world.device
+    batch = {"input_ids": ids.to(device), "labels": ids.to(device)}
+
+    def step() -> torch.Tensor:
+        model.zero_grad()
+        return model.train_step(batch)
+
+    built = time.perf_counter() - start
+    loss = float(step())
+    first = time.perf_counter() - start - built
+    found: dict[str, Any] = {"run": run, "pp": pp, "schedule": schedule, "microbatches": microbatches, "loss": loss}
+    found |= {"build_s": built, "first_s": first, "bubble": bubble(schedule, pp, virtual, microbatches)}
+    found |= time_steps(step, device, options.warmup, options.steps)
+    return {**found, "tokens_s": size.batch * size.sequence / found["ms"] * 1e3}
+
+
+def report(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Prints a line for each run."""
+    table = Table(title="a training step through a pipeline")
+    for title in ("run", "ms", "host ms", "tokens/s", "bubble %", "peak GiB", "first step s", "loss"):
+        table.add_column(title, justify="left" if title == "run" else "right")
+    for row in rows:
+        values = [
+            f"{row['ms']:,.1f}",
+            f"{row['host_ms']:,.1f}",
+            f"{row['tokens_s']:,.0f}",
+            f"{100 * row['bubble']:.1f}",
+        ]
+        table.add_row(row["run"], *values, f"{row['peak_gib']:.1f}", f"{row['first_s']:.1f}", f"{row['loss']:.4f}")
+    Console(width=120).print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=list(MODELS), default="gpt-1.2b")
+    parser.add_argument("--runs", nargs="+", default=["1f1b:8", "zb_h1:8"], help="SCHEDULE:MICROBATCHES[:compile]")
+    parser.add_argument("--batch", type=int, default=32, help="sequences a step (32)")
+    parser.add_argument("--precision", default="bf16_weights", help="as of fxpar.Plan (bf16_weights)")
+    parser.add_argument("--warmup", type=int, default=3, help="steps before the clock runs (3)")
+    parser.add_argument("--steps", type=int, default=8, help="steps on the clock (8)")
+    parser.add_argument("--tiny", action="store_true", help="a model of a few thousand weights")
+    parser.add_argument("--json", metavar="FILE", help="append a JSON line for each run")
+    options = parser.parse_args()
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    is_first, rows = int(os.environ.get("RANK", 0)) == 0, []
+    for run in options.runs:
+        rows.append(measure(run, options))
+        torch.compiler.reset()
+        gc.collect()
+        if is_first:
+            print(json.dumps(rows[-1]), flush=True)
+            if options.json:
+                with open(options.json, "a", encoding="utf-8") as file:
+                    file.write(json.dumps(rows[-1]) + "\n")
+    if is_first:
+        report(rows)
+
+
+if __name__ == "__main__":
+    main()
