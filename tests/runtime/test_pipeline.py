@@ -68,8 +68,8 @@ def compare(
 def test_a_pipeline_trains_what_one_process_trains(
     request: pytest.FixtureRequest, name: str, plan: dict[str, Any], microbatches: int
 ) -> None:
-    # The norms and tables of llama are float32 whatever the model is.
-    tolerance = 1e-6 if name == "llama" else 1e-12
+    # Norms and tables of llama, and every loss, are float32 whatever the model is: tp sums parts of them.
+    tolerance = 1e-6 if name == "llama" or plan.get("tp", 1) > 1 else 1e-12
     found = compare(request, name, plan, microbatches, torch.float64, tolerance)
     chosen = fxpar.Plan(**plan, microbatches=microbatches)
     peaks = verified(schedule_of(chosen, microbatches)).peaks
