@@ -51,6 +51,7 @@ from fxpar.ops.operator import Gradients, Operator, Reverse
 from fxpar.program.coercions import dual
 from fxpar.program.program import TensorType, note, operands, output_layouts, output_types
 from fxpar.program.properties import Property
+from fxpar.program.stages import is_received
 from fxpar.program.step import BACKWARD, PARAMETER
 from fxpar.program.weights import owner_of
 
@@ -75,7 +76,8 @@ def _conjugated(reverse: Reverse) -> Gradients:
 def of_parameter(node: fx.Node) -> bool:
     """Whether a node sums gradients of a parameter itself: once a step, and not in each microbatch."""
     is_sum = isinstance(node.target, Operator) and node.target.sums_gradients
-    return is_sum and all(owner_of(source).op == "placeholder" for source in operands(node))
+    owners = [owner_of(source) for source in operands(node)] if is_sum else []
+    return is_sum and all(owner.op == "placeholder" and not is_received(owner) for owner in owners)
 
 
 def dual_layout(layout: Layout) -> Layout:

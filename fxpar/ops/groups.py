@@ -66,7 +66,9 @@ def process_group(group: Group) -> dist.ProcessGroup:
     return _resolve_process_group(name)
 
 
-def device_mesh(axes: Axes, groups: Mapping[str, Group], device: torch.device) -> DeviceMesh:
+def device_mesh(
+    axes: Axes, groups: Mapping[str, Group], device: torch.device, at: Mapping[str, int] | None = None
+) -> DeviceMesh:
     """The device mesh of the axes of more than one rank, the slowest first, over groups that exist.
 
     `init_device_mesh` would create groups of its own, and those of the same ranks twice.
@@ -75,9 +77,13 @@ def device_mesh(axes: Axes, groups: Mapping[str, Group], device: torch.device) -
         axes: a part of a mesh; this rank is among its ranks and at least one axis has more than one.
         groups: what `create_groups` made for at least these axes.
         device: of this rank.
+        at: this rank's index on axes that are not to be part of it.
     """
+    at = at or {}
     wide = [(axis, size) for axis, size in reversed(axes.sizes) if size > 1]
     ranks = torch.tensor(axes.ranks).view([size for _, size in wide])
-    names = tuple(axis for axis, _ in wide)
+    for dim, (axis, _) in reversed([*enumerate(wide)]):
+        ranks = ranks.select(dim, at[axis]) if axis in at else ranks
+    names = tuple(axis for axis, _ in wide if axis not in at)
     own = [process_group(groups[axis]) for axis in names]
     return DeviceMesh.from_group(own, device.type, mesh=ranks, mesh_dim_names=names)

@@ -27,6 +27,9 @@ from fxpar.program.program import (
 from fxpar.program.properties import Property
 from fxpar.program.step import input_gradient_name
 
+# Origin of an input that is an activation: a placeholder with a gradient that is no parameter.
+RECEIVED = "received"
+
 _RECEIVED = "fxpar.received."
 _SENT = "fxpar.sent."
 
@@ -95,6 +98,11 @@ def received_name(path: str) -> str:
     return path.removeprefix(_RECEIVED) if path.startswith(_RECEIVED) else ""
 
 
+def is_received(node: fx.Node) -> bool:
+    """Whether a node of a stage's program is what it receives."""
+    return node.op == "placeholder" and note(node).origin == RECEIVED
+
+
 def sent_name(name: str) -> str:
     """The name of the output that is a value sent, of the transfer of that name."""
     return f"{_SENT}{name}"
@@ -128,7 +136,7 @@ def stage_program(program: Program, stage: int) -> Program:
         if each.receiver == stage:
             new = graph.create_node("placeholder", each.node.name, name=each.node.name)
             new.meta.update(each.node.meta)
-            made[each.node] = _own(new)
+            made[each.node] = update(_own(new), origin=RECEIVED)
             inputs.append(Input(received_path(each.node.name), new.name, each.type, each.carries))
     for node in program.graph.nodes:
         if node.op == "call_function" and node not in made and stage_of(node) == stage:

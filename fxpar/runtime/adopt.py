@@ -6,17 +6,17 @@ buffers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from fxpar.program.mixed import is_mixed
+from fxpar.program.mixed import is_mixed, main_dtype
 from fxpar.runtime.mains import MainParameter
 from fxpar.state.checkpoint import Checkpoint
-from fxpar.state.held import Held
-from fxpar.state.initial import named_tensors
+from fxpar.state.held import Held, Line
+from fxpar.state.initial import Named, named_tensors
 from fxpar.state.parts import Loading, parts
 from fxpar.state.place import Place
 from fxpar.state.sharded import Sharded
@@ -35,7 +35,27 @@ def held_by(module: ParallelModule, model: nn.Module | None = None) -> Held:
     world, tensors = module.world, named_tensors(module if model is None else model)
     tensors = [entry for entry in tensors if entry.first not in module.foreign]
     cut = (module.shape_of, module.layout_of, module.plan.axes, world.coordinates)
-    return Held(tensors, module.saved_names, *cut, world.rank, world.size, world.agreement.agree)
+    return Held(tensors, module.saved_names, *cut, world.rank, world.size, world.agreement.agree, module.line)
+
+
+def line_of(module: ParallelModule, model: nn.Module, places: Mapping[str, Collection[int]]) -> Line | None:
+    """The ranks of the module's pipeline; None without one.
+
+    Args:
+        model: the unsplit one.
+        places: of the ranks of the pipeline that hold each parameter, by its first name.
+    """
+    world, dtype = module.world, main_dtype(module.plan)
+    if module.plan.pp == 1:
+        return None
+    elsewhere = []
+    for entry in named_tensors(model):
+        if entry.first in module.foreign:
+            kind = dtype if dtype is not None and entry.tensor.is_floating_point() else entry.tensor.dtype
+            ghost = torch.empty(entry.tensor.shape, dtype=kind, device="meta")
+            elsewhere.append(Named(entry.names, nn.Parameter(ghost, requires_grad=False)))
+    first = {name: min(own) for name, own in places.items() if len(own) < len(world.line)}
+    return Line(world.groups["pp"], world.line, world.place, world.device, first, elsewhere)
 
 
 def adopt(

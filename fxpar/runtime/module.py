@@ -22,7 +22,7 @@ from fxpar.program.mixed import is_mixed, main_dtype
 from fxpar.program.program import Program
 from fxpar.report import Report, make_report
 from fxpar.runtime import batch as calls
-from fxpar.runtime.adopt import adopt, held_by
+from fxpar.runtime.adopt import adopt, held_by, line_of
 from fxpar.runtime.agreement import together
 from fxpar.runtime.buffers import Buffers
 from fxpar.runtime.forward_backward import ForwardBackward
@@ -61,6 +61,7 @@ class ParallelModule(Immovable):
         plan: how the model is split.
         world: the processes.
         saved_names: the keys of the unsplit model's state dict, in order.
+        line: the ranks of its pipeline; None without one.
         loading: memory that this rank's weights took while they were put in their places.
     """
 
@@ -88,6 +89,7 @@ class ParallelModule(Immovable):
         self._programs.start(model, calls.canonical(example), {**options, **fingerprints(model)})
         inputs = Inputs(world) if check_inputs and world.size > 1 else None
         with torch.device("cpu"):  # and not that of a context in which the model was built
+            self.line = line_of(self, model, self._programs.places)
             self.loading = adopt(self, model, main_dtype(plan), checkpoint)
         self._copies = Copies(PRECISION_DTYPES[plan.precision]) if is_mixed(plan) else None
         self._gradients = Buffers(self._graphs is not None)
@@ -97,6 +99,7 @@ class ParallelModule(Immovable):
         self._batches = ForwardBackward(self._programs, inputs, runner, loss)
         expire = (lambda: None) if self._copies is None else self._copies.expire
         self._pipeline = Pipeline(plan, world, runner.waiting, self._programs.first.program) if plan.pp > 1 else None
+        runner.evaluation = None if self._pipeline is None else self._pipeline.evaluation
         training = (self._random, self._gradients, self._graphs, expire, self._pipeline)
         self._training = Training(runner.tensors, self._batches, runner.waiting, *training)
         Optimizers(model).watch(self)

@@ -15,16 +15,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fxpar.errors import InputError
-from fxpar.layout.nesting import local_shape
-from fxpar.layout.symbols import evaluate
 from fxpar.ops.groups import process_group
 from fxpar.passes.assign_rng import RNG_PATH
 from fxpar.passes.reduction import COUNT
 from fxpar.plan.plan import Plan
-from fxpar.program.program import Program, TensorType, note, output_layouts, tensor_type
+from fxpar.program.program import Program, tensor_type
 from fxpar.program.stages import Stage, holders, received_name
 from fxpar.runtime.agreement import is_lost
 from fxpar.runtime.channels import Channels
+from fxpar.runtime.evaluation import Evaluation, part_of
 from fxpar.runtime.forward_backward import Bound
 from fxpar.runtime.microbatches import Microbatch, unit_of, weight
 from fxpar.runtime.placement import schedule_of
@@ -78,6 +77,11 @@ class Pipeline:
         self._channels = Channels(world, first)
         self._side = torch.cuda.Stream(world.device) if world.device.type == "cuda" else None
         self.shared = Shared(world, {name: {first.rank_of[s] for s in own} for name, own in holders(program).items()})
+
+    @property
+    def evaluation(self) -> Evaluation:
+        """Runs the stages without a backward, over the same channels."""
+        return Evaluation(self._world, self.schedule(self._plan.microbatches).rank_of, self._channels)
 
     def schedule(self, microbatches: int) -> Schedule:
         """That of a step of so many microbatches.
@@ -253,7 +257,7 @@ class _Step:
         values = self._sources(action, stage, steps)
         if stage.received:
             entries = {entry.node: entry for entry in stage.program.inputs}
-            shapes = [_local(stage.program, entries[node].node, bound.call.sizes) for node in stage.received.values()]
+            shapes = [part_of(stage.program, entries[node].node, bound.call.sizes) for node in stage.received.values()]
             taken = self._take(action, Kind.ACTIVATION, stage.number - 1, shapes)
             values |= dict(zip(stage.received.values(), taken, strict=True))
         leaves = frozenset(self._ready[action.microbatch].leaves) & {p.fqn for p in stage.program.parameters}
@@ -291,7 +295,7 @@ class _Step:
         names = [name for name in stage.tangents if name in stage.sent]
         if names:
             nodes = stage.program.output_nodes()
-            shapes = [_local(stage.program, nodes[name].name, bound.call.sizes) for name in names]
+            shapes = [part_of(stage.program, nodes[name].name, bound.call.sizes) for name in names]
             tangents |= dict(zip(names, self._take(action, Kind.GRADIENT, stage.number + 1, shapes), strict=True))
         if bound.loss in stage.tangents:
             tangents[bound.loss] = self._share(action.microbatch, pending.outputs[bound.loss])
@@ -326,12 +330,3 @@ class _Step:
             total = self.done.total[action.stage]
             torch._foreach_add_(list(total.values()), [own[name] for name in total])
         self.done.last[action.stage] = pending
-
-
-def _local(program: Program, name: str, sizes: Mapping[str, int]) -> tuple[tuple[int, ...], torch.dtype]:
-    """What a rank has of a value: shape and type."""
-    node = program.node(name)
-    kind = note(node).type
-    assert isinstance(kind, TensorType)
-    (layout,) = output_layouts(node)
-    return tuple(int(evaluate(size, sizes)) for size in local_shape(kind.shape, layout, program.axes)), kind.dtype

@@ -27,6 +27,11 @@ def schedule_of(plan: Plan, microbatches: int) -> Schedule:
     return verified(read_schedule(Path(name), **sizes)).schedule
 
 
+def rank_of(plan: Plan) -> tuple[int, ...]:
+    """Of each stage of a pipeline the place of the rank that holds it."""
+    return schedule_of(plan, plan.microbatches).rank_of
+
+
 def own_stages(plan: Plan, place: int) -> tuple[int, ...]:
     """The stages of the rank at a place of the pipeline, in order; none without a pipeline."""
     if plan.pp == 1:

@@ -36,7 +36,7 @@ from fxpar.runtime import batch as calls
 from fxpar.runtime import uneven
 from fxpar.runtime.graphs.table import Graphs
 from fxpar.runtime.inputs import Shapes
-from fxpar.runtime.placement import own_stages, schedule_of
+from fxpar.runtime.placement import own_stages, rank_of, schedule_of
 from fxpar.runtime.refusals import Unwrappable
 from fxpar.runtime.skeleton import attach, skeleton_of
 from fxpar.runtime.steps import Steps
@@ -166,6 +166,12 @@ class Programs:
         return {name: stages for name, stages in found.items() if kinds[name] == "parameter"}
 
     @property
+    def places(self) -> dict[str, frozenset[int]]:
+        """The ranks of the pipeline, by place, that hold each parameter; nothing without one."""
+        order = rank_of(self._plan) if self._own else ()
+        return {name: frozenset(order[s] for s in stages) for name, stages in self.held.items()}
+
+    @property
     def first(self) -> Compiled:
         """That of the example's mode and structure."""
         return next(iter(self._known.values()))[0]
@@ -236,6 +242,8 @@ class Programs:
         """What must be the same on all ranks in a call; the sizes of the batch are part of it, or are not."""
         modes = [own.training for _, own in self._twins]
         mode = "training" if all(modes) else f"modules in training {modes}" if any(modes) else "evaluation"
+        if self._own:  # with a pipeline a call is differentiated on all ranks or on none
+            mode += f", gradients {'on' if torch.is_grad_enabled() else 'off'}"
         return {"the call": self._world.agreement.what, "the mode": mode, **calls.batch_facts(batch, False, sizes)}
 
     def _key(self, batch: Any, with_loss: bool) -> Any:

@@ -19,6 +19,7 @@ from fxpar.passes.reduction import COUNT
 from fxpar.program.mixed import is_copy
 from fxpar.program.program import Parameter
 from fxpar.runtime.buffers import Buffers
+from fxpar.runtime.evaluation import Evaluation
 from fxpar.runtime.mains import Copies
 from fxpar.runtime.microbatches import Microbatch, Ran
 from fxpar.runtime.node import differentiable
@@ -92,7 +93,12 @@ class Runner:
         random: the state of calls that are no microbatch.
         buffers: where gradients of whole steps go.
         foreign: names of the parameters that other ranks of a pipeline hold.
+
+    Attributes:
+        evaluation: runs the stages of a pipeline without a backward; None without one.
     """
+
+    evaluation: Evaluation | None = None
 
     def __init__(
         self,
@@ -128,6 +134,9 @@ class Runner:
 
     def _outputs(self, call: Call, wanted: tuple[str, ...]) -> dict[str, Tensor]:
         ready = self.prepared(call, torch.is_grad_enabled())
+        if self.evaluation is not None:
+            self.evaluation.check(call, bool(ready.leaves))
+            return self.evaluation.outputs(call, wanted, ready.values, self._random.draw)
         values, leaves = ready.drawing(self._random.draw), ready.leaves
         steps, trained, sizes = call.ready, frozenset(leaves), call.sizes
         if not torch.is_grad_enabled() or not leaves or not steps.differentiable:

@@ -17,25 +17,26 @@ from torch.nn.modules.module import _IncompatibleKeys
 from fxpar.errors import CheckpointError
 from fxpar.state.full_state import check_names, check_saved, check_shape
 from fxpar.state.held import Held
+from fxpar.state.initial import Named
 from fxpar.state.operand import part_of
 from fxpar.state.place import Place
 from fxpar.state.sharded import Sharded, local_of
 
 
-def saved_once(held: Held) -> dict[str, Tensor]:
-    """This rank's tensors that the unsplit model would save, each under the first of its names.
+def saved_once(held: Held) -> dict[str, Named]:
+    """What the unsplit model would save, each tensor under the first of its names that are saved.
 
     Raises:
         CheckpointError: the unsplit model's state dict holds something else than parameters and buffers.
     """
-    entries = {name: entry for entry in held.tensors for name in entry.names}
-    found: dict[str, Tensor] = {}
+    entries = held.entries()
+    found: dict[str, Named] = {}
     done: set[str] = set()
     for name in held.saved:
         check_saved(name, entries)
         if entries[name].first not in done:
             done.add(entries[name].first)
-            found[name] = entries[name].tensor
+            found[name] = entries[name]
     return found
 
 
@@ -45,10 +46,10 @@ def state_dict(held: Held) -> dict[str, Tensor]:
     Raises:
         CheckpointError: the unsplit model's state dict holds something else than parameters and buffers.
     """
-    tensors = held.by_name()
+    tensors, entries = held.by_name(), held.entries()
     for name in held.saved:
-        check_saved(name, tensors)
-    return {name: tensors[name].detach() for name in held.saved}
+        check_saved(name, entries)
+    return {name: tensors[name].detach() for name in held.saved if name in tensors}
 
 
 def load_state_dict(held: Held, state: Mapping[str, Any], strict: bool) -> _IncompatibleKeys:
@@ -63,12 +64,15 @@ def load_state_dict(held: Held, state: Mapping[str, Any], strict: bool) -> _Inco
         CheckpointError: a name is missing or unknown, or a tensor is another part; nothing is loaded then.
     """
     tensors = held.by_name()
-    groups = [entry.names for entry in held.tensors]
+    elsewhere = {name for name in held.entries() if name not in tensors}
+    groups = [entry.names for entry in held.everything]
     remedy = "load the state dict of the same model and plan; torch.distributed.checkpoint.load fits it to other plans"
-    missing, unknown = check_names(state, held.saved, groups, "state dict", remedy, strict)
+    # What other ranks of a pipeline hold may be there, and need not: `state_dict` is without.
+    given = [*state, *elsewhere] if isinstance(state, Mapping) else state
+    missing, unknown = check_names(given, held.saved, groups, "state dict", remedy, strict)
     parts: dict[str, Tensor] = {}
     for name, value in state.items():
-        if name in unknown:
+        if name in unknown or name in elsewhere:
             continue
         if not isinstance(value, Tensor):
             raise CheckpointError(f"is a {type(value).__name__} and must be a tensor", where=name, remedy=remedy)

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from fxpar.errors import CheckpointError, InputError, shown
 from fxpar.state.checkpoint import FILE, INDEX
 from fxpar.state.distributed_state import saved_once
+from fxpar.state.full_state import on_all
 from fxpar.state.held import Held
-from fxpar.state.sharded import whole_of
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
@@ -43,7 +43,8 @@ def save_checkpoint(held: Held, model: nn.Module, folder: str | Path, shard_size
             holds something else than parameters and buffers.
         InputError: `shard_size` is no size.
     """
-    tensors = saved_once(held)
+    entries = saved_once(held)
+    tensors = {name: entry.tensor for name, entry in entries.items()}
     files = _files(held, tensors, bytes_of(shard_size))
     path, is_writer = folder_of(folder), held.rank == 0
     if is_writer:
@@ -53,7 +54,7 @@ def save_checkpoint(held: Held, model: nn.Module, folder: str | Path, shard_size
     for file, names in files.items():
         written: dict[str, Tensor] = {}
         for name in names:
-            whole = whole_of(tensors[name])
+            whole = on_all(held, entries[name])
             if is_writer:
                 written[name] = whole.cpu().contiguous()
             del whole

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from fxpar.errors import CheckpointError
 from fxpar.layout.shards import local_block
 from fxpar.state.held import Held
-from fxpar.state.sharded import Sharded, local_of, whole_of
+from fxpar.state.initial import Named
+from fxpar.state.sharded import local_of, whole_of
 
 _SAMPLES = 1024
 
@@ -28,17 +29,26 @@ def full_state_dict(held: Held) -> dict[str, Tensor]:
     Raises:
         CheckpointError: the unsplit model's state dict holds something else than parameters and buffers.
     """
-    tensors = held.by_name()
+    entries = held.entries()
     found: dict[str, Tensor] = {}
-    done: dict[int, Tensor] = {}
+    done: dict[str, Tensor] = {}
     for name in held.saved:
-        check_saved(name, tensors)
-        value = tensors[name]
-        if id(value) not in done:
-            found_whole = whole_of(value)
-            done[id(value)] = found_whole.cpu() if isinstance(value, Sharded) else found_whole.to("cpu", copy=True)
-        found[name] = done[id(value)]
+        check_saved(name, entries)
+        entry = entries[name]
+        if entry.first not in done:
+            whole, own = on_all(held, entry), local_of(entry.tensor)
+            is_own = not own.is_meta and whole.data_ptr() == own.data_ptr()
+            done[entry.first] = whole.to("cpu", copy=is_own)
+        found[name] = done[entry.first]
     return found
+
+
+def on_all(held: Held, entry: Named) -> Tensor:
+    """A whole tensor on every rank, whoever holds it, detached. A collective call."""
+    if held.line is None or entry.first not in held.line.first:
+        return whole_of(entry.tensor)
+    own = whole_of(entry.tensor) if held.counts(entry) else None
+    return held.line.shared(entry.first, own, entry.tensor)
 
 
 def load_full_state_dict(held: Held, state: Mapping[str, Any]) -> None:
@@ -50,10 +60,10 @@ def load_full_state_dict(held: Held, state: Mapping[str, Any]) -> None:
         CheckpointError: a name is missing or unknown, a tensor has another shape, or tied names have different
             values; nothing is loaded then.
     """
-    tensors = held.by_name()
-    groups = [entry.names for entry in held.tensors]
+    entries = held.entries()
+    groups = [entry.names for entry in held.everything]
     check_names(state, held.saved, groups, "state dict", "load the model it was saved from")
-    first: dict[int, str] = {}
+    first: dict[str, str] = {}
     for name, value in state.items():
         if not isinstance(value, Tensor):
             raise CheckpointError(
@@ -62,13 +72,14 @@ def load_full_state_dict(held: Held, state: Mapping[str, Any]) -> None:
                 remedy="load the state dict of a model of the same configuration",
             )
         check_shape(name, tuple(value.shape), held.shape_of(name))
-        known = first.setdefault(id(tensors[name]), name)
+        known = first.setdefault(entries[name].first, name)
         if state[known] is not value and not torch.equal(state[known], value):
             raise CheckpointError(
                 f"is tied to {known} and has other values", where=name, remedy="leave one of the two names out"
             )
+    tensors = held.by_name()
     with torch.no_grad():
-        for name in first.values():
+        for name in (name for name in first.values() if name in tensors):
             part = local_block(state[name], held.layout_of(name), held.axes, held.coordinates)
             local_of(tensors[name]).copy_(part)
 

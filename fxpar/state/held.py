@@ -7,15 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fxpar.layout.layout import Layout
 from fxpar.mesh.mesh import Mesh
 from fxpar.ops.collectives import Group
-from fxpar.ops.groups import device_mesh
+from fxpar.ops.groups import device_mesh, process_group
 from fxpar.state.initial import Named
 
 # Compares facts by name over all ranks; the second argument is the remedy where they differ. A collective call.
@@ -44,8 +46,57 @@ class Ranks:
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """The device mesh of the dense part. Not kept: it may hold its groups."""
-        return device_mesh(self.mesh.dense, self.groups, self.device)
+        """The device mesh of the dense part of this rank's stages: those of others hold other tensors.
+
+        Not kept: it may hold its groups.
+        """
+        at = {"pp": self.mesh.coordinates(dist.get_rank())["pp"]} if self.mesh.pp > 1 else {}
+        return device_mesh(self.mesh.dense, self.groups, self.device, at)
+
+
+@dataclass(frozen=True)
+class Line:
+    """The ranks of a pipeline, each of which holds some tensors of a model.
+
+    Attributes:
+        group: of these ranks.
+        ranks: of all processes, in the order of their places.
+        place: of this rank.
+        device: of what is received.
+        first: of tensors that not all hold, by first name, the place that counts where each is to count once.
+        elsewhere: what the others hold and this rank does not: tensors of the meta device, as they are there.
+    """
+
+    group: Group
+    ranks: tuple[int, ...]
+    place: int
+    device: torch.device
+    first: Mapping[str, int]
+    elsewhere: Sequence[Named]
+
+    def gathered(self, value: Any) -> list[Any]:
+        """What each rank has of something that can be pickled, by place. A collective call."""
+        found: list[Any] = [None] * len(self.ranks)
+        dist.all_gather_object(found, value, process_group(self.group))
+        return found
+
+    def shared(self, name: str, own: Tensor | None, like: Tensor) -> Tensor:
+        """A tensor on all ranks, of the one whose it is by `first`. A collective call.
+
+        Args:
+            name: the first name.
+            own: on that rank, the tensor.
+            like: of its shape and type.
+        """
+        source = self.first[name]
+        if source == self.place:
+            assert own is not None, "a rank holds what it counts for"
+            found = own.contiguous()
+        else:
+            found = torch.empty(like.shape, dtype=like.dtype, device=self.device)
+        if found.numel():  # as bytes: not every backend sends every type
+            dist.broadcast(found.reshape(-1).view(torch.uint8), self.ranks[source], process_group(self.group))
+        return found
 
 
 @dataclass(frozen=True)
@@ -62,6 +113,7 @@ class Held:
         rank: of all processes.
         size: number of processes.
         agree: compares the ranks' facts.
+        line: the other ranks of its pipeline, where there is one.
     """
 
     tensors: Sequence[Named]
@@ -73,7 +125,21 @@ class Held:
     rank: int = 0
     size: int = 1
     agree: Agree = alone
+    line: Line | None = None
 
     def by_name(self) -> dict[str, Tensor]:
         """The tensors under all their names."""
         return {name: entry.tensor for entry in self.tensors for name in entry.names}
+
+    @property
+    def everything(self) -> list[Named]:
+        """All tensors of the model; those that other ranks of the pipeline hold are of the meta device."""
+        return [*self.tensors, *(() if self.line is None else self.line.elsewhere)]
+
+    def entries(self) -> dict[str, Named]:
+        """All tensors of the model under all their names."""
+        return {name: entry for entry in self.everything for name in entry.names}
+
+    def counts(self, entry: Named) -> bool:
+        """Whether this rank stands for a tensor among those of its pipeline that hold it."""
+        return self.line is None or self.line.first.get(entry.first, 0) == self.line.place

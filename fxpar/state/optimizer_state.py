@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from fxpar.errors import CheckpointError, InputError
 from fxpar.state.boxfile import can_hold
-from fxpar.state.held import Held
+from fxpar.state.held import Held, Line
 from fxpar.state.plain import decode, encode
 from fxpar.state.sharded import Sharded, local_of
 
@@ -34,7 +34,7 @@ class OptimizerState:
     """What of an optimizer is saved.
 
     Attributes:
-        tensors: by state key, then by parameter.
+        tensors: by state key, then by parameter; of the meta device what other ranks of a pipeline hold.
         document: class, parameter groups and values that are no tensors, plain.
     """
 
@@ -80,7 +80,53 @@ def collect(held: Held, optimizer: Optimizer) -> OptimizerState:
     host = [
         key for key, found in tensors.items() if all(v.dim() == 0 and v.device.type == "cpu" for v in found.values())
     ]
-    return OptimizerState(tensors, {"class": _kind(optimizer), "groups": groups, "values": values, "host": host})
+    own = OptimizerState(tensors, {"class": _kind(optimizer), "groups": groups, "values": values, "host": host})
+    return own if held.line is None else _of_all(held, held.line, own)
+
+
+def _of_all(held: Held, line: Line, own: OptimizerState) -> OptimizerState:
+    """The state of the optimizers of all ranks of a pipeline as that of one. A collective call.
+
+    Raises:
+        InputError: their classes or options differ, or the numbers of their parameter groups.
+    """
+    kinds = {
+        key: {name: (tuple(value.shape), value.dtype) for name, value in found.items()}
+        for key, found in own.tensors.items()
+    }
+    held.agree({}, "")  # no rank has an objection
+    told: list[tuple[Any, Mapping[str, Any]]] = line.gathered((kinds, own.document))
+    order = {name: place for place, name in enumerate(held.saved)}
+    documents = [document for _, document in told]
+    for what, seen in (
+        ("class", [each["class"] for each in documents]),
+        ("number of parameter groups", [len(each["groups"]) for each in documents]),
+        ("options", [[group["options"] for group in each["groups"]] for each in documents]),
+    ):
+        if any(other != seen[0] for other in seen):
+            remedy = "make it alike on every rank, with a group for each kind of parameters even where it is empty"
+            raise InputError(f"its {what} differs between the ranks of a pipeline", where="optimizer", remedy=remedy)
+    tensors: dict[str, dict[str, Tensor]] = {}
+    for key in sorted({key for found, _ in told for key in found}):
+        made = {
+            name: torch.empty(shape, dtype=dtype, device="meta")
+            for found, _ in told
+            for name, (shape, dtype) in found.get(key, {}).items()
+        }
+        made |= own.tensors.get(key, {})
+        tensors[key] = {name: made[name] for name in sorted(made, key=order.__getitem__)}
+    groups = [
+        {
+            "parameters": sorted({name for each in parts for name in each["parameters"]}, key=order.__getitem__),
+            "options": parts[0]["options"],
+        }
+        for parts in zip(*(document["groups"] for document in documents), strict=True)
+    ]
+    values = {name: value for document in documents for name, value in document["values"].items()}
+    elsewhere = {key for found, document in told for key in found if key not in document["host"]}
+    host = [key for key in tensors if key not in elsewhere]
+    document = {"class": documents[0]["class"], "groups": groups, "values": values, "host": host}
+    return OptimizerState(tensors, document)
 
 
 def _check_state(value: Tensor, parameter: Tensor, where: str) -> None:
@@ -109,6 +155,7 @@ def check_fits(held: Held, optimizer: Optimizer, document: Mapping[str, Any], wh
         InputError: it is no optimizer of the module's parameters.
     """
     names = _names(held, optimizer)
+    others = held.entries().keys() - held.by_name().keys()
     if document["class"] != _kind(optimizer):
         raise CheckpointError(
             f"holds the state of {document['class']} and not of {_kind(optimizer)}",
@@ -122,7 +169,7 @@ def check_fits(held: Held, optimizer: Optimizer, document: Mapping[str, Any], wh
             f"has {len(saved)} parameter groups, and the optimizer {len(here)}", where=where, remedy=_SAME_GROUPS
         )
     for number, (wanted, found) in enumerate(zip(saved, here, strict=True)):
-        odd = sorted(wanted ^ found)
+        odd = sorted((wanted - others) ^ found)
         if odd:
             side = "in the save alone" if odd[0] in wanted else "in the optimizer alone"
             more = f" and {len(odd) - 1} more" if len(odd) > 1 else ""

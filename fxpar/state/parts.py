@@ -169,7 +169,9 @@ def _prefix_remedy(given: Sequence[str], saved: Sequence[str], groups: Sequence[
 
 def _read(held: Held, checkpoint: Checkpoint, loading: Loading) -> Iterator[tuple[Named, Tensor]]:
     """This rank's part of each tensor of the checkpoint; tied names are compared first."""
-    matched = _matched(checkpoint, held.tensors, held.saved, held.shape_of)
+    own = {entry.first for entry in held.tensors}
+    matched = _matched(checkpoint, held.everything, held.saved, held.shape_of)
+    matched = [(entry, names) for entry, names in matched if entry.first in own]
     with checkpoint.reading() as reader:
 
         def part_of(name: str) -> Tensor:

@@ -124,13 +124,13 @@ class Place:
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """All axes of more than one rank. Not kept: it may hold its groups."""
+        """All axes of more than one rank but the pipeline's. Not kept: it may hold its groups."""
         return self.ranks.device_mesh
 
     @property
     def placements(self) -> tuple[TorchPlacement, ...]:
         """`Shard` of a plain even shard, `Cut` of any other."""
-        names = [axis for axis, size in reversed(self.ranks.mesh.dense.sizes) if size > 1]
+        names = [axis for axis, size in reversed(self.ranks.mesh.dense.sizes) if size > 1 and axis != "pp"]
         return tuple(self._placement(axis) for axis in names)
 
     def _placement(self, axis: str) -> TorchPlacement:

@@ -94,7 +94,8 @@ def save_training(
         )
     limit, root = bytes_of(shard_size), folder_of(folder)
     state = collect(held, optimizer)
-    tensors = {_WEIGHTS: saved_once(held), **{f"optimizer.{key}": found for key, found in state.tensors.items()}}
+    weights = {name: entry.tensor for name, entry in saved_once(held).items()}
+    tensors = {_WEIGHTS: weights, **{f"optimizer.{key}": found for key, found in state.tensors.items()}}
     specs = {kind: {name: _spec(value) for name, value in found.items()} for kind, found in tensors.items()}
     files = {kind: split_files(kind, found, limit) for kind, found in specs.items()}
     content = {
@@ -123,7 +124,7 @@ def save_training(
                 if len(found) > 1:
                     text = index_document(specs[kind], found)
                     saves.write_synced(fresh / f"{kind}.safetensors.index.json", text.encode())
-            save_configuration(fresh, model, tensors[_WEIGHTS])
+            save_configuration(fresh, model, weights)
     held.agree(facts, "train alike on every rank, and pass the same position")
     fresh = fresh if held.rank == 0 else saves.begun(root)
     with saves.writable(fresh):
@@ -203,6 +204,8 @@ def _opened(path: Path) -> int | None:
 
 def _boxes(held: Held, name: str, spec: Spec) -> list[Box]:
     """This rank's boxes of a tensor; with `stands`, those that it writes."""
+    if not held.counts(held.entries()[name]):
+        return []
     layout = held.layout_of(name)
     cut = {axis for axis, placement in layout if placement.is_shard} if spec.shape else set[str]()
     if any(held.coordinates[axis] for axis in held.coordinates.keys() - cut):
@@ -314,7 +317,7 @@ def _check_fits(
         if saved and saved["class"] != _kind(value):
             reason = f"holds a {saved['class']}, and a {_kind(value)} was passed"
             raise CheckpointError(reason, where=where, remedy=f"pass the same {name}")
-    own = {name: _spec(value) for name, value in saved_once(held).items()}
+    own = {name: _spec(entry.tensor) for name, entry in saved_once(held).items()}
     saved_specs = {n: s for entry in _files(path, content) if entry.kind == _WEIGHTS for n, s in entry.specs.items()}
     for name in (*own, *saved_specs):
         if own.get(name) != saved_specs.get(name):

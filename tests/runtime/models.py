@@ -42,6 +42,21 @@ class Tiny(nn.Module):
         return {"logits": logits, "loss": functional.cross_entropy(logits.flatten(0, 1), targets.flatten())}
 
 
+class Deep(Tiny):
+    """Of four layers, with tied words: each of four stages has something of it."""
+
+    def __init__(self, dropout: float = 0.1) -> None:
+        super().__init__(dropout)
+        self.up, self.down = nn.ModuleList(nn.Linear(6, 12) for _ in range(4)), nn.ModuleList()  # type: ignore[assignment]
+        self.down.extend(nn.Linear(12, 6) for _ in range(4))  # type: ignore[operator]
+
+    def logits(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids) + self.shift
+        for up, down in zip(self.up, self.down, strict=True):  # type: ignore[call-overload]
+            x = x + down(self.drop(functional.relu(up(x)))) * self.scale
+        return self.head(self.norm(x))  # type: ignore[no-any-return]
+
+
 class TwoScalars(Tiny):
     """Returns two scalars of which neither is called loss; the second is made of split values."""
 

@@ -1,0 +1,141 @@
+"""A forward alone through the stages of a pipeline.
+
+Enters: a call that is bound to its program. Leaves: the model's outputs on all ranks of the pipeline, each rank its
+part where they are cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fxpar.errors import InputError
+from fxpar.layout.nesting import local_shape
+from fxpar.layout.symbols import evaluate
+from fxpar.ops.groups import process_group
+from fxpar.passes.assign_rng import RNG_PATH
+from fxpar.program.program import Program, TensorType, note, output_layouts
+from fxpar.program.stages import Stage, received_name
+from fxpar.runtime.agreement import is_lost
+from fxpar.runtime.channels import Channels
+from fxpar.runtime.programs import Call
+from fxpar.runtime.world import World
+from fxpar.schedule.messages import Kind, Message
+
+
+class Evaluation:
+    """Runs the stages of a module one after the other.
+
+    Args:
+        rank_of: of each stage its place in the pipeline.
+        channels: between the ranks.
+    """
+
+    def __init__(self, world: World, rank_of: Sequence[int], channels: Channels) -> None:
+        self._world, self._rank_of, self._channels = world, tuple(rank_of), channels
+
+    def check(self, call: Call, has_leaves: bool) -> None:
+        """Refuses a call that is to be differentiated, on all ranks of the pipeline or on none. A collective call.
+
+        Args:
+            has_leaves: whether this rank holds something that is trained.
+
+        Raises:
+            InputError: gradients are on, and some rank trains.
+        """
+        if not torch.is_grad_enabled() or not call.ready.differentiable:
+            return
+        trains = torch.tensor([int(has_leaves)], device=self._world.device)
+        dist.all_reduce(trains, dist.ReduceOp.MAX, process_group(self._world.groups["pp"]))
+        if trains.item():
+            raise InputError(
+                "a plain call is not differentiated through the stages of a pipeline",
+                where="forward",
+                remedy="train with train_step(batch), or call it under torch.no_grad()",
+            )
+
+    @torch.no_grad()
+    def outputs(
+        self,
+        call: Call,
+        wanted: Sequence[str],
+        values: Mapping[str, Any],
+        state: Callable[[], Tensor],
+    ) -> dict[str, Tensor]:
+        """The wanted outputs by name. A collective call.
+
+        Args:
+            values: what this rank has of the program's inputs, but for the random state.
+            state: gives the random state; it is asked for on all ranks or on none.
+        """
+        own = dict(values)
+        draws = [entry.node for entry in call.compiled.program.inputs if entry.path == RNG_PATH]
+        if draws:
+            own |= dict.fromkeys(draws, state())
+        made: dict[str, Tensor] = {}
+        for number, (stage, steps) in sorted(call.ready.stages.items()):
+            if steps is None:
+                continue
+            try:
+                made |= self._stage(call, stage, wanted, own, made)
+            except RuntimeError as error:
+                if not is_lost(error):
+                    raise
+                reason = str(error).splitlines()[0]
+                raise dist.DistError(f"the forward on stage {number}: {reason}") from error
+        self._channels.finish()
+        return {name: self._everywhere(call, name, made.get(name)) for name in wanted}
+
+    def _stage(
+        self, call: Call, stage: Stage, wanted: Sequence[str], values: Mapping[str, Any], before: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """What a stage gives, after it has sent the next one its part."""
+        _, steps = call.ready.stages[stage.number]
+        assert steps is not None, "a rank runs its own stages alone"
+        places = dict(zip(call.ready.lowered.places, call.places, strict=True))
+        own = {p.node: values[p.node] for p in stage.program.parameters}
+        own |= {e.node: values[e.node] for e in stage.program.inputs if not received_name(e.path)}
+        own |= {name: places[name] for name in steps.lowered.places}
+        if stage.received:
+            own |= dict(zip(stage.received.values(), self._taken(call, stage, before), strict=True))
+        names = (*(name for name in wanted if name in stage.program.outputs), *stage.sent)
+        made = steps.outputs(call.sizes, names, own, call.rows)
+        if stage.sent and self._rank_of[stage.number + 1] != self._world.place:
+            message = Message(Kind.ACTIVATION, stage.number, stage.number + 1, 0)
+            self._channels.send(message, [made.pop(name) for name in stage.sent])
+        return made
+
+    def _taken(self, call: Call, stage: Stage, before: Mapping[str, Tensor]) -> list[Tensor]:
+        if self._rank_of[stage.number - 1] == self._world.place:
+            return [before[name] for name in stage.received]
+        shapes = [part_of(stage.program, node, call.sizes) for node in stage.received.values()]
+        return self._channels.receive(Message(Kind.ACTIVATION, stage.number - 1, stage.number, 0), shapes)
+
+    def _everywhere(self, call: Call, name: str, value: Tensor | None) -> Tensor:
+        """An output on all ranks of the pipeline, from the one whose stage computes it."""
+        stages = call.ready.stages.values()
+        maker = self._rank_of[next(stage.number for stage, _ in stages if name in stage.program.outputs)]
+        program = call.ready.program
+        shape, dtype = part_of(program, program.output_nodes()[name].name, call.sizes)
+        if maker == self._world.place:
+            assert value is not None, "a stage gives the outputs that it computes"
+            found = value.contiguous()
+        else:
+            found = torch.empty(shape, dtype=dtype, device=self._world.device)
+        # As bytes: not every backend sends every type.
+        raw = found.reshape(-1).view(torch.uint8)
+        dist.broadcast(raw, self._world.line[maker], process_group(self._world.groups["pp"]))
+        return found
+
+
+def part_of(program: Program, name: str, sizes: Mapping[str, int]) -> tuple[tuple[int, ...], torch.dtype]:
+    """What a rank has of a value: shape and type."""
+    node = program.node(name)
+    kind = note(node).type
+    assert isinstance(kind, TensorType)
+    (layout,) = output_layouts(node)
+    return tuple(int(evaluate(size, sizes)) for size in local_shape(kind.shape, layout, program.axes)), kind.dtype
