@@ -10,9 +10,10 @@ from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fxpar.state.sharded_parameter import leaf_of
+from fxpar.state.stage_gradient import StageGradient
 
 
 class Buffers:
@@ -21,9 +22,11 @@ class Buffers:
     Args:
         graphed: whether steps are replayed. What somebody else made a gradient (autograd, or the user) lies elsewhere
             in each step: a step leaves its own in the buffer then, and it is added behind, where no graph knows of it.
+        of_stage: whether other ranks of a pipeline have the rest.
     """
 
-    def __init__(self, graphed: bool = False) -> None:
+    def __init__(self, graphed: bool = False, of_stage: bool = False) -> None:
+        self._of_stage = of_stage
         self._graphed = graphed
         self._buffers: dict[str, Tensor] = {}
 
@@ -126,7 +129,9 @@ class Buffers:
     def _buffer(self, name: str, leaf: Tensor) -> Tensor:
         known = self._buffers.get(name)
         if known is None or known.shape != leaf.shape or known.dtype != leaf.dtype or known.device != leaf.device:
-            known = self._buffers[name] = torch.empty_like(leaf, memory_format=torch.preserve_format).detach()
+            known = torch.empty_like(leaf, memory_format=torch.preserve_format).detach()
+            is_whole = isinstance(leaf, nn.Parameter)  # parts of cut parameters know it by themselves
+            known = self._buffers[name] = known.as_subclass(StageGradient) if self._of_stage and is_whole else known
         return known
 
 

@@ -38,6 +38,7 @@ from fxpar.runtime.programs import Programs
 from fxpar.runtime.randomness import RandomState
 from fxpar.runtime.refusals import Immovable
 from fxpar.runtime.runner import Runner
+from fxpar.runtime.scaling import join
 from fxpar.runtime.training import StepFlags, Training, check_norm
 from fxpar.runtime.world import World
 from fxpar.state import distributed_state
@@ -92,7 +93,7 @@ class ParallelModule(Immovable):
             self.line = line_of(self, model, self._programs.places)
             self.loading = adopt(self, model, main_dtype(plan), checkpoint)
         self._copies = Copies(PRECISION_DTYPES[plan.precision]) if is_mixed(plan) else None
-        self._gradients = Buffers(self._graphs is not None)
+        self._gradients = Buffers(self._graphs is not None, plan.pp > 1)
         buffers, foreign = self._gradients, self._programs.foreign
         runner = Runner(self, self.shape_of, self._copies, self._random, world.device, buffers, foreign)
         self._waiting = runner.waiting
@@ -196,6 +197,8 @@ class ParallelModule(Immovable):
             raise InputError("is of an optimizer's step", where="max_norm", remedy="pass the optimizer too")
         if max_norm is not None:
             check_norm(max_norm)
+        if scaler is not None and self._pipeline is not None:
+            join(scaler, self.world)
         found = self._training.step(parts, Ending(scaler, optimizer, max_norm))
         self._flags = StepFlags(found.norm, found.is_finite)
         return found.loss

@@ -132,11 +132,16 @@ class Pipeline:
         loss, factor = self._loss(run, bounds[0])
         return loss, {name: g if factor is None else g * factor for name, g in gradients.items()}
 
-    def joined(self, norm: Tensor) -> Tensor:
-        """The norm of what all ranks of the pipeline have, of the norm of what this one has. A collective call."""
-        found = norm.double().square()
+    @property
+    def nothing(self) -> Tensor:
+        """The square of the norm of no gradients."""
+        return torch.zeros((), dtype=torch.float64, device=self._world.device)
+
+    def joined(self, squares: Tensor) -> Tensor:
+        """The norm of what all ranks of the pipeline have, of its square on this one. A collective call."""
+        found = squares.clone()
         dist.all_reduce(found, group=process_group(self._world.groups["pp"]))
-        return found.sqrt().to(norm.dtype)
+        return found.sqrt()
 
     def _random_state(self, bounds: Sequence[Bound], state: Callable[[], Tensor]) -> Tensor | None:
         draws = any(entry.path == RNG_PATH for bound in bounds for entry in bound.call.compiled.program.inputs)

@@ -28,7 +28,8 @@ from fxpar.runtime.randomness import RandomState
 from fxpar.runtime.runner import Prepared
 from fxpar.runtime.tensors import Tensors
 from fxpar.runtime.waiting import Waiting
-from fxpar.state.sharded import local_of
+from fxpar.state.sharded import Sharded, local_of
+from fxpar.state.sharded_reduce import norms
 
 
 @dataclass(frozen=True)
@@ -96,8 +97,13 @@ class Training:
         parameters = self.parameters
         if self._pipeline is None:
             return nn.utils.clip_grad_norm_(parameters.values(), max_norm, foreach=True)
-        own = [p.grad for name, p in parameters.items() if p.grad is not None and name in self._pipeline.shared.counted]
-        norm = self._pipeline.joined(local_of(nn.utils.get_total_norm(own, foreach=True)))
+        gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+        counted = [g for name, g in gradients.items() if name in self._pipeline.shared.counted]
+        own = norms([g if isinstance(g, Sharded) else local_of(g) for g in counted], 2.0, None)
+        # In float64: the square of a norm that float32 holds may be beyond it.
+        squares = torch.stack([norm.double() for norm in own]).square().sum() if own else self._pipeline.nothing
+        some = next(iter(gradients.values() or parameters.values()), squares)
+        norm = self._pipeline.joined(squares).to(some.dtype)
         nn.utils.clip_grads_with_norm_(parameters.values(), max_norm, norm, foreach=True)
         return norm
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxpar.state import stage_norm
 from fxpar.state.operand import is_sharded, part_of, place_of, refusal
 from fxpar.state.place import Place, check_agreed, exchanged
 
@@ -37,7 +38,9 @@ def run(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     if name == _UNSCALE:
         return _unscale(func, given)
     if name == "_foreach_norm":
-        return _norms(given["self"], given["ord"], given["dtype"])
+        if any(_is_of_stage(value) for value in given["self"]):
+            raise stage_norm.refusal()
+        return norms(given["self"], given["ord"], given["dtype"])
     if name == "equal":
         return _equal(func, given)
     source = given["self"]
@@ -47,7 +50,8 @@ def run(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     if "out" in given or "other" in given or not is_sharded(source) or not whole or (name in ("max", "min") and dims):
         raise refusal(func, args, dict(kwargs))
     if name in _NORMS:
-        (found,) = _norms([source], given.get("ord", given.get("p", 2)), given.get("dtype"))
+        (found,) = norms([source], given.get("ord", given.get("p", 2)), given.get("dtype"))
+        found = found.as_subclass(stage_norm.StageNorm) if _is_of_stage(source) else found
     else:
         found = _over_all(name, source._local_tensor, source.place, given.get("dtype"))
     return found.reshape([1] * source.dim()) if given.get("keepdim") else found
@@ -78,7 +82,12 @@ def gathered_rows(own: Tensor, axis: str, place: Place, what: str) -> Tensor:
 # ---------------------------------------------------------------------- norms
 
 
-def _norms(values: Sequence[Tensor], order: Any, dtype: torch.dtype | None) -> list[Tensor]:
+def _is_of_stage(value: Any) -> bool:
+    """Whether other ranks of a pipeline hold what belongs to it."""
+    return is_sharded(value) and value.place.ranks.mesh.pp > 1
+
+
+def norms(values: Sequence[Tensor], order: Any, dtype: torch.dtype | None) -> list[Tensor]:
     """The norm of each tensor, of plain ones too; one collective for all that are cut by the same axes."""
     p = 2.0 if order is None else float(order)
     found: list[Tensor] = [torch.empty(0)] * len(values)

@@ -51,9 +51,10 @@ class Deep(Tiny):
         self.down.extend(nn.Linear(12, 6) for _ in range(4))  # type: ignore[operator]
 
     def logits(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids) + self.shift
+        x = self.embed(ids)
+        x = x + self.shift.to(x.dtype)
         for up, down in zip(self.up, self.down, strict=True):  # type: ignore[call-overload]
-            x = x + down(self.drop(functional.relu(up(x)))) * self.scale
+            x = x + down(self.drop(functional.relu(up(x)))) * self.scale.to(x.dtype)
         return self.head(self.norm(x))  # type: ignore[no-any-return]
 
 

@@ -5,6 +5,8 @@ Every function runs alike in a rank and in the test's own process, where no grou
 
 from __future__ import annotations
 
+import copy
+import math
 from typing import Any
 
 import torch
@@ -75,3 +77,81 @@ def plain_calls(options: dict[str, Any]) -> Found:
     model.requires_grad_(True)
     found["frozen"] = {name: whole(value).requires_grad for name, value in output.items()}
     return found
+
+
+def clipped(options: dict[str, Any]) -> Found:
+    """Norms, what torch's own clipping is told, and a step with an optimizer inside."""
+    model, batch = deep(options), models.batch()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with model.no_sync():
+        model.train_step(parts(batch))
+    model.train_step(parts(batch))
+    found: Found = {"norms": [model.clip_grad_norm_(math.inf), model.clip_grad_norm_(0.01), model.clip_grad_norm_(1.0)]}
+    found["gradients"] = gradients(model)
+    if dist.is_initialized():
+        own = [p.grad for p in model.parameters() if p.grad is not None]
+        found["torch"] = [
+            refusal(lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=False)),
+            refusal(lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=True)),
+            refusal(lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, norm_type=math.inf)),
+            refusal(lambda: torch.stack([g.norm() for g in own]).norm()),
+        ]
+        found["one"] = type(own[0].norm().item()), copy.deepcopy(own[0]).shape == own[0].shape
+    optimizer.zero_grad()
+    found["loss"] = model.train_step(parts(batch), optimizer=optimizer, max_norm=0.1)
+    found["flags"] = model.step_flags.norm, bool(model.step_flags.is_finite)
+    found["state"] = model.full_state_dict()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(math.nan)
+    model.train_step(parts(batch), optimizer=optimizer, max_norm=0.1)
+    found["broken"] = bool(model.step_flags.is_finite)
+    return found
+
+
+def scaled(inside: bool, frozen: bool) -> Found:
+    """Steps in float16, of which one overflows on the first stage alone, with a scaler that all stages share."""
+    model = fxpar.parallelize(models.tiny(models.Deep), plan(precision="fp16"), models.batch(), timeout=SECONDS)
+    if frozen:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(any(part in name for part in ("up.0", "down.0", "up.1", "down.1")))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
+    scales, states = [], []
+    for step in range(5):
+        handle = None
+        if step == 2 and "up.0.weight" in dict(model.named_parameters()):
+            handle = model.get_parameter("up.0.weight").register_hook(lambda gradient: gradient * math.inf)
+        if inside:
+            model.train_step(parts(models.batch()), scaler=scaler, optimizer=optimizer, max_norm=1.0)
+        else:
+            model.train_step(parts(models.batch()), scaler=scaler)
+            if step % 2:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        if handle is not None:
+            handle.remove()
+        scales.append(scaler.get_scale())
+        states.append(model.full_state_dict())
+    return {"scales": scales, "states": states}
+
+
+def mixed() -> Found:
+    """Steps in mixed precision with a scheduler and two optimizers, of which one has parameters of one stage alone."""
+    model = fxpar.parallelize(models.tiny(models.Deep), plan(precision="bf16"), models.batch(), timeout=SECONDS)
+    named = dict(model.named_parameters())
+    norms: Any = {"params": [p for n, p in named.items() if "norm" in n]}
+    first = torch.optim.AdamW([p for n, p in named.items() if "norm" not in n], lr=1e-2)
+    second = torch.optim.SGD([norms], lr=1e-1)
+    scheduler = torch.optim.lr_scheduler.StepLR(first, 2, 0.5)
+    losses = []
+    for _ in range(4):
+        losses.append(model.train_step(parts(models.batch())).item())
+        losses.append(model.clip_grad_norm_(1.0).item())
+        for optimizer in (first, second):
+            optimizer.step()
+            optimizer.zero_grad()
+        scheduler.step()
+    return {"losses": losses, "types": {p.dtype for p in model.parameters()}, "step": model.step}
