@@ -192,8 +192,9 @@ def _beginning(found: Divisible, name: str) -> int:
         fqn = note(node).fqn
         if fqn == name or fqn.startswith(f"{name}."):
             return found.places[node]
+    own = any(note(node).fqn == name or note(node).fqn.startswith(f"{name}.") for node in found.anywhere)
     raise InputError(
-        "no operation of the program is of this module",
+        "each stage computes this module for itself" if own else "no operation of the program is of this module",
         where=f"stages[{name!r}]",
         remedy="name a module as the model does: `fxpar trace` lists them behind each node",
     )

@@ -74,12 +74,12 @@ class Divisible:
     def _sizes(self) -> Mapping[str, int]:
         return symbol_sizes(self.program, None)
 
-    def bytes_of(self, node: fx.Node) -> int:
-        """Bytes of a node's values on a rank, for inputs of the example's sizes."""
+    def bytes_of(self, node: fx.Node, sizes: Mapping[str, int] | None = None) -> int:
+        """Bytes of a node's values on a rank, for inputs of the example's sizes if no others are given."""
         total = 0
         for kind, layout in zip(output_types(node), output_layouts(node), strict=True):
             shape = local_shape(kind.shape, layout, self.program.axes)
-            total += prod(evaluate(size, self._sizes) for size in shape) * kind.dtype.itemsize
+            total += prod(evaluate(size, sizes or self._sizes) for size in shape) * kind.dtype.itemsize
         return int(total)
 
     @cached_property
@@ -121,7 +121,7 @@ class Divisible:
         """Bytes of the parameters that each operation in the order is the first to read, with what trains them."""
         first: dict[fx.Node, int] = {}
         for node in reversed(self.program.graph.nodes):
-            for read in operands(node) if node.op == "call_function" else ():
+            for read in _made_of(node) if node.op == "call_function" else ():
                 place = self.places.get(node, first.get(node))
                 if place is not None:
                     first[read] = min(place, first.get(read, place))
@@ -186,8 +186,8 @@ def _anywhere(program: Program) -> set[fx.Node]:
             continue
         if _communicates(node) or not _is_cheap(node, products, values, sizes):
             continue
-        parameters = frozenset().union(*(made[read][0] for read in operands(node)))
-        of_inputs = any(made[read][1] for read in operands(node))
+        parameters = frozenset().union(*(made[read][0] for read in _made_of(node)))
+        of_inputs = any(made[read][1] for read in _made_of(node))
         if parameters and of_inputs:
             continue
         largest = MOST_OF_PARAMETERS * sum(sizes.bytes_of(each) for each in parameters)
@@ -196,6 +196,15 @@ def _anywhere(program: Program) -> set[fx.Node]:
         made[node] = parameters, of_inputs
         found.add(node)
     return found
+
+
+def _made_of(node: fx.Node) -> Sequence[fx.Node]:
+    """What a node is computed of; of a bucket's sums each is one parameter's, whoever reads the others."""
+    if node.target is operator.getitem:
+        bucket, index = node.args
+        if isinstance(bucket, fx.Node) and bucket.target is sum_gradients and isinstance(index, int):
+            return (operands(bucket)[index],)
+    return () if node.target is sum_gradients and isinstance(note(node).type, tuple) else operands(node)
 
 
 def _communicates(node: fx.Node) -> bool:

@@ -172,9 +172,10 @@ def is_tensor(node: fx.Node) -> bool:
 
 
 def describe(node: fx.Node) -> str:
-    """`%name (fqn, file.py:41)`."""
+    """`%name (fqn, file.py:41)`, of a pipeline with the stage."""
     kept = note(node)
-    place = ", ".join(part for part in (kept.fqn, kept.source) if part)
+    stages = [f"stage {'+'.join(map(str, kept.stages))}"] if kept.stages else []
+    place = ", ".join([part for part in (kept.fqn, kept.source) if part] + stages)
     return f"%{node.name} ({place})" if place else f"%{node.name}"
 
 

@@ -77,9 +77,11 @@ def _check_read(program: Program, node: fx.Node, read: fx.Node) -> None:
             where=describe(node),
             remedy=f"put fxpar.transfer on each cut between stages {other} and {stage}",
         )
-    if read.op == "placeholder" and program.parameter(read) is not None and stage not in note(read).stages:
+    parameter = program.parameter(read) if read.op == "placeholder" else None
+    if parameter is not None and stage not in note(read).stages:
+        lost = ", so that its gradient of it is not summed" if parameter.trainable else ""
         raise CheckFailed(
-            f"reads %{read.name}, which stage {stage} does not hold, so that its gradient of it is not summed",
+            f"reads %{read.name}, which stage {stage} does not hold{lost}",
             where=describe(node),
             remedy=f"note stage {stage} on the parameter",
         )
