@@ -298,7 +298,9 @@ def test_what_is_computed_again_stays_so_where_layers_are_calls(mode: str, recom
     outlined = outline_layers(program.copy())
     assert regions(outlined)
     graph = lower(outlined, {"tp": Group("tp", 2)}).module.graph
-    assert Step(outlined, graph, *cut(graph), {}, {}, (), {}).recomputes is recomputes
+    forward, early, late, parameter, both = cut(graph)
+    made = Step(outlined, graph, forward, (*early, *late), parameter, both, {}, {}, (), {}, {}, len(early))
+    assert made.recomputes is recomputes
 
 
 def test_a_step_without_gradients_computes_nothing_again() -> None:

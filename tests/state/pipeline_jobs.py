@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from torch.distributed.checkpoint import load as load_parts
-from torch.distributed.checkpoint import save as save_parts
+from torch.distributed.checkpoint.state_dict_loader import load as load_parts
+from torch.distributed.checkpoint.state_dict_saver import save as save_parts
 
 import fxpar
 from fxpar.runtime.module import ParallelModule
