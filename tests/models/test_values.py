@@ -30,7 +30,7 @@ _COMBINATIONS = [
     ("vit", Variant(2, attention="eager", recompute=True)),
     ("encoder", Variant(2, frozen=True)),
 ]
-_EVERY_TIME = len(_COMBINATIONS) - 6
+_EVERY_TIME = len(_COMBINATIONS) - 8
 
 
 @pytest.mark.parametrize(

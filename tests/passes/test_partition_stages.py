@@ -81,6 +81,7 @@ def test_a_long_skip_is_passed_on_with_its_gradient() -> None:
     assert compared(program, skip=True).ok
 
 
+@pytest.mark.matrix
 def test_the_memory_of_an_encoder_is_passed_through_the_decoder() -> None:
     """Each later stage of the decoder gets it of the one before, and returns a gradient of it."""
     loaded = load_model("hf:t5,num_layers=1,num_decoder_layers=3", 3, 16, 0, True)
@@ -266,7 +267,7 @@ def _check_cuts(name: str, layers: int) -> None:
         assert ratio <= 1.02 * most
 
 
-@pytest.mark.parametrize("name", LARGE)
+@pytest.mark.parametrize("name", ["gpt-8.3b", pytest.param("llama-3-8b", marks=pytest.mark.matrix)])
 def test_of_large_models_the_stream_alone_crosses(name: str) -> None:
     _check_cuts(name, 16)
 
