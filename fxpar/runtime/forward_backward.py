@@ -128,6 +128,13 @@ class ForwardBackward:
     def _check_padding(self, call: Call, loss: str) -> None:
         if call.unproven:
             assert self._inputs is not None, "only what was compared can be longer elsewhere"
+            if self._runner.evaluation is not None:
+                raise InputError(
+                    "the data ranks bring sequences of other lengths, and through a pipeline nothing shows whether "
+                    "what pads them matters",
+                    where=f"batch entry {', '.join(sorted(call.unproven))}",
+                    remedy="pad them to one length on every data rank",
+                )
             check_padding(call, lambda tried: self._runner.gradients(tried, loss), self._inputs.somewhere)
 
     def _loss_name(self, call: Call, where: str) -> str:

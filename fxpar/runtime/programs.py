@@ -38,6 +38,7 @@ from fxpar.runtime.graphs.table import Graphs
 from fxpar.runtime.inputs import Shapes
 from fxpar.runtime.placement import own_stages, rank_of, schedule_of
 from fxpar.runtime.refusals import Unwrappable
+from fxpar.runtime.rows import prove_rows
 from fxpar.runtime.skeleton import attach, skeleton_of
 from fxpar.runtime.steps import Steps
 from fxpar.runtime.world import World
@@ -294,6 +295,8 @@ class Programs:
 
         asked = self._loss if with_loss else loss
         compiled = compile_model(self.skeleton, calls.example(batch), self._plan, asked, passes, review)
+        if not self.layouts and self._plan.microbatches > 1 and self._plan.dp == 1:
+            prove_rows(compiled.captured.program, self._passes)
         program = compiled.program
         layouts = _parameter_layouts(program)
         odd = [n for n, layout in layouts.items() if layout != self.layouts.get(n, layout)]

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import copy
 import math
+import os
+import signal
 from typing import Any
 
 import torch
@@ -15,8 +17,10 @@ from torch import Tensor
 
 import fxpar
 from fxpar.runtime.module import ParallelModule
+from fxpar.runtime.steps import Steps
 from tests.runtime import models
 from tests.runtime.jobs import Found, gradients, kept, refusal, whole
+from tests.zoo import CASES
 
 SECONDS = 30.0
 
@@ -24,7 +28,8 @@ SECONDS = 30.0
 def plan(microbatches: int = 2, **options: Any) -> fxpar.Plan:
     """Two stages or more on the ranks that are there; one process runs without axes."""
     if not dist.is_initialized():
-        return fxpar.Plan(**{k: v for k, v in options.items() if k not in ("tp", "dp", "split", "virtual_stages")})
+        left = {k: v for k, v in options.items() if k not in ("tp", "dp", "split", "virtual_stages")}
+        return fxpar.Plan(microbatches=microbatches if "batch_dims" in options else 1, **left)
     return fxpar.Plan(pp=dist.get_world_size() // options.get("tp", 1), microbatches=microbatches, **options)
 
 
@@ -155,3 +160,38 @@ def mixed() -> Found:
             optimizer.zero_grad()
         scheduler.step()
     return {"losses": losses, "types": {p.dtype for p in model.parameters()}, "step": model.step}
+
+
+def ends_in_the_schedule() -> None:
+    """The last rank is killed in front of its second microbatch."""
+    model = tiny()
+    model.train_step(parts(models.batch()))
+    if dist.get_rank() == dist.get_world_size() - 1:
+        plain, seen = Steps.run, list[int]()
+
+        def dying(*args: Any, **options: Any) -> Any:
+            seen.append(1)
+            if len(seen) == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return plain(*args, **options)
+
+        Steps.run = dying  # type: ignore[method-assign]
+    model.train_step(parts(models.batch()))
+
+
+def cut(name: str, options: dict[str, Any]) -> Found:
+    """A batch that is cut into three microbatches, against the same as a list; and one that cannot be cut."""
+    case = CASES[name]
+    batch = case.example()
+    model = fxpar.parallelize(case.model(), plan(3, **options), batch, case.loss, timeout=SECONDS)
+    dims = options["batch_dims"]
+    lists = [{key: value.narrow(dims[key], index, 1) for key, value in batch.items()} for index in range(3)]
+    found: Found = {"cut": model.train_step(batch), "gradients": gradients(model)}
+    model.step = 0
+    model.zero_grad()
+    found["list"], found["of lists"] = model.train_step(lists), gradients(model)
+    two = {key: value.narrow(dims[key], 0, 2) for key, value in batch.items()}
+    found["two rows"] = refusal(lambda: model.train_step(two))
+    model.step = 0
+    found["one microbatch"] = model.train_step([two])
+    return found

@@ -1,0 +1,45 @@
+"""Batches that are cut into microbatches: by what is proven to be their rows, with a pipeline and without one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import fxpar
+from fxpar.errors import InputError
+from tests.runtime import pipeline_jobs
+from tests.runtime.jobs import Found
+from tests.runtime.world import World
+from tests.zoo import CASES
+
+ROWS: dict[str, Any] = {"batch_dims": {"src": 1, "target": 1}}
+
+
+def test_a_batch_whose_first_dimension_is_not_its_rows_is_not_cut_by_it() -> None:
+    case = CASES["encoder"]
+    with pytest.raises(InputError, match="needs the whole of dimension") as caught:
+        fxpar.parallelize(case.model(), fxpar.Plan(microbatches=2), case.example(), case.loss)
+    assert caught.value.where == "microbatches"
+    assert "batch_dims={path: dim}" in caught.value.remedy
+
+
+def check(found: Found) -> None:
+    assert torch.equal(found["cut"], found["list"])
+    assert all(torch.equal(gradient, found["of lists"][name]) for name, gradient in found["gradients"].items())
+    kind, where, reason, remedy = found["two rows"]
+    assert (kind, where) == ("InputError", "batch entry src")
+    assert reason == "has 2 rows in dimension 1, which 3 microbatches cannot share out"
+    assert remedy.startswith("pass a multiple of 3, a list of microbatches")
+
+
+def test_rows_that_the_plan_names_are_cut(world2: World) -> None:
+    one = pipeline_jobs.cut("encoder", ROWS)
+    check(one)
+    for found in world2.run(pipeline_jobs.cut, "encoder", ROWS):
+        check(found)
+        for key in ("cut", "one microbatch"):
+            torch.testing.assert_close(found[key], one[key], rtol=1e-5, atol=1e-6)
+        for name, gradient in found["gradients"].items():
+            torch.testing.assert_close(gradient, one["gradients"][name], rtol=1e-4, atol=1e-6)
