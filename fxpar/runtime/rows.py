@@ -1,7 +1,7 @@
 """Which dimension of a batch is cut into microbatches, where no data ranks share it out.
 
-Enters: a captured program. Leaves: nothing where its inputs can be cut by rows, else an error. The proof is that of data
-parallel ranks: what may be shared out over two of them may be computed one after the other.
+Enters: a captured program. Leaves: nothing where its inputs can be cut by rows, else an error. The proof is that of
+data parallel ranks: what may be shared out over two of them may be computed one after the other.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def prove_rows(program: Program, passes: Sequence[Pass]) -> None:
     Raises:
         InputError: names what takes the rows together, or the inputs that do not say which dimension they are.
     """
-    options = {"tp": 1, "dp": 2, "pp": 1, "virtual_stages": 1, "stages": (), "microbatches": 1, "schedule": ""}
-    plan = replace(program.plan, **options, group_size=None, split={}, sequence_parallel=False)
+    plan = replace(program.plan, virtual_stages=1, stages=(), microbatches=1, schedule="", group_size=None)
+    plan = replace(plan, tp=1, dp=2, pp=1, split={}, sequence_parallel=False)
     try:
         compile_program(of_all_ranks(program.copy().with_(plan=plan)), passes, until=insert_collectives.name)
     except FxparError as error:
