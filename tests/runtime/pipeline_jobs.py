@@ -195,3 +195,20 @@ def cut(name: str, options: dict[str, Any]) -> Found:
     model.step = 0
     found["one microbatch"] = model.train_step([two])
     return found
+
+
+def uneven(reduction: str) -> Found:
+    """Data ranks with other numbers of rows, each a pipeline, some of whose words count; and other lengths."""
+    batch, is_one = models.batch(8), not dist.is_initialized()
+    batch["targets"][0, :3] = batch["targets"][5] = -100
+    own = fxpar.Plan(loss_reduction=reduction)
+    own = own if is_one else fxpar.Plan(pp=2, dp=2, microbatches=2, loss_reduction=reduction)
+    model = fxpar.parallelize(models.tiny(models.Deep, dropout=0.0).double(), own, models.batch(), timeout=SECONDS)
+    place = 0 if is_one else model.world.coordinates["dp"]
+    cuts = [(0, 4), (4, 8)] if is_one else [[(0, 3), (4, 7)], [(3, 4), (7, 8)]][place]
+    lists = [{name: value[first:last] for name, value in batch.items()} for first, last in cuts]
+    found: Found = {"loss": model.train_step(lists), "gradients": gradients(model)}
+    if not is_one:
+        shorter = {name: value[:2, : 5 - 2 * place] for name, value in batch.items()}
+        found["lengths"] = refusal(lambda: model.train_step([shorter, shorter]))
+    return found

@@ -43,3 +43,14 @@ def test_rows_that_the_plan_names_are_cut(world2: World) -> None:
             torch.testing.assert_close(found[key], one[key], rtol=1e-5, atol=1e-6)
         for name, gradient in found["gradients"].items():
             torch.testing.assert_close(gradient, one["gradients"][name], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "token"])
+def test_data_ranks_with_other_rows_are_pipelines_of_their_own(world4: World, reduction: str) -> None:
+    one = pipeline_jobs.uneven(reduction)
+    for found in world4.run(pipeline_jobs.uneven, reduction):
+        torch.testing.assert_close(found["loss"], one["loss"], rtol=0, atol=1e-12)
+        for name, gradient in found["gradients"].items():
+            torch.testing.assert_close(gradient, one["gradients"][name], rtol=0, atol=1e-12)
+        assert found["lengths"][:2] == ("InputError", "batch entry ids")
+        assert found["lengths"][3] == "pad them to one length on every data rank"
