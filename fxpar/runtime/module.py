@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,22 +35,19 @@ from fxpar.runtime.pipeline import Pipeline
 from fxpar.runtime.placement import own_stages
 from fxpar.runtime.programs import Programs
 from fxpar.runtime.randomness import RandomState
-from fxpar.runtime.refusals import Immovable
 from fxpar.runtime.runner import Runner
 from fxpar.runtime.scaling import join
+from fxpar.runtime.stateful import Stateful
 from fxpar.runtime.training import StepFlags, Training, check_norm
 from fxpar.runtime.world import World
-from fxpar.state import distributed_state
 from fxpar.state.checkpoint import Checkpoint
-from fxpar.state.export import save_checkpoint
-from fxpar.state.full_state import fingerprints, full_state_dict, load_full_state_dict
+from fxpar.state.full_state import fingerprints
+from fxpar.state.held import Held
 from fxpar.state.initial import named_tensors
-from fxpar.state.parts import load
 from fxpar.state.sharded_parameter import leaf_of
-from fxpar.state.training import Extras, Progress, resume_training, save_training
 
 
-class ParallelModule(Immovable):
+class ParallelModule(Stateful):
     """One rank's part of a model. Made by `fxpar.parallelize`.
 
     Parameters are this rank's shards under the author's names. Programs are compiled on first use for each mode of the
@@ -104,15 +100,6 @@ class ParallelModule(Immovable):
         training = (self._random, self._gradients, self._graphs, expire, self._pipeline)
         self._training = Training(runner.tensors, self._batches, runner.waiting, *training)
         Optimizers(model).watch(self)
-
-    @property
-    def step(self) -> int:
-        """Calls so far that drew random bits; set it when a run is resumed, so that its masks go on."""
-        return self._random.step
-
-    @step.setter
-    def step(self, value: int) -> None:
-        self._random.step = value
 
     @property
     def layouts(self) -> dict[str, Layout]:
@@ -233,143 +220,10 @@ class ParallelModule(Immovable):
             return [self.own_rows(part) for part in batch]
         return calls.own_rows(self.program, batch, self.world.coordinates)
 
-    # ------------------------------------------------------------------ state
+    def _held(self) -> Held:
+        return held_by(self)
 
-    @together
-    def full_state_dict(self) -> dict[str, Tensor]:
-        """What `state_dict()` of the unsplit model would hold, on the CPU of every rank. All ranks must call it."""
-        return full_state_dict(held_by(self))
-
-    def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Loads the unsplit model's state dict; each rank keeps its shards. Tied names may be left out.
-
-        Raises:
-            CheckpointError: a name is missing or unknown, or a shape differs; nothing is loaded then.
-        """
-        load_full_state_dict(held_by(self), state)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:  # type: ignore[override]
-        """This rank's part under the author's names, as `torch.distributed.checkpoint` saves it and loads it in place.
-
-        What is cut has the whole's shape and is a DTensor for torch; tied names share one.
-
-        Raises:
-            InputError: arguments, with which a module around this one would call it.
-        """
-        if args or kwargs:
-            raise InputError(
-                "is made for torch.distributed.checkpoint alone and takes no arguments",
-                where="state_dict()",
-                remedy="save this module by itself, not as a part of another",
-            )
-        return distributed_state.state_dict(held_by(self))
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Loads what `state_dict` of a module of the same plan gave, or whole tensors, of which each rank takes parts.
-
-        Raises:
-            CheckpointError: a name is missing or unknown, or a tensor is another part; nothing is loaded then.
-            InputError: `assign` is true.
-        """
-        if assign:
-            raise InputError(
-                "assign=True would exchange the memory that programs run on",
-                where="load_state_dict()",
-                remedy="leave it out: values are copied",
-            )
-        return distributed_state.load_state_dict(held_by(self), state_dict, strict)
-
-    @together
-    def save_checkpoint(self, folder: str | Path, shard_size: int | str = "5GB") -> None:
-        """Writes safetensors under the author's names, as transformers' `from_pretrained` and `load_checkpoint` read.
-
-        Rank 0 writes and holds one file's tensors at most. A model of transformers has its configuration written too.
-        All ranks must call it.
-
-        Args:
-            folder: is made if it is not there.
-            shard_size: the most bytes of tensors in a file (a larger tensor has one of its own), such as "500MB".
-
-        Raises:
-            CheckpointError: the folder holds a checkpoint already or cannot be written.
-            InputError: `shard_size` is no size.
-        """
-        save_checkpoint(held_by(self), self._programs.skeleton, folder, shard_size)
-
-    @together
-    def load_checkpoint(self, checkpoint: str | Path | Checkpoint) -> None:
-        """Loads safetensors; each rank reads its parts. Tied names may be left out. All ranks must call it.
-
-        Args:
-            checkpoint: a file, an index, a folder with either, or a `fxpar.Checkpoint`.
-
-        Raises:
-            CheckpointError: it cannot be read, or has other names or shapes; nothing is loaded then.
-        """
-        load(held_by(self), checkpoint)
-
-    @together
-    def save_training(
-        self,
-        folder: str | Path,
-        optimizer: torch.optim.Optimizer,
-        scheduler: Any = None,
-        position: Any = None,
-        scaler: torch.amp.GradScaler | None = None,
-        keep: int = 2,
-        shard_size: int | str = "5GB",
-    ) -> Path:
-        """Saves all that `resume_training` needs to go on as if nothing had happened; between two steps.
-
-        Weights, optimizer, scheduler, the random bits' step, the position and the scaler go to a new folder in
-        `folder`, as safetensors under the author's names and JSON. Every rank writes its own parts. A save that is
-        killed at whatever moment leaves the ones before it as they are. All ranks must call it, with one folder that
-        all of them see.
-
-        Args:
-            position: where in the data the training is: anything of numbers, texts, lists and dicts.
-            keep: how many saves stay in the folder.
-            shard_size: as of `save_checkpoint`.
-
-        Returns:
-            The save's own folder, from which `from_pretrained` and `load_checkpoint` read the weights.
-
-        Raises:
-            CheckpointError: a state that is neither like its parameter nor one number or cannot be JSON, a folder that
-                cannot be written or is not the same on all ranks.
-            InputError: an option or object of the wrong kind, or trainings that differ between ranks.
-        """
-        extras, progress = Extras(scheduler, scaler), Progress(self.step, position)
-        model = (self._programs.skeleton, self.plan)
-        return save_training(held_by(self), *model, folder, optimizer, extras, progress, keep, shard_size)
-
-    @together
-    def resume_training(
-        self,
-        folder: str | Path,
-        optimizer: torch.optim.Optimizer,
-        scheduler: Any = None,
-        scaler: torch.amp.GradScaler | None = None,
-    ) -> Any:
-        """Takes up the last save in a folder, or the save that `folder` is, under any plan of the same seed.
-
-        Each rank reads its own parts. All ranks must call it.
-
-        Args:
-            optimizer: of the class and with the parameter groups that were saved; its state is replaced.
-            scheduler: of the class that was saved; likewise.
-            scaler: likewise.
-
-        Returns:
-            The position that was saved.
-
-        Raises:
-            CheckpointError: there is no save, it is damaged, or what was saved does not fit; nothing is loaded then.
-            InputError: an object of the wrong kind, or other saves on other ranks.
-        """
-        progress = resume_training(held_by(self), folder, optimizer, Extras(scheduler, scaler), self.plan.seed)
-        self.step = progress.step
-        return progress.position
+    # ------------------------------------------------------------------ gradients
 
     @together
     def clip_grad_norm_(self, max_norm: float) -> Tensor:

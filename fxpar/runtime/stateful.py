@@ -1,0 +1,187 @@
+"""The state of a parallel module: how its weights and its training are saved and loaded, under the author's names.
+
+Enters: a module's part. Leaves: methods that all ranks call.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fxpar.errors import InputError
+from fxpar.plan.plan import Plan
+from fxpar.runtime.agreement import together
+from fxpar.runtime.randomness import RandomState
+from fxpar.runtime.refusals import Immovable
+from fxpar.state import distributed_state
+from fxpar.state.checkpoint import Checkpoint
+from fxpar.state.export import save_checkpoint
+from fxpar.state.full_state import full_state_dict, load_full_state_dict
+from fxpar.state.held import Held
+from fxpar.state.parts import load
+from fxpar.state.training import Extras, Progress, resume_training, save_training
+
+if TYPE_CHECKING:
+    from fxpar.runtime.programs import Programs
+
+
+class Stateful(Immovable):
+    """What of a parallel module saves and loads."""
+
+    plan: Plan
+    _programs: Programs
+    _random: RandomState
+
+    @abstractmethod
+    def _held(self) -> Held:
+        """What this rank holds."""
+
+    @property
+    def step(self) -> int:
+        """Calls so far that drew random bits; set it when a run is resumed, so that its masks go on."""
+        return self._random.step
+
+    @step.setter
+    def step(self, value: int) -> None:
+        self._random.step = value
+
+    @together
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """What `state_dict()` of the unsplit model would hold, on the CPU of every rank. All ranks must call it."""
+        return full_state_dict(self._held())
+
+    def load_full_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Loads the unsplit model's state dict; each rank keeps its shards. Tied names may be left out.
+
+        Raises:
+            CheckpointError: a name is missing or unknown, or a shape differs; nothing is loaded then.
+        """
+        load_full_state_dict(self._held(), state)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:  # type: ignore[override]
+        """This rank's part under the author's names, as `torch.distributed.checkpoint` saves it and loads it in place.
+
+        What is cut has the whole's shape and is a DTensor for torch; tied names share one.
+
+        Raises:
+            InputError: arguments, with which a module around this one would call it.
+        """
+        if args or kwargs:
+            raise InputError(
+                "is made for torch.distributed.checkpoint alone and takes no arguments",
+                where="state_dict()",
+                remedy="save this module by itself, not as a part of another",
+            )
+        return distributed_state.state_dict(self._held())
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Loads what `state_dict` of a module of the same plan gave, or whole tensors, of which each rank takes parts.
+
+        Raises:
+            CheckpointError: a name is missing or unknown, or a tensor is another part; nothing is loaded then.
+            InputError: `assign` is true.
+        """
+        if assign:
+            raise InputError(
+                "assign=True would exchange the memory that programs run on",
+                where="load_state_dict()",
+                remedy="leave it out: values are copied",
+            )
+        return distributed_state.load_state_dict(self._held(), state_dict, strict)
+
+    @together
+    def save_checkpoint(self, folder: str | Path, shard_size: int | str = "5GB") -> None:
+        """Writes safetensors under the author's names, as transformers' `from_pretrained` and `load_checkpoint` read.
+
+        Rank 0 writes and holds one file's tensors at most. A model of transformers has its configuration written too.
+        All ranks must call it.
+
+        Args:
+            folder: is made if it is not there.
+            shard_size: the most bytes of tensors in a file (a larger tensor has one of its own), such as "500MB".
+
+        Raises:
+            CheckpointError: the folder holds a checkpoint already or cannot be written.
+            InputError: `shard_size` is no size.
+        """
+        save_checkpoint(self._held(), self._programs.skeleton, folder, shard_size)
+
+    @together
+    def load_checkpoint(self, checkpoint: str | Path | Checkpoint) -> None:
+        """Loads safetensors; each rank reads its parts. Tied names may be left out. All ranks must call it.
+
+        Args:
+            checkpoint: a file, an index, a folder with either, or a `fxpar.Checkpoint`.
+
+        Raises:
+            CheckpointError: it cannot be read, or has other names or shapes; nothing is loaded then.
+        """
+        load(self._held(), checkpoint)
+
+    @together
+    def save_training(
+        self,
+        folder: str | Path,
+        optimizer: torch.optim.Optimizer,
+        scheduler: Any = None,
+        position: Any = None,
+        scaler: torch.amp.GradScaler | None = None,
+        keep: int = 2,
+        shard_size: int | str = "5GB",
+    ) -> Path:
+        """Saves all that `resume_training` needs to go on as if nothing had happened; between two steps.
+
+        Weights, optimizer, scheduler, the random bits' step, the position and the scaler go to a new folder in
+        `folder`, as safetensors under the author's names and JSON. Every rank writes its own parts. A save that is
+        killed at whatever moment leaves the ones before it as they are. All ranks must call it, with one folder that
+        all of them see.
+
+        Args:
+            position: where in the data the training is: anything of numbers, texts, lists and dicts.
+            keep: how many saves stay in the folder.
+            shard_size: as of `save_checkpoint`.
+
+        Returns:
+            The save's own folder, from which `from_pretrained` and `load_checkpoint` read the weights.
+
+        Raises:
+            CheckpointError: a state that is neither like its parameter nor one number or cannot be JSON, a folder that
+                cannot be written or is not the same on all ranks.
+            InputError: an option or object of the wrong kind, or trainings that differ between ranks.
+        """
+        extras, progress = Extras(scheduler, scaler), Progress(self.step, position)
+        model = (self._programs.skeleton, self.plan)
+        return save_training(self._held(), *model, folder, optimizer, extras, progress, keep, shard_size)
+
+    @together
+    def resume_training(
+        self,
+        folder: str | Path,
+        optimizer: torch.optim.Optimizer,
+        scheduler: Any = None,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> Any:
+        """Takes up the last save in a folder, or the save that `folder` is, under any plan of the same seed.
+
+        Each rank reads its own parts. All ranks must call it.
+
+        Args:
+            optimizer: of the class and with the parameter groups that were saved; its state is replaced.
+            scheduler: of the class that was saved; likewise.
+            scaler: likewise.
+
+        Returns:
+            The position that was saved.
+
+        Raises:
+            CheckpointError: there is no save, it is damaged, or what was saved does not fit; nothing is loaded then.
+            InputError: an object of the wrong kind, or other saves on other ranks.
+        """
+        progress = resume_training(self._held(), folder, optimizer, Extras(scheduler, scaler), self.plan.seed)
+        self.step = progress.step
+        return progress.position
