@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -44,6 +45,20 @@ class Channels:
             own, _ = dist.new_subgroups_by_enumeration([list(line) for line in lines], timeout=timeout)
             assert own is not None
             self._groups[way] = Group(own.group_name, own.size())
+            self._meet(world.place, way)
+
+    def _meet(self, place: int, way: _Way) -> None:
+        """Sends a word between all ranks of a way, pair by pair.
+
+        NCCL makes a communicator when two ranks first send each other something, and both wait for that: in the middle
+        of a schedule they might wait in a circle.
+        """
+        word, group = torch.zeros(1, device=self._device), process_group(self._groups[way])
+        for sender, receiver in _pairs(self._schedule, way):
+            work = dist.isend(word, self._line[receiver], group) if place == sender else None
+            work = dist.irecv(word, self._line[sender], group) if place == receiver else work
+            if work is not None:
+                work.wait()
 
     def send(self, message: Message, values: Sequence[Tensor]) -> None:
         """Sends the parts of a message; they may not be written to until they are there."""
@@ -82,10 +97,14 @@ class Channels:
         return message.kind, rank_of[message.sender] < rank_of[message.receiver]
 
 
+def _pairs(schedule: Schedule, way: _Way) -> list[tuple[int, int]]:
+    """The ranks of a pipeline that send each other messages of a kind in a direction, senders first."""
+    kind, is_up = way
+    neighbours = ((a, b) if kind is Kind.ACTIVATION else (b, a) for a, b in pairwise(schedule.rank_of) if a != b)
+    return sorted({(sender, receiver) for sender, receiver in neighbours if (sender < receiver) == is_up})
+
+
 def _ways(schedule: Schedule) -> list[_Way]:
     """The kinds and directions of the messages between neighbours, in one order on all ranks."""
-    pairs = list(zip(schedule.rank_of, schedule.rank_of[1:], strict=False))
-    found = {(Kind.ACTIVATION, a < b) for a, b in pairs if a != b} | {
-        (Kind.GRADIENT, b < a) for a, b in pairs if a != b
-    }
-    return sorted(found)
+    pairs = [(a, b) for a, b in pairwise(schedule.rank_of) if a != b]
+    return sorted({(Kind.ACTIVATION, a < b) for a, b in pairs} | {(Kind.GRADIENT, b < a) for a, b in pairs})
