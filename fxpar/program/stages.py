@@ -181,6 +181,8 @@ class Stage:
         tangents: those of its outputs whose gradient it is given: of what it sends, and the loss.
         returned: of what it receives, the names of the outputs of its step that are gradients, by name of what was
             sent; without those that have none.
+        trained: names of the parameters to which its backward gives a gradient, as long as they are not frozen. Of one
+            that several stages hold that may be some of them: another reads it detached.
     """
 
     number: int
@@ -189,20 +191,24 @@ class Stage:
     sent: tuple[str, ...]
     tangents: tuple[str, ...]
     returned: Mapping[str, str]
+    trained: frozenset[str]
 
 
 def stages_of(program: Program) -> list[Stage]:
     """The stages of a program that was cut into them, in order."""
     crossed = crossings(program)
     flags = carried(program)
-    ends = [name for name in program.outputs if not program.loss or name == program.loss]
+    roots = [name for name in program.outputs if not program.loss or name == program.loss]
+    ends = reached(program, flags)
+    placeholders = program.placeholders()
     found = []
     for number in range(program.plan.pipeline_stages):
         own = stage_program(program, number)
+        readers = {node for node in ends if node.op == "call_function" and stage_of(node) == number}
         entering = [c for c in crossed if c.receiver == number]
         leaving = [c for c in crossed if c.receiver == number + 1]
         nodes = program.output_nodes()
-        made = [name for name in ends if name in own.outputs and any(flags[nodes[name]])]
+        made = [name for name in roots if name in own.outputs and any(flags[nodes[name]])]
         found.append(
             Stage(
                 number,
@@ -215,6 +221,7 @@ def stages_of(program: Program) -> list[Stage]:
                     for c in entering
                     if c.carries
                 },
+                frozenset(p.fqn for p in own.parameters if not readers.isdisjoint(placeholders[p.node].users)),
             )
         )
     return found

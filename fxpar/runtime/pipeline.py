@@ -128,7 +128,7 @@ class Pipeline:
         self._channels.finish()
         if self._side is not None:
             torch.cuda.current_stream(self._world.device).wait_stream(self._side)
-        gradients = self._finished(run.done)
+        gradients = self._finished(run)
         loss, factor = self._loss(run, bounds[0])
         return loss, {name: g if factor is None else g * factor for name, g in gradients.items()}
 
@@ -161,8 +161,15 @@ class Pipeline:
             value.record_stream(main)
         done.gradients[stage] = made
 
-    def _finished(self, done: _Done) -> dict[str, Tensor]:
+    def _finished(self, run: _Step) -> dict[str, Tensor]:
         """The gradients of what the microbatches have left: summed over data ranks, then over stages."""
+        done, ready, call = run.done, run.ready[0], run.bounds[0].call
+        trained = {fqn for stage, _ in call.ready.stages.values() for fqn in stage.trained if fqn in ready.leaves}
+
+        def zeros(fqn: str) -> Tensor:
+            node = next(p.node for p in call.compiled.program.parameters if p.fqn == fqn)
+            return torch.zeros_like(ready.values[node], dtype=ready.leaves[fqn].dtype)
+
         held = {f"{stage} {name}": value for stage, total in done.total.items() for name, value in total.items()}
         signature: Hashable = tuple((stage, pending.step.signature) for stage, pending in done.last.items())
 
@@ -173,7 +180,7 @@ class Pipeline:
                 made = done.gradients[stage] if stage in done.gradients else pending.parameter(own)
                 for fqn, gradient in made.items():
                     found[fqn] = found[fqn] + gradient if fqn in found else gradient
-            return self.shared.summed(found)
+            return self.shared.summed(found, trained, zeros)
 
         return dict(self._waiting.finished(held, signature, finish))
 
@@ -220,7 +227,7 @@ class _Step:
         scaler: torch.amp.GradScaler | None,
     ) -> None:
         self._channels, self.schedule, self.bounds = pipeline._channels, schedule, bounds
-        self._ready, self._state, self._scaler = ready, state, scaler
+        self.ready, self._state, self._scaler = ready, state, scaler
         self.done = _Done()
         # What counted in the microbatch whose loss was there first.
         self.unit: Tensor | None = None
@@ -265,7 +272,7 @@ class _Step:
             shapes = [part_of(stage.program, entries[node].node, bound.call.sizes) for node in stage.received.values()]
             taken = self._take(action, Kind.ACTIVATION, stage.number - 1, shapes)
             values |= dict(zip(stage.received.values(), taken, strict=True))
-        leaves = frozenset(self._ready[action.microbatch].leaves) & {p.fqn for p in stage.program.parameters}
+        leaves = frozenset(self.ready[action.microbatch].leaves) & {p.fqn for p in stage.program.parameters}
         own = (*stage.sent, *(n for n in (bound.loss, COUNT) if n in stage.program.outputs))
         step = steps.step(stage.tangents, leaves, own)
         pending = steps.run(bound.call.sizes, step, values, whole=False, rows=bound.call.rows)
@@ -280,7 +287,7 @@ class _Step:
 
     def _sources(self, action: Action, stage: Stage, steps: Steps) -> dict[str, Any]:
         """What a stage takes besides what it receives."""
-        ready, call = self._ready[action.microbatch], self.bounds[action.microbatch].call
+        ready, call = self.ready[action.microbatch], self.bounds[action.microbatch].call
         found: dict[str, Any] = {}
         for entry in stage.program.inputs:
             if entry.path == RNG_PATH:

@@ -5,9 +5,10 @@ Enters: for each parameter the ranks of a pipeline that hold it. Leaves: gradien
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -41,12 +42,21 @@ class Shared:
                 group = Group(own.group_name, own.size())
                 self._groups |= {name: group for name, held in ranks.items() if tuple(sorted(held)) == places}
 
-    def summed(self, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Gradients of this rank's parameters, of which those that others hold too are summed. A collective call."""
+    def summed(
+        self, gradients: Mapping[str, Tensor], trained: Collection[str], zeros: Callable[[str], Tensor]
+    ) -> dict[str, Tensor]:
+        """Gradients of this rank's parameters, of which those that others hold too are summed. A collective call.
+
+        Args:
+            trained: names of the parameters to which some stage gives a gradient, the same on all ranks.
+            zeros: a gradient of a parameter to which no stage of this rank gives one.
+        """
         found = dict(gradients)
         for name in sorted(self._groups):
-            if name in found:
-                total = found[name].clone()
+            if name in trained:
+                # Of one order in memory on all ranks: that of a transposed use is transposed.
+                own = found[name] if name in found else zeros(name)
+                total = own.clone(memory_format=torch.contiguous_format)
                 dist.all_reduce(total, group=process_group(self._groups[name]))
                 found[name] = total
         return found
