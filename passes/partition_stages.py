@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
 
 from torch import fx
 
-from fxpar.analysis.divisible import Divisible, candidates, divisible
-from fxpar.analysis.layers import layers
-from fxpar.analysis.storages import storages
-from fxpar.choice.cuts import Units, best_cuts, stage_ends
-from fxpar.errors import InputError, PassError
+from fxpar.analysis.divisible import Divisible, divisible
+from fxpar.choice.cuts import stage_ends
+from fxpar.choice.stages import choose_stages, cuts_as_held
+from fxpar.errors import PassError
 from fxpar.manager import Pass, register_pass
 from fxpar.ops.coercions import sum_gradients
 from fxpar.ops.transfers import transfer
@@ -21,12 +19,13 @@ from fxpar.passes.recompute import mark_layers
 from fxpar.program.copying import copy_node
 from fxpar.program.program import Note, Program, TensorType, describe, note, set_note, update
 from fxpar.program.properties import Property
-from fxpar.program.stages import stage_of
+from fxpar.program.stages import is_one_stage, stage_of
 
 
 def _has_stages(program: Program) -> bool:
     """the plan has a pipeline"""
-    return program.plan.pipeline_stages > 1
+    is_whole = Property.STEP not in program.properties and not is_one_stage(program)
+    return program.plan.pipeline_stages > 1 and is_whole
 
 
 @register_pass("partition_stages", requires={Property.LOCAL}, provides={Property.STAGES}, when=_has_stages)
@@ -55,8 +54,8 @@ def partition_stages(program: Program) -> Program:
 
     Values stay equal. Refuses more stages than there are places, and a plan's place that is none.
     """
-    found = divisible(program)
-    return _cut(found, _chosen(found))
+    chosen = choose_stages(program)
+    return _cut(chosen.found, [chosen.bounds[i] for i in chosen.cuts])
 
 
 def holding(held: Mapping[str, tuple[int, ...]]) -> Pass:
@@ -68,77 +67,9 @@ def holding(held: Mapping[str, tuple[int, ...]]) -> Pass:
 
     def run(program: Program) -> Program:
         found = divisible(program)
-        return _cut(found, _as_held(found, held))
+        return _cut(found, cuts_as_held(found, held))
 
     return replace(partition_stages, run=run)
-
-
-def _chosen(found: Divisible) -> list[int]:
-    """The places of the cuts, by the plan and by cost."""
-    plan = found.program.plan
-    count = plan.pipeline_stages
-    fixed = _asked(found, plan.stages, count)
-    order = [0, *(place for _, place in sorted(fixed.items()))]
-    if any(later <= sooner for sooner, later in pairwise(order)):
-        raise InputError(
-            "the modules do not run in the order of their stages, or the first one runs first of all",
-            where="stages",
-            remedy="give each stage a module that runs later, and leave stage 0 out",
-        )
-    places = candidates(found, count, tuple(fixed.values()))
-    if len(places) < count - 1:
-        raise InputError(
-            f"{count} stages need {count - 1} places to cut at, and the model has {len(places)}",
-            where="pp",
-            remedy="ask for fewer stages",
-        )
-    bounds = [0, *places, len(found.order)]
-    try:
-        cuts = best_cuts(
-            _units(found, bounds), plan.pp, plan.virtual_stages, {k: bounds.index(p) for k, p in fixed.items()}
-        )
-    except ValueError as error:
-        remedy = "give other modules, in the order in which they run"
-        raise InputError(f"{error} with these beginnings", where="stages", remedy=remedy) from None
-    return [bounds[i] for i in cuts]
-
-
-def _as_held(found: Divisible, held: Mapping[str, tuple[int, ...]]) -> list[int]:
-    """The places at which parameters come to be on the stages that hold them; of several those that least crosses.
-
-    Raises:
-        InputError: an operation reads parameters of different stages, or one of an earlier stage than is due.
-    """
-    count = found.program.plan.pipeline_stages
-    # By stage, the last place that must be on it or before, and the first that must be on it or behind.
-    last, first = [-1] * count, [len(found.order)] * (count + 1)
-    now = 0
-    for node in found.order:
-        names = [name for name in found.reads[node] if name in held]
-        legal = set(range(now, count)).intersection(*(held[name] for name in names))
-        if not legal:
-            raise InputError(
-                f"reads {', '.join(sorted(names))}, which is on no stage behind those of what runs before",
-                where=describe(node),
-                remedy="call the module so that parameters are used in the order in which the example uses them",
-            )
-        if names:
-            now = min(legal)
-            last[now] = found.places[node]
-            first[now] = min(first[now], found.places[node])
-    cuts, start = [], 0
-    for number in range(1, count):
-        low = max(start, *last[:number]) + 1
-        high = min(*first[number:], len(found.order) - (count - number))
-        if low > high:
-            raise InputError(
-                f"leaves stage {number} of {count} nothing to compute",
-                where="this call",
-                remedy="call the module with what the example had",
-            )
-        start = min(range(low, high + 1), key=lambda place: (found.live[place], -place))
-        cuts.append(start)
-    return cuts
 
 
 def _cut(found: Divisible, cuts: Sequence[int]) -> Program:
@@ -149,55 +80,6 @@ def _cut(found: Divisible, cuts: Sequence[int]) -> Program:
         stage.update({node: index for node in found.order if start <= found.places[node] < end})
     _Stages(found.program, stage).place()
     return found.program
-
-
-def _units(found: Divisible, bounds: Sequence[int]) -> Units:
-    """What stands between two neighbouring places."""
-    cost = found.program.plan.cost.on(("pp",))
-    spans = list(pairwise(bounds))
-    crossing = [found.live[place] for place in bounds[:-1]]
-    return Units(
-        [sum(found.seconds[a:b]) for a, b in spans],
-        [sum(found.held[a:b]) for a, b in spans],
-        [sum(found.kept[a:b]) for a, b in spans],
-        crossing,
-        # Without the latency: an example may be smaller than what is trained, and all else grows with it.
-        [size / cost.bandwidth for size in crossing],
-    )
-
-
-def _asked(found: Divisible, asked: Mapping[str, int] | Sequence[int], count: int) -> dict[int, int]:
-    """Places that the plan asks for, by number of the stage that begins there.
-
-    Raises:
-        InputError: a module computes nothing, or the layers are others.
-    """
-    if isinstance(asked, Mapping):
-        return {number: _beginning(found, name) for name, number in sorted(asked.items(), key=lambda e: e[1])}
-    if not asked:
-        return {}
-    runs = layers(found.program, storages(found.program, frozenset()))
-    if sum(asked) != len(runs):
-        raise InputError(
-            f"{' + '.join(map(str, asked))} layers are {sum(asked)}, and the model has {len(runs)}",
-            where="stages",
-            remedy="give numbers whose sum is that, or modules at which stages begin",
-        )
-    starts = [next(found.places[node] for node in run if node in found.places) for run in runs]
-    return {number: starts[sum(asked[:number])] for number in range(1, count)}
-
-
-def _beginning(found: Divisible, name: str) -> int:
-    for node in found.order:
-        fqn = note(node).fqn
-        if fqn == name or fqn.startswith(f"{name}."):
-            return found.places[node]
-    own = any(note(node).fqn == name or note(node).fqn.startswith(f"{name}.") for node in found.anywhere)
-    raise InputError(
-        "each stage computes this module for itself" if own else "no operation of the program is of this module",
-        where=f"stages[{name!r}]",
-        remedy="name a module as the model does: `fxpar trace` lists them behind each node",
-    )
 
 
 class _Stages:

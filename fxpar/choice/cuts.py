@@ -52,6 +52,32 @@ def best_cuts(units: Units, ranks: int, virtual: int, fixed: Mapping[int, int]) 
     return cutting.best(cutting.crossing, _sum, ((cutting.length, longest), (cutting.bytes, most)))
 
 
+@dataclass(frozen=True)
+class Goals:
+    """What cuts are chosen by, in this order.
+
+    Attributes:
+        longest: seconds of a microbatch of the longest stage: what is computed, received and sent.
+        most: bytes of the stage that has most.
+        crossing: bytes that cross all cuts.
+        stages: seconds and bytes of each stage.
+    """
+
+    longest: float
+    most: float
+    crossing: float
+    stages: tuple[tuple[float, float], ...]
+
+
+def goals_of(units: Units, ranks: int, cuts: Sequence[int]) -> Goals:
+    """What some cuts reach."""
+    cutting = _Cutting(units, ranks, len(cuts) + 1, {})
+    ends = stage_ends(cuts, len(units.seconds))
+    found = tuple((cutting.length(i, a, b), cutting.bytes(i, a, b)) for i, (a, b) in enumerate(ends))
+    seconds, held = zip(*found, strict=True)
+    return Goals(max(seconds), max(held), sum(units.crossing[cut] for cut in cuts), found)
+
+
 Measure = Callable[[int, int, int], float]
 _INFINITE = float("inf")
 

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from fxpar.cli.options import Passes, Request, command
 from fxpar.cli.output import Report, Ui, print_table, print_text, table, write_text
+from fxpar.cli.stages import OfStage, check_stage, run_stage
 from fxpar.mesh.purpose import Cuts
 from fxpar.program.properties import Property
 
@@ -139,10 +140,12 @@ def run(
     print_final: Annotated[bool, typer.Option("--print", help="print the text after the last pass")] = False,
     step: Annotated[bool, typer.Option("--step", help="make the training step too, forward and backward")] = False,
     passes: Passes = None,
+    of_stage: OfStage = None,
 ) -> Report:
     """Runs the passes on a model, or the ones that are left on a text, with a static check after each.
 
-    Those of the training step run with --step, or where one of them is named.
+    Those of the training step run with --step, or where one of them is named; of a pipeline with --of-stage, on the
+    program of that stage.
     """
     from fxpar.cli.files import compared, open_start, run_passes
     from fxpar.cli.models import load_passes
@@ -151,12 +154,18 @@ def run(
 
     chosen = load_passes(passes)
     named = {name for name in (until, *(print_after or ())) if name is not None}
-    if step or not named <= {item.name for item in chosen}:
+    step = step or not named <= {item.name for item in chosen}
+    if step:
         chosen = (*chosen, *(item for item in STEP_PASSES if item not in chosen))
     start = open_start(ui, request)
+    is_step = step and (until or "") not in {item.name for item in chosen if item not in STEP_PASSES}
+    check_stage(start, of_stage, needed=is_step)
     findings = compared(ui, start)
-    folder = Path(dump) if dump is not None else None
-    program, texts = run_passes(ui, start, chosen, until, folder, print_after or ())
+    folder, wanted = Path(dump) if dump is not None else None, print_after or ()
+    if of_stage is None:
+        program, texts = run_passes(ui, start, chosen, until, folder, wanted)
+    else:
+        program, texts = run_stage(ui, start, chosen, of_stage, step=step, until=until, folder=folder, wanted=wanted)
     share = warn_unsplit(ui, program)
     document: dict[str, Any] = {
         "passes": [vars(record) for record in program.history],

@@ -89,12 +89,19 @@ def _verify_text(ui: Ui, request: Request, level: str, passes: Sequence[Pass]) -
     """Checks a text; by value after the passes that are left."""
     from fxpar.analysis.split import split_flops
     from fxpar.cli.files import CAPTURE, VALUES, open_start, read_text, run_passes
+    from fxpar.program.stages import is_one_stage
     from fxpar.verification import Verification
     from fxpar.verify.static import verify_static
     from fxpar.verify.values import verify_values
 
     start = open_start(ui, request)
     program = start.program
+    if level == "values" and is_one_stage(program):
+        raise InputError(
+            "is of one stage of a pipeline, which needs the others' values",
+            where=start.name,
+            remedy="use --level static, or verify the text behind partition_stages",
+        )
     with ui.working(f"verifying {start.name} ({level})"):
         checks = verify_static(program)
         if level == "static":
@@ -245,6 +252,7 @@ def _judge(folder: Path, free: Sequence[str]) -> Callable[[str, Path, Program], 
     """
     from fxpar.bisection import complete
     from fxpar.cli.files import CAPTURE, load_values, read_text
+    from fxpar.program.stages import is_one_stage
     from fxpar.verify.values import reference_run, verify_values
 
     values, captured = load_values(folder), read_text(folder / CAPTURE)
@@ -255,7 +263,7 @@ def _judge(folder: Path, free: Sequence[str]) -> Callable[[str, Path, Program], 
     def verdict(name: str, path: Path, program: Program) -> str | None:
         nonlocal past_free
         past_free = past_free or name in free
-        if past_free:
+        if past_free or is_one_stage(program):
             return None
         finished = complete(program)
         if finished is None or Property.LOCAL not in finished.properties:

@@ -6,23 +6,33 @@ and what the runner-up would.
 
 from __future__ import annotations
 
+import dataclasses
+import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
 from fxpar.cli.options import Request, command
-from fxpar.cli.output import Report, Ui, print_table, table
+from fxpar.cli.output import Report, Ui, amount, print_table, table, time_text
+from fxpar.cli.stages import is_pipeline
 from fxpar.errors import InputError
 from fxpar.program.properties import Property
 
 if TYPE_CHECKING:
     from torch import fx
 
+    from fxpar.analysis.balance import Received
+    from fxpar.choice.cuts import Goals
     from fxpar.choice.explain import Explanation
+    from fxpar.choice.stages import CutExplanation
+    from fxpar.cli.files import Start
     from fxpar.program.program import Program
 
 
+# A cut by the stage behind it, or what that receives.
+_CUT, _RECEIVED = re.compile(r"cut[ -]?(\d{1,4})"), re.compile(r"%?\w+_on_\d+")
 # Seconds below which a difference comes from the order in which ties are broken.
 _TIE = 1e-6
 
@@ -35,9 +45,14 @@ def register(app: typer.Typer) -> None:
 def explain(
     ui: Ui,
     request: Request,
-    name: Annotated[str, typer.Argument(metavar="NODE|FQN", help="a node, a parameter or a module of the program")],
+    name: Annotated[
+        str, typer.Argument(metavar="NODE|FQN", help="a node, parameter or module of the program, or a cut")
+    ],
 ) -> Report:
-    """Says why a value is laid out as it is, in milliseconds of a training step, and what else it could be."""
+    """Says why a value is laid out as it is, in milliseconds of a training step, and what else it could be.
+
+    Of a pipeline `cut 2`, or a value that stage 2 receives, says why that stage begins where it does.
+    """
     from fxpar.choice.explain import explain as explained
     from fxpar.choice.explain import followed
     from fxpar.choice.several import place
@@ -46,6 +61,10 @@ def explain(
 
     start = open_start(ui, request)
     program = start.program
+    if is_pipeline(program) and (_CUT.fullmatch(name) or _RECEIVED.fullmatch(name)):
+        cut = _explain_cut(ui, start, name)
+        if cut is not None:
+            return cut
     if Property.LAYOUTS in program.properties:
         raise InputError(
             "its layouts are chosen already", where=start.name, remedy="name the model, or the text before annotate"
@@ -73,6 +92,57 @@ def explain(
                 _show(stdout, axis, each)
 
     return Report(document, show)
+
+
+def _explain_cut(ui: Ui, start: Start, name: str) -> Report | None:
+    """Why a cut lies where it does; None where the name is that of another node."""
+    from fxpar.analysis.balance import stage_shares
+    from fxpar.choice.stages import explain_cut
+    from fxpar.cli.files import run_passes
+    from fxpar.passes import DEFAULT_PASSES, partition_stages
+    from fxpar.program.stages import crossings
+
+    program = start.program
+    if Property.STAGES in program.properties:
+        reason, remedy = "its stages are chosen already", "name the model, or the text before partition_stages"
+        raise InputError(reason, where=start.name, remedy=remedy)
+    if Property.LOCAL not in program.properties:
+        program, _ = run_passes(ui, start, DEFAULT_PASSES, until="localize")
+    cut = _CUT.fullmatch(name)
+    with ui.working(f"cutting {start.name}"):
+        whole = partition_stages(program.copy())
+        crossed = {c.node.name: c.receiver for c in crossings(whole)}
+        stage = int(cut[1]) if cut else crossed.get(name.removeprefix("%"))
+        if stage is None:
+            return None
+        if not 0 < stage < program.plan.pipeline_stages:
+            last = program.plan.pipeline_stages - 1
+            raise InputError("no stage but those behind the first has a cut", where=name, remedy=f"give 1 to {last}")
+        found, received = explain_cut(program, stage), stage_shares(whole)[stage].received
+    document = dataclasses.asdict(found) | {"received": [dataclasses.asdict(each) for each in received]}
+    return Report(document, lambda stdout: _show_cut(stdout, found, received))
+
+
+def _show_cut(stdout: Console, found: CutExplanation, received: Sequence[Received]) -> None:
+    rows = table("what", "is")
+    rows.add_row("behind", found.behind)
+    rows.add_row("in front of", found.before)
+    rows.add_row("because", found.reason)
+    for stage, seconds, held in zip((found.stage - 1, found.stage), found.seconds, found.bytes, strict=True):
+        rows.add_row(f"stage {stage}", f"{time_text(seconds)} a microbatch, {amount(int(held))}")
+    for each in received:
+        back = ", its gradient comes back" if each.returns else ""
+        rows.add_row("crosses", f"%{each.value} {each.type}, {amount(each.bytes)}{back}")
+    rows.add_row("all stages", _goals(found.goals))
+    if found.other is not None:
+        rows.add_row("runner-up", f"behind {found.runner_up}")
+        rows.add_row("then", _goals(found.other))
+    print_table(stdout, f"the cut in front of stage {found.stage}", rows)
+
+
+def _goals(goals: Goals) -> str:
+    held, crossing = amount(int(goals.most)), amount(int(goals.crossing))
+    return f"longest {time_text(goals.longest)}, most {held}, crossing {crossing}"
 
 
 def _named(program: Program, name: str) -> list[fx.Node]:

@@ -291,15 +291,20 @@ class Tape:
         folder: where to write all texts; None for nowhere.
         wanted: passes whose texts are kept in memory.
         texts: by pass.
+        begun: whether the program that enters was noted already, by another tape.
     """
 
     position: int
     folder: Path | None = None
     wanted: Sequence[str] = ()
     texts: dict[str, str] = field(default_factory=dict)
+    begun: bool = False
 
     def note(self, program: Program) -> None:
         """Keeps the program's text under the name of its last pass."""
+        if self.begun:
+            self.begun, self.position = False, self.position + 1
+            return
         name = program.history[-1].name if program.history else "capture"
         if name in self.wanted:
             self.texts[name] = print_program(program)
@@ -315,8 +320,12 @@ def run_passes(
     until: str | None = None,
     folder: Path | None = None,
     wanted: Sequence[str] = (),
+    before: int = 0,
 ) -> tuple[Program, dict[str, str]]:
     """The program after the passes it has not behind it yet, and the texts after the passes named in `wanted`.
+
+    Args:
+        before: number of the pass that made the program, where the folder holds what led to it.
 
     Raises:
         InputError: there is no pass `until`, or it ran before.
@@ -326,8 +335,8 @@ def run_passes(
     todo = list(passes[position:])
     for option, names in (("--until", [until] if until else []), ("--print-after", wanted)):
         _check_names(passes, todo, start.program, option, names)
-    tape = Tape(position, folder, wanted)
-    if folder is not None:
+    tape = Tape(before or position, folder, wanted, begun=before > 0)
+    if folder is not None and not before:
         _prepare(folder, start)
         save_functions(folder, start.program)
     program = start.program

@@ -17,7 +17,8 @@ from rich.text import Text
 
 from fxpar.cli.build import warn_unsplit
 from fxpar.cli.options import Request, command, whole_number
-from fxpar.cli.output import FAILED, FINE, Report, Ui, amount, print_table, table
+from fxpar.cli.output import FAILED, FINE, Report, Ui, amount, print_table, table, time_text
+from fxpar.cli.stages import OfStage, check_stage, steps
 from fxpar.errors import InputError
 
 if TYPE_CHECKING:
@@ -139,23 +140,35 @@ def comm(
     ui: Ui,
     request: Request,
     size: Sizes = None,
+    of_stage: OfStage = None,
 ) -> Report:
-    """Lists every collective of a training step: bytes, seconds, what travels beside it and what stays exposed."""
+    """Lists every collective of a training step: bytes, seconds, what travels beside it and what stays exposed.
+
+    Of a pipeline those of each stage's step of a microbatch; `fxpar report` says what crosses its cuts.
+    """
     from fxpar.analysis.exposed import travels
-    from fxpar.cli.files import open_start, run_passes
-    from fxpar.passes import DEFAULT_PASSES
-    from fxpar.passes.step import STEP_PASSES
-    from fxpar.program.regions import inlined
+    from fxpar.cli.files import open_start
 
     start = open_start(ui, request)
+    check_stage(start, of_stage)
     sizes = sizes_of(start.program, size or [])
-    program, _ = run_passes(ui, start, (*DEFAULT_PASSES, *STEP_PASSES))
-    program = inlined(program)
-    warn_unsplit(ui, program)
-    found = travels(program, sizes)
-    values = {s.name: s.example * s.multiple for s in program.symbols} | sizes
-    document = {"collectives": [each.to_json() for each in found], "totals": _by_phase(found)}
-    return Report(document, lambda stdout: _show_comm(stdout, start.name, program, found, values))
+    found = [(stage, program, travels(program, sizes)) for stage, program in steps(ui, start, of_stage)]
+    values = {s.name: s.example * s.multiple for s in found[0][1].symbols} | sizes
+    if len(found) == 1:
+        warn_unsplit(ui, found[0][1])
+    document = {
+        "collectives": [
+            each.to_json() | ({} if stage is None else {"stage": stage}) for stage, _, own in found for each in own
+        ],
+        "totals": _by_phase([each for _, _, own in found for each in own]),
+    }
+
+    def show(stdout: Console) -> None:
+        for stage, program, own in found:
+            name = start.name if stage is None else f"{start.name}, stage {stage}"
+            _show_comm(stdout, name, program, own, values)
+
+    return Report(document, show)
 
 
 def _by_phase(found: Sequence[Travel]) -> dict[str, dict[str, Any]]:
@@ -234,9 +247,9 @@ def _show_comm(stdout: Console, name: str, program: Program, found: Sequence[Tra
 def _row(each: Travel, *, several: bool) -> tuple[str, ...]:
     one = each.collective
     beside = sum(seconds for _, seconds in each.beside)
-    products = f"{len(each.beside)}: {_time(beside)}" if each.beside else "-"
+    products = f"{len(each.beside)}: {time_text(beside)}" if each.beside else "-"
     op = f"{one.op}[{one.axis}]" if several else one.op
-    return f"  {one.node}", op, amount(one.bytes), _time(each.seconds), products, _time(each.exposed)
+    return f"  {one.node}", op, amount(one.bytes), time_text(each.seconds), products, time_text(each.exposed)
 
 
 def _show_totals(stdout: Console, found: Sequence[Travel]) -> None:
@@ -245,23 +258,20 @@ def _show_totals(stdout: Console, found: Sequence[Travel]) -> None:
     for phase, sums in _by_phase(found).items():
         if phase == "all":
             totals.add_section()
-        times = (_time(sums["seconds"]), _time(sums["exposed"]))
+        times = (time_text(sums["seconds"]), time_text(sums["exposed"]))
         totals.add_row(phase, str(sums["count"]), amount(sums["bytes"]), *times)
     print_table(stdout, "\ntotals", totals)
 
 
-def regions(ui: Ui, request: Request, size: Sizes = None) -> Report:
+def regions(ui: Ui, request: Request, size: Sizes = None, of_stage: OfStage = None) -> Report:
     """Lists the parts of a training step that CUDA graphs can hold: what enters and leaves them, and what ends them."""
     from fxpar.analysis.capturable import capture_regions
-    from fxpar.cli.files import open_start, run_passes
-    from fxpar.passes import DEFAULT_PASSES
-    from fxpar.passes.step import STEP_PASSES
-    from fxpar.program.regions import inlined
+    from fxpar.cli.files import open_start
 
     start = open_start(ui, request)
+    check_stage(start, of_stage, needed=True)
     sizes = sizes_of(start.program, size or [])
-    program, _ = run_passes(ui, start, (*DEFAULT_PASSES, *STEP_PASSES))
-    program = inlined(program)
+    ((_, program),) = steps(ui, start, of_stage)
     found, boundaries = capture_regions(program, sizes)
     values = {s.name: s.example * s.multiple for s in program.symbols} | sizes
     document = {
@@ -295,7 +305,3 @@ def _show_regions(
         stdout.print(Text(f"{boundary.phase}: {place} {boundary.reason}", style="yellow"), soft_wrap=True)
     if not boundaries:
         stdout.print("nothing ends a graph")
-
-
-def _time(seconds: float) -> str:
-    return f"{1e6 * seconds:.1f} µs" if seconds < 1e-3 else f"{1e3 * seconds:.2f} ms"

@@ -14,6 +14,7 @@ from rich.console import Console
 from fxpar.cli.inspection import Sizes, sizes_of
 from fxpar.cli.options import Request, command
 from fxpar.cli.output import Report, Ui
+from fxpar.cli.stages import OfStage, check_stage
 from fxpar.errors import InputError
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ Device = Annotated[
 _DEVICES = ("cpu", "cuda")
 _MEMORY = (
     *("name", "plan", "sizes", "optimizer", "device"),
-    *("ranks", "modules", "activations", "peak", "phases", "largest"),
+    *("ranks", "modules", "activations", "peak", "phases", "largest", "stages"),
 )
 
 
@@ -41,17 +42,25 @@ def register(app: typer.Typer) -> None:
 
 
 def memory(
-    ui: Ui, request: Request, size: Sizes = None, optimizer: Optimizer = "adamw", device: Device = "cpu"
+    ui: Ui,
+    request: Request,
+    size: Sizes = None,
+    optimizer: Optimizer = "adamw",
+    device: Device = "cpu",
+    of_stage: OfStage = None,
 ) -> Report:
-    """Counts the memory of a rank: parameters, gradients, optimizer, activations and the peak of a training step."""
-    found = _figures(ui, request, size or [], optimizer, device)
+    """Counts the memory of a rank: parameters, gradients, optimizer, activations and the peak of a training step.
+
+    Of a pipeline it is that of each rank, or with --of-stage that of one microbatch on that stage.
+    """
+    found = _figures(ui, request, size or [], optimizer, device, of_stage=of_stage)
     document = found.to_dict()
 
     def show(stdout: Console) -> None:
-        from fxpar.report.sections import memory_sections, summary
+        from fxpar.report.sections import memory_sections, stage_sections, summary
         from fxpar.report.text import as_group
 
-        stdout.print(as_group([summary(found), *memory_sections(found)]))
+        stdout.print(as_group([summary(found), *stage_sections(found), *memory_sections(found)]))
 
     return Report({key: document[key] for key in _MEMORY}, show)
 
@@ -82,7 +91,14 @@ def report(
 
 
 def _figures(
-    ui: Ui, request: Request, size: Sequence[str], optimizer: str, device: str, *, checked: bool = False
+    ui: Ui,
+    request: Request,
+    size: Sequence[str],
+    optimizer: str,
+    device: str,
+    *,
+    checked: bool = False,
+    of_stage: int | None = None,
 ) -> Figures:
     """The report of a model or text after all passes; nothing of it is run.
 
@@ -104,6 +120,7 @@ def _figures(
         raise InputError("is unknown", where=f"--device {device}", remedy=f"choose one of {', '.join(_DEVICES)}")
     assumed = torch.device(device)
     start = open_start(ui, request)
+    check_stage(start, of_stage)
     sizes = sizes_of(start.program, size)
     findings = compared(ui, start) if checked else ()
     program, _ = run_passes(ui, start, DEFAULT_PASSES)
@@ -118,4 +135,5 @@ def _figures(
             sizes=sizes,
             optimizer=optimizer,
             findings=findings,
+            of_stage=of_stage,
         )

@@ -152,3 +152,8 @@ def print_table(out: Console, title: str, rows: Table) -> None:
 def print_text(out: Console, text: str) -> None:
     """A program's text, one line a node however long."""
     out.file.write(text)
+
+
+def time_text(seconds: float) -> str:
+    """`10.1 µs` or `2.50 ms`."""
+    return f"{1e6 * seconds:.1f} µs" if seconds < 1e-3 else f"{1e3 * seconds:.2f} ms"

@@ -113,6 +113,12 @@ def is_sent(output: str) -> bool:
     return output.startswith(_SENT)
 
 
+def is_one_stage(program: Program) -> bool:
+    """Whether it is what one stage of a pipeline computes, or the step of that."""
+    received = any(received_name(entry.path) for entry in program.inputs)
+    return received or any(is_sent(output) for output in program.outputs)
+
+
 def stage_program(program: Program, stage: int) -> Program:
     """What one stage computes.
 

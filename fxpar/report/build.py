@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 
 import torch
@@ -28,8 +29,10 @@ from fxpar.program.mixed import held_type
 from fxpar.program.program import Parameter, Program, output_layouts, output_types
 from fxpar.program.properties import Property
 from fxpar.program.regions import inlined
+from fxpar.program.stages import Stage, is_sent, received_name, stages_of
 from fxpar.report.figures import ModelSize, ModuleMemory, Moment, PassLine, RankMemory, Report, Traffic
 from fxpar.report.measure import Kept, Measured, Peak, measure
+from fxpar.report.pipeline import joined, most_elements, stage_lines
 from fxpar.report.reasons import remarks, whole_matrices, without_rule
 from fxpar.verify.simulate import coordinates
 
@@ -55,6 +58,7 @@ def make_report(
     sizes: Mapping[str, int] | None = None,
     optimizer: str = "adamw",
     findings: tuple[str, ...] = (),
+    of_stage: int | None = None,
 ) -> Report:
     """Counts everything; nothing is allocated and nothing communicates.
 
@@ -66,21 +70,71 @@ def make_report(
         sizes: of the inputs by symbol (`b`, `s`); the example's where they are not given.
         optimizer: a key of `OPTIMIZERS`.
         findings: what was checked of the capture, as sentences.
+        of_stage: of a pipeline, the stage of whose step the report is; all stages' otherwise.
 
     Raises:
         InputError: an unknown symbol or optimizer, a size that the ranks cannot share out, or an operator whose memory
             cannot be counted without values.
         CheckFailed: the step sends other collectives than those that the program lists.
     """
+    program = inlined(program)
     if not isinstance(optimizer, str) or optimizer not in OPTIMIZERS:
         known = ", ".join(OPTIMIZERS)
         raise InputError("is no optimizer of the report", where=f"optimizer {optimizer}", remedy=f"choose from {known}")
     if sizes is not None and not isinstance(sizes, Mapping):
         raise InputError(f"{shown(sizes)} is no mapping", where="sizes", remedy='write {"b": 8}')
-    program = inlined(program)
     given = input_sizes(program, sizes or {})
+    figures = partial(
+        _figures,
+        lowering=lowering,
+        name=name,
+        device=device,
+        sizes=given,
+        optimizer=optimizer,
+    )
+    share = split_flops(program, sizes=given)
+    noted = (*findings, *remarks(program, share))
+    if Property.STAGES not in program.properties:
+        return replace(figures(program, _step_of(program)), remarks=noted)
+    stages = stages_of(program)
+    if of_stage is not None:
+        own = stages[of_stage]
+        only = figures(own.program, step_of_stage(own))
+        return replace(only, name=f"{name}, stage {of_stage}", remarks=noted)
+    found = [figures(stage.program, step_of_stage(stage)) for stage in stages]
+    lines = stage_lines(program, found, given)
+    return replace(
+        joined(found, lines, program.plan),
+        passes=_passes(program),
+        size=replace(_model_size(program, share), rank_elements=most_elements(lines, program.plan)),
+        unsplit=whole_matrices(program),
+        without_rule=tuple(without_rule(program)) if program.axes else (),
+        remarks=noted,
+    )
+
+
+def step_of_stage(stage: Stage) -> Program:
+    """The step of one stage: of what it sends, and of the loss."""
+    own = stage.program
+    trained = [p.fqn for p in own.parameters if p.trainable]
+    kept = [name for name in own.outputs if is_sent(name) or name == own.loss]
+    ends = list(own.outputs) if not own.loss and not stage.sent else kept
+    return inlined(PassManager(step_passes(ends, stage.tangents, trained)).run(own))
+
+
+def _figures(
+    program: Program,
+    trained: Program,
+    *,
+    lowering: Callable[[Program], Lowered],
+    name: str,
+    device: torch.device,
+    sizes: Mapping[str, int],
+    optimizer: str,
+) -> Report:
+    """The report of a program and its step, without remarks."""
+    given, kind = dict(sizes), OPTIMIZERS[optimizer]
     local = {s.name: given[s.name] // s.multiple for s in program.symbols}
-    trained = _step_of(program)
     lowered = lowering(trained)
     step = measure(trained, lowered, local, device)
     listed = collectives(trained, given)
@@ -92,18 +146,18 @@ def make_report(
     activations = _activations(program, step, local, count)
     share = split_flops(program, sizes=given)
     inputs = _input_bytes(program, local)
-    ranks = _ranks(program, step, OPTIMIZERS[optimizer], inputs)
+    ranks = _ranks(program, step, kind, inputs)
     return Report(
         name,
         program.plan.to_dict(),
         given,
         optimizer,
         device.type,
-        tuple(PassLine(r.name, r.seconds, len(r.added), len(r.erased), len(r.changed)) for r in program.history),
+        _passes(program),
         _traffic(listed),
         _model_size(program, share),
         ranks,
-        _modules(program, step, activations, OPTIMIZERS[optimizer]),
+        _modules(program, step, activations, kind),
         activations.formulas.get(_TOTAL, ""),
         _moment(step.peak),
         tuple(_moment(peak) for peak in step.peaks),
@@ -111,8 +165,12 @@ def make_report(
         inputs,
         whole_matrices(program),
         tuple(without_rule(program)) if program.axes else (),
-        (*findings, *remarks(program, share)),
+        (),
     )
+
+
+def _passes(program: Program) -> tuple[PassLine, ...]:
+    return tuple(PassLine(r.name, r.seconds, len(r.added), len(r.erased), len(r.changed)) for r in program.history)
 
 
 def _step_of(program: Program) -> Program:
@@ -290,7 +348,7 @@ def _modules(
 def _input_bytes(program: Program, sizes: Mapping[str, int]) -> int:
     total = 0
     for entry in program.inputs:
-        if entry.path == RNG_PATH:  # made for each step, not given
+        if entry.path == RNG_PATH or received_name(entry.path):  # made for each step, or kept like an activation
             continue
         layout = output_layouts(program.node(entry.node))[0]
         size = product(local_shape(entry.type.shape, layout, program.axes))

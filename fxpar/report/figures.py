@@ -139,6 +139,59 @@ class Whole:
 
 
 @dataclass(frozen=True)
+class Crossing:
+    """A value that a stage of a pipeline receives, of each microbatch.
+
+    Attributes:
+        value: the node of the stage before.
+        type: of the whole.
+        bytes: on a rank.
+        returns: whether its gradient, of as many bytes, goes back.
+    """
+
+    value: str
+    type: str
+    bytes: int
+    returns: bool
+
+
+@dataclass(frozen=True)
+class StageLine:
+    """A stage of a pipeline: what it has of the model, and bytes of a rank that holds it.
+
+    Attributes:
+        stage: its number.
+        rank: on which rank of the pipeline it is.
+        first: the module with which it begins.
+        last: the module with which it ends.
+        flops: of its matrix products in the forward of a microbatch.
+        share: these as a part of all stages'.
+        elements: of its parameters; what two stages hold is counted by both.
+        parameters: bytes of these.
+        gradients: of these.
+        optimizer: state for these.
+        activations: what a microbatch keeps for its backward, with what the stage received.
+        in_flight: microbatches that keep it at the peak of 1F1B, interleaved where ranks have several stages, where
+            there are so many.
+        received: what crosses the cut in front of it.
+    """
+
+    stage: int
+    rank: int
+    first: str
+    last: str
+    flops: int
+    share: float
+    elements: int
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    in_flight: int
+    received: tuple[Crossing, ...]
+
+
+@dataclass(frozen=True)
 class Report:
     """What a split program costs, and what is not split and why. Made by `fxpar.report.make_report`.
 
@@ -164,6 +217,9 @@ class Report:
         unsplit: matrices that every rank holds whole.
         without_rule: operators that no rule can split.
         remarks: what was checked of the capture, and what else the plan asked for and did not get.
+        stages: of a pipeline; empty without one. Then `ranks` counts all microbatches in flight, `peak`, `phases` and
+            `largest` are those of one microbatch on the stage whose rank holds most, and all else is of one microbatch
+            on all stages.
     """
 
     name: str
@@ -184,6 +240,7 @@ class Report:
     unsplit: tuple[Whole, ...]
     without_rule: tuple[str, ...]
     remarks: tuple[str, ...]
+    stages: tuple[StageLine, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain mappings, lists, numbers and texts."""

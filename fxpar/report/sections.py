@@ -31,11 +31,62 @@ def all_sections(report: Report) -> list[Section]:
     """The whole report."""
     return [
         summary(report),
+        *stage_sections(report),
         _passes(report),
         _collectives(report),
         *memory_sections(report),
         *_not_split(report),
     ]
+
+
+def stage_sections(report: Report) -> list[Section]:
+    """The stages of a pipeline and what crosses the cuts between them; nothing without one."""
+    return [_stages(report), _cuts(report)] if report.stages else []
+
+
+def _stages(report: Report) -> Section:
+    rows = []
+    for line in report.stages:
+        sizes = (line.parameters, line.gradients + line.optimizer)
+        rows.append(
+            (
+                str(line.stage),
+                str(line.rank),
+                line.first,
+                line.last,
+                f"{line.share:.1%}",
+                *map(amount, sizes),
+                f"{line.in_flight} × {amount(line.activations)}",
+            )
+        )
+    shares = [line.share for line in report.stages]
+    numbers = ("FLOPs", "parameters", "with them", "activations")
+    notes = (
+        f"Matrix FLOPs of a stage: {max(shares) * len(shares):.3f} of the mean at most."
+        if sum(shares)
+        else "No matrix products.",
+        "With the parameters come gradients and optimizer state. Activations: microbatches in flight at the peak of "
+        "1F1B (interleaved where ranks have several stages) times what one keeps, what was received included.",
+    )
+    return Section("stages", ("stage", "rank", "from", "to", *numbers), tuple(rows), numbers, notes)
+
+
+def _cuts(report: Report) -> Section:
+    rows = [
+        (
+            str(line.stage),
+            f"%{each.value}",
+            each.type,
+            amount(each.bytes),
+            f"{each.bytes:,}",
+            "comes back" if each.returns else "none",
+        )
+        for line in report.stages
+        for each in line.received
+    ]
+    columns = ("in front of stage", "value", "type", "size", "bytes", "gradient")
+    note = "Of one microbatch, on a rank; types are those of the whole."
+    return Section("what crosses the cuts", columns, tuple(rows), ("size", "bytes"), (note,))
 
 
 def memory_sections(report: Report) -> list[Section]:
@@ -46,14 +97,17 @@ def memory_sections(report: Report) -> list[Section]:
 def summary(report: Report) -> Section:
     """What was asked for, and the size of it."""
     size, ranks = report.size, len(report.ranks)
+    splitting = ranks // max(1, len({line.rank for line in report.stages}))
     plan = ", ".join(f"{key}={value}" for key, value in report.plan.items()) or "one rank"
     rows = [
         ("plan", plan),
         ("sizes", ", ".join(f"{name} = {value}" for name, value in report.sizes.items()) or "fixed"),
         ("parameters", f"{size.elements:,} ({amount(size.bytes)}); {size.rank_elements:,} a rank"),
     ]
-    if ranks > 1:
-        rows.append(("split", f"{size.split_flops:.1%} of the matrix FLOPs over {ranks} ranks"))
+    if splitting > 1:
+        rows.append(("split", f"{size.split_flops:.1%} of the matrix FLOPs over {splitting} ranks"))
+    if report.stages:
+        rows.append(("pipeline", f"{len(report.stages)} stages on {ranks // splitting} ranks"))
     return Section(report.name, ("what", "is"), tuple(rows), notes=report.remarks)
 
 

@@ -29,7 +29,7 @@ def test_memory_json_has_ranks_and_modules(small: str) -> None:
     ).document
     assert set(found) == {
         *("name", "plan", "sizes", "optimizer", "device"),
-        *("ranks", "modules", "activations", "peak", "phases", "largest"),
+        *("ranks", "modules", "activations", "peak", "phases", "largest", "stages"),
     }
     assert found["sizes"]["b"] == 5
     assert [rank["rank"] for rank in found["ranks"]] == [0, 1]

@@ -131,6 +131,13 @@ def test_a_bucket_does_not_give_all_parameters_to_the_first_that_reads_one() -> 
     assert max(first, second) < 1.5 * min(first, second)
 
 
+def test_stages_of_a_model_that_is_quicker_than_a_message_are_alike() -> None:
+    """What latency takes is the same wherever the cut is; it does not give all layers to the first and last stage."""
+    shares = stage_shares(staged(Plan(pp=4)))
+    assert all(share.first for share in shares)
+    assert unevenness(shares) < 1.5
+
+
 def _first_of(program: Program, stage: int) -> str:
     return stage_shares(program)[stage].first
 

@@ -1,0 +1,250 @@
+"""Where the stages of a pipeline begin, and why.
+
+Enters: a program whose sizes are a rank's. Leaves: a `StageChoice`, and of each of its cuts a `CutExplanation`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from fxpar.analysis.divisible import Divisible, candidates, divisible
+from fxpar.analysis.layers import layers
+from fxpar.analysis.storages import storages
+from fxpar.choice.cuts import SLACK, Goals, Units, best_cuts, goals_of
+from fxpar.errors import InputError
+from fxpar.program.program import Program, describe, note
+
+
+@dataclass(frozen=True)
+class StageChoice:
+    """A program's stages.
+
+    Attributes:
+        found: what can be divided.
+        bounds: places between its operations at which it may be cut, with its beginning and its end.
+        units: what stands between two neighbouring ones.
+        cuts: those chosen, by number in `bounds`, ascending.
+        fixed: those that the plan asks for, by the stage that begins there.
+    """
+
+    found: Divisible
+    bounds: tuple[int, ...]
+    units: Units
+    cuts: tuple[int, ...]
+    fixed: Mapping[int, int]
+
+
+def choose_stages(program: Program) -> StageChoice:
+    """The stages that the plan asks for; what it does not say is chosen.
+
+    Raises:
+        InputError: there are fewer places than stages need, or the plan's cannot be.
+    """
+    plan = program.plan
+    found = divisible(program)
+    count = plan.pipeline_stages
+    asked = _asked(found, plan.stages, count)
+    order = [0, *(place for _, place in sorted(asked.items()))]
+    if any(later <= sooner for sooner, later in pairwise(order)):
+        raise InputError(
+            "the modules do not run in the order of their stages, or the first one runs first of all",
+            where="stages",
+            remedy="give each stage a module that runs later, and leave stage 0 out",
+        )
+    places = candidates(found, count, tuple(asked.values()))
+    if len(places) < count - 1:
+        raise InputError(
+            f"{count} stages need {count - 1} places to cut at, and the model has {len(places)}",
+            where="pp",
+            remedy="ask for fewer stages",
+        )
+    bounds = (0, *places, len(found.order))
+    units = _units(found, bounds)
+    fixed = {stage: bounds.index(place) for stage, place in asked.items()}
+    try:
+        cuts = best_cuts(units, plan.pp, plan.virtual_stages, fixed)
+    except ValueError as error:
+        remedy = "give other modules, in the order in which they run"
+        raise InputError(f"{error} with these beginnings", where="stages", remedy=remedy) from None
+    return StageChoice(found, bounds, units, cuts, fixed)
+
+
+def _units(found: Divisible, bounds: Sequence[int]) -> Units:
+    """What stands between two neighbouring places."""
+    cost = found.program.plan.cost.on(("pp",))
+    spans = list(pairwise(bounds))
+    crossing = [found.live[place] for place in bounds[:-1]]
+    return Units(
+        [sum(found.seconds[a:b]) for a, b in spans],
+        [sum(found.held[a:b]) for a, b in spans],
+        [sum(found.kept[a:b]) for a, b in spans],
+        crossing,
+        # Without latency, which occupies no rank: the first and the last stage, which have one neighbour alone, would
+        # take all of a model that is quicker than it.
+        [size / cost.bandwidth for size in crossing],
+    )
+
+
+def _asked(found: Divisible, asked: Mapping[str, int] | Sequence[int], count: int) -> dict[int, int]:
+    """Places that the plan asks for, by number of the stage that begins there.
+
+    Raises:
+        InputError: a module computes nothing, or the layers are others.
+    """
+    if isinstance(asked, Mapping):
+        return {number: _beginning(found, name) for name, number in sorted(asked.items(), key=lambda e: e[1])}
+    if not asked:
+        return {}
+    runs = layers(found.program, storages(found.program, frozenset()))
+    if sum(asked) != len(runs):
+        raise InputError(
+            f"{' + '.join(map(str, asked))} layers are {sum(asked)}, and the model has {len(runs)}",
+            where="stages",
+            remedy="give numbers whose sum is that, or modules at which stages begin",
+        )
+    starts = [next(found.places[node] for node in run if node in found.places) for run in runs]
+    return {number: starts[sum(asked[:number])] for number in range(1, count)}
+
+
+def _beginning(found: Divisible, name: str) -> int:
+    for node in found.order:
+        fqn = note(node).fqn
+        if fqn == name or fqn.startswith(f"{name}."):
+            return found.places[node]
+    own = any(note(node).fqn == name or note(node).fqn.startswith(f"{name}.") for node in found.anywhere)
+    raise InputError(
+        "each stage computes this module for itself" if own else "no operation of the program is of this module",
+        where=f"stages[{name!r}]",
+        remedy="name a module as the model does: `fxpar trace` lists them behind each node",
+    )
+
+
+def cuts_as_held(found: Divisible, held: Mapping[str, tuple[int, ...]]) -> list[int]:
+    """The places at which parameters come to be on the stages that hold them; of several those that least crosses.
+
+    Raises:
+        InputError: an operation reads parameters of different stages, or one of an earlier stage than is due.
+    """
+    count = found.program.plan.pipeline_stages
+    # By stage, the last place that must be on it or before, and the first that must be on it or behind.
+    last, first = [-1] * count, [len(found.order)] * (count + 1)
+    now = 0
+    for node in found.order:
+        names = [name for name in found.reads[node] if name in held]
+        legal = set(range(now, count)).intersection(*(held[name] for name in names))
+        if not legal:
+            raise InputError(
+                f"reads {', '.join(sorted(names))}, which is on no stage behind those of what runs before",
+                where=describe(node),
+                remedy="call the module so that parameters are used in the order in which the example uses them",
+            )
+        if names:
+            now = min(legal)
+            last[now] = found.places[node]
+            first[now] = min(first[now], found.places[node])
+    cuts, start = [], 0
+    for number in range(1, count):
+        low = max(start, *last[:number]) + 1
+        high = min(*first[number:], len(found.order) - (count - number))
+        if low > high:
+            raise InputError(
+                f"leaves stage {number} of {count} nothing to compute",
+                where="this call",
+                remedy="call the module with what the example had",
+            )
+        start = min(range(low, high + 1), key=lambda place: (found.live[place], -place))
+        cuts.append(start)
+    return cuts
+
+
+@dataclass(frozen=True)
+class CutExplanation:
+    """Why a stage begins where it does.
+
+    Attributes:
+        stage: the one that begins there.
+        behind: the operation behind which the cut is, with its module.
+        before: the one in front of which it is.
+        reason: the plan's word, or what the runner-up would cost more.
+        seconds: of a microbatch, of the stage in front of the cut and of the one behind it, with what they send.
+        bytes: of these stages: weights, what trains them, and what microbatches in flight keep.
+        goals: of all stages together.
+        runner_up: the operation behind which the next best cut is, the other cuts being chosen anew; empty where there
+            is none.
+        other: what the goals would be there.
+    """
+
+    stage: int
+    behind: str
+    before: str
+    reason: str
+    seconds: tuple[float, float]
+    bytes: tuple[float, float]
+    goals: Goals
+    runner_up: str = ""
+    other: Goals | None = None
+
+
+def explain_cut(program: Program, stage: int) -> CutExplanation:
+    """Explains where a stage begins.
+
+    Args:
+        program: as for `choose_stages`.
+        stage: one but the first.
+    """
+    plan, choice = program.plan, choose_stages(program)
+    units, cuts = choice.units, choice.cuts
+    goals = goals_of(units, plan.pp, cuts)
+    place = cuts[stage - 1]
+    own = [goals.stages[stage - 1], goals.stages[stage]]
+    found = CutExplanation(
+        stage,
+        _behind(choice, place),
+        describe(choice.found.order[choice.bounds[place]]),
+        "the plan says so",
+        (own[0][0], own[1][0]),
+        (own[0][1], own[1][1]),
+        goals,
+    )
+    if stage in choice.fixed:
+        return found
+    others = {}
+    for near in (place - 1, place + 1):
+        try:
+            cut = best_cuts(units, plan.pp, plan.virtual_stages, {**choice.fixed, stage: near})
+        except (ValueError, IndexError):
+            continue
+        others[near] = goals_of(units, plan.pp, cut)
+    if not others:
+        return _because(found, "no other place leaves each stage something", "", None)
+    near = min(others, key=lambda key: _rank(others[key], goals))
+    return _because(found, _reason(goals, others[near]), _behind(choice, near), others[near])
+
+
+def _because(found: CutExplanation, reason: str, runner_up: str, other: Goals | None) -> CutExplanation:
+    """The explanation with a reason."""
+    return dataclasses.replace(found, reason=reason, runner_up=runner_up, other=other)
+
+
+def _behind(choice: StageChoice, place: int) -> str:
+    return describe(choice.found.order[choice.bounds[place] - 1])
+
+
+def _rank(other: Goals, best: Goals) -> tuple[float, float, float]:
+    """By how much more than the slack it misses each goal, one after the other."""
+    longer, more = (max(0.0, a - b * (1 + SLACK)) for a, b in ((other.longest, best.longest), (other.most, best.most)))
+    return longer, more, other.crossing
+
+
+def _reason(goals: Goals, other: Goals) -> str:
+    longer, more, _ = _rank(other, goals)
+    if longer > 0:
+        return "with the next best the longest stage takes longer"
+    if more > 0:
+        return "with the next best the longest stage takes as long, and the one that has most holds more"
+    if other.crossing > goals.crossing:
+        return "with the next best the stages are as long and hold as much, and more crosses the cuts"
+    return "with the next best all is the same: the first of them is taken"

@@ -1,0 +1,130 @@
+"""The report of a pipeline from those of its stages.
+
+Enters: a program that was cut into stages, and the figures of each stage's step of one microbatch. Leaves: the figures
+of all ranks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from fxpar.analysis.balance import in_flight, stage_shares
+from fxpar.layout.symbols import parse_size, simplify
+from fxpar.plan.plan import Plan
+from fxpar.program.program import Program
+from fxpar.report.figures import Crossing, ModuleMemory, RankMemory, Report, StageLine, Traffic
+
+_SUMMED = ("parameters", "whole", "shared", "padding", "copies", "buffers", "gradients", "optimizer")
+
+
+def stage_lines(program: Program, found: Sequence[Report], sizes: Mapping[str, int]) -> tuple[StageLine, ...]:
+    """A line for each stage.
+
+    Args:
+        found: the figures of each.
+    """
+    plan, lines = program.plan, []
+    for share, report in zip(stage_shares(program, sizes), found, strict=True):
+        rank, own = share.stage % plan.pp, report.ranks[0]
+        flying = in_flight(plan.pp, plan.virtual_stages, rank)[share.stage // plan.pp]
+        received = tuple(Crossing(r.value, r.type, r.bytes, r.returns) for r in share.received)
+        lines.append(
+            StageLine(
+                share.stage,
+                rank,
+                share.first,
+                share.last,
+                share.flops,
+                share.share,
+                share.elements,
+                own.parameters,
+                own.gradients,
+                own.optimizer,
+                own.activations + sum(each.bytes for each in received),
+                flying,
+                received,
+            )
+        )
+    return tuple(lines)
+
+
+def most_elements(lines: Sequence[StageLine], plan: Plan) -> int:
+    """Elements of the parameters of the rank that has most."""
+    return max(sum(line.elements for line in lines if line.rank == rank) for rank in range(plan.pp))
+
+
+def joined(found: Sequence[Report], lines: Sequence[StageLine], plan: Plan) -> Report:
+    """The figures of all stages and ranks.
+
+    Args:
+        found: the figures of each stage.
+        lines: of each stage.
+    """
+    ranks: list[RankMemory] = []
+    worst: dict[int, int] = {}
+    for rank in range(plan.pp):
+        own = [line.stage for line in lines if line.rank == rank]
+        # The stage whose step makes the rank's peak.
+        top = max(own, key=lambda stage: found[stage].peak.bytes - found[stage].ranks[0].gradients)
+        for place in range(len(found[0].ranks)):
+            ranks.append(_rank(len(ranks), place, own, top, found, lines))
+        worst[top] = ranks[-1].peak
+    fullest = found[max(worst, key=lambda stage: worst[stage])]
+    return replace(
+        fullest,
+        collectives=_traffic(found),
+        ranks=tuple(ranks),
+        modules=_modules(found),
+        activations=_sum([report.activations for report in found if report.ranks[0].activations]),
+        inputs=max(report.inputs for report in found),
+        stages=tuple(lines),
+    )
+
+
+def _rank(
+    number: int, place: int, own: Sequence[int], top: int, found: Sequence[Report], lines: Sequence[StageLine]
+) -> RankMemory:
+    """What a rank of the pipeline holds: all its stages, of each the microbatches in flight."""
+    parts = [found[stage].ranks[place] for stage in own]
+    sums = {name: sum(getattr(part, name) for part in parts) for name in _SUMMED}
+    activations = sum(lines[stage].in_flight * lines[stage].activations for stage in own)
+    step = found[top].peak.bytes  # with what one microbatch keeps, and the gradients of that stage
+    step -= found[top].ranks[place].activations + found[top].ranks[place].gradients
+    held = sum(sums[name] for name in ("parameters", "copies", "buffers", "gradients", "optimizer"))
+    peak = held + found[top].inputs + activations + max(step, 0)
+    return RankMemory(rank=number, **sums, activations=activations, peak=peak)
+
+
+def _traffic(found: Sequence[Report]) -> tuple[Traffic, ...]:
+    groups: dict[tuple[str, str, str], list[Traffic]] = {}
+    for report in found:
+        for one in report.collectives:
+            groups.setdefault((one.axis, one.phase, one.op), []).append(one)
+    return tuple(
+        replace(
+            mine[0],
+            count=sum(one.count for one in mine),
+            bytes=sum(one.bytes for one in mine),
+            formula=_sum([one.formula for one in mine]),
+        )
+        for mine in groups.values()
+    )
+
+
+def _sum(formulas: Sequence[str]) -> str:
+    """In closed form, where each has one."""
+    return str(simplify(sum(parse_size(text) for text in formulas))) if formulas and all(formulas) else ""
+
+
+def _modules(found: Sequence[Report]) -> tuple[ModuleMemory, ...]:
+    """Of all stages; what several have a part of says which."""
+    counts = Counter(module.module for report in found for module in report.modules)
+    return tuple(
+        replace(module, module=f"{module.module or 'the model'} on stage {stage}")
+        if counts[module.module] > 1
+        else module
+        for stage, report in enumerate(found)
+        for module in report.modules
+    )
