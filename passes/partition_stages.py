@@ -16,6 +16,7 @@ from fxpar.ops.coercions import sum_gradients
 from fxpar.ops.transfers import transfer
 from fxpar.passes.prune import shrink
 from fxpar.passes.recompute import mark_layers
+from fxpar.passes.reduction import COUNT
 from fxpar.program.copying import copy_node
 from fxpar.program.program import Note, Program, TensorType, describe, note, set_note, update
 from fxpar.program.properties import Property
@@ -106,8 +107,10 @@ class _Stages:
                 self._read_here(node, self.stage[node])
         end = next(node for node in reversed(self.graph.nodes) if node.op == "output")
         last = max(self.stage.values())
+        # By the count the last stage, which has the loss, weighs microbatches.
+        count = self.program.output_nodes().get(COUNT)
         for value in end.all_input_nodes:
-            if value.op == "call_function" and value not in self.stage:
+            if value.op == "call_function" and (value not in self.stage or value is count):
                 end.replace_input_with(value, self._on(value, last, end))
         for node in reversed(nodes):
             if node not in self.stage and not node.users:

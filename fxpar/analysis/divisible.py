@@ -60,6 +60,13 @@ class Divisible:
         return found
 
     @cached_property
+    def last(self) -> int:
+        """The last place at which a cut may lie: that of the loss, where there is one, which is the last stage's."""
+        loss = self.program.output_nodes().get(self.program.loss)
+        end = len(self.order) - 1
+        return end if loss is None else min(self.places.get(loss, end), end)
+
+    @cached_property
     def last_read(self) -> Mapping[fx.Node, int]:
         """Of each operation the last place at which it is read, directly or by what each stage computes for itself."""
         found: dict[fx.Node, int] = {}
@@ -235,15 +242,13 @@ def candidates(found: Divisible, stages: int, must: Sequence[int] = ()) -> list[
         stages: how many are wanted.
         must: places that are candidates in any case.
     """
-    loss = found.program.output_nodes().get(found.program.loss)
-    last = found.places.get(loss, len(found.order)) if loss is not None else len(found.order)
     before = [0.0]
     for seconds in found.seconds:
         before.append(before[-1] + seconds)
     near = before[-1] / (8 * stages)
     live = found.live
     kept = []
-    for place in range(1, min(last, len(found.order) - 1) + 1):
+    for place in range(1, found.last + 1):
         if place in must or not _has_better(place, live, before, near):
             kept.append(place)
     return kept

@@ -54,6 +54,13 @@ def choose_stages(program: Program) -> StageChoice:
             where="stages",
             remedy="give each stage a module that runs later, and leave stage 0 out",
         )
+    late = [number for number, place in asked.items() if place > found.last]
+    if late:
+        raise InputError(
+            f"stage {late[0]} would begin behind the loss, which is the last stage's",
+            where="stages",
+            remedy="give each stage a module that runs before the loss is there",
+        )
     places = candidates(found, count, tuple(asked.values()))
     if len(places) < count - 1:
         raise InputError(
@@ -148,7 +155,7 @@ def cuts_as_held(found: Divisible, held: Mapping[str, tuple[int, ...]]) -> list[
     cuts, start = [], 0
     for number in range(1, count):
         low = max(start, *last[:number]) + 1
-        high = min(*first[number:], len(found.order) - (count - number))
+        high = min(*first[number:], found.last - (count - 1 - number))
         if low > high:
             raise InputError(
                 f"leaves stage {number} of {count} nothing to compute",

@@ -12,6 +12,7 @@ from itertools import pairwise
 from torch import fx
 
 from fxpar.errors import CheckFailed
+from fxpar.passes.reduction import COUNT
 from fxpar.program.program import Program, describe, note, output_layouts, tensor_type
 from fxpar.program.stages import Stage, is_transfer, stage_of, stages_of
 
@@ -36,9 +37,11 @@ def check_stages(program: Program) -> None:
             for read in node.all_input_nodes:
                 _check_read(program, node, read)
     _check_held(program)
-    loss = program.output_nodes().get(program.loss)
-    if loss is not None and loss.op == "call_function" and stage_of(loss) != count - 1:
-        raise CheckFailed(f"the loss is on stage {stage_of(loss)}, not on the last", where=describe(loss))
+    nodes = program.output_nodes()
+    for name, what in {program.loss: "loss", COUNT: "count of what is in the loss"}.items():
+        node = nodes.get(name)
+        if node is not None and node.op == "call_function" and stage_of(node) != count - 1:
+            raise CheckFailed(f"the {what} is on stage {stage_of(node)}, not on the last", where=describe(node))
     check_neighbours(stages_of(program))
 
 
