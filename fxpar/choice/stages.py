@@ -137,7 +137,7 @@ def cuts_as_held(found: Divisible, held: Mapping[str, tuple[int, ...]]) -> list[
     """
     count = found.program.plan.pipeline_stages
     # By stage, the last place that must be on it or before, and the first that must be on it or behind.
-    last, first = [-1] * count, [len(found.order)] * (count + 1)
+    last, first = [-1] * count, [len(found.order)] * count + [found.last + 1]
     now = 0
     for node in found.order:
         names = [name for name in found.reads[node] if name in held]
@@ -155,7 +155,8 @@ def cuts_as_held(found: Divisible, held: Mapping[str, tuple[int, ...]]) -> list[
     cuts, start = [], 0
     for number in range(1, count):
         low = max(start, *last[:number]) + 1
-        high = min(*first[number:], found.last - (count - 1 - number))
+        # Stages up to the one that reads at a place need an operation each before that, if they read no parameter.
+        high = min(place - behind for behind, place in enumerate(first[number:]))
         if low > high:
             raise InputError(
                 f"leaves stage {number} of {count} nothing to compute",
