@@ -87,7 +87,9 @@ def _layer_norm_backward(call: Call) -> Labelling | Refusal:
     statistics: Labels = (*rows, *(None,) * normalized)
     known = {"grad_out": full, "input": full, "mean": statistics, "rstd": statistics}
     ins = tuple(known.get(name, (None,) * len(k.shape)) for name, k in zip(call.names, call.operands, strict=True))
-    outs = (full, *((None,) * len(kind.shape) for kind in call.outputs[1:]))
+    # Without elements where it is not asked for: then there are no rows of it.
+    first = full if call.get("output_mask")[0] else (None,) * len(call.outputs[0].shape)
+    outs = (first, *((None,) * len(kind.shape) for kind in call.outputs[1:]))
     return Labelling(ins, outs, frozenset(label for label in rows if label is not None))
 
 

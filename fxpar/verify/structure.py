@@ -38,6 +38,7 @@ from fxpar.program.program import (
     output_types,
 )
 from fxpar.program.properties import Property
+from fxpar.program.stages import is_transfer
 from fxpar.program.step import PHASES, RECOMPUTE, is_forward, output_of
 from fxpar.program.weights import owner_of
 from fxpar.rules import bind_arguments
@@ -110,6 +111,10 @@ def _check_tables(program: Program) -> None:
 
 def _check_note(program: Program, node: fx.Node, known: _Known) -> None:
     """What is used has a type, in declared symbols, and with layouts one canonical layout for each output."""
+    if Property.STAGES not in program.properties and (note(node).stages or is_transfer(node)):
+        raise CheckFailed(
+            "is on a stage of a pipeline, and the program has none", where=describe(node), remedy="add: stages"
+        )
     kind = note(node).type
     if kind is None and node.users:
         user = next(iter(node.users))

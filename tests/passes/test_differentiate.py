@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import Tensor, nn
 
+from fxpar.compile import compile_model, compile_step
 from fxpar.errors import FxparError
 from fxpar.manager import PassManager
 from fxpar.ops.dataflow import dataflow
 from fxpar.passes.differentiate import differentiate, forward_of
+from fxpar.plan.plan import Plan
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
 from fxpar.verify.static import STATIC
@@ -123,3 +127,20 @@ def test_what_cannot_be_differentiated_is_named() -> None:
     text = PAIR.replace("aten.tanh.default(%h)", "aten.nextafter.default(%h, %h)")
     with pytest.raises(FxparError, match="%t"):
         differentiated(text)
+
+
+class NormOfInput(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(6), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.norm(x)).square().mean()  # type: ignore[no-any-return]
+
+
+def test_a_norm_of_an_input_has_a_step_over_data_ranks() -> None:
+    """The gradient of the input, which nobody asks for, has no elements, and so no rows to share out."""
+    torch.manual_seed(0)
+    program = compile_model(NormOfInput(), (torch.randn(4, 6),), Plan(dp=2)).program
+    step = compile_step(program, program.outputs, (program.loss,), [p.fqn for p in program.parameters])
+    assert "f32[0] dp:P" in print_program(step)
