@@ -45,7 +45,7 @@ def test_rows_that_the_plan_names_are_cut(world2: World) -> None:
             torch.testing.assert_close(gradient, one["gradients"][name], rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "token"])
+@pytest.mark.parametrize("reduction", [pytest.param("mean", marks=pytest.mark.matrix), "token"])
 def test_data_ranks_with_other_rows_are_pipelines_of_their_own(world4: World, reduction: str) -> None:
     one = pipeline_jobs.uneven(reduction)
     for found in world4.run(pipeline_jobs.uneven, reduction):

@@ -43,6 +43,7 @@ def test_every_rank_returns_the_models_output_between_training_steps(world2: Wor
     check(world2.run(pipeline_jobs.plain_calls, {}))
 
 
+@pytest.mark.matrix
 def test_outputs_that_are_cut_are_dtensors_of_the_ranks_of_one_stage(world4: World) -> None:
     check(world4.run(pipeline_jobs.plain_calls, TENSOR_PARALLEL))
 

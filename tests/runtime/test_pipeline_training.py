@@ -36,11 +36,19 @@ def test_norms_are_of_all_stages_and_those_of_one_are_refused(world2: World) -> 
     check_clipped(world2.run(pipeline_jobs.clipped, {}))
 
 
+@pytest.mark.matrix
 def test_norms_with_cut_parameters_are_of_all_stages(world4: World) -> None:
     check_clipped(world4.run(pipeline_jobs.clipped, TENSOR_PARALLEL))
 
 
-@pytest.mark.parametrize(("inside", "frozen"), [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize(
+    ("inside", "frozen"),
+    [
+        pytest.param(False, False, marks=pytest.mark.matrix),
+        (True, False),
+        pytest.param(False, True, marks=pytest.mark.matrix),
+    ],
+)
 def test_all_stages_skip_the_step_that_overflows_on_one(world2: World, inside: bool, frozen: bool) -> None:
     one = pipeline_jobs.scaled(inside, frozen)
     assert one["scales"] == [64.0, 128.0, 64.0, 64.0, 128.0]

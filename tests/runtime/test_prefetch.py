@@ -25,7 +25,15 @@ def numbers(count: int) -> list[dict[str, Tensor]]:
     return [{"x": torch.full((2, 3), float(i))} for i in range(count)]
 
 
-@pytest.mark.parametrize(("impl", "micro"), [("none", 1), ("partial", 2), ("full_iteration", 1), ("full_iteration", 2)])
+@pytest.mark.parametrize(
+    ("impl", "micro"),
+    [
+        ("none", 1),
+        pytest.param("partial", 2, marks=pytest.mark.matrix),
+        pytest.param("full_iteration", 1, marks=pytest.mark.matrix),
+        ("full_iteration", 2),
+    ],
+)
 def test_a_training_is_the_same_to_the_bit(impl: str, micro: int) -> None:
     assert train(gpt2, words(6, micro), impl, feed=prefetched) == as_it_is(gpt2, 6, micro)
 

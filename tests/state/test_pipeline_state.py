@@ -44,6 +44,7 @@ def test_a_training_goes_on_under_other_plans(world2: World, world4: World, tmp_
             assert_goes_on(found, wanted)
 
 
+@pytest.mark.matrix
 def test_several_stages_a_rank_go_on_from_one_each(world2: World, tmp_path: Path) -> None:
     wanted = jobs.saved(tmp_path, {})
     for found in world2.run(jobs.resumed, tmp_path, {"virtual_stages": 2}):
