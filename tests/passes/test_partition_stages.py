@@ -274,7 +274,8 @@ def _check_cuts(name: str, layers: int) -> None:
         assert ratio <= 1.02 * most
 
 
-@pytest.mark.parametrize("name", ["gpt-8.3b", pytest.param("llama-3-8b", marks=pytest.mark.matrix)])
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", LARGE)
 def test_of_large_models_the_stream_alone_crosses(name: str) -> None:
     _check_cuts(name, 16)
 
