@@ -12,8 +12,6 @@ into the microbatches. *Bubble* is what the schedule leaves idle where all stage
 from __future__ import annotations
 
 import argparse
-import gc
-import json
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -21,14 +19,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import transformers
 from rich.console import Console
 from rich.table import Table
 
 import fxpar
 from fxpar.schedule.build import build_schedule
 from fxpar.schedule.verified import verified
-from samples.bench_tp import _TINY, MODELS, build, time_steps
+from samples.bench_tp import _TINY, MODELS, build, run_all, time_steps
 
 
 def bubble(schedule: str, pp: int, virtual: int, microbatches: int) -> float:
@@ -103,19 +100,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a model of a few thousand weights")
     parser.add_argument("--json", metavar="FILE", help="append a JSON line for each run")
     options = parser.parse_args()
-    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    is_first, rows = int(os.environ.get("RANK", 0)) == 0, []
-    for run in options.runs:
-        rows.append(measure(run, options))
-        torch.compiler.reset()
-        gc.collect()
-        if is_first:
-            print(json.dumps(rows[-1]), flush=True)
-            if options.json:
-                with open(options.json, "a", encoding="utf-8") as file:
-                    file.write(json.dumps(rows[-1]) + "\n")
-    if is_first:
-        report(rows)
+    run_all(options, measure, report)
 
 
 if __name__ == "__main__":

@@ -249,15 +249,12 @@ def report(rows: Sequence[Mapping[str, Any]]) -> None:
         print("attention kernels:", ", ".join(kernels))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", nargs="+", default=["gpt-1.2b:eager", "gpt-1.2b:compile"], help="MODEL:FLAG+FLAG")
-    parser.add_argument("--precision", default="bf16_weights", help="as of fxpar.Plan (bf16_weights)")
-    parser.add_argument("--warmup", type=int, default=5, help="steps before the clock runs (5)")
-    parser.add_argument("--steps", type=int, default=10, help="steps on the clock (10)")
-    parser.add_argument("--tiny", action="store_true", help="models of a few thousand weights")
-    parser.add_argument("--json", metavar="FILE", help="append a JSON line for each run")
-    options = parser.parse_args()
+def run_all(
+    options: argparse.Namespace,
+    measure: Callable[[str, argparse.Namespace], dict[str, Any]],
+    report: Callable[[Sequence[Mapping[str, Any]]], None],
+) -> None:
+    """Runs `options.runs` one after the other on all ranks; the first one prints and writes what was measured."""
     transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     is_first, rows = int(os.environ.get("RANK", 0)) == 0, []
     for run in options.runs:
@@ -273,6 +270,18 @@ def main() -> None:
                     file.write(json.dumps(rows[-1]) + "\n")
     if is_first:
         report(rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", nargs="+", default=["gpt-1.2b:eager", "gpt-1.2b:compile"], help="MODEL:FLAG+FLAG")
+    parser.add_argument("--precision", default="bf16_weights", help="as of fxpar.Plan (bf16_weights)")
+    parser.add_argument("--warmup", type=int, default=5, help="steps before the clock runs (5)")
+    parser.add_argument("--steps", type=int, default=10, help="steps on the clock (10)")
+    parser.add_argument("--tiny", action="store_true", help="models of a few thousand weights")
+    parser.add_argument("--json", metavar="FILE", help="append a JSON line for each run")
+    options = parser.parse_args()
+    run_all(options, measure, report)
 
 
 if __name__ == "__main__":

@@ -21,15 +21,13 @@ from fxpar.mesh.mesh import Mesh
 from fxpar.mesh.purpose import DENSE, PURPOSES, Cuts
 from fxpar.plan.cost import Cost
 from fxpar.plan.graphs import CudaGraphs
+from fxpar.plan.pipeline import MOST_RANKS, pipeline_problems
 
 SPLITS = ("column", "row", "head", "vocab", "replicate")
 LOSS_REDUCTIONS = ("mean", "token", "local_mean")
 RNGS = ("fused", "exact")
 PRECISIONS = ("as_is", "fp32", "bf16", "fp16", "bf16_weights")
 RECOMPUTES = ("none", "selective", "full")
-
-# More ranks than one axis ever had: beyond them there is only a slip of the keyboard.
-MOST_RANKS = 4096
 
 # Options that are mappings, which are kept sorted and cannot be written to.
 _MAPPINGS = ("split", "batch_dims", "padding")
@@ -196,7 +194,7 @@ class Plan:
                     yield f"split has the key {shown(glob)}: write a glob on module or parameter names"
                 if how not in SPLITS:
                     yield f"split[{shown(glob)}]={shown(how)} is unknown: choose one of {', '.join(SPLITS)}"
-        yield from self._wrong_stages()
+        yield from pipeline_problems(self)
         yield from _by_path("batch_dims", self.batch_dims, (int,), "dimension")
         yield from _by_path("padding", self.padding, (int, float, bool), "number")
         if self.loss_reduction not in LOSS_REDUCTIONS:
@@ -222,45 +220,6 @@ class Plan:
             yield from self.cost.problems()
         else:
             yield f"cost={shown(self.cost)} is no fxpar.Cost: write Cost(bandwidth=…)"
-
-    def _wrong_stages(self) -> Iterator[str]:
-        virtual = self.virtual_stages
-        if type(virtual) is not int or not 1 <= virtual <= MOST_RANKS:
-            yield f"virtual_stages={shown(virtual)} is no number of stages: give one of at least 1"
-            return
-        if type(self.pp) is not int or self.pp < 1:
-            return
-        count = self.pp * virtual
-        if self.pp == 1 and virtual > 1:
-            yield f"virtual_stages={virtual} without a pipeline, pp={self.pp}: give pp of at least 2, or leave them out"
-        stages = self.stages
-        if isinstance(stages, Mapping):
-            for name, number in stages.items():
-                if not isinstance(name, str) or not name:
-                    yield f"stages has the key {shown(name)}: write the name of a module"
-                elif type(number) is not int or not 0 < number < count:
-                    yield f"stages[{name!r}]={shown(number)} is none of the stages 1 to {count - 1}: give one of these"
-            if len({*map(repr, stages.values())}) != len(stages):
-                yield "stages gives two modules one stage: each begins once"
-        elif not isinstance(stages, (tuple, list)) or any(type(n) is not int or n < 1 for n in stages):
-            yield f"stages={shown(stages)} is neither a mapping from modules to stages nor numbers of layers: write one"
-        elif stages and len(stages) != count:
-            yield f"stages={shown(stages)} has {len(stages)} numbers of layers for {count} stages: give one for each"
-        yield from self._wrong_schedule()
-
-    def _wrong_schedule(self) -> Iterator[str]:
-        if type(self.microbatches) is not int or not 1 <= self.microbatches <= MOST_RANKS:
-            yield f"microbatches={shown(self.microbatches)} is no number of them: give one of at least 1"
-        if type(self.schedule) is not str:
-            yield f"schedule={shown(self.schedule)} is no text: write a name, or a file"
-        elif self.schedule and self.pp == 1:
-            yield f"schedule={shown(self.schedule)} is of a pipeline, and pp=1: give pp of at least 2, or leave it out"
-        if self.group_size is not None and (type(self.group_size) is not int or self.group_size < 1):
-            yield f"group_size={shown(self.group_size)} is no number of microbatches: give one of at least 1"
-        elif self.group_size is not None and self.virtual_stages == 1:
-            yield f"group_size={self.group_size} is of several stages a rank: give virtual_stages, or leave it out"
-        if self.pp > 1 and isinstance(self.cuda_graphs, CudaGraphs) and self.cuda_graphs.is_on:
-            yield "cuda_graphs: stages of a pipeline are not captured yet: leave it out, or pp=1"
 
     def _wrong_recompute(self) -> Iterator[str]:
         if self.recompute not in RECOMPUTES:

@@ -74,11 +74,10 @@ class Note:
         source: the author's source line, `file.py:41`.
         random: identity of a random node, the same under every plan; 0 for the others.
         recompute: number of the checkpointed region the author put the node into; 0 for none.
-        phase: "" in the forward; backward; weight, of a backward that is cut in two, the part behind the gradients of
-            inputs; parameter, of what is made of gradients once a step.
+        phase: of a step (`fxpar.program.step`), "" in the forward.
         region: name of the call that the node was written out of (`regions.inlined`).
         uncaptured: why no CUDA graph can hold the node of a step, or is to; empty where one can.
-        stages: of a pipeline, that which computes the node; of a parameter, those that read it.
+        stages: of a pipeline, that of the node; of a parameter, those that read it.
     """
 
     type: ValueType = None
@@ -107,8 +106,7 @@ def note(node: fx.Node) -> Note:
     Raises:
         KeyError: the node has none (a pass created it without `set_note`).
     """
-    found = _note_or_none(node)
-    if found is None:
+    if (found := _note_or_none(node)) is None:
         raise KeyError(f"node %{node.name} has no fxpar note")
     return found
 
@@ -119,8 +117,7 @@ def has_note(node: fx.Node) -> bool:
 
 
 def _note_or_none(node: fx.Node) -> Note | None:
-    # Of what a compilation asks nothing is asked more often: nodes without a note are the exception.
-    try:
+    try:  # of what a compilation asks nothing is asked more often: nodes without a note are the exception
         found = node.meta["custom"][_KEY]
     except KeyError:
         return None

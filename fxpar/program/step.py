@@ -12,7 +12,8 @@ from torch import fx
 from fxpar.program.program import Program, has_note, note
 
 BACKWARD, WEIGHT, PARAMETER = "backward", "weight", "parameter"
-# `weight`: the part of a backward on which no gradient of an input depends, where that is cut off.
+# `weight`: the part of a backward on which no gradient of an input depends, where that is cut off; `parameter`: what is
+# made of gradients once a step.
 PHASES = ("", BACKWARD, WEIGHT, PARAMETER)
 # Origin of a node of the backward that computes again what the forward has.
 RECOMPUTE = "recompute"

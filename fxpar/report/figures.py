@@ -13,6 +13,8 @@ from typing import Any
 
 from rich.console import Console, Group
 
+from fxpar.analysis.balance import Received
+
 
 @dataclass(frozen=True)
 class PassLine:
@@ -139,23 +141,6 @@ class Whole:
 
 
 @dataclass(frozen=True)
-class Crossing:
-    """A value that a stage of a pipeline receives, of each microbatch.
-
-    Attributes:
-        value: the node of the stage before.
-        type: of the whole.
-        bytes: on a rank.
-        returns: whether its gradient, of as many bytes, goes back.
-    """
-
-    value: str
-    type: str
-    bytes: int
-    returns: bool
-
-
-@dataclass(frozen=True)
 class StageLine:
     """A stage of a pipeline: what it has of the model, and bytes of a rank that holds it.
 
@@ -188,7 +173,7 @@ class StageLine:
     optimizer: int
     activations: int
     in_flight: int
-    received: tuple[Crossing, ...]
+    received: tuple[Received, ...]
 
 
 @dataclass(frozen=True)

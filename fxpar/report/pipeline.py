@@ -14,7 +14,7 @@ from fxpar.analysis.balance import in_flight, stage_shares
 from fxpar.layout.symbols import parse_size, simplify
 from fxpar.plan.plan import Plan
 from fxpar.program.program import Program
-from fxpar.report.figures import Crossing, ModuleMemory, RankMemory, Report, StageLine, Traffic
+from fxpar.report.figures import ModuleMemory, RankMemory, Report, StageLine, Traffic
 
 _SUMMED = ("parameters", "whole", "shared", "padding", "copies", "buffers", "gradients", "optimizer")
 
@@ -29,7 +29,7 @@ def stage_lines(program: Program, found: Sequence[Report], sizes: Mapping[str, i
     for share, report in zip(stage_shares(program, sizes), found, strict=True):
         rank, own = share.stage % plan.pp, report.ranks[0]
         flying = in_flight(plan.pp, plan.virtual_stages, rank)[share.stage // plan.pp]
-        received = tuple(Crossing(r.value, r.type, r.bytes, r.returns) for r in share.received)
+        received = share.received
         lines.append(
             StageLine(
                 share.stage,

@@ -123,6 +123,7 @@ def test_plans_that_make_no_pipeline_are_refused(options: dict[str, Any], text: 
     ("options", "text"),
     [
         ({"schedule": "moonwalk"}, "moonwalk: No such file"),
+        ({"schedule": "forward_only"}, "schedule forward_only: has no backward"),
         ({"schedule": "zbv"}, "zbv has two stages a rank"),
         ({"virtual_stages": 2, "microbatches": 1}, "needs a microbatch for each of the 2 ranks"),
     ],
