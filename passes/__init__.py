@@ -11,6 +11,7 @@ from fxpar.passes.annotate import annotate
 from fxpar.passes.assign_rng import assign_rng
 from fxpar.passes.canonicalize import canonicalize
 from fxpar.passes.coalesce import coalesce
+from fxpar.passes.dispatch_experts import dispatch_experts
 from fxpar.passes.divide_batch import divide_batch
 from fxpar.passes.divide_sequence import divide_sequence
 from fxpar.passes.fold_masks import fold_masks
@@ -24,6 +25,7 @@ DEFAULT_PASSES: tuple[Pass, ...] = (
     fold_masks,
     divide_batch,
     divide_sequence,
+    dispatch_experts,
     annotate,
     insert_collectives,
     coalesce,
@@ -39,6 +41,7 @@ __all__ = [
     "assign_rng",
     "canonicalize",
     "coalesce",
+    "dispatch_experts",
     "divide_batch",
     "divide_sequence",
     "fold_masks",

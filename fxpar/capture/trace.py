@@ -27,6 +27,7 @@ from fxpar.capture import patches
 from fxpar.capture.asked import Questions
 from fxpar.capture.decided import host_numbers
 from fxpar.capture.dynamo import Assumption, dynamo_graph, symbolic_dims
+from fxpar.capture.experts import routed_experts
 from fxpar.capture.functional import functional_form
 from fxpar.capture.guards import (
     bound_arguments,
@@ -145,7 +146,7 @@ def trace(
     check_example(batch)
     bound_arguments(model, *arguments(model, batch, loss is not None))
     safe = separate(batch)
-    with quiet(), no_host_random(model), with_memory(model, safe) as (batch, originals):
+    with quiet(), routed_experts(), no_host_random(model), with_memory(model, safe) as (batch, originals):
         call = called(model, batch, loss)
         with Blamed(_raised):
             found = _trace(call, symbolic, originals, others or OtherMemos())

@@ -18,12 +18,14 @@ from dataclasses import replace
 import torch
 from torch import fx
 
+from fxpar.choice.demands import demands, held_over
 from fxpar.choice.options import Option, value_of
 from fxpar.errors import LayoutError
 from fxpar.layout.layout import I, P, Placement, R, shard
 from fxpar.layout.nesting import peel
 from fxpar.layout.symbols import Size, simplify
 from fxpar.mesh.purpose import Cuts
+from fxpar.ops.shard_over import demanded
 from fxpar.program.coercions import resting
 from fxpar.program.gradients import carried
 from fxpar.program.program import (
@@ -60,14 +62,19 @@ def place_batch(program: Program, axis: str, rows: Mapping[str, int]) -> dict[fx
     flags, found = carried(program), dict[fx.Node, Option]()
     row_wise = RowWise(program.plan.row_wise, {axis: batch_size(program)})
     paths = {entry.node: entry.path for entry in program.inputs}
+    held = held_over(program, axis)
     for node in program.graph.nodes:
         kinds = () if node.op == "output" else output_types(node)
         if not kinds or node.target is operator.getitem:
             continue
         if node.op == "placeholder":
-            dim = rows.get(paths.get(node.name, ""))
+            dim = rows.get(paths.get(node.name, ""), held.get(node))
             whole = resting(I, flags[node][0])
             found[node] = Option((), (whole if dim is None else shard(dim, tensor_type(node).shape[dim]),))
+            continue
+        if demands(node, axis):
+            cut = demanded(call_of(node, program.axes[axis]))
+            found[node] = Option((cut,), (cut,), "batch")
             continue
         values = [value_of(operand) for operand in operands(node)]
         given = [found[maker].outputs[index] for maker, index in values]
@@ -216,6 +223,8 @@ def _peel_operands(
     for operand, before, wanted in zip(operands(node), operands(old), option.operands, strict=True):
         maker, index = value_of(before)
         held = own[maker.name].outputs[index]
+        if wanted.is_shard and held.is_shard and wanted.dim != held.dim:
+            operand = _exchanged(inner, node, operand, held.dim, wanted.dim)
         if wanted.is_shard and not held.is_shard:
             kind = _peeled(tensor_type(operand), (wanted,), n)
             assert isinstance(kind, TensorType)
@@ -225,6 +234,15 @@ def _peel_operands(
             operand = set_note(new, replace(note(operand), type=kind))
         taken.append(operand)
     with_operands(node, taken)
+
+
+def _exchanged(inner: Program, node: fx.Node, operand: fx.Node, source: int, target: int) -> fx.Node:
+    """What ranks have that give each other their parts: of two dimensions of their number one is whole then."""
+    shape = list(tensor_type(operand).shape)
+    shape[source], shape[target] = shape[target], shape[source]
+    with inner.graph.inserting_before(node):
+        new = inner.graph.create_node("call_function", torch.ops.aten.transpose.int, (operand, source, target))
+    return set_note(new, replace(note(operand), type=TensorType(tensor_type(operand).dtype, tuple(shape))))
 
 
 def _symbol_within(found: Symbol, program: Program, own: Mapping[str, Option], n: int) -> Symbol:

@@ -11,15 +11,16 @@ from typing import NoReturn
 
 from torch import fx
 
+from fxpar.choice.demands import held_over
 from fxpar.choice.options import Option, Options, Value, list_options, value_of
 from fxpar.choice.overrides import Lines, Pin, resolve_overrides
 from fxpar.choice.prices import Prices
 from fxpar.choice.solve import Solution, solve
 from fxpar.errors import PlanError
-from fxpar.layout.layout import I, Layout, Placement
+from fxpar.layout.layout import I, Layout, Placement, shard
 from fxpar.program.coercions import resting
 from fxpar.program.gradients import carried
-from fxpar.program.program import Program, describe, operands
+from fxpar.program.program import Program, describe, operands, tensor_type
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,9 @@ def choose(program: Program, axis: str, lines: Lines, layouts: Mapping[str, Layo
     known = {name: layout.on(axis) for name, layout in layouts.items()}
     pins = resolve_overrides(program, lines, n, known)
     pinned = {node: pin.placement for node, pin in pins.items()}
-    options = list_options(program, n, carried(program), pinned, is_free=not layouts)
+    for node, dim in held_over(program, axis).items():
+        pinned[node] = resting(shard(dim, tensor_type(node).shape[dim]), carried(program)[node][0])
+    options = list_options(program, n, carried(program), pinned, is_free=not layouts, axis=axis)
     prices, ends = Prices(program, options, program.plan.cost.on([axis])), _ends(program, options)
     solution = solve(program.graph, options, prices, ends)
     if solution is None:

@@ -18,12 +18,14 @@ import torch
 from torch import fx
 
 from fxpar.analysis.flops import matmul_flops
+from fxpar.choice.demands import demands
 from fxpar.choice.follow import Trail, Weights, follow
 from fxpar.choice.heads import all_cuts, farthest, heads_of, met_heads, natural_cut, shares_attention
 from fxpar.choice.segments import met_cut
 from fxpar.choice.tokens import tokens_of
 from fxpar.layout.layout import I, Placement, R, fits, shard
 from fxpar.layout.symbols import Size, names
+from fxpar.ops.shard_over import demanded
 from fxpar.program.coercions import at_rest, resting, unsettled
 from fxpar.program.program import Program, describe, operands, output_types
 from fxpar.rules import Refusal, call_of, inferred, rule_of, seeded
@@ -120,6 +122,7 @@ def list_options(
     pins: Mapping[fx.Node, Placement],
     is_free: bool,
     data_parallel: bool = False,
+    axis: str = "",
 ) -> Options:
     """The options of every node.
 
@@ -127,6 +130,7 @@ def list_options(
         pins: placements of parameters that are decided.
         is_free: whether the other parameters may be cut; else they stay whole, as do those that nothing uses.
         data_parallel: whether matrix products may be cut over tokens, the weights being whole.
+        axis: its name, by which the program itself may say what is cut on it.
     """
     held = {p.node for p in program.parameters}
     owned = [node for node in program.graph.nodes if node.op == "placeholder" and node.name in held]
@@ -152,6 +156,10 @@ def list_options(
             found.of[node] = tuple(Option((), (resting(cut, flags[node][0]),), _why(found, node, cut)) for cut in cuts)
         elif node.op == "placeholder":
             found.of[node] = (Option((), (R,)),)
+        elif demands(node, axis):
+            cut = demanded(call_of(node, n))
+            found.of[node] = (Option((cut,), (cut,)),)
+            reached.add(node)
         else:
             inputs = [value_of(o) for o in operands(node)]
             if any(source in reached for source, _ in inputs):

@@ -215,14 +215,29 @@ class Mesh:
 
     @cached_property
     def factors(self) -> Mapping[str, tuple[tuple[str, int], ...]]:
-        """Names and sizes of the factors of cp and tp, from the fastest; empty where these are whole."""
+        """Names and sizes of the factors of dp, cp and tp, from the fastest; empty where these are whole.
+
+        dp is dp_in·dp_out where some of its ranks hold different experts, those of dp_in, and others the same.
+        """
         found: dict[str, tuple[tuple[str, int], ...]] = {}
+        inner = self._data_ranks_of_experts
+        if 1 < inner < self.sizes["dp"]:
+            found["dp"] = (("dp_in", inner), ("dp_out", self.sizes["dp"] // inner))
         if self.kv_heads is not None:
             different = math.gcd(self.kv_heads, self.tp)
             found["tp"] = (("kv_in", self.tp // different), ("kv_out", different))
         if self.hierarchical_cp:
             found["cp"] = tuple((f"cp{level}", size) for level, size in enumerate(self.hierarchical_cp, 1))
         return found
+
+    @property
+    def _data_ranks_of_experts(self) -> int:
+        """Neighbours on dp that hold different experts; 1 where dp's ranks are no such neighbours."""
+        size, start = self.sizes["dp"], self.dense.stride("dp")
+        low, high = self.expert.stride("ep"), self.expert.stride("ep") * self.ep
+        inner, rest = divmod(high, start)
+        is_run = low <= start < high and not rest and size % inner == 0
+        return min(inner, size) if is_run else 1
 
     @cached_property
     def _factored(self) -> Axes:
@@ -313,10 +328,39 @@ class Mesh:
     def nested(self, part: str) -> dict[str, int]:
         """Sizes of the axes of more than one rank that may stand in a layout of a part, in nesting order.
 
+        dp stands there as its factors, where it has some.
+
         Args:
             part: `dense` or `expert`.
         """
-        return {axis: self.sizes[axis] for axis in NESTING[part] if self.sizes[axis] > 1}
+        found: dict[str, int] = {}
+        for axis in NESTING[part]:
+            factors = self.factors.get(axis, ()) if axis == "dp" else ()
+            found |= dict(reversed(factors)) or {axis: self.sizes[axis]}
+        return {axis: size for axis, size in found.items() if size > 1}
+
+    @cached_property
+    def holders(self) -> dict[str, int]:
+        """Of the dense part's axes those that hold different experts, with their sizes, in nesting order.
+
+        Raises:
+            PlanError: the ranks that hold different experts are no whole axes of the dense part.
+        """
+        if self.ep == 1:
+            return {}
+        atoms, found = self.atoms_of("ep"), dict[str, int]()
+        for axis, size in self.nested(DENSE).items():
+            own = self.atoms_of(axis)
+            if set(own) <= set(atoms):
+                found[axis] = size
+            elif set(own) & set(atoms):
+                raise PlanError(
+                    f"ep={self.ep} with etp={self.sizes['etp']} divides the {size} ranks of {axis}: some of them hold "
+                    "different experts and others parts of one",
+                    where="ep, etp",
+                    remedy=f"give etp=1 and an ep that {axis}={size} divides, or etp={self.sizes['tp']}",
+                )
+        return found
 
     def sharing(self, names: Iterable[str]) -> tuple[str, str] | None:
         """The first two of some axes that have an atom in common, which never stand in one layout; None without such.

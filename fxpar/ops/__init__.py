@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from fxpar.ops import blocks, routed  # noqa: F401 - operators of torch
 from fxpar.ops.attention import attention_backward, attention_forward
 from fxpar.ops.coercion_table import COERCION_OF
 from fxpar.ops.coercions import all_reduce_coalesced, sum_gradients
@@ -16,6 +17,7 @@ from fxpar.ops.functions import function
 from fxpar.ops.host import item
 from fxpar.ops.operator import Operator, alike
 from fxpar.ops.random import attention, axis_index, dropout, uniform, uniform_like
+from fxpar.ops.shard_over import shard_over
 from fxpar.ops.sizes import size
 from fxpar.ops.transfers import transfer
 from fxpar.ops.vocabulary import argmax, cross_entropy, embedding, log_softmax, logsumexp, nll_loss, topk
@@ -35,7 +37,7 @@ __all__ = ["COMPOSITE_OF", "OPERATORS", "Operator", "alike"]
 _DRAWN = (axis_index, dropout, uniform, uniform_like, attention)
 _WORDS = (embedding, cross_entropy, nll_loss, log_softmax, logsumexp, argmax, topk)
 
-_OTHERS = (sum_gradients, function, size, zeros, item, transfer)
+_OTHERS = (sum_gradients, function, size, zeros, item, transfer, shard_over)
 
 _GRADIENTS = (
     *(all_reduce_coalesced, attention_forward, attention_backward, cross_entropy_forward, cross_entropy_backward),
@@ -57,6 +59,7 @@ OPERATORS: Mapping[str, Operator] = MappingProxyType(
             zeros,
             item,
             transfer,
+            shard_over,
         )
     }
 )

@@ -72,7 +72,7 @@ class Cost:
         """The constants for what some axes communicate: joined ones have the slowest of their links."""
         if not self.axes:
             return self
-        own = [self.axes.get(axis, {}) for axis in axes]
+        own = [self.axes.get(axis) or self.axes.get(axis.partition("_")[0], {}) for axis in axes]  # dp_in is of dp
         return replace(
             self,
             bandwidth=min((given.get("bandwidth", self.bandwidth) for given in own), default=self.bandwidth),

@@ -36,11 +36,12 @@ _PARTS: Mapping[str, tuple[type, str]] = {
     "cuda_graphs": (CudaGraphs, "{impl: partial}"),
     "cost": (Cost, "{bandwidth: …}"),
 }
-_AXES = ("tp", "dp", "cp", "pp", "ep")
+_AXES = ("tp", "dp", "cp", "pp", "ep", "etp")
 
 _USED_AXES = (("tp", "that split each layer"), ("dp", "that share out the batch"), ("pp", "that share out the layers"))
+_USED_AXES += (("ep", "that hold different experts"), ("etp", "that split each expert"))
 # Axes of DESIGN's mesh whose passes do not exist yet; asking for them is refused by name.
-_LATER_AXES = (("cp", ""), ("ep", ""))
+_LATER_AXES = (("cp", ""),)
 
 
 class _Loader(yaml.SafeLoader):
@@ -63,7 +64,9 @@ class Plan:
         tp: ranks that split each layer (tensor parallelism).
         dp: groups of ranks that share out the batch (data parallelism).
         pp: ranks that share out the layers, each a stage of a pipeline (pipeline parallelism).
-        cp, ep: context and expert parallel ranks; only 1 is accepted as yet.
+        cp: context parallel ranks; only 1 is accepted as yet.
+        ep: ranks that hold different experts (expert parallelism). They are ranks of tp and dp, not further ones.
+        etp: ranks that split each expert, 1 or tp; tp by default.
         virtual_stages: stages of the pipeline that each of its ranks holds: its c-th is stage c·pp + its place.
         stages: where stages begin: for some or all but the first the name of a module, as the model names it, and the
             number of the stage that begins with it; or for all stages how many layers they have, in order. What is not
@@ -124,6 +127,7 @@ class Plan:
     cp: int = 1
     pp: int = 1
     ep: int = 1
+    etp: int | None = None
     virtual_stages: int = 1
     stages: Mapping[str, int] | tuple[int, ...] = ()
     microbatches: int = 1
@@ -170,6 +174,8 @@ class Plan:
     def _wrong_sizes(self) -> Iterator[str]:
         for axis, use in (*_USED_AXES, *_LATER_AXES):
             size = getattr(self, axis)
+            if axis == "etp" and size is None:
+                continue
             if type(size) is not int or size < 1:
                 yield f"{axis}={shown(size)} is no positive integer: give the number of ranks"
             elif not use and size > 1:
@@ -179,9 +185,13 @@ class Plan:
 
     def _wrong_parts(self) -> Iterator[str]:
         """What the dense and the expert part contradict each other in, once each size is one."""
-        if all(type(size := getattr(self, axis)) is int and 0 < size <= MOST_RANKS for axis in _AXES):
+        sizes = [getattr(self, axis) for axis in _AXES if axis != "etp" or self.etp is not None]
+        if all(type(size) is int and 0 < size <= MOST_RANKS for size in sizes):
+            if self.etp not in ((None, self.tp) if self.ep == 1 else (None, 1, self.tp)):
+                yield f"etp={self.etp} is not tp={self.tp}: give {'' if self.ep == 1 else '1 or '}{self.tp}"
+                return
             try:
-                self.mesh.atoms  # noqa: B018 - for what it raises
+                self.mesh.holders  # noqa: B018 - for what it raises
             except PlanError as error:
                 yield f"{error.reason}: {error.remedy}"
 
@@ -253,7 +263,7 @@ class Plan:
 
     def on_one_rank(self) -> Plan:
         """The same plan for a single device: no axis has several ranks, no line splits anything, and all is kept."""
-        changes: dict[str, Any] = {**dict.fromkeys(_AXES, 1), "split": {}, "row_wise": ()}
+        changes: dict[str, Any] = {**dict.fromkeys(_AXES, 1), "etp": None, "split": {}, "row_wise": ()}
         changes |= {"virtual_stages": 1, "stages": (), "microbatches": 1, "schedule": "", "group_size": None}
         changes |= {"recompute": "none", "activation_budget": None, "cuda_graphs": CudaGraphs()}
         return dataclasses.replace(self, **changes)
@@ -266,7 +276,7 @@ class Plan:
     @cached_property
     def mesh(self) -> Mesh:
         """Which ranks communicate with which."""
-        return Mesh(tp=self.tp, cp=self.cp, dp=self.dp, pp=self.pp, ep=self.ep, virtual=self.virtual_stages)
+        return Mesh(tp=self.tp, cp=self.cp, pp=self.pp, ep=self.ep, etp=self.etp, dp=self.dp, virtual=self.virtual_stages)
 
     @property
     def pipeline_stages(self) -> int:

@@ -20,6 +20,7 @@ from fxpar.program.operators import GraphOperator
 from fxpar.signatures.calls import Call
 from fxpar.signatures.complexes import complex_rules
 from fxpar.signatures.contraction import contraction_rules
+from fxpar.signatures.routed import routed_rules
 from fxpar.signatures.engine import infer, seed_signature
 from fxpar.signatures.functions import nonlinearity
 from fxpar.signatures.gradients import gradient_rules
@@ -42,6 +43,7 @@ _RULES: dict[str, Rule] = {
     **complex_rules(),
     **reduction_rules(),
     **gradient_rules(),
+    **routed_rules(),
 }
 
 

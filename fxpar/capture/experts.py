@@ -1,0 +1,58 @@
+"""The experts of transformers' models, as operators on routed rows while a model is captured.
+
+Enters: a trace. Leaves: a context in which each module of experts computes by `fxpar.ops.routed`; its author's loop over
+experts depends on the routing and cannot be traced. Nothing is changed behind the context, and where transformers is not
+loaded nothing at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+from torch import Tensor, nn
+
+from fxpar.ops.routed import grouped_linear, put_rows, sort_by_expert, spread_rows, take_rows
+
+_INTERFACE = "transformers.integrations.moe"
+
+
+def routed_experts() -> contextlib.AbstractContextManager[Any]:
+    """While active, modules that transformers dispatches by its `ExpertsInterface` run as `_experts`."""
+    interface = getattr(sys.modules.get(_INTERFACE), "ExpertsInterface", None)
+    if interface is None:
+        return contextlib.nullcontext()
+    return mock.patch.object(interface, "get_interface", _instead)
+
+
+def _instead(self: Any, implementation: str | None, default: Callable[..., Any]) -> Callable[..., Any]:
+    return _experts
+
+
+def _experts(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """What `grouped_mm_experts_forward` of transformers computes, whose conventions these are.
+
+    Shapes: hidden [tokens, h], indices and weights [tokens, k]; result [tokens, h].
+    """
+    own: Any = self
+    tokens, k = top_k_index.shape
+    order, counts = sort_by_expert(top_k_index, own.num_experts)
+    rows = take_rows(hidden_states, order, k)
+    weights = take_rows(top_k_weights.reshape(-1, 1), order, 1)
+    entry = "gate_up_proj" if own.has_gate else "up_proj"
+    made = _product(own, entry, rows, counts)
+    made = own._apply_gate(made) if own.has_gate else own.act_fn(made)
+    made = _product(own, "down_proj", made, counts)
+    if getattr(own, "has_post_expert_norm", False):
+        made = own.post_expert_norm(made)
+    return put_rows(made * weights, order, tokens, k).to(hidden_states.dtype)  # type: ignore[no-any-return]
+
+
+def _product(own: Any, name: str, rows: Tensor, counts: Tensor) -> Tensor:
+    made: Tensor = grouped_linear(rows, getattr(own, name), counts, own.is_transposed)
+    if own.has_bias:
+        made = made + spread_rows(getattr(own, f"{name}_bias"), counts, rows.shape[0])
+    return made

@@ -1,0 +1,75 @@
+"""In which order rows travel between the ranks that hold different experts.
+
+Enters: how many rows each source has for each expert. Leaves: for each place of a buffer the row that belongs there, -1
+where none does. Sizes are bounds, so that nothing waits for a number to reach the host: a source sends each rank
+`capacity` places, which hold whatever its tokens may choose there.
+
+Leading dimensions, one for each axis that cuts tokens, stand for ranks: each computes its own part.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_SAFE: dict[str, tuple[torch.Tag, ...]] = {"tags": (torch.Tag.pt2_compliant_tag,)}
+
+
+@torch.library.custom_op("fxpar::block_order", mutates_args=(), **_SAFE)  # type: ignore[arg-type]
+def block_order(order: Tensor, counts: Tensor, blocks: int, capacity: int) -> Tensor:
+    """Rows by the rank they go to: the experts of each in one block of places.
+
+    Args:
+        order: i64 [..., rows], the rows by expert, ascending.
+        counts: i64 [..., experts], of each expert.
+        blocks: ranks that hold different experts, as many each; they divide the experts.
+        capacity: places of a block, no fewer than it has rows.
+
+    Returns:
+        i64 [..., blocks * capacity]: entries of `order`, -1 in places behind a block's rows.
+    """
+    sent = counts.unflatten(-1, (blocks, -1)).sum(-1)
+    first = sent.cumsum(-1) - sent
+    place = torch.arange(capacity, device=order.device)
+    rows = (first.unsqueeze(-1) + place).clamp(max=max(order.shape[-1] - 1, 0)).flatten(-2)
+    found = order.gather(-1, rows) if order.shape[-1] else rows
+    return torch.where((place < sent.unsqueeze(-1)).flatten(-2), found, -1)
+
+
+@block_order.register_fake
+def _(order: Tensor, counts: Tensor, blocks: int, capacity: int) -> Tensor:
+    return order.new_empty((*order.shape[:-1], blocks * capacity))
+
+
+@torch.library.custom_op("fxpar::received_order", mutates_args=(), **_SAFE)  # type: ignore[arg-type]
+def received_order(counts: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
+    """Rows that sources sent, by expert.
+
+    Args:
+        counts: i64 [..., sources, experts]: of each source the rows for each of this rank's experts.
+        capacity: places of a source's block, in which its rows stand by expert.
+
+    Returns:
+        i64 [..., sources * capacity]: places of the buffer by expert, in an expert by source, -1 behind all rows; and
+        i64 [..., experts]: the rows of each expert.
+    """
+    total = counts.sum(-2)
+    end = counts.cumsum(-1)
+    place = torch.arange(capacity, device=counts.device)
+    # Of each place its expert, or one more than there are.
+    expert = (place.unsqueeze(-1) >= end.unsqueeze(-2)).sum(-1)
+    before = counts.cumsum(-2) - counts + (total.cumsum(-1) - total).unsqueeze(-2)
+    # Where an expert's rows of a source begin among all, less where they begin in the block.
+    shift = torch.nn.functional.pad(before - (end - counts), (0, 1))
+    is_row = expert < counts.shape[-1]
+    size = counts.shape[-2] * capacity
+    target = torch.where(is_row, place + shift.gather(-1, expert), size).flatten(-2)
+    order = target.new_full((*target.shape[:-1], size + 1), -1)
+    source = torch.arange(size, device=counts.device).expand(target.shape)
+    return order.scatter(-1, target, source)[..., :-1].contiguous(), total
+
+
+@received_order.register_fake
+def _(counts: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
+    *leading, sources, experts = counts.shape
+    return counts.new_empty((*leading, sources * capacity)), counts.new_empty((*leading, experts))

@@ -1,0 +1,65 @@
+"""Where a program says itself which dimension an axis cuts.
+
+Enters: nothing. Leaves: the record of `fxpar.shard_over`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar.layout.layout import Placement, shard
+from fxpar.ops import bound
+from fxpar.ops.onrank import OnRank
+from fxpar.ops.operator import Gradients, OnShapes, Operator, Reverse, Run
+from fxpar.signatures.calls import Call
+from fxpar.signatures.rule import Refusal, Rule, Signature
+
+
+def demanded(call: Call) -> Placement:
+    """What a call of `shard_over` has its value be on the axis that it names."""
+    dim = int(call.get("dim"))
+    return shard(dim, call.operands[0].shape[dim])
+
+
+def _held(call: Call, placements: Sequence[Placement]) -> tuple[Placement, ...] | Refusal:
+    wanted = demanded(call)
+    return (wanted,) if tuple(placements) == (wanted,) else Refusal(f"its value has to be {wanted}")
+
+
+def _seed(call: Call, index: int, placement: Placement) -> Signature | Refusal:
+    found = _held(call, (placement,))
+    return found if isinstance(found, Refusal) else Signature(found, found)
+
+
+def _lower(node: fx.Node, rank: OnRank) -> Run:
+    return Run(bound.same, node.args[:1])
+
+
+def _back(call: Reverse) -> Gradients:
+    return (call.tangents[0],)
+
+
+def _shape(call: OnShapes) -> Any:
+    return call.args[0]
+
+
+@partial(
+    Operator,
+    rule=Rule(seed=_seed, check=_held),
+    like=torch.ops.aten.alias.default,
+    shape=_shape,
+    lower=_lower,
+    derivative=_back,
+)
+def shard_over(self: Any, dim: int, *, axis: str) -> Any:
+    """The value, cut on the axis in a dimension.
+
+    Args:
+        self: any shape.
+        dim: the dimension, of whose size the axis has a divisor of ranks.
+    """

@@ -1,0 +1,69 @@
+"""Rules of the operators on rows of experts (`fxpar.ops.routed`, `fxpar.ops.blocks`).
+
+Each index of the leading dimensions is computed by itself. Rows and experts of one index are never cut: a place in a
+buffer says which row of the whole it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from fxpar.signatures.calls import Call
+from fxpar.signatures.matmul import formula
+from fxpar.signatures.rule import Labelling, Labels, Rule
+
+
+def _lead(rank: int, of: int) -> Labels:
+    """Labels of `rank` leading dimensions, which are the innermost of `of`."""
+    return tuple(f"d{i}" for i in range(of - rank, of))
+
+
+def _summed(ins: tuple[Labels, ...], out: Labels) -> Labelling:
+    return Labelling(ins, (out,), frozenset(label for part in ins for label in part if label and label not in out))
+
+
+def _linear(call: Call) -> Labelling:
+    x, weight, _ = (len(kind.shape) for kind in call.operands)
+    lead = _lead(x - 2, x - 2)
+    matrix: Labels = ("i", "o") if call.get("transposed") else ("o", "i")
+    own: Labels = (*_lead(weight - 3, x - 2), None, *matrix)
+    return _summed(((*lead, None, "i"), own, (*lead, None)), (*lead, None, "o"))
+
+
+def _outer(call: Call) -> Labelling:
+    rank = len(call.operands[0].shape)
+    lead = _lead(rank - 2, rank - 2)
+    out: Labels = (*_lead(len(call.outputs[0].shape) - 3, rank - 2), None, "i", "o")
+    return _summed(((*lead, None, "i"), (*lead, None, "o"), (*lead, None)), out)
+
+
+def _spread(call: Call) -> Labelling:
+    rank = len(call.outputs[0].shape)
+    lead = _lead(rank - 2, rank - 2)
+    own: Labels = (*_lead(len(call.operands[0].shape) - 2, rank - 2), None, "o")
+    return _summed((own, (*lead, None)), (*lead, None, "o"))
+
+
+def _sum(call: Call) -> Labelling:
+    rank = len(call.operands[0].shape)
+    lead = _lead(rank - 2, rank - 2)
+    out: Labels = (*_lead(len(call.outputs[0].shape) - 2, rank - 2), None, "o")
+    return _summed(((*lead, None, "o"), (*lead, None)), out)
+
+
+def routed_rules() -> dict[str, Rule]:
+    """Rules by overload name."""
+    labels: dict[str, tuple[Callable[[Call], Labelling], tuple[tuple[str, ...], ...]]] = {
+        "grouped_linear": (_linear, (("x",), ("weight",))),
+        "grouped_outer": (_outer, (("a",), ("b",))),
+        "spread_rows": (_spread, (("v",),)),
+        "sum_by_expert": (_sum, (("y",),)),
+    }
+    return {
+        "fxpar.sort_by_expert.default": Rule(formula("... _ _ -> ... _, ... _", "indices")),
+        "fxpar.block_order.default": Rule(formula("... _, ... _ -> ... _", "order", "counts")),
+        "fxpar.received_order.default": Rule(formula("... _ _ -> ... _, ... _", "counts")),
+        "fxpar.take_rows.default": Rule(formula("... _ h, ... _ -> ... _ h", "x", "order"), (("x",),)),
+        "fxpar.put_rows.default": Rule(formula("... _ h, ... _ -> ... _ h", "y", "order"), (("y",),)),
+        **{f"fxpar.{name}.default": Rule(*found) for name, found in labels.items()},
+    }

@@ -1,0 +1,243 @@
+"""Tokens as each rank has its own: a leading dimension for every axis that cuts them.
+
+Enters: values by token, [tokens, …]. Leaves: [data ranks, tensor ranks, own tokens, …], and the way back. A helper of
+`dispatch_experts`.
+
+Data ranks have rows of the batch. Tensor parallel ranks share all tokens of a row: each takes a part of the sequence,
+which is padded where they do not divide it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from fxpar.errors import PassError
+from fxpar.layout.symbols import Size, divide, product, simplify
+from fxpar.mesh.purpose import Cuts
+from fxpar.ops.shard_over import shard_over
+from fxpar.program.program import (
+    Program,
+    ScalarType,
+    TensorType,
+    describe,
+    note,
+    operands,
+    output_types,
+    set_note,
+    tensor_type,
+)
+from fxpar.program.rows import batch_size
+
+aten = torch.ops.aten
+
+
+class Emitter:
+    """Adds nodes in front of a place, each with a note like that of the operation it stands for."""
+
+    def __init__(self, graph: fx.Graph, place: fx.Node) -> None:
+        self.graph, self._place = graph, place
+        self._note = replace(note(place), type=None, layout=None, needs=(), random=0)
+
+    def like(self, node: fx.Node) -> None:
+        """From here on nodes stand in front of this one, and for it."""
+        self._place = node
+        self._note = replace(note(node), type=None, layout=None, needs=(), random=0)
+
+    def call(self, target: Any, args: Sequence[Any], kind: Any, **kwargs: Any) -> fx.Node:
+        """An operation."""
+        with self.graph.inserting_before(self._place):
+            made = self.graph.create_node("call_function", target, tuple(args), kwargs)
+        return set_note(made, replace(self._note, type=kind))
+
+    def several(self, target: Any, args: Sequence[Any], kinds: tuple[TensorType, ...]) -> list[fx.Node]:
+        """The results of an operation of several."""
+        made = self.call(target, args, kinds)
+        return [self.call(operator.getitem, (made, index), kind) for index, kind in enumerate(kinds)]
+
+    def view(self, x: fx.Node, sizes: Sequence[Any], shape: Sequence[Size]) -> fx.Node:
+        """The same elements in another shape.
+
+        Args:
+            sizes: numbers, nodes and at most one -1.
+            shape: the same in symbols.
+        """
+        kind = tensor_type(x)
+        if tuple(shape) == kind.shape:
+            return x
+        return self.call(aten.reshape.default, (x, list(sizes)), TensorType(kind.dtype, tuple(shape)))
+
+    def permute(self, x: fx.Node, dims: Sequence[int]) -> fx.Node:
+        """Dimensions in another order."""
+        kind = tensor_type(x)
+        if list(dims) == list(range(len(kind.shape))):
+            return x
+        shape = tuple(kind.shape[dim] for dim in dims)
+        return self.call(aten.permute.default, (x, list(dims)), TensorType(kind.dtype, shape))
+
+    def over(self, x: fx.Node, dim: int, axis: str) -> fx.Node:
+        """The value, cut there."""
+        return self.call(shard_over, (x, dim), tensor_type(x), axis=axis)
+
+    def size(self, x: fx.Node, dim: int) -> Any:
+        """A dimension's size as a number, or as a node where it is no number."""
+        size = tensor_type(x).shape[dim]
+        return size if isinstance(size, int) else self.call(aten.sym_size.int, (x, dim), ScalarType(size))
+
+    def number(self, target: Any, left: Any, right: int) -> Any:
+        """Arithmetic on a size."""
+        if isinstance(left, int):
+            return target(left, right)
+        kind = note(left).type
+        assert isinstance(kind, ScalarType)
+        value = sympy.floor(kind.value / sympy.Integer(right)) if target is operator.floordiv else target(kind.value, right)
+        return self.call(target, (left, right), ScalarType(simplify(value)))
+
+    def less(self, left: Any, right: Any) -> Any:
+        """The difference of two sizes."""
+        if isinstance(left, int) and isinstance(right, int):
+            return left - right
+        values = [side if isinstance(side, int) else note(side).type.value for side in (left, right)]  # type: ignore[union-attr]
+        return self.call(operator.sub, (left, right), ScalarType(simplify(values[0] - values[1])))
+
+    def shifted(self, node: fx.Node, others: Mapping[fx.Node, fx.Node], kind: Any, count: int) -> fx.Node:
+        """An operation on rows, of rows behind `count` more dimensions.
+
+        Args:
+            others: what takes the place of its operands.
+            kind: type of the result.
+        """
+        args = fx.map_arg(node.args, lambda arg: others.get(arg, arg))
+        kwargs = fx.map_arg(node.kwargs, lambda arg: others.get(arg, arg))
+        names = [a.name for a in node.target._schema.arguments] if hasattr(node.target, "_schema") else []
+        if "dim" in names and node.target is not operator.getitem:
+            index = names.index("dim")
+            dim = args[index] if index < len(args) else kwargs.get("dim", 0)
+            dim = dim + count if dim >= 0 else dim
+            if index < len(args):
+                args = (*args[:index], dim, *args[index + 1 :])
+            else:
+                kwargs = {**kwargs, "dim": dim}
+        return self.call(node.target, args, kind, **kwargs)
+
+
+@dataclass(frozen=True)
+class TokenCut:
+    """How tokens are cut.
+
+    Attributes:
+        emit: adds nodes.
+        axes: that cut them, with their sizes, the outermost first.
+        batch: those that share out rows of the batch.
+        sequence: the length of a row as a number or node, and its size; None where data ranks alone cut tokens.
+        padded: the length that tensor ranks share out, as a node, and its size.
+    """
+
+    emit: Emitter
+    axes: Mapping[str, int]
+    batch: Mapping[str, int]
+    sequence: tuple[Any, Size] | None
+    part: tuple[Any, Size] | None
+
+    @property
+    def ranks(self) -> int:
+        """Tensor parallel ranks that share the tokens of a row."""
+        return int(product(n for axis, n in self.axes.items() if axis not in self.batch))
+
+    def apart(self, value: fx.Node, per_token: int, fill: int = 0) -> fx.Node:
+        """[tokens * per_token, f] → [lead, own tokens * per_token, f].
+
+        Args:
+            fill: what stands in padding.
+        """
+        emit, kind = self.emit, tensor_type(value)
+        width, data = kind.shape[-1], tuple(self.batch.values())
+        if self.sequence is None:
+            own = divide(kind.shape[0], product(data))
+            assert own is not None
+            return emit.view(value, (*data, -1, width), (*data, own, width))
+        assert self.part is not None
+        (node, length), (part_node, part), n = self.sequence, self.part, self.ranks
+        rows = divide(kind.shape[0], length * per_token)
+        assert rows is not None
+        wide = per_token * width
+        made = emit.view(value, (-1, node, wide), (rows, length, wide))
+        whole = simplify(part * n)
+        if whole != length:
+            padding = emit.less(emit.number(operator.mul, part_node, n), node)
+            shape = (rows, whole, wide)
+            pad = (made, [0, 0, 0, padding], fill)
+            made = emit.call(aten.constant_pad_nd.default, pad, TensorType(kind.dtype, shape))
+        own = divide(rows, product(data))
+        assert own is not None
+        shape = (*data, own, n, part, wide)
+        made = emit.view(made, (*data, -1, n, part_node, wide), shape)
+        front = list(range(len(data)))
+        made = emit.permute(made, [*front, len(data) + 1, len(data), len(data) + 2, len(data) + 3])
+        for axis in self.axes:
+            if axis not in self.batch:
+                made = emit.over(made, len(data), axis)
+        tokens = simplify(own * part * per_token)
+        return emit.view(made, (*data, n, -1, width), (*data, n, tokens, width))
+
+    def together(self, value: fx.Node) -> fx.Node:
+        """[lead, own tokens, f] → [tokens, f], without padding."""
+        emit, kind = self.emit, tensor_type(value)
+        width, data = kind.shape[-1], tuple(self.batch.values())
+        if self.sequence is None:
+            return emit.view(value, (-1, width), (simplify(product(data) * kind.shape[-2]), width))
+        assert self.part is not None
+        (node, length), (part_node, part), n = self.sequence, self.part, self.ranks
+        own = divide(kind.shape[-2], part)
+        assert own is not None
+        made = emit.view(value, (*data, n, -1, part_node, width), (*data, n, own, part, width))
+        made = emit.permute(made, [*range(len(data)), len(data) + 1, len(data), len(data) + 2, len(data) + 3])
+        rows, whole = simplify(product(data) * own), simplify(part * n)
+        whole_node = emit.number(operator.mul, part_node, n)
+        made = emit.view(made, (-1, whole_node, width), (rows, whole, width))
+        if whole != length:
+            kind = TensorType(kind.dtype, (rows, length, width))
+            made = emit.call(aten.slice.Tensor, (made, 1, 0, node), kind)
+        return emit.view(made, (-1, width), (simplify(rows * length), width))
+
+
+def token_cut(program: Program, emit: Emitter, tokens: Size, where: str) -> TokenCut:
+    """How the tokens of a layer are cut.
+
+    Raises:
+        PassError: they are not the rows of the batch times a length that an input has.
+    """
+    plan = program.plan
+    batch, features = plan.axes_for(Cuts.BATCH), plan.axes_for(Cuts.FEATURES)
+    axes = {axis: n for axis, n in program.axes.items() if axis in batch or axis in features}
+    if not features:
+        return TokenCut(emit, axes, batch, None, None)
+    length = divide(tokens, batch_size(program))
+    node = None if length is None else _size_node(program, emit, length)
+    if length is None or node is None:
+        raise PassError(
+            f"its {tokens} tokens are not rows of the batch of a length that an input has",
+            where=where,
+            remedy="pass the batch first, or set tp=1",
+        )
+    n = int(product(features.values()))
+    part = simplify(sympy.floor((length + n - 1) / sympy.Integer(n)))
+    part_node = emit.number(operator.floordiv, emit.number(operator.add, node, n - 1), n)
+    return TokenCut(emit, axes, batch, (node, length), (part_node, part))
+
+
+def _size_node(program: Program, emit: Emitter, size: Size) -> Any:
+    """A size as a number, or as a node that reads it off an input."""
+    if isinstance(size, int):
+        return size
+    for entry in program.inputs:
+        for dim, other in enumerate(entry.type.shape):
+            if other == size:
+                return emit.size(program.node(entry.node), dim)
+    return None
