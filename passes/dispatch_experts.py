@@ -43,16 +43,14 @@ def dispatch_experts(program: Program) -> Program:
     dimension, [source, …]. A rank sorts its own tokens into one block for each holder, of as many places as its tokens
     may ever need there (tokens · min(K, experts of a holder)); the blocks change hands (an all-to-all, which
     `insert_collectives` puts where `shard_over` asks for it), are sorted by expert, computed, and go back the same
-    way. Tokens that tensor parallel ranks share are cut among them first and gathered behind, so that none travels
+    way. Where no axis holds different experts each data rank computes its own rows. Tokens that tensor parallel ranks share are cut among them first and gathered behind, so that none travels
     twice. No size depends on the routing and nothing waits for the host. Values and gradients stay equal.
 
     Refuses experts that the holders do not divide, and a plan whose ep nothing in the model consumes.
     """
     holders = program.mesh.holders
-    if not holders:
-        return program
-    regions = routed(program)
-    if not regions:
+    regions = routed(program) if holders or program.plan.data_ranks > 1 else []
+    if holders and not regions:
         raise PlanError(
             "no operation of the model is recognised as that of experts",
             where=f"ep={program.plan.ep}",
@@ -81,7 +79,8 @@ class _Dispatch:
         self.own = _shared_out(region, self.blocks)
         self.emit = Emitter(program.graph, region.sort)
         indices = operands(region.sort)[0]
-        self.cut: TokenCut = token_cut(program, self.emit, tensor_type(indices).shape[0], describe(region.sort))
+        tokens, where = tensor_type(indices).shape[0], describe(region.sort)
+        self.cut: TokenCut = token_cut(program, self.emit, tokens, where, shared=not holders)
         self.axes = list(self.cut.axes)
         self.lead = tuple(self.cut.axes.values())
         self.held = [i for i, axis in enumerate(self.axes) if axis in holders]
@@ -109,8 +108,16 @@ class _Dispatch:
             (chosen, experts),
             (TensorType(integer, (*lead, rows)), TensorType(integer, (*lead, experts))),
         )
+        if not self.holders:
+            self._places = self._by_expert = order
+            self._counts = counts
+            self._row_node = emit.size(order, len(lead))
+            return
         most = min(self.region.k, self.own)
-        self.capacity: tuple[Any, Size] = emit.number(operator.mul, self._token_node, most), simplify(self._tokens * most)
+        self.capacity: tuple[Any, Size] = (
+            emit.number(operator.mul, self._token_node, most),
+            simplify(self._tokens * most),
+        )
         node, size = self.capacity
         kind = TensorType(integer, (*lead, simplify(self.blocks * size)))
         self._places = emit.call(fxp.block_order.default, (order, counts, self.blocks, node), kind)
@@ -179,6 +186,8 @@ class _Dispatch:
 
     def _sent(self, value: fx.Node) -> fx.Node:
         """Rows that a source has, as their holder does."""
+        if not self.holders:
+            return self._source[value] if value in self._source else self._holder[value]
         if value not in self._holder:
             own, (node, size) = self._source[value], self.capacity
             width, sizes = tensor_type(own).shape[-1], tuple(self.holders.values())
@@ -191,11 +200,11 @@ class _Dispatch:
 
     def _returned(self, value: fx.Node) -> fx.Node:
         """Rows that a holder has, as their source does."""
+        if not self.holders:
+            return self._sent(value)
         if value not in self._source:
             own = self._holder[value]
-            placed = self.emit.call(
-                fxp.put_rows.default, (own, self._by_expert, self._row_node, 1), tensor_type(own)
-            )
+            placed = self.emit.call(fxp.put_rows.default, (own, self._by_expert, self._row_node, 1), tensor_type(own))
             self._source[value] = self._back(placed)
         return self._source[value]
 
@@ -224,6 +233,8 @@ class _Dispatch:
 
     def _weight(self, value: fx.Node) -> fx.Node:
         """[experts, …] → [holders, experts of each, …], cut over them."""
+        if not self.holders:
+            return value
         if value not in self._weights:
             shape = (*self.holders.values(), self.own, *tensor_type(value).shape[1:])
             made = self.emit.view(value, shape, shape)

@@ -135,7 +135,9 @@ def _check(node: fx.Node, rows: Mapping[fx.Node, None]) -> None:
         _refuse(node, "it does not keep the rows apart")
     if rule is not None and rule.labels is pointwise_labels:
         if any(o not in rows and len(tensor_type(o).shape) == len(kinds[0].shape) for o in operands(node)):
-            other = next(o for o in operands(node) if o not in rows and len(tensor_type(o).shape) == len(kinds[0].shape))
+            other = next(
+                o for o in operands(node) if o not in rows and len(tensor_type(o).shape) == len(kinds[0].shape)
+            )
             if tensor_type(other).shape[0] != 1:
                 _refuse(node, f"%{other.name} has rows in an order of its own")
         return

@@ -10,7 +10,7 @@ which is padded where they do not divide it.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,16 +26,14 @@ from fxpar.program.program import (
     Program,
     ScalarType,
     TensorType,
-    describe,
     note,
-    operands,
-    output_types,
     set_note,
     tensor_type,
 )
 from fxpar.program.rows import batch_size
 
 aten = torch.ops.aten
+fxp = torch.ops.fxpar
 
 
 class Emitter:
@@ -71,15 +69,16 @@ class Emitter:
         kind = tensor_type(x)
         if tuple(shape) == kind.shape:
             return x
-        return self.call(aten.reshape.default, (x, list(sizes)), TensorType(kind.dtype, tuple(shape)))
+        return self.call(aten.view.default, (x, list(sizes)), TensorType(kind.dtype, tuple(shape)))
 
     def permute(self, x: fx.Node, dims: Sequence[int]) -> fx.Node:
-        """Dimensions in another order."""
+        """Dimensions in another order, and the elements in theirs."""
         kind = tensor_type(x)
         if list(dims) == list(range(len(kind.shape))):
             return x
         shape = tuple(kind.shape[dim] for dim in dims)
-        return self.call(aten.permute.default, (x, list(dims)), TensorType(kind.dtype, shape))
+        moved = self.call(aten.permute.default, (x, list(dims)), TensorType(kind.dtype, shape))
+        return self.call(aten.clone.default, (moved,), tensor_type(moved), memory_format=torch.contiguous_format)
 
     def over(self, x: fx.Node, dim: int, axis: str) -> fx.Node:
         """The value, cut there."""
@@ -96,15 +95,10 @@ class Emitter:
             return target(left, right)
         kind = note(left).type
         assert isinstance(kind, ScalarType)
-        value = sympy.floor(kind.value / sympy.Integer(right)) if target is operator.floordiv else target(kind.value, right)
+        value = (
+            sympy.floor(kind.value / sympy.Integer(right)) if target is operator.floordiv else target(kind.value, right)
+        )
         return self.call(target, (left, right), ScalarType(simplify(value)))
-
-    def less(self, left: Any, right: Any) -> Any:
-        """The difference of two sizes."""
-        if isinstance(left, int) and isinstance(right, int):
-            return left - right
-        values = [side if isinstance(side, int) else note(side).type.value for side in (left, right)]  # type: ignore[union-attr]
-        return self.call(operator.sub, (left, right), ScalarType(simplify(values[0] - values[1])))
 
     def shifted(self, node: fx.Node, others: Mapping[fx.Node, fx.Node], kind: Any, count: int) -> fx.Node:
         """An operation on rows, of rows behind `count` more dimensions.
@@ -170,10 +164,8 @@ class TokenCut:
         made = emit.view(value, (-1, node, wide), (rows, length, wide))
         whole = simplify(part * n)
         if whole != length:
-            padding = emit.less(emit.number(operator.mul, part_node, n), node)
-            shape = (rows, whole, wide)
-            pad = (made, [0, 0, 0, padding], fill)
-            made = emit.call(aten.constant_pad_nd.default, pad, TensorType(kind.dtype, shape))
+            padded = (made, emit.number(operator.mul, part_node, n), fill)
+            made = emit.call(fxp.resize_rows.default, padded, TensorType(kind.dtype, (rows, whole, wide)))
         own = divide(rows, product(data))
         assert own is not None
         shape = (*data, own, n, part, wide)
@@ -203,18 +195,21 @@ class TokenCut:
         made = emit.view(made, (-1, whole_node, width), (rows, whole, width))
         if whole != length:
             kind = TensorType(kind.dtype, (rows, length, width))
-            made = emit.call(aten.slice.Tensor, (made, 1, 0, node), kind)
+            made = emit.call(fxp.resize_rows.default, (made, node, 0), kind)
         return emit.view(made, (-1, width), (simplify(rows * length), width))
 
 
-def token_cut(program: Program, emit: Emitter, tokens: Size, where: str) -> TokenCut:
+def token_cut(program: Program, emit: Emitter, tokens: Size, where: str, *, shared: bool) -> TokenCut:
     """How the tokens of a layer are cut.
+
+    Args:
+        shared: whether tensor parallel ranks compute all of them, or are to share them out.
 
     Raises:
         PassError: they are not the rows of the batch times a length that an input has.
     """
     plan = program.plan
-    batch, features = plan.axes_for(Cuts.BATCH), plan.axes_for(Cuts.FEATURES)
+    batch, features = plan.axes_for(Cuts.BATCH), {} if shared else plan.axes_for(Cuts.FEATURES)
     axes = {axis: n for axis, n in program.axes.items() if axis in batch or axis in features}
     if not features:
         return TokenCut(emit, axes, batch, None, None)

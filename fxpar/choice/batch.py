@@ -44,6 +44,7 @@ from fxpar.program.program import (
 )
 from fxpar.program.rows import batch_size
 from fxpar.rules import Refusal, call_of, inferred, rule_of, seeded
+from fxpar.rules.inference import target_on
 from fxpar.rules.local import peeled_call
 from fxpar.rules.rows import RowWise, lacks_rule, name_of
 from fxpar.signatures.calls import Call
@@ -80,7 +81,8 @@ def place_batch(program: Program, axis: str, rows: Mapping[str, int]) -> dict[fx
         given = [found[maker].outputs[index] for maker, index in values]
         carries = [flags[maker][index] for maker, index in values]
         is_owned = any(program.parameter(maker) is not None and flags[maker][0] for maker, _ in values)
-        call = replace(call_of(node, program.axes[axis]), rows=row_wise.of(node, axis))
+        call = call_of(node, program.axes[axis])
+        call = replace(call, target=target_on(node, axis), rows=row_wise.of(node, axis))
         answer = _signature(call, given, carries, is_owned)
         if isinstance(answer, Refusal):
             remedy = f"rows of the batch are computed apart: {_remedy(node, call)}, or set {axis}=1"
@@ -194,6 +196,8 @@ def peel_program(program: Program, axis: str, placed: Mapping[fx.Node, Option]) 
         option, old = own[node.name], given[node.name]
         if node.op == "call_function":
             _peel_operands(inner, node, old, own, option, n)
+            if demands(node, axis):  # other axes know nothing of it
+                node.target, node.args, node.kwargs = torch.ops.aten.alias.default, node.args[:1], {}
         update(node, type=_peeled(note(node).type, option.outputs, n))
     return inner.with_(
         symbols=tuple(_symbol_within(s, program, own, n) for s in program.symbols),

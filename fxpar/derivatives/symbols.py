@@ -150,6 +150,12 @@ class Sizes:
 
 def _holds(asked: sympy.Basic, dimensions: Iterable[sympy.Expr]) -> bool:
     """Whether it is true wherever these dimensions, and all symbols, are two or more; False where that is not seen."""
+    known = set(dimensions)
+    # A product as one unknown is enough to see some things, and as a product of unknowns to see others.
+    return _follows(asked, known) or _follows(asked, {size for size in known if size.is_Function})
+
+
+def _follows(asked: sympy.Basic, dimensions: Iterable[sympy.Expr]) -> bool:
     least = dict.fromkeys(asked.free_symbols, _LEAST)
     for size in sorted(dimensions, key=sympy.count_ops, reverse=True):
         bound = _bound(size)

@@ -9,6 +9,8 @@ Leading dimensions, one for each axis that cuts tokens, stand for ranks: each co
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -73,3 +75,28 @@ def received_order(counts: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
 def _(counts: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
     *leading, sources, experts = counts.shape
     return counts.new_empty((*leading, sources * capacity)), counts.new_empty((*leading, experts))
+
+
+@torch.library.custom_op("fxpar::resize_rows", mutates_args=(), **_SAFE)  # type: ignore[arg-type]
+def resize_rows(x: Tensor, rows: int, fill: int) -> Tensor:
+    """[..., any, h] → [..., rows, h]: the first rows, and behind those that are there rows of `fill`."""
+    own = x.shape[-2]
+    if rows <= own:
+        return x[..., :rows, :].clone(memory_format=torch.contiguous_format)
+    return torch.nn.functional.pad(x, (0, 0, 0, rows - own), value=fill)
+
+
+@resize_rows.register_fake
+def _(x: Tensor, rows: int, fill: int) -> Tensor:
+    return x.new_empty((*x.shape[:-2], rows, x.shape[-1]))
+
+
+def _save_rows(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.rows = inputs[0].shape[-2]
+
+
+def _resized_back(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    return resize_rows(gradient, ctx.rows, 0), None, None
+
+
+resize_rows.register_autograd(_resized_back, setup_context=_save_rows)

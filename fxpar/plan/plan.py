@@ -276,7 +276,9 @@ class Plan:
     @cached_property
     def mesh(self) -> Mesh:
         """Which ranks communicate with which."""
-        return Mesh(tp=self.tp, cp=self.cp, pp=self.pp, ep=self.ep, etp=self.etp, dp=self.dp, virtual=self.virtual_stages)
+        return Mesh(
+            tp=self.tp, cp=self.cp, pp=self.pp, ep=self.ep, etp=self.etp, dp=self.dp, virtual=self.virtual_stages
+        )
 
     @property
     def pipeline_stages(self) -> int:

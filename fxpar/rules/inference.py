@@ -136,7 +136,7 @@ def steps(node: fx.Node, given: Context) -> Iterator[Step]:
         placements = tuple(layout.on(axis) for layout in layouts)
         if isinstance(call, Refusal):
             fail(node, axis, f"{call.reason} ({shown(node, placements)})")
-        call = replace(call, target=_target_on(node, axis), rows=given.row_wise.of(node, axis))
+        call = replace(call, target=target_on(node, axis), rows=given.row_wise.of(node, axis))
         found = judged(call, placements, given)
         yield Step(axis, call, placements, found)
         if isinstance(found, Refusal):
@@ -145,7 +145,7 @@ def steps(node: fx.Node, given: Context) -> Iterator[Step]:
             call = _inside(call, placements, found, given.axes[inside])
 
 
-def _target_on(node: fx.Node, axis: str) -> Any:
+def target_on(node: fx.Node, axis: str) -> Any:
     """On an axis that a composite operator does not name it is the operator of torch that it is like."""
     is_other = axes_of(node) and axis not in axes_of(node)
     return alike(node.target) if is_other else node.target

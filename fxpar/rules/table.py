@@ -20,7 +20,7 @@ from fxpar.program.operators import GraphOperator
 from fxpar.signatures.calls import Call
 from fxpar.signatures.complexes import complex_rules
 from fxpar.signatures.contraction import contraction_rules
-from fxpar.signatures.routed import routed_rules
+from fxpar.signatures.dispatch import dispatch_rules
 from fxpar.signatures.engine import infer, seed_signature
 from fxpar.signatures.functions import nonlinearity
 from fxpar.signatures.gradients import gradient_rules
@@ -29,6 +29,7 @@ from fxpar.signatures.matmul import formula, matmul_rules
 from fxpar.signatures.pointwise import pointwise_labels, pointwise_rules
 from fxpar.signatures.randomness import random_rules
 from fxpar.signatures.reduce import reduction_rules
+from fxpar.signatures.routed import routed_rules
 from fxpar.signatures.rows import ROW_WISE
 from fxpar.signatures.rule import Refusal, Rule, Signature
 from fxpar.signatures.views import view_rules
@@ -44,6 +45,7 @@ _RULES: dict[str, Rule] = {
     **reduction_rules(),
     **gradient_rules(),
     **routed_rules(),
+    **dispatch_rules(),
 }
 
 

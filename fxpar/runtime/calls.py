@@ -41,7 +41,9 @@ class UnitCall:
 
     def __call__(self, values: Values) -> None:
         """Takes from `values`, and puts there what it gives."""
-        operands = [values.pop(name) if name in self.frees else values[name] for name in self.takes]
+        operands = [values[name] for name in self.takes]  # one may be taken twice
+        for name in self.frees:
+            del values[name]
         for name, value in zip(self.gives, self.function(operands), strict=True):
             if name:
                 values[name] = value

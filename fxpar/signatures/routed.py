@@ -61,8 +61,6 @@ def routed_rules() -> dict[str, Rule]:
     }
     return {
         "fxpar.sort_by_expert.default": Rule(formula("... _ _ -> ... _, ... _", "indices")),
-        "fxpar.block_order.default": Rule(formula("... _, ... _ -> ... _", "order", "counts")),
-        "fxpar.received_order.default": Rule(formula("... _ _ -> ... _, ... _", "counts")),
         "fxpar.take_rows.default": Rule(formula("... _ h, ... _ -> ... _ h", "x", "order"), (("x",),)),
         "fxpar.put_rows.default": Rule(formula("... _ h, ... _ -> ... _ h", "y", "order"), (("y",),)),
         **{f"fxpar.{name}.default": Rule(*found) for name, found in labels.items()},
