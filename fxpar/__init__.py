@@ -45,10 +45,12 @@ _WHERE = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "ops":  # `fxpar.ops.experts`
+        return import_module("fxpar.ops")
     if name in _WHERE:
         return getattr(import_module(_WHERE[name]), name)
     raise AttributeError(f"module 'fxpar' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_WHERE])
+    return sorted({*globals(), *_WHERE, "ops"})

@@ -139,7 +139,7 @@ class Derivatives:
             kwargs = {name: item for name, item in kwargs.items() if name != "path"}
             is_own = False
         else:
-            is_own = function.namespace == "aten"
+            is_own = function.namespace in ("aten", "fxpar")
         given = map_arg((tuple(args), dict(kwargs)), value)
         try:
             traces = self._of_pytorch if is_own else self._of_others

@@ -118,7 +118,7 @@ def _kinds(program: Program, held: Storages, sent: set[str]) -> tuple[set[fx.Nod
 def _is_foreign(node: fx.Node) -> bool:
     """Whether nobody knows what an operator costs: it is neither torch's nor fxpar's."""
     if isinstance(node.target, torch._ops.OpOverload):
-        return node.target.namespace not in ("aten", "prims")
+        return node.target.namespace not in ("aten", "prims", "fxpar")
     return "path" in node.kwargs
 
 

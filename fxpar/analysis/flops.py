@@ -47,7 +47,7 @@ def _flops(node: fx.Node) -> Size:
 
 def _is_foreign(node: fx.Node) -> bool:
     """Whether it is an operator of neither torch nor fxpar."""
-    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace not in ("aten", "prims")
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace not in ("aten", "prims", "fxpar")
 
 
 def _by_labels(node: fx.Node) -> Size:
@@ -107,6 +107,15 @@ def _grouped(call: Call) -> Size:
     return 2 * _size(call) * first[-1]
 
 
+def _experts(call: Call) -> Size:
+    """Each row meets one matrix, whichever it is."""
+    return 2 * _size(call) * call.operands[0].shape[-1]
+
+
+def _experts_outer(call: Call) -> Size:
+    return 2 * product(call.operands[0].shape) * call.operands[1].shape[-1]
+
+
 def _einsum(call: Call) -> Size:
     steps = einsum_steps(call)
     if isinstance(steps, Refusal):
@@ -158,6 +167,8 @@ def _formulas() -> dict[str, Formula]:
         **dict.fromkeys((f"aten._scaled_dot_product_{name}.default" for name in kernels), _attention),
         **dict.fromkeys(("aten._grouped_mm.default", "aten._scaled_grouped_mm.default"), _grouped),
         "transformers.grouped_mm_fallback.default": _grouped,
+        "fxpar.grouped_linear.default": _experts,
+        "fxpar.grouped_outer.default": _experts_outer,
         "aten.einsum.default": _einsum,
         "aten.tensordot.default": _tensordot,
         "aten.bilinear.default": _bilinear,

@@ -1,8 +1,8 @@
 """The experts of transformers' models, as operators on routed rows while a model is captured.
 
-Enters: a trace. Leaves: a context in which each module of experts computes by `fxpar.ops.routed`; its author's loop over
-experts depends on the routing and cannot be traced. Nothing is changed behind the context, and where transformers is not
-loaded nothing at all.
+Enters: a trace. Leaves: a context in which each module of experts computes by `fxpar.ops.routed`; its author's loop
+over experts depends on the routing and cannot be traced. Nothing is changed behind the context, and where transformers
+is not loaded nothing at all.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from unittest import mock
 
 from torch import Tensor, nn
 
-from fxpar.ops.routed import grouped_linear, put_rows, sort_by_expert, spread_rows, take_rows
+from fxpar.ops.grouped import grouped_linear, spread_rows
+from fxpar.ops.routed import put_rows, sort_by_expert, take_rows
 
 _INTERFACE = "transformers.integrations.moe"
 

@@ -1,6 +1,7 @@
 """The graph operators of fxpar: one record each, with what a rank runs in their place.
 
-Enters: the families' records. Leaves: all of them by name, and those that stand for operations of torch.
+Enters: the families' records. Leaves: all of them by name, and those that stand for operations of torch; for models,
+`experts`, which consists of operators of torch that fxpar registers.
 """
 
 from __future__ import annotations
@@ -9,10 +10,11 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from fxpar.ops import blocks, routed  # noqa: F401 - operators of torch
+from fxpar.ops import blocks, grouped, routed  # noqa: F401 - operators of torch
 from fxpar.ops.attention import attention_backward, attention_forward
 from fxpar.ops.coercion_table import COERCION_OF
 from fxpar.ops.coercions import all_reduce_coalesced, sum_gradients
+from fxpar.ops.expert_layer import experts
 from fxpar.ops.functions import function
 from fxpar.ops.host import item
 from fxpar.ops.operator import Operator, alike
@@ -32,7 +34,7 @@ from fxpar.ops.vocabulary_gradients import (
 )
 from fxpar.ops.zeros import zeros
 
-__all__ = ["COMPOSITE_OF", "OPERATORS", "Operator", "alike"]
+__all__ = ["COMPOSITE_OF", "OPERATORS", "Operator", "alike", "experts"]
 
 _DRAWN = (axis_index, dropout, uniform, uniform_like, attention)
 _WORDS = (embedding, cross_entropy, nll_loss, log_softmax, logsumexp, argmax, topk)

@@ -15,6 +15,7 @@ from fxpar.oracle import backward
 from fxpar.oracle.composite import composite
 from fxpar.oracle.moves import creation, indexing, parts, views
 from fxpar.oracle.ranks import Sample
+from fxpar.oracle.routed import routed
 from fxpar.oracle.samples import (
     Build,
     Draw,
@@ -67,6 +68,7 @@ _BUILDERS: Sequence[Build] = (
     backward.convolutions,
     backward.attention,
     complexes,
+    routed,
 )
 
 # What occurs and has no tensor operand, so that nothing can be asked of a rule.
@@ -144,10 +146,10 @@ logical_not logical_and index_select triu flip roll tensordot inner outer biline
 
 def operator_of(name: str) -> Target:
     """The operator of a name in the table of rules: `aten.view.default`, `fxpar.dropout`."""
-    if name.startswith("fxpar."):
+    if name.removeprefix("fxpar.") in OPERATORS:
         return OPERATORS[name.removeprefix("fxpar.")]
-    _, packet, which = name.split(".")
-    return getattr(getattr(torch.ops.aten, packet), which)  # type: ignore[no-any-return]
+    library, packet, which = name.split(".")
+    return getattr(getattr(getattr(torch.ops, library), packet), which)  # type: ignore[no-any-return]
 
 
 def operations(seed: int, even: bool) -> dict[str, Operation]:

@@ -20,7 +20,6 @@ from fxpar.program.operators import GraphOperator
 from fxpar.signatures.calls import Call
 from fxpar.signatures.complexes import complex_rules
 from fxpar.signatures.contraction import contraction_rules
-from fxpar.signatures.dispatch import dispatch_rules
 from fxpar.signatures.engine import infer, seed_signature
 from fxpar.signatures.functions import nonlinearity
 from fxpar.signatures.gradients import gradient_rules
@@ -45,7 +44,6 @@ _RULES: dict[str, Rule] = {
     **reduction_rules(),
     **gradient_rules(),
     **routed_rules(),
-    **dispatch_rules(),
 }
 
 

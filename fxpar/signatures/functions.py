@@ -284,7 +284,7 @@ def nonlinearity(call: Call, rule_of: RuleOf) -> str:
         rule_of: the rule of an operator.
     """
     is_operator = isinstance(call.target, torch._ops.OpOverload)
-    if call.target.namespace in ("aten", "prims") if is_operator else "path" not in call.arguments:
+    if call.target.namespace in ("aten", "prims", "fxpar") if is_operator else "path" not in call.arguments:
         return ""
     name = str(call.target) if is_operator else str(call.get("path"))
     if set(call.names) & set(call.arguments):

@@ -1,7 +1,7 @@
 """Rules of the operators on rows of experts (`fxpar.ops.routed`, `fxpar.ops.blocks`).
 
-Each index of the leading dimensions is computed by itself. Rows and experts of one index are never cut: a place in a
-buffer says which row of the whole it is.
+Each index of the leading dimensions is computed by itself. Where each row says which token is its own, rows are cut;
+elsewhere rows and experts of one index are whole, because an expert's rows stand together.
 """
 
 from __future__ import annotations
@@ -61,7 +61,10 @@ def routed_rules() -> dict[str, Rule]:
     }
     return {
         "fxpar.sort_by_expert.default": Rule(formula("... _ _ -> ... _, ... _", "indices")),
-        "fxpar.take_rows.default": Rule(formula("... _ h, ... _ -> ... _ h", "x", "order"), (("x",),)),
-        "fxpar.put_rows.default": Rule(formula("... _ h, ... _ -> ... _ h", "y", "order"), (("y",),)),
+        "fxpar.block_order.default": Rule(formula("... _, ... _ -> ... _", "order", "counts")),
+        "fxpar.received_order.default": Rule(formula("... _ _ -> ... _, ... _", "counts")),
+        "fxpar.resize_rows.default": Rule(formula("... _ h -> ... _ h", "x"), (("x",),)),
+        "fxpar.take_rows.default": Rule(formula("... _ h, ... m -> ... m h", "x", "order"), (("x",),)),
+        "fxpar.put_rows.default": Rule(formula("... m h, ... m -> ... _ h", "y", "order"), (("y",),)),
         **{f"fxpar.{name}.default": Rule(*found) for name, found in labels.items()},
     }

@@ -1,0 +1,101 @@
+"""A layer of experts, written with the operators of routed rows: for models that have one of their own.
+
+Enters: tokens, and for each the experts that it goes to with their weights. Leaves: what the experts make of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from fxpar.errors import InputError
+from fxpar.ops.grouped import grouped_linear, spread_rows
+from fxpar.ops.routed import put_rows, sort_by_expert, take_rows
+
+
+def swiglu(*inner: Tensor) -> Tensor:
+    """`silu(gate) * up` of two results, or of the halves of one."""
+    gate, up = inner if len(inner) > 1 else inner[0].chunk(2, dim=-1)
+    return functional.silu(gate) * up
+
+
+def experts(
+    hidden: Tensor,
+    indices: Tensor,
+    weights: Tensor,
+    gate_up: Tensor | Sequence[Tensor],
+    down: Tensor,
+    *,
+    gate_up_bias: Tensor | Sequence[Tensor] | None = None,
+    down_bias: Tensor | None = None,
+    activation: Callable[..., Tensor] = swiglu,
+    transposed: bool = False,
+    norm: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """The weighted sum, for each token, of what its K experts make of it.
+
+    It computes what a loop over experts does, without reading anything on the host, and fxpar splits it: over tensor
+    ranks by columns and rows of each expert's matrices, over expert ranks by experts. It needs no process group.
+
+        out = fxpar.ops.experts(x, top.indices, top.values, (self.w1, self.w3), self.w2)
+
+    Args:
+        hidden: tokens, [T, h].
+        indices: the experts of each token, int[T, K], none of them twice; what is no number of an expert goes to none.
+        weights: those of a token's experts, [T, K].
+        gate_up: the first matrices of all experts, [E, n, h], or several such.
+        down: the second matrices, [E, h, m].
+        gate_up_bias: [E, n], as many as there are first matrices.
+        down_bias: [E, h].
+        activation: of the results [M, n] of the first matrices, in as many arguments; gives [M, m]. It must take each
+            row by itself.
+        transposed: matrices stand the other way round: [E, h, n] and [E, m, h].
+        norm: of an expert's results [M, h], before they are weighted.
+
+    Returns:
+        [T, h], in the type of `hidden`.
+
+    Raises:
+        InputError: shapes or types that do not fit.
+    """
+    first = [gate_up] if isinstance(gate_up, Tensor) else list(gate_up)
+    biases = [gate_up_bias] if isinstance(gate_up_bias, Tensor) else list(gate_up_bias or ())
+    _check(hidden, indices, weights, [*first, down])
+    if biases and len(biases) != len(first):
+        raise _unfit(f"{len(first)} first matrices and {len(biases)} biases for them", "pass one for each, or none")
+    count, k = down.shape[0], indices.shape[-1]
+    order, counts = sort_by_expert(indices, count)
+    rows = take_rows(hidden.to(down.dtype), order, k)
+
+    def added(x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
+        made = grouped_linear(x, matrix, counts, transposed)
+        return made if bias is None else made + spread_rows(bias, counts, made.shape[-2])
+
+    inner = [added(rows, matrix, biases[i] if biases else None) for i, matrix in enumerate(first)]
+    made = added(activation(*inner), down, down_bias)
+    made = made if norm is None else norm(made)
+    # A pair's weight is a row of its own: there are T * K of them with one expert each.
+    weighted = made * take_rows(weights.reshape(-1, 1), order, 1)
+    return put_rows(weighted, order, hidden.shape[-2], k).to(hidden.dtype)
+
+
+def _unfit(reason: str, remedy: str) -> InputError:
+    return InputError(reason, where="fxpar.ops.experts", remedy=remedy)
+
+
+def _check(hidden: Tensor, indices: Tensor, weights: Tensor, matrices: Sequence[Tensor]) -> None:
+    """Refuses what does not fit; sizes of tokens are left to the operators, for a trace keeps them open."""
+    ranks = [hidden.dim(), indices.dim(), weights.dim(), *(matrix.dim() for matrix in matrices)]
+    if ranks != [2, 2, 2, *(3 for _ in matrices)]:
+        raise _unfit(
+            f"operands of {ranks} dimensions", "pass hidden [T, h], indices and weights [T, K], matrices [E, n, h]"
+        )
+    if indices.is_floating_point() or indices.dtype == torch.bool:
+        raise _unfit(f"indices of type {indices.dtype}", "pass the numbers of experts, as topk gives them")
+    if len({matrix.shape[0] for matrix in matrices}) > 1:
+        raise _unfit(f"matrices of {[m.shape[0] for m in matrices]} experts", "pass matrices of the same experts")
+    if not weights.is_floating_point():
+        raise _unfit(f"weights of type {weights.dtype}", "pass the router's weights of the chosen experts")

@@ -1,0 +1,211 @@
+"""Products of experts' matrices with the rows that are theirs, and what is added to or summed over those rows.
+
+Enters: rows that stand expert after expert, and how many each has. Leaves: operators of torch whose backward consists
+of these same operators.
+
+Terms: M rows, of which the first `counts[0]` are expert 0's, the next `counts[1]` expert 1's, and so on; rows behind
+all of them are nobody's: they give zeros, whatever they hold, and their gradient is zero. A *group* is what stands
+behind the dimensions before these. Experts' operands may have fewer of those dimensions than the rows, the innermost
+ones: groups that share experts sum their gradients.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxpar.ops.grouped_kernels import outer, product
+
+
+def _experts_of(values: Tensor, own: int) -> Tensor:
+    """What belongs to experts, its groups in one dimension; `own` are the dimensions of a group."""
+    return values.reshape(math.prod(values.shape[: values.dim() - own]), *values.shape[values.dim() - own :])
+
+
+def _groups(rows: Tensor) -> Tensor:
+    """Rows with one dimension for the group."""
+    return rows.reshape(math.prod(rows.shape[:-2]), *rows.shape[-2:])
+
+
+def _summed(parts: Tensor, lead: tuple[int, ...]) -> Tensor:
+    """The sums of what groups that share experts give, parts [groups, …]."""
+    shape = parts.shape[1:]
+    shared = math.prod(lead)
+    return parts.reshape(parts.shape[0] // shared if shared else 0, *lead, *shape).sum(0)
+
+
+def _owners(counts: Tensor, rows: int) -> Tensor:
+    """The expert of each row, E where it is nobody's: int64[groups, M] for counts [groups, E]."""
+    places = torch.arange(rows, device=counts.device).expand(counts.shape[0], rows).contiguous()
+    return torch.searchsorted(counts.cumsum(-1), places, right=True)
+
+
+@torch.library.custom_op("fxpar::grouped_linear", mutates_args=())
+def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor, transposed: bool) -> Tensor:
+    """Each row times the matrix of its expert.
+
+    On GPUs in bfloat16 it is one kernel that reads the counts on the device; elsewhere a product for each expert.
+
+    Args:
+        x: rows, [..., M, i].
+        weight: experts' matrices, [..., E, o, i]; with `transposed` [..., E, i, o].
+        counts: int64[..., E].
+        transposed: how the matrices stand.
+
+    Returns:
+        [..., M, o].
+    """
+    matrices, groups = _experts_of(weight, 3), _groups(x)
+    matrices = matrices if transposed else matrices.mT
+    counted = counts.reshape(-1, counts.shape[-1])
+    found = [product(each, matrices[g % len(matrices)], counted[g]) for g, each in enumerate(groups)]
+    shape = (*x.shape[:-1], matrices.shape[-1])
+    return torch.stack(found).reshape(shape) if found else x.new_zeros(shape)
+
+
+@grouped_linear.register_fake
+def _product_shape(x: Tensor, weight: Tensor, counts: Tensor, transposed: bool) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[-1 if transposed else -2]))
+
+
+@torch.library.custom_op("fxpar::grouped_outer", mutates_args=())
+def grouped_outer(a: Tensor, b: Tensor, counts: Tensor, leading: int) -> Tensor:
+    """For each expert the sum over its rows of the outer products: the gradient of its matrix.
+
+    Args:
+        a: [..., M, o].
+        b: [..., M, i].
+        counts: int64[..., E].
+        leading: dimensions that are kept before E, the innermost ones; over the others it is summed.
+
+    Returns:
+        [..., E, o, i].
+    """
+    left, right = _groups(a), _groups(b)
+    counted = counts.reshape(-1, counts.shape[-1])
+    found = [outer(x, y, each) for x, y, each in zip(left, right, counted, strict=True)]
+    kept = counts.shape[counts.dim() - 1 - leading :]
+    shape = (*kept, a.shape[-1], b.shape[-1])
+    if not found:
+        return a.new_zeros(shape)
+    # One group's is given as it is: these are as large as all experts' matrices.
+    return found[0].reshape(shape) if len(found) == 1 else _summed(torch.stack(found), kept[:-1])
+
+
+@grouped_outer.register_fake
+def _outer_shape(a: Tensor, b: Tensor, counts: Tensor, leading: int) -> Tensor:
+    kept = counts.shape[counts.dim() - 1 - leading :]
+    return a.new_empty((*kept, a.shape[-1], b.shape[-1]))
+
+
+@torch.library.custom_op("fxpar::spread_rows", mutates_args=())
+def spread_rows(v: Tensor, counts: Tensor, rows: int) -> Tensor:
+    """To each row what its expert has: a bias.
+
+    Args:
+        v: [..., E, o].
+        counts: int64[..., E].
+        rows: M.
+
+    Returns:
+        [..., M, o].
+    """
+    own, counted = _experts_of(v, 2), counts.reshape(-1, counts.shape[-1])
+    shape = (*counts.shape[:-1], rows, v.shape[-1])
+    if not len(counted) or not counts.shape[-1]:
+        return v.new_zeros(shape)
+    owners = _owners(counted, rows)
+    own = own.repeat(len(counted) // len(own), 1, 1) if len(own) != len(counted) else own
+    place = owners.clamp_max(counts.shape[-1] - 1).unsqueeze(-1).expand(-1, -1, v.shape[-1])
+    found = torch.where((owners < counts.shape[-1]).unsqueeze(-1), own.gather(1, place), 0)
+    return found.reshape(shape)
+
+
+@spread_rows.register_fake
+def _spread_shape(v: Tensor, counts: Tensor, rows: int) -> Tensor:
+    return v.new_empty((*counts.shape[:-1], rows, v.shape[-1]))
+
+
+@torch.library.custom_op("fxpar::sum_by_expert", mutates_args=())
+def sum_by_expert(y: Tensor, counts: Tensor, leading: int) -> Tensor:
+    """For each expert the sum of its rows; the adjoint of `spread_rows`.
+
+    Args:
+        y: rows, [..., M, o].
+        counts: int64[..., E].
+        leading: as in `grouped_outer`.
+
+    Returns:
+        [..., E, o].
+    """
+    groups, counted = _groups(y), counts.reshape(-1, counts.shape[-1])
+    owners = _owners(counted, y.shape[-2])
+    # As a product, whose order of additions is fixed; index_add has none on GPUs. What is nobody's may be no number.
+    chosen = owners.unsqueeze(1) == torch.arange(counts.shape[-1], device=y.device).unsqueeze(-1)
+    held = torch.where((owners < counts.shape[-1]).unsqueeze(-1), groups, 0)
+    kept = counts.shape[counts.dim() - 1 - leading : -1]
+    return _summed(chosen.to(y.dtype) @ held, tuple(kept))
+
+
+@sum_by_expert.register_fake
+def _sum_shape(y: Tensor, counts: Tensor, leading: int) -> Tensor:
+    return y.new_empty((*counts.shape[counts.dim() - 1 - leading :], y.shape[-1]))
+
+
+def _keep_product(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, counts, ctx.transposed = inputs
+    ctx.save_for_backward(x, weight, counts)
+
+
+def _product_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight, counts = ctx.saved_tensors
+    for_x = for_weight = None
+    if ctx.needs_input_grad[0]:
+        for_x = grouped_linear(gradient, weight, counts, not ctx.transposed)
+    if ctx.needs_input_grad[1]:
+        pair = (x, gradient) if ctx.transposed else (gradient, x)
+        for_weight = grouped_outer(*pair, counts, weight.dim() - 3)
+    return for_x, for_weight, None, None
+
+
+def _keep_outer(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:3])
+
+
+def _outer_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    rows, columns, counts = ctx.saved_tensors
+    for_rows = for_columns = None
+    if ctx.needs_input_grad[0]:
+        for_rows = grouped_linear(columns, gradient, counts, False)
+    if ctx.needs_input_grad[1]:
+        for_columns = grouped_linear(rows, gradient, counts, True)
+    return for_rows, for_columns, None, None
+
+
+def _keep_spread(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    v, counts, _ = inputs
+    ctx.leading = v.dim() - 2
+    ctx.save_for_backward(counts)
+
+
+def _spread_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    return sum_by_expert(gradient, *ctx.saved_tensors, ctx.leading), None, None
+
+
+def _keep_sum(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    y, counts, _ = inputs
+    ctx.rows = y.shape[-2]
+    ctx.save_for_backward(counts)
+
+
+def _sum_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    return spread_rows(gradient, *ctx.saved_tensors, ctx.rows), None, None
+
+
+grouped_linear.register_autograd(_product_backward, setup_context=_keep_product)
+grouped_outer.register_autograd(_outer_backward, setup_context=_keep_outer)
+spread_rows.register_autograd(_spread_backward, setup_context=_keep_spread)
+sum_by_expert.register_autograd(_sum_backward, setup_context=_keep_sum)

@@ -1,0 +1,101 @@
+"""Products of one group of experts: by torch's grouped kernel, or expert by expert.
+
+Enters: rows that stand expert after expert, experts' matrices and how many rows each has. Leaves: products; see
+`fxpar.ops.grouped` for the terms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+# torch's kernel wants rows of matrices to begin at multiples of so many bytes.
+_ALIGNED = 16
+
+
+def product(x: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
+    """Each row times its expert's matrix.
+
+    Args:
+        x: [M, i].
+        matrices: [E, i, o], each laid out by rows or by columns.
+        counts: int64[E].
+    """
+    x = x.contiguous()
+    if _has_kernel(x, matrices):
+        found: Tensor = torch._grouped_mm(x, matrices, offs=_ends(counts))
+        places = torch.arange(x.shape[0], device=x.device)
+        return torch.where((places < counts.sum()).unsqueeze(-1), found, 0)  # the kernel leaves the others as they are
+    found = x.new_zeros(x.shape[0], matrices.shape[-1])
+    if _is_recorded(x):
+        for own, matrix in zip(_masks(counts, x.shape[0]), matrices, strict=True):
+            found = torch.where(own, x @ matrix, found)
+        return found
+    for e, start, end in _runs(counts):
+        torch.mm(x[start:end], matrices[e], out=found[start:end])
+    return found
+
+
+def outer(rows: Tensor, columns: Tensor, counts: Tensor) -> Tensor:
+    """For each expert the sum over its rows of the outer products, [E, o, i].
+
+    Args:
+        rows: [M, o].
+        columns: [M, i].
+        counts: int64[E].
+    """
+    rows, columns = rows.contiguous(), columns.contiguous()
+    if _has_kernel(rows, columns) and rows.shape[0]:
+        found: Tensor = torch._grouped_mm(rows.mT, columns, offs=_ends(counts))
+        return found
+    found = rows.new_zeros(counts.shape[0], rows.shape[-1], columns.shape[-1])
+    if _is_recorded(rows):
+        for e, own in enumerate(_masks(counts, rows.shape[0])):
+            found[e] = torch.where(own, rows, 0).mT @ torch.where(own, columns, 0)
+        return found
+    for e, start, end in _runs(counts):
+        torch.mm(rows[start:end].mT, columns[start:end], out=found[e])
+    return found
+
+
+def _ends(counts: Tensor) -> Tensor:
+    return counts.cumsum(0).to(torch.int32)
+
+
+def _runs(counts: Tensor) -> Iterator[tuple[int, int, int]]:
+    """Experts that have rows, with the first and the one behind the last; reads the counts on the host."""
+    start = 0
+    for e, count in enumerate(counts.tolist()):
+        if count:
+            yield e, start, start + count
+        start += count
+
+
+def _masks(counts: Tensor, rows: int) -> list[Tensor]:
+    """For each expert which rows are its own, bool[M, 1]."""
+    ends = counts.cumsum(0)
+    places = torch.arange(rows, device=counts.device).unsqueeze(-1)
+    return [(places >= end - count) & (places < end) for end, count in zip(ends, counts, strict=True)]
+
+
+def _is_recorded(x: Tensor) -> bool:
+    """Whether a CUDA graph is recorded, in which nothing can be read: then every expert sees all rows."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _has_kernel(*operands: Tensor) -> bool:
+    """Whether torch multiplies them in one kernel with sizes that it reads on the device: bfloat16 from Hopper on."""
+    if not all(each.is_cuda and each.dtype == torch.bfloat16 for each in operands):
+        return False
+    if torch.cuda.get_device_capability(operands[0].device) < (9, 0):
+        return False
+    return all(_is_aligned(each) for each in operands)
+
+
+def _is_aligned(x: Tensor) -> bool:
+    """Whether rows, or columns, are dense and begin at multiples of 16 bytes."""
+    strides = sorted(x.stride()[-2:])
+    others = [stride * x.element_size() % _ALIGNED for stride in (strides[-1], *x.stride()[:-2])]
+    return strides[0] == 1 and not any(others) and x.data_ptr() % _ALIGNED == 0

@@ -1,0 +1,56 @@
+"""Sample calls of the operators of routed rows, alone and in groups.
+
+Enters: a `Draw`. Leaves: samples by name. Counts are so small that any order of them fits the rows.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fxpar.oracle.ranks import sample
+from fxpar.oracle.samples import Draw, Samples
+
+
+def routed(d: Draw) -> dict[str, Samples]:
+    """Rows and experts' matrices: one group, groups with experts of their own, and groups that share experts."""
+    a, b, i, o = (6, 6, 6, 12) if d.even else d.sizes(4)
+    experts, rows, tokens, k = 3, 7, 4, 2
+    order = torch.stack([torch.tensor([5, 0, -1, 7, 2, 3, 6]).roll(shift) for shift in range(a * b)]).view(a, b, rows)
+    counts = (d.i(3, a, b, experts) + torch.tensor([0, 1, 0])).clamp_max(2)
+    one = torch.tensor([2, 0, 3])
+    x, y = d.normal(a, b, rows, i), d.normal(a, b, rows, o)
+    found: dict[str, Samples] = {
+        "sort_by_expert": [sample(d.i(experts, tokens, k), experts), sample(d.i(experts, a, b, tokens, k), experts)],
+        "take_rows": [
+            sample(d.normal(tokens, i), order[0, 0], k),
+            sample(d.normal(a, tokens, i), order[:, 0], k),
+            sample(d.normal(tokens, i), torch.tensor([5, 0, -1, 7, 2, 3]), k),
+        ],
+        "put_rows": [
+            sample(x[0, 0], order[0, 0], tokens, k),
+            sample(x[:, 0], order[:, 0], tokens, k),
+            sample(d.normal(6, i), torch.tensor([5, 0, -1, 7, 2, 3]), tokens, k),
+        ],
+        "grouped_linear": [
+            sample(x[0, 0], d.normal(experts, o, i), one, False),
+            sample(x[0, 0], d.normal(experts, i, o), one, True),
+            sample(x[:, 0], d.normal(experts, o, i), counts[:, 0], False),
+            sample(x, d.normal(b, experts, i, o), counts, True),
+        ],
+        "grouped_outer": [
+            sample(y[0, 0], x[0, 0], one, 0),
+            sample(y[:, 0], x[:, 0], counts[:, 0], 0),
+            sample(y, x, counts, 1),
+        ],
+        "spread_rows": [
+            sample(d.normal(experts, o), one, rows),
+            sample(d.normal(experts, o), counts[:, 0], rows),
+            sample(d.normal(b, experts, o), counts, rows),
+        ],
+        "sum_by_expert": [
+            sample(y[0, 0], one, 0),
+            sample(y[:, 0], counts[:, 0], 0),
+            sample(y, counts, 1),
+        ],
+    }
+    return {f"fxpar.{name}.default": samples for name, samples in found.items()}
