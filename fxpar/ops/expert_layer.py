@@ -71,7 +71,7 @@ def experts(
     rows = take_rows(hidden.to(down.dtype), order, k)
 
     def added(x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
-        made = grouped_linear(x, matrix, counts, transposed)
+        made: Tensor = grouped_linear(x, matrix, counts, transposed)
         return made if bias is None else made + spread_rows(bias, counts, made.shape[-2])
 
     inner = [added(rows, matrix, biases[i] if biases else None) for i, matrix in enumerate(first)]
@@ -79,7 +79,8 @@ def experts(
     made = made if norm is None else norm(made)
     # A pair's weight is a row of its own: there are T * K of them with one expert each.
     weighted = made * take_rows(weights.reshape(-1, 1), order, 1)
-    return put_rows(weighted, order, hidden.shape[-2], k).to(hidden.dtype)
+    summed: Tensor = put_rows(weighted, order, hidden.shape[-2], k)
+    return summed.to(hidden.dtype)
 
 
 def _unfit(reason: str, remedy: str) -> InputError:

@@ -99,7 +99,8 @@ def test_a_gradient_is_that_of_numbers() -> None:
     inputs = (rows, x(2, 2, 2, 3).requires_grad_(), x(2, 2, 3).requires_grad_())
 
     def run(rows: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        return grouped_linear(rows, weight, counts, True) + spread_rows(bias, counts, 3)
+        made: Tensor = grouped_linear(rows, weight, counts, True)
+        return made + spread_rows(bias, counts, 3)
 
     assert torch.autograd.gradcheck(run, inputs)
     assert torch.autograd.gradgradcheck(run, inputs)
