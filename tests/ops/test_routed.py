@@ -100,7 +100,8 @@ def test_a_gradient_is_that_of_numbers() -> None:
 
     def run(rows: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         made: Tensor = grouped_linear(rows, weight, counts, True)
-        return made + spread_rows(bias, counts, 3)
+        found: Tensor = made + spread_rows(bias, counts, 3)
+        return found
 
     assert torch.autograd.gradcheck(run, inputs)
     assert torch.autograd.gradgradcheck(run, inputs)
