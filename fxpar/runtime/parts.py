@@ -155,7 +155,9 @@ def _part(
     own = set(made)
 
     def is_read_outside(node: fx.Node) -> bool:
-        return any(user.op != "output" and user not in own and phases[user] is not None for user in node.users)
+        """Also where a part reads a size off it, which it makes itself."""
+        users = [user for user in node.users if user.op != "output" and user not in own]
+        return any(phases[user] is not None or is_read_outside(user) for user in users)
 
     outputs = [node for node in made if node in returned or is_read_outside(node)]
     for node in reversed(made[0].graph.nodes):
