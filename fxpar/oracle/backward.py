@@ -112,6 +112,7 @@ def places(d: Draw) -> dict[str, Samples]:
         pads[f"{name}_pad3d_backward"] = [sample(d.x(a, b, 4, 3, 4), d.x(a, b, 2, 2, 2), [1, 1, 1, 0, 1, 1])]
     return pads | {
         "scatter.src": [sample(x, 0, once.t().contiguous(), d.x(min(a, c), b))],
+        "scatter.value": [sample(x, 0, once.t().contiguous(), 0.5)],
         "scatter_add": [sample(x, 0, index, d.x(c, b)), sample(x, 1, d.i(b, a, c), d.x(a, c))],
         "index_add": [sample(x, 0, d.i(a, c), d.x(c, b)), sample(x, 1, d.i(b, c), d.x(a, c))],
         "index_put": into,

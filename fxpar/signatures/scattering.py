@@ -74,7 +74,7 @@ def _scatter(call: Call) -> Labelling | Refusal:
         return Labelling(tuple((None,) * len(shape) for shape in shapes), ((),))
     dim = int(call.get("dim")) % len(labels)
     own = [None if i == dim or any(s[i] != shapes[0][i] for s in shapes) else f"d{i}" for i in range(len(labels))]
-    alike = known["index"].shape[dim] == known["src"].shape[dim]
+    alike = "src" in known and known["index"].shape[dim] == known["src"].shape[dim]
     moved = [("rows" if alike else None) if i == dim else label for i, label in enumerate(own)]
     ins = tuple(tuple(own if name == "self" else moved) for name in call.names)
     return Labelling(ins, (tuple(own),))
@@ -222,6 +222,7 @@ def scattering_rules() -> dict[str, Rule]:
         "aten.diagonal.default": Rule(_diagonal, (("self",),)),
         "aten.diag_embed.default": Rule(_diagonal, (("self",),)),
         "aten.scatter.src": Rule(_scatter_in_place_of, (("self", "src"),)),
+        "aten.scatter.value": Rule(_scatter_in_place_of),
         "aten.scatter_add.default": Rule(_scatter, (("self", "src"),), check=_of_rows(_scatter, _rows)),
         "aten.index_add.default": Rule(_index_add, (("self", "source"),), check=_of_rows(_index_add, _rows)),
         "aten.index_put.default": index_put,
