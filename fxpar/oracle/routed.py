@@ -6,9 +6,16 @@ Enters: a `Draw`. Leaves: samples by name. Counts are so small that any order of
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
+from fxpar.ops.routed import sort_by_expert
 from fxpar.oracle.ranks import sample
 from fxpar.oracle.samples import Draw, Samples
+
+
+def _sorted(d: Draw, experts: int, *lead: int) -> tuple[Tensor, Tensor]:
+    """An order of rows, and how many each expert has."""
+    return sort_by_expert(d.i(experts, *lead, 4, 2), experts)  # type: ignore[no-any-return]
 
 
 def routed(d: Draw) -> dict[str, Samples]:
@@ -52,5 +59,8 @@ def routed(d: Draw) -> dict[str, Samples]:
             sample(y[:, 0], counts[:, 0], 0),
             sample(y, counts, 1),
         ],
+        "block_order": [sample(*_sorted(d, experts + 1, a), 2, 7), sample(*_sorted(d, experts + 1, a, b), 2, 7)],
+        "received_order": [sample(d.i(3, a, 2, experts), 7), sample(d.i(3, a, b, 2, experts), 7)],
+        "resize_rows": [sample(x, rows + 2, 0), sample(x, rows - 3, 0), sample(x[0, 0], rows + 1, 0)],
     }
     return {f"fxpar.{name}.default": samples for name, samples in found.items()}

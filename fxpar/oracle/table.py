@@ -87,8 +87,9 @@ EXEMPT: Mapping[str, str] = {
 _WORDS = words("cross_entropy embedding nll_loss log_softmax logsumexp topk")
 _SAVING = ("cross_entropy_forward",)
 
-# Operators that the oracle cannot run on one rank alone, and why.
+# Operators that the oracle cannot run on one rank alone, or has no freedom to try, and why.
 COMMUNICATING: Mapping[str, str] = {
+    "fxpar.shard_over": "it says what the ranks hold, and gives that: programs with it are checked by value",
     **dict.fromkeys(
         map(str, COMPOSITE_OF.values()),
         "it communicates inside: its ranks are simulated together, against the whole vocabulary (test_vocabulary)",
