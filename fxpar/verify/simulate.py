@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
+from torch.distributed._local_tensor import LocalTensor, LocalTensorMode, maybe_run_for_local_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fxpar.errors import CheckFailed, InputError, PassError
@@ -25,6 +25,8 @@ from fxpar.layout.shards import local_block
 from fxpar.layout.symbols import evaluate
 from fxpar.manager import PassManager
 from fxpar.mesh.purpose import joined_names
+from fxpar.ops import counter
+from fxpar.ops.attention import attention_gradients, saving_attention
 from fxpar.ops.collectives import Group
 from fxpar.ops.lower import Lowered, lower
 from fxpar.passes.differentiate import differentiate, of_outputs
@@ -35,6 +37,18 @@ from fxpar.program.step import is_gradient, model_outputs, output_of, parameter_
 from fxpar.verify.promote import promote
 from fxpar.verify.stages import check_neighbours
 
+# Of hundreds of operators without a collective: one rank after the other runs all of them, as the mode would run each
+# of them on all ranks, which takes several times as long.
+_OF_ONE_RANK = frozenset(
+    {
+        counter.dropout,
+        counter.uniform,
+        counter.uniform_like,
+        counter.attention,
+        saving_attention,
+        attention_gradients,
+    }
+)
 MOST_RANKS = 512  # some seconds for a small model; each rank has tensors of its own
 
 
@@ -293,6 +307,7 @@ class _Ranks:
         """
         layouts = _placeholder_layouts(program)
         lowered = self._lowering(program, self._groups)
+        _run_by_rank(lowered)
         whole = {p.node: self._state[p.fqn].detach() for p in program.parameters}
         for entry in program.inputs:
             output = output_of(entry.path)
@@ -322,6 +337,13 @@ class _Ranks:
     def _local(self, layout: Layout, value: Tensor) -> LocalTensor:
         blocks = (local_block(value, layout, self._axes, place, self._sizes).clone() for place in self._places)
         return LocalTensor(dict(enumerate(blocks)))
+
+
+def _run_by_rank(lowered: Lowered) -> None:
+    for node in lowered.module.graph.nodes:
+        if node.target in _OF_ONE_RANK:
+            node.target = maybe_run_for_local_tensor(node.target)
+    lowered.module.recompile()
 
 
 def _rank(value: Tensor, rank: int) -> Tensor:
