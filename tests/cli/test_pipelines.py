@@ -49,22 +49,24 @@ def test_a_pass_of_the_step_may_be_the_last_of_a_stage() -> None:
     assert "fxpar.sent." in text
 
 
-def test_comm_lists_the_collectives_of_all_stages() -> None:
+def test_comm_lists_the_collectives_of_all_stages(folder: Path) -> None:
+    text = str(folder / "11-partition_stages.txt")
     found = fxpar("comm", *MODEL, "--json").document
-    alone = [fxpar("comm", *MODEL, "--of-stage", str(k), "--json").document["collectives"] for k in (0, 1)]
+    alone = [fxpar("comm", text, "--of-stage", str(k), "--json").document["collectives"] for k in (0, 1)]
     assert found["collectives"] == [*alone[0], *alone[1]]
     assert {one["stage"] for one in found["collectives"]} == {0, 1}
     assert found["totals"]["all"]["count"] == len(found["collectives"])
-    assert "stage 1: collectives over tp" in fxpar("comm", *MODEL).out
+    assert "stage 1: collectives over tp" in fxpar("comm", text).out
 
 
-def test_memory_and_report_show_all_stages() -> None:
-    for command in ("memory", "report"):
-        stages = fxpar(command, *MODEL, "--json").document["stages"]
+def test_memory_and_report_show_all_stages(folder: Path) -> None:
+    text = str(folder / "11-partition_stages.txt")
+    for command, what in (("report", MODEL), ("memory", (text,))):
+        stages = fxpar(command, *what, "--json").document["stages"]
         assert [line["in_flight"] for line in stages] == [2, 1]
-    out = fxpar("memory", *MODEL).out
+    out = fxpar("memory", text).out
     assert "what crosses the cuts" in out
-    only = fxpar("memory", *MODEL, "--of-stage", "1", "--json").document
+    only = fxpar("memory", text, "--of-stage", "1", "--json").document
     assert only["name"].endswith(", stage 1")
     assert only["ranks"][0]["parameters"] == stages[1]["parameters"]
 

@@ -40,7 +40,9 @@ def compiled(name: str, tp: int = 2, split: Mapping[str, str] | None = None) -> 
     return compile_program(program), state, given
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.matrix) if name in ("bloom", "nanogpt") else name for name in MODELS]
+)
 def test_a_layer_costs_two_all_reduces_forward_and_two_backward(name: str) -> None:
     """Outside of the layers: the lookup's sum, the two of the loss, and the gradient of the head's operand.
 
@@ -103,8 +105,8 @@ class Counting:
     [
         ("gpt2", 2, None),
         ("qwen3", 2, None),
-        ("bloom", 2, None),
-        ("encoder", 4, None),
+        pytest.param("bloom", 2, None, marks=pytest.mark.matrix),
+        pytest.param("encoder", 4, None, marks=pytest.mark.matrix),
         ("llama", 4, None),
         # Lines that do not fit together: gathers, scatters and reductions of parameters.
         ("llama", 2, {"*_proj": "column"}),

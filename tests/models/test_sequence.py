@@ -31,7 +31,7 @@ MODELS = [
     "gemma3_text,sliding_window=5",
 ]
 # What runs every time; `make test-matrix` runs all.
-FEW = [("gpt2", 4, True), ("llama", 2, True), ("gpt_neox", 4, False), ("falcon", 4, True)]
+FEW = [("gpt2", 4, True), ("llama", 2, True), ("falcon", 4, False)]
 WHOLE = {"vit": {"vit.embeddings.cls_token", "vit.embeddings.position_embeddings"}}
 
 
@@ -121,7 +121,10 @@ def test_the_sequence_is_what_attention_runs_over(name: str, tp: int) -> None:
 
 @pytest.mark.parametrize(
     ("name", "pairs"),
-    [pytest.param(*item, marks=[pytest.mark.matrix] if item[0] in ("qwen2", "gptj") else []) for item in PAIRS.items()],
+    [
+        pytest.param(*item, marks=[pytest.mark.matrix] if item[0] in ("bert", "qwen2", "gpt_neox", "gptj") else [])
+        for item in PAIRS.items()
+    ],
 )
 def test_a_layer_has_megatron_s_collectives(name: str, pairs: int) -> None:
     """Also where attention and MLP run side by side: partial sums, and what is dropped of them, add up."""

@@ -196,7 +196,7 @@ CUTS: list[tuple[str, Callable[..., nn.Module], tuple[Any, ...], dict[str, str],
 NAMES = [name for name, *_ in CUTS]
 
 
-@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("tp", [4, pytest.param(2, marks=pytest.mark.matrix)])
 @pytest.mark.parametrize(("kind", "args", "split", "wanted"), [cut[1:] for cut in CUTS], ids=NAMES)
 def test_overrides_find_the_cut(
     kind: Callable[..., nn.Module], args: tuple[Any, ...], split: dict[str, str], wanted: dict[str, str], tp: int

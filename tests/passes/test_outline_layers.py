@@ -193,7 +193,9 @@ def test_sliding_and_full_layers_are_two_classes() -> None:
     assert forward == [4, 2]
 
 
-@pytest.mark.parametrize("name", ["llama", "bert", "bloom", "nanogpt"])
+@pytest.mark.parametrize(
+    "name", ["llama", *(pytest.param(name, marks=pytest.mark.matrix) for name in ("bert", "bloom", "nanogpt"))]
+)
 def test_regions_print_and_parse(name: str) -> None:
     case = CASES[name]
     program = compile_model(case.model(), case.example(), case.plan(2), case.loss).program

@@ -151,7 +151,9 @@ return w=%dw1, v=%dw2, x=%act2
     assert print_program(parse_program(print_program(found))) == print_program(found)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "nanogpt"])
+@pytest.mark.parametrize(
+    "name", ["gpt2", *(pytest.param(name, marks=pytest.mark.matrix) for name in ("llama", "nanogpt"))]
+)
 def test_of_a_model_s_step_less_stays_exposed(name: str) -> None:
     """With products that take about as long as sums; both runs are checked by the manager."""
     case = CASES[name]

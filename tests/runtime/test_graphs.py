@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,7 +15,7 @@ import fxpar
 from fxpar.errors import FxparError, InputError
 from fxpar.runtime.graphs.standin import StandInPool, poison
 from tests.runtime import graphed
-from tests.runtime.graphed import Reading, as_it_is, gpt2, llama, train, two_layers, words
+from tests.runtime.graphed import Reading, Trained, as_it_is, gpt2, llama, train, two_layers, words
 from tests.runtime.world import World
 
 IMPLS = ("partial", "full_iteration")
@@ -22,11 +23,13 @@ MOSTLY_FULL = (pytest.param("partial", marks=pytest.mark.matrix), "full_iteratio
 
 
 TRAININGS: list[tuple[int, dict[str, Any]]] = [
-    (1, {}),
+    (2, {"every": 2, "set_to_none": False, "precision": "bf16_weights"}),
     (3, {"precision": "bf16"}),
+]
+MORE_TRAININGS: list[tuple[int, dict[str, Any]]] = [
+    (1, {}),
     (1, {"set_to_none": False}),
     (1, {"every": 2, "recompute": "selective"}),
-    (2, {"every": 2, "set_to_none": False, "precision": "bf16_weights"}),
 ]
 
 
@@ -38,7 +41,11 @@ def _in_turn(cases: Sequence[tuple[Any, ...]]) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize(("impl", "micro", "more"), _in_turn(TRAININGS))
+def _more(cases: Sequence[tuple[Any, ...]]) -> list[Any]:
+    return [pytest.param(impl, *case, marks=pytest.mark.matrix) for case in cases for impl in IMPLS]
+
+
+@pytest.mark.parametrize(("impl", "micro", "more"), [*_in_turn(TRAININGS), *_more(MORE_TRAININGS)])
 def test_a_training_is_the_same_to_the_bit(impl: str, micro: int, more: dict[str, Any]) -> None:
     found = train(gpt2, words(6, micro), impl, **more)
     assert found == as_it_is(gpt2, 6, micro, **more)
@@ -134,9 +141,23 @@ def _freeze(model: fxpar.ParallelModule, step: int) -> None:
         first.grad = None
 
 
-@pytest.mark.parametrize(("impl", "touch"), _in_turn([(_exchange,), (_own_gradients,), (_freeze,)]))
+def _one_after_the_other(model: fxpar.ParallelModule, step: int) -> None:
+    _exchange(model, step)
+    _own_gradients(model, step - 1)
+    _freeze(model, step - 3)
+
+
+@functools.cache
+def touched(touch: Callable[[fxpar.ParallelModule, int], None]) -> Trained:
+    return train(gpt2, words(9), touch=touch)
+
+
+@pytest.mark.parametrize(
+    ("impl", "touch"),
+    [*((impl, _one_after_the_other) for impl in IMPLS), *_more([(_exchange,), (_own_gradients,), (_freeze,)])],
+)
 def test_other_addresses_and_gradients_are_seen(impl: str, touch: Callable[[fxpar.ParallelModule, int], None]) -> None:
-    assert train(gpt2, words(7), impl, touch=touch) == train(gpt2, words(7), touch=touch)
+    assert train(gpt2, words(9), impl, touch=touch) == touched(touch)
 
 
 def test_several_forwards_may_wait_for_their_backwards() -> None:

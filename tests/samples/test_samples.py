@@ -32,12 +32,26 @@ def run(*command: str) -> str:
     return done.stdout
 
 
+def run_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *command: str) -> str:
+    """As `run`, of what needs no processes: this one has everything loaded."""
+    monkeypatch.setattr(sys, "argv", list(command))
+    monkeypatch.setenv("COLUMNS", "100")
+    runpy.run_path(command[0], run_name="__main__")
+    return capsys.readouterr().out
+
+
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
-@pytest.mark.parametrize("launcher", [(), pytest.param(TORCHRUN, marks=pytest.mark.matrix)])
-def test_quickstart_trains_the_same_on_two_processes(launcher: tuple[str, ...]) -> None:
-    text = run(*launcher, "samples/quickstart.py", "--steps", "3")
+LAUNCHERS = {"started": (), "torchrun": TORCHRUN}
+
+
+@pytest.mark.parametrize("how", ["there", *(pytest.param(name, marks=pytest.mark.matrix) for name in LAUNCHERS)])
+def test_quickstart_trains_the_same_on_two_processes(world2: World, how: str) -> None:
+    if how == "there":
+        text = world2.run(script, ROOT / "samples" / "quickstart.py", ("--steps", "3"))[0]
+    else:
+        text = run(*LAUNCHERS[how], "samples/quickstart.py", "--steps", "3")
     rows = re.findall(r"│ +(\d+) │ +(\d\.\d{6}) │ +(\d\.\d{6}) │", text)
     assert [step for step, _, _ in rows] == ["0", "2"]
     assert float(rows[1][1]) < float(rows[0][1]) - 0.1
@@ -143,9 +157,10 @@ def test_the_bench_of_pipelines_runs_on_a_cpu(world2: World) -> None:
     assert len({loss for _, loss in losses}) == 1
 
 
-def test_the_bench_of_graphs_runs_on_a_cpu() -> None:
+def test_the_bench_of_graphs_runs_on_a_cpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ("--tiny", "--precision", "fp32", "--warmup", "2", "--steps", "1", "--rounds", "1", "--models", "gpt-small")
-    text = run("samples/bench_graphs.py", *flags, "--variants", "eager", "eager+partial", "eager+full_iteration")
+    words = (*flags, "--variants", "eager", "eager+partial", "eager+full_iteration")
+    text = run_here(monkeypatch, capsys, str(ROOT / "samples" / "bench_graphs.py"), *words)
     losses = re.findall(r"│ (eager\S*) .*│ +(\d+\.\d{4}) │", text)
     assert [name for name, _ in losses] == ["eager", "eager+partial", "eager+full_iteration"]
     assert len({loss for _, loss in losses}) == 1

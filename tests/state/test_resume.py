@@ -44,13 +44,14 @@ def test_shared_heads_and_padded_words_resume_on_other_ranks(world2: World, worl
     world4.run(jobs.resumed_llama, tmp_path / "4", 3, True)
     wanted = jobs.resumed_llama(tmp_path / "1", 3, False)
     assert wanted[-1] < wanted[0] - 0.01
-    for folder in ("1", "2", "4"):
-        for losses in (
-            *world4.run(jobs.resumed_llama, tmp_path / folder, 3, False),
-            *world2.run(jobs.resumed_llama, tmp_path / folder, 3, False),
-            jobs.resumed_llama(tmp_path / folder, 3, False),
-        ):
-            assert losses == pytest.approx(wanted, abs=1e-5)
+    found = [
+        *world4.run(jobs.resumed_llama, tmp_path / "1", 3, False),
+        *world4.run(jobs.resumed_llama, tmp_path / "2", 3, False),
+        jobs.resumed_llama(tmp_path / "2", 3, False),
+        *world2.run(jobs.resumed_llama, tmp_path / "4", 3, False),
+    ]
+    for losses in found:
+        assert losses == pytest.approx(wanted, abs=1e-5)
 
 
 def assert_survives(folder: Path, count: int, rank: int, ranks: int) -> None:
