@@ -49,7 +49,7 @@ class Memory:
         self._names = {"forward"}
         self._seen: dict[int, Any] = {}  # kept, so that identities stay theirs
         self._own: dict[type, bool] = {}
-        self._globals: dict[tuple[int, str], tuple[dict[str, Any], str, Any]] = {}
+        self._globals: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
         self._objects: dict[int, tuple[Any, dict[str, Any]]] = {}
         self._cells: dict[int, tuple[Any, Any]] = {}
         self._containers: dict[int, tuple[Any, Any]] = {}
@@ -112,19 +112,19 @@ class Memory:
         for cell in value.__closure__ or ():
             self._cells[id(cell)] = (cell, _contents(cell))
             yield _contents(cell)
-        for name in names:
-            yield self._global(value.__globals__, name)
+        yield from self._named(value.__globals__, names)
         for module in [value.__globals__.get(name) for name in names]:
             if isinstance(module, types.ModuleType) and is_own(getattr(module, "__file__", None) or ""):
-                for name in names:
-                    yield self._global(vars(module), name)
+                yield from self._named(vars(module), names)
         self._objects[id(value)] = (value, dict(vars(value)))
         yield from vars(value).values()
 
-    def _global(self, space: dict[str, Any], name: str) -> Any:
-        present = space.get(name, _MISSING)
-        self._globals.setdefault((id(space), name), (space, name, present))
-        return present
+    def _named(self, space: dict[str, Any], names: frozenset[str]) -> Iterator[Any]:
+        """What stands under names in which no function before asked for it."""
+        held = self._globals.setdefault(id(space), (space, {}))[1]
+        for name in names - held.keys():
+            held[name] = space.get(name, _MISSING)
+            yield held[name]
 
     def _class(self, value: type) -> Iterator[Any]:
         if type(value) is not type and self._is_own(type(value)):
@@ -143,13 +143,14 @@ class Memory:
 
     def restore(self) -> None:
         """Puts back what held another value or held none."""
-        for space, name, before in self._globals.values():
-            if space.get(name, _MISSING) is before:
-                continue
-            if before is _MISSING:
-                del space[name]
-            else:
-                space[name] = before
+        for space, held in self._globals.values():
+            for name, before in held.items():
+                if space.get(name, _MISSING) is before:
+                    continue
+                if before is _MISSING:
+                    del space[name]
+                else:
+                    space[name] = before
         for owner, attributes in self._objects.values():
             _undo_attributes(owner, attributes)
         for owner, slots in self._slotted.values():
@@ -166,9 +167,10 @@ class Memory:
 
     def replace_memos(self, new: Callable[[Any], Any]) -> None:
         """Puts something else in the place of memoised functions."""
-        for space, name, value in self._globals.values():
-            if _is_memo(value):
-                space[name] = new(value)
+        for space, held in self._globals.values():
+            for name, value in held.items():
+                if _is_memo(value):
+                    space[name] = new(value)
         for owner, attributes in self._objects.values():
             for name, value in attributes.items():
                 if _is_memo(value):
@@ -224,14 +226,15 @@ def _contents(cell: types.CellType) -> Any:
         return _MISSING
 
 
-def _names_in(code: types.CodeType) -> set[str]:
+@functools.lru_cache(maxsize=1 << 16)
+def _names_in(code: types.CodeType) -> frozenset[str]:
     found = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             found |= _names_in(constant)
         elif isinstance(constant, str):  # of getattr and hasattr
             found.add(constant)
-    return found
+    return frozenset(found)
 
 
 def _base(value: Any) -> Any:
