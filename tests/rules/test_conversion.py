@@ -168,8 +168,8 @@ def _fault(ranks: Ranks, text: str, source: Layout, target: Layout, carries: boo
 @pytest.mark.parametrize(
     ("axes", "every"),
     [
-        (TWO, 10),
-        (THREE, 40),
+        (TWO, 20),
+        pytest.param(THREE, 40, marks=pytest.mark.matrix),
         *(pytest.param(axes, 1, marks=pytest.mark.matrix) for axes in (TWO, THREE, {"dp": 3, "tp": 2})),
     ],
     ids=str,

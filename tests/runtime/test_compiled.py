@@ -66,14 +66,21 @@ def test_sizes_are_symbols_from_the_second_ones_on() -> None:
     assert found["graphs"] == [0] * 7 + [1, 2, 2, 2, 2, 2, 3]
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.matrix)])
-def test_steps_of_many_lengths_are_compiled_thrice(world2: World, ranks: int) -> None:
+def test_steps_of_many_lengths_are_compiled_twice() -> None:
+    """For the first sizes and for all others; of a length of one, and on two ranks, it is in the matrix."""
+    found = compiled.lengths([(2, 8), (2, 12), (2, 7), (2, 33), (2, 8)], None)
+    for eager, other in zip(found["eager"], found["compiled"], strict=True):
+        assert_equal({"eager": eager, "compiled": other})
+    first, second, *same = found["graphs"]
+    assert second == 2 * first
+    assert same == [second] * 3
+
+
+@pytest.mark.matrix
+def test_steps_of_many_lengths_are_compiled_thrice(world2: World) -> None:
     """For the first sizes, for all others, and for a length of one; divisible, odd, and with another batch."""
     sizes = [(2, 8), (2, 12), (2, 7), (2, 33), (2, 8), (2, 1), (2, 2)]
-    is_alone = ranks == 1
-    for found in (
-        [compiled.lengths(sizes, None)] if is_alone else world2.run(compiled.lengths, sizes, None, seconds=600)
-    ):
+    for found in world2.run(compiled.lengths, sizes, None, seconds=600):
         for eager, other in zip(found["eager"], found["compiled"], strict=True):
             assert_equal({"eager": eager, "compiled": other})
         first, second, *same = found["graphs"]

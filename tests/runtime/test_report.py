@@ -55,9 +55,9 @@ def test_a_step_is_as_reported(world2: World, name: str) -> None:
     assert {c["phase"] for c in report["collectives"]} >= {"forward", "backward"}
 
 
-@pytest.mark.parametrize(
-    "name", ["gpt2", *(pytest.param(name, marks=pytest.mark.matrix) for name in ("llama", "bert", "nanogpt"))]
-)
+# On two axes it is that of every run, in tests/runtime/test_data_parallel.py.
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "nanogpt"])
 def test_a_step_with_sequence_parallelism_is_as_reported(world2: World, name: str) -> None:
     report = assert_agrees(world2.run(accounting.account, name, "sequence"))
     assert {"all_gather", "reduce_scatter"} <= {c["op"] for c in report["collectives"]}

@@ -43,15 +43,9 @@ def run_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
-LAUNCHERS = {"started": (), "torchrun": TORCHRUN}
-
-
-@pytest.mark.parametrize("how", ["there", *(pytest.param(name, marks=pytest.mark.matrix) for name in LAUNCHERS)])
-def test_quickstart_trains_the_same_on_two_processes(world2: World, how: str) -> None:
-    if how == "there":
-        text = world2.run(script, ROOT / "samples" / "quickstart.py", ("--steps", "3"))[0]
-    else:
-        text = run(*LAUNCHERS[how], "samples/quickstart.py", "--steps", "3")
+@pytest.mark.parametrize("launcher", [(), pytest.param(TORCHRUN, marks=pytest.mark.matrix)])
+def test_quickstart_trains_the_same_on_two_processes(launcher: tuple[str, ...]) -> None:
+    text = run(*launcher, "samples/quickstart.py", "--steps", "3")
     rows = re.findall(r"│ +(\d+) │ +(\d\.\d{6}) │ +(\d\.\d{6}) │", text)
     assert [step for step, _, _ in rows] == ["0", "2"]
     assert float(rows[1][1]) < float(rows[0][1]) - 0.1
