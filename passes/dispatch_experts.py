@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import prod
 from typing import Any
 
@@ -15,11 +15,12 @@ from fxpar.layout.symbols import Size, divide, simplify
 from fxpar.manager import register_pass
 from fxpar.passes.routed_rows import Routed, routed
 from fxpar.passes.token_cuts import Emitter, TokenCut, token_cut
-from fxpar.program.program import Program, TensorType, describe, operands, output_types, tensor_type
+from fxpar.program.program import Program, TensorType, describe, note, operands, output_types, tensor_type
 from fxpar.program.properties import Property
 
 fxp = torch.ops.fxpar
-aten = torch.ops.aten
+# What takes the place of an operand of a node.
+_Operand = Callable[[fx.Node, fx.Node], fx.Node]
 
 
 @register_pass("dispatch_experts", requires={Property.CANONICAL}, invalidates={Property.LAYOUTS})
@@ -41,10 +42,11 @@ def dispatch_experts(program: Program) -> Program:
 
     Terms: the *holders* are the axes whose ranks hold different experts; each axis that cuts tokens is a leading
     dimension, [source, …]. A rank sorts its own tokens into one block for each holder, of as many places as its tokens
-    may ever need there (tokens · min(K, experts of a holder)); the blocks change hands (an all-to-all, which
+    may ever need there (tokens · min(K, experts of a holder)). The blocks change hands (an all-to-all, which
     `insert_collectives` puts where `shard_over` asks for it), are sorted by expert, computed, and go back the same
-    way. Where no axis holds different experts each data rank computes its own rows. Tokens that tensor parallel ranks share are cut among them first and gathered behind, so that none travels
-    twice. No size depends on the routing and nothing waits for the host. Values and gradients stay equal.
+    way. Where no axis holds different experts each data rank computes its own rows. Tokens that tensor parallel ranks
+    share are cut among them first and gathered behind, so that none travels twice. No size depends on the routing and
+    nothing waits for the host. Values and gradients stay equal.
 
     Refuses experts that the holders do not divide, and a plan whose ep nothing in the model consumes.
     """
@@ -163,12 +165,14 @@ class _Dispatch:
         args = (self._returned(value), self._places, self._token_node, k)
         return self.cut.together(self.emit.call(fxp.put_rows.default, args, kind))
 
-    def _computed(self, node: fx.Node, operand: Any, rows: tuple[Size, ...]) -> fx.Node:
+    def _computed(
+        self, node: fx.Node, operand: Callable[[fx.Node, fx.Node], fx.Node], rows: tuple[Size, ...]
+    ) -> fx.Node:
         """An operation over rows of another shape."""
         others = {arg: operand(node, arg) for arg in node.all_input_nodes}
         kinds = tuple(TensorType(kind.dtype, (*rows, *kind.shape[1:])) for kind in output_types(node))
-        several = isinstance(node.meta["val"], tuple) if "val" in node.meta else len(kinds) > 1
-        return self.emit.shifted(node, others, kinds if several else kinds[0], len(rows) - 1)
+        is_one = isinstance(note(node).type, TensorType)
+        return self.emit.shifted(node, others, kinds[0] if is_one else kinds, len(rows) - 1)
 
     def _holder_operand(self, node: fx.Node, arg: fx.Node) -> fx.Node:
         if arg in self.region.rows:
@@ -176,7 +180,8 @@ class _Dispatch:
         if arg is self.region.counts:
             return self._counts
         if not output_types(arg):  # the number of rows
-            return self._row_node
+            made: fx.Node = self._row_node
+            return made
         if node in self.region.grouped:
             return self._weight(arg)
         return arg

@@ -27,8 +27,18 @@ fxp = torch.ops.fxpar
 _GROUPED = (fxp.grouped_linear.default, fxp.spread_rows.default)
 # Operations with a dimension among their arguments, which may be any but that of the rows.
 _ALONG = frozenset(
-    (aten.slice.Tensor, aten.select.int, aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default)
-    + (aten.unsqueeze.default, aten.squeeze.dim, aten.cat.default, aten.softmax.int, aten._softmax.default)
+    (
+        aten.slice.Tensor,
+        aten.select.int,
+        aten.split.Tensor,
+        aten.split_with_sizes.default,
+        aten.chunk.default,
+        aten.unsqueeze.default,
+        aten.squeeze.dim,
+        aten.cat.default,
+        aten.softmax.int,
+        aten._softmax.default,
+    )
 )
 
 

@@ -107,8 +107,8 @@ class Emitter:
             others: what takes the place of its operands.
             kind: type of the result.
         """
-        args = fx.map_arg(node.args, lambda arg: others.get(arg, arg))
-        kwargs = fx.map_arg(node.kwargs, lambda arg: others.get(arg, arg))
+        args: tuple[Any, ...] = fx.map_arg(node.args, lambda arg: others.get(arg, arg))
+        kwargs: dict[str, Any] = fx.map_arg(node.kwargs, lambda arg: others.get(arg, arg))
         names = [a.name for a in node.target._schema.arguments] if hasattr(node.target, "_schema") else []
         if "dim" in names and node.target is not operator.getitem:
             index = names.index("dim")

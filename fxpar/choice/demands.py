@@ -12,7 +12,7 @@ from torch import fx
 
 from fxpar.ops.shard_over import shard_over
 from fxpar.program.coercions import axes_of
-from fxpar.program.program import Program, operands, tensor_type
+from fxpar.program.program import Program, operands
 
 
 def demands(node: fx.Node, axis: str) -> bool:

@@ -64,6 +64,7 @@ class Options:
         over_tokens: whether they may be cut over tokens; that is another axis' work.
         tokens: dimensions of parameters that stand for tokens, and why.
         tables: those parameters, and views of them.
+        demanded: values that the program itself has cut.
         headed: parameters whose heads n does not divide, and the dimension that makes them.
     """
 
@@ -78,6 +79,7 @@ class Options:
     over_tokens: bool = False
     tokens: Mapping[tuple[fx.Node, int], str] = field(default_factory=dict)
     tables: set[fx.Node] = field(default_factory=set)
+    demanded: set[Value] = field(default_factory=set)
     headed: dict[fx.Node, int] = field(default_factory=dict)
 
     def carries(self, value: Value) -> bool:
@@ -159,6 +161,7 @@ def list_options(
         elif demands(node, axis):
             cut = demanded(call_of(node, n))
             found.of[node] = (Option((cut,), (cut,)),)
+            found.demanded.add(value_of(operands(node)[0]))
             reached.add(node)
         else:
             inputs = [value_of(o) for o in operands(node)]

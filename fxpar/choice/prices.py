@@ -110,21 +110,23 @@ class Prices:
         """All of a value that the price of its conversions depends on."""
         node, index = value
         held = node in self.options.weights, node in self.options.tables, node.op == "placeholder"
-        return output_types(node)[index], self.options.carries(value), held
+        return output_types(node)[index], self.options.carries(value), held, value in self.options.demanded
 
     def conversion(self, value: Value, source: Placement, target: Placement) -> float | None:
         """Seconds of a conversion, forward and backward; None where it is not offered.
 
         Not offered: gathering what a parameter's shards make, or cutting a whole matrix (both belong to sharded
-        optimizers); shards cut anew; partial sums that become shards of anything but tokens.
+        optimizers); and, but where the program itself demands a cut, shards cut anew and partial sums that become
+        shards of anything but tokens.
         """
         carries = self.options.carries(value)
         if source == target:
             return 0.0
         row = coercion(source, target)
-        if row is None or (row.forward and source.is_shard and target.is_shard):
+        is_asked = value in self.options.demanded
+        if row is None or (row.forward and source.is_shard and target.is_shard and not is_asked):
             return None
-        if source.kind == "P" and target.is_shard and not self.options.is_token_cut(value, target):
+        if source.kind == "P" and target.is_shard and not is_asked and not self.options.is_token_cut(value, target):
             return None
         whole_matrix = target.is_shard and carries and is_matrix(output_types(value[0])[value[1]])
         is_held = value[0] in self.options.weights or value[0] in self.options.tables

@@ -14,10 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_SAFE: dict[str, tuple[torch.Tag, ...]] = {"tags": (torch.Tag.pt2_compliant_tag,)}
 
-
-@torch.library.custom_op("fxpar::block_order", mutates_args=(), **_SAFE)  # type: ignore[arg-type]
+@torch.library.custom_op("fxpar::block_order", mutates_args=())
 def block_order(order: Tensor, counts: Tensor, blocks: int, capacity: int) -> Tensor:
     """Rows by the rank they go to: the experts of each in one block of places.
 
@@ -39,11 +37,11 @@ def block_order(order: Tensor, counts: Tensor, blocks: int, capacity: int) -> Te
 
 
 @block_order.register_fake
-def _(order: Tensor, counts: Tensor, blocks: int, capacity: int) -> Tensor:
+def _blocks_shape(order: Tensor, counts: Tensor, blocks: int, capacity: int) -> Tensor:
     return order.new_empty((*order.shape[:-1], blocks * capacity))
 
 
-@torch.library.custom_op("fxpar::received_order", mutates_args=(), **_SAFE)  # type: ignore[arg-type]
+@torch.library.custom_op("fxpar::received_order", mutates_args=())
 def received_order(counts: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
     """Rows that sources sent, by expert.
 
@@ -72,12 +70,12 @@ def received_order(counts: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
 
 
 @received_order.register_fake
-def _(counts: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
+def _received_shapes(counts: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
     *leading, sources, experts = counts.shape
     return counts.new_empty((*leading, sources * capacity)), counts.new_empty((*leading, experts))
 
 
-@torch.library.custom_op("fxpar::resize_rows", mutates_args=(), **_SAFE)  # type: ignore[arg-type]
+@torch.library.custom_op("fxpar::resize_rows", mutates_args=())
 def resize_rows(x: Tensor, rows: int, fill: int) -> Tensor:
     """[..., any, h] → [..., rows, h]: the first rows, and behind those that are there rows of `fill`."""
     own = x.shape[-2]
@@ -87,7 +85,7 @@ def resize_rows(x: Tensor, rows: int, fill: int) -> Tensor:
 
 
 @resize_rows.register_fake
-def _(x: Tensor, rows: int, fill: int) -> Tensor:
+def _resized_shape(x: Tensor, rows: int, fill: int) -> Tensor:
     return x.new_empty((*x.shape[:-2], rows, x.shape[-1]))
 
 

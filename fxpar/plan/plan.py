@@ -38,8 +38,10 @@ _PARTS: Mapping[str, tuple[type, str]] = {
 }
 _AXES = ("tp", "dp", "cp", "pp", "ep", "etp")
 
-_USED_AXES = (("tp", "that split each layer"), ("dp", "that share out the batch"), ("pp", "that share out the layers"))
-_USED_AXES += (("ep", "that hold different experts"), ("etp", "that split each expert"))
+_USED_AXES = (
+    *(("tp", "that split each layer"), ("dp", "that share out the batch"), ("pp", "that share out the layers")),
+    *(("ep", "that hold different experts"), ("etp", "that split each expert")),
+)
 # Axes of DESIGN's mesh whose passes do not exist yet; asking for them is refused by name.
 _LATER_AXES = (("cp", ""),)
 

@@ -57,11 +57,20 @@ def _index_select(call: Call) -> Labelling | Refusal:
     return Labelling((tuple(own), (labels[dim],)), (tuple(labels),))
 
 
+def _one_hot(call: Call) -> Labelling | Refusal:
+    """`... -> ... _`; without a number of classes that is how large the largest index is, of the whole."""
+    if int(call.get("num_classes", -1)) < 0:
+        return Refusal("the number of classes is read off all indices")
+    labels = tuple(numbered(len(call.operands[0].shape)))
+    return Labelling((labels,), ((*labels, None),))
+
+
 def indexing_rules() -> dict[str, Rule]:
     """Rules by `aten` overload name."""
     return {
         "aten.index.Tensor": Rule(_index, _SELF, padding=("self",)),
         "aten.gather.default": Rule(_gather, _SELF),
+        "aten.one_hot.default": Rule(_one_hot),
         "aten.index_select.default": Rule(_index_select, _SELF),
         "aten.embedding.default": Rule(_embedding, (("weight",),)),
     }

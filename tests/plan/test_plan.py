@@ -16,7 +16,7 @@ from fxpar.errors import InputError, PlanError
 from fxpar.mesh.atoms import Atom
 from fxpar.plan.plan import PRECISIONS, SPLITS, Plan
 
-LATER = ("cp", "ep")
+LATER = ("cp",)
 
 text_keys = st.text(min_size=1, max_size=20)
 plans = st.builds(

@@ -1,0 +1,97 @@
+"""A small model with experts of its own, whose routing a test decides, and what its ranks compute of it."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from fxpar.capture import Captured, capture
+from fxpar.compile import compile_program
+from fxpar.ops import experts
+from fxpar.plan.plan import Plan
+from fxpar.program.program import Program
+from fxpar.verify.values import ValueReport, call_inputs, program_state, verify_values
+
+WORDS, WIDTH, INNER, EXPERTS, CHOICES, ROWS = 16, 8, 12, 4, 2, 8
+
+
+class Routed(nn.Module):
+    """Words, a router, experts with biases, dropout, a head.
+
+    Args:
+        routing: `learned`; `one` sends every token to the first experts; `some` none to the last ones; `ties` gives all
+            experts one score.
+        load: adds the squared mean load of experts to the loss, as models balance it.
+    """
+
+    def __init__(self, routing: str = "learned", load: bool = False) -> None:
+        super().__init__()
+        self.routing, self.load = routing, load
+        self.words, self.router = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, EXPERTS)
+        self.gate_up = nn.Parameter(torch.randn(EXPERTS, 2 * INNER, WIDTH))
+        self.gate_up_bias = nn.Parameter(torch.randn(EXPERTS, 2 * INNER))
+        self.down = nn.Parameter(torch.randn(EXPERTS, WIDTH, INNER))
+        self.down_bias = nn.Parameter(torch.randn(EXPERTS, WIDTH))
+        self.drop, self.head = nn.Dropout(0.2), nn.Linear(WIDTH, WORDS)
+        preferred = {"one": [9.0, 8.0, 0.0, 0.0], "some": [0.0, 0.0, 0.0, -99.0]}.get(routing, [0.0] * EXPERTS)
+        self.register_buffer("preferred", torch.tensor(preferred))
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        """Both [b, s]."""
+        x = self.words(ids)
+        tokens = x.view(-1, WIDTH)
+        scores = self.router(tokens) * (0.0 if self.routing == "ties" else 1.0) + self.preferred
+        shares = scores.softmax(-1)
+        top = shares.topk(CHOICES)
+        made = experts(
+            tokens,
+            top.indices,
+            top.values,
+            self.gate_up,
+            self.down,
+            gate_up_bias=self.gate_up_bias,
+            down_bias=self.down_bias,
+        )
+        logits = self.head(x + self.drop(made.view(x.shape)))
+        loss = functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        if self.load:
+            chosen = functional.one_hot(top.indices, EXPERTS).float().sum(1)
+            loss = loss + (chosen.mean(0) * shares.mean(0)).sum()
+        return loss
+
+
+def batch(length: int) -> dict[str, Tensor]:
+    """Rows of that length; some words do not count."""
+    generator = torch.Generator().manual_seed(1)
+    ids, labels = (torch.randint(0, WORDS, (ROWS, length), generator=generator) for _ in range(2))
+    labels[:2, 1:] = -100
+    return {"ids": ids, "labels": labels}
+
+
+@cache
+def captured(routing: str, load: bool, length: int) -> tuple[Routed, Captured]:
+    """The model in training mode."""
+    torch.manual_seed(0)
+    model = Routed(routing, load).double()
+    return model, capture(model, batch(length), Plan())
+
+
+def dispatched(plan: Plan, routing: str = "learned", load: bool = False, length: int = 5) -> Program:
+    """The program of every rank."""
+    return compile_program(captured(routing, load, length)[1].program.with_(plan=plan))
+
+
+def compared(
+    program: Program, routing: str = "learned", load: bool = False, length: int = 5, now: int = 0
+) -> ValueReport:
+    """Loss and gradients on simulated ranks, against the model on one device.
+
+    Args:
+        now: the length of the rows, where it is another than that of the example.
+    """
+    model, own = captured(routing, load, length)
+    state, inputs = program_state(own.program, model), call_inputs(own, model, batch(now or length))
+    return verify_values(own.program, program, state, inputs)

@@ -1,0 +1,163 @@
+"""dispatch_experts: every rank's part of the experts, whatever the routing; what is sent; what is refused."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fxpar.analysis.collectives import collectives
+from fxpar.capture import capture
+from fxpar.compile import compile_program
+from fxpar.errors import FxparError, PassError, PlanError
+from fxpar.manager import PassManager
+from fxpar.plan.plan import Plan
+from fxpar.program.program import output_layouts
+from fxpar.text.parsing import parse_program
+from fxpar.text.printing import print_program
+from fxpar.verify.static import STATIC
+from tests.passes.experts import CHOICES, EXPERTS, ROWS, WIDTH, Routed, batch, compared, dispatched
+
+# (ep, etp, tp, dp), and whether activations are cut over the sequence.
+MESHES = [
+    (2, 1, 1, 2, False),
+    (2, 1, 2, 1, False),
+    (4, 1, 2, 2, False),
+    (2, 2, 2, 2, False),
+    (2, 1, 1, 4, False),
+    (2, 1, 2, 2, True),
+    (1, 2, 2, 2, False),
+    (4, 1, 1, 4, False),
+    (2, 2, 2, 4, True),
+    (4, 1, 2, 4, False),
+]
+EVERY_TIME = 5
+
+
+def plan(ep: int, etp: int, tp: int, dp: int, sequence: bool = False) -> Plan:
+    return Plan(ep=ep, etp=etp, tp=tp, dp=dp, sequence_parallel=sequence)
+
+
+@pytest.mark.parametrize(
+    "mesh", [pytest.param(mesh, marks=[] if i < EVERY_TIME else [pytest.mark.matrix]) for i, mesh in enumerate(MESHES)]
+)
+def test_every_gradient_is_the_single_device_s(mesh: tuple[int, int, int, int, bool]) -> None:
+    """Odd lengths, but where tensor ranks share out the sequence; a loss with the experts' load in it."""
+    length = 6 if mesh[-1] else 5
+    program = dispatched(plan(*mesh), load=True, length=length)
+    report = compared(program, load=True, length=length)
+    assert report.ok, report
+    assert report.gradients == 9
+
+
+@pytest.mark.parametrize("routing", ["one", "some", "ties"])
+def test_routing_may_be_extreme(routing: str) -> None:
+    report = compared(dispatched(plan(4, 1, 2, 2), routing), routing)
+    assert report.ok, report
+
+
+@pytest.mark.parametrize("length", [1, 2, 7])
+def test_other_lengths_than_the_example_s(length: int) -> None:
+    """One token in each row too: of the tensor ranks one has none."""
+    report = compared(dispatched(plan(4, 1, 2, 2)), now=length)
+    assert report.ok, report
+
+
+def test_weights_are_held_by_expert_and_reduced_over_ranks_of_the_same_experts_alone() -> None:
+    program = dispatched(plan(2, 1, 1, 4))
+    layouts = {p.fqn: output_layouts(program.node(p.node))[0] for p in program.parameters}
+    assert str(layouts["down"]) == "dp_out:I dp_in:S(0)"
+    assert str(layouts["router.weight"]) == "dp_out:I dp_in:I"
+    sums = {c.axis for c in collectives(program) if c.phase == "parameter"}
+    assert sums == {"dp_out", "dp_out-dp_in"}
+
+
+def test_no_token_travels_twice() -> None:
+    """To the experts and back as many places travel as tokens may need, whoever shares the tokens.
+
+    Of tensor ranks, which all have a token, it is cheaper to let each pick the rows of its experts than to send those.
+    """
+    places = ROWS * 6 * min(CHOICES, EXPERTS // 2) * 2
+    sent = {}
+    for name, ranks in (("tp", plan(2, 1, 2, 1)), ("dp", plan(2, 1, 1, 2))):
+        found = [c for c in collectives(dispatched(ranks, length=6)) if c.phase == "forward"]
+        sent[name] = sorted(c.bytes for c in found if c.op == "all_to_all" and c.bytes > 1000)
+    assert sent == {"dp": [places * WIDTH * 8] * 2, "tp": [places * WIDTH * 8]}
+
+
+def test_no_size_depends_on_the_routing() -> None:
+    text = print_program(dispatched(plan(4, 1, 2, 2)))
+    assert not re.search(r"aten\.(nonzero|item|_local_scalar_dense|unique|masked_select)|fxpar\.item", text)
+
+
+def test_it_prints_and_parses() -> None:
+    text = print_program(dispatched(plan(2, 1, 2, 1)))
+    assert "fxpar.shard_over[tp]" in text
+    assert print_program(parse_program(text)) == text
+
+
+def test_a_model_without_experts_has_no_use_for_ep() -> None:
+    class Plain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.up(x).sum()  # type: ignore[no-any-return]
+
+    program = capture(Plain(), (torch.randn(4, 4),), Plan(dp=2, ep=2)).program
+    with pytest.raises(PlanError, match=r"ep=2: no operation of the model is recognised as that of experts"):
+        compile_program(program)
+
+
+def test_experts_are_shared_out_evenly() -> None:
+    with pytest.raises(PlanError, match="4 experts are not shared out evenly by 8 ranks"):
+        dispatched(plan(8, 1, 1, 8))
+
+
+class Mixed(Routed):
+    """Rows of experts are computed with each other."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        """As there."""
+        x = self.words(ids).view(-1, WIDTH)
+        order, counts = torch.ops.fxpar.sort_by_expert(self.router(x).topk(CHOICES).indices, EXPERTS)
+        rows = torch.ops.fxpar.take_rows(x, order, CHOICES)
+        made = torch.ops.fxpar.grouped_linear(rows.cumsum(0), self.gate_up, counts, False)
+        return torch.ops.fxpar.put_rows(made, order, len(x), CHOICES).sum()  # type: ignore[no-any-return]
+
+
+def test_what_is_not_done_to_each_row_is_refused() -> None:
+    program = capture(Mixed(), batch(5), Plan(dp=2, ep=2, etp=1)).program
+    with pytest.raises(PassError, match=r"cumsum.*each row by itself.*or set ep=1"):
+        compile_program(program)
+
+
+def _without(text: str, pattern: str) -> list[str]:
+    """The text without each of the conversions: its operand takes its place."""
+    found = []
+    for match in re.finditer(rf"^%(\w+) = {pattern}\(%(\w+)\)[^\n]*\n", text, re.MULTILINE):
+        rest = text[: match.start()] + text[match.end() :]
+        found.append(re.sub(rf"%{match[1]}\b", f"%{match[2]}", rest))
+    return found
+
+
+def test_mutants_are_rejected_statically() -> None:
+    """A conversion that is left out, or on another axis; rows received for rows sent."""
+    program = dispatched(plan(4, 1, 2, 2))
+    text = print_program(program)
+    mutants = _without(text, r"fxpar\.all_to_all\[\w+\]") + _without(text, r"fxpar\.(?:all_gather|slice)\w*\[\w+\]")
+    for match in re.finditer(r"fxpar\.(?:all_to_all|shard_over)\[(dp|tp)\]", text):
+        other = "tp" if match[1] == "dp" else "dp"
+        mutants.append(text[: match.start(1)] + other + text[match.end(1) :])
+    assert len(mutants) > 20
+    for mutant in mutants:
+        with pytest.raises(FxparError):
+            _checked(mutant)
+    _checked(text)
+
+
+def _checked(text: str) -> None:
+    PassManager([], STATIC).run(parse_program(text))
