@@ -128,6 +128,7 @@ def indexing(d: Draw) -> dict[str, Samples]:
             sample(d.x(2 * a, b), 1, d.i(b, a, c)),
         ],
         "index_select": [sample(x, 0, d.i(a, c)), sample(x, 1, d.i(b, c))],
+        "histc": [sample(d.i(3, a, b).double(), 4, 0, 3), sample(x, 3, -1, 2)],
         "one_hot": [sample(d.i(3, a, b), 3), sample(d.i(3, a), 3)],
         "embedding": [
             sample(x, d.i(a, c)),

@@ -136,6 +136,14 @@ _ROW_LOSSES = ("multi_margin_loss.default", "multilabel_margin_loss.default")
 _WEIGHED_LOSSES = ("binary_cross_entropy.default", "binary_cross_entropy_with_logits.default")
 
 
+def _counted(call: Call) -> Labelling | Refusal:
+    """A histogram between two given bounds: counts of each rank's elements are summands."""
+    if call.get("min", 0) == call.get("max", 0):
+        return Refusal("the bounds are the least and the largest of all elements")
+    labels = tuple(f"d{i}" for i in range(len(call.operands[0].shape)))
+    return Labelling((labels,), ((None,),), frozenset(labels))
+
+
 def reduction_rules() -> dict[str, Rule]:
     """Rules by `aten` overload name."""
     summed = Rule(_reduction(True), (("self",),), check=keeps_sums)
@@ -146,6 +154,7 @@ def reduction_rules() -> dict[str, Rule]:
         "mean.default": mean,
         "mean.dim": mean,
         "topk.default": Rule(_topk),
+        "histc.default": Rule(_counted),
         "_weight_norm.default": Rule(_weight_norm, (("g",),)),
         "layer_norm.default": Rule(_norm(lambda call: len(call.get("normalized_shape"))), (("weight", "bias?"),)),
         "rms_norm.default": Rule(_norm(lambda call: len(call.get("normalized_shape"))), (("weight",),)),

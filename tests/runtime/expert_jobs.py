@@ -1,0 +1,63 @@
+"""What the ranks of a test world do with experts, and the same on one process for reference."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import fxpar
+from fxpar.cli.hf import build
+from fxpar.runtime.module import ParallelModule
+from tests.runtime.jobs import gradients, refusal
+
+Found = dict[str, Any]
+
+ROWS, LENGTH = 8, 9
+
+
+def batch() -> dict[str, torch.Tensor]:
+    """Words of all data ranks, some of which do not count."""
+    ids = torch.randint(0, 250, (ROWS, LENGTH), generator=torch.Generator().manual_seed(1))
+    labels = ids.clone()
+    labels[:2, 3:] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+@cache
+def module(options: tuple[tuple[str, Any], ...]) -> ParallelModule:
+    """A small mixtral with dropout and its experts' load in the loss."""
+    model = build("mixtral,attention_dropout=0.1", None, None, 0).model
+    model.config.output_router_logits, model.config.router_aux_loss_coef = True, 0.3  # type: ignore[union-attr]
+    model.set_experts_implementation("eager")  # type: ignore[operator]
+    plan = fxpar.Plan(**dict(options)) if dist.is_initialized() else fxpar.Plan()
+    rows = ROWS // plan.data_ranks
+    example = {key: value[:rows] for key, value in batch().items()}
+    return fxpar.parallelize(model.double().train(), plan, example)
+
+
+def train(options: dict[str, Any], steps: int = 3) -> Found:
+    """Steps of AdamW, clipped; of the first the gradients."""
+    model = module(tuple(sorted(options.items())))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-6)
+    own = fxpar.shard_batch(batch(), model)
+    found: Found = {"losses": [], "norms": []}
+    for step in range(steps):
+        optimizer.zero_grad()
+        found["losses"].append(model.train_step(own).item())
+        if step == 0:
+            found["gradients"] = gradients(model)
+        found["norms"].append(model.clip_grad_norm_(0.5).item())
+        optimizer.step()
+    found["state"] = model.full_state_dict()
+    found["held"] = sum(p.to_local().numel() if hasattr(p, "to_local") else p.numel() for p in model.parameters())
+    return found
+
+
+def other_rows(options: dict[str, Any]) -> tuple[str, str, str, str]:
+    """Data ranks that bring other numbers of rows."""
+    model = module(tuple(sorted(options.items())))
+    rows = 3 if dist.get_rank() else 4
+    return refusal(lambda: model.train_step({key: value[:rows] for key, value in batch().items()}))

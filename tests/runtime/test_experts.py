@@ -1,0 +1,47 @@
+"""Experts on other ranks are trained as on one process: losses, norms, every gradient, the weights behind it."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+
+from tests.runtime import expert_jobs
+from tests.runtime.expert_jobs import Found
+from tests.runtime.test_training import assert_same
+from tests.runtime.world import World
+
+PLANS: list[Any] = [
+    {"tp": 2, "ep": 2, "etp": 1},
+    {"dp": 4, "ep": 2},
+    pytest.param({"dp": 2, "ep": 2}, marks=pytest.mark.matrix),
+    pytest.param({"dp": 2, "tp": 2, "ep": 4, "etp": 1}, marks=pytest.mark.matrix),
+    pytest.param({"dp": 2, "tp": 2, "ep": 2}, marks=pytest.mark.matrix),
+    pytest.param({"dp": 2, "ep": 2, "pp": 2}, marks=pytest.mark.matrix),
+    pytest.param({"dp": 2, "ep": 2, "recompute": "full"}, marks=pytest.mark.matrix),
+]
+
+
+@cache
+def alone() -> Found:
+    return expert_jobs.train({})
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=lambda plan: "-".join(f"{k}{v}" for k, v in plan.items()))
+def test_ranks_train_what_one_process_trains(request: pytest.FixtureRequest, plan: dict[str, Any]) -> None:
+    wanted = alone()
+    ranks = plan.get("dp", 1) * plan.get("tp", 1) * plan.get("pp", 1)
+    for found in request.getfixturevalue(f"world{ranks}").run(expert_jobs.train, plan):
+        assert found["losses"] == pytest.approx(wanted["losses"], rel=1e-6)  # float32 in transformers
+        assert found["norms"] == pytest.approx(wanted["norms"], rel=1e-6)
+        assert_same(found["gradients"], wanted["gradients"], 1e-7)
+        assert_same(found["state"], wanted["state"], 1e-5)
+        assert found["held"] < wanted["held"]
+
+
+def test_data_ranks_that_bring_other_rows_are_refused(world2: World) -> None:
+    for kind, _, reason, remedy in world2.run(expert_jobs.other_rows, {"dp": 2, "ep": 2}):
+        assert kind == "InputError"
+        assert "the data ranks bring 4, 3" in reason
+        assert remedy == "pass as many rows on each data rank"
