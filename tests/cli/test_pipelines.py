@@ -26,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_step_of_a_stage_is_dumped_behind_the_whole(folder: Path) -> None:
     texts = sorted(path.name for path in folder.glob("*.txt"))
-    assert texts[10:13] == ["10-localize.txt", "11-partition_stages.txt", "12-differentiate.txt"]
+    assert texts[10:13] == ["11-localize.txt", "12-partition_stages.txt", "13-differentiate.txt"]
     assert len(texts) == 12 + len(STEP_PASSES)
     assert "fxpar.transfer(" in (folder / texts[11]).read_text()
     assert 'input["fxpar.received.' in (folder / texts[12]).read_text()
@@ -50,7 +50,7 @@ def test_a_pass_of_the_step_may_be_the_last_of_a_stage() -> None:
 
 
 def test_comm_lists_the_collectives_of_all_stages(folder: Path) -> None:
-    text = str(folder / "11-partition_stages.txt")
+    text = str(folder / "12-partition_stages.txt")
     found = fxpar("comm", *MODEL, "--json").document
     alone = [fxpar("comm", text, "--of-stage", str(k), "--json").document["collectives"] for k in (0, 1)]
     assert found["collectives"] == [*alone[0], *alone[1]]
@@ -60,7 +60,7 @@ def test_comm_lists_the_collectives_of_all_stages(folder: Path) -> None:
 
 
 def test_memory_and_report_show_all_stages(folder: Path) -> None:
-    text = str(folder / "11-partition_stages.txt")
+    text = str(folder / "12-partition_stages.txt")
     for command, what in (("report", MODEL), ("memory", (text,))):
         stages = fxpar(command, *what, "--json").document["stages"]
         assert [line["in_flight"] for line in stages] == [2, 1]
@@ -108,10 +108,10 @@ REFUSALS = {
     "comm {model} --of-stage 2": "--of-stage 2: the pipeline has 2 stages; give one from 0 to 1",
     "run {model} --until annotate --of-stage 1": "--until annotate: the program is not yet cut into stages",
     "memory hf:gpt2,n_layer=1 --of-stage 1": "--of-stage 1: the plan has no pipeline; leave it out, or give --pp N",
-    "memory {folder}/12-differentiate.txt --of-stage 1": "--of-stage 1: the text is of one stage already",
-    "verify {folder}/12-differentiate.txt --level values": "is of one stage of a pipeline, which needs the others'",
-    "explain {folder}/11-partition_stages.txt cut-1": "its stages are chosen already; name the model",
-    "explain {folder}/10-localize.txt cut-2": "no stage but those behind the first has a cut; give 1 to 1",
+    "memory {folder}/13-differentiate.txt --of-stage 1": "--of-stage 1: the text is of one stage already",
+    "verify {folder}/13-differentiate.txt --level values": "is of one stage of a pipeline, which needs the others'",
+    "explain {folder}/12-partition_stages.txt cut-1": "its stages are chosen already; name the model",
+    "explain {folder}/11-localize.txt cut-2": "no stage but those behind the first has a cut; give 1 to 1",
 }
 
 

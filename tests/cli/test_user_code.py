@@ -158,10 +158,10 @@ def test_a_dump_with_a_function_is_verified_from_its_own_folder(tmp_path: Path) 
 
     dumped = run(tmp_path, "run", "gadget.py:build", *SPLIT, "--dump", "dump")
     assert dumped.returncode == 0, dumped.stderr
-    proved = run(tmp_path / "dump", "verify", "10-localize.txt")
+    proved = run(tmp_path / "dump", "verify", "11-localize.txt")
     assert proved.returncode == 0, proved.stderr
     (tmp_path / "gadget.py").unlink()
-    gone = run(tmp_path / "dump", "verify", "10-localize.txt")
+    gone = run(tmp_path / "dump", "verify", "11-localize.txt")
     assert gone.returncode == 2
     assert re.search(r"gadget.py of the module gadget\w* is gone; put it back", gone.stderr.replace("\n", " "))
 
