@@ -71,8 +71,7 @@ def explain(
         )
     if not program.axes:
         raise InputError("one rank holds everything whole", where=start.name, remedy="give --tp N")
-    if Property.SEQUENCE not in program.properties:
-        program, _ = run_passes(ui, start, DEFAULT_PASSES, until="divide_sequence")
+    program, _ = run_passes(ui, start, DEFAULT_PASSES, until="dispatch_experts")
     nodes = _named(program, name)
     found = {}
     with ui.working(f"choosing layouts of {start.name}"):

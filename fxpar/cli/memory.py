@@ -106,11 +106,13 @@ def _figures(
         checked: whether the captured model is compared with the author's before.
     """
     from functools import partial
+    from math import prod
 
     import torch
 
     from fxpar.cli.files import compared, open_start, run_passes
     from fxpar.compile import lower_program
+    from fxpar.mesh.purpose import joined_names
     from fxpar.ops.collectives import Group
     from fxpar.passes import DEFAULT_PASSES
     from fxpar.report import make_report
@@ -126,7 +128,10 @@ def _figures(
     program, _ = run_passes(ui, start, DEFAULT_PASSES)
     with ui.working(f"counting {request.model}"):
         # Nothing is sent: the groups have names alone.
-        groups = {axis: Group(axis, n) for axis, n in program.axes.items()}
+        world = {
+            name: prod(program.axes[axis] for axis in name.split("-")) for name in joined_names(program.axes)
+        }
+        groups = {name: Group(name, ranks) for name, ranks in world.items()}
         return make_report(
             program,
             partial(lower_program, groups=groups, device=stand_in(assumed)),

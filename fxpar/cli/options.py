@@ -59,6 +59,8 @@ PLAN_FLAGS = (
     "--tp",
     "--dp",
     "--pp",
+    "--ep",
+    "--etp",
     "--virtual-stages",
     "--stage",
     "--split",
@@ -125,6 +127,8 @@ def _request(
     tp: Annotated[int | None, number_option("ranks that split each layer")] = None,
     dp: Annotated[int | None, number_option("groups of them that share out the batch")] = None,
     pp: Annotated[int | None, number_option("ranks that share out the layers, stages of a pipeline")] = None,
+    ep: Annotated[int | None, number_option("ranks that hold different experts, among those of tp and dp")] = None,
+    etp: Annotated[int | None, number_option("ranks that split each expert, 1 or tp (default: tp)")] = None,
     virtual_stages: Annotated[int | None, number_option("stages of the pipeline on each of its ranks")] = None,
     stage: Annotated[
         list[str] | None,
@@ -180,7 +184,7 @@ def _request(
         InputError: the plan file or a flag cannot be used.
     """
     given: dict[str, Any] = {"--plan": plan}
-    given |= {"--pp": pp, "--virtual-stages": virtual_stages, "--stage": stage}
+    given |= {"--pp": pp, "--virtual-stages": virtual_stages, "--stage": stage, "--ep": ep, "--etp": etp}
     given |= {"--tp": tp, "--dp": dp, "--split": split, "--seed": seed, "--precision": precision}
     given |= {"--sequence-parallel": sequence, "--row-wise": row_wise, "--batch-dim": batch_dim}
     given |= {"--loss-reduction": loss_reduction, "--recompute": recompute, "--activation-budget": activation_budget}
@@ -188,7 +192,7 @@ def _request(
     chosen = Plan() if plan is None else Plan.load(plan)
     changes: dict[str, Any] = {"tp": tp, "dp": dp, "sequence_parallel": sequence, "seed": seed, "precision": precision}
     changes |= {"loss_reduction": loss_reduction, "recompute": recompute, "activation_budget": activation_budget}
-    changes |= {"pp": pp, "virtual_stages": virtual_stages}
+    changes |= {"pp": pp, "virtual_stages": virtual_stages, "ep": ep, "etp": etp}
     changes = {name: value for name, value in changes.items() if value is not None}
     if split:
         changes["split"] = {**chosen.split, **_split_lines(split)}

@@ -1,0 +1,69 @@
+"""Commands on a model whose experts are on several ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.cli.tool import fxpar
+
+MODEL = "hf:mixtral,num_hidden_layers=1"
+EXPERTS = "model.layers.0.mlp.experts"
+FOLDED = ("--dp", "2", "--ep", "2", "--etp", "1")
+
+
+def _collectives(*words: str) -> list[Any]:
+    found: list[Any] = fxpar("comm", MODEL, *words, "--json").document["collectives"]
+    return found
+
+
+def test_the_options_win_over_the_plans_file(tmp_path: Any) -> None:
+    (tmp_path / "plan.yaml").write_text("{tp: 2, dp: 2, ep: 4, etp: 1}")
+    found = fxpar("run", MODEL, "--plan", str(tmp_path / "plan.yaml"), "--ep", "2", "--etp", "2", "--print")
+    assert '"ep": 2' in found.out
+    assert '"etp": 2' in found.out
+
+
+def test_comm_lists_what_the_rows_of_experts_send() -> None:
+    sent = [c for c in _collectives(*FOLDED) if c["op"] == "all_to_all"]
+    # How many rows each expert gets, i64[4] of two ranks for two others; then the rows, to experts and back. A block
+    # has a place for each of a source's 3 * 16 tokens' two experts, of 96 features.
+    assert [(c["phase"], c["bytes"]) for c in sent] == [
+        ("forward", 2 * 4 * 4 * 2 * 2),
+        *([("forward", 2 * 3 * 16 * 2 * 2 * 96 * 4)] * 2),
+        *([("backward", 2 * 3 * 16 * 2 * 2 * 96 * 4)] * 2),
+    ]
+    assert {c["axis"] for c in sent} == {"dp"}
+
+
+def test_a_part_of_the_data_ranks_holds_different_experts() -> None:
+    axes = {c["axis"] for c in _collectives("--dp", "4", "--ep", "2", "--etp", "1") if c["op"] == "all_to_all"}
+    assert axes == {"dp_in"}
+    found = fxpar("report", MODEL, "--dp", "4", "--ep", "2", "--etp", "1", "--json")
+    assert found.status == 0, found.err
+    summed = [c["axis"] for c in found.document["collectives"] if c["phase"] == "parameter"]
+    assert summed == ["dp_out", "dp_out-dp_in"]
+    ranks = found.document["ranks"]
+    assert len(ranks) == 4
+    assert len({rank["parameters"] for rank in ranks}) == 1
+
+
+def test_explain_knows_who_holds_which_experts() -> None:
+    found = fxpar("explain", MODEL, f"{EXPERTS}.down_proj", "--tp", "2", *FOLDED[:-1], "2", "--json").document
+    assert [(each["axis"], each["placement"]) for each in found] == [("dp", "S(0)"), ("tp", "S(2)")]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("run", "hf:mixtral", "--dp", "2", "--ep", "3", "--etp", "1"), "3"),
+        (("run", "hf:mixtral", "--tp", "4", "--etp", "2"), "etp=2 is not tp=4: give 4"),
+        (("run", "hf:gpt2,n_layer=1", *FOLDED), "no operation of the model is recognised as that of experts"),
+        (("run", "hf:mixtral,num_local_experts=3", *FOLDED), "3 experts are not shared out evenly by 2 ranks"),
+    ],
+)
+def test_what_cannot_be_folded_is_refused(words: tuple[str, ...], message: str) -> None:
+    result = fxpar(*words)
+    assert result.status in (1, 2)
+    assert message in result.err, result.err
