@@ -128,9 +128,7 @@ def _figures(
     program, _ = run_passes(ui, start, DEFAULT_PASSES)
     with ui.working(f"counting {request.model}"):
         # Nothing is sent: the groups have names alone.
-        world = {
-            name: prod(program.axes[axis] for axis in name.split("-")) for name in joined_names(program.axes)
-        }
+        world = {name: prod(program.axes[axis] for axis in name.split("-")) for name in joined_names(program.axes)}
         groups = {name: Group(name, ranks) for name, ranks in world.items()}
         return make_report(
             program,

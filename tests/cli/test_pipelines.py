@@ -26,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_step_of_a_stage_is_dumped_behind_the_whole(folder: Path) -> None:
     texts = sorted(path.name for path in folder.glob("*.txt"))
-    assert texts[10:13] == ["11-localize.txt", "12-partition_stages.txt", "13-differentiate.txt"]
+    assert texts[11:14] == ["11-localize.txt", "12-partition_stages.txt", "13-differentiate.txt"]
     assert len(texts) == 12 + len(STEP_PASSES)
     assert "fxpar.transfer(" in (folder / texts[11]).read_text()
     assert 'input["fxpar.received.' in (folder / texts[12]).read_text()
