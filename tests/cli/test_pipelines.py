@@ -27,12 +27,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_step_of_a_stage_is_dumped_behind_the_whole(folder: Path) -> None:
     texts = sorted(path.name for path in folder.glob("*.txt"))
     assert texts[11:14] == ["11-localize.txt", "12-partition_stages.txt", "13-differentiate.txt"]
-    assert len(texts) == 12 + len(STEP_PASSES)
-    assert "fxpar.transfer(" in (folder / texts[11]).read_text()
-    assert 'input["fxpar.received.' in (folder / texts[12]).read_text()
-    for name in (texts[11], texts[-1]):
+    assert len(texts) == 13 + len(STEP_PASSES)
+    assert "fxpar.transfer(" in (folder / texts[12]).read_text()
+    assert 'input["fxpar.received.' in (folder / texts[13]).read_text()
+    for name in (texts[12], texts[-1]):
         assert fxpar("verify", str(folder / name)).status == 0
-    assert fxpar("verify", str(folder / texts[11]), "--level", "values", "--json").document["ok"]
+    assert fxpar("verify", str(folder / texts[12]), "--level", "values", "--json").document["ok"]
     assert fxpar("bisect", str(folder), "--json").document["culprit"] is None
     for command in ("comm", "regions", "memory"):
         assert fxpar(command, str(folder / texts[-1]), "--json").status == 0
