@@ -151,6 +151,29 @@ def test_the_bench_of_pipelines_runs_on_a_cpu(world2: World) -> None:
     assert len({loss for _, loss in losses}) == 1
 
 
+def test_a_mixtral_trains_with_its_experts_on_two_processes(
+    world2: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = ROOT / "samples" / "train_moe.py"
+    flags = ("--steps", "2", "--layers", "1", "--batch", "4", "--length", "16", "--hidden", "32")
+    texts = world2.run(script, file, flags)
+    alone = run_here(monkeypatch, capsys, str(file), *flags, "--ep", "1")
+    losses = [[float(loss) for loss in re.findall(r"step \d: loss (\d\.\d{5})", text)] for text in (texts[0], alone)]
+    assert len(losses[0]) == 2
+    assert losses[0] == pytest.approx(losses[1], abs=1e-4)
+    held = [int(n.replace(",", "")) for n in re.findall(r"rank \d: ([\d,]+) parameters", "".join([*texts, alone]))]
+    of_experts = 4 * 3 * 32 * 64
+    assert held[:2] == [held[2] - of_experts // 2] * 2
+
+
+def test_the_bench_of_experts_runs_on_a_cpu(world2: World) -> None:
+    flags = ("--tiny", "--layers", "1", "--precision", "fp32", "--warmup", "1", "--steps", "1")
+    text, _ = world2.run(script, ROOT / "samples" / "bench_moe.py", (*flags, "--runs", "learned", "balanced"))
+    losses = re.findall(r"│ (learned|balanced) .*│ +(\d+\.\d{4}) │", text)
+    assert [name for name, _ in losses] == ["learned", "balanced"]
+    assert [float(loss) for _, loss in losses] == pytest.approx([math.log(512)] * 2, abs=0.05)
+
+
 def test_the_bench_of_graphs_runs_on_a_cpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ("--tiny", "--precision", "fp32", "--warmup", "2", "--steps", "1", "--rounds", "1", "--models", "gpt-small")
     words = (*flags, "--variants", "eager", "eager+partial", "eager+full_iteration")
