@@ -45,6 +45,11 @@ class Axes:
         before = self.sizes[: self.names.index(axis)]
         return math.prod(size for _, size in before)
 
+    def stride_text(self, axis: str) -> str:
+        """How far apart neighbours on an axis are, and why: `tp·cp = 4`."""
+        before = self.names[: self.names.index(axis)]
+        return f"{'·'.join(before)} = {self.stride(axis)}" if before else "1"
+
     def coordinates(self, rank: int) -> dict[str, int]:
         """The rank's index on each axis.
 
@@ -91,6 +96,12 @@ class Axes:
                 remedy="give factors whose product is the axis",
             )
         return Axes((*self.sizes[:place], *factors, *self.sizes[place + 1 :]), self.offset)
+
+    def groups_text(self, axes: Collection[str]) -> str:
+        """The first groups over a set of axes, in brackets."""
+        groups = self.groups(axes)
+        some = ", ".join(f"[{', '.join(map(str, group))}]" for group in groups[:2])
+        return some + (", …" if len(groups) > 2 else "")
 
     def _atom(self, axis: str) -> Atom:
         return Atom(dict(self.sizes)[axis], self.stride(axis))

@@ -163,12 +163,13 @@ class Mesh:
                 yield name, reason, f"put {name} into the order"
         if self.pp == 1 or "pp" not in words:
             return
-        dense, expert = self.dense.groups(["pp"]), self.expert.groups(["pp"])
-        if dense != expert:
+        if self.dense.groups(["pp"]) != self.expert.groups(["pp"]):
+            dense, expert = self.dense.groups_text(["pp"]), self.expert.groups_text(["pp"])
+            strides = (self.dense.stride_text("pp"), self.expert.stride_text("pp"))
             reason = (
-                f"the pipeline groups of the dense part, {_some(dense)}, differ from those of the expert part, "
-                f"{_some(expert)}: with the order {self.order!r} neighbours are {_stride(self.dense)} ranks apart in "
-                f"the one and {_stride(self.expert)} in the other"
+                f"the pipeline groups of the dense part, {dense}, differ from those of the expert part, {expert}: with "
+                f"the order {self.order!r} neighbours are {strides[0]} ranks apart in the one and {strides[1]} in the "
+                "other"
             )
             yield "pp", reason, "put pp last in the order, or make the two products equal"
 
@@ -395,15 +396,3 @@ class Mesh:
 def _depth(axis: str) -> int:
     """Place of an axis in nesting order."""
     return list(PURPOSES).index(axis)
-
-
-def _stride(axes: Axes) -> str:
-    """How far apart neighbours on pp are, and why."""
-    before = axes.names[: axes.names.index("pp")]
-    return f"{'·'.join(before)} = {axes.stride('pp')}" if before else "1"
-
-
-def _some(groups: Groups) -> str:
-    """The first groups, in brackets."""
-    some = ", ".join(f"[{', '.join(map(str, group))}]" for group in groups[:2])
-    return some + (", …" if len(groups) > 2 else "")

@@ -21,6 +21,7 @@ from fxpar.mesh.mesh import Mesh
 from fxpar.mesh.purpose import DENSE, PURPOSES, Cuts
 from fxpar.plan.cost import Cost
 from fxpar.plan.graphs import CudaGraphs
+from fxpar.plan.lines import read_mapping
 from fxpar.plan.pipeline import MOST_RANKS, pipeline_problems
 
 SPLITS = ("column", "row", "head", "vocab", "replicate")
@@ -44,18 +45,6 @@ _USED_AXES = (
 )
 # Axes of DESIGN's mesh whose passes do not exist yet; asking for them is refused by name.
 _LATER_AXES = (("cp", ""),)
-
-
-class _Loader(yaml.SafeLoader):
-    """Refuses a key that stands twice: plain YAML lets the last line win."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """A mapping whose keys differ."""
-        keys = [key.value for key, _ in node.value]
-        twice = next((key for key in keys if keys.count(key) > 1), None)
-        if twice is not None:
-            raise yaml.YAMLError(f"the key {twice!r} stands twice")
-        return super().construct_mapping(node, deep)
 
 
 @dataclass(frozen=True)
@@ -334,17 +323,7 @@ class Plan:
         Raises:
             PlanError: no mapping, an unknown option, or a value the plan refuses.
         """
-        if not isinstance(text, (str, bytes)):
-            raise PlanError(f"{shown(text)} is no text", where=where, remedy="Plan.load reads a file")
-        try:
-            values = yaml.load(text, _Loader)
-        except (yaml.YAMLError, ValueError, RecursionError, TypeError) as error:  # of scalars and keys that are none
-            reason = str(error).splitlines()[0]
-            raise PlanError(f"not YAML: {reason}", where=where, remedy="write lines such as 'tp: 2'") from None
-        if values is None:
-            values = {}
-        if not isinstance(values, dict):
-            raise PlanError("the file holds no mapping", where=where, remedy="write lines such as 'tp: 2'")
+        values = read_mapping(text, where)
         return cls.from_dict(values, where=where)
 
     def save(self, path: str | Path) -> None:
