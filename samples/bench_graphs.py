@@ -84,7 +84,8 @@ def make(size: Size, variant: str, options: argparse.Namespace) -> Timed:
     )
     ids = torch.randint(0, size.options["vocab_size"], (size.batch, size.sequence), generator=torch.Generator())
     original = build(size, options.dropout)
-    model = fxpar.parallelize(original, plan, {"input_ids": ids, "labels": ids}, check_inputs=False)
+    example = ids.expand(max(2, size.batch), -1)  # of one row nothing would show what a row is
+    model = fxpar.parallelize(original, plan, {"input_ids": example, "labels": example}, check_inputs=False)
     device = model.world.device
     own = ids if options.batches != "device" else ids.to(device)
     source = itertools.repeat({"input_ids": own, "labels": own})
@@ -114,8 +115,8 @@ def occupied(device: torch.device, reset: bool = False) -> int:
 def time_round(timed: Timed, count: int) -> None:
     """Some steps of one variant."""
     device = timed.model.world.device
-    timed.step()
     synchronize(device)
+    timed.step()  # under way while the host prepares the next: else the first on the clock would wait for the host
     if device.type == "cuda":
         events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
         events[0].record()
@@ -149,6 +150,7 @@ def measure(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
         last = timed.ms[-10:]
         row: dict[str, Any] = {"model": name, "variant": variant, "loss": timed.loss, "ms": ms, "host_ms": host}
         row |= {"spread": (max(last) - min(last)) / statistics.median(last), "peak_gib": peak}
+        row["last_ms"] = [round(each, 3) for each in last]
         figures = timed.model.graph_figures
         rows.append(row | ({} if figures is None else {"graphs": figures.graphs, "record_s": figures.seconds}))
     for timed in made.values():

@@ -10,6 +10,7 @@ import inspect
 import io
 import logging
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -82,12 +83,25 @@ class WithKeywords(nn.Module):
         return self.model(**keywords)
 
 
+_SIGNATURES: weakref.WeakKeyDictionary[nn.Module, tuple[Any, inspect.Signature]] = weakref.WeakKeyDictionary()
+
+
+def signature_of(model: nn.Module) -> inspect.Signature:
+    """What a model's forward takes, asked once: that takes longer than a small step."""
+    forward: Any = model.forward
+    function, signature = _SIGNATURES.get(model, (None, None))
+    if signature is None or function is not getattr(forward, "__func__", forward):
+        signature = inspect.signature(forward)
+        _SIGNATURES[model] = (getattr(forward, "__func__", forward), signature)
+    return signature
+
+
 def arguments(model: nn.Module, batch: Any, has_loss: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """How a batch is passed to a model: a mapping by keyword, a tuple by position, a tensor alone.
 
     With a loss callable the entries that `forward` does not take (targets) are for the loss only.
     """
-    parameters = inspect.signature(model.forward).parameters.values()
+    parameters = signature_of(model).parameters.values()
     if isinstance(batch, Mapping):
         names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
         everything = not has_loss or any(p.kind is p.VAR_KEYWORD for p in parameters)

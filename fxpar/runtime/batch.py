@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -18,6 +17,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from fxpar.capture import CallSpec
+from fxpar.capture.trace import signature_of
 from fxpar.errors import InputError
 from fxpar.layout.layout import Layout, Placement
 from fxpar.layout.nesting import local_shape
@@ -29,16 +29,6 @@ from fxpar.program.rows import batch_rows, batch_size
 # What transformers calls a cache, and the flag that asks for one.
 _CACHES = ("past_key_values", "past_key_value", "cache_params", "use_cache")
 _CONSTANTS = (bool, int, float, str, type(None), torch.dtype, torch.device)
-
-
-_SIGNATURES: weakref.WeakKeyDictionary[nn.Module, inspect.Signature] = weakref.WeakKeyDictionary()
-
-
-def signature_of(model: nn.Module) -> inspect.Signature:
-    """What a model's forward takes, asked once: that takes longer than a small step."""
-    if model not in _SIGNATURES:
-        _SIGNATURES[model] = inspect.signature(model.forward)
-    return _SIGNATURES[model]
 
 
 def called_with(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

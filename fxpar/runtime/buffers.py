@@ -29,6 +29,9 @@ class Buffers:
         self._of_stage = of_stage
         self._graphed = graphed
         self._buffers: dict[str, Tensor] = {}
+        # Shape, type and device of each: those that know their stage are asked by Python.
+        self._kinds: dict[str, tuple[torch.Size, torch.dtype, torch.device]] = {}
+        self._looked_at: Mapping[str, Tensor] = {}
 
     @torch.no_grad()
     def placed(self, leaves: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -62,9 +65,16 @@ class Buffers:
         graph is recorded would lie in its pool.
 
         Args:
+            leaves: another mapping where a parameter is exchanged or lies elsewhere.
             inside: all is added in the graph.
         """
-        return tuple(self._state(name, leaf, inside) for name, leaf in leaves.items())
+        # The common case, of which no buffer need be looked at: all are there, and nothing has a gradient or a hook.
+        fresh = not any(leaf.grad is not None or leaf._backward_hooks for leaf in leaves.values())
+        if fresh and leaves is self._looked_at:
+            return None
+        found = tuple([self._state(name, leaf, inside) for name, leaf in leaves.items()])
+        self._looked_at = leaves if fresh else {}
+        return None if fresh else found
 
     def _state(self, name: str, leaf: Tensor, inside: bool) -> Hashable:
         if leaf._backward_hooks:
@@ -107,13 +117,13 @@ class Buffers:
                 function([buffer for buffer, _ in pairs], [gradient for _, gradient in pairs])
 
     @torch.no_grad()
-    def attach(self, parameters: Mapping[str, Tensor], names: Iterable[str]) -> None:
-        """Gives parameters that have no gradients their buffers, in which they are, and adds what is added behind."""
+    def attach(self, leaves: Mapping[str, Tensor], names: Iterable[str]) -> None:
+        """Gives leaves that have no gradients their buffers, in which they are, and adds what is added behind."""
         more: list[tuple[Tensor, Tensor]] = []
         for name in names:
-            leaf = leaf_of(parameters[name])
+            leaf = leaves[name]
             if leaf.grad is None:
-                leaf.grad = self._buffer(name, leaf)
+                leaf.grad = self._buffers[name]  # that `state` has looked at
             elif self._is_apart(name, leaf):
                 more.append((leaf.grad, self._buffer(name, leaf)))
         if more:
@@ -127,20 +137,19 @@ class Buffers:
         return known is None or known.untyped_storage().data_ptr() != leaf.grad.untyped_storage().data_ptr()
 
     def _buffer(self, name: str, leaf: Tensor) -> Tensor:
-        known = self._buffers.get(name)
-        if known is None or known.shape != leaf.shape or known.dtype != leaf.dtype or known.device != leaf.device:
+        known, kind = self._buffers.get(name), (leaf.shape, leaf.dtype, leaf.device)
+        if known is None or self._kinds[name] != kind:
+            self._kinds[name] = kind
             known = torch.empty_like(leaf, memory_format=torch.preserve_format).detach()
             is_whole = isinstance(leaf, nn.Parameter)  # parts of cut parameters know it by themselves
             known = self._buffers[name] = known.as_subclass(StageGradient) if self._of_stage and is_whole else known
         return known
 
 
-def call_hooks(parameters: Mapping[str, Tensor], names: Iterable[str]) -> None:
+def call_hooks(leaves: Mapping[str, Tensor], names: Iterable[str]) -> None:
     """Calls the hooks of what follows a gradient that is there."""
-    for name in names:
-        leaf = leaf_of(parameters[name])
-        hooks = getattr(leaf, "_post_accumulate_grad_hooks", None)
-        for hook in list(hooks.values()) if hooks else ():
+    for leaf in [leaf for name in names if (leaf := leaves[name])._post_accumulate_grad_hooks]:
+        for hook in list((leaf._post_accumulate_grad_hooks or {}).values()):
             hook(leaf)
 
 

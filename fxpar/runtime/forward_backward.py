@@ -15,7 +15,8 @@ from torch import Tensor
 
 from fxpar.errors import InputError
 from fxpar.passes.reduction import COUNT
-from fxpar.runtime.inputs import Inputs
+from fxpar.runtime import batch as calls
+from fxpar.runtime.inputs import Inputs, Shapes
 from fxpar.runtime.microbatches import Microbatch, Part, weight
 from fxpar.runtime.padding import check_padding
 from fxpar.runtime.programs import Call, Programs
@@ -67,10 +68,25 @@ class ForwardBackward:
         Raises:
             InputError: the batch does not fit the model, what pads it matters, or there is no loss.
         """
-        call, are_equal = self._bound(batch, callable(self._loss))
-        name = self._loss_name(call, "train_step")
-        self._check_padding(call, name)
-        return Bound(call, name, are_equal)
+        return self._named(*self._bound(batch, callable(self._loss)))
+
+    def bind_rows(self, batch: Any, count: int) -> list[Bound]:
+        """The programs for the microbatches of a batch, which are of equally many of its rows.
+
+        The ranks' values are compared once, those of the whole batch.
+
+        Raises:
+            InputError: as of `bind`, or rows that are no multiple of `count`.
+        """
+        parts = calls.cut_rows(self._programs.first.program, batch, count)
+        if self._inputs is None or count == 1:
+            return [self.bind(part) for part in parts]
+        moved, are_equal, shapes = self._compared(batch)
+        if shapes is not None:
+            return [self.bind(part) for part in parts]
+        parts = calls.cut_rows(self._programs.first.program, moved, count)
+        bound = (self._programs.bound(part, callable(self._loss)) for part in parts)
+        return [self._named(call, None if i else are_equal) for i, call in enumerate(bound)]
 
     def prepare(self, bounds: Sequence[Bound]) -> list[Prepared]:
         """What the calls of a step take; of one program the parameters are looked at once.
@@ -121,9 +137,18 @@ class ForwardBackward:
         """The program for a call, and whether the ranks' values are equal, where the device has yet to say that."""
         are_equal, shapes = None, None
         if self._inputs is not None:
-            facts = self._programs.facts(batch, sizes=False)
-            batch, are_equal, shapes = self._inputs.compare(batch, facts, self._programs.without_rows)
+            batch, are_equal, shapes = self._compared(batch)
         return self._programs.bound(batch, with_loss, shapes), are_equal
+
+    def _compared(self, batch: Any) -> tuple[Any, Tensor | None, Shapes | None]:
+        assert self._inputs is not None
+        facts = self._programs.facts(batch, sizes=False)
+        return self._inputs.compare(batch, facts, self._programs.without_rows)
+
+    def _named(self, call: Call, are_equal: Tensor | None) -> Bound:
+        name = self._loss_name(call, "train_step")
+        self._check_padding(call, name)
+        return Bound(call, name, are_equal)
 
     def _check_padding(self, call: Call, loss: str) -> None:
         if call.unproven:

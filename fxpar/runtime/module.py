@@ -44,7 +44,6 @@ from fxpar.state.checkpoint import Checkpoint
 from fxpar.state.full_state import fingerprints
 from fxpar.state.held import Held
 from fxpar.state.initial import named_tensors
-from fxpar.state.sharded_parameter import leaf_of
 
 
 class ParallelModule(Stateful):
@@ -179,23 +178,18 @@ class ParallelModule(Stateful):
         if not torch.is_grad_enabled():
             raise InputError("gradients are off", where="train_step", remedy="leave torch.no_grad()")
         check_scaler(scaler, self.plan.precision, self.world.device)
-        parts = self._parts(batch)
+        parts = calls.microbatches(batch, self._takes_lists)
+        is_list = type(batch) is list and not self._takes_lists
         if optimizer is None and max_norm is not None:
             raise InputError("is of an optimizer's step", where="max_norm", remedy="pass the optimizer too")
         if max_norm is not None:
             check_norm(max_norm)
         if scaler is not None and self._pipeline is not None:
             join(scaler, self.world)
-        found = self._training.step(parts, Ending(scaler, optimizer, max_norm))
+        count = 1 if is_list else self.plan.microbatches
+        found = self._training.step(parts, count, Ending(scaler, optimizer, max_norm))
         self._flags = StepFlags(found.norm, found.is_finite)
         return found.loss
-
-    def _parts(self, batch: Any) -> list[Any]:
-        """The microbatches of a step: those of a list, or a batch cut into as many as the plan says."""
-        parts = calls.microbatches(batch, self._takes_lists)
-        if len(parts) > 1 or (type(batch) is list and not self._takes_lists):
-            return parts
-        return calls.cut_rows(self.program, parts[0], self.plan.microbatches)
 
     @property
     def step_flags(self) -> StepFlags:
@@ -236,7 +230,7 @@ class ParallelModule(Stateful):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As of `nn.Module`; the modules are not walked, which of a deep model takes longer than a replay."""
-        leaves = [leaf for p in self._training.parameters.values() if (leaf := leaf_of(p)).grad is not None]
+        leaves = [leaf for leaf in self._training.leaves.values() if leaf.grad is not None]
         if set_to_none:
             for leaf in leaves:
                 leaf.grad = None

@@ -241,14 +241,18 @@ class Programs:
 
     def facts(self, batch: Any, sizes: bool = True) -> dict[str, str]:
         """What must be the same on all ranks in a call; the sizes of the batch are part of it, or are not."""
-        modes = [own.training for _, own in self._twins]
+        modes = self._modes
         mode = "training" if all(modes) else f"modules in training {modes}" if any(modes) else "evaluation"
         if self._own:  # with a pipeline a call is differentiated on all ranks or on none
             mode += f", gradients {'on' if torch.is_grad_enabled() else 'off'}"
         return {"the call": self._world.agreement.what, "the mode": mode, **calls.batch_facts(batch, False, sizes)}
 
     def _key(self, batch: Any, with_loss: bool) -> Any:
-        return tuple(own.training for _, own in self._twins), with_loss, calls.structure(batch)
+        return self._modes, with_loss, calls.structure(batch)
+
+    @property
+    def _modes(self) -> tuple[bool, ...]:
+        return tuple([own.training for _, own in self._twins])
 
     def _fit(self, compiled: Compiled, batch: Any) -> Call | None:
         """The call by a program; None where the program is for other sizes."""

@@ -23,6 +23,7 @@ from fxpar.runtime.evaluation import Evaluation
 from fxpar.runtime.mains import Copies
 from fxpar.runtime.microbatches import Microbatch, Ran
 from fxpar.runtime.node import differentiable
+from fxpar.runtime.placed import Placed
 from fxpar.runtime.programs import Call
 from fxpar.runtime.randomness import RandomState
 from fxpar.runtime.tensors import Tensors
@@ -38,21 +39,20 @@ class _Owned:
     Attributes:
         values: by name of the placeholder.
         leaves: those that are trained, by name of the parameter.
-        seen: each leaf, its address and strides, and whether it was trained.
+        seen: the leaf of each value.
+        state: of these, where they lie and whether they are trained.
         version: of the module's tensors.
     """
 
     values: dict[str, Tensor]
     leaves: dict[str, Tensor]
-    seen: tuple[tuple[Tensor, int, tuple[int, ...], bool], ...]
+    seen: tuple[Tensor, ...]
+    state: Placed
     version: int
 
     def holds(self, version: int) -> bool:
         """Whether it is so still."""
-        return self.version == version and all(
-            leaf.data_ptr() == place and leaf.stride() == strides and leaf.requires_grad == trains
-            for leaf, place, strides, trains in self.seen
-        )
+        return self.version == version and self.state.holds(self.seen)
 
 
 @dataclass(frozen=True)
@@ -63,11 +63,15 @@ class Prepared:
         values: by name of the placeholder, but for the random state.
         leaves: the tensors that require gradients, by name of the parameter.
         random: names of the placeholders of the random state.
+        owned: those of the values that are the module's own.
+        placed: where they lie.
     """
 
     values: dict[str, Any]
     leaves: dict[str, Tensor]
     random: tuple[str, ...]
+    owned: Mapping[str, Tensor]
+    placed: Placed
 
     def of(self, call: Call) -> Prepared:
         """What another call of the same program takes."""
@@ -247,13 +251,13 @@ class Runner:
             mains = {fqn: tensors[fqn] for fqn in copied.values()}
             values.update(zip(copied, self._copies.current(mains, self._module.training, differentiated), strict=True))
         values.update(zip(call.ready.lowered.places, call.places, strict=True))
-        return Prepared(values, owned.leaves, random)
+        return Prepared(values, owned.leaves, random, owned.values, owned.state)
 
     def _look(self, call: Call, tensors: Mapping[str, Tensor]) -> _Owned:
         """What a program takes of the module, and the leaves that are trained."""
         values: dict[str, Tensor] = {}
         leaves: dict[str, Tensor] = {}
-        seen: list[tuple[Tensor, int, tuple[int, ...], bool]] = []
+        seen: list[Tensor] = []
         for parameter in call.compiled.program.parameters:
             if parameter.kind == "parameter" and parameter.fqn in self._foreign:
                 continue
@@ -265,8 +269,8 @@ class Runner:
             if leaf.requires_grad:
                 leaves[parameter.fqn] = leaf
             values[parameter.node] = leaf.detach()
-            seen.append((leaf, leaf.data_ptr(), leaf.stride(), leaf.requires_grad))
-        return _Owned(values, leaves, tuple(seen), self.tensors.version)
+            seen.append(leaf)
+        return _Owned(values, leaves, tuple(seen), Placed(seen), self.tensors.version)
 
     def _held(self, name: str, tensors: Mapping[str, Tensor]) -> Tensor:
         """A parameter or buffer, if it is the module's own still."""

@@ -7,9 +7,15 @@ all modules: of a deep model that takes longer than a replay of its step.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import chain
+from operator import methodcaller
 from typing import Any
 
 from torch import Tensor, nn
+
+from fxpar.state.sharded_parameter import leaf_of
+
+_VALUES = methodcaller("values")
 
 
 class Tensors:
@@ -18,32 +24,37 @@ class Tensors:
     Attributes:
         version: a number that changes where a module, parameter or buffer is another object than before.
         parameters: as `named_parameters` gave them at the last look.
+        leaves: of the parameters.
         all: buffers too.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.version = 0
         self._module = module
-        self._slots: list[tuple[Mapping[str, Any], str, Any]] = []
+        self._tables: list[Mapping[str, Any]] = []
+        self._names: list[str] = []
+        self._objects: list[int] = []
+        self._kept: list[Any] = []
         self.parameters: dict[str, Tensor] = {}
+        self.leaves: dict[str, Tensor] = {}
         self.all: dict[str, Tensor] = {}
         self._look()
 
     def _look(self) -> None:
         self.version += 1
         self.parameters = dict(self._module.named_parameters())
+        self.leaves = {name: leaf_of(parameter) for name, parameter in self.parameters.items()}
         self.all = {**dict(self._module.named_buffers()), **self.parameters}
-        modules = list(self._module.modules())
-        tables = (table for each in modules for table in (each._modules, each._parameters, each._buffers))
-        self._slots = [(table, name, value) for table in tables for name, value in table.items()]
-        self._sizes = [(table, len(table)) for each in modules for table in (each._modules, each._parameters) if table]
+        self._tables = [t for m in self._module.modules() for t in (m._modules, m._parameters, m._buffers) if t]
+        self._names = list(chain.from_iterable(self._tables))
+        self._kept = list(chain.from_iterable(map(_VALUES, self._tables)))
+        self._objects = list(map(id, self._kept))
 
     def refresh(self) -> None:
         """Looks whether anything was exchanged."""
-        for table, name, value in self._slots:
-            if table.get(name) is not value:
-                return self._look()
-        for table, size in self._sizes:
-            if len(table) != size:
-                return self._look()
+        # In one call each, of the thousands of entries that a deep model has: a loop over them is a part of a replay.
+        if list(map(id, chain.from_iterable(map(_VALUES, self._tables)))) != self._objects:
+            return self._look()
+        if list(chain.from_iterable(self._tables)) != self._names:
+            return self._look()
         return None

@@ -92,6 +92,12 @@ class Training:
         self._tensors.refresh()
         return self._tensors.parameters
 
+    @property
+    def leaves(self) -> Mapping[str, Tensor]:
+        """Of the parameters, by name."""
+        self._tensors.refresh()
+        return self._tensors.leaves
+
     def clip(self, max_norm: float) -> Tensor:
         """Scales all gradients so that their norm is at most `max_norm`; gives the norm before. A collective call."""
         parameters = self.parameters
@@ -107,10 +113,11 @@ class Training:
         nn.utils.clip_grads_with_norm_(parameters.values(), max_norm, norm, foreach=True)
         return norm
 
-    def step(self, parts: Sequence[Any], ending: Ending) -> Found:
+    def step(self, parts: Sequence[Any], count: int, ending: Ending) -> Found:
         """Forward and backward of the microbatches of a step, and what ends it.
 
         Args:
+            parts: the microbatches, or one batch that is cut into so many of them as `count` says.
             ending: with an optimizer it steps, and the gradients are freed behind it.
 
         Raises:
@@ -121,9 +128,10 @@ class Training:
             if ending.optimizer not in self._rates:
                 self._rates[ending.optimizer] = Rates(ending.optimizer, self._random.device)
             self._rates[ending.optimizer].refresh()
-        bounds = [self._batches.bind(part) for part in parts]
+        whole = len(parts) == 1 and count > 1
+        bounds = self._batches.bind_rows(parts[0], count) if whole else [self._batches.bind(part) for part in parts]
         ready = self._batches.prepare(bounds)
-        parameters = self._tensors.parameters
+        parameters, leaves = self._tensors.parameters, self._tensors.leaves
         run = partial(self._run, bounds, parameters=parameters, ending=ending)
         with self._random.of_accepted():
             if self._full is None:
@@ -133,11 +141,11 @@ class Training:
                 found = self._full(bounds, ready, run, gradients, ending)
         if self._full is not None:
             if ending.optimizer is None:
-                self._gradients.attach(parameters, found.names)
+                self._gradients.attach(leaves, found.names)
             else:
                 self._expire()
         if ending.optimizer is None:
-            call_hooks(parameters, found.names)
+            call_hooks(leaves, found.names)
         loss = found.loss
         for bound in bounds:
             loss = loss if bound.are_equal is None else loss.where(bound.are_equal, torch.nan)
@@ -168,7 +176,7 @@ class Training:
         names = tuple(gradients)
         if ending.optimizer is None:
             return Found(loss, names)
-        call_hooks(parameters, names)
+        call_hooks(self._tensors.leaves, names)
         return self._stepped(Found(loss, names), parameters, ending)
 
     def _stepped(self, found: Found, parameters: Mapping[str, Tensor], ending: Ending) -> Found:

@@ -194,6 +194,10 @@ def cut(name: str, options: dict[str, Any]) -> Found:
     found["two rows"] = refusal(lambda: model.train_step(two))
     model.step = 0
     found["one microbatch"] = model.train_step([two])
+    if dist.is_initialized():
+        other = {key: value.clone() for key, value in batch.items()}
+        other["target"].select(dims["target"], 2).fill_(dist.get_rank())  # in the last microbatch alone
+        found["other values"] = refusal(lambda: model.train_step(other))
     return found
 
 

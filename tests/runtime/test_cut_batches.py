@@ -39,6 +39,7 @@ def test_rows_that_the_plan_names_are_cut(world2: World) -> None:
     check(one)
     for found in world2.run(pipeline_jobs.cut, "encoder", ROWS):
         check(found)
+        assert found["other values"][1] == "batch entry target"
         for key in ("cut", "one microbatch"):
             torch.testing.assert_close(found[key], one[key], rtol=1e-5, atol=1e-6)
         for name, gradient in found["gradients"].items():

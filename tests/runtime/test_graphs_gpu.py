@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +24,7 @@ from tests.runtime.graphed import Trained, gpt2, llama, prefetched, train, words
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 pytestmark = pytest.mark.gpu
 
+ROOT = Path(__file__).resolve().parents[2]
 STEPS = 100
 BUILDS: dict[str, Any] = {"gpt2": partial(gpt2, 128, 2), "llama": partial(llama, 128, 2)}
 ENGINE = pytest.param(
@@ -52,6 +56,24 @@ def test_a_hundred_steps_are_the_same_to_the_bit(name: str, impl: str) -> None:
     assert found == plain(name, 4)
     assert len(set(found.losses)) == len(found.losses)
     assert found.figures.graphs >= 2
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_hundred_steps_of_two_ranks_are_the_same_to_the_bit() -> None:
+    found = importlib.util.find_spec("transformer_engine")
+    impls = ["partial", "full_iteration", *(["transformer_engine"] if found is not None else [])]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*launcher, str(Path(__file__).with_name("graphs_worker.py")), *impls],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = [line for line in done.stdout.splitlines() if line.endswith(("equal", "different"))]
+    assert told == [f"{name} {impl}: equal" for name in ("gpt2", "llama") for impl in impls]
 
 
 @pytest.mark.parametrize("impl", ["partial", "full_iteration", ENGINE])

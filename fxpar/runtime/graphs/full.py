@@ -109,7 +109,8 @@ class FullIteration:
         moving = [bound.call.ready.moving(each.values, each.values) for bound, each in zip(bounds, ready, strict=True)]
         key: Any = ("iteration", gradients, ending.state)
         for bound, each, names in zip(bounds, ready, moving, strict=True):
-            key += (id(bound.call.ready), bound.call.rows, bound.loss, tuple(each.leaves), *key_of(each.values, names))
+            key += (id(bound.call.ready), bound.call.rows, bound.loss, each.placed)
+            key += key_of(each.values, names, each.owned)
         made = self._graphs.variant(key, lambda pool: Iteration(pool, self._random), None)
         if made is None:
             return run(ready, self._random.draw)
