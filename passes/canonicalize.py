@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +24,6 @@ from fxpar.program.program import (
     set_note,
     tensor_type,
     update,
-    walk,
 )
 from fxpar.program.properties import Property
 
@@ -79,7 +78,7 @@ def canonicalize(program: Program) -> Program:
     additions, so that a row-split product can be reduced before its bias is added. Values, gradients and the order of
     random nodes stay. Refuses sub-graphs: what is in them has no layout.
     """
-    for module, node in walk(program.graph_module):
+    for module, node in _walk(program.graph_module):
         if module is not program.graph_module or node.op == "get_attr":
             raise PassError("the graph has a sub-graph", where=f"%{node.name}", remedy="inline it before")
     for node in list(program.graph.nodes):
@@ -257,3 +256,13 @@ def _remove_dead(graph: fx.Graph) -> None:
     for node in reversed(list(graph.nodes)):
         if node.op == "call_function" and not node.users and not note(node).random:
             graph.erase_node(node)
+
+
+def _walk(graph_module: fx.GraphModule) -> Iterator[tuple[fx.GraphModule, fx.Node]]:
+    """Every node of the graph and of every sub-graph (higher-order operators), with the module that owns it."""
+    for node in graph_module.graph.nodes:
+        yield graph_module, node
+        if node.op == "get_attr":
+            child = getattr(graph_module, str(node.target), None)
+            if isinstance(child, fx.GraphModule):
+                yield from _walk(child)

@@ -8,7 +8,7 @@ the only metadata key that a retrace keeps. It lets nodes share that dictionary:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -321,11 +321,20 @@ class Program:
         Raises:
             KeyError: there is none.
         """
+        known = self._found.get(name)
+        if known is not None and known.name == name and not known._erased:
+            return known
         found: fx.Node
         for found in self.graph.nodes:
             if found.name == name:
+                self._found[name] = found
                 return found
         raise KeyError(f"no node %{name}")
+
+    @cached_property
+    def _found(self) -> dict[str, fx.Node]:
+        """Nodes that were looked up; passes may have renamed or erased them since."""
+        return {}
 
     def parameter(self, node: fx.Node) -> Parameter | None:
         """The parameter whose placeholder the node is, if any."""
@@ -345,16 +354,6 @@ def output_node(graph: fx.Graph) -> fx.Node:
     """The graph's only output node."""
     found: fx.Node = next(node for node in reversed(graph.nodes) if node.op == "output")
     return found
-
-
-def walk(graph_module: fx.GraphModule) -> Iterator[tuple[fx.GraphModule, fx.Node]]:
-    """Every node of the graph and of every sub-graph (higher-order operators), with the module that owns it."""
-    for node in graph_module.graph.nodes:
-        yield graph_module, node
-        if node.op == "get_attr":
-            child = getattr(graph_module, str(node.target), None)
-            if isinstance(child, fx.GraphModule):
-                yield from walk(child)
 
 
 def operands(node: fx.Node) -> list[fx.Node]:
