@@ -7,17 +7,23 @@ and objects, closures and containers that its code can name hold what they held,
 
 from __future__ import annotations
 
+import array
 import contextlib
 import functools
 import gc
+import io
+import queue
+import random
 import sys
 import threading
 import types
 import weakref
 from collections import OrderedDict, UserDict, UserList, defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from typing import Any, ClassVar
 
+import numpy as np
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -36,6 +42,8 @@ _HOLDERS = (
     weakref.WeakKeyDictionary,
     weakref.WeakValueDictionary,
 )
+# What may change without a name that holds another object.
+_OPAQUE = (bytearray, array.array, np.ndarray, random.Random, queue.Queue, io.IOBase)
 _CONTAINERS = (OrderedDict, defaultdict, dict, list, set, deque)
 
 
@@ -67,6 +75,8 @@ class Memory:
                 new = (attributes.keys() & self._names) - done
                 done |= new
                 pending += [attributes[name] for name in new]
+        of_context = [value for value in self._seen.values() if isinstance(value, ContextVar)]
+        self._variables = [(variable, variable.get(_MISSING)) for variable in of_context]
 
     def _inside(self, value: Any) -> Iterator[Any]:
         if isinstance(value, types.FunctionType):
@@ -165,6 +175,22 @@ class Memory:
         for value, entries in self._containers.values():
             _undo(value, entries)
 
+    @property
+    def is_opaque(self) -> bool:
+        """Whether there is something among it that can change and does not show it."""
+        return any(isinstance(value, _OPAQUE) or hasattr(type(value), "__next__") for value in self._seen.values())
+
+    def is_unchanged(self) -> bool:
+        """Whether everything holds, as the same objects, what it held."""
+        return (
+            all(space.get(n, _MISSING) is v for space, held in self._globals.values() for n, v in held.items())
+            and all(_same_entries(vars(owner), attributes) for owner, attributes in self._objects.values())
+            and all(_slot(s, owner) is value for owner, slots in self._slotted.values() for s, value in slots)
+            and all(_contents(cell) is before for cell, before in self._cells.values())
+            and all(_holds(value, entries) for value, entries in self._containers.values())
+            and all(variable.get(_MISSING) is before for variable, before in self._variables)
+        )
+
     def replace_memos(self, new: Callable[[Any], Any]) -> None:
         """Puts something else in the place of memoised functions."""
         for space, held in self._globals.values():
@@ -240,6 +266,19 @@ def _names_in(code: types.CodeType) -> frozenset[str]:
 def _base(value: Any) -> Any:
     """The builtin class of a container."""
     return next(cls for cls in _CONTAINERS if isinstance(value, cls))
+
+
+def _same_entries(now: Mapping[Any, Any], before: Mapping[Any, Any]) -> bool:
+    return len(now) == len(before) and all(now.get(key, _MISSING) is value for key, value in before.items())
+
+
+def _holds(value: Any, entries: Any) -> bool:
+    """Whether a container holds the entries, and no others."""
+    base = _base(value)
+    if isinstance(value, dict):
+        return _same_entries(dict(base.items(value)), entries)
+    now = list(base.__iter__(value))
+    return len(now) == len(entries) and all(a is b for a, b in zip(now, entries, strict=True))
 
 
 def _undo(value: Any, entries: Any) -> None:

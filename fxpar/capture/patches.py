@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch._dynamo import trace_rules
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable, tracing_state_functions
+from torch.fx.experimental.proxy_tensor import _ModuleStackTracer
 
 _QUESTIONS = ("is_compiling", "is_dynamo_compiling", "is_exporting")
 
@@ -154,6 +155,40 @@ def questions(answering: Callable[[Callable[[], Any]], Callable[[], Any]]) -> It
 def host_random(number: Callable[[], Any], uniform: Callable[[float, float], Any]) -> Iterator[None]:
     """Draws the host's `random.random` and `random.uniform` otherwise."""
     with mock.patch.object(random, "random", number), mock.patch.object(random, "uniform", uniform):
+        yield
+
+
+# ---------------------------------------------------------------------- calls and attributes of modules
+
+
+def calls_of_modules(call: Callable[..., Any]) -> Any:
+    """Takes the calls of modules that an export traces.
+
+    Args:
+        call: called with what traces it as it is, the tracer, the module, its forward, arguments and keyword arguments.
+    """
+    original = _ModuleStackTracer.call_module
+
+    def call_module(tracer: Any, module: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+        return call(original, tracer, module, forward, args, kwargs)
+
+    return mock.patch.object(_ModuleStackTracer, "call_module", call_module)
+
+
+@contextlib.contextmanager
+def attribute_reads(classes: Iterable[type], seen: Callable[[Any, str], None]) -> Iterator[None]:
+    """Shows each look-up of an attribute of an object of some classes, by object and name."""
+
+    def reading(original: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
+        def read(self: Any, name: str) -> Any:
+            seen(self, name)
+            return original(self, name)
+
+        return read
+
+    with contextlib.ExitStack() as stack:
+        for cls in classes:
+            stack.enter_context(mock.patch.object(cls, "__getattribute__", reading(cls.__getattribute__)))
         yield
 
 

@@ -42,6 +42,7 @@ from fxpar.capture.memo import OtherMemos, nothing_remembered
 from fxpar.capture.memory import with_memory
 from fxpar.capture.places import Blamed, place_of
 from fxpar.capture.recording import Recorder, Watch, recording
+from fxpar.capture.repeated import Repeats
 from fxpar.capture.regions import refuse_mutation, replace_copies, settle
 from fxpar.capture.sizes import SizeError
 from fxpar.capture.state import untouched, watched
@@ -240,6 +241,7 @@ def _functional(module: nn.Module, call: _Call, prefix: str) -> tuple[ExportedPr
                 patches.plain_distributions(),
                 patches.roots_of_sizes(),
                 host_numbers(),
+                patches.calls_of_modules(Repeats(module, recorder).call),
                 contextlib.redirect_stderr(io.StringIO()),
             ):
                 exported = torch.export.export(module, args, kwargs, dynamic_shapes=shapes, strict=False)

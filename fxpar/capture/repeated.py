@@ -1,0 +1,265 @@
+"""Layers that repeat are traced once: the others' nodes are copies of the first one's.
+
+Enters: the calls of a model's modules while it is traced. Leaves: the same trace, in less time. A layer is copied only
+where a trace of it could not give anything else: its modules hold equal values of all that the first call has read
+(`fxpar.capture.reads`), everything else that its code can name holds what it held then (`Memory`), the same lines call
+it in the same modes, and what goes in is known by the same descriptions (`fxpar.capture.values`). The first call must
+have changed nothing, and have computed from what went in and from the layer's own parameters alone. Whatever is
+otherwise is traced as if this file was not there.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.traceback import get_current_meta
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from fxpar.capture.copies import Copied, Surrounding, node_of
+from fxpar.capture.memo import Memory
+from fxpar.capture.reads import Reads, has_hooks
+from fxpar.capture.recording import RECOMPUTE_KEY, Recorder
+from fxpar.capture.values import UnknownValueError, described, pattern, rebuilt
+
+_Call = tuple[Any, nn.Module, Any, tuple[Any, ...], dict[str, Any]]  # as of `patches.calls_of_modules`
+_LEAST = 3  # equal siblings: of two, watching the first takes what the second would
+_MOST = 4  # first calls of one class
+
+
+@dataclass(frozen=True)
+class _First:
+    """A call that was traced, and whose like can be copied.
+
+    Attributes:
+        outputs: what it gave.
+        inputs: which tensors went in.
+        description: of all that went in.
+        callers: the places of the calls around it.
+        calls: how often each module of the layer was called.
+        regions: how many checkpointed regions were entered.
+    """
+
+    reads: Reads
+    memory: Memory
+    description: Any
+    callers: Any
+    nodes: Copied
+    inputs: list[Tensor]
+    outputs: Any
+    results: dict[int, fx.Node]
+    calls: Counter[str]
+    regions: int
+
+
+class Repeats:
+    """While a model is traced, its calls of layers.
+
+    Args:
+        root: the model.
+        recorder: of the trace.
+
+    Attributes:
+        copied: paths of layers all of whose calls were copied, under the root.
+    """
+
+    def __init__(self, root: nn.Module, recorder: Recorder) -> None:
+        self._paths = {id(layer): path for path, layer in _candidates(root).items()}
+        self._recorder = recorder
+        self._first: dict[type, list[_First]] = defaultdict(list)
+        self._tried: Counter[type] = Counter()
+        self._is_inside = False
+        self._copied: set[int] = set()
+        self._traced: set[int] = set()
+
+    @property
+    def copied(self) -> frozenset[str]:
+        """Layers all of whose calls were copied."""
+        return frozenset(self._paths[key] for key in self._copied - self._traced)
+
+    def call(
+        self, original: Callable[..., Any], tracer: Any, module: nn.Module, forward: Any, args: Any, kwargs: Any
+    ) -> Any:
+        """A call of a module: traced, or copied."""
+
+        def run() -> Any:
+            return original(tracer, module, forward, args, kwargs)
+
+        if self._is_inside or id(module) not in self._paths or tracer.enable_attr_proxy:
+            return run()
+        call = (tracer, module, forward, args, kwargs)
+        return self._layer(call, run)
+
+    def _layer(self, call: _Call, run: Callable[[], Any]) -> Any:
+        tracer, layer, _, args, kwargs = call
+        try:
+            if has_hooks(layer) or _has_global_hooks():
+                raise UnknownValueError
+            inputs, description = _described(tracer, layer, args, kwargs)
+        except UnknownValueError:
+            self._traced.add(id(layer))
+            return run()
+        callers = _callers()
+        for first in self._first[type(layer)]:
+            is_same = first.description == description and first.callers == callers
+            if is_same and first.reads.is_equal(layer) and first.memory.is_unchanged():
+                try:
+                    found = self._copy(first, call, inputs)
+                except UnknownValueError:
+                    break
+                self._copied.add(id(layer))
+                return found
+        self._traced.add(id(layer))
+        if self._tried[type(layer)] == _MOST:
+            return run()
+        self._tried[type(layer)] += 1
+        return self._watched(call, run, inputs, description, callers)
+
+    def _around(self, tracer: Any, path: str) -> Surrounding:
+        return Surrounding(
+            path,
+            len(tracer.module_stack),
+            dict(tracer.num_calls),
+            dict(get_current_meta().get("custom", {})),
+            self._recorder.regions,
+        )
+
+    def _watched(
+        self, call: _Call, run: Callable[[], Any], inputs: list[Tensor], description: Any, callers: Any
+    ) -> Any:
+        """Traces a call, and notes it where its like can be copied."""
+        tracer, layer, _, args, kwargs = call
+        reads, memory = Reads(layer), Memory(layer)
+        if memory.is_opaque or not reads.can_be_watched:
+            return run()
+        around = self._around(tracer, tracer.path_of_module(layer))
+        before = [node_of(tracer, tensor) for tensor in inputs]
+        versions = [tensor._version for tensor in inputs]
+        last = next(iter(reversed(tracer.graph.nodes)))
+        self._is_inside = True
+        try:
+            with reads.watched():
+                outputs = run()
+        finally:
+            self._is_inside = False
+        nodes = []
+        for node in reversed(tracer.graph.nodes):
+            if node is last:
+                break
+            nodes.append(node)
+        try:
+            if [tensor._version for tensor in inputs] != versions or not memory.is_unchanged():
+                raise UnknownValueError
+            if [node_of(tracer, tensor) for tensor in inputs] != before:
+                raise UnknownValueError
+            if _described(tracer, layer, args, kwargs) != (inputs, description):
+                raise UnknownValueError
+            copied = Copied(tracer, nodes[::-1], inputs, around, RECOMPUTE_KEY)
+            results = _results(tracer, outputs, inputs, set(nodes))
+        except UnknownValueError:
+            return outputs
+        calls = Counter(tracer.num_calls)
+        calls.subtract(around.calls)
+        regions = self._recorder.regions - around.regions
+        found = _First(reads, memory, description, callers, copied, inputs, outputs, results, +calls, regions)
+        self._first[type(layer)].append(found)
+        return outputs
+
+    def _copy(self, first: _First, call: _Call, inputs: list[Tensor]) -> Any:
+        tracer, layer = call[:2]
+        around = self._around(tracer, tracer.path_of_module(layer))
+        given = {id(mine): other for mine, other in zip(first.inputs, inputs, strict=True)}
+        copy = first.nodes.write([node_of(tracer, tensor) for tensor in inputs], around, first.calls)
+        self._recorder.regions += first.regions
+
+        def tensor(value: Tensor) -> Tensor:
+            node = first.results.get(id(value))
+            return given[id(value)] if node is None else first.nodes.result(value, copy(node))
+
+        return rebuilt(first.outputs, tensor)
+
+
+def _candidates(root: nn.Module) -> dict[str, nn.Module]:
+    """Modules that have siblings of their class, and modules of their own, by path."""
+    found = {}
+    for path, parent in root.named_modules():
+        counts = Counter(type(child) for child in parent.children())
+        for name, child in parent.named_children():
+            if counts[type(child)] >= _LEAST and any(True for _ in child.children()) and not has_hooks(child):
+                found[f"{path}.{name}".lstrip(".")] = child
+    return found
+
+
+def _has_global_hooks() -> bool:
+    of_torch: Any = torch.nn.modules.module
+    kinds = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
+    return any(getattr(of_torch, f"_global_{kind}") for kind in kinds)
+
+
+def _described(tracer: Any, layer: nn.Module, args: Any, kwargs: Any) -> tuple[list[Tensor], Any]:
+    """All tensors that go into a call, and what is known of them and of what stands around it.
+
+    Raises:
+        UnknownValueError: something else goes in.
+    """
+    tensors: list[Tensor] = []
+    given = described((args, kwargs), tensors)
+    # A number that was drawn may decide a branch.
+    if any(all(isinstance(size, int) and size == 1 for size in tensor.shape) for tensor in tensors):
+        raise UnknownValueError
+    own: list[Tensor] = []
+    for module in layer.modules():
+        own += [t for kind in (module._parameters, module._buffers) for t in kind.values() if t is not None]
+    state = [described(tensor, tensors) for tensor in own]
+    nodes: dict[fx.Node, int] = {}
+    places = tuple(nodes.setdefault(node_of(tracer, tensor), i) for i, tensor in enumerate(tensors))
+    return tensors, (given, tuple(state), pattern(tensors), places, _modes())
+
+
+def _modes() -> tuple[Any, ...]:
+    """What changes the meaning of operations."""
+    devices = ("cpu", "cuda")
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.get_default_dtype(),
+        torch.get_default_device(),
+        tuple((torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in devices),
+        tuple(map(id, _get_current_function_mode_stack())),
+        tuple(map(id, _get_current_dispatch_mode_stack())),
+    )
+
+
+def _callers() -> tuple[tuple[int, int], ...]:
+    """The places of all calls around this one: their lines are written on nodes."""
+    frame, found = sys._getframe(3), []
+    while frame is not None:
+        found.append((id(frame.f_code), frame.f_lasti))
+        frame = frame.f_back  # type: ignore[assignment]
+    return tuple(found)
+
+
+def _results(tracer: Any, outputs: Any, inputs: list[Tensor], nodes: set[fx.Node]) -> dict[int, fx.Node]:
+    """The nodes of tensors that a call gives, by their identities; what it hands on as it came has none.
+
+    Raises:
+        UnknownValueError: a tensor is a part of something else.
+    """
+    tensors: list[Tensor] = []
+    described(outputs, tensors)
+    made = [tensor for tensor in tensors if not any(tensor is given for given in inputs)]
+    found = {id(tensor): node_of(tracer, tensor) for tensor in made}
+    shared = pattern([*inputs, *{id(tensor): tensor for tensor in made}.values()])[len(inputs) :]
+    if any(memory != index + len(inputs) for index, (_, memory) in enumerate(shared)):
+        raise UnknownValueError
+    if any(node not in nodes for node in found.values()) or len(set(found.values())) < len(found):
+        raise UnknownValueError
+    if any(not isinstance(node.meta.get("val"), Tensor) for node in found.values()):
+        raise UnknownValueError
+    return found
