@@ -27,7 +27,7 @@ from fxpar.ops.functions import function as kept
 from fxpar.plan.plan import Plan
 from fxpar.program.collector import without_collections
 from fxpar.program.gradients import carried
-from fxpar.program.program import Program
+from fxpar.program.program import Program, note
 from fxpar.signatures.functions import forget_proofs
 
 __all__ = ["CallSpec", "Captured", "arguments", "capture", "check_model", "check_samples"]
@@ -92,8 +92,11 @@ def _capture(model: nn.Module, batch: Any, plan: Plan, loss: Callable[..., Any] 
             continue
         break
     program = _with_trainable_loss(model, program, is_guess=loss is None)
-    eager = walk(model, batch, function, others)
-    compare(eager, Counter(str(n.kwargs["path"]) for n in program.graph.nodes if n.target is kept))
+    eager = walk(model, batch, function, others, traced.copied)
+    # Of layers that were copied the walk has seen nothing.
+    copied = tuple(f"{path.removeprefix(traced.prefix)}." for path in traced.copied)
+    calls = [n for n in program.graph.nodes if n.target is kept and not f"{note(n).fqn}.".startswith(copied)]
+    compare(eager, Counter(str(n.kwargs["path"]) for n in calls))
     if plan.row_wise:
         call = ((batch,), {}) if function is not None else arguments(model, batch, False)
         check_row_wise(program, {**dict(model.named_buffers()), **dict(model.named_parameters())}, spec.inputs(call))

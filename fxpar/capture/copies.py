@@ -17,6 +17,7 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, set_
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.fx.node import map_arg
 
+from fxpar.capture.functional import COMPARED
 from fxpar.capture.values import UnknownValueError, of_tensor, storage
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -75,7 +76,7 @@ class Copied:
         memory = {storage(tensor): index for index, tensor in reversed(list(enumerate(inputs)))}
         memory |= {storage(n.meta["val"]): i for i, n in reversed(list(enumerate(self._inputs)))}
         inside, outside = set(nodes), set(self._inputs)
-        # Of results that lie in the memory of an input.
+        # Results that lie in the memory of an input, and are compared with it. The others' may be the first call's.
         self._views: dict[fx.Node, int] = {}
         for node in nodes:
             value = node.meta.get("val")
@@ -86,10 +87,9 @@ class Copied:
             found = value if isinstance(value, (tuple, list)) else [value]
             if any(free_unbacked_symbols(v) for v in found if isinstance(v, (Tensor, *_SYMBOLIC))):
                 raise UnknownValueError
-            held = {memory.get(storage(v)) for v in found if isinstance(v, Tensor)} - {None}
-            if held:
-                self._views[node] = next(iter(index for index in held if index is not None))
-                if not isinstance(value, Tensor) or of_tensor(self._view(node, self._inputs)) != of_tensor(value):
+            if node.target in COMPARED and node.args[0] in outside and storage(value) in memory:
+                self._views[node] = memory[storage(value)]
+                if of_tensor(self._view(node, self._inputs)) != of_tensor(value):
                     raise UnknownValueError
             self._custom(node, around)  # for what it raises
         self._stacks: dict[int, Any] = {}
@@ -133,6 +133,8 @@ class Copied:
     def _view(self, node: fx.Node, inputs: list[fx.Node]) -> Tensor:
         value: Tensor = node.meta["val"]
         base: Tensor = inputs[self._views[node]].meta["val"]
+        if of_tensor(base) == of_tensor(value):
+            return base
         with torch._C.DisableTorchFunction(), disable_proxy_modes_tracing(), torch.no_grad():
             return base.as_strided(value.shape, value.stride(), value.storage_offset())
 
@@ -151,16 +153,12 @@ class Copied:
 
     def _custom(self, node: fx.Node, around: Surrounding) -> dict[str, Any]:
         """Annotations of a node's copy."""
-        own, before = dict(node.meta.get("custom", {})), dict(self._around.custom)
-        region, ambient = own.pop(self._region_key, None), before.pop(self._region_key, None)
-        if own != before:
+        key, found = self._region_key, dict(node.meta.get("custom", {}))
+        region, before = found.pop(key, None), self._around.custom.get(key)
+        if region != before and (region is None or region <= self._around.regions):
             raise UnknownValueError
-        found = dict(around.custom)
-        if region != ambient:
-            if region is None or region <= self._around.regions:
-                raise UnknownValueError
-            found[self._region_key] = region - self._around.regions + around.regions
-        return found
+        now = around.custom.get(key) if region == before else region - self._around.regions + around.regions
+        return found if now is None else {**found, key: now}
 
     def result(self, value: Tensor, node: fx.Node) -> Tensor:
         """A tensor for what a call gives, of which the trace knows as much as of the first call's.

@@ -34,6 +34,7 @@ from fxpar.capture.memo import OtherMemos, nothing_remembered
 from fxpar.capture.memory import plain_surrounding, without_values
 from fxpar.capture.places import is_foreign_file, place_of
 from fxpar.capture.recording import Watch, is_internal, recording
+from fxpar.capture.standins import repeated
 from fxpar.capture.state import untouched
 from fxpar.capture.trace import FAILURES, called, quiet
 from fxpar.errors import CaptureError
@@ -67,11 +68,18 @@ class Eager:
     reason: str = ""
 
 
-def walk(model: nn.Module, batch: Any, loss: Callable[..., Any] | None, others: OtherMemos | None = None) -> Eager:
+def walk(
+    model: nn.Module,
+    batch: Any,
+    loss: Callable[..., Any] | None,
+    others: OtherMemos | None = None,
+    copied: Mapping[str, str] | None = None,
+) -> Eager:
     """Runs the model on fakes, forward and backward; it is left as it was.
 
     Args:
         others: memoised functions, where they are known from the trace.
+        copied: layers that do not run, as of a `Trace`.
 
     Raises:
         CaptureError: a hook on gradients or saved tensors, or random numbers in a backward.
@@ -87,7 +95,7 @@ def walk(model: nn.Module, batch: Any, loss: Callable[..., Any] | None, others: 
             batch = stack.enter_context(without_values(model, separate(batch)))
             hooks = stack.enter_context(hooks_watched(model, batch))
             call = called(model, batch, loss)
-            with Watch(), _Calls(found):
+            with Watch(), repeated(call.module, copied or {}), _Calls(found):
                 outputs = call.module(*call.args, **call.kwargs)
             _differentiate(found, outputs)
             del outputs

@@ -83,8 +83,10 @@ def _number(exported: ExportedProgram) -> None:
     free = fx.Graph()._graph_namespace
     for node in exported.graph.nodes:
         target: Any = node.target
-        is_call = isinstance(target, torch._ops.OpOverload) and target is not aten.sym_size.int
+        is_call = isinstance(target, torch._ops.OpOverload)
         base = exported.graph._target_to_str(target.overloadpacket.__name__) if is_call else node.name
+        if target is aten.sym_size.int:  # whose names say how often a trace asked
+            base = "sym_size_int"
         name = free.create_name(base, None)
         if name != node.name:
             node.name = name
@@ -194,6 +196,8 @@ _REWRITES: Mapping[Any, _Rewrite] = {
     aten.reshape.default: _reshape,
     aten.dropout.default: _dropout,
 }
+# Operators whose result and operand are compared: are they one?
+COMPARED = frozenset(_REWRITES)
 # What torch composes of operations that have rules: means of losses become those of `aten.mean`.
 _TAKEN_APART = frozenset(
     {

@@ -15,7 +15,7 @@ from unittest import mock
 
 import torch
 import torch.utils.checkpoint
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._dynamo import trace_rules
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable, tracing_state_functions
@@ -118,6 +118,11 @@ def roots_of_sizes() -> Any:
     return mock.patch.object(math, "sqrt", sqrt)
 
 
+def no_code() -> Any:
+    """While active, graph modules have no code made of their graphs: export's passes do that after each change."""
+    return mock.patch.object(fx.GraphModule, "recompile", lambda module: None)
+
+
 @contextlib.contextmanager
 def loss_shapes() -> Iterator[None]:
     """While active, unreduced losses of symbolic sizes have their shape in functional form.
@@ -173,6 +178,20 @@ def calls_of_modules(call: Callable[..., Any]) -> Any:
         return call(original, tracer, module, forward, args, kwargs)
 
     return mock.patch.object(_ModuleStackTracer, "call_module", call_module)
+
+
+def eager_calls_of_modules(call: Callable[..., Any]) -> Any:
+    """Takes all calls of modules.
+
+    Args:
+        call: called with what calls it as it is, the module and the arguments.
+    """
+    original = nn.Module.__call__
+
+    def call_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return call(original, module, *args, **kwargs)
+
+    return mock.patch.object(nn.Module, "__call__", call_module)
 
 
 @contextlib.contextmanager

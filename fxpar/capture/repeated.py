@@ -10,11 +10,12 @@ otherwise is traced as if this file was not there.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
@@ -28,9 +29,22 @@ from fxpar.capture.reads import Reads, has_hooks
 from fxpar.capture.recording import RECOMPUTE_KEY, Recorder
 from fxpar.capture.values import UnknownValueError, described, pattern, rebuilt
 
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 _Call = tuple[Any, nn.Module, Any, tuple[Any, ...], dict[str, Any]]  # as of `patches.calls_of_modules`
 _LEAST = 3  # equal siblings: of two, watching the first takes what the second would
 _MOST = 4  # first calls of one class
+
+
+def _apart(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """A function whose questions about tensors no mode of the trace is asked."""
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        with torch._C.DisableTorchFunction():
+            return function(*args, **kwargs)
+
+    return call
 
 
 @dataclass(frozen=True)
@@ -41,11 +55,12 @@ class _First:
         outputs: what it gave.
         inputs: which tensors went in.
         description: of all that went in.
-        callers: the places of the calls around it.
+        callers: the places of the calls around it, and annotations.
         calls: how often each module of the layer was called.
         regions: how many checkpointed regions were entered.
     """
 
+    layer: nn.Module
     reads: Reads
     memory: Memory
     description: Any
@@ -65,8 +80,6 @@ class Repeats:
         root: the model.
         recorder: of the trace.
 
-    Attributes:
-        copied: paths of layers all of whose calls were copied, under the root.
     """
 
     def __init__(self, root: nn.Module, recorder: Recorder) -> None:
@@ -75,13 +88,14 @@ class Repeats:
         self._first: dict[type, list[_First]] = defaultdict(list)
         self._tried: Counter[type] = Counter()
         self._is_inside = False
-        self._copied: set[int] = set()
-        self._traced: set[int] = set()
+        self._calls: Counter[int] = Counter()
+        self._copied: dict[int, int] = {}
 
     @property
-    def copied(self) -> frozenset[str]:
-        """Layers all of whose calls were copied."""
-        return frozenset(self._paths[key] for key in self._copied - self._traced)
+    def copied(self) -> dict[str, str]:
+        """Layers under the root that were copied, with that which was traced, where each was called once."""
+        pairs = ((key, first) for key, first in self._copied.items() if self._calls[key] == self._calls[first] == 1)
+        return {self._paths[key]: self._paths[first] for key, first in pairs}
 
     def call(
         self, original: Callable[..., Any], tracer: Any, module: nn.Module, forward: Any, args: Any, kwargs: Any
@@ -98,14 +112,14 @@ class Repeats:
 
     def _layer(self, call: _Call, run: Callable[[], Any]) -> Any:
         tracer, layer, _, args, kwargs = call
+        self._calls[id(layer)] += 1
         try:
             if has_hooks(layer) or _has_global_hooks():
                 raise UnknownValueError
             inputs, description = _described(tracer, layer, args, kwargs)
         except UnknownValueError:
-            self._traced.add(id(layer))
             return run()
-        callers = _callers()
+        callers = (_callers(), _annotations())
         for first in self._first[type(layer)]:
             is_same = first.description == description and first.callers == callers
             if is_same and first.reads.is_equal(layer) and first.memory.is_unchanged():
@@ -113,9 +127,8 @@ class Repeats:
                     found = self._copy(first, call, inputs)
                 except UnknownValueError:
                     break
-                self._copied.add(id(layer))
+                self._copied[id(layer)] = id(first.layer)
                 return found
-        self._traced.add(id(layer))
         if self._tried[type(layer)] == _MOST:
             return run()
         self._tried[type(layer)] += 1
@@ -160,17 +173,18 @@ class Repeats:
                 raise UnknownValueError
             if _described(tracer, layer, args, kwargs) != (inputs, description):
                 raise UnknownValueError
-            copied = Copied(tracer, nodes[::-1], inputs, around, RECOMPUTE_KEY)
+            copied = _apart(Copied)(tracer, nodes[::-1], inputs, around, RECOMPUTE_KEY)
             results = _results(tracer, outputs, inputs, set(nodes))
         except UnknownValueError:
             return outputs
         calls = Counter(tracer.num_calls)
         calls.subtract(around.calls)
         regions = self._recorder.regions - around.regions
-        found = _First(reads, memory, description, callers, copied, inputs, outputs, results, +calls, regions)
+        found = _First(layer, reads, memory, description, callers, copied, inputs, outputs, results, +calls, regions)
         self._first[type(layer)].append(found)
         return outputs
 
+    @_apart
     def _copy(self, first: _First, call: _Call, inputs: list[Tensor]) -> Any:
         tracer, layer = call[:2]
         around = self._around(tracer, tracer.path_of_module(layer))
@@ -202,6 +216,7 @@ def _has_global_hooks() -> bool:
     return any(getattr(of_torch, f"_global_{kind}") for kind in kinds)
 
 
+@_apart
 def _described(tracer: Any, layer: nn.Module, args: Any, kwargs: Any) -> tuple[list[Tensor], Any]:
     """All tensors that go into a call, and what is known of them and of what stands around it.
 
@@ -245,6 +260,12 @@ def _callers() -> tuple[tuple[int, int], ...]:
     return tuple(found)
 
 
+def _annotations() -> dict[str, Any]:
+    """What is written on nodes besides the number of their region."""
+    return {key: value for key, value in get_current_meta().get("custom", {}).items() if key != RECOMPUTE_KEY}
+
+
+@_apart
 def _results(tracer: Any, outputs: Any, inputs: list[Tensor], nodes: set[fx.Node]) -> dict[int, fx.Node]:
     """The nodes of tensors that a call gives, by their identities; what it hands on as it came has none.
 

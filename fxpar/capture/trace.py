@@ -127,6 +127,8 @@ class Trace:
         originals: where the model has no memory, its tensor for the id of each tensor of `exported`.
         assumptions: branches on sizes that Dynamo took before the export.
         keywords: the model was called with keyword arguments and traced with one mapping of them.
+        copied: paths of layers that were not traced, with those whose nodes theirs are copies of, where the trace asked
+            nothing that an eager run would answer otherwise.
     """
 
     exported: ExportedProgram
@@ -136,6 +138,7 @@ class Trace:
     originals: Mapping[int, Tensor] = field(default_factory=dict)
     assumptions: tuple[Assumption, ...] = ()
     keywords: bool = False
+    copied: Mapping[str, str] = field(default_factory=dict)
 
 
 def trace(
@@ -208,8 +211,9 @@ def _trace(run: Called, symbolic: int | None, originals: Mapping[int, Tensor], o
         questions = Questions(as_eager)
         try:
             with untouched(module), nothing_remembered(module, others), questions:
-                exported, recorder = _functional(module, call, prefix)
-            return Trace(exported, "export", recorder, prefix, originals)
+                exported, recorder, copied = _functional(module, call, prefix)
+            copied = copied if as_eager else {}
+            return Trace(exported, "export", recorder, prefix, originals, copied=copied)
         except CaptureError:
             if not (as_eager and questions.asked):
                 raise
@@ -221,18 +225,21 @@ def _trace(run: Called, symbolic: int | None, originals: Mapping[int, Tensor], o
     try:
         with untouched(module), nothing_remembered(module, others, plain=True):
             graph_module, assumptions = dynamo_graph(module, prefix, *call)
-        exported, recorder = _functional(graph_module, call, prefix)
+        exported, recorder, _ = _functional(graph_module, call, prefix)
         return Trace(exported, "dynamo", recorder, prefix, originals, assumptions)
     except FAILURES as error:
         raise _explained(first, error) from first
 
 
-def _functional(module: nn.Module, call: _Call, prefix: str) -> tuple[ExportedProgram, Recorder]:
-    """Exports a module in functional form."""
+def _functional(
+    module: nn.Module, call: _Call, prefix: str
+) -> tuple[ExportedProgram, Recorder, Mapping[str, str]]:
+    """Exports a module in functional form; with what was recorded, and which layers repeat which."""
     args, kwargs, symbolic = call
     shapes = pytree.tree_map(lambda value: _offered(value, symbolic), bound_arguments(module, args, kwargs))
     watch = Watch()
     with recording() as recorder, patches.draws_stay():
+        repeats = Repeats(module, recorder)
         try:
             # It prints the graph of a failed trace.
             with (
@@ -241,7 +248,8 @@ def _functional(module: nn.Module, call: _Call, prefix: str) -> tuple[ExportedPr
                 patches.plain_distributions(),
                 patches.roots_of_sizes(),
                 host_numbers(),
-                patches.calls_of_modules(Repeats(module, recorder).call),
+                patches.no_code(),
+                patches.calls_of_modules(repeats.call),
                 contextlib.redirect_stderr(io.StringIO()),
             ):
                 exported = torch.export.export(module, args, kwargs, dynamic_shapes=shapes, strict=False)
@@ -254,7 +262,7 @@ def _functional(module: nn.Module, call: _Call, prefix: str) -> tuple[ExportedPr
             functional = functional_form(exported)
         refuse_mutation(functional, prefix)
         replace_copies(functional)
-    return functional, recorder
+    return functional, recorder, repeats.copied
 
 
 def _offered(value: Any, symbolic: int | None) -> Any:

@@ -9,7 +9,7 @@ import torch
 import transformers
 from torch import nn
 
-from tests.zoo import VOCABULARY, NanoGPT, encoder_batch, encoder_loss, nano_batch, pixels, tokens, vit_config
+from tests.zoo import VOCABULARY, NanoGPT, encoder_batch, encoder_loss, nano_batch, pixels, tokens
 
 LAYERS = 4
 _SIZES = {"hidden_size": 48, "num_attention_heads": 4, "intermediate_size": 80, "num_hidden_layers": LAYERS}
@@ -80,7 +80,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], Any]] = {
     "falcon": (_lm("Falcon", num_hidden_layers=LAYERS, hidden_size=48, num_attention_heads=4), tokens, None),
     "qwen3": (_lm("Qwen3", **_GROUPED, head_dim=12), tokens, None),
     "albert": (_lm("Albert", **_SIZES, embedding_size=24), tokens, None),
-    "vit": (lambda: transformers.ViTForImageClassification(vit_config(num_labels=7, num_hidden_layers=4)), pixels, None),
+    "vit": (lambda: transformers.ViTForImageClassification(transformers.ViTConfig(**_SIZES, image_size=32, patch_size=8, num_labels=7)), pixels, None),
     "encoder": (_encoder, encoder_batch, encoder_loss),
     "nanogpt": (lambda: NanoGPT(layers=LAYERS), nano_batch, None),
 }
