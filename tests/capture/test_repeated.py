@@ -1,0 +1,328 @@
+"""Layers that repeat are traced once, and nothing in a program says so; layers that do not are traced each."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fxpar.capture import Captured, capture
+from fxpar.capture.repeated import Repeats
+from fxpar.errors import CaptureError
+from fxpar.text.printing import print_program
+from tests.capture.functions import Seven
+from tests.capture.repeated import MODELS, made
+
+
+def both(make: Callable[[], tuple[nn.Module, Any, Any]]) -> tuple[int, Captured, Captured]:
+    """How many layers were copied in a capture, that capture, and one of which no layer was."""
+    count, original = itertools.count(), Repeats._copy
+
+    def copy(self: Repeats, *args: Any) -> Any:
+        found = original(self, *args)
+        next(count)
+        return found
+
+    def traced(self: Repeats, original: Any, *call: Any) -> Any:
+        return original(*call)
+
+    model, batch, loss = make()
+    with mock.patch.object(Repeats, "_copy", copy):
+        copied = capture(model, batch, loss=loss)
+    model, batch, loss = make()
+    with mock.patch.object(Repeats, "call", traced):
+        plain = capture(model, batch, loss=loss)
+    return next(count), copied, plain
+
+
+def same(make: Callable[[], tuple[nn.Module, Any, Any]]) -> int:
+    """How many layers were copied; nothing that is known of a program differs for it."""
+    count, copied, plain = both(make)
+    assert print_program(copied.program) == print_program(plain.program)
+    assert copied.spec == plain.spec
+    for mine, other in zip(copied.program.graph.nodes, plain.program.graph.nodes, strict=True):
+        assert mine.meta.get("custom") == other.meta.get("custom")
+    assert copied.program.constants.keys() == plain.program.constants.keys()
+    return count
+
+
+# Whose layers differ by index, hold constants, or are watched by hooks.
+NONE = {"gpt2 scaled by its index", "falcon", "mixtral with router logits", "albert"}
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", MODELS)
+def test_programs_are_those_of_a_trace_of_each_layer(name: str, training: bool) -> None:
+    count = same(lambda: made(name, training))
+    assert (count == 0) == (name in NONE)
+
+
+class Layer(nn.Module):
+    """A layer with whatever a test gives it, and a forward of its own."""
+
+    def __init__(self, index: int, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.up, self.down, self.drop = nn.Linear(4, 6), nn.Linear(6, 4), nn.Dropout(0.1)
+        self.index, self.function = index, function
+
+    def forward(self, x: Tensor, *others: Any) -> Any:
+        return self.function(self, x, *others)
+
+    def mlp(self, x: Tensor) -> Tensor:
+        found: Tensor = x + self.drop(self.down(self.up(x).tanh()))
+        return found
+
+
+def _in_turn(model: Any, x: Tensor) -> Tensor:
+    for layer in model.layers:
+        x = layer(x)
+    return x
+
+
+class Stack(nn.Module):
+    """Layers one after the other."""
+
+    def __init__(
+        self, function: Callable[..., Any], count: int = 5, run: Callable[[Any, Tensor], Tensor] = _in_turn
+    ) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)  # what comes out of a layer has a gradient, what goes into the first one should
+        self.layers = nn.ModuleList(Layer(i, function) for i in range(count))
+        self.run = run
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(self, self.first(x)).sum()
+
+
+def stacked(model: nn.Module) -> tuple[nn.Module, Any, Any]:
+    return model, torch.randn(3, 5, 4), None
+
+
+def copied(function: Callable[..., Any], change: Callable[[Any], None] | None = None, **options: Any) -> int:
+    """How many layers of a stack were copied, whose program is that of a trace."""
+
+    def make() -> tuple[nn.Module, Any, Any]:
+        model = Stack(function, **options)
+        if change is not None:
+            change(model)
+        return stacked(model)
+
+    return same(make)
+
+
+def plain(m: Layer, x: Tensor, *others: Any) -> Tensor:
+    return m.mlp(x)
+
+
+def test_equal_layers_are_copied_whatever_they_do_not_read() -> None:
+    assert copied(plain) == 4
+
+
+def test_what_differs_by_index_is_traced() -> None:
+    assert copied(lambda m, x: m.mlp(x) if m.index % 2 else m.mlp(x).sin()) == 0
+    assert copied(lambda m, x: m.mlp(x) * (vars(m)["index"] + 1)) == 0
+    assert copied(lambda m, x: m.mlp(x) * m.__dict__["index"]) == 0
+
+    def scaled(model: Any) -> None:
+        for i, layer in enumerate(model.layers):
+            layer.scale = SimpleNamespace(by=1.0 if i < 3 else 2.0)
+
+    assert copied(lambda m, x: m.mlp(x) * m.scale.by, scaled) == 0
+
+    def halves(model: Any) -> None:
+        for i, layer in enumerate(model.layers):
+            layer.scale = 0.5 if i < 2 else 0.25
+
+    assert copied(lambda m, x: m.mlp(x) * m.scale, halves) == 3  # layers 1, 3 and 4
+
+
+def test_layers_of_other_settings_are_traced() -> None:
+    def dropping(model: Any) -> None:
+        for i, layer in enumerate(model.layers):
+            layer.drop.p = 0.1 * i
+
+    assert copied(plain, dropping) == 0
+
+    def evaluated(model: Any) -> None:
+        model.layers[1].eval()
+
+    assert copied(plain, evaluated) == 3
+
+    def frozen(model: Any) -> None:
+        model.layers[2].up.weight.requires_grad_(False)
+
+    assert copied(plain, frozen) == 3
+
+    def unbiased(model: Any) -> None:
+        model.layers[3].up.bias = None
+
+    assert copied(plain, unbiased) == 3
+
+
+def test_state_outside_of_the_layers_is_seen() -> None:
+    calls: list[int] = []
+
+    def counting(m: Layer, x: Tensor) -> Tensor:
+        calls.append(1)
+        return m.mlp(x) * len(calls)
+
+    assert copied(counting) == 0
+    numbers = itertools.count(1)
+    with mock.patch.object(itertools, "count", itertools.count):
+        first = both(lambda: stacked(Stack(lambda m, x: m.mlp(x) * next(numbers))))
+    assert first[0] == 0
+
+    def told(model: Any, x: Tensor) -> Tensor:
+        for i, layer in enumerate(model.layers):
+            model.shared.number = i // 2
+            x = layer(x)
+        return x
+
+    def share(model: Any) -> None:
+        model.shared = SimpleNamespace(number=0)
+        for layer in model.layers:
+            layer.shared = model.shared
+
+    assert copied(lambda m, x: m.mlp(x) + m.shared.number, share, run=told) == 2  # each other one
+
+
+def test_what_a_layer_keeps_is_made_by_itself() -> None:
+    def keeping(m: Any, x: Tensor) -> Tensor:
+        m.seen = x
+        return m.mlp(x)
+
+    assert copied(keeping) == 0
+
+    def listing(m: Layer, x: Tensor, seen: list[Tensor]) -> Tensor:
+        seen.append(x)
+        return m.mlp(x)
+
+    def run(model: Any, x: Tensor) -> Tensor:
+        seen: list[Tensor] = []
+        for layer in model.layers:
+            x = layer(x, seen)
+        return sum((value.sin() for value in seen), x)
+
+    assert copied(listing, run=run) == 0
+
+
+def test_tied_weights_and_layers_that_are_called_twice() -> None:
+    def tied(model: Any) -> None:
+        model.layers[2].up.weight = model.layers[0].up.weight
+        model.layers[3].down.weight = model.layers[3].up.weight = nn.Parameter(torch.randn(4, 4))
+        model.layers[3].up.bias = nn.Parameter(torch.randn(4))
+
+    assert copied(plain, tied) == 3
+
+    def twice(model: Any, x: Tensor) -> Tensor:
+        for layer in [*model.layers, *model.layers]:
+            x = layer(x)
+        return x
+
+    assert copied(plain, run=twice) == 9
+
+
+def test_tensors_that_are_no_arguments_are_traced() -> None:
+    def hold(model: Any) -> None:
+        for layer in model.layers:
+            layer.table = torch.ones(4)
+
+    assert copied(lambda m, x: m.mlp(x) * m.table, hold) == 0
+
+    def neighbours(model: Any) -> None:
+        for layer in model.layers:
+            layer.others = (model.layers[0],)
+
+    assert copied(lambda m, x: m.mlp(x) + m.others[0].up.bias.sum(), neighbours) == 0
+
+
+def test_arguments_of_other_kinds_are_traced() -> None:
+    def lengths(model: Any, x: Tensor) -> Tensor:
+        for i, layer in enumerate(model.layers):
+            x = layer(x, i > 2)
+        return x
+
+    assert copied(lambda m, x, late: m.mlp(x) if late else m.mlp(x).sin(), run=lengths) == 3
+
+    def pairs(model: Any, x: Tensor) -> Tensor:
+        for i, layer in enumerate(model.layers):
+            x = layer(x, x if i < 3 else x + 1)
+        return x
+
+    assert copied(lambda m, x, y: m.mlp(x) if x is y else m.mlp(y), run=pairs) == 3
+
+    def objects(model: Any, x: Tensor) -> Tensor:
+        for i, layer in enumerate(model.layers):
+            x = layer(x, SimpleNamespace(by=i))
+        return x
+
+    assert copied(lambda m, x, y: m.mlp(x) * y.by, run=objects) == 0
+
+
+def test_changes_in_place_are_those_of_a_trace() -> None:
+    def adding(m: Layer, x: Tensor) -> Tensor:
+        x += m.mlp(x)
+        return x
+
+    assert copied(adding) == 0
+    assert copied(lambda m, x: m.mlp(x).mul_(2)) == 4
+
+    def after(model: Any, x: Tensor) -> Tensor:
+        for layer in model.layers:
+            x = layer(x)
+            x += 1
+        return x
+
+    assert copied(plain, run=after) == 4
+
+
+def test_modes_and_lines_around_a_call() -> None:
+    def unrolled(model: Any, x: Tensor) -> Tensor:
+        a, b, c, d, e = model.layers
+        x = a(x)
+        x = b(x)
+        with torch.no_grad():
+            x = x + c(x)
+        return e(d(x))  # type: ignore[no-any-return]
+
+    assert copied(plain, run=unrolled) == 0
+
+    def partly(model: Any, x: Tensor) -> Tensor:
+        for i, layer in enumerate(model.layers):
+            with torch.set_grad_enabled(i != 3):
+                x = layer(x)
+        return model.layers[-1](x)  # type: ignore[no-any-return]
+
+    assert copied(plain, run=partly) == 2  # nor has what goes into the last one a gradient
+
+
+def test_checkpointed_regions_have_numbers_of_their_own() -> None:
+    def run(model: Any, x: Tensor) -> Tensor:
+        for layer in model.layers:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return x
+
+    assert copied(plain, run=run) == 4
+    assert copied(lambda m, x: checkpoint(m.mlp, x, use_reentrant=False).sin()) == 4
+
+
+def test_functions_of_the_author_are_kept_in_each_layer() -> None:
+    assert copied(lambda m, x: m.mlp(Seven.apply(x))) == 4
+
+
+def test_a_hook_on_one_layer_is_seen() -> None:
+    def hooked(model: Any) -> None:
+        model.layers[2].up.register_forward_hook(lambda module, args, output: output * 2)
+
+    assert copied(plain, hooked) == 3
+    model = Stack(plain)
+    model.layers[3].up.weight.register_hook(lambda gradient: gradient * 2)  # type: ignore[union-attr]
+    with pytest.raises(CaptureError, match="hook"):
+        capture(*stacked(model)[:2])
