@@ -63,16 +63,39 @@ def segments(graph: fx.Graph, phases: Collection[str]) -> list[Segment]:
     # Where the parameter phase is part of the backward, it is one with it.
     for (region, uncaptured, phase), run in itertools.groupby(nodes, key=_place):
         own = list(run)
-        numbers: dict[fx.Node, None] = {}
-        pending = [read for node in own for read in node.all_input_nodes if is_number(read)]
-        while pending:
-            node = pending.pop()
-            if node not in numbers:
-                numbers[node] = None
-                pending += [read for read in node.all_input_nodes if is_number(read)]
-        made = [node for node in graph.nodes if node in numbers] if numbers else []
-        found.append(Segment((*made, *own), region, uncaptured, phase))
+        numbers = _numbers(own)
+        found.append(Segment(_ordered(graph, numbers, own), region, uncaptured, phase))
     return found
+
+
+def _numbers(own: Sequence[fx.Node]) -> set[fx.Node]:
+    """The numbers that nodes read, and those that these are made of."""
+    found: set[fx.Node] = set()
+    pending = [read for node in own for read in node.all_input_nodes if is_number(read)]
+    while pending:
+        node = pending.pop()
+        if node not in found:
+            found.add(node)
+            pending += [read for read in node.all_input_nodes if is_number(read)]
+    return found
+
+
+def _ordered(graph: fx.Graph, numbers: Collection[fx.Node], own: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
+    """Numbers in front of the segment's nodes, but those that are sizes of what it makes itself behind that.
+
+    Of those in front many segments read the same ones, which the first made: left where they are, they would make its
+    text another than that of its like.
+    """
+    if not numbers:
+        return tuple(own)
+    front, behind, inner = [], [], set(own)
+    for node in graph.nodes:
+        if node in numbers and inner.isdisjoint(node.all_input_nodes):
+            front.append(node)
+        elif node in numbers or node in inner:
+            behind.append(node)
+            inner.add(node)
+    return (*front, *behind)
 
 
 def _place(node: fx.Node) -> tuple[str, str, str]:
