@@ -159,11 +159,14 @@ class _Dispatch:
         return self.emit.call(fxp.take_rows.default, (own, self._places, k), kind)
 
     def _put(self, node: fx.Node) -> fx.Node:
-        value, k = node.args[0], node.args[3]
+        value, given, *rest = node.args
         assert isinstance(value, fx.Node)
+        assert isinstance(given, fx.Node)
         kind = TensorType(tensor_type(node).dtype, (*self.lead, self._tokens, tensor_type(node).shape[-1]))
-        args = (self._returned(value), self._places, self._token_node, k)
-        return self.cut.together(self.emit.call(fxp.put_rows.default, args, kind))
+        args: tuple[Any, ...] = self._returned(value), self._places, self._token_node, rest[-1]
+        if node.target is fxp.put_weighed.default:
+            args = self._returned(value), self.cut.apart(given, 1), self._places, rest[-1]
+        return self.cut.together(self.emit.call(node.target, args, kind))
 
     def _computed(
         self, node: fx.Node, operand: Callable[[fx.Node, fx.Node], fx.Node], rows: tuple[Size, ...]

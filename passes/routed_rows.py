@@ -25,6 +25,8 @@ fxp = torch.ops.fxpar
 
 # What counts the rows of each expert.
 _GROUPED = (fxp.grouped_linear.default, fxp.spread_rows.default)
+# What makes tokens of rows.
+PUTS = (fxp.put_rows.default, fxp.put_weighed.default)
 # Operations with a dimension among their arguments, which may be any but that of the rows.
 _ALONG = frozenset(
     (
@@ -103,7 +105,7 @@ def _region(sort: fx.Node) -> Routed:
         used = operands(node)
         if node.target is fxp.take_rows.default and used[1] is order:
             takes.add(node)
-        elif node.target is fxp.put_rows.default and used[1] is order:
+        elif node.target in PUTS and used[-1] is order:
             puts.add(node)
         elif node.target in _GROUPED and used[-1] is counts:
             grouped.add(node)
@@ -127,7 +129,7 @@ def _region(sort: fx.Node) -> Routed:
     nodes = tuple(node for node in sort.graph.nodes if node in rows or node in puts)
     ends = [node for node in rows if any(u not in rows and u not in puts for u in node.users)]
     if ends:
-        _refuse(ends[0], "what it makes of rows leaves them otherwise than by put_rows")
+        _refuse(ends[0], "what it makes of rows leaves them otherwise than by put_rows or put_weighed")
     experts, k = int(tensor_type(counts).shape[0]), int(tensor_type(indices).shape[-1])
     return Routed(
         sort, counts, experts, k, nodes, frozenset(takes), frozenset(puts), frozenset(grouped), frozenset(holders)

@@ -72,13 +72,12 @@ class Emitter:
         return self.call(aten.view.default, (x, list(sizes)), TensorType(kind.dtype, tuple(shape)))
 
     def permute(self, x: fx.Node, dims: Sequence[int]) -> fx.Node:
-        """Dimensions in another order, and the elements in theirs."""
+        """Dimensions in another order; in memory the elements stay where they are."""
         kind = tensor_type(x)
         if list(dims) == list(range(len(kind.shape))):
             return x
         shape = tuple(kind.shape[dim] for dim in dims)
-        moved = self.call(aten.permute.default, (x, list(dims)), TensorType(kind.dtype, shape))
-        return self.call(aten.clone.default, (moved,), tensor_type(moved), memory_format=torch.contiguous_format)
+        return self.call(aten.permute.default, (x, list(dims)), TensorType(kind.dtype, shape))
 
     def over(self, x: fx.Node, dim: int, axis: str) -> fx.Node:
         """The value, cut there."""

@@ -40,7 +40,7 @@ _UNSAFE: Mapping[Any, str] = {
     for name in (
         *("_linalg_check_errors", "_linalg_eigh", "_linalg_svd", "linalg_eig", "linalg_inv_ex", "linalg_lu_factor_ex"),
         *("linalg_cholesky_ex", "linalg_ldl_factor_ex", "_linalg_solve_ex", "_linalg_det", "_linalg_slogdet"),
-        *("linalg_lstsq", "linalg_qr", "geqrf", "ormqr", "lu_unpack", "histc", "randperm", "_ctc_loss"),
+        *("linalg_lstsq", "linalg_qr", "geqrf", "ormqr", "lu_unpack", "randperm", "_ctc_loss"),
         *("embedding_renorm", "_embedding_bag", "multinomial", "bernoulli", "_pin_memory", "_use_cudnn_ctc_loss"),
     )
     if (packet := getattr(aten, name, None)) is not None
@@ -56,6 +56,8 @@ def why_not_capturable(node: fx.Node) -> str:
         return ""
     if target.overloadpacket in _UNSAFE:
         return _UNSAFE[target.overloadpacket]
+    if target.overloadpacket is aten.histc and not _has_bounds(node):
+        return "reads the smallest and the largest value on the host; pass it its bounds"
     if target.overloadpacket is aten.index_put and not _is_fill(node):
         return "writes at a mask, whose true places are counted on the host"
     return next((reason for tag, reason in _TAGS if tag in target.tags), "")
@@ -69,6 +71,12 @@ def _is_fill(node: fx.Node) -> bool:
         return True
     values = note(arguments["values"]).type
     return isinstance(values, TensorType) and not values.shape and not arguments.get("accumulate", False)
+
+
+def _has_bounds(node: fx.Node) -> bool:
+    """Whether a histogram is told its bounds; equal ones mean that it is to find them."""
+    arguments = bind_arguments(node)
+    return bool(arguments.get("min", 0) != arguments.get("max", 0))
 
 
 def _dtype(node: fx.Node) -> torch.dtype:

@@ -16,7 +16,8 @@ from unittest import mock
 from torch import Tensor, nn
 
 from fxpar.ops.grouped import grouped_linear, spread_rows
-from fxpar.ops.routed import put_rows, sort_by_expert, take_rows
+from fxpar.ops.routed import sort_by_expert, take_rows
+from fxpar.ops.weighed import put_weighed
 
 _INTERFACE = "transformers.integrations.moe"
 
@@ -39,17 +40,16 @@ def _experts(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_
     Shapes: hidden [tokens, h], indices and weights [tokens, k]; result [tokens, h].
     """
     own: Any = self
-    tokens, k = top_k_index.shape
+    k = top_k_index.shape[-1]
     order, counts = sort_by_expert(top_k_index, own.num_experts)
     rows = take_rows(hidden_states, order, k)
-    weights = take_rows(top_k_weights.reshape(-1, 1), order, 1)
     entry = "gate_up_proj" if own.has_gate else "up_proj"
     made = _product(own, entry, rows, counts)
     made = own._apply_gate(made) if own.has_gate else own.act_fn(made)
     made = _product(own, "down_proj", made, counts)
     if getattr(own, "has_post_expert_norm", False):
         made = own.post_expert_norm(made)
-    return put_rows(made * weights, order, tokens, k).to(hidden_states.dtype)  # type: ignore[no-any-return]
+    return put_weighed(made, top_k_weights, order, hidden_states.dtype)  # type: ignore[no-any-return]
 
 
 def _product(own: Any, name: str, rows: Tensor, counts: Tensor) -> Tensor:

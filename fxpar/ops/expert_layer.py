@@ -13,7 +13,8 @@ from torch.nn import functional
 
 from fxpar.errors import InputError
 from fxpar.ops.grouped import grouped_linear, spread_rows
-from fxpar.ops.routed import put_rows, sort_by_expert, take_rows
+from fxpar.ops.routed import sort_by_expert, take_rows
+from fxpar.ops.weighed import put_weighed
 
 
 def swiglu(*inner: Tensor) -> Tensor:
@@ -77,10 +78,8 @@ def experts(
     inner = [added(rows, matrix, biases[i] if biases else None) for i, matrix in enumerate(first)]
     made = added(activation(*inner), down, down_bias)
     made = made if norm is None else norm(made)
-    # A pair's weight is a row of its own: there are T * K of them with one expert each.
-    weighted = made * take_rows(weights.reshape(-1, 1), order, 1)
-    summed: Tensor = put_rows(weighted, order, hidden.shape[-2], k)
-    return summed.to(hidden.dtype)
+    summed: Tensor = put_weighed(made, weights, order, hidden.dtype)
+    return summed
 
 
 def _unfit(reason: str, remedy: str) -> InputError:

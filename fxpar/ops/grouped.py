@@ -63,7 +63,10 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor, transposed: bool) 
     counted = counts.reshape(-1, counts.shape[-1])
     found = [product(each, matrices[g % len(matrices)], counted[g]) for g, each in enumerate(groups)]
     shape = (*x.shape[:-1], matrices.shape[-1])
-    return torch.stack(found).reshape(shape) if found else x.new_zeros(shape)
+    if not found:
+        return x.new_zeros(shape)
+    # One group's is given as it is: a stack would be a copy of all rows.
+    return (found[0] if len(found) == 1 else torch.stack(found)).reshape(shape)
 
 
 @grouped_linear.register_fake

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from fxpar.ops import rows
+
 # torch's kernel wants rows of matrices to begin at multiples of so many bytes.
 _ALIGNED = 16
 
@@ -25,9 +27,14 @@ def product(x: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
     """
     x = x.contiguous()
     if _has_kernel(x, matrices):
-        found: Tensor = torch._grouped_mm(x, matrices, offs=_ends(counts))
+        ends = _ends(counts)
+        found: Tensor = torch._grouped_mm(x, matrices, offs=ends)
+        module = rows.kernels(found)  # torch's leaves the rows behind all experts' as they are
+        if module is not None:
+            cleared: Tensor = module.clear_behind(found, ends[-1])
+            return cleared
         places = torch.arange(x.shape[0], device=x.device)
-        return torch.where((places < counts.sum()).unsqueeze(-1), found, 0)  # the kernel leaves the others as they are
+        return torch.where((places < ends[-1]).unsqueeze(-1), found, 0)
     found = x.new_zeros(x.shape[0], matrices.shape[-1])
     if _is_recorded(x):
         for own, matrix in zip(_masks(counts, x.shape[0]), matrices, strict=True):
@@ -38,25 +45,25 @@ def product(x: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
     return found
 
 
-def outer(rows: Tensor, columns: Tensor, counts: Tensor) -> Tensor:
+def outer(left: Tensor, right: Tensor, counts: Tensor) -> Tensor:
     """For each expert the sum over its rows of the outer products, [E, o, i].
 
     Args:
-        rows: [M, o].
-        columns: [M, i].
+        left: [M, o].
+        right: [M, i].
         counts: int64[E].
     """
-    rows, columns = rows.contiguous(), columns.contiguous()
-    if _has_kernel(rows, columns) and rows.shape[0]:
-        found: Tensor = torch._grouped_mm(rows.mT, columns, offs=_ends(counts))
+    left, right = left.contiguous(), right.contiguous()
+    if _has_kernel(left, right) and left.shape[0]:
+        found: Tensor = torch._grouped_mm(left.mT, right, offs=_ends(counts))
         return found
-    found = rows.new_zeros(counts.shape[0], rows.shape[-1], columns.shape[-1])
-    if _is_recorded(rows):
-        for e, own in enumerate(_masks(counts, rows.shape[0])):
-            found[e] = torch.where(own, rows, 0).mT @ torch.where(own, columns, 0)
+    found = left.new_zeros(counts.shape[0], left.shape[-1], right.shape[-1])
+    if _is_recorded(left):
+        for e, own in enumerate(_masks(counts, left.shape[0])):
+            found[e] = torch.where(own, left, 0).mT @ torch.where(own, right, 0)
         return found
     for e, start, end in _runs(counts):
-        torch.mm(rows[start:end].mT, columns[start:end], out=found[e])
+        torch.mm(left[start:end].mT, right[start:end], out=found[e])
     return found
 
 

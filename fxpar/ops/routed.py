@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_NO_ROW = -1
+from fxpar.ops import rows
 
 
 @torch.library.custom_op("fxpar::sort_by_expert", mutates_args=())
@@ -32,10 +32,11 @@ def sort_by_expert(indices: Tensor, experts: int) -> tuple[Tensor, Tensor]:
         The order, int64[..., T * K], and the counts, int64[..., E].
     """
     flat = indices.flatten(-2)
-    keys = torch.where((flat >= 0) & (flat < experts), flat, experts).long()
-    # Neither bincount nor histc: they read on the host. Sums of integers are the same in every order.
-    counts = keys.new_zeros((*keys.shape[:-1], experts + 1)).scatter_add_(-1, keys, torch.ones_like(keys))
-    return keys.argsort(dim=-1, stable=True), counts[..., :experts].clone()
+    keys = torch.where((flat >= 0) & (flat < experts), flat, experts).to(torch.int32)
+    ranked, order = keys.sort(dim=-1, stable=True)
+    # Neither bincount, which reads on the host, nor a sum at indices, which waits for itself where many are equal.
+    each = torch.arange(experts, device=keys.device, dtype=keys.dtype).expand(*keys.shape[:-1], experts).contiguous()
+    return order, torch.searchsorted(ranked, each, right=True) - torch.searchsorted(ranked, each)
 
 
 @sort_by_expert.register_fake
@@ -57,14 +58,7 @@ def take_rows(x: Tensor, order: Tensor, k: int) -> Tensor:
     Returns:
         [..., M, h].
     """
-    if x.shape[-2] == 0:
-        return x.new_zeros((*order.shape, x.shape[-1]))
-    token = (order.clamp_min(0) // k).unsqueeze(-1)
-    if order.dim() == 1:
-        rows = x.index_select(0, token.view(-1))
-    else:
-        rows = x.gather(-2, token.expand(*order.shape, x.shape[-1]))
-    return torch.where((order > _NO_ROW).unsqueeze(-1), rows, 0)
+    return rows.take(x, None, order, k, x.dtype)
 
 
 @take_rows.register_fake
@@ -87,22 +81,7 @@ def put_rows(y: Tensor, order: Tensor, tokens: int, k: int) -> Tensor:
     Returns:
         [..., T, h]; zeros for a token without rows.
     """
-    *lead, count = order.shape
-    kind = torch.float32 if y.dtype in (torch.float16, torch.bfloat16) else y.dtype
-    if count == 0:
-        return y.new_zeros((*lead, tokens, y.shape[-1]))
-    # Where each pair's row stands; the place behind them is that of rows without a pair.
-    places = torch.full((*lead, tokens * k + 1), _NO_ROW, dtype=torch.int64, device=y.device)
-    own = torch.where(order > _NO_ROW, order, tokens * k)
-    places.scatter_(-1, own, torch.arange(count, device=y.device).expand(order.shape))
-    places = places[..., :-1].unflatten(-1, (tokens, k))
-    total: Tensor | None = None
-    for j in range(k):
-        place = places[..., j].unsqueeze(-1)
-        rows = y.gather(-2, place.clamp_min(0).expand(*lead, tokens, y.shape[-1]))
-        rows = torch.where(place > _NO_ROW, rows, 0).to(kind)
-        total = rows if total is None else total + rows
-    return y.new_zeros((*lead, tokens, y.shape[-1])) if total is None else total.to(y.dtype)
+    return rows.put(y, None, order, tokens, k, y.dtype)
 
 
 @put_rows.register_fake

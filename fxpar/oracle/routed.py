@@ -38,6 +38,19 @@ def routed(d: Draw) -> dict[str, Samples]:
             sample(x[:, 0], order[:, 0], tokens, k),
             sample(d.normal(6, i), torch.tensor([5, 0, -1, 7, 2, 3]), tokens, k),
         ],
+        "put_weighed": [
+            sample(x[0, 0], d.normal(tokens, k), order[0, 0], torch.float64),
+            sample(x[:, 0], d.normal(a, tokens, k), order[:, 0], torch.float64),
+        ],
+        "take_weighed": [
+            sample(d.normal(tokens, i), d.normal(tokens, k), order[0, 0], torch.float64),
+            sample(d.normal(a, tokens, i), d.normal(a, tokens, k), order[:, 0], torch.float64),
+            sample(d.normal(tokens, i), d.normal(tokens, k), torch.tensor([5, 0, -1, 7, 2, 3]), torch.float64),
+        ],
+        "dot_rows": [
+            sample(d.normal(tokens, i), x[0, 0], order[0, 0], k, torch.float64),
+            sample(d.normal(a, tokens, i), x[:, 0], order[:, 0], k, torch.float64),
+        ],
         "grouped_linear": [
             sample(x[0, 0], d.normal(experts, o, i), one, False),
             sample(x[0, 0], d.normal(experts, i, o), one, True),

@@ -90,14 +90,15 @@ def _pairs(first: Sequence[Segment], second: Sequence[Segment]) -> dict[Segment,
 def _results(units: Sequence[Unit], needed: Collection[str]) -> dict[Unit, tuple[tuple[int, ...], tuple[int, ...]]]:
     """What is used of a unit outside of it, of any of its text."""
     used: dict[str, tuple[set[int], set[int]]] = {}
+    # Not users of the graph: a number is a node of every segment that reads it, and what it reads is taken there too.
+    taken = {name for unit in units for name in (*unit.early, *unit.late)}
     for unit in dict.fromkeys(units):
-        inside = set(unit.nodes)
         parts = used.setdefault(unit.text, (set(), set()))
         for part, segment in zip(parts, (unit.forward, unit.backward), strict=True):
             for node in segment.nodes if segment is not None else ():
                 if is_number(node):
                     continue
-                if node.name in needed or any(user not in inside and user.op != "output" for user in node.users):
+                if node.name in needed or node.name in taken:
                     part.add(unit.position(node.name))
     found = {}
     for unit in dict.fromkeys(units):

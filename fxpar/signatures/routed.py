@@ -1,4 +1,4 @@
-"""Rules of the operators on rows of experts (`fxpar.ops.routed`, `fxpar.ops.blocks`).
+"""Rules of the operators on rows of experts (`fxpar.ops.routed`, `weighed`, `blocks`).
 
 Each index of the leading dimensions is computed by itself. Where each row says which token is its own, rows are cut;
 elsewhere rows and experts of one index are whole, because an expert's rows stand together.
@@ -59,6 +59,11 @@ def routed_rules() -> dict[str, Rule]:
         "spread_rows": (_spread, (("v",),)),
         "sum_by_expert": (_sum, (("y",),)),
     }
+    weighed = {
+        "put_weighed": (("... _ h, ... _ _, ... _ -> ... _ h", "y", "weights", "order"), ("y", "weights")),
+        "take_weighed": (("... _ h, ... _ _, ... m -> ... m h", "x", "weights", "order"), ("x", "weights")),
+        "dot_rows": (("... _ h, ... _ h, ... _ -> ... _ _", "x", "y", "order"), ("x", "y")),
+    }
     return {
         "fxpar.sort_by_expert.default": Rule(formula("... _ _ -> ... _, ... _", "indices")),
         "fxpar.block_order.default": Rule(formula("... _, ... _ -> ... _", "order", "counts")),
@@ -66,5 +71,9 @@ def routed_rules() -> dict[str, Rule]:
         "fxpar.resize_rows.default": Rule(formula("... _ h -> ... _ h", "x"), (("x",),)),
         "fxpar.take_rows.default": Rule(formula("... _ h, ... m -> ... m h", "x", "order"), (("x",),)),
         "fxpar.put_rows.default": Rule(formula("... m h, ... m -> ... _ h", "y", "order"), (("y",),)),
+        **{
+            f"fxpar.{name}.default": Rule(formula(*text), (given[:1], given[1:]))
+            for name, (text, given) in weighed.items()
+        },
         **{f"fxpar.{name}.default": Rule(*found) for name, found in labels.items()},
     }

@@ -35,6 +35,15 @@ def llama(size: int = 32, layers: int = 1) -> nn.Module:
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**options))
 
 
+def mixtral(size: int = 32, layers: int = 1) -> nn.Module:
+    """With experts, their load in the loss, and dropout of attention."""
+    options: dict[str, Any] = {"num_hidden_layers": layers, "hidden_size": size, "intermediate_size": 48}
+    options |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCABULARY}
+    options |= {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
+    options |= {"use_cache": False, "attention_dropout": 0.1, "bos_token_id": 1, "eos_token_id": 1}
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**options))
+
+
 two_layers = partial(gpt2, layers=2)
 
 
@@ -182,7 +191,7 @@ def as_it_is(build: Callable[[], nn.Module], steps: int, micro: int = 1, **more:
 
 def equal_on_ranks(name: str, impl: str, plan: dict[str, Any], micro: int) -> tuple[bool, Any]:
     """On each rank: whether a training with graphs is the one without, and what graphs there were."""
-    build = {"gpt2": gpt2, "llama": llama}[name]
+    build = {"gpt2": gpt2, "llama": llama, "mixtral": mixtral}[name]
     plain = as_it_is(build, 6, micro, **plan)
     graphed = train(build, words(6, micro), impl, **plan)
     return plain == graphed, graphed.figures

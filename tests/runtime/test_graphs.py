@@ -250,6 +250,9 @@ def test_transformer_engine_is_for_gpus() -> None:
         ("llama", {"tp": 2, "sequence_parallel": True}, "full_iteration", 2),
         pytest.param("gpt2", {"dp": 2}, "full_iteration", 1, marks=pytest.mark.matrix),
         pytest.param("llama", {"dp": 2, "precision": "bf16"}, "partial", 2, marks=pytest.mark.matrix),
+        ("mixtral", {"dp": 2, "ep": 2}, "full_iteration", 1),
+        pytest.param("mixtral", {"tp": 2, "ep": 2, "etp": 1}, "partial", 2, marks=pytest.mark.matrix),
+        pytest.param("mixtral", {"dp": 2, "ep": 2, "compile": True}, "full_iteration", 1, marks=pytest.mark.matrix),
     ],
 )
 def test_ranks_replay_together(world2: World, name: str, plan: dict[str, Any], impl: str, micro: int) -> None:

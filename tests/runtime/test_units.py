@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 import transformers
@@ -13,14 +15,21 @@ from fxpar.ops.collectives import Group
 from fxpar.program.program import output_node
 from fxpar.runtime.segments import dense, is_number
 from fxpar.runtime.units import Units, units_of
+from tests.runtime.graphed import mixtral, words
 from tests.zoo import VOCABULARY, tokens
 
 
-def _units(layers: int, *, paired: bool) -> tuple[Units, frozenset[str], set[str]]:
-    """Of a GPT-2 with dropout: its units, what is wanted at the end, and what is there at the start."""
+def _units(layers: int, *, paired: bool, experts: bool = False) -> tuple[Units, frozenset[str], set[str]]:
+    """Of a GPT-2 or a Mixtral with dropout: its units, what is wanted at the end, and what is there at the start.
+
+    In a Mixtral there are sizes of what the program makes itself.
+    """
     config = transformers.GPT2Config(n_layer=layers, n_embd=96, n_head=8, vocab_size=VOCABULARY, use_cache=False)
+    model, batch = transformers.GPT2LMHeadModel(config), tokens()
     plan = fxpar.Plan(tp=2, sequence_parallel=True)
-    program = compile_model(transformers.GPT2LMHeadModel(config).train(), tokens(), plan).program
+    if experts:
+        model, batch, plan = mixtral(layers=layers), words(1)[0], fxpar.Plan(dp=2, ep=2)
+    program = compile_model(model.train(), batch, plan).program
     step = compile_step(program, ("loss",), ("loss",), [p.fqn for p in program.parameters if p.trainable])
     groups = {name: Group("ranks", 2) for name in joined_names(program.axes)}
     graph = lower_program(step, groups).module.graph
@@ -43,9 +52,14 @@ def test_there_are_as_many_texts_for_many_layers_as_for_few(few: tuple[Units, fr
     assert len(paired) >= 6  # five layers and the head
 
 
-@pytest.mark.parametrize("paired", [True, False])
-def test_each_value_is_made_before_it_is_read(paired: bool) -> None:
-    units, wanted, there = _units(2, paired=paired)
+def test_layers_of_experts_have_one_text() -> None:
+    units, _, _ = _units(3, paired=True, experts=True)
+    assert Counter(Counter(unit.text for unit in units.forward).values())[3] == 1
+
+
+@pytest.mark.parametrize(("paired", "experts"), [(True, False), (False, False), (True, True), (False, True)])
+def test_each_value_is_made_before_it_is_read(paired: bool, experts: bool) -> None:
+    units, wanted, there = _units(2, paired=paired, experts=experts)
     for unit in units.forward:
         assert set(unit.early) <= there
         there |= {unit.nodes[i].name for i in units.results[unit][0]}

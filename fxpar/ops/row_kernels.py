@@ -1,0 +1,205 @@
+"""Rows of experts moved in one pass each on NVIDIA GPUs: what `fxpar.ops.rows` computes in several.
+
+Enters: contiguous operands, their leading dimensions in one. Leaves: the rows. Every element has one writer, and a sum
+one order of its terms, so that results do not change from run to run. Importing this module needs Triton.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Elements of a program, and the widest part of a row that it has.
+_ELEMENTS, _WIDEST = 2048, 1024
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _take_kernel(  # type: ignore[no-untyped-def]
+    x_ptr,
+    weights_ptr,
+    order_ptr,
+    out_ptr,
+    total,
+    rows,
+    tokens,
+    width,
+    K: tl.constexpr,
+    IS_WEIGHED: tl.constexpr,
+    SUM: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """A program writes `WIDTH` columns of `ROWS` rows, `rows` of which belong to one group."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    place = tl.load(order_ptr + row, mask=row < total, other=-1)
+    is_row = place >= 0
+    group = row // rows
+    is_own = (row < total)[:, None] & (column < width)[None, :]
+    source = (group * tokens + place // K)[:, None] * width + column[None, :]
+    value = tl.load(x_ptr + source, mask=is_own & is_row[:, None], other=0.0)
+    if IS_WEIGHED:
+        weight = tl.load(weights_ptr + group * tokens * K + place, mask=is_row, other=0.0)
+        value = value.to(SUM) * weight.to(SUM)[:, None]
+    target = row[:, None] * width + column[None, :]
+    tl.store(out_ptr + target, value.to(out_ptr.dtype.element_ty), mask=is_own)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _put_kernel(  # type: ignore[no-untyped-def]
+    y_ptr,
+    weights_ptr,
+    places_ptr,
+    out_ptr,
+    total,
+    rows,
+    tokens,
+    width,
+    K: tl.constexpr,
+    IS_WEIGHED: tl.constexpr,
+    SUM: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """A program writes `WIDTH` columns of `ROWS` tokens, `tokens` of which belong to one group."""
+    token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    is_token, is_column = token < total, column < width
+    first = token // tokens * rows
+    found = tl.zeros((ROWS, WIDTH), dtype=SUM)
+    for j in tl.static_range(K):
+        place = tl.load(places_ptr + token * K + j, mask=is_token, other=-1)
+        is_row = place >= 0
+        source = (first + place)[:, None] * width + column[None, :]
+        value = tl.load(y_ptr + source, mask=is_row[:, None] & is_column[None, :], other=0.0).to(SUM)
+        if IS_WEIGHED:
+            weight = tl.load(weights_ptr + token * K + j, mask=is_row, other=0.0)
+            value = value * weight.to(SUM)[:, None]
+        found += value
+    target = token[:, None] * width + column[None, :]
+    tl.store(out_ptr + target, found.to(out_ptr.dtype.element_ty), mask=is_token[:, None] & is_column[None, :])
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _dots_kernel(  # type: ignore[no-untyped-def]
+    x_ptr,
+    y_ptr,
+    order_ptr,
+    out_ptr,
+    total,
+    rows,
+    tokens,
+    width,
+    K: tl.constexpr,
+    SUM: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """A program has `ROWS` rows, and writes of each the product with its token to its flat position."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    place = tl.load(order_ptr + row, mask=row < total, other=-1)
+    is_row = place >= 0
+    group = row // rows
+    source = (group * tokens + place // K) * width
+    found = tl.zeros((ROWS,), dtype=SUM)
+    for part in range(PARTS):
+        column = part * WIDTH + tl.arange(0, WIDTH)
+        is_own = is_row[:, None] & (column < width)[None, :]
+        x = tl.load(x_ptr + source[:, None] + column[None, :], mask=is_own, other=0.0).to(SUM)
+        y = tl.load(y_ptr + row[:, None] * width + column[None, :], mask=is_own, other=0.0).to(SUM)
+        found += tl.sum(x * y, axis=1)
+    tl.store(out_ptr + group * tokens * K + place, found.to(out_ptr.dtype.element_ty), mask=is_row)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _clear_kernel(  # type: ignore[no-untyped-def]
+    x_ptr, count_ptr, total, width, ROWS: tl.constexpr, WIDTH: tl.constexpr
+):
+    """A program zeroes `WIDTH` columns of those of its `ROWS` rows that stand behind the first `count`."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    is_behind = (row < total) & (row >= tl.load(count_ptr))
+    zero = tl.zeros((ROWS, WIDTH), dtype=x_ptr.dtype.element_ty)
+    target = row[:, None] * width + column[None, :]
+    tl.store(x_ptr + target, zero, mask=is_behind[:, None] & (column < width)[None, :])
+
+
+def _tile(width: int) -> tuple[int, int]:
+    """Rows and columns of a program."""
+    columns = min(_WIDEST, triton.next_power_of_2(width))
+    return max(1, _ELEMENTS // columns), columns
+
+
+def _sum_type(*operands: Tensor) -> tl.dtype:
+    return tl.float64 if any(x.dtype == torch.float64 for x in operands) else tl.float32
+
+
+def take(x: Tensor, weights: Tensor | None, order: Tensor, k: int, dtype: torch.dtype) -> Tensor:
+    """Rows `order // k` of x, times the weights of their pairs; see `fxpar.ops.rows.take`.
+
+    Args:
+        x: [g, T, h].
+        weights: [g, T, k].
+        order: int64[g, M].
+    """
+    (groups, rows), (_, tokens, width) = order.shape, x.shape
+    out = x.new_empty((groups, rows, width), dtype=dtype)
+    if out.numel():
+        height, columns = _tile(width)
+        grid = (triton.cdiv(groups * rows, height), triton.cdiv(width, columns))
+        own = x if weights is None else weights
+        shape = (groups * rows, rows, tokens, width)
+        options = {"IS_WEIGHED": weights is not None, "SUM": _sum_type(x, own), "ROWS": height, "WIDTH": columns}
+        _take_kernel[grid](x, own, order, out, *shape, K=k, **options)
+    return out
+
+
+def put(y: Tensor, weights: Tensor | None, places: Tensor, dtype: torch.dtype) -> Tensor:
+    """For each token the sum of its rows, times their weights; see `fxpar.ops.rows.put`.
+
+    Args:
+        y: [g, M, h].
+        weights: [g, T, k].
+        places: int64[g, T, k], where each pair's row stands, -1 where it has none.
+    """
+    (groups, tokens, k), (_, rows, width) = places.shape, y.shape
+    out = y.new_empty((groups, tokens, width), dtype=dtype)
+    if out.numel():
+        height, columns = _tile(width)
+        grid = (triton.cdiv(groups * tokens, height), triton.cdiv(width, columns))
+        own = y if weights is None else weights
+        shape = (groups * tokens, rows, tokens, width)
+        options = {"IS_WEIGHED": weights is not None, "SUM": _sum_type(y, own), "ROWS": height, "WIDTH": columns}
+        _put_kernel[grid](y, own, places, out, *shape, K=k, **options)
+    return out
+
+
+def dots(x: Tensor, y: Tensor, order: Tensor, k: int, dtype: torch.dtype) -> Tensor:
+    """For each pair the product of its row with its token, [g, T, k]; see `fxpar.ops.rows.dots`.
+
+    Args:
+        x: [g, T, h].
+        y: [g, M, h].
+        order: int64[g, M].
+    """
+    (groups, rows), (_, tokens, width) = order.shape, x.shape
+    out = x.new_zeros((groups, tokens, k), dtype=dtype)
+    if groups * rows and tokens:
+        height, columns = _tile(width)
+        grid = (triton.cdiv(groups * rows, height),)
+        shape = (groups * rows, rows, tokens, width)
+        options = {"SUM": _sum_type(x, y), "ROWS": height, "WIDTH": columns, "PARTS": triton.cdiv(width, columns)}
+        _dots_kernel[grid](x, y, order, out, *shape, K=k, **options)
+    return out
+
+
+def clear_behind(x: Tensor, count: Tensor) -> Tensor:
+    """Zeroes, in place, the rows of x [M, h] behind the first `count`, an integer on the device."""
+    if x.numel():
+        height, columns = _tile(x.shape[-1])
+        grid = (triton.cdiv(x.shape[0], height), triton.cdiv(x.shape[1], columns))
+        _clear_kernel[grid](x, count, *x.shape, ROWS=height, WIDTH=columns)
+    return x

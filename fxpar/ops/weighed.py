@@ -1,0 +1,112 @@
+"""Rows of experts added up with the weights of their pairs, and what that differentiates to.
+
+Enters: rows, tokens, and the weights that a router gives them. Leaves: three operators of torch, linear in each of
+their first two operands, whose backward consists of these same three. For the terms see `fxpar.ops.routed`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fxpar.ops import rows
+
+
+@torch.library.custom_op("fxpar::put_weighed", mutates_args=())
+def put_weighed(y: Tensor, weights: Tensor, order: Tensor, dtype: torch.dtype) -> Tensor:
+    """For each token the weighted sum of its rows, added in the order of its experts k = 0, 1, ….
+
+    Halves are multiplied and added in float32.
+
+    Args:
+        y: [..., M, h].
+        weights: [..., T, K].
+        order: int64[..., M], each flat position at most once; rows with -1 are left out.
+        dtype: of the result.
+
+    Returns:
+        [..., T, h]; zeros for a token without rows.
+    """
+    return rows.put(y, weights, order, weights.shape[-2], weights.shape[-1], dtype)
+
+
+@put_weighed.register_fake
+def _put_shape(y: Tensor, weights: Tensor, order: Tensor, dtype: torch.dtype) -> Tensor:
+    return y.new_empty((*weights.shape[:-1], y.shape[-1]), dtype=dtype)
+
+
+@torch.library.custom_op("fxpar::take_weighed", mutates_args=())
+def take_weighed(x: Tensor, weights: Tensor, order: Tensor, dtype: torch.dtype) -> Tensor:
+    """Each row's token times the weight of its pair; zeros where the order is -1.
+
+    Args:
+        x: [..., T, h].
+        weights: [..., T, K].
+        order: int64[..., M].
+        dtype: of the result.
+
+    Returns:
+        [..., M, h].
+    """
+    return rows.take(x, weights, order, weights.shape[-1], dtype)
+
+
+@take_weighed.register_fake
+def _taken_shape(x: Tensor, weights: Tensor, order: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.new_empty((*order.shape, x.shape[-1]), dtype=dtype)
+
+
+@torch.library.custom_op("fxpar::dot_rows", mutates_args=())
+def dot_rows(x: Tensor, y: Tensor, order: Tensor, k: int, dtype: torch.dtype) -> Tensor:
+    """For each pair the product of its row with its token, summed over h: the gradient of its weight.
+
+    Args:
+        x: tokens, [..., T, h].
+        y: rows, [..., M, h].
+        order: int64[..., M].
+        k: experts a token, K.
+        dtype: of the result.
+
+    Returns:
+        [..., T, K]; zeros for a pair without a row.
+    """
+    return rows.dots(x, y, order, k, dtype)
+
+
+@dot_rows.register_fake
+def _dots_shape(x: Tensor, y: Tensor, order: Tensor, k: int, dtype: torch.dtype) -> Tensor:
+    return x.new_empty((*x.shape[:-1], k), dtype=dtype)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:3])
+
+
+def _put_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    y, weights, order = ctx.saved_tensors
+    for_y = take_weighed(gradient, weights, order, y.dtype) if ctx.needs_input_grad[0] else None
+    k = weights.shape[-1]
+    for_weights = dot_rows(gradient, y, order, k, weights.dtype) if ctx.needs_input_grad[1] else None
+    return for_y, for_weights, None, None
+
+
+def _taken_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    x, weights, order = ctx.saved_tensors
+    for_x = put_weighed(gradient, weights, order, x.dtype) if ctx.needs_input_grad[0] else None
+    k = weights.shape[-1]
+    for_weights = dot_rows(x, gradient, order, k, weights.dtype) if ctx.needs_input_grad[1] else None
+    return for_x, for_weights, None, None
+
+
+def _dots_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    x, y, order = ctx.saved_tensors
+    for_x = put_weighed(y, gradient, order, x.dtype) if ctx.needs_input_grad[0] else None
+    for_y = take_weighed(x, gradient, order, y.dtype) if ctx.needs_input_grad[1] else None
+    return for_x, for_y, None, None, None
+
+
+put_weighed.register_autograd(_put_backward, setup_context=_keep)
+take_weighed.register_autograd(_taken_backward, setup_context=_keep)
+dot_rows.register_autograd(_dots_backward, setup_context=_keep)
