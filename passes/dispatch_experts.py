@@ -18,7 +18,7 @@ from fxpar.passes.token_cuts import Emitter, TokenCut, token_cut
 from fxpar.program.program import Program, TensorType, describe, note, operands, output_types, tensor_type
 from fxpar.program.properties import Property
 
-fxp = torch.ops.fxpar
+aten, fxp = torch.ops.aten, torch.ops.fxpar
 # What takes the place of an operand of a node.
 _Operand = Callable[[fx.Node, fx.Node], fx.Node]
 
@@ -174,6 +174,10 @@ class _Dispatch:
         """An operation over rows of another shape."""
         others = {arg: operand(node, arg) for arg in node.all_input_nodes}
         kinds = tuple(TensorType(kind.dtype, (*rows, *kind.shape[1:])) for kind in output_types(node))
+        if node.target is aten.view.default:
+            (kind,), lead = kinds, len(rows) - 1
+            own = others[node.args[0]]  # type: ignore[index]
+            return self.emit.view(own, (*kind.shape[:lead], -1, *kind.shape[lead + 1 :]), kind.shape)
         is_one = isinstance(note(node).type, TensorType)
         return self.emit.shifted(node, others, kinds[0] if is_one else kinds, len(rows) - 1)
 

@@ -13,6 +13,7 @@ from torch import fx
 
 from fxpar.analysis.periods import parts
 from fxpar.manager import register_pass
+from fxpar.passes.phase_numbers import numbers_by_phase
 from fxpar.program.copying import copy_node
 from fxpar.program.program import (
     Note,
@@ -64,10 +65,11 @@ def outline_layers(program: Program) -> Program:
     Algorithm: the tokens of each phase in order are cut where they repeat and least lives (`fxpar.analysis.periods`);
     neither a name nor a number of layers enters. A cut is a guess and texts are the proof: wrong cuts make more
     regions, never another program. What is called once stays where it is, and so does the phase *parameter*. Numbers of
-    the inputs' sizes come first, then the forward, then the backward.
+    the inputs' sizes come first, then the forward, then the backward; of other sizes each phase has its own.
 
     Values stay equal: written out, the calls are what was there.
     """
+    numbers_by_phase(program)
     order = _ordered(program)
     known: dict[str, list[_Part]] = {}
     for phase in PHASES[:-1]:

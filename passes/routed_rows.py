@@ -24,7 +24,7 @@ aten = torch.ops.aten
 fxp = torch.ops.fxpar
 
 # What counts the rows of each expert.
-_GROUPED = (fxp.grouped_linear.default, fxp.spread_rows.default)
+_GROUPED = (fxp.grouped_linear.default, fxp.spread_rows.default, fxp.swiglu_rows.default)
 # What makes tokens of rows.
 PUTS = (fxp.put_rows.default, fxp.put_weighed.default)
 # Operations with a dimension among their arguments, which may be any but that of the rows.
@@ -152,6 +152,8 @@ def _check(node: fx.Node, rows: Mapping[fx.Node, None]) -> None:
             )
             if tensor_type(other).shape[0] != 1:
                 _refuse(node, f"%{other.name} has rows in an order of its own")
+        return
+    if node.target is aten.view.default and all(isinstance(size, int) for size in kinds[0].shape[1:]):
         return
     if node.target in _ALONG:
         given, rank = bind_arguments(node), len(tensor_type(operands(node)[0]).shape)

@@ -15,6 +15,7 @@ from unittest import mock
 
 from torch import Tensor, nn
 
+from fxpar.ops.gates import halves, swiglu_rows
 from fxpar.ops.grouped import grouped_linear, spread_rows
 from fxpar.ops.routed import sort_by_expert, take_rows
 from fxpar.ops.weighed import put_weighed
@@ -45,11 +46,21 @@ def _experts(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_
     rows = take_rows(hidden_states, order, k)
     entry = "gate_up_proj" if own.has_gate else "up_proj"
     made = _product(own, entry, rows, counts)
-    made = own._apply_gate(made) if own.has_gate else own.act_fn(made)
+    if own.has_gate:
+        made = swiglu_rows(halves(made), counts) if _is_swiglu(own) else own._apply_gate(made)
+    else:
+        made = own.act_fn(made)
     made = _product(own, "down_proj", made, counts)
     if getattr(own, "has_post_expert_norm", False):
         made = own.post_expert_norm(made)
     return put_weighed(made, top_k_weights, order, hidden_states.dtype)  # type: ignore[no-any-return]
+
+
+def _is_swiglu(own: Any) -> bool:
+    """Whether a module's gate is transformers' own, with SiLU."""
+    plain = getattr(sys.modules[_INTERFACE], "_default_apply_gate", None)
+    silu = (nn.SiLU, getattr(sys.modules["transformers.activations"], "SiLUActivation", nn.SiLU))
+    return type(own)._apply_gate is plain and isinstance(own.act_fn, silu)
 
 
 def _product(own: Any, name: str, rows: Tensor, counts: Tensor) -> Tensor:

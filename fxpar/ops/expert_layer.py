@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fxpar.errors import InputError
+from fxpar.ops.gates import halves, swiglu_rows
 from fxpar.ops.grouped import grouped_linear, spread_rows
 from fxpar.ops.routed import sort_by_expert, take_rows
 from fxpar.ops.weighed import put_weighed
@@ -76,7 +77,9 @@ def experts(
         return made if bias is None else made + spread_rows(bias, counts, made.shape[-2])
 
     inner = [added(rows, matrix, biases[i] if biases else None) for i, matrix in enumerate(first)]
-    made = added(activation(*inner), down, down_bias)
+    is_fused = activation is swiglu and len(inner) == 1
+    made = swiglu_rows(halves(inner[0]), counts) if is_fused else activation(*inner)
+    made = added(made, down, down_bias)
     made = made if norm is None else norm(made)
     summed: Tensor = put_weighed(made, weights, order, hidden.dtype)
     return summed

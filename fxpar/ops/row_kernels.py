@@ -127,13 +127,14 @@ def _clear_kernel(  # type: ignore[no-untyped-def]
     tl.store(x_ptr + target, zero, mask=is_behind[:, None] & (column < width)[None, :])
 
 
-def _tile(width: int) -> tuple[int, int]:
+def tile(width: int) -> tuple[int, int]:
     """Rows and columns of a program."""
     columns = min(_WIDEST, triton.next_power_of_2(width))
     return max(1, _ELEMENTS // columns), columns
 
 
-def _sum_type(*operands: Tensor) -> tl.dtype:
+def sum_type(*operands: Tensor) -> tl.dtype:
+    """In which products and sums of these are computed."""
     return tl.float64 if any(x.dtype == torch.float64 for x in operands) else tl.float32
 
 
@@ -148,11 +149,11 @@ def take(x: Tensor, weights: Tensor | None, order: Tensor, k: int, dtype: torch.
     (groups, rows), (_, tokens, width) = order.shape, x.shape
     out = x.new_empty((groups, rows, width), dtype=dtype)
     if out.numel():
-        height, columns = _tile(width)
+        height, columns = tile(width)
         grid = (triton.cdiv(groups * rows, height), triton.cdiv(width, columns))
         own = x if weights is None else weights
         shape = (groups * rows, rows, tokens, width)
-        options = {"IS_WEIGHED": weights is not None, "SUM": _sum_type(x, own), "ROWS": height, "WIDTH": columns}
+        options = {"IS_WEIGHED": weights is not None, "SUM": sum_type(x, own), "ROWS": height, "WIDTH": columns}
         _take_kernel[grid](x, own, order, out, *shape, K=k, **options)
     return out
 
@@ -168,11 +169,11 @@ def put(y: Tensor, weights: Tensor | None, places: Tensor, dtype: torch.dtype) -
     (groups, tokens, k), (_, rows, width) = places.shape, y.shape
     out = y.new_empty((groups, tokens, width), dtype=dtype)
     if out.numel():
-        height, columns = _tile(width)
+        height, columns = tile(width)
         grid = (triton.cdiv(groups * tokens, height), triton.cdiv(width, columns))
         own = y if weights is None else weights
         shape = (groups * tokens, rows, tokens, width)
-        options = {"IS_WEIGHED": weights is not None, "SUM": _sum_type(y, own), "ROWS": height, "WIDTH": columns}
+        options = {"IS_WEIGHED": weights is not None, "SUM": sum_type(y, own), "ROWS": height, "WIDTH": columns}
         _put_kernel[grid](y, own, places, out, *shape, K=k, **options)
     return out
 
@@ -188,10 +189,10 @@ def dots(x: Tensor, y: Tensor, order: Tensor, k: int, dtype: torch.dtype) -> Ten
     (groups, rows), (_, tokens, width) = order.shape, x.shape
     out = x.new_zeros((groups, tokens, k), dtype=dtype)
     if groups * rows and tokens:
-        height, columns = _tile(width)
+        height, columns = tile(width)
         grid = (triton.cdiv(groups * rows, height),)
         shape = (groups * rows, rows, tokens, width)
-        options = {"SUM": _sum_type(x, y), "ROWS": height, "WIDTH": columns, "PARTS": triton.cdiv(width, columns)}
+        options = {"SUM": sum_type(x, y), "ROWS": height, "WIDTH": columns, "PARTS": triton.cdiv(width, columns)}
         _dots_kernel[grid](x, y, order, out, *shape, K=k, **options)
     return out
 
@@ -199,7 +200,7 @@ def dots(x: Tensor, y: Tensor, order: Tensor, k: int, dtype: torch.dtype) -> Ten
 def clear_behind(x: Tensor, count: Tensor) -> Tensor:
     """Zeroes, in place, the rows of x [M, h] behind the first `count`, an integer on the device."""
     if x.numel():
-        height, columns = _tile(x.shape[-1])
+        height, columns = tile(x.shape[-1])
         grid = (triton.cdiv(x.shape[0], height), triton.cdiv(x.shape[1], columns))
         _clear_kernel[grid](x, count, *x.shape, ROWS=height, WIDTH=columns)
     return x

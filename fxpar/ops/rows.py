@@ -38,8 +38,8 @@ def _flat(x: Tensor, own: int) -> Tensor:
     return x.contiguous().view(math.prod(lead), *x.shape[x.dim() - own :])
 
 
-def _sum_type(*dtypes: torch.dtype) -> torch.dtype:
-    """In which products and sums are computed: halves in float32."""
+def promoted(*dtypes: torch.dtype) -> torch.dtype:
+    """The type in which products and sums of these are computed: that of halves is float32."""
     found = dtypes[0]
     for dtype in dtypes[1:]:
         found = torch.promote_types(found, dtype)
@@ -70,10 +70,10 @@ def take(x: Tensor, weights: Tensor | None, order: Tensor, k: int, dtype: torch.
     place = order.clamp_min(0)
     rows = x.gather(-2, (place // k).unsqueeze(-1).expand(shape))
     if weights is not None:
-        kind = _sum_type(x.dtype, weights.dtype)
+        kind = promoted(x.dtype, weights.dtype)
         rows = rows.to(kind) * weights.flatten(-2).gather(-1, place).unsqueeze(-1).to(kind)
-    held: Tensor = torch.where((order > NO_ROW).unsqueeze(-1), rows, 0)
-    return held.to(dtype)
+    held: Tensor = torch.where((order > NO_ROW).unsqueeze(-1), rows, 0).to(dtype)
+    return held
 
 
 def places_of(order: Tensor, tokens: int, k: int) -> Tensor:
@@ -83,7 +83,8 @@ def places_of(order: Tensor, tokens: int, k: int) -> Tensor:
     found = torch.full(shape, NO_ROW, dtype=torch.int64, device=order.device)
     own = torch.where(order > NO_ROW, order, tokens * k)
     found.scatter_(-1, own, torch.arange(count, device=order.device).expand(order.shape))
-    return found[..., :-1].unflatten(-1, (tokens, k))
+    places: Tensor = found[..., :-1].unflatten(-1, (tokens, k))
+    return places
 
 
 def put(y: Tensor, weights: Tensor | None, order: Tensor, tokens: int, k: int, dtype: torch.dtype) -> Tensor:
@@ -108,7 +109,7 @@ def put(y: Tensor, weights: Tensor | None, order: Tensor, tokens: int, k: int, d
         own = None if weights is None else _flat(weights, 2)
         found: Tensor = module.put(_flat(y, 2), own, _flat(places, 2), dtype)
         return found.view(shape)
-    kind = _sum_type(y.dtype, y.dtype if weights is None else weights.dtype)
+    kind = promoted(y.dtype, y.dtype if weights is None else weights.dtype)
     total = y.new_zeros(shape, dtype=kind)
     for j in range(k):
         place = places[..., j].unsqueeze(-1)
@@ -138,7 +139,7 @@ def dots(x: Tensor, y: Tensor, order: Tensor, k: int, dtype: torch.dtype) -> Ten
     if module is not None:
         found: Tensor = module.dots(_flat(x, 2), _flat(y, 2), _flat(order, 1), k, dtype)
         return found.view(shape)
-    kind = _sum_type(x.dtype, y.dtype)
+    kind = promoted(x.dtype, y.dtype)
     made = (take(x, None, order, k, kind) * y.to(kind)).sum(-1)
     places = places_of(order, tokens, k).flatten(-2)
     picked = made.gather(-1, places.clamp_min(0))

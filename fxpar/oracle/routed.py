@@ -51,6 +51,14 @@ def routed(d: Draw) -> dict[str, Samples]:
             sample(d.normal(tokens, i), x[0, 0], order[0, 0], k, torch.float64),
             sample(d.normal(a, tokens, i), x[:, 0], order[:, 0], k, torch.float64),
         ],
+        "swiglu_rows": [
+            sample(d.normal(rows, 2, i), one),
+            sample(d.normal(a, b, rows, 2, i), counts),
+        ],
+        "swiglu_gradient": [
+            sample(x[0, 0], d.normal(rows, 2, i), one),
+            sample(x, d.normal(a, b, rows, 2, i), counts),
+        ],
         "grouped_linear": [
             sample(x[0, 0], d.normal(experts, o, i), one, False),
             sample(x[0, 0], d.normal(experts, i, o), one, True),

@@ -1,4 +1,4 @@
-"""Rules of the operators on rows of experts (`fxpar.ops.routed`, `weighed`, `blocks`).
+"""Rules of the operators on rows of experts (`fxpar.ops.routed`, `weighed`, `gates`, `blocks`).
 
 Each index of the leading dimensions is computed by itself. Where each row says which token is its own, rows are cut;
 elsewhere rows and experts of one index are whole, because an expert's rows stand together.
@@ -68,6 +68,10 @@ def routed_rules() -> dict[str, Rule]:
         "fxpar.sort_by_expert.default": Rule(formula("... _ _ -> ... _, ... _", "indices")),
         "fxpar.block_order.default": Rule(formula("... _, ... _ -> ... _", "order", "counts")),
         "fxpar.received_order.default": Rule(formula("... _ _ -> ... _, ... _", "counts")),
+        "fxpar.swiglu_rows.default": Rule(formula("... _ _ n, ... _ -> ... _ n", "x", "counts")),
+        "fxpar.swiglu_gradient.default": Rule(
+            formula("... _ n, ... _ _ n, ... _ -> ... _ _ n", "gradient", "x", "counts"), (("gradient",),)
+        ),
         "fxpar.resize_rows.default": Rule(formula("... _ h -> ... _ h", "x"), (("x",),)),
         "fxpar.take_rows.default": Rule(formula("... _ h, ... m -> ... m h", "x", "order"), (("x",),)),
         "fxpar.put_rows.default": Rule(formula("... m h, ... m -> ... _ h", "y", "order"), (("y",),)),

@@ -76,6 +76,7 @@ def test_each_layers_experts_are_the_same_nodes_whatever_the_model_runs(implemen
         "fxpar.sort_by_expert.default": 2,
         "fxpar.take_rows.default": 2,
         "fxpar.grouped_linear.default": 4,
+        "fxpar.swiglu_rows.default": 2,
         "fxpar.put_weighed.default": 2,
     }
 
