@@ -10,6 +10,7 @@ import transformers
 
 import fxpar
 from fxpar.analysis.capturable import capture_regions
+from fxpar.cli.hf import build
 from fxpar.compile import compile_model, compile_step
 from fxpar.errors import InputError, PassError
 from fxpar.passes.mark_regions import mark_regions
@@ -84,6 +85,46 @@ def test_a_model_is_one_region_forward_and_one_backward(name: str, sequence_para
     read = set(backward.inputs) & set(forward.nodes)
     assert read <= set(forward.outputs)
     assert read
+
+
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [
+        ("mixtral", {"dp": 2, "ep": 2}),
+        ("mixtral", {"tp": 2, "ep": 2, "etp": 1}),
+        pytest.param(
+            "deepseek_v3,first_k_dense_replace=1,moe_intermediate_size=40,n_routed_experts=8,n_group=4,topk_group=2",
+            {"dp": 2, "ep": 2},
+            marks=pytest.mark.matrix,
+        ),
+    ],
+    ids=str,
+)
+def test_experts_on_other_ranks_are_one_region_forward_and_one_backward(name: str, plan: dict[str, Any]) -> None:
+    """Nothing that their rows go through asks for a number, or has a size that depends on the routing."""
+    built = build(name, None, None, 0)
+    config = built.model.config
+    if hasattr(config, "output_router_logits"):
+        config.output_router_logits = True
+    batch = {key: value[:2] for key, value in built.batch.items()}
+    program = compile_model(built.model.train(), batch, fxpar.Plan(**plan), loss=built.loss).program
+    step = inlined(_step(program))
+    found, boundaries = capture_regions(step)
+    assert [region.phase for region in found] == ["forward", "backward"]
+    assert boundaries == []
+    targets = [str(node.target) for node in step.graph.nodes]
+    assert sum(target.startswith("fxpar.all_to_all") for target in targets) >= 4
+    unsafe = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.cudagraph_unsafe)
+    for node in step.graph.nodes:
+        assert not any(tag in getattr(node.target, "tags", ()) for tag in unsafe)
+
+
+def test_a_histogram_without_bounds_reads_them_on_the_host() -> None:
+    text = _TEXT.split("%m =", maxsplit=1)[0]
+    text += "%a = aten.histc.default(%x, 4) : f32[4]\n%b = aten.histc.default(%x, 4, 0, 4) : f32[4]\n"
+    program = mark_regions(parse_program(text + "%c = aten.add.Tensor(%a, %b) : f32[4]\nreturn c=%c\n"))
+    marks = [note(node).uncaptured for node in program.graph.nodes if node.op == "call_function"]
+    assert marks == ["reads the smallest and the largest value on the host; pass it its bounds", "", ""]
 
 
 def test_what_reads_the_host_is_the_one_boundary() -> None:
