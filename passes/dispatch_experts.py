@@ -23,7 +23,9 @@ aten, fxp = torch.ops.aten, torch.ops.fxpar
 _Operand = Callable[[fx.Node, fx.Node], fx.Node]
 
 
-@register_pass("dispatch_experts", requires={Property.CANONICAL}, invalidates={Property.LAYOUTS})
+@register_pass(
+    "dispatch_experts", requires={Property.CANONICAL}, provides={Property.EXPERTS}, invalidates={Property.LAYOUTS}
+)
 def dispatch_experts(program: Program) -> Program:
     """Sends the rows of each token to the ranks that hold its experts.
 

@@ -72,11 +72,13 @@ def explain(program: Program, choice: Choice, node: fx.Node) -> Explanation:
     )
 
 
-def followed(axis: str, node: fx.Node, placed: Mapping[fx.Node, Option]) -> Explanation:
+def followed(program: Program, axis: str, node: fx.Node, placed: Mapping[fx.Node, Option]) -> Explanation:
     """Explains the layout of a node's first output on an axis where nothing is chosen."""
     maker, index = value_of(node)
     placement = placed[maker].outputs[index]
     reason = f"{axis} shares out the batch: rows are cut, parameters are whole"
+    if maker.name in {each.node for each in program.parameters} and placement.is_shard:
+        reason = f"{axis} shares out the batch and the experts: a rank holds the parameters of its own"
     return Explanation(describe(node), placement, reason, {}, (), None, 0.0, ())
 
 

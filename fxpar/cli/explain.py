@@ -71,7 +71,8 @@ def explain(
         )
     if not program.axes:
         raise InputError("one rank holds everything whole", where=start.name, remedy="give --tp N")
-    program, _ = run_passes(ui, start, DEFAULT_PASSES, until="dispatch_experts")
+    if Property.EXPERTS not in program.properties:
+        program, _ = run_passes(ui, start, DEFAULT_PASSES, until="dispatch_experts")
     nodes = _named(program, name)
     found = {}
     with ui.working(f"choosing layouts of {start.name}"):
@@ -79,7 +80,7 @@ def explain(
         for axis in program.axes:
             choice = placed.choices.get(axis)
             if choice is None:
-                found[axis] = [followed(axis, node, placed.options[axis]) for node in nodes]
+                found[axis] = [followed(program, axis, node, placed.options[axis]) for node in nodes]
             else:
                 inner = {node.name: node for node in placed.inner.graph.nodes}
                 found[axis] = [explained(placed.inner, choice, inner[node.name]) for node in nodes]

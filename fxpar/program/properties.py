@@ -16,6 +16,7 @@ class Property(StrEnum):
         CANONICAL: each operation is written in one way.
         MASKS: masks that sizes alone decide are folded.
         SEQUENCE: ranks share out the lengths that they can.
+        EXPERTS: rows of experts go to the ranks that hold these.
         LAYOUTS: every value has a layout.
         COLLECTIVES: what converts one layout to another stands in the graph.
         COALESCED: gradients of many parameters are summed at once.
@@ -30,6 +31,7 @@ class Property(StrEnum):
     CANONICAL = "canonical"
     MASKS = "masks"
     SEQUENCE = "sequence"
+    EXPERTS = "experts"
     LAYOUTS = "layouts"
     COLLECTIVES = "collectives"
     COALESCED = "coalesced"

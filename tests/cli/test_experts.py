@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.cli.tool import fxpar
+from tests.cli.tool import TEXTS, fxpar
 
 MODEL = "hf:mixtral,num_hidden_layers=1"
 EXPERTS = "model.layers.0.mlp.experts"
@@ -52,6 +53,18 @@ def test_a_part_of_the_data_ranks_holds_different_experts() -> None:
 def test_explain_knows_who_holds_which_experts() -> None:
     found = fxpar("explain", MODEL, f"{EXPERTS}.down_proj", "--tp", "2", *FOLDED[:-1], "2", "--json").document
     assert [(each["axis"], each["placement"]) for each in found] == [("dp", "S(0)"), ("tp", "S(2)")]
+    assert found[0]["reason"] == "dp shares out the batch and the experts: a rank holds the parameters of its own"
+
+
+def test_a_text_whose_rows_are_sent_already_goes_on(tmp_path: Path) -> None:
+    assert fxpar("run", MODEL, *FOLDED, "--dump", str(tmp_path)).status == 0
+    path = str(tmp_path / TEXTS["dispatch_experts"])
+    found = fxpar("comm", path, "--json")
+    assert found.status == 0, found.err
+    assert found.document["collectives"] == _collectives(*FOLDED)
+    told = fxpar("explain", path, f"{EXPERTS}.down_proj", "--json")
+    assert told.status == 0, told.err
+    assert [(each["axis"], each["placement"]) for each in told.document] == [("dp", "S(0)")]
 
 
 @pytest.mark.parametrize(

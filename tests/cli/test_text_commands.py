@@ -143,7 +143,7 @@ def test_diff_between_two_passes_of_a_dump(dump: Path) -> None:
     assert {entry["node"] for entry in found["added"]} >= {"addmm_1_reduce_from"}
     assert not found["erased"]
     assert all(entry["before"] != entry["after"] for entry in found["changed"])
-    assert found["header"]["added"] == ["properties canonical collectives layouts masks sequence"]
+    assert found["header"]["added"] == ["properties canonical collectives experts layouts masks sequence"]
 
 
 def test_diff_shows_both_lines_of_a_changed_node(copy: Path, dump: Path) -> None:
