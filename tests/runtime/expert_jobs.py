@@ -11,6 +11,7 @@ import torch.distributed as dist
 import fxpar
 from fxpar.cli.hf import build
 from fxpar.runtime.module import ParallelModule
+from tests.runtime.compiled import Seen, watched
 from tests.runtime.jobs import gradients, refusal
 
 Found = dict[str, Any]
@@ -46,7 +47,8 @@ def train(options: dict[str, Any], steps: int = 3) -> Found:
     found: Found = {"losses": [], "norms": []}
     for step in range(steps):
         optimizer.zero_grad()
-        found["losses"].append(model.train_step(own).item())
+        with watched(Seen(), vectorized=False):
+            found["losses"].append(model.train_step(own).item())
         if step == 0:
             found["gradients"] = gradients(model)
         found["norms"].append(model.clip_grad_norm_(0.5).item())

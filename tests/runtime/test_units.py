@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
 import transformers
+from torch import fx
 
 import fxpar
 from fxpar.compile import compile_model, compile_step, lower_program
 from fxpar.mesh.purpose import joined_names
 from fxpar.ops.collectives import Group
-from fxpar.program.program import output_node
+from fxpar.program.program import Note, ScalarType, TensorType, output_node, set_note
 from fxpar.runtime.segments import dense, is_number
 from fxpar.runtime.units import Units, units_of
 from tests.runtime.graphed import mixtral, words
 from tests.zoo import VOCABULARY, tokens
+
+aten = torch.ops.aten
 
 
 def _units(layers: int, *, paired: bool, experts: bool = False) -> tuple[Units, frozenset[str], set[str]]:
@@ -70,6 +74,27 @@ def test_each_value_is_made_before_it_is_read(paired: bool, experts: bool) -> No
         assert {*unit.late, *(() if unit.forward is not None else unit.early)} <= there
         there |= {unit.nodes[i].name for i in units.results[unit][1]}
     assert wanted <= there
+
+
+def test_what_a_number_reads_is_handed_on() -> None:
+    """A size of what one segment makes, which that one reads and another one too."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+
+    def add(target: Any, args: tuple[Any, ...], kind: Any, region: str = "") -> fx.Node:
+        return set_note(graph.call_function(target, args), Note(kind, region=region))
+
+    kind = TensorType(torch.float32, (4,))
+    made = add(aten.relu.default, (x,), kind, "first")
+    size = add(aten.sym_size.int, (made, 0), ScalarType(4))
+    one = add(aten.arange.default, (size,), kind, "first")
+    other = add(aten.arange.default, (size,), kind, "second")
+    graph.output((one, other))
+    units = units_of(graph, (), {one.name, other.name}, paired=False)
+    first, second = units.forward
+    assert [node.name for node in first.nodes] == [made.name, size.name, one.name]
+    assert second.early == (made.name,)
+    assert [first.nodes[i] for i in units.results[first][0]] == [made, one]
 
 
 def test_every_operation_stands_in_one_unit(few: tuple[Units, frozenset[str], set[str]]) -> None:
