@@ -79,7 +79,7 @@ class Copied:
         # Results that lie in the memory of an input, and are compared with it. The others' may be the first call's.
         self._views: dict[fx.Node, int] = {}
         for node in nodes:
-            value = node.meta.get("val")
+            value: Any = node.meta.get("val")
             if node.op != "call_function" or not all(
                 n in inside or n in outside or isinstance(n.meta.get("val"), _SYMBOLIC) for n in node.all_input_nodes
             ):

@@ -180,6 +180,12 @@ class Memory:
         """Whether there is something among it that can change and does not show it."""
         return any(isinstance(value, _OPAQUE) or hasattr(type(value), "__next__") for value in self._seen.values())
 
+    def knows(self, modules: Mapping[int, nn.Module]) -> bool:
+        """Whether the code can find one of some modules: which one it has itself may then matter."""
+        keys = [key for _, held in self._containers.values() for key in held]
+        named = [value() if isinstance(value, weakref.ref) else value for value in (*self._seen.values(), *keys)]
+        return any((value if isinstance(value, int) else id(value)) in modules for value in named)
+
     def is_unchanged(self) -> bool:
         """Whether everything holds, as the same objects, what it held."""
         return (

@@ -120,7 +120,7 @@ def roots_of_sizes() -> Any:
 
 def no_code() -> Any:
     """While active, graph modules have no code made of their graphs: export's passes do that after each change."""
-    return mock.patch.object(fx.GraphModule, "recompile", lambda module: None)
+    return mock.patch.object(fx.GraphModule, "recompile", return_value=None)
 
 
 @contextlib.contextmanager
@@ -198,7 +198,7 @@ def eager_calls_of_modules(call: Callable[..., Any]) -> Any:
 def attribute_reads(classes: Iterable[type], seen: Callable[[Any, str], None]) -> Iterator[None]:
     """Shows each look-up of an attribute of an object of some classes, by object and name."""
 
-    def reading(original: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
+    def reading(original: Any) -> Callable[[Any, str], Any]:
         def read(self: Any, name: str) -> Any:
             seen(self, name)
             return original(self, name)

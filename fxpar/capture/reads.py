@@ -55,8 +55,9 @@ class Reads:
     @property
     def can_be_watched(self) -> bool:
         """Whether all reads of the author's classes go through Python's own look-up."""
-        own = {type(module) for module in self.modules.values()}
-        return all(is_of_torch(cls) or cls.__getattribute__ is nn.Module.__getattribute__ for cls in own)
+        own: set[Any] = {type(module) for module in self.modules.values()}
+        usual: Any = nn.Module.__getattribute__
+        return all(is_of_torch(cls) or cls.__getattribute__ is usual for cls in own)
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
@@ -90,10 +91,11 @@ class Reads:
             if name in _TENSORS:
                 if [(n, t is None) for n, t in value.items()] != [(n, t is None) for n, t in now[name].items()]:
                     return False
+                continue
             # The dictionaries of torch's own that it reads without asking: modules, hooks, what is saved.
-            elif reads_all or name in _OF_TORCH or (path, name) in self._read:
-                if value is not now[name] and not _is_equal(value, now[name], pairs):
-                    return False
+            is_read = reads_all or name in _OF_TORCH or (path, name) in self._read
+            if is_read and not _is_equal(value, now[name], pairs):
+                return False
         return True
 
 

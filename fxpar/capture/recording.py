@@ -144,6 +144,14 @@ class _GradMode:
 _DATA: Any = Tensor.data.__get__  # type: ignore[attr-defined]
 _SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
 _GRAD: Any = Tensor.grad.__get__  # type: ignore[union-attr]
+# Questions about a tensor that neither a value nor a size answers: making fakes of parameters asks all of each.
+_ABOUT = frozenset(
+    {
+        *(getattr(Tensor, name).__get__ for name in ("layout", "dtype", "device", "requires_grad", "is_leaf")),
+        *(getattr(Tensor, name).__get__ for name in ("is_sparse", "is_quantized", "is_nested", "is_mkldnn")),
+        *(Tensor._is_view, Tensor.is_inference, Tensor.is_conj, Tensor.is_neg, Tensor.untyped_storage, Tensor.dim),
+    }
+)
 # Arguments that are no containers.
 _PLAIN = (int, float, str, type(None), torch.dtype, torch.device, torch.SymInt)
 
@@ -185,6 +193,9 @@ class Watch(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if func in _ABOUT:
+            self.read.update(map(id, args))
+            return func(*args, **(kwargs or {}))
         if func in self._REFUSED:
             _refuse_gradient(self._REFUSED[func])
         if func == _GRAD:

@@ -84,10 +84,12 @@ class Repeats:
 
     def __init__(self, root: nn.Module, recorder: Recorder) -> None:
         self._paths = {id(layer): path for path, layer in _candidates(root).items()}
+        self._modules = {id(module): module for module in root.modules()}
         self._recorder = recorder
         self._first: dict[type, list[_First]] = defaultdict(list)
         self._tried: Counter[type] = Counter()
         self._is_inside = False
+        self._alike: dict[int, bool] = {}  # by first call
         self._calls: Counter[int] = Counter()
         self._copied: dict[int, int] = {}
 
@@ -122,7 +124,7 @@ class Repeats:
         callers = (_callers(), _annotations())
         for first in self._first[type(layer)]:
             is_same = first.description == description and first.callers == callers
-            if is_same and first.reads.is_equal(layer) and first.memory.is_unchanged():
+            if is_same and self._is_like(first, layer):
                 try:
                     found = self._copy(first, call, inputs)
                 except UnknownValueError:
@@ -133,6 +135,18 @@ class Repeats:
             return run()
         self._tried[type(layer)] += 1
         return self._watched(call, run, inputs, description, callers)
+
+    def _is_like(self, first: _First, layer: nn.Module) -> bool:
+        if not first.reads.is_equal(layer) or not first.memory.is_unchanged():
+            return False
+        if id(first) not in self._alike:  # what names the first layer is found from another one
+            self._alike[id(first)] = not self._knows_others(Memory(layer), layer)
+        return self._alike[id(first)]
+
+    def _knows_others(self, memory: Memory, layer: nn.Module) -> bool:
+        """Whether what the layer's code can name has a module of the model that is none of the layer's."""
+        inside = {id(module) for module in layer.modules()}
+        return memory.knows({key: module for key, module in self._modules.items() if key not in inside})
 
     def _around(self, tracer: Any, path: str) -> Surrounding:
         return Surrounding(
@@ -149,7 +163,7 @@ class Repeats:
         """Traces a call, and notes it where its like can be copied."""
         tracer, layer, _, args, kwargs = call
         reads, memory = Reads(layer), Memory(layer)
-        if memory.is_opaque or not reads.can_be_watched:
+        if memory.is_opaque or self._knows_others(memory, layer) or not reads.can_be_watched:
             return run()
         around = self._around(tracer, tracer.path_of_module(layer))
         before = [node_of(tracer, tensor) for tensor in inputs]

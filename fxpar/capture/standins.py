@@ -38,7 +38,8 @@ def repeated(model: nn.Module, copied: Mapping[str, str]) -> contextlib.Abstract
             given[id(module)] = (_tensors((args, kwargs)), found)
         return found
 
-    return patches.eager_calls_of_modules(call)
+    patched: contextlib.AbstractContextManager[Any] = patches.eager_calls_of_modules(call)
+    return patched
 
 
 def _tensors(nest: Any) -> list[Tensor]:

@@ -42,8 +42,8 @@ from fxpar.capture.memo import OtherMemos, nothing_remembered
 from fxpar.capture.memory import with_memory
 from fxpar.capture.places import Blamed, place_of
 from fxpar.capture.recording import Recorder, Watch, recording
-from fxpar.capture.repeated import Repeats
 from fxpar.capture.regions import refuse_mutation, replace_copies, settle
+from fxpar.capture.repeated import Repeats
 from fxpar.capture.sizes import SizeError
 from fxpar.capture.state import untouched, watched
 from fxpar.errors import CaptureError
@@ -231,9 +231,7 @@ def _trace(run: Called, symbolic: int | None, originals: Mapping[int, Tensor], o
         raise _explained(first, error) from first
 
 
-def _functional(
-    module: nn.Module, call: _Call, prefix: str
-) -> tuple[ExportedProgram, Recorder, Mapping[str, str]]:
+def _functional(module: nn.Module, call: _Call, prefix: str) -> tuple[ExportedProgram, Recorder, Mapping[str, str]]:
     """Exports a module in functional form; with what was recorded, and which layers repeat which."""
     args, kwargs, symbolic = call
     shapes = pytree.tree_map(lambda value: _offered(value, symbolic), bound_arguments(module, args, kwargs))

@@ -14,6 +14,8 @@ from torch import fx
 from fxpar.program.program import Program, has_note, note, output_node
 from fxpar.program.step import RECOMPUTE
 
+_ATOMS = frozenset({int, bool, str, type(None)})
+
 
 def plain(value: Any, of_node: Callable[[fx.Node], Hashable]) -> Hashable:
     """Arguments as a key: equal numbers of other types are others, and so are zeros of other signs.
@@ -21,17 +23,20 @@ def plain(value: Any, of_node: Callable[[fx.Node], Hashable]) -> Hashable:
     Args:
         of_node: what stands for a node.
     """
+    kind = type(value)
+    if kind in _ATOMS:  # most arguments
+        return kind, value
     if isinstance(value, fx.Node):
         return fx.Node, of_node(value)
     if isinstance(value, (list, tuple)):
-        return type(value), tuple(plain(item, of_node) for item in value)
+        return kind, tuple([plain(item, of_node) for item in value])
     if isinstance(value, dict):
         return dict, tuple((name, plain(item, of_node)) for name, item in sorted(value.items()))
     if isinstance(value, slice):
         return slice, plain((value.start, value.stop, value.step), of_node)
     if isinstance(value, (float, complex)):
-        return type(value), repr(value)
-    return type(value), value
+        return kind, repr(value)
+    return kind, value
 
 
 def has_same_operations(one: Program, other: Program) -> bool:

@@ -106,22 +106,18 @@ def note(node: fx.Node) -> Note:
     Raises:
         KeyError: the node has none (a pass created it without `set_note`).
     """
-    if (found := _note_or_none(node)) is None:
-        raise KeyError(f"node %{node.name} has no fxpar note")
-    return found
+    try:  # of what a compilation asks nothing is asked more often: nodes without a note are the exception
+        found = node.meta["custom"][_KEY]
+    except KeyError:
+        found = None
+    if isinstance(found, Note):
+        return found
+    raise KeyError(f"node %{node.name} has no fxpar note")
 
 
 def has_note(node: fx.Node) -> bool:
     """Whether a note was set."""
-    return _note_or_none(node) is not None
-
-
-def _note_or_none(node: fx.Node) -> Note | None:
-    try:  # of what a compilation asks nothing is asked more often: nodes without a note are the exception
-        found = node.meta["custom"][_KEY]
-    except KeyError:
-        return None
-    return found if isinstance(found, Note) else None
+    return isinstance(node.meta.get("custom", {}).get(_KEY), Note)
 
 
 def set_note(node: fx.Node, value: Note) -> fx.Node:
@@ -370,15 +366,24 @@ def _collect(values: Iterable[Any], found: list[fx.Node]) -> None:
         if isinstance(value, fx.Node):
             if _is_tensor(value):
                 found.append(value)
+        elif value is None or isinstance(value, _NUMBERS):
+            continue
         elif isinstance(value, (list, tuple)):
             _collect(value, found)
         elif isinstance(value, dict):
             _collect(value.values(), found)
 
 
+# Most arguments that are no nodes.
+_NUMBERS = (int, float, str)
+
+
 def _is_tensor(node: fx.Node) -> bool:
-    found = _note_or_none(node)
-    return found is not None and isinstance(found.type, (TensorType, tuple))
+    try:
+        found = node.meta["custom"][_KEY]
+    except KeyError:
+        return False
+    return isinstance(found, Note) and isinstance(found.type, (TensorType, tuple))
 
 
 def with_operands(node: fx.Node, replacements: Sequence[fx.Node]) -> None:

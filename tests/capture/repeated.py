@@ -25,7 +25,8 @@ def _lm(kind: str, **options: Any) -> Callable[[], nn.Module]:
 
 
 def _t5() -> nn.Module:
-    config = transformers.T5Config(
+    config: Any = transformers.T5Config
+    config = config(
         d_model=48,
         d_kv=12,
         d_ff=80,
@@ -48,6 +49,11 @@ def checkpointed() -> nn.Module:
     model: Any = _gpt2()
     model.gradient_checkpointing_enable()
     return model  # type: ignore[no-any-return]
+
+
+def _vit() -> nn.Module:
+    config: Any = transformers.ViTConfig
+    return transformers.ViTForImageClassification(config(**_SIZES, image_size=32, patch_size=8, num_labels=7))
 
 
 def _encoder() -> nn.Module:
@@ -75,12 +81,16 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], Any]] = {
         None,
     ),
     "mixtral": (_lm("Mixtral", **_GROUPED, num_local_experts=4, output_router_logits=False), tokens, None),
-    "mixtral with router logits": (_lm("Mixtral", **_GROUPED, num_local_experts=4, output_router_logits=True), tokens, None),
+    "mixtral with router logits": (
+        _lm("Mixtral", **_GROUPED, num_local_experts=4, output_router_logits=True),
+        tokens,
+        None,
+    ),
     "neox": (_lm("GPTNeoX", **_SIZES, hidden_dropout=0.1), tokens, None),
     "falcon": (_lm("Falcon", num_hidden_layers=LAYERS, hidden_size=48, num_attention_heads=4), tokens, None),
     "qwen3": (_lm("Qwen3", **_GROUPED, head_dim=12), tokens, None),
     "albert": (_lm("Albert", **_SIZES, embedding_size=24), tokens, None),
-    "vit": (lambda: transformers.ViTForImageClassification(transformers.ViTConfig(**_SIZES, image_size=32, patch_size=8, num_labels=7)), pixels, None),
+    "vit": (_vit, pixels, None),
     "encoder": (_encoder, encoder_batch, encoder_loss),
     "nanogpt": (lambda: NanoGPT(layers=LAYERS), nano_batch, None),
 }

@@ -171,7 +171,8 @@ def test_state_outside_of_the_layers_is_seen() -> None:
 
     def counting(m: Layer, x: Tensor) -> Tensor:
         calls.append(1)
-        return m.mlp(x) * len(calls)
+        found: Tensor = m.mlp(x) * len(calls)
+        return found
 
     assert copied(counting) == 0
     numbers = itertools.count(1)
@@ -194,13 +195,13 @@ def test_state_outside_of_the_layers_is_seen() -> None:
 
 
 def test_what_a_layer_keeps_is_made_by_itself() -> None:
-    def keeping(m: Any, x: Tensor) -> Tensor:
+    def keeping(m: Any, x: Tensor) -> Any:
         m.seen = x
         return m.mlp(x)
 
     assert copied(keeping) == 0
 
-    def listing(m: Layer, x: Tensor, seen: list[Tensor]) -> Tensor:
+    def listing(m: Any, x: Tensor, seen: list[Tensor]) -> Any:
         seen.append(x)
         return m.mlp(x)
 
@@ -241,6 +242,40 @@ def test_tensors_that_are_no_arguments_are_traced() -> None:
             layer.others = (model.layers[0],)
 
     assert copied(lambda m, x: m.mlp(x) + m.others[0].up.bias.sum(), neighbours) == 0
+
+
+def test_a_layer_that_knows_which_one_it_is_is_traced() -> None:
+    def related(model: Any) -> None:
+        for layer in model.layers:
+            layer.parent = (model,)
+
+    assert copied(lambda m, x: m.mlp(x) * (2 if m is m.parent[0].layers[1] else 1), related) == 0
+    by_layer: dict[Any, float] = {}
+
+    def listed(model: Any) -> None:
+        by_layer.clear()
+        by_layer.update({layer: 1.0 + i for i, layer in enumerate(model.layers)})
+
+    assert copied(lambda m, x: m.mlp(x) * by_layer[m], listed) == 0
+
+    def special(model: Any) -> None:
+        by_layer.clear()
+        by_layer[model.layers[0]] = 2.0
+
+    assert copied(lambda m, x: m.mlp(x) * by_layer.get(m, 1.0), special) == 0
+
+    def shared(model: Any) -> None:
+        known = SimpleNamespace(first=model.layers[0])
+        for layer in model.layers:
+            layer.known = known
+
+    assert copied(lambda m, x: m.mlp(x) * (2 if m is m.known.first else 1), shared) == 0
+
+    def numbered(model: Any) -> None:
+        by_layer.clear()
+        by_layer.update({id(layer): 1.0 + i for i, layer in enumerate(model.layers)})
+
+    assert copied(lambda m, x: m.mlp(x) * by_layer[id(m)], numbered) == 0
 
 
 def test_arguments_of_other_kinds_are_traced() -> None:
@@ -314,7 +349,7 @@ def test_checkpointed_regions_have_numbers_of_their_own() -> None:
 
 
 def test_functions_of_the_author_are_kept_in_each_layer() -> None:
-    assert copied(lambda m, x: m.mlp(Seven.apply(x))) == 4
+    assert copied(lambda m, x: m.mlp(Seven.apply(x))) == 4  # type: ignore[no-untyped-call]
 
 
 def test_a_hook_on_one_layer_is_seen() -> None:
@@ -323,6 +358,7 @@ def test_a_hook_on_one_layer_is_seen() -> None:
 
     assert copied(plain, hooked) == 3
     model = Stack(plain)
-    model.layers[3].up.weight.register_hook(lambda gradient: gradient * 2)  # type: ignore[union-attr]
+    layer: Any = model.layers[3]
+    layer.up.weight.register_hook(lambda gradient: gradient * 2)
     with pytest.raises(CaptureError, match="hook"):
         capture(*stacked(model)[:2])
