@@ -145,13 +145,8 @@ _DATA: Any = Tensor.data.__get__  # type: ignore[attr-defined]
 _SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
 _GRAD: Any = Tensor.grad.__get__  # type: ignore[union-attr]
 # Questions about a tensor that neither a value nor a size answers: making fakes of parameters asks all of each.
-_ABOUT = frozenset(
-    {
-        *(getattr(Tensor, name).__get__ for name in ("layout", "dtype", "device", "requires_grad", "is_leaf")),
-        *(getattr(Tensor, name).__get__ for name in ("is_sparse", "is_quantized", "is_nested", "is_mkldnn")),
-        *(Tensor._is_view, Tensor.is_inference, Tensor.is_conj, Tensor.is_neg, Tensor.untyped_storage, Tensor.dim),
-    }
-)
+_GETTERS = "layout dtype device requires_grad is_leaf is_sparse is_quantized is_nested is_mkldnn".split()
+_ABOUT = {*(getattr(Tensor, n).__get__ for n in _GETTERS), Tensor._is_view, Tensor.is_inference, Tensor.is_conj}
 # Arguments that are no containers.
 _PLAIN = (int, float, str, type(None), torch.dtype, torch.device, torch.SymInt)
 

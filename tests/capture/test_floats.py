@@ -61,7 +61,7 @@ def test_a_number_is_a_tensor_in_double_precision_until_it_meets_another() -> No
     lines = [line.split("  #")[0] for line in print_program(captured.program).splitlines()]
     assert lines[-6:] == [
         "%sum_1 = aten.sum.default(%linear) : f32[]",
-        "%truediv_size = aten.scalar_tensor.default(%sym_size_int_1, dtype=dtype.f64) : f64[]",
+        "%truediv_size = aten.scalar_tensor.default(%sym_size_int, dtype=dtype.f64) : f64[]",
         "%truediv = aten.div.Tensor(%truediv_size, 2) : f64[]",
         "%div_number = aten._to_copy.default(%truediv, dtype=dtype.f32) : f32[]",
         "%div = aten.div.Tensor(%sum_1, %div_number) : f32[]",
