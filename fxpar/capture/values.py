@@ -76,7 +76,9 @@ def of_tensor(value: Tensor) -> tuple[Any, ...]:
     )
 
 
-_KNOWN = frozenset({"fake_mode", "_fake_device", "constant", "pytype", "dispatch_keys", "real_tensor", "_is_param"})
+_KNOWN = frozenset(
+    {"fake_mode", "fake_device", "_fake_device", "constant", "pytype", "dispatch_keys", "real_tensor", "_is_param"}
+)
 
 
 def _has_more(value: Tensor) -> bool:
