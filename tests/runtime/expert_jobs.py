@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -63,3 +64,36 @@ def other_rows(options: dict[str, Any]) -> tuple[str, str, str, str]:
     model = module(tuple(sorted(options.items())))
     rows = 3 if dist.get_rank() else 4
     return refusal(lambda: model.train_step({key: value[:rows] for key, value in batch().items()}))
+
+
+def saved(options: dict[str, Any], folder: Path) -> list[float]:
+    """A step, a save, and the losses of the steps behind it."""
+    model = module(tuple(sorted(options.items())))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    _losses(model, optimizer, 1)
+    model.save_training(folder / "training", optimizer)
+    model.save_checkpoint(folder / "weights")
+    return _losses(model, optimizer, 2)
+
+
+def resumed(options: dict[str, Any], folder: Path) -> tuple[list[float], bool]:
+    """The losses of the steps behind another plan's save, and whether the weights alone are read as those of it."""
+    model = module(tuple(sorted(options.items())))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model.resume_training(folder / "training", optimizer)
+    there = {name: value.clone() for name, value in model.full_state_dict().items()}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    model.load_checkpoint(folder / "weights")
+    again = model.full_state_dict()
+    return _losses(model, optimizer, 2), all(torch.equal(value, again[name]) for name, value in there.items())
+
+
+def _losses(model: ParallelModule, optimizer: torch.optim.Optimizer, steps: int) -> list[float]:
+    own, found = fxpar.shard_batch(batch(), model), []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        found.append(model.train_step(own).item())
+        optimizer.step()
+    return found

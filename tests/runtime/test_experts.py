@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,6 +42,33 @@ def test_ranks_train_what_one_process_trains(request: pytest.FixtureRequest, pla
         assert_same(found["gradients"], {name: wanted["gradients"][name] for name in found["gradients"]}, 1e-6)
         assert_same(found["state"], wanted["state"], 1e-5)
         assert found["held"] < wanted["held"]
+
+
+MOVES: list[Any] = [
+    ({"dp": 2, "ep": 2}, [{"tp": 2}, {}]),
+    pytest.param({"dp": 2, "tp": 2, "ep": 4, "etp": 1}, [{"dp": 4, "ep": 2}, {"tp": 2}, {}], marks=pytest.mark.matrix),
+]
+
+
+def _run(request: pytest.FixtureRequest, plan: dict[str, Any], job: Any, *given: Any) -> list[Any]:
+    """What each rank of a plan finds; none are one process."""
+    ranks = plan.get("dp", 1) * plan.get("tp", 1)
+    found: list[Any] = (
+        [job(plan, *given)] if ranks == 1 else request.getfixturevalue(f"world{ranks}").run(job, plan, *given)
+    )
+    return found
+
+
+@pytest.mark.parametrize(("plan", "others"), MOVES)
+def test_a_training_goes_on_where_experts_lie_on_other_ranks(
+    request: pytest.FixtureRequest, tmp_path: Path, plan: dict[str, Any], others: list[dict[str, Any]]
+) -> None:
+    wanted = _run(request, plan, expert_jobs.saved, tmp_path)[0]
+    assert wanted[1] != wanted[0]
+    for other in others:
+        for losses, is_read in _run(request, other, expert_jobs.resumed, tmp_path):
+            assert losses == pytest.approx(wanted, rel=1e-6)
+            assert is_read
 
 
 def test_data_ranks_that_bring_other_rows_are_refused(world2: World) -> None:
