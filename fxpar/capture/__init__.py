@@ -21,13 +21,13 @@ from fxpar.capture.guards import check_model, check_samples
 from fxpar.capture.memo import OtherMemos
 from fxpar.capture.rowwise import check_row_wise
 from fxpar.capture.sizes import SizeError, check_views
-from fxpar.capture.trace import arguments, trace
+from fxpar.capture.trace import Trace, arguments, trace
 from fxpar.errors import CaptureError
 from fxpar.ops.functions import function as kept
 from fxpar.plan.plan import Plan
 from fxpar.program.collector import without_collections
 from fxpar.program.gradients import carried
-from fxpar.program.program import Program, note
+from fxpar.program.program import Program
 from fxpar.signatures.functions import forget_proofs
 
 __all__ = ["CallSpec", "Captured", "arguments", "capture", "check_model", "check_samples"]
@@ -78,11 +78,41 @@ def _capture(model: nn.Module, batch: Any, plan: Plan, loss: Callable[..., Any] 
     forget_proofs()
     function = loss if callable(loss) else None
     name = loss if isinstance(loss, str) else None
-    ranks = [value.dim() for value in pytree.tree_leaves(batch) if isinstance(value, Tensor)]
     others = OtherMemos()
+
+    def traced(copies: bool) -> tuple[Trace, Program, CallSpec]:
+        found = _traced(model, batch, plan, function, name, others, copies)
+        return found[0], _with_trainable_loss(model, found[1], is_guess=loss is None), found[2]
+
+    how, program, spec = traced(copies=True)
+    eager = walk(model, batch, function, others, how.copied)
+    if how.copied and (eager.reason or not eager.layers.is_proven):
+        how, program, spec = traced(copies=False)
+    compare(eager, Counter(str(n.kwargs["path"]) for n in program.graph.nodes if n.target is kept))
+    if plan.row_wise:
+        call = ((batch,), {}) if function is not None else arguments(model, batch, False)
+        check_row_wise(program, {**dict(model.named_buffers()), **dict(model.named_parameters())}, spec.inputs(call))
+    return Captured(program, spec, how.how, function, eager.reason)
+
+
+def _traced(
+    model: nn.Module,
+    batch: Any,
+    plan: Plan,
+    loss: Callable[..., Any] | None,
+    name: str | None,
+    others: OtherMemos,
+    copies: bool,
+) -> tuple[Trace, Program, CallSpec]:
+    """A trace with as many symbolic dimensions as the model takes, and its program.
+
+    Args:
+        copies: whether a layer that repeats may be a copy; the walk of the eager model is to prove it then.
+    """
+    ranks = [value.dim() for value in pytree.tree_leaves(batch) if isinstance(value, Tensor)]
     for symbolic in (None, *(count for count in (2, 1) if count < max(ranks, default=0)), 0):
         try:
-            traced = trace(model, batch, function, symbolic, others)
+            traced = trace(model, batch, loss, symbolic, others, copies=copies)
             program, spec = convert(traced, model, plan, name)
             floats_as_tensors(program)
             check_views(program)
@@ -91,16 +121,7 @@ def _capture(model: nn.Module, batch: Any, plan: Plan, loss: Callable[..., Any] 
                 raise
             continue
         break
-    program = _with_trainable_loss(model, program, is_guess=loss is None)
-    eager = walk(model, batch, function, others, traced.copied)
-    # Of layers that were copied the walk has seen nothing.
-    copied = tuple(f"{path.removeprefix(traced.prefix)}." for path in traced.copied)
-    calls = [n for n in program.graph.nodes if n.target is kept and not f"{note(n).fqn}.".startswith(copied)]
-    compare(eager, Counter(str(n.kwargs["path"]) for n in calls))
-    if plan.row_wise:
-        call = ((batch,), {}) if function is not None else arguments(model, batch, False)
-        check_row_wise(program, {**dict(model.named_buffers()), **dict(model.named_parameters())}, spec.inputs(call))
-    return Captured(program, spec, traced.how, function, eager.reason)
+    return traced, program, spec
 
 
 def _with_trainable_loss(model: nn.Module, program: Program, is_guess: bool) -> Program:

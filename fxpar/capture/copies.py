@@ -18,7 +18,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.fx.node import map_arg
 
 from fxpar.capture.functional import COMPARED
-from fxpar.capture.values import UnknownValueError, of_tensor, storage
+from fxpar.capture.values import UnknownValueError, new_like, of_tensor, storage
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -166,14 +166,7 @@ class Copied:
         Raises:
             UnknownValueError: there is none like it.
         """
-        with torch._C.DisableTorchFunction(), disable_proxy_modes_tracing(), torch.enable_grad():
-            found = torch.empty_like(value)
-            if value.requires_grad:
-                found = found.requires_grad_()
-                if not value.is_leaf:
-                    found = found.clone()
-        if of_tensor(found) != of_tensor(value):
-            raise UnknownValueError
+        found = new_like(value)
         proxy = fx.Proxy(node, self._tracer)
         set_meta(proxy, found)
         track_tensor(found, proxy, constant=None, tracer=self._tracer)

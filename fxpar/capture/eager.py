@@ -28,13 +28,14 @@ from torch.autograd.graph import Node, _engine_run_backward
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpar.capture.decided import host_numbers
+from fxpar.capture.experts import routed_experts
 from fxpar.capture.guards import no_host_random, separate
 from fxpar.capture.hooks import hooks_watched
 from fxpar.capture.memo import OtherMemos, nothing_remembered
 from fxpar.capture.memory import plain_surrounding, without_values
+from fxpar.capture.observed import Number, Observed
 from fxpar.capture.places import is_foreign_file, place_of
 from fxpar.capture.recording import Watch, is_internal, recording
-from fxpar.capture.standins import repeated
 from fxpar.capture.state import untouched
 from fxpar.capture.trace import FAILURES, called, quiet
 from fxpar.errors import CaptureError
@@ -60,12 +61,14 @@ class Eager:
         places: the line that called it first.
         hooks: lines of hooks on gradients and saved tensors.
         reason: why the model could not be walked; empty where it was.
+        layers: what those did that the trace has copied.
     """
 
     functions: Counter[str] = field(default_factory=Counter)
     places: dict[str, str] = field(default_factory=dict)
     hooks: dict[str, None] = field(default_factory=dict)
     reason: str = ""
+    layers: Observed = field(default_factory=Observed)
 
 
 def walk(
@@ -73,21 +76,21 @@ def walk(
     batch: Any,
     loss: Callable[..., Any] | None,
     others: OtherMemos | None = None,
-    copied: Mapping[str, str] | None = None,
+    copied: Mapping[Number, Number] | None = None,
 ) -> Eager:
     """Runs the model on fakes, forward and backward; it is left as it was.
 
     Args:
         others: memoised functions, where they are known from the trace.
-        copied: layers that do not run, as of a `Trace`.
+        copied: calls of layers that are observed, as of a `Trace`.
 
     Raises:
         CaptureError: a hook on gradients or saved tensors, or random numbers in a backward.
     """
-    found = Eager()
+    found = Eager(layers=Observed(copied or {}))
     try:
         with contextlib.ExitStack() as stack:
-            for context in (plain_surrounding(), quiet(), no_host_random(model), untouched(model)):
+            for context in (plain_surrounding(), quiet(), routed_experts(), no_host_random(model), untouched(model)):
                 stack.enter_context(context)
             stack.enter_context(nothing_remembered(called(model, batch, loss).module, others or OtherMemos()))
             stack.enter_context(recording())
@@ -95,7 +98,7 @@ def walk(
             batch = stack.enter_context(without_values(model, separate(batch)))
             hooks = stack.enter_context(hooks_watched(model, batch))
             call = called(model, batch, loss)
-            with Watch(), repeated(call.module, copied or {}), _Calls(found):
+            with Watch(), _Calls(found), found.layers.watching(call.module):
                 outputs = call.module(*call.args, **call.kwargs)
             _differentiate(found, outputs)
             del outputs

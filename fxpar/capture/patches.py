@@ -15,7 +15,7 @@ from unittest import mock
 
 import torch
 import torch.utils.checkpoint
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch._dynamo import trace_rules
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable, tracing_state_functions
@@ -116,11 +116,6 @@ def roots_of_sizes() -> Any:
         return x**0.5 if isinstance(x, (torch.SymInt, torch.SymFloat)) else original(x)
 
     return mock.patch.object(math, "sqrt", sqrt)
-
-
-def no_code() -> Any:
-    """While active, graph modules have no code made of their graphs: export's passes do that after each change."""
-    return mock.patch.object(fx.GraphModule, "recompile", return_value=None)
 
 
 @contextlib.contextmanager

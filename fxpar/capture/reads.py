@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from fxpar.capture import patches
 from fxpar.capture.places import is_foreign_file
 
-_VALUES = (bool, int, float, complex, str, bytes, type(None), torch.Size, torch.dtype, torch.device, enum.Enum, slice)
+_VALUES = (bool, int, float, complex, str, bytes, type(None), torch.Size, torch.dtype, torch.device, enum.Enum)
 _TENSORS = ("_parameters", "_buffers")
 _EVERYTHING = "__dict__"
 # What calls of a module run besides its forward; those of a layer that is not traced would not run.
@@ -124,12 +124,17 @@ def _is_equal(mine: Any, other: Any, pairs: Mapping[int, nn.Module]) -> bool:
         return False
     if isinstance(mine, nn.Module):
         return pairs.get(id(mine)) is other
+    if isinstance(mine, slice):
+        return _is_equal((mine.start, mine.stop, mine.step), (other.start, other.stop, other.step), pairs)
+    if isinstance(mine, float):
+        return repr(mine) == repr(other)  # 0.0 and -0.0 are equal, and not the same
     if isinstance(mine, _VALUES):
         return bool(mine == other)
     if isinstance(mine, (list, tuple)):
         return len(mine) == len(other) and all(_is_equal(a, b, pairs) for a, b in zip(mine, other, strict=True))
     if isinstance(mine, dict):
-        return list(mine) == list(other) and all(_is_equal(mine[key], other[key], pairs) for key in mine)
+        keys = _is_equal(list(mine), list(other), pairs)
+        return keys and all(_is_equal(mine[key], other[key], pairs) for key in mine)
     if isinstance(mine, (set, frozenset)):
         return bool(mine == other) and all(isinstance(value, _VALUES) for value in mine)
     if isinstance(mine, types.MethodType):

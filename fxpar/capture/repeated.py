@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 from torch.fx.traceback import get_current_meta
 from torch.overrides import _get_current_function_mode_stack
@@ -25,9 +26,10 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from fxpar.capture.copies import Copied, Surrounding, node_of
 from fxpar.capture.memo import Memory
+from fxpar.capture.observed import Number
 from fxpar.capture.reads import Reads, has_hooks
 from fxpar.capture.recording import RECOMPUTE_KEY, Recorder
-from fxpar.capture.values import UnknownValueError, described, pattern, rebuilt
+from fxpar.capture.values import UnknownValueError, described, new_like, pattern, rebuilt, storage
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -60,7 +62,7 @@ class _First:
         regions: how many checkpointed regions were entered.
     """
 
-    layer: nn.Module
+    number: Number
     reads: Reads
     memory: Memory
     description: Any
@@ -80,6 +82,8 @@ class Repeats:
         root: the model.
         recorder: of the trace.
 
+    Attributes:
+        copied: calls that were copied, each with that which it repeats; paths are those under the root.
     """
 
     def __init__(self, root: nn.Module, recorder: Recorder) -> None:
@@ -91,13 +95,7 @@ class Repeats:
         self._is_inside = False
         self._alike: dict[int, bool] = {}  # by first call
         self._calls: Counter[int] = Counter()
-        self._copied: dict[int, int] = {}
-
-    @property
-    def copied(self) -> dict[str, str]:
-        """Layers under the root that were copied, with that which was traced, where each was called once."""
-        pairs = ((key, first) for key, first in self._copied.items() if self._calls[key] == self._calls[first] == 1)
-        return {self._paths[key]: self._paths[first] for key, first in pairs}
+        self.copied: dict[Number, Number] = {}
 
     def call(
         self, original: Callable[..., Any], tracer: Any, module: nn.Module, forward: Any, args: Any, kwargs: Any
@@ -107,14 +105,16 @@ class Repeats:
         def run() -> Any:
             return original(tracer, module, forward, args, kwargs)
 
-        if self._is_inside or id(module) not in self._paths or tracer.enable_attr_proxy:
+        if id(module) not in self._paths:
+            return run()
+        self._calls[id(module)] += 1
+        if self._is_inside or tracer.enable_attr_proxy:
             return run()
         call = (tracer, module, forward, args, kwargs)
         return self._layer(call, run)
 
     def _layer(self, call: _Call, run: Callable[[], Any]) -> Any:
         tracer, layer, _, args, kwargs = call
-        self._calls[id(layer)] += 1
         try:
             if has_hooks(layer) or _has_global_hooks():
                 raise UnknownValueError
@@ -129,12 +129,15 @@ class Repeats:
                     found = self._copy(first, call, inputs)
                 except UnknownValueError:
                     break
-                self._copied[id(layer)] = id(first.layer)
+                self.copied[self._number(layer)] = first.number
                 return found
         if self._tried[type(layer)] == _MOST:
             return run()
         self._tried[type(layer)] += 1
         return self._watched(call, run, inputs, description, callers)
+
+    def _number(self, layer: nn.Module) -> Number:
+        return self._paths[id(layer)], self._calls[id(layer)] - 1
 
     def _is_like(self, first: _First, layer: nn.Module) -> bool:
         if not first.reads.is_equal(layer) or not first.memory.is_unchanged():
@@ -185,16 +188,22 @@ class Repeats:
                 raise UnknownValueError
             if [node_of(tracer, tensor) for tensor in inputs] != before:
                 raise UnknownValueError
-            if _described(tracer, layer, args, kwargs) != (inputs, description):
+            tensors, said = _described(tracer, layer, args, kwargs)
+            if [*map(id, tensors)] != [*map(id, inputs)] or said != description:
+                raise UnknownValueError
+            containers = _containers(outputs)  # of a copy they are others, each by itself
+            if len({*containers, *_containers((args, kwargs))}) < len(containers) + len({*_containers((args, kwargs))}):
                 raise UnknownValueError
             copied = _apart(Copied)(tracer, nodes[::-1], inputs, around, RECOMPUTE_KEY)
-            results = _results(tracer, outputs, inputs, set(nodes))
+            results = _results(tracer, outputs, inputs, nodes)
+            kept = rebuilt(outputs, lambda tensor: tensor)  # whoever called may change the containers
         except UnknownValueError:
             return outputs
         calls = Counter(tracer.num_calls)
         calls.subtract(around.calls)
         regions = self._recorder.regions - around.regions
-        found = _First(layer, reads, memory, description, callers, copied, inputs, outputs, results, +calls, regions)
+        number = self._number(layer)
+        found = _First(number, reads, memory, description, callers, copied, inputs, kept, results, +calls, regions)
         self._first[type(layer)].append(found)
         return outputs
 
@@ -279,12 +288,20 @@ def _annotations() -> dict[str, Any]:
     return {key: value for key, value in get_current_meta().get("custom", {}).items() if key != RECOMPUTE_KEY}
 
 
+def _containers(nest: Any) -> list[int]:
+    """Identities of the lists, tuples and mappings of a nest, each as often as it is there."""
+    if not isinstance(nest, (list, tuple, dict)) or nest == ():
+        return []
+    items = nest.values() if isinstance(nest, dict) else nest
+    return [id(nest), *(each for item in items for each in _containers(item))]
+
+
 @_apart
-def _results(tracer: Any, outputs: Any, inputs: list[Tensor], nodes: set[fx.Node]) -> dict[int, fx.Node]:
+def _results(tracer: Any, outputs: Any, inputs: list[Tensor], nodes: list[fx.Node]) -> dict[int, fx.Node]:
     """The nodes of tensors that a call gives, by their identities; what it hands on as it came has none.
 
     Raises:
-        UnknownValueError: a tensor is a part of something else.
+        UnknownValueError: a tensor is a part of something else, or a copy could not be like it.
     """
     tensors: list[Tensor] = []
     described(outputs, tensors)
@@ -293,8 +310,16 @@ def _results(tracer: Any, outputs: Any, inputs: list[Tensor], nodes: set[fx.Node
     shared = pattern([*inputs, *{id(tensor): tensor for tensor in made}.values()])[len(inputs) :]
     if any(memory != index + len(inputs) for index, (_, memory) in enumerate(shared)):
         raise UnknownValueError
-    if any(node not in nodes for node in found.values()) or len(set(found.values())) < len(found):
+    if len(set(found.values())) < len(found):
         raise UnknownValueError
-    if any(not isinstance(node.meta.get("val"), Tensor) for node in found.values()):
-        raise UnknownValueError
+    # Memory of the call's nodes: an output in that of another one would be told apart from it in a copy.
+    values = (value for node in nodes for value in pytree.tree_leaves(node.meta.get("val")))
+    memories = Counter(storage(value) for value in values if isinstance(value, Tensor))
+    inside = set(nodes)
+    for tensor in made:
+        node = found[id(tensor)]
+        value = node.meta.get("val")
+        if node not in inside or not isinstance(value, Tensor) or memories[storage(value)] > 1:
+            raise UnknownValueError
+        new_like(tensor)
     return found

@@ -40,6 +40,7 @@ from fxpar.capture.guards import (
 )
 from fxpar.capture.memo import OtherMemos, nothing_remembered
 from fxpar.capture.memory import with_memory
+from fxpar.capture.observed import Number
 from fxpar.capture.places import Blamed, place_of
 from fxpar.capture.recording import Recorder, Watch, recording
 from fxpar.capture.regions import refuse_mutation, replace_copies, settle
@@ -127,8 +128,7 @@ class Trace:
         originals: where the model has no memory, its tensor for the id of each tensor of `exported`.
         assumptions: branches on sizes that Dynamo took before the export.
         keywords: the model was called with keyword arguments and traced with one mapping of them.
-        copied: paths of layers that were not traced, with those whose nodes theirs are copies of, where the trace asked
-            nothing that an eager run would answer otherwise.
+        copied: calls of layers that are copies, each with that which it repeats.
     """
 
     exported: ExportedProgram
@@ -138,7 +138,7 @@ class Trace:
     originals: Mapping[int, Tensor] = field(default_factory=dict)
     assumptions: tuple[Assumption, ...] = ()
     keywords: bool = False
-    copied: Mapping[str, str] = field(default_factory=dict)
+    copied: Mapping[Number, Number] = field(default_factory=dict)
 
 
 def trace(
@@ -147,6 +147,8 @@ def trace(
     loss: Callable[..., Any] | None,
     symbolic: int | None = None,
     others: OtherMemos | None = None,
+    *,
+    copies: bool = False,
 ) -> Trace:
     """Traces the model on a batch, and with `loss` also `loss(outputs, batch)`.
 
@@ -155,6 +157,7 @@ def trace(
     Args:
         symbolic: how many leading dimensions are offered; None for all.
         others: memoised functions of a capture that traces several times.
+        copies: whether calls of layers that repeat may be copies of the first one's, which the caller is to prove.
 
     Raises:
         CaptureError: the model cannot be traced into one graph; the text says where and what to do.
@@ -167,7 +170,7 @@ def trace(
     with quiet(), routed_experts(), no_host_random(model), with_memory(model, safe) as (batch, originals):
         call = called(model, batch, loss)
         with Blamed(_raised):
-            found = _trace(call, symbolic, originals, others or OtherMemos())
+            found = _trace(call, symbolic, originals, others or OtherMemos(), copies)
         return replace(found, keywords=isinstance(call.module, WithKeywords))
 
 
@@ -203,7 +206,9 @@ def _raised(reason: str, place: str) -> CaptureError:
     )
 
 
-def _trace(run: Called, symbolic: int | None, originals: Mapping[int, Tensor], others: OtherMemos) -> Trace:
+def _trace(
+    run: Called, symbolic: int | None, originals: Mapping[int, Tensor], others: OtherMemos, copies: bool
+) -> Trace:
     module, prefix, call = run.module, run.prefix, (run.args, run.kwargs, symbolic)
     patches.remember_originals()
     # What trains by itself is the eager model; where its way depends on values of tensors, its compiled way is taken.
@@ -211,8 +216,8 @@ def _trace(run: Called, symbolic: int | None, originals: Mapping[int, Tensor], o
         questions = Questions(as_eager)
         try:
             with untouched(module), nothing_remembered(module, others), questions:
-                exported, recorder, copied = _functional(module, call, prefix)
-            copied = copied if as_eager else {}
+                # Another way than the eager one is not what the walk of the eager model goes.
+                exported, recorder, copied = _functional(module, call, prefix, copies and as_eager)
             return Trace(exported, "export", recorder, prefix, originals, copied=copied)
         except CaptureError:
             if not (as_eager and questions.asked):
@@ -225,14 +230,16 @@ def _trace(run: Called, symbolic: int | None, originals: Mapping[int, Tensor], o
     try:
         with untouched(module), nothing_remembered(module, others, plain=True):
             graph_module, assumptions = dynamo_graph(module, prefix, *call)
-        exported, recorder, _ = _functional(graph_module, call, prefix)
+        exported, recorder, _ = _functional(graph_module, call, prefix, False)
         return Trace(exported, "dynamo", recorder, prefix, originals, assumptions)
     except FAILURES as error:
         raise _explained(first, error) from first
 
 
-def _functional(module: nn.Module, call: _Call, prefix: str) -> tuple[ExportedProgram, Recorder, Mapping[str, str]]:
-    """Exports a module in functional form; with what was recorded, and which layers repeat which."""
+def _functional(
+    module: nn.Module, call: _Call, prefix: str, copies: bool
+) -> tuple[ExportedProgram, Recorder, Mapping[Number, Number]]:
+    """Exports a module in functional form; with what was recorded, and which calls of layers are copies of which."""
     args, kwargs, symbolic = call
     shapes = pytree.tree_map(lambda value: _offered(value, symbolic), bound_arguments(module, args, kwargs))
     watch = Watch()
@@ -246,8 +253,7 @@ def _functional(module: nn.Module, call: _Call, prefix: str) -> tuple[ExportedPr
                 patches.plain_distributions(),
                 patches.roots_of_sizes(),
                 host_numbers(),
-                patches.no_code(),
-                patches.calls_of_modules(repeats.call),
+                patches.calls_of_modules(repeats.call) if copies else contextlib.nullcontext(),
                 contextlib.redirect_stderr(io.StringIO()),
             ):
                 exported = torch.export.export(module, args, kwargs, dynamic_shapes=shapes, strict=False)

@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
-# Containers and constants of exactly these types: any other object may be told apart in ways of its own.
-_CONSTANTS = (bool, int, float, str, type(None), torch.dtype, torch.device, torch.Size)
+# Containers and constants of exactly these types: any other object may be told apart in ways of its own, and to compare
+# symbolic numbers would be a question of the trace's.
+_CONSTANTS = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
 
 class UnknownValueError(Exception):
@@ -36,8 +38,6 @@ def described(value: Any, tensors: list[Tensor]) -> Any:
     if kind is dict:
         # Equal keys may be of other types (1 and True).
         return kind, tuple((type(key), key, described(item, tensors)) for key, item in value.items())
-    if kind in (torch.SymInt, torch.SymFloat, torch.SymBool):
-        return kind, value.node.expr
     if kind in _CONSTANTS and value == value:  # a number that is none is equal to nothing
         return kind, str(value) if kind is float else value  # -0.0 is 0.0
     raise UnknownValueError
@@ -72,6 +72,7 @@ def of_tensor(value: Tensor) -> tuple[Any, ...]:
         tuple(size if isinstance(size, int) else size.node.expr for size in sizes),
         value.requires_grad,
         value.is_leaf,
+        value._is_view(),  # what reshapes or converts it makes other operations of a view
         isinstance(value, torch.nn.Parameter),
     )
 
@@ -99,3 +100,20 @@ def pattern(tensors: list[Tensor]) -> tuple[tuple[int, int], ...]:
 def storage(value: Tensor) -> int:
     """The identity of a tensor's memory."""
     return int(value.untyped_storage()._cdata)
+
+
+def new_like(value: Tensor) -> Tensor:
+    """A tensor of its own memory, of which a trace knows as much as of another one.
+
+    Raises:
+        UnknownValueError: there is none like it.
+    """
+    with torch._C.DisableTorchFunction(), disable_proxy_modes_tracing(), torch.enable_grad():
+        found = torch.empty_like(value)
+        if value.requires_grad:
+            found = found.requires_grad_()
+            if not value.is_leaf:
+                found = found.clone()
+    if of_tensor(found) != of_tensor(value):
+        raise UnknownValueError
+    return found
