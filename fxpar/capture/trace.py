@@ -219,11 +219,13 @@ def _trace(
                 # Another way than the eager one is not what the walk of the eager model goes.
                 exported, recorder, copied = _functional(module, call, prefix, copies and as_eager)
             return Trace(exported, "export", recorder, prefix, originals, copied=copied)
-        except CaptureError:
-            if not (as_eager and questions.asked):
+        except (CaptureError, *FAILURES) as error:
+            if copies:  # what is wrong with a model shows in a trace of each of its layers
+                return _trace(run, symbolic, originals, others, False)
+            if not isinstance(error, CaptureError):
+                first = error
+            elif not (as_eager and questions.asked):
                 raise
-        except FAILURES as error:
-            first = error
         if not questions.asked:
             break
     _explain_now(first, module if originals else None)

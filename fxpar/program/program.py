@@ -366,16 +366,12 @@ def _collect(values: Iterable[Any], found: list[fx.Node]) -> None:
         if isinstance(value, fx.Node):
             if _is_tensor(value):
                 found.append(value)
-        elif value is None or isinstance(value, _NUMBERS):
+        elif value is None or isinstance(value, (int, float, str)):  # most arguments that are no nodes
             continue
         elif isinstance(value, (list, tuple)):
             _collect(value, found)
         elif isinstance(value, dict):
             _collect(value.values(), found)
-
-
-# Most arguments that are no nodes.
-_NUMBERS = (int, float, str)
 
 
 def _is_tensor(node: fx.Node) -> bool:
