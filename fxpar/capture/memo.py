@@ -12,6 +12,8 @@ import contextlib
 import functools
 import gc
 import io
+import itertools
+import operator
 import queue
 import random
 import sys
@@ -19,7 +21,7 @@ import threading
 import types
 import weakref
 from collections import OrderedDict, UserDict, UserList, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any, ClassVar
 
@@ -31,6 +33,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from fxpar.capture.places import is_own
 
 _MISSING = object()
+_EVER_MISSING = itertools.repeat(_MISSING)
 _PLAIN = (Tensor, str, bytes, int, float, complex, bool, type(None), types.ModuleType, types.BuiltinFunctionType)
 _Memo = type(functools.lru_cache(lambda: None))
 # Classes of the standard library that keep what they are given in attributes.
@@ -188,8 +191,9 @@ class Memory:
 
     def is_unchanged(self) -> bool:
         """Whether everything holds, as the same objects, what it held."""
+        # Asked behind each layer of a model, of thousands of names: what loops does it in one call.
         return (
-            all(space.get(n, _MISSING) is v for space, held in self._globals.values() for n, v in held.items())
+            all(_all_are(map(space.get, held, _EVER_MISSING), held) for space, held in self._globals.values())
             and all(_same_entries(vars(owner), attributes) for owner, attributes in self._objects.values())
             and all(_slot(s, owner) is value for owner, slots in self._slotted.values() for s, value in slots)
             and all(_contents(cell) is before for cell, before in self._cells.values())
@@ -275,7 +279,12 @@ def _base(value: Any) -> Any:
 
 
 def _same_entries(now: Mapping[Any, Any], before: Mapping[Any, Any]) -> bool:
-    return len(now) == len(before) and all(now.get(key, _MISSING) is value for key, value in before.items())
+    return len(now) == len(before) and _all_are(map(now.get, before, _EVER_MISSING), before)
+
+
+def _all_are(values: Iterable[Any], held: Mapping[Any, Any]) -> bool:
+    """Whether the values are, as objects, those that are held."""
+    return all(map(operator.is_, values, held.values()))
 
 
 def _holds(value: Any, entries: Any) -> bool:

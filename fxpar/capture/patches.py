@@ -15,7 +15,7 @@ from unittest import mock
 
 import torch
 import torch.utils.checkpoint
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._dynamo import trace_rules
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable, tracing_state_functions
@@ -133,6 +133,33 @@ def loss_shapes() -> Iterator[None]:
 
     with mock.patch.dict(torch._decomp.decomposition_table, {aten.nll_loss.default: nll_loss}):
         yield
+
+
+def late_code() -> Any:
+    """While active, the code of a graph module is generated when it is called or read, which few ever are.
+
+    An export changes its graph in many steps, and would print and compile all of it behind each.
+    """
+    original = fx.GraphModule.recompile
+
+    def recompile(module: fx.GraphModule) -> None:
+        codegen = module._graph._codegen
+        if isinstance(codegen, fx.graph._PyTreeCodeGen):
+            module._in_spec, module._out_spec = codegen.pytree_info.in_spec, codegen.pytree_info.out_spec
+        cls: Any = type(module)  # of this module alone
+
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return generated(self).forward(*args, **kwargs)
+
+        def generated(self: Any) -> Any:
+            if "code" in vars(cls):
+                del cls.code
+            original(self)
+            return self
+
+        cls.forward, cls.code = forward, property(lambda self: generated(self).code)
+
+    return mock.patch.object(fx.GraphModule, "recompile", recompile)
 
 
 # ---------------------------------------------------------------------- questions and numbers of the host

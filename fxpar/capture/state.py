@@ -91,10 +91,11 @@ class State:
         for path, module, before in self._modules:
             now = vars(module)
             for name in before.keys() | now.keys():
+                new = now.get(name, _MISSING)
+                if before.get(name, _MISSING) is new:
+                    continue
                 old = _old(module, before, name)
-                if _is_changed(old, now.get(name, _MISSING), _PLAIN) or (
-                    id(old) in read and _is_changed(old, now.get(name, _MISSING), (Tensor,))
-                ):
+                if _is_changed(old, new, _PLAIN) or (id(old) in read and _is_changed(old, new, (Tensor,))):
                     _refuse("changes this attribute", f"{path}.{name}", prefix)
         for key, (value, before) in self._kept.items():
             # A tensor in a dict may be a cache that is filled anew.
@@ -104,7 +105,7 @@ class State:
 
 
 def _old(module: nn.Module, attributes: Mapping[str, Any], name: str) -> Any:
-    return attributes.get(name, inspect.getattr_static(type(module), name, _MISSING))
+    return attributes[name] if name in attributes else inspect.getattr_static(type(module), name, _MISSING)
 
 
 def check_assignment(root: nn.Module, module: nn.Module, name: str, new: Any, prefix: str) -> None:

@@ -254,6 +254,7 @@ def _functional(
                 watch,
                 patches.plain_distributions(),
                 patches.roots_of_sizes(),
+                patches.late_code(),
                 host_numbers(),
                 patches.calls_of_modules(repeats.call) if copies else contextlib.nullcontext(),
                 contextlib.redirect_stderr(io.StringIO()),
