@@ -13,21 +13,18 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from torch import fx
 
 from fxpar.errors import CheckFailed, FxparError, PassError, shown
 from fxpar.ops.dataflow import dataflow, parting
 from fxpar.program.collector import without_collections
 from fxpar.program.keys import has_same_operations
-from fxpar.program.program import Note, PassRecord, Program, describe, has_note, note, output_node
+from fxpar.program.program import PassRecord, Program, describe, has_note, output_node
 from fxpar.program.regions import inlined
+from fxpar.signatures.facts import Facts, Sighting, facts_of, sightings
 from fxpar.text.printing import print_program
 
 PassFunction = Callable[[Program], Program]
-# Nodes by name, in order: operator, arguments and note.
-_Nodes = dict[str, tuple[Any, str, Note | None]]
+_Nodes = dict[str, Sighting]
 
 _PRESERVES = ("dataflow", "values", "nothing")
 
@@ -117,23 +114,32 @@ class Verifier:
     Attributes:
         name: as messages call it.
         properties: it applies while all of these hold.
-        check: raises `CheckFailed`, `LayoutError` or `InputError`.
+        check: raises `CheckFailed`, `LayoutError` or `InputError`. Takes the program, and with `uses_facts` its facts.
         until: a property from which on it does not apply any more.
         of_dataflow: whether what it says depends on the dataflow alone, so that passes that keep it need no new check.
         of_operations: whether it judges operations by what they are and take, and not by names or by their order, so
             that passes that keep all of them need no new check.
+        uses_facts: whether it remembers of which nodes it was told the same before.
     """
 
     name: str
     properties: frozenset[str]
-    check: Callable[[Program], None]
+    check: Callable[..., None]
     until: str = ""
     of_dataflow: bool = False
     of_operations: bool = False
+    uses_facts: bool = False
 
     def applies(self, program: Program) -> bool:
         """Whether the check is about such programs."""
         return self.properties <= program.properties and self.until not in program.properties
+
+    def judge(self, facts: Facts) -> None:
+        """Runs the check on the program of these facts."""
+        if self.uses_facts:
+            self.check(facts.program, facts)
+        else:
+            self.check(facts.program)
 
 
 @dataclass(frozen=True)
@@ -185,9 +191,8 @@ class PassManager:
         self._write(program, 0, "capture")
         _lint(program, "capture")
         out = inlined(program)  # what holds of a region's nodes in each call holds of the region
-        if not self.checked:
-            self._verify(out, "capture")
-        nodes = _snapshot(program.graph)
+        nodes = sightings(program.graph)
+        facts = None if self.checked else self._verify(out, "capture", nodes if out is program else None)
         for index, item in enumerate(self.passes, 1):
             if not item.when(program):
                 if item.name == until:
@@ -201,7 +206,8 @@ class PassManager:
                 out = inlined(program)
                 if item.preserves == "dataflow":
                     _check_dataflow(item, known, out)
-                self._verify(out, item.name, known if item.preserves == "dataflow" else None)
+                seen = nodes if out is program else None
+                facts = self._verify(out, item.name, seen, facts, known if item.preserves == "dataflow" else None)
             if item.name == until:
                 break
         program.graph_module.recompile()
@@ -226,7 +232,7 @@ class PassManager:
         if not isinstance(result, Program):
             raise PassError(f"returned a {type(result).__name__} and no Program", where=item.name)
         _check_notes(item, result)
-        after = _snapshot(result.graph)
+        after = sightings(result.graph)
         record = PassRecord(
             item.name,
             seconds,
@@ -239,19 +245,29 @@ class PassManager:
         properties = (program.properties - item.invalidates) | item.provides
         return result.with_(properties=properties, history=(*program.history, record)), after
 
-    def _verify(self, program: Program, after: str, before: Program | None = None) -> None:
+    def _verify(
+        self,
+        program: Program,
+        after: str,
+        seen: _Nodes | None,
+        checked: Facts | None = None,
+        before: Program | None = None,
+    ) -> Facts:
         """Checks a program without calls; what it has in common with one that was checked needs no new check.
 
         Args:
+            seen: its nodes, where they are known.
+            checked: of the last program that was checked.
             before: of the same dataflow, and checked.
         """
+        facts = facts_of(program, seen, checked)
         kept = before is not None and has_same_operations(before, program)
         for verifier in self.verifiers:
             same = verifier.of_dataflow or (kept and verifier.of_operations)
             is_known = same and before is not None and verifier.applies(before)
             if verifier.applies(program) and not is_known:
                 try:
-                    verifier.check(program)
+                    verifier.judge(facts)
                 except FxparError as error:
                     note = f"found by the check '{verifier.name}' after '{after}'"
                     if after == "capture" and type(error) is CheckFailed and error.remedy == error.advice:
@@ -260,6 +276,7 @@ class PassManager:
                         raise unhandled from error
                     error.add_note(note)
                     raise
+        return facts
 
     def _write(self, program: Program, index: int, name: str) -> None:
         if self.on_program is not None:
@@ -274,14 +291,6 @@ def _lint(program: Program, after: str) -> None:
         program.graph.lint()
     except (RuntimeError, ValueError) as error:
         raise PassError(f"left an unsound graph: {error}", where=after) from None
-
-
-def _snapshot(graph: fx.Graph) -> _Nodes:
-    """What a pass may change of each node: operator, arguments and note."""
-    return {
-        node.name: (node.target, f"{node.args}{node.kwargs}", note(node) if has_note(node) else None)
-        for node in graph.nodes
-    }
 
 
 def _is_same_besides(before: Program, after: Program) -> bool:

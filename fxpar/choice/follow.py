@@ -96,6 +96,7 @@ class Weights(set[fx.Node]):
         steps: by number of ranks, operation, index of the operand and shard.
         answers: the same by all that rules are told of an operation in place of the operation: equal layers.
         inputs: tensor operands of the operations; the graph stays as it is while trails are followed.
+        trails: of shards that met no others, by where they start and the number of ranks.
     """
 
     def __init__(self, nodes: Iterable[fx.Node]) -> None:
@@ -103,6 +104,7 @@ class Weights(set[fx.Node]):
         self.steps: dict[tuple[int, fx.Node, int, Placement], Step] = {}
         self.answers: dict[tuple[int, Hashable, int, Placement], Step] = {}
         self.inputs: dict[fx.Node, list[fx.Node]] = {}
+        self.trails: dict[tuple[fx.Node, Placement, int], Trail] = {}
 
     def operands(self, node: fx.Node) -> list[fx.Node]:
         """The tensor operands of an operation, which all trails through the residual stream ask for."""
@@ -114,11 +116,22 @@ class Weights(set[fx.Node]):
 def follow(node: fx.Node, placement: Placement, n: int, weights: Weights, arrived: Arrived | None = None) -> Trail:
     """Follows a shard over n ranks until it is summed or refused. With n = 1 every division comes out even.
 
+    What is asked again gives the same trail, which is only to be read.
+
     Args:
         weights: the values that are made from parameters alone.
         arrived: placements that other parameters' shards gave to values. An operation at which they meet this one must
             accept both.
     """
+    if arrived:
+        return _followed(node, placement, n, weights, arrived)
+    asked = node, placement, n
+    if asked not in weights.trails:
+        weights.trails[asked] = _followed(node, placement, n, weights, {})
+    return weights.trails[asked]
+
+
+def _followed(node: fx.Node, placement: Placement, n: int, weights: Weights, arrived: Arrived) -> Trail:
     trail = Trail()
     trail.seen[node] = (unsettled(placement),)
     trail.weights.add(node)
@@ -131,7 +144,7 @@ def follow(node: fx.Node, placement: Placement, n: int, weights: Weights, arrive
             if user.op == "output" or (current, user) in visited:
                 continue
             visited.add((current, user))
-            outputs = advance(trail, current, user, weights, arrived or {}, n)
+            outputs = advance(trail, current, user, weights, arrived, n)
             if user in weights:
                 trail.weights.add(user)
             if outputs and any(p.is_shard for p in outputs) and user not in trail.seen:

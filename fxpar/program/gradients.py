@@ -54,8 +54,14 @@ _STOPS: frozenset[object] = frozenset(
 )
 
 
-def carried(program: Program) -> dict[fx.Node, tuple[bool, ...]]:
-    """For each node one flag an output tensor; empty for scalars and effects."""
+def carried(
+    program: Program, inputs: Mapping[fx.Node, Sequence[fx.Node]] | None = None
+) -> dict[fx.Node, tuple[bool, ...]]:
+    """For each node one flag an output tensor; empty for scalars and effects.
+
+    Args:
+        inputs: the tensor operands of each node, where they are known.
+    """
     trainable = {p.node for p in program.parameters if p.trainable} | {i.node for i in program.inputs if i.carries}
     found: dict[fx.Node, tuple[bool, ...]] = {}
     for node in program.graph.nodes:
@@ -65,18 +71,25 @@ def carried(program: Program) -> dict[fx.Node, tuple[bool, ...]]:
         elif node.op == "placeholder":
             found[node] = tuple(node.name in trainable for _ in kinds)
         else:
-            found[node] = carried_by(node, kinds, found)
+            found[node] = carried_by(node, kinds, found, None if inputs is None else inputs.get(node))
     return found
 
 
 def carried_by(
-    node: fx.Node, kinds: Sequence[TensorType], found: Mapping[fx.Node, tuple[bool, ...]]
+    node: fx.Node,
+    kinds: Sequence[TensorType],
+    found: Mapping[fx.Node, tuple[bool, ...]],
+    inputs: Sequence[fx.Node] | None = None,
 ) -> tuple[bool, ...]:
-    """The flags of a call in the forward, whose outputs are of these types, by those of its operands."""
+    """The flags of a call in the forward, whose outputs are of these types, by those of its operands.
+
+    Args:
+        inputs: its tensor operands, where they are known.
+    """
     if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
         flags = found[node.args[0]]
         return (flags[int(node.args[1])],) if flags else ()  # type: ignore[arg-type]
-    flows = not _stops(node.target) and any(any(found[o]) for o in operands(node))
+    flows = not _stops(node.target) and any(True in found[o] for o in (operands(node) if inputs is None else inputs))
     return tuple(flows and kind.is_float for kind in kinds)
 
 

@@ -17,7 +17,8 @@ from torch.fx.node import map_arg
 from fxpar.errors import CheckFailed
 from fxpar.layout.symbols import evaluate
 from fxpar.program.gradients import reached
-from fxpar.program.program import Program, ScalarType, TensorType, describe, note, operands, output_types
+from fxpar.program.program import Program, ScalarType, TensorType, describe, note, output_types
+from fxpar.signatures.facts import Facts
 
 _MISSING = re.compile(r"(the )?derivative for \S+ is not implemented")
 # Operators that have one, with the types of their operands: an operator does not lose its derivative.
@@ -26,20 +27,26 @@ _known: set[Any] = set()
 _FAILURES = (RuntimeError, ValueError, IndexError, TypeError, KeyError, AssertionError, ArithmeticError)
 
 
-def check_derivatives(program: Program, flags: Mapping[fx.Node, tuple[bool, ...]]) -> None:
+def check_derivatives(program: Program, facts: Facts) -> None:
     """Differentiates each operator of torch once in a process, on shapes, as a program uses it first.
 
     Raises:
         CheckFailed: PyTorch has no derivative of it.
     """
-    sizes, wanted = {s.name: s.example for s in program.symbols}, reached(program, flags)
+    sizes, flags = {s.name: s.example for s in program.symbols}, facts.flags
+    wanted, sound = reached(program, flags), facts.known("derivatives")
     for node in program.graph.nodes:
         if node not in wanted or not isinstance(node.target, torch._ops.OpOverload):
             continue
-        kinds = tuple(kind.dtype for operand in operands(node) for kind in output_types(operand))
-        key = node.target, kinds, tuple(flags[operand] for operand in operands(node))
+        given = tuple([flags[operand] for operand in facts.operands[node]])
+        if (facts.numbers[node], given) in sound:
+            continue
+        kinds = tuple(kind.dtype for operand in facts.operands[node] for kind in output_types(operand))
+        key = node.target, kinds, given
         if key not in _known and _is_differentiated(node, flags, sizes):
             _known.add(key)
+        if key in _known:
+            sound[facts.numbers[node], given] = True
 
 
 def _is_differentiated(node: fx.Node, flags: Mapping[fx.Node, tuple[bool, ...]], sizes: Mapping[str, int]) -> bool:

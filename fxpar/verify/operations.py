@@ -11,7 +11,7 @@ from __future__ import annotations
 import cmath
 import math
 import re
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,11 +19,11 @@ from torch import fx
 
 from fxpar.errors import CheckFailed
 from fxpar.ops import Operator
-from fxpar.program.gradients import carried
 from fxpar.program.program import Program, describe, note, operands, output_types
 from fxpar.program.properties import Property
 from fxpar.rules import bind_arguments
 from fxpar.rules.memo import question
+from fxpar.signatures.facts import Facts, facts_of
 from fxpar.verify.derivatives import check_derivatives
 
 _NETWORK = frozenset(
@@ -39,24 +39,28 @@ _ARITHMETIC = re.compile(r"aten::(add|sub|rsub|mul|div|true_divide|pow|fmod|rema
 _ASSERTIONS = re.compile(r"aten::(_assert\w*|_functional_assert\w*|(_functional_)?sym_constrain_range\w*|_print)$")
 
 
-def check_operations(program: Program) -> None:
+def check_operations(program: Program, facts: Facts | None = None) -> None:
     """Refuses operations in place, memory that nothing has written, own communication, and numbers out of bounds.
+
+    Args:
+        facts: of the program, where they are known.
 
     Raises:
         CheckFailed: names the first.
     """
-    is_canonical, flags = Property.CANONICAL in program.properties, carried(program)
-    known: set[Hashable] = set()
+    facts = facts or facts_of(program)
+    is_canonical, flags = Property.CANONICAL in program.properties, facts.flags
+    sound = facts.known("operations", is_canonical)
     for node in program.graph.nodes:
         if node.op != "call_function":
             continue
-        asked = question(node), any(flags[node]), note(node).type is None
+        asked = facts.numbers[node], True in flags[node]
+        if asked in sound:  # equal layers, and what a pass left alone
+            continue
         try:
-            if asked in known:  # equal layers put equal questions
-                continue
+            hash(question(node))
         except TypeError as error:
             _fail(node, f"takes what is no argument of an operation ({error})", "pass numbers, words, types and lists")
-        known.add(asked)
         if isinstance(node.target, torch._ops.OpOverload):
             _check_effects(node, node.target)
             if is_canonical:
@@ -66,7 +70,8 @@ def check_operations(program: Program) -> None:
         _check_domains(node)
         if any(flags[node]):
             _check_arithmetic(node)
-    check_derivatives(program, flags)
+        sound[asked] = True
+    check_derivatives(program, facts)
 
 
 def _fail(node: fx.Node, reason: str, remedy: str) -> None:

@@ -35,6 +35,7 @@ from fxpar.program.program import (
 )
 from fxpar.program.properties import Property
 from fxpar.rules import bind_arguments
+from fxpar.signatures.facts import Facts, facts_of
 from fxpar.verify.limits import check_cost
 from fxpar.verify.whole import whole_arguments
 
@@ -44,31 +45,48 @@ aten = torch.ops.aten
 _FAILURES = (RuntimeError, ValueError, IndexError, TypeError, KeyError, AssertionError, ArithmeticError)
 
 
-def check_shapes(program: Program) -> None:
+def check_shapes(program: Program, facts: Facts | None = None) -> None:
     """Runs the program on shapes and compares with the notes.
 
     A model may be limited in its sizes (positions up to 64) or bind two of them together, hence of the other sizes
     only some must work: for each symbol there must be one that does.
 
+    Args:
+        facts: of the program, where they are known.
+
     Raises:
         CheckFailed: an operation cannot run, or gives another element type or shape than its note.
     """
+    facts = facts or facts_of(program)
+    _check_arguments(program, facts)
     readings = (True, False) if Property.LOCAL in program.properties and program.axes else (False,)
     for local in readings:
-        _check(program, local)
+        _check(facts, local)
 
 
-def _check(program: Program, local: bool) -> None:
+def _check_arguments(program: Program, facts: Facts) -> None:
+    sound = facts.known("arguments")
+    for node in program.graph.nodes:
+        if node.op == "output" or facts.numbers[node] in sound:
+            continue
+        try:
+            hash(plain((node.args, node.kwargs), lambda operand: None))
+        except TypeError as error:
+            raise CheckFailed(f"takes what is no argument of an operation: {error}", where=describe(node)) from None
+        sound[facts.numbers[node]] = True
+
+
+def _check(facts: Facts, local: bool) -> None:
+    program = facts.program
     example = {s.name: s.example for s in program.symbols}
-    asked = _questions(program)
-    _run(program, asked, example, local)
+    _run(facts, example, local)
     pending, first = set(example), None
     for sizes in _others(program):
         changed = {name for name in pending if sizes[name] != example[name]}
         if not changed:
             continue
         try:
-            _run(program, asked, sizes, local)
+            _run(facts, sizes, local)
             pending -= changed
         except CheckFailed as error:
             first = first or error
@@ -87,15 +105,22 @@ def _others(program: Program) -> Iterator[dict[str, int]]:
             yield {**example, name: size}
 
 
-def _run(program: Program, asked: Mapping[fx.Node, _Question], sizes: Mapping[str, int], local: bool) -> None:
+def _run(facts: Facts, sizes: Mapping[str, int], local: bool) -> None:
     """Runs the program, as a rank where `local`, else as one device."""
+    program = facts.program
     whole = Property.LOCAL in program.properties and not local
     values: dict[fx.Node, Any] = {}
-    # Equal layers repeat types and calls: what these give is worked out once.
-    types: dict[tuple[TensorType, Layout], Tensor] = {}
-    calls: dict[Any, Any] = {}
-    known: dict[Any, Any] = {}
-    for node, (number, reads) in asked.items():
+    # Equal layers repeat types and calls, and passes leave most of them as they are: what these give is worked out
+    # once. A question has all of a call on which its result and the comparison depend; values are kept, so that one
+    # stays itself.
+    reading = "shapes", local, whole, tuple(sizes.items())
+    types: dict[tuple[TensorType, Layout], Tensor] = facts.known(*reading, "types")
+    calls: dict[Any, Any] = facts.known(*reading, "calls")
+    known: dict[Any, Any] = facts.known(*reading)
+    for node, number in facts.numbers.items():
+        if note(node).type is None:  # asserts
+            continue
+        reads = facts.reads[node]
         if node.op == "placeholder":
             values[node] = _expected(program, node, sizes, types, local)[0]
             continue
@@ -118,33 +143,6 @@ def _run(program: Program, asked: Mapping[fx.Node, _Question], sizes: Mapping[st
             raise CheckFailed(f"cannot run on {place}: {reason}", where=describe(node)) from None
         _compare(node, values[node], wanted, sizes, "on a rank" if local else "")
         known[question] = values[node]
-
-
-# A number that stands for all of a call on which its result and the comparison depend, but the values that it reads;
-# and the nodes of these.
-_Question = tuple[int, tuple[fx.Node, ...]]
-
-
-def _questions(program: Program) -> dict[fx.Node, _Question]:
-    """What each node asks, whatever the sizes: equal layers compute on the very same values."""
-    numbers: dict[Hashable, int] = {}
-    found: dict[fx.Node, _Question] = {}
-    for node in program.graph.nodes:
-        if node.op == "output" or note(node).type is None:  # the return and asserts
-            continue
-        reads: list[fx.Node] = []
-
-        def noted(operand: fx.Node, reads: list[fx.Node] = reads) -> Hashable:
-            reads.append(operand)
-            return note(operand).type, note(operand).layout
-
-        args = plain((node.args, node.kwargs), noted)
-        try:
-            number = numbers.setdefault((node.target, args, note(node).type, note(node).layout), len(numbers))
-        except TypeError as error:
-            raise CheckFailed(f"takes what is no argument of an operation: {error}", where=describe(node)) from None
-        found[node] = number, tuple(reads)
-    return found
 
 
 def _held(value: Any) -> Hashable:

@@ -10,6 +10,7 @@ from fxpar.manager import Verifier
 from fxpar.program.program import Program
 from fxpar.program.properties import Property
 from fxpar.program.regions import inlined
+from fxpar.signatures.facts import facts_of
 from fxpar.verify.header import check_header
 from fxpar.verify.operations import check_operations
 from fxpar.verify.shapes import check_shapes
@@ -20,12 +21,12 @@ from fxpar.verify.types import check_choice, check_types
 
 STATIC: tuple[Verifier, ...] = (
     Verifier("header", frozenset(), check_header),
-    Verifier("structure", frozenset(), check_structure),
-    Verifier("operations", frozenset(), check_operations, of_operations=True),
-    Verifier("choice", frozenset({Property.LAYOUTS}), check_choice, until=Property.COLLECTIVES),
+    Verifier("structure", frozenset(), check_structure, uses_facts=True),
+    Verifier("operations", frozenset(), check_operations, of_operations=True, uses_facts=True),
+    Verifier("choice", frozenset({Property.LAYOUTS}), check_choice, until=Property.COLLECTIVES, uses_facts=True),
     # Types come first: they say which coercion a wrong shape lacks.
-    Verifier("types", frozenset({Property.COLLECTIVES}), check_types, of_operations=True),
-    Verifier("shapes", frozenset(), check_shapes, of_operations=True),
+    Verifier("types", frozenset({Property.COLLECTIVES}), check_types, of_operations=True, uses_facts=True),
+    Verifier("shapes", frozenset(), check_shapes, of_operations=True, uses_facts=True),
     Verifier("stages", frozenset({Property.STAGES}), check_stages),
     Verifier("step", frozenset({Property.STEP}), check_step, of_dataflow=True),
 )
@@ -39,7 +40,8 @@ def verify_static(program: Program) -> tuple[str, ...]:
         InputError: the program names an autograd function that cannot be imported.
     """
     program = inlined(program)
+    facts = facts_of(program)
     applied = [verifier for verifier in STATIC if verifier.applies(program)]
     for verifier in applied:
-        verifier.check(program)
+        verifier.judge(facts)
     return tuple(verifier.name for verifier in applied)

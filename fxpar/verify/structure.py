@@ -42,13 +42,17 @@ from fxpar.program.stages import is_transfer
 from fxpar.program.step import PHASES, RECOMPUTE, is_forward, output_of
 from fxpar.program.weights import owner_of
 from fxpar.rules import bind_arguments
+from fxpar.signatures.facts import Facts, facts_of
 from fxpar.signatures.randomness import draws_bits
 
 aten = torch.ops.aten
 
 
-def check_structure(program: Program) -> None:
+def check_structure(program: Program, facts: Facts | None = None) -> None:
     """Placeholders first and in the tables, complete notes, known axes, no conversion twice, random bits, outputs.
+
+    Args:
+        facts: of the program, where they are known.
 
     Raises:
         CheckFailed: names the first fault.
@@ -56,15 +60,19 @@ def check_structure(program: Program) -> None:
     for node in program.graph.nodes:
         if node.op != "output" and not has_note(node):
             raise CheckFailed("the node has no note", where=f"%{node.name}", remedy="call set_note on nodes you create")
+    facts = facts or facts_of(program)
     _check_placeholders(program)
-    known = _Known()
-    for node in program.graph.nodes:
-        if node.op != "output":
-            _check_note(program, node, known)
-            _check_axis(program, node)
+    known, sound = _Known(), facts.known("structure", program.properties & {Property.STAGES, Property.LAYOUTS})
+    for node, number in facts.numbers.items():
+        if number in sound:
+            continue
+        _check_note(program, node, known)
+        _check_axis(program, node)
+        if note(node).type is not None and node.target is not sum_gradients:  # else others than the node are asked
+            sound[number] = True
     _check_phases(program)
     _check_conversions(program)
-    _check_random(program)
+    _check_random(program, facts)
     _check_outputs(program)
 
 
@@ -227,7 +235,7 @@ def _check_conversions(program: Program) -> None:
     """
     seen: dict[tuple[fx.Node, Layout, tuple[int, ...]], fx.Node] = {}
     for node in program.graph.nodes:
-        is_one = node.op == "call_function" and node.target in (*COERCION_OF, sum_gradients)
+        is_one = node.op == "call_function" and (node.target in COERCION_OF or node.target is sum_gradients)
         is_one = is_one and note(node).origin != RECOMPUTE
         pairs = zip(operands(node), output_layouts(node), strict=True) if is_one and output_layouts(node) else ()
         for source, layout in pairs:
@@ -243,7 +251,7 @@ def _check_conversions(program: Program) -> None:
             seen[key] = node
 
 
-def _check_random(program: Program) -> None:
+def _check_random(program: Program, facts: Facts) -> None:
     """Every random node has an identity of its own, and with property `rng` draws from the counter generator."""
     seen: dict[int, fx.Node] = {}
     states = [entry.node for entry in program.inputs if entry.path == RNG_PATH]
@@ -253,12 +261,17 @@ def _check_random(program: Program) -> None:
             where=f"input {RNG_PATH}",
             remedy="rename it: assign_rng adds the generator's state",
         )
+    quiet = facts.known("quiet")
     for node in program.graph.nodes:
+        if node.op == "output" or (facts.numbers[node] in quiet and not note(node).random):
+            continue
         counted = isinstance(node.target, Operator) and node.target.draws and bind_arguments(node)["rng"] is not None
-        identity = 0 if node.op == "output" else note(node).random
-        if draws_bits(node) and Property.RNG in program.properties:
+        identity, draws = note(node).random, draws_bits(node)
+        if not counted and not draws:
+            quiet[facts.numbers[node]] = True
+        if draws and Property.RNG in program.properties:
             raise CheckFailed("draws bits that depend on the rank's generator", where=describe(node))
-        if (counted or draws_bits(node)) and not 0 < identity < 2**32:
+        if (counted or draws) and not 0 < identity < 2**32:
             raise CheckFailed(
                 f"draws random bits and has the identity {identity}",
                 where=describe(node),
@@ -292,11 +305,9 @@ def _check_phases(program: Program) -> None:
     Gradients are outputs of steps alone.
     """
     is_step = Property.STEP in program.properties
-    for node in program.graph.nodes:
-        if node.op == "output":
-            continue
-        rank = PHASES.index(note(node).phase)
-        later = next((read for read in node.all_input_nodes if PHASES.index(note(read).phase) > rank), None)
+    ranks = {node: PHASES.index(note(node).phase) for node in program.graph.nodes if node.op != "output"}
+    for node, rank in ranks.items() if any(ranks.values()) else ():
+        later = next((read for read in node.all_input_nodes if ranks[read] > rank), None)
         if later is not None:
             phases = [note(each).phase or "forward" for each in (node, later)]
             raise CheckFailed(

@@ -22,7 +22,6 @@ from fxpar.ops.coercion_table import coercion
 from fxpar.ops.coercions import dual_layout
 from fxpar.ops.sizes import size
 from fxpar.program.coercions import at_rest, resting, unsettled
-from fxpar.program.gradients import carried
 from fxpar.program.program import Program, describe, note, operands, output_layouts, output_types, tensor_type
 from fxpar.program.properties import Property
 from fxpar.program.stages import is_sent, received_name
@@ -30,10 +29,14 @@ from fxpar.program.step import gradient_name, input_gradient_name, is_forward, i
 from fxpar.rules import bind_arguments
 from fxpar.rules.inference import Context, context_of, infer_node, remedy_of, shown
 from fxpar.rules.memo import Answers
+from fxpar.signatures.facts import Facts, facts_of
 
 
-def check_types(program: Program) -> None:
+def check_types(program: Program, facts: Facts | None = None) -> None:
     """Every operation accepts its operands' layouts, and what follows from them is what the notes say.
+
+    Args:
+        facts: of the program, where they are known.
 
     Raises:
         LayoutError: an operation does not accept its operands, or a parameter's shard does not fit.
@@ -42,16 +45,24 @@ def check_types(program: Program) -> None:
     axes = program.axes
     if not axes:
         return
-    flags, row_wise, answers = carried(program), declared(program), Answers()
+    facts = facts or facts_of(program)
+    flags, row_wise, answers = facts.flags, declared(program), Answers()
+    is_local, composite = Property.LOCAL in program.properties, _open(program)
+    # Of nodes of which this was told the same, by what their operands are: the layouts, which are those of the notes.
+    sound = facts.known("types", is_local, composite, tuple(row_wise.globs), tuple(row_wise.rows.items()))
     found: dict[fx.Node, tuple[Layout, ...]] = {}
     for node in program.graph.nodes:
         if node.op == "placeholder":
             found[node] = (_placeholder(program, node, flags[node][0]),)
         elif node.op == "call_function" and output_types(node):
-            is_local, composite = Property.LOCAL in program.properties, _open(program)
+            asked = (facts.numbers[node], flags[node], *[(found[o], flags[o]) for o in facts.operands[node]])
+            if asked in sound:
+                found[node] = sound[asked]
+                continue
             given = context_of(program, node, found, flags, row_wise, answers, local=is_local, composite=composite)
             found[node] = infer_node(node, given)
             _compare(node, found[node], given)
+            sound[asked] = found[node]
         elif node.op == "call_function":
             _check_number(node, found)
     _check_outputs(program, found, flags)
@@ -62,8 +73,11 @@ def _open(program: Program) -> bool:
     return program.properties.isdisjoint({Property.VOCABULARY, Property.LOCAL})
 
 
-def check_choice(program: Program) -> None:
+def check_choice(program: Program, facts: Facts | None = None) -> None:
     """Before coercions: what each operation needs of its operands gives its layouts, and can be had by coercions.
+
+    Args:
+        facts: of the program, where they are known.
 
     Raises:
         LayoutError: an operation does not accept what it needs, or nothing converts an operand to that.
@@ -71,12 +85,17 @@ def check_choice(program: Program) -> None:
     """
     if not program.axes:
         return
-    flags, row_wise, answers = carried(program), declared(program), Answers()
+    facts = facts or facts_of(program)
+    flags, row_wise, answers = facts.flags, declared(program), Answers()
+    sound = facts.known("choice", tuple(row_wise.globs), tuple(row_wise.rows.items()))
     for node in program.graph.nodes:
         if node.op == "placeholder":
             _placeholder(program, node, flags[node][0])
         elif node.op == "call_function" and output_types(node):
-            inputs = operands(node)
+            inputs = facts.operands[node]
+            asked = (facts.numbers[node], flags[node], *[flags[o] for o in inputs])
+            if asked in sound:
+                continue
             given = [layout for o in inputs for layout in output_layouts(o)]
             carries = [flag for o in inputs for flag in flags[o]]
             needs = list(note(node).needs) or given
@@ -89,6 +108,7 @@ def check_choice(program: Program) -> None:
                 needs, carries, flags[node], program.axes, composite=True, row_wise=row_wise, answers=answers
             )
             _compare(node, infer_node(node, wanted), wanted)
+            sound[asked] = True
         elif node.op == "call_function":
             _check_number(node, {o: output_layouts(o) for o in operands(node)})
 

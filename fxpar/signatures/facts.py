@@ -1,0 +1,163 @@
+"""Facts: what every check asks of each node, worked out for a program once, and again only of what a pass changed.
+
+Enters: a program, and the facts of the one that was checked before it. Leaves: what each node reads, whether gradients
+flow through it, and a *number* that is equal for nodes of which rules and checks are told the same. What a check found
+sound of a number it need not ask again: equal layers, and nodes that a pass left as they were, cost a look-up.
+
+Which nodes a pass left alone it is not asked: those of the same name are compared by all that a node is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from torch import fx
+
+from fxpar.program.gradients import carried
+from fxpar.program.keys import plain
+from fxpar.program.program import Note, Program, ValueType, has_note, note, operands
+from fxpar.signatures.calls import decides
+
+# Kind of node, operator, arguments as they are printed, and note.
+Sighting = tuple[str, Any, str, Note | None]
+
+# What is printed as a name and is no node.
+_LITERALS = frozenset({"True", "False", "None", "Ellipsis", "NotImplemented", "nan", "inf", "nanj", "infj"})
+
+
+def sightings(graph: fx.Graph) -> dict[str, Sighting]:
+    """All that a node is, by name and in order."""
+    return {
+        node.name: (node.op, node.target, f"{node.args}{node.kwargs}", note(node) if has_note(node) else None)
+        for node in graph.nodes
+    }
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What was found sound, in one run of passes over programs of one plan and the same symbols.
+
+    Attributes:
+        numbers: of nodes, by all that a check is told of one.
+        values: numbers of types with layouts.
+        found: what each check remembers.
+    """
+
+    numbers: dict[Hashable, int] = field(default_factory=dict)
+    values: dict[Hashable, int] = field(default_factory=dict)
+    found: dict[Hashable, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Of the nodes of one program, which stays as it is.
+
+    Attributes:
+        program: without calls of regions.
+        header: its plan and symbols, as they were.
+        seen: its nodes as they were.
+        memory: shared with the programs before and after it.
+        nodes: by name, in order, without the output.
+        numbers: equal where operator, literals, types and layouts of what is read, and what the note says of the
+            node's own type, layout, needs, phase and stages are equal.
+        values: equal where types and layouts are.
+        reads: the nodes among the arguments, each as often as it is there.
+        operands: as `fxpar.program.program.operands`.
+    """
+
+    program: Program
+    header: str
+    seen: Mapping[str, Sighting]
+    memory: Memory
+    nodes: dict[str, fx.Node] = field(default_factory=dict)
+    numbers: dict[fx.Node, int] = field(default_factory=dict)
+    values: dict[fx.Node, int] = field(default_factory=dict)
+    reads: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
+    operands: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
+
+    @cached_property
+    def flags(self) -> dict[fx.Node, tuple[bool, ...]]:
+        """As `fxpar.program.gradients.carried`."""
+        return carried(self.program, self.operands)
+
+    def known(self, *check: Hashable) -> dict[Any, Any]:
+        """What a check remembers.
+
+        Args:
+            check: its name, and whatever of a program its answers depend on besides plan, symbols and the node.
+        """
+        found: dict[Any, Any] = self.memory.found.setdefault(check, {})
+        return found
+
+
+def facts_of(program: Program, seen: Mapping[str, Sighting] | None = None, before: Facts | None = None) -> Facts:
+    """The facts of a program without calls of regions.
+
+    Args:
+        seen: its `sightings`, where they are known.
+        before: of a program that was checked; what was found sound there is so here.
+    """
+    header, seen = f"{program.plan}{program.symbols}", sightings(program.graph) if seen is None else seen
+    before = before if before is not None and before.header == header else None
+    found = Facts(program, header, seen, Memory() if before is None else before.memory)
+    if before is not None and not (_are_names(seen) and _are_names(before.seen)):
+        before = None
+    for node in program.graph.nodes:
+        if node.op != "output":
+            _add(found, node, before)
+    return found
+
+
+def _are_names(seen: Mapping[str, Sighting]) -> bool:
+    """Whether no name of a node is printed as a literal is."""
+    return _LITERALS.isdisjoint(seen) and all(map(str.isidentifier, seen))
+
+
+def _add(found: Facts, node: fx.Node, before: Facts | None) -> None:
+    name = node.name
+    found.nodes[name] = node
+    old = before.nodes.get(name) if before is not None else None
+    if old is not None and before is not None and before.seen[name] == found.seen[name]:
+        reads = [found.nodes.get(read.name) for read in before.reads[old]]
+        same = all(
+            read is not None and found.values[read] == before.values[other]
+            for read, other in zip(reads, before.reads[old], strict=True)
+        )
+        if same and not _gives_indices(found.seen[name][3]):  # whether these decide anything is up to their users
+            found.numbers[node], found.values[node] = before.numbers[old], before.values[old]
+            found.reads[node] = reads  # type: ignore[assignment]
+            found.operands[node] = [found.nodes[operand.name] for operand in before.operands[old]]
+            return
+    _number(found, node, found.seen[name][3])
+
+
+def _number(found: Facts, node: fx.Node, kept: Note | None) -> None:
+    memory, reads = found.memory, list[fx.Node]()
+    value: Hashable = None if kept is None else (kept.type, kept.layout)
+
+    def read(operand: fx.Node) -> int | None:
+        reads.append(operand)
+        return found.values.get(operand)
+
+    args = plain((node.args, node.kwargs), read)
+    said = None if kept is None else (kept.needs, kept.phase, kept.stages, _gives_indices(kept) and decides(node))
+    try:
+        found.values[node] = memory.values.setdefault(value, len(memory.values))
+        key = node.op, node.target, args, found.values[node], said
+        number = memory.numbers.setdefault(key, len(memory.numbers))
+    except TypeError:  # what no key can be made of is like nothing else
+        number = memory.numbers.setdefault((node, object()), len(memory.numbers))
+        found.values.setdefault(node, -1 - number)
+    found.numbers[node], found.reads[node], found.operands[node] = number, reads, operands(node)
+
+
+def _gives_indices(kept: Note | None) -> bool:
+    kinds: ValueType | tuple[Any, ...] = None if kept is None else kept.type
+    for kind in kinds if isinstance(kinds, tuple) else (kinds,):
+        dtype = getattr(kind, "dtype", None)
+        if dtype is not None and not (dtype.is_floating_point or dtype.is_complex):
+            return True
+    return False
