@@ -212,8 +212,9 @@ def _cuts(problem: Problem) -> dict[int, tuple[_Crossing, ...]]:
     """Positions to cut before, with what crosses there: where the states are fewest, well apart."""
     found = {}
     known: dict[tuple[Place, int], States] = {}
+    spans: dict[Place, _Spans] = {}
     for position, values in _open_values(problem):
-        crossing = tuple(_Crossing(value, _states(problem, known, uses, position)) for value, uses in values)
+        crossing = tuple(_Crossing(value, _states(problem, known, spans, uses, position)) for value, uses in values)
         if prod(len(c.states) for c in crossing) <= _MOST_STATES:
             found[position] = crossing
     counts = {position: prod(len(c.states) for c in crossing) for position, crossing in found.items()}
@@ -251,22 +252,42 @@ def _open_values(problem: Problem) -> Iterator[tuple[int, list[tuple[Place, list
             yield position, [(value, by_value[value]) for value in live]
 
 
-def _states(problem: Problem, known: dict[tuple[Place, int], States], uses: Sequence[Use], position: int) -> States:
+# Conversions of a value that some of its uses would pay, from and to, with the first and the last of these uses.
+_Spans = Mapping[tuple[int, int], tuple[int, int]]
+
+
+def _states(
+    problem: Problem,
+    known: dict[tuple[Place, int], States],
+    spans: dict[Place, _Spans],
+    uses: Sequence[Use],
+    position: int,
+) -> States:
     """The states of a value at a cut, by all its uses in order; they change where one of them lies between."""
     value, end = uses[0].value, len(problem.costs)
     count = bisect_left(uses, position, key=lambda use: end if use.user is None else use.user)
     if (value, count) not in known:
-        known[value, count] = tuple(_states_of(problem, value, uses[:count], uses[count:]))
+        if value not in spans:
+            spans[value] = _spans_of(uses)
+        known[value, count] = tuple(_states_of(problem.placements(value), spans[value], count))
     return known[value, count]
 
 
-def _states_of(problem: Problem, value: Place, early: Sequence[Use], late: Sequence[Use]) -> Iterator[State]:
-    for placement in problem.placements(value):
-        shared = sorted(_priced(early, placement) & _priced(late, placement))
-        for count in range(len(shared) + 1):
-            yield from ((placement, frozenset(targets)) for targets in combinations(shared, count))
+def _spans_of(uses: Sequence[Use]) -> _Spans:
+    found: dict[tuple[int, int], tuple[int, int]] = {}
+    for index, use in enumerate(uses):
+        for source, target, price in use.prices:
+            if price > 0.0:
+                found[source, target] = found.get((source, target), (index, index))[0], index
+    return found
 
 
-def _priced(uses: Sequence[Use], placement: int) -> set[int]:
-    """The placements to which some of the uses would pay a conversion."""
-    return {target for use in uses for source, target, price in use.prices if source == placement and price > 0.0}
+def _states_of(placements: Sequence[int], spans: _Spans, count: int) -> Iterator[State]:
+    """What uses on both sides of the cut, which `count` of them are before, would pay may be paid for."""
+    for placement in placements:
+        both = (
+            target for (source, target), (first, last) in spans.items() if source == placement and first < count <= last
+        )
+        shared = sorted(both)
+        for chosen in range(len(shared) + 1):
+            yield from ((placement, frozenset(targets)) for targets in combinations(shared, chosen))

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from fxpar.layout.layout import Placement
-from fxpar.layout.symbols import divide, product
+from fxpar.layout.symbols import Size, divide, product
 from fxpar.ops.coercion_table import coercion
 from fxpar.program.coercions import unsettled
 from fxpar.program.program import operands, output_types
@@ -70,6 +70,7 @@ class Trail:
         return [(node, refusal) for node, refusal in self.refused if refusal.structural]
 
 
+Shape = tuple[Size, ...]
 Arrived = Mapping[fx.Node, tuple[Placement, ...]]
 
 
@@ -96,6 +97,9 @@ class Weights(set[fx.Node]):
         steps: by number of ranks, operation, index of the operand and shard.
         answers: the same by all that rules are told of an operation in place of the operation: equal layers.
         inputs: tensor operands of the operations; the graph stays as it is while trails are followed.
+        placements: that were met.
+        questions: what rules are told of the operations.
+        views: of operations that make one tensor of one, with as many elements, the shapes of both.
         trails: of shards that met no others, by where they start and the number of ranks.
     """
 
@@ -104,6 +108,9 @@ class Weights(set[fx.Node]):
         self.steps: dict[tuple[int, fx.Node, int, Placement], Step] = {}
         self.answers: dict[tuple[int, Hashable, int, Placement], Step] = {}
         self.inputs: dict[fx.Node, list[fx.Node]] = {}
+        self.placements: dict[Placement, Placement] = {}
+        self.questions: dict[fx.Node, Hashable] = {}
+        self.views: dict[fx.Node, tuple[Shape, Shape] | None] = {}
         self.trails: dict[tuple[fx.Node, Placement, int], Trail] = {}
 
     def operands(self, node: fx.Node) -> list[fx.Node]:
@@ -111,6 +118,24 @@ class Weights(set[fx.Node]):
         if node not in self.inputs:
             self.inputs[node] = operands(node)
         return self.inputs[node]
+
+    def placement(self, found: Placement) -> Placement:
+        """The first placement that is equal."""
+        return self.placements.setdefault(found, found)
+
+    def question(self, node: fx.Node) -> Hashable:
+        """What rules are told of an operation."""
+        if node not in self.questions:
+            self.questions[node] = question(node)
+        return self.questions[node]
+
+    def view(self, node: fx.Node) -> tuple[Shape, Shape] | None:
+        """The shapes before and after an operation that makes one tensor of one, with as many elements."""
+        if node not in self.views:
+            inputs = self.operands(node)
+            pair = (output_types(inputs[0])[0].shape, output_types(node)[0].shape) if len(inputs) == 1 else None
+            self.views[node] = pair if pair is not None and product(pair[0]) == product(pair[1]) else None
+        return self.views[node]
 
 
 def follow(node: fx.Node, placement: Placement, n: int, weights: Weights, arrived: Arrived | None = None) -> Trail:
@@ -133,7 +158,7 @@ def follow(node: fx.Node, placement: Placement, n: int, weights: Weights, arrive
 
 def _followed(node: fx.Node, placement: Placement, n: int, weights: Weights, arrived: Arrived) -> Trail:
     trail = Trail()
-    trail.seen[node] = (unsettled(placement),)
+    trail.seen[node] = (weights.placement(unsettled(placement)),)
     trail.weights.add(node)
     pending = [node]
     visited: set[tuple[fx.Node, fx.Node]] = set()
@@ -182,22 +207,23 @@ def advance(
         return signature.outputs
     if step.is_sum and current in trail.weights and len(inputs) > 1:
         _note_product(trail, user, "row" if signature.outputs[0].kind == "P" else "column", weights)
-    _note_view(trail, user, found[0], signature.outputs[0])
+    _note_view(trail, weights.view(user), found[0], signature.outputs[0])
     return signature.outputs
 
 
 def _can_meet(given: Placement, wanted: Placement) -> bool:
     """Whether two cuts are the same, or one is a part that the ranks can take of the other's blocks."""
-    if given == wanted:
+    if given is wanted or given == wanted:
         return True
     return (given.is_shared or wanted.is_shared) and bool(coercion(given, wanted) or coercion(wanted, given))
 
 
 def _is_inside(current: fx.Node, user: fx.Node, placement: Placement, weights: Weights) -> bool:
     """Whether a product of activations, batched by heads, takes the cut dimension for the features of a head."""
-    target, rank = user.target, len(output_types(current)[0].shape)
+    target = user.target
     if target not in _BY_HEADS:
         return False
+    rank = len(output_types(current)[0].shape)
     given = weights.operands(user)
     if target is _aten.scaled_dot_product_attention.default:
         return current in given[:3] and placement.dim == rank - 1
@@ -224,17 +250,22 @@ def _is_inside_einsum(user: fx.Node, index: int, dim: int) -> bool:
 def step_of(user: fx.Node, index: int, placement: Placement, n: int, weights: Weights) -> Step:
     """What an operation makes of a shard of its operand `index`, over n ranks."""
     key = n, user, index, placement
-    if key not in weights.steps:
-        asked = n, question(user), index, placement
-        if asked not in weights.answers:
-            weights.answers[asked] = _judged(user, index, placement, n)
-        weights.steps[key] = weights.answers[asked]
-    return weights.steps[key]
+    found = weights.steps.get(key)
+    if found is None:
+        asked = n, weights.question(user), index, placement
+        found = weights.answers.get(asked)
+        if found is None:
+            found = weights.answers[asked] = _judged(user, index, placement, n, weights)
+        weights.steps[key] = found
+    return found
 
 
-def _judged(user: fx.Node, index: int, placement: Placement, n: int) -> Step:
+def _judged(user: fx.Node, index: int, placement: Placement, n: int, weights: Weights) -> Step:
     rule, call = rule_of(user.target), call_of(user, n)
     signature, is_composite = seeded(call, index, placement)
+    if not isinstance(signature, Refusal):  # equal placements are one object: they are compared at every meeting
+        sides = (tuple(map(weights.placement, side)) for side in (signature.operands, signature.outputs))
+        signature = Signature(*sides)
     labelling = rule.labels(call) if rule is not None and rule.labels else None
     return Step(signature, isinstance(labelling, Labelling) and bool(labelling.summed), is_composite)
 
@@ -246,16 +277,14 @@ def _note_product(trail: Trail, user: fx.Node, role: str, weights: Weights) -> N
     trail.products.append(user)
 
 
-def _note_view(trail: Trail, user: fx.Node, source: Placement, result: Placement) -> None:
+def _note_view(trail: Trail, view: tuple[Shape, Shape] | None, source: Placement, result: Placement) -> None:
     """Remembers what a view that makes several dimensions of one does to the cut.
 
     The runs are counted in larger units where the cut is between blocks: heads, also in `[s, b*heads, d]`.
     """
-    if len(operands(user)) != 1 or not result.is_shard:
+    if view is None or not result.is_shard:
         return
-    before, after = output_types(operands(user)[0])[0].shape, output_types(user)[0].shape
-    if product(before) != product(after):
-        return
+    before, after = view
     block = divide(source.pieces[0].size, result.pieces[0].size)
     trail.factored |= block not in (None, 1)
     parts = divide(before[source.dim], after[result.dim])

@@ -29,7 +29,6 @@ from fxpar.ops.shard_over import demanded
 from fxpar.program.coercions import at_rest, resting, unsettled
 from fxpar.program.program import Program, describe, operands, output_types
 from fxpar.rules import Refusal, call_of, inferred, rule_of, seeded
-from fxpar.rules.memo import question
 from fxpar.signatures.calls import Call
 from fxpar.signatures.engine import partial_signatures
 
@@ -147,6 +146,7 @@ def list_options(
     _keep_attention_whole(found, free)
     reached = set()
     answers: dict[Hashable, tuple[Option, ...]] = {}  # equal layers put equal questions
+    own: dict[tuple[Option, ...], tuple[Option, ...]] = {}  # and what they have is one object
     for node in program.graph.nodes:
         kinds = () if node.op == "output" else output_types(node)
         if not kinds or node.target is operator.getitem:
@@ -155,16 +155,17 @@ def list_options(
         if parameter is not None and parameter.kind == "parameter":
             reached.add(node)
             cuts = (pins[node],) if node in pins else _offered(found, node, free.get(node, []))
-            found.of[node] = tuple(Option((), (resting(cut, flags[node][0]),), _why(found, node, cut)) for cut in cuts)
+            offered = tuple(Option((), (resting(cut, flags[node][0]),), _why(found, node, cut)) for cut in cuts)
+            found.of[node] = own.setdefault(offered, offered)
         elif node.op == "placeholder":
-            found.of[node] = (Option((), (R,)),)
+            found.of[node] = own.setdefault((Option((), (R,)),), (Option((), (R,)),))
         elif demands(node, axis):
             cut = demanded(call_of(node, n))
             found.of[node] = (Option((cut,), (cut,)),)
             found.demanded.add(value_of(operands(node)[0]))
             reached.add(node)
         else:
-            inputs = [value_of(o) for o in operands(node)]
+            inputs = [value_of(o) for o in weights.operands(node)]
             if any(source in reached for source, _ in inputs):
                 reached.add(node)
                 asked = _question(found, node, inputs)
@@ -172,7 +173,8 @@ def list_options(
                     answers[asked] = tuple(_signatures(found, node, inputs))
                 found.of[node] = answers[asked]
             else:
-                found.of[node] = (Option((R,) * len(inputs), (R,) * len(kinds)),)
+                whole = (Option((R,) * len(inputs), (R,) * len(kinds)),)
+                found.of[node] = own.setdefault(whole, whole)
     return found
 
 
@@ -279,7 +281,7 @@ def _question(found: Options, node: fx.Node, inputs: list[Value]) -> Hashable:
     """All that `_signatures` is told of a node."""
     flags = tuple(found.carries(value) for value in inputs), found.flags[node], node in found.products
     held = tuple((found.placements(value), found.token_cut(value), value[0] in found.weights) for value in inputs)
-    return question(node), flags, held
+    return found.weights.question(node), flags, held
 
 
 def _signatures(found: Options, node: fx.Node, inputs: list[Value]) -> Iterator[Option]:

@@ -106,6 +106,12 @@ class Prices:
                     seconds += TIE_WHOLE
         return seconds
 
+    def told_of(self, node: fx.Node) -> Hashable:
+        """All of a node that the prices of its options depend on."""
+        is_weight, is_placed = node in self.options.weights, node.op == "placeholder"
+        flops, flags = self._flops.get(node), self.options.flags[node]
+        return output_types(node), flags, flops, node in self._stored, is_weight, is_placed
+
     def told(self, value: Value) -> Hashable:
         """All of a value that the price of its conversions depends on."""
         node, index = value

@@ -20,10 +20,9 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 from torch import fx
 
-from fxpar.choice.options import Options, Value, value_of
+from fxpar.choice.options import Option, Options, Value, value_of
 from fxpar.choice.prices import Prices
 from fxpar.layout.layout import Placement
-from fxpar.program.program import operands
 
 # How far from a whole number the solver leaves a variable that is one.
 _INTEGRAL = 1e-6
@@ -95,44 +94,85 @@ def problem_of(
     """
     nodes = _ordered(graph, options)
     position = {node: i for i, node in enumerate(nodes)}
-    numbers: dict[Placement, int] = {}
-    known: dict[tuple[Hashable, Placement, Placement], float | None] = {}
-
-    def number(placement: Placement) -> int:
-        return numbers.setdefault(placement, len(numbers))
-
-    def use(user: fx.Node | None, value: Value, wanted: Mapping[Placement, list[int]]) -> Use:
-        offered, told = [], prices.told(value)
-        for source in options.placements(value):
-            for target in wanted:
-                key = (told, source, target)
-                if key not in known:
-                    known[key] = prices.conversion(value, source, target)
-                price = known[key]
-                if price is not None:
-                    offered.append((number(source), number(target), price))
-        place = (position[value[0]], value[1])
-        numbered = tuple((number(placement), tuple(users)) for placement, users in wanted.items())
-        return Use(None if user is None else position[user], place, numbered, tuple(offered))
-
+    writer = _Writer(options, prices)
     uses = []
     for node in nodes:
-        for index, operand in enumerate(operands(node) if node.op == "call_function" else ()):
-            wanted: dict[Placement, list[int]] = defaultdict(list)
-            for i, option in enumerate(options.of[node]):
-                wanted[option.operands[index]].append(i)
-            uses.append(use(node, value_of(operand), wanted))
-    uses += [use(None, value, {placement: [] for placement in placements}) for value, placements in ends.items()]
-    costs = tuple(tuple(prices.node(node, option) for option in options.of[node]) for node in nodes)
-    outputs = tuple(tuple(tuple(map(number, option.outputs)) for option in options.of[node]) for node in nodes)
+        for index, operand in enumerate(options.weights.operands(node) if node.op == "call_function" else ()):
+            value = value_of(operand)
+            uses.append(Use(position[node], (position[value[0]], value[1]), *writer.use(node, index, value)))
+    for value, placements in ends.items():
+        wanted = {placement: list[int]() for placement in placements}
+        uses.append(Use(None, (position[value[0]], value[1]), *writer.written(value, wanted)))
+    costs = tuple(writer.costs(node) for node in nodes)
+    outputs = tuple(writer.outputs(options.of[node]) for node in nodes)
     return nodes, Problem(costs, outputs, tuple(uses))
+
+
+# What a `Use` says besides its place: placements that are wanted, and prices.
+_Wanted = tuple[tuple[tuple[int, tuple[int, ...]], ...], tuple[tuple[int, int, float], ...]]
+
+
+class _Writer:
+    """Numbers and prices of options; what equal layers ask again is answered once.
+
+    Options are told apart as objects: equal layers share them, and while a problem is written they stay.
+    """
+
+    def __init__(self, options: Options, prices: Prices) -> None:
+        self.options, self.prices = options, prices
+        self._numbers: dict[Placement, int] = {}
+        self._conversions: dict[tuple[Hashable, Placement, Placement], float | None] = {}
+        self._uses: dict[Hashable, _Wanted] = {}
+        self._costs: dict[Hashable, tuple[float, ...]] = {}
+        self._outputs: dict[int, tuple[tuple[int, ...], ...]] = {}
+
+    def _number(self, placement: Placement) -> int:
+        return self._numbers.setdefault(placement, len(self._numbers))
+
+    def use(self, node: fx.Node, index: int, value: Value) -> _Wanted:
+        """What a node's options want of its operand `index`."""
+        of = self.options.of
+        asked = self.prices.told(value), id(of[value[0]]), value[1], id(of[node]), index
+        if asked not in self._uses:
+            wanted: dict[Placement, list[int]] = defaultdict(list)
+            for i, option in enumerate(of[node]):
+                wanted[option.operands[index]].append(i)
+            self._uses[asked] = self.written(value, wanted)
+        return self._uses[asked]
+
+    def written(self, value: Value, wanted: Mapping[Placement, list[int]]) -> _Wanted:
+        """What is wanted of a value: for each placement, the options that want it."""
+        offered, told = [], self.prices.told(value)
+        for source in self.options.placements(value):
+            for target in wanted:
+                key = (told, source, target)
+                if key not in self._conversions:
+                    self._conversions[key] = self.prices.conversion(value, source, target)
+                price = self._conversions[key]
+                if price is not None:
+                    offered.append((self._number(source), self._number(target), price))
+        return tuple((self._number(placement), tuple(users)) for placement, users in wanted.items()), tuple(offered)
+
+    def costs(self, node: fx.Node) -> tuple[float, ...]:
+        """Seconds of each option of a node."""
+        options = self.options.of[node]
+        asked = self.prices.told_of(node), id(options)
+        if asked not in self._costs:
+            self._costs[asked] = tuple(self.prices.node(node, option) for option in options)
+        return self._costs[asked]
+
+    def outputs(self, options: tuple[Option, ...]) -> tuple[tuple[int, ...], ...]:
+        """Placements of the outputs of each option."""
+        if id(options) not in self._outputs:
+            self._outputs[id(options)] = tuple(tuple(map(self._number, option.outputs)) for option in options)
+        return self._outputs[id(options)]
 
 
 def _ordered(graph: fx.Graph, options: Options) -> list[fx.Node]:
     found: dict[fx.Node, None] = {}
     for node in graph.nodes:
         if node.op == "call_function" and node in options.of:
-            found.update((source, None) for source, _ in map(value_of, operands(node)))
+            found.update((source, None) for source, _ in map(value_of, options.weights.operands(node)))
             found[node] = None
     return [*found, *(node for node in options.of if node not in found)]
 

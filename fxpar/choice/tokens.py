@@ -78,7 +78,7 @@ def _spread(
     reached: dict[fx.Node, tuple[Placement | None, ...]] = {source: (placement,)}
     are_rows = False
     for node in source.graph.nodes:
-        given = operands(node) if node.op == "call_function" else []
+        given = weights.operands(node) if node.op == "call_function" else []
         for index, operand in enumerate(given):
             if operand not in reached:
                 continue
@@ -114,7 +114,9 @@ def _is_row(node: fx.Node, index: int, step: Step, weights: Weights) -> bool:
     signature = step.signature
     if not step.is_sum or node in weights or isinstance(signature, Refusal) or not signature.outputs[0].is_shard:
         return False
-    others = [(o, p) for i, (o, p) in enumerate(zip(operands(node), signature.operands, strict=True)) if i != index]
+    others = [
+        (o, p) for i, (o, p) in enumerate(zip(weights.operands(node), signature.operands, strict=True)) if i != index
+    ]
     return any(other in weights and not placement.is_shard for other, placement in others)
 
 
@@ -162,7 +164,7 @@ def _becomes_rows(trail: Trail, current: fx.Node, user: fx.Node, weights: Weight
     found = trail.seen[current]
     if user.target is operator.getitem or not found[0].is_shard or (trail.role == "column" and trail.factored):
         return False
-    index = operands(user).index(current)
+    index = weights.operands(user).index(current)
     step = step_of(user, index, found[0], 1, weights)
     if current in trail.weights or not _is_row(user, index, step, weights):
         return False
@@ -182,7 +184,7 @@ def _sums_tokens(user: fx.Node, index: int, rows: Rows) -> bool:
 
 def _is_sum_with_others(trail: Trail, user: fx.Node, weights: Weights) -> bool:
     """Whether an operation, no product, joins the values of a feature with others: what those are, this one is too."""
-    others = [o for o in operands(user) if o not in trail.seen and o not in weights]
+    others = [o for o in weights.operands(user) if o not in trail.seen and o not in weights]
     rule = rule_of(user.target)
     labelling = rule.labels(call_of(user, 1)) if rule is not None and rule.labels is not None else None
     is_product = isinstance(labelling, Labelling) and bool(labelling.summed)

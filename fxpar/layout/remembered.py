@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 _Class = TypeVar("_Class", bound=type)
-_KEPT = "_hash"
 
 
 def remembers_hash(kind: _Class) -> _Class:
@@ -18,13 +17,14 @@ def remembers_hash(kind: _Class) -> _Class:
     compute: Callable[[Any], int] = changed.__hash__
 
     def kept(self: Any) -> int:
-        found: int | None = self.__dict__.get(_KEPT)
-        if found is None:
-            found = self.__dict__[_KEPT] = compute(self)
-        return found
+        try:
+            return self._hash  # type: ignore[no-any-return]
+        except AttributeError:
+            found = self.__dict__["_hash"] = compute(self)
+            return found
 
     def state(self: Any) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != _KEPT}
+        return {name: value for name, value in self.__dict__.items() if name != "_hash"}
 
     changed.__hash__, changed.__getstate__ = kept, state
     return kind

@@ -10,15 +10,14 @@ Which nodes a pass left alone it is not asked: those of the same name are compar
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import fx
 
 from fxpar.program.gradients import carried
 from fxpar.program.keys import plain
-from fxpar.program.program import Note, Program, ValueType, has_note, note, operands
+from fxpar.program.program import Note, Program, TensorType, has_note, note, operands
 from fxpar.signatures.calls import decides
 
 # Kind of node, operator, arguments as they are printed, and note.
@@ -66,6 +65,7 @@ class Facts:
         values: equal where types and layouts are.
         reads: the nodes among the arguments, each as often as it is there.
         operands: as `fxpar.program.program.operands`.
+        carries: `flags`, once they were asked for.
     """
 
     program: Program
@@ -77,11 +77,14 @@ class Facts:
     values: dict[fx.Node, int] = field(default_factory=dict)
     reads: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
     operands: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
+    carries: list[dict[fx.Node, tuple[bool, ...]]] = field(default_factory=list)
 
-    @cached_property
+    @property
     def flags(self) -> dict[fx.Node, tuple[bool, ...]]:
         """As `fxpar.program.gradients.carried`."""
-        return carried(self.program, self.operands)
+        if not self.carries:
+            self.carries.append(carried(self.program, self.operands))
+        return self.carries[0]
 
     def known(self, *check: Hashable) -> dict[Any, Any]:
         """What a check remembers.
@@ -105,10 +108,21 @@ def facts_of(program: Program, seen: Mapping[str, Sighting] | None = None, befor
     found = Facts(program, header, seen, Memory() if before is None else before.memory)
     if before is not None and not (_are_names(seen) and _are_names(before.seen)):
         before = None
+    if (
+        before is not None
+        and list(seen.items()) == list(before.seen.items())
+        and _has_tables_of(program, before.program)
+    ):
+        return replace(before, program=program.with_(graph_module=before.program.graph_module))
     for node in program.graph.nodes:
         if node.op != "output":
             _add(found, node, before)
     return found
+
+
+def _has_tables_of(program: Program, other: Program) -> bool:
+    """Whether gradients start at the same parameters and inputs."""
+    return (program.parameters, program.inputs) == (other.parameters, other.inputs)
 
 
 def _are_names(seen: Mapping[str, Sighting]) -> bool:
@@ -117,21 +131,31 @@ def _are_names(seen: Mapping[str, Sighting]) -> bool:
 
 
 def _add(found: Facts, node: fx.Node, before: Facts | None) -> None:
-    name = node.name
-    found.nodes[name] = node
+    name, nodes = node.name, found.nodes
+    sighting = found.seen[name]
     old = before.nodes.get(name) if before is not None else None
-    if old is not None and before is not None and before.seen[name] == found.seen[name]:
-        reads = [found.nodes.get(read.name) for read in before.reads[old]]
-        same = all(
-            read is not None and found.values[read] == before.values[other]
-            for read, other in zip(reads, before.reads[old], strict=True)
-        )
-        if same and not _gives_indices(found.seen[name][3]):  # whether these decide anything is up to their users
-            found.numbers[node], found.values[node] = before.numbers[old], before.values[old]
-            found.reads[node] = reads  # type: ignore[assignment]
-            found.operands[node] = [found.nodes[operand.name] for operand in before.operands[old]]
+    # Whether indices that a node finds decide anything is up to its users.
+    if old is not None and before.seen[name] == sighting and not _gives_indices(sighting[3]):  # type: ignore[union-attr]
+        read_before, reads = before.reads[old], []  # type: ignore[union-attr]
+        for other in read_before:
+            read = nodes.get(other.name)
+            if read is None or found.values[read] != before.values[other]:  # type: ignore[union-attr]
+                break
+            reads.append(read)
+        else:
+            nodes[name] = node
+            _take(found, node, before, old, reads)  # type: ignore[arg-type]
             return
-    _number(found, node, found.seen[name][3])
+    nodes[name] = node
+    _number(found, node, sighting[3])
+
+
+def _take(found: Facts, node: fx.Node, before: Facts, old: fx.Node, reads: list[fx.Node]) -> None:
+    """What holds of a node held of the one of its name before."""
+    found.numbers[node], found.values[node], found.reads[node] = before.numbers[old], before.values[old], reads
+    operands_before = before.operands[old]
+    is_all = operands_before == before.reads[old]
+    found.operands[node] = reads if is_all else [found.nodes[operand.name] for operand in operands_before]
 
 
 def _number(found: Facts, node: fx.Node, kept: Note | None) -> None:
@@ -155,9 +179,7 @@ def _number(found: Facts, node: fx.Node, kept: Note | None) -> None:
 
 
 def _gives_indices(kept: Note | None) -> bool:
-    kinds: ValueType | tuple[Any, ...] = None if kept is None else kept.type
-    for kind in kinds if isinstance(kinds, tuple) else (kinds,):
-        dtype = getattr(kind, "dtype", None)
-        if dtype is not None and not (dtype.is_floating_point or dtype.is_complex):
-            return True
-    return False
+    kinds = kept.type if kept is not None else None
+    if isinstance(kinds, TensorType):
+        return not (kinds.is_float or kinds.dtype.is_complex)
+    return isinstance(kinds, tuple) and any(not (kind.is_float or kind.dtype.is_complex) for kind in kinds)
