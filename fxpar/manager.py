@@ -18,7 +18,7 @@ from fxpar.errors import CheckFailed, FxparError, PassError, shown
 from fxpar.ops.dataflow import dataflow, parting
 from fxpar.program.collector import without_collections
 from fxpar.program.keys import has_same_operations
-from fxpar.program.program import PassRecord, Program, describe, has_note, output_node
+from fxpar.program.program import PassRecord, Program, describe, output_node
 from fxpar.program.regions import inlined
 from fxpar.signatures.facts import Facts, Sighting, facts_of, sightings
 from fxpar.text.printing import print_program
@@ -231,8 +231,8 @@ class PassManager:
         seconds = time.perf_counter() - start
         if not isinstance(result, Program):
             raise PassError(f"returned a {type(result).__name__} and no Program", where=item.name)
-        _check_notes(item, result)
         after = sightings(result.graph)
+        _check_notes(item, after)
         record = PassRecord(
             item.name,
             seconds,
@@ -319,11 +319,11 @@ def _check_dataflow(item: Pass, before: Program, after: Program) -> None:
     raise PassError(f"preserves dataflow, and changed the output {odd}{at}", where=item.name)
 
 
-def _check_notes(item: Pass, program: Program) -> None:
-    for node in program.graph.nodes:
-        if node.op != "output" and not has_note(node):
+def _check_notes(item: Pass, nodes: _Nodes) -> None:
+    for name, (op, _, _, kept) in nodes.items():
+        if kept is None and op != "output":
             raise PassError(
-                f"left node %{node.name} without a note", where=item.name, remedy="call set_note on nodes you create"
+                f"left node %{name} without a note", where=item.name, remedy="call set_note on nodes you create"
             )
-        if node.op in ("call_module", "call_method"):
-            raise PassError(f"left the {node.op} node %{node.name}", where=item.name, remedy="call operators only")
+        if op in ("call_module", "call_method"):
+            raise PassError(f"left the {op} node %{name}", where=item.name, remedy="call operators only")

@@ -14,7 +14,7 @@ from fxpar.choice.explain import reason_of
 from fxpar.choice.options import Option, value_of
 from fxpar.choice.several import place
 from fxpar.errors import PassError
-from fxpar.layout.layout import Layout
+from fxpar.layout.layout import Layout, Placement
 from fxpar.layout.nesting import spelled
 from fxpar.manager import Pass, register_pass
 from fxpar.program.program import Program, operands, output_types, update
@@ -92,9 +92,13 @@ def _note_reasons(program: Program, choice: Choice) -> None:
 
 def _write(program: Program, placed: Mapping[str, Mapping[fx.Node, Option]]) -> None:
     axes = program.axes
+    known: dict[tuple[Placement, ...], Layout] = {}
 
     def layout(options: Mapping[str, Option], side: str, index: int) -> Layout:
-        return spelled(Layout.of({axis: getattr(options[axis], side)[index] for axis in options}), axes)
+        placements = tuple([getattr(option, side)[index] for option in options.values()])
+        if placements not in known:
+            known[placements] = spelled(Layout.of(dict(zip(options, placements, strict=True))), axes)
+        return known[placements]
 
     for node in program.graph.nodes:
         kinds = () if node.op == "output" else output_types(node)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import fx
@@ -88,54 +89,67 @@ class Step:
     is_composite: bool
 
 
+class Operation:
+    """What trails learnt of one operation, through which those of many parameters go.
+
+    Attributes:
+        inputs: its tensor operands.
+        by_heads: whether it is a product that may be batched by heads.
+        steps: by number of ranks, index of the operand and shard.
+    """
+
+    def __init__(self, node: fx.Node) -> None:
+        self.node, self.inputs = node, operands(node)
+        self.by_heads = node.target in _BY_HEADS
+        self.steps: dict[tuple[int, int, Placement], Step] = {}
+
+    @cached_property
+    def question(self) -> Hashable:
+        """What rules are told of it."""
+        return question(self.node)
+
+    @cached_property
+    def view(self) -> tuple[Shape, Shape] | None:
+        """The shapes before and after, where it makes one tensor of one, with as many elements."""
+        if len(self.inputs) != 1:
+            return None
+        before, after = output_types(self.inputs[0])[0].shape, output_types(self.node)[0].shape
+        return (before, after) if product(before) == product(after) else None
+
+
 class Weights(set[fx.Node]):
     """Values of one graph that are made from parameters alone, and what trails learnt of its operations.
 
-    Trails of the parameters meet in the residual stream.
+    Trails of the parameters meet in the residual stream. The graph stays as it is while they are followed.
 
     Attributes:
-        steps: by number of ranks, operation, index of the operand and shard.
-        answers: the same by all that rules are told of an operation in place of the operation: equal layers.
-        inputs: tensor operands of the operations; the graph stays as it is while trails are followed.
+        operations: what was learnt of each.
+        answers: steps by all that rules are told of an operation in place of the operation: equal layers.
         placements: that were met.
-        questions: what rules are told of the operations.
-        views: of operations that make one tensor of one, with as many elements, the shapes of both.
         trails: of shards that met no others, by where they start and the number of ranks.
     """
 
     def __init__(self, nodes: Iterable[fx.Node]) -> None:
         super().__init__(nodes)
-        self.steps: dict[tuple[int, fx.Node, int, Placement], Step] = {}
+        self.operations: dict[fx.Node, Operation] = {}
         self.answers: dict[tuple[int, Hashable, int, Placement], Step] = {}
-        self.inputs: dict[fx.Node, list[fx.Node]] = {}
         self.placements: dict[Placement, Placement] = {}
-        self.questions: dict[fx.Node, Hashable] = {}
-        self.views: dict[fx.Node, tuple[Shape, Shape] | None] = {}
         self.trails: dict[tuple[fx.Node, Placement, int], Trail] = {}
 
+    def operation(self, node: fx.Node) -> Operation:
+        """What trails learnt of an operation."""
+        found = self.operations.get(node)
+        if found is None:
+            found = self.operations[node] = Operation(node)
+        return found
+
     def operands(self, node: fx.Node) -> list[fx.Node]:
-        """The tensor operands of an operation, which all trails through the residual stream ask for."""
-        if node not in self.inputs:
-            self.inputs[node] = operands(node)
-        return self.inputs[node]
+        """The tensor operands of an operation."""
+        return self.operation(node).inputs
 
     def placement(self, found: Placement) -> Placement:
         """The first placement that is equal."""
         return self.placements.setdefault(found, found)
-
-    def question(self, node: fx.Node) -> Hashable:
-        """What rules are told of an operation."""
-        if node not in self.questions:
-            self.questions[node] = question(node)
-        return self.questions[node]
-
-    def view(self, node: fx.Node) -> tuple[Shape, Shape] | None:
-        """The shapes before and after an operation that makes one tensor of one, with as many elements."""
-        if node not in self.views:
-            inputs = self.operands(node)
-            pair = (output_types(inputs[0])[0].shape, output_types(node)[0].shape) if len(inputs) == 1 else None
-            self.views[node] = pair if pair is not None and product(pair[0]) == product(pair[1]) else None
-        return self.views[node]
 
 
 def follow(node: fx.Node, placement: Placement, n: int, weights: Weights, arrived: Arrived | None = None) -> Trail:
@@ -187,10 +201,11 @@ def advance(
         return (found[int(user.args[1])],)  # type: ignore[arg-type]
     if not found[0].is_shard:
         return ()
-    if _is_inside(current, user, found[0], weights):
+    operation = weights.operation(user)
+    if operation.by_heads and _is_inside(current, user, found[0], weights):
         trail.refused.append((user, Refusal(INSIDE, structural=True)))
         return ()
-    inputs = weights.operands(user)
+    inputs = operation.inputs
     step = step_of(user, inputs.index(current), found[0], n, weights)
     signature = step.signature
     if isinstance(signature, Refusal):
@@ -207,7 +222,7 @@ def advance(
         return signature.outputs
     if step.is_sum and current in trail.weights and len(inputs) > 1:
         _note_product(trail, user, "row" if signature.outputs[0].kind == "P" else "column", weights)
-    _note_view(trail, weights.view(user), found[0], signature.outputs[0])
+    _note_view(trail, operation.view, found[0], signature.outputs[0])
     return signature.outputs
 
 
@@ -220,10 +235,7 @@ def _can_meet(given: Placement, wanted: Placement) -> bool:
 
 def _is_inside(current: fx.Node, user: fx.Node, placement: Placement, weights: Weights) -> bool:
     """Whether a product of activations, batched by heads, takes the cut dimension for the features of a head."""
-    target = user.target
-    if target not in _BY_HEADS:
-        return False
-    rank = len(output_types(current)[0].shape)
+    target, rank = user.target, len(output_types(current)[0].shape)
     given = weights.operands(user)
     if target is _aten.scaled_dot_product_attention.default:
         return current in given[:3] and placement.dim == rank - 1
@@ -249,14 +261,14 @@ def _is_inside_einsum(user: fx.Node, index: int, dim: int) -> bool:
 
 def step_of(user: fx.Node, index: int, placement: Placement, n: int, weights: Weights) -> Step:
     """What an operation makes of a shard of its operand `index`, over n ranks."""
-    key = n, user, index, placement
-    found = weights.steps.get(key)
+    operation, key = weights.operation(user), (n, index, placement)
+    found = operation.steps.get(key)
     if found is None:
-        asked = n, weights.question(user), index, placement
+        asked = n, operation.question, index, placement
         found = weights.answers.get(asked)
         if found is None:
             found = weights.answers[asked] = _judged(user, index, placement, n, weights)
-        weights.steps[key] = found
+        operation.steps[key] = found
     return found
 
 

@@ -281,7 +281,7 @@ def _question(found: Options, node: fx.Node, inputs: list[Value]) -> Hashable:
     """All that `_signatures` is told of a node."""
     flags = tuple(found.carries(value) for value in inputs), found.flags[node], node in found.products
     held = tuple((found.placements(value), found.token_cut(value), value[0] in found.weights) for value in inputs)
-    return found.weights.question(node), flags, held
+    return found.weights.operation(node).question, flags, held
 
 
 def _signatures(found: Options, node: fx.Node, inputs: list[Value]) -> Iterator[Option]:

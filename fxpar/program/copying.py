@@ -20,9 +20,10 @@ def copy_node(graph: fx.Graph, node: fx.Node, made: Mapping[fx.Node, fx.Node], n
         made: what stands there for its operands.
     """
     new = graph.create_node(node.op, node.target, name=name, type_expr=node.type)
-    new.args = map_arg(node.args, made.__getitem__)
+    # By the properties themselves: whatever is assigned, a node leaves the table of its graph and enters it again.
+    fx.Node.args.__set__(new, map_arg(node.args, made.__getitem__))
     if node.kwargs:
-        new.kwargs = map_arg(node.kwargs, made.__getitem__)
+        fx.Node.kwargs.__set__(new, map_arg(node.kwargs, made.__getitem__))
     new.meta.update(node.meta)
     if new.name != name:
         new.name = name

@@ -17,7 +17,7 @@ from torch import fx
 
 from fxpar.program.gradients import carried
 from fxpar.program.keys import plain
-from fxpar.program.program import Note, Program, TensorType, has_note, note, operands
+from fxpar.program.program import Note, Program, TensorType, note, operands
 from fxpar.signatures.calls import decides
 
 # Kind of node, operator, arguments as they are printed, and note.
@@ -29,10 +29,14 @@ _LITERALS = frozenset({"True", "False", "None", "Ellipsis", "NotImplemented", "n
 
 def sightings(graph: fx.Graph) -> dict[str, Sighting]:
     """All that a node is, by name and in order."""
-    return {
-        node.name: (node.op, node.target, f"{node.args}{node.kwargs}", note(node) if has_note(node) else None)
-        for node in graph.nodes
-    }
+    return {node.name: (node.op, node.target, f"{node.args}{node.kwargs}", _note(node)) for node in graph.nodes}
+
+
+def _note(node: fx.Node) -> Note | None:
+    try:
+        return note(node)
+    except KeyError:  # the output
+        return None
 
 
 @dataclass(frozen=True)

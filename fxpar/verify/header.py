@@ -17,12 +17,16 @@ from fxpar.ops import Operator
 from fxpar.passes import DEFAULT_PASSES
 from fxpar.program.program import Program, describe, output_layouts
 from fxpar.program.properties import Property
+from fxpar.signatures.facts import Facts, facts_of
 
 _RESTS_ON: Mapping[str, frozenset[str]] = {name: item.requires for item in DEFAULT_PASSES for name in item.provides}
 
 
-def check_header(program: Program) -> None:
+def check_header(program: Program, facts: Facts | None = None) -> None:
     """Properties rest on each other and are those of the nodes; each symbol is the size of an input.
+
+    Args:
+        facts: of the program, where they are known.
 
     Raises:
         CheckFailed: names the first fault.
@@ -35,9 +39,12 @@ def check_header(program: Program) -> None:
                 where=f"property {name}",
                 remedy=f"take {name} from the properties, or run the passes before the one that provides it",
             )
-    for node in program.graph.nodes:
-        if node.op != "output":
+    facts = facts or facts_of(program)
+    sound = facts.known("header", program.properties)
+    for node, number in facts.numbers.items():
+        if number not in sound:
             _check_node(program, node)
+            sound[number] = True
     for entry in program.symbols:
         _check_symbol(program, entry.name)
 

@@ -110,6 +110,7 @@ def _run(facts: Facts, sizes: Mapping[str, int], local: bool) -> None:
     program = facts.program
     whole = Property.LOCAL in program.properties and not local
     values: dict[fx.Node, Any] = {}
+    held: dict[fx.Node, Hashable] = {}  # what values are to a question
     # Equal layers repeat types and calls, and passes leave most of them as they are: what these give is worked out
     # once. A question has all of a call on which its result and the comparison depend; values are kept, so that one
     # stays itself.
@@ -118,18 +119,17 @@ def _run(facts: Facts, sizes: Mapping[str, int], local: bool) -> None:
     calls: dict[Any, Any] = facts.known(*reading, "calls")
     known: dict[Any, Any] = facts.known(*reading)
     for node, number in facts.numbers.items():
-        if note(node).type is None:  # asserts
-            continue
-        reads = facts.reads[node]
-        if node.op == "placeholder":
-            values[node] = _expected(program, node, sizes, types, local)[0]
-            continue
         try:
-            question = (number, *(_held(values[read]) for read in reads))
+            question = (number, *[held[read] for read in facts.reads[node]])
             if question in known:
-                values[node] = known[question]
+                values[node], held[node] = known[question]
+                continue
+            if note(node).type is None:  # asserts
                 continue
             wanted = _expected(program, node, sizes, types, local)
+            if node.op == "placeholder":
+                values[node], held[node] = known[question] = wanted[0], id(wanted[0])
+                continue
             given = map_arg((node.args, node.kwargs), values.__getitem__)
             args, kwargs = whole_arguments(node, *given, program.axes, wanted) if whole else given
             check_cost(node, args, kwargs)
@@ -138,11 +138,14 @@ def _run(facts: Facts, sizes: Mapping[str, int], local: bool) -> None:
                 calls[key] = _call(node, args, kwargs, wanted, program.axes if local else {})
             values[node] = calls[key]
         except _FAILURES as error:
+            if note(node).type is None:
+                continue
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             place = "a rank's shapes" if local else "the shapes of the whole"
             raise CheckFailed(f"cannot run on {place}: {reason}", where=describe(node)) from None
         _compare(node, values[node], wanted, sizes, "on a rank" if local else "")
-        known[question] = values[node]
+        held[node] = _held(values[node])
+        known[question] = values[node], held[node]
 
 
 def _held(value: Any) -> Hashable:

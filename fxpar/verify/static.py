@@ -20,7 +20,7 @@ from fxpar.verify.structure import check_structure
 from fxpar.verify.types import check_choice, check_types
 
 STATIC: tuple[Verifier, ...] = (
-    Verifier("header", frozenset(), check_header),
+    Verifier("header", frozenset(), check_header, uses_facts=True),
     Verifier("structure", frozenset(), check_structure, uses_facts=True),
     Verifier("operations", frozenset(), check_operations, of_operations=True, uses_facts=True),
     Verifier("choice", frozenset({Property.LAYOUTS}), check_choice, until=Property.COLLECTIVES, uses_facts=True),
