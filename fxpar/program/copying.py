@@ -6,9 +6,12 @@ Enters: a node and what stands for its operands in another graph. Leaves: its co
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from torch import fx
 from torch.fx.node import map_arg
+
+_node: Any = fx.Node
 
 
 def copy_node(graph: fx.Graph, node: fx.Node, made: Mapping[fx.Node, fx.Node], name: str) -> fx.Node:
@@ -21,9 +24,9 @@ def copy_node(graph: fx.Graph, node: fx.Node, made: Mapping[fx.Node, fx.Node], n
     """
     new = graph.create_node(node.op, node.target, name=name, type_expr=node.type)
     # By the properties themselves: whatever is assigned, a node leaves the table of its graph and enters it again.
-    fx.Node.args.__set__(new, map_arg(node.args, made.__getitem__))
+    _node.args.__set__(new, map_arg(node.args, made.__getitem__))
     if node.kwargs:
-        fx.Node.kwargs.__set__(new, map_arg(node.kwargs, made.__getitem__))
+        _node.kwargs.__set__(new, map_arg(node.kwargs, made.__getitem__))
     new.meta.update(node.meta)
     if new.name != name:
         new.name = name

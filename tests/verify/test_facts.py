@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -55,12 +56,12 @@ def exchanged(program: Program, node: fx.Node) -> None:
 
 
 def literal(program: Program, node: fx.Node) -> None:
-    def more(value: object) -> object:
+    def more(value: Any) -> Any:
         if isinstance(value, (list, tuple)):
             return [more(item) for item in value]
         return value + 1 if isinstance(value, (int, float)) and not isinstance(value, bool) else value
 
-    node.args = tuple(more(item) for item in node.args)  # type: ignore[assignment]
+    node.args = tuple(more(item) for item in node.args)
 
 
 def truth(program: Program, node: fx.Node) -> None:
