@@ -14,13 +14,17 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.export._trace as export_trace
 import torch.utils.checkpoint
 from torch import Tensor, fx, nn
 from torch._dynamo import trace_rules
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable, tracing_state_functions
+from torch._export.utils import _get_shape_env_from_gm
 from torch.fx.experimental.proxy_tensor import _ModuleStackTracer
+from torch.utils._sympy.symbol import SymT, symbol_is_type
 
+_OF_DATA = (SymT.UNBACKED_INT, SymT.UNBACKED_FLOAT)
 _QUESTIONS = ("is_compiling", "is_dynamo_compiling", "is_exporting")
 
 # ---------------------------------------------------------------------- autograd functions, regions, hooks
@@ -160,6 +164,21 @@ def late_code() -> Any:
         cls.forward, cls.code = forward, property(lambda self: generated(self).code)
 
     return mock.patch.object(fx.GraphModule, "recompile", recompile)
+
+
+def bindings_where_there_are_any() -> Any:
+    """While active, an export looks which nodes make sizes out of data only where a trace has such sizes."""
+    original = export_trace._replace_unbacked_bindings
+
+    def replace(module: fx.GraphModule) -> None:
+        sizes = _get_shape_env_from_gm(module)
+        if sizes is None or any(symbol_is_type(symbol, _OF_DATA) for symbol in sizes.var_to_range):
+            original(module)
+            return
+        for node in module.graph.nodes:
+            node.meta.pop("unbacked_bindings", None)
+
+    return mock.patch.object(export_trace, "_replace_unbacked_bindings", replace)
 
 
 # ---------------------------------------------------------------------- questions and numbers of the host

@@ -255,6 +255,7 @@ def _functional(
                 patches.plain_distributions(),
                 patches.roots_of_sizes(),
                 patches.late_code(),
+                patches.bindings_where_there_are_any(),
                 host_numbers(),
                 patches.calls_of_modules(repeats.call) if copies else contextlib.nullcontext(),
                 contextlib.redirect_stderr(io.StringIO()),

@@ -7,6 +7,8 @@ buffer is overwritten, else added to.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping
+from itertools import repeat
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -14,6 +16,10 @@ from torch import Tensor, nn
 
 from fxpar.state.sharded_parameter import leaf_of
 from fxpar.state.stage_gradient import StageGradient
+
+# Asked of all parameters at each step, in one call each.
+_GRADIENT, _HOOKS = attrgetter("grad"), attrgetter("_backward_hooks")
+_HOOKS_BEHIND = attrgetter("_post_accumulate_grad_hooks")
 
 
 class Buffers:
@@ -23,7 +29,12 @@ class Buffers:
         graphed: whether steps are replayed. What somebody else made a gradient (autograd, or the user) lies elsewhere
             in each step: a step leaves its own in the buffer then, and it is added behind, where no graph knows of it.
         of_stage: whether other ranks of a pipeline have the rest.
+
+    Attributes:
+        is_plain: whether at the last look at their `state` none was there and nothing hooked them.
     """
+
+    is_plain = False
 
     def __init__(self, graphed: bool = False, of_stage: bool = False) -> None:
         self._of_stage = of_stage
@@ -32,6 +43,8 @@ class Buffers:
         # Shape, type and device of each: those that know their stage are asked by Python.
         self._kinds: dict[str, tuple[torch.Size, torch.dtype, torch.device]] = {}
         self._looked_at: Mapping[str, Tensor] = {}
+        # What `attach` was given last, and the tensors of it with their buffers.
+        self._attached: tuple[Any, Any, list[tuple[Tensor, Tensor]]] = ((), (), [])
 
     @torch.no_grad()
     def placed(self, leaves: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -69,12 +82,15 @@ class Buffers:
             inside: all is added in the graph.
         """
         # The common case, of which no buffer need be looked at: all are there, and nothing has a gradient or a hook.
-        fresh = not any(leaf.grad is not None or leaf._backward_hooks for leaf in leaves.values())
-        if fresh and leaves is self._looked_at:
+        every = leaves.values()
+        self.is_plain = all(map(is_, map(_GRADIENT, every), repeat(None))) and not (
+            any(map(_HOOKS, every)) or any(map(_HOOKS_BEHIND, every))
+        )
+        if self.is_plain and leaves is self._looked_at:
             return None
         found = tuple([self._state(name, leaf, inside) for name, leaf in leaves.items()])
-        self._looked_at = leaves if fresh else {}
-        return None if fresh else found
+        self._looked_at = leaves if self.is_plain else {}
+        return None if all(each is None for each in found) else found
 
     def _state(self, name: str, leaf: Tensor, inside: bool) -> Hashable:
         if leaf._backward_hooks:
@@ -119,6 +135,12 @@ class Buffers:
     @torch.no_grad()
     def attach(self, leaves: Mapping[str, Tensor], names: Iterable[str]) -> None:
         """Gives leaves that have no gradients their buffers, in which they are, and adds what is added behind."""
+        if self.is_plain:
+            if self._attached[0] is not leaves or self._attached[1] is not names:
+                self._attached = (leaves, names, [(leaves[name], self._buffers[name]) for name in names])
+            for leaf, buffer in self._attached[2]:
+                leaf.grad = buffer
+            return
         more: list[tuple[Tensor, Tensor]] = []
         for name in names:
             leaf = leaves[name]
@@ -143,6 +165,7 @@ class Buffers:
             known = torch.empty_like(leaf, memory_format=torch.preserve_format).detach()
             is_whole = isinstance(leaf, nn.Parameter)  # parts of cut parameters know it by themselves
             known = self._buffers[name] = known.as_subclass(StageGradient) if self._of_stage and is_whole else known
+            self._attached = ((), (), [])
         return known
 
 

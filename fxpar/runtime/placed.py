@@ -6,35 +6,37 @@ Enters: tensors. Leaves: what is equal where they lie alike, to tell whether wha
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
+from torch._C._dynamo.guards import TensorGuards
+
+_PLACE = Tensor.data_ptr
 
 
 class Placed:
-    """Where tensors lie, and whether they are trained; equal for equal addresses and strides.
+    """Where tensors lie, and whether they are trained; equal for equal addresses, sizes and strides.
 
-    Asked at each step of all parameters: lists are made and compared in one call each, and the hash is kept.
+    Asked at each step of all parameters: what Dynamo asks of a compiled function's tensors is asked in one call, and
+    the hash is kept.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self._places = [each.data_ptr() for each in tensors]
-        self._strides = [each.stride() for each in tensors]
-        self._trained = [each.requires_grad for each in tensors]
-        self._hash = hash((tuple(self._places), tuple(self._strides), tuple(self._trained)))
+        self._places = list(map(_PLACE, tensors))
+        sizes: Any = [list(each.shape) for each in tensors]
+        strides: Any = [list(each.stride()) for each in tensors]
+        trained = [each.requires_grad for each in tensors]
+        self._facts = (self._places, sizes, strides, trained)
+        self._hash = hash(tuple(self._places))
+        # Types and devices too, and all as the surrounding has it (inference mode).
+        self._guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
 
     def holds(self, tensors: Sequence[Tensor]) -> bool:
-        """Whether the tensors lie there still."""
-        return (
-            [each.data_ptr() for each in tensors] == self._places
-            and [each.stride() for each in tensors] == self._strides
-            and [each.requires_grad for each in tensors] == self._trained
-        )
+        """Whether the tensors lie there still; not, too, where the surrounding is another."""
+        return bool(self._guards.check(*tensors)) and list(map(_PLACE, tensors)) == self._places
 
     def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
-        same = isinstance(other, Placed) and self._hash == other._hash
-        return same and vars(self) == vars(other)
+        return self is other or (isinstance(other, Placed) and self._facts == other._facts)
 
     def __hash__(self) -> int:
         return self._hash

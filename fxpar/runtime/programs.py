@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from operator import attrgetter
 from typing import Any, NoReturn
 
 import torch
@@ -44,6 +45,8 @@ from fxpar.runtime.steps import Steps
 from fxpar.runtime.world import World
 from fxpar.text.printing import print_program
 from fxpar.verify.faithful import compare, compare_filled, findings
+
+_TRAINING = attrgetter("training")
 
 
 @dataclass(frozen=True)
@@ -131,6 +134,7 @@ class Programs:
         self._graphs, self._own = graphs, own_stages(plan, world.place)
         self._splits = plan.pp > 1 and schedule_of(plan, plan.microbatches).split_backward
         self._twins = ((self.skeleton, root), *attach(root, self.skeleton))
+        self._modules = [own for _, own in self._twins]
         self._known: dict[Any, list[Compiled]] = {}
 
     def start(self, model: nn.Module, example: Any, facts: Mapping[str, str]) -> None:
@@ -252,7 +256,7 @@ class Programs:
 
     @property
     def _modes(self) -> tuple[bool, ...]:
-        return tuple([own.training for _, own in self._twins])
+        return tuple(map(_TRAINING, self._modules))
 
     def _fit(self, compiled: Compiled, batch: Any) -> Call | None:
         """The call by a program; None where the program is for other sizes."""

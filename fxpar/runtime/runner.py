@@ -63,24 +63,21 @@ class Prepared:
         values: by name of the placeholder, but for the random state.
         leaves: the tensors that require gradients, by name of the parameter.
         random: names of the placeholders of the random state.
-        owned: those of the values that are the module's own.
-        placed: where they lie.
+        others: those of the values that are none of the module's own.
+        placed: where its own lie.
     """
 
     values: dict[str, Any]
     leaves: dict[str, Tensor]
     random: tuple[str, ...]
-    owned: Mapping[str, Tensor]
+    others: Mapping[str, Any]
     placed: Placed
 
     def of(self, call: Call) -> Prepared:
         """What another call of the same program takes."""
-        values = dict(self.values)
-        for entry in call.compiled.program.inputs:
-            if entry.path != RNG_PATH:
-                values[entry.node] = call.inputs[entry.path]
-        values.update(zip(call.ready.lowered.places, call.places, strict=True))
-        return replace(self, values=values)
+        own = {entry.node: call.inputs[entry.path] for entry in call.compiled.program.inputs if entry.path != RNG_PATH}
+        own.update(zip(call.ready.lowered.places, call.places, strict=True))
+        return replace(self, values={**self.values, **own}, others={**self.others, **own})
 
     def drawing(self, state: Callable[[], Tensor]) -> dict[str, Any]:
         """The values with the random state, which is asked for where there are draws."""
@@ -242,16 +239,15 @@ class Runner:
         owned = self._owned.get(id(call.compiled))
         if owned is None or not owned.holds(self.tensors.version):
             owned = self._owned[id(call.compiled)] = self._look(call, tensors)
-        values = dict(owned.values)
         random = tuple(entry.node for entry in program.inputs if entry.path == RNG_PATH)
-        values.update({entry.node: call.inputs[entry.path] for entry in program.inputs if entry.path != RNG_PATH})
+        others: dict[str, Any] = {e.node: call.inputs[e.path] for e in program.inputs if e.path != RNG_PATH}
         if self._copies is not None:
             own = [p for p in program.parameters if p.kind == "parameter" and p.fqn not in self._foreign]
             copied = {p.node: p.fqn for p in own if is_copy(program.plan, p.type)}
             mains = {fqn: tensors[fqn] for fqn in copied.values()}
-            values.update(zip(copied, self._copies.current(mains, self._module.training, differentiated), strict=True))
-        values.update(zip(call.ready.lowered.places, call.places, strict=True))
-        return Prepared(values, owned.leaves, random, owned.values, owned.state)
+            others.update(zip(copied, self._copies.current(mains, self._module.training, differentiated), strict=True))
+        others.update(zip(call.ready.lowered.places, call.places, strict=True))
+        return Prepared({**owned.values, **others}, owned.leaves, random, others, owned.state)
 
     def _look(self, call: Call, tensors: Mapping[str, Tensor]) -> _Owned:
         """What a program takes of the module, and the leaves that are trained."""

@@ -6,16 +6,14 @@ all modules: of a deep model that takes longer than a replay of its step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, ValuesView
 from itertools import chain
-from operator import methodcaller
+from operator import is_
 from typing import Any
 
 from torch import Tensor, nn
 
 from fxpar.state.sharded_parameter import leaf_of
-
-_VALUES = methodcaller("values")
 
 
 class Tensors:
@@ -32,9 +30,10 @@ class Tensors:
         self.version = 0
         self._module = module
         self._tables: list[Mapping[str, Any]] = []
+        self._views: list[ValuesView[Any]] = []
+        self._sizes: list[int] = []
         self._names: list[str] = []
-        self._objects: list[int] = []
-        self._kept: list[Any] = []
+        self._objects: list[Any] = []
         self.parameters: dict[str, Tensor] = {}
         self.leaves: dict[str, Tensor] = {}
         self.all: dict[str, Tensor] = {}
@@ -46,15 +45,18 @@ class Tensors:
         self.leaves = {name: leaf_of(parameter) for name, parameter in self.parameters.items()}
         self.all = {**dict(self._module.named_buffers()), **self.parameters}
         self._tables = [t for m in self._module.modules() for t in (m._modules, m._parameters, m._buffers) if t]
+        self._sizes = list(map(len, self._tables))
         self._names = list(chain.from_iterable(self._tables))
-        self._kept = list(chain.from_iterable(map(_VALUES, self._tables)))
-        self._objects = list(map(id, self._kept))
+        self._views = [table.values() for table in self._tables]
+        self._objects = list(chain.from_iterable(self._views))
 
     def refresh(self) -> None:
         """Looks whether anything was exchanged."""
         # In one call each, of the thousands of entries that a deep model has: a loop over them is a part of a replay.
-        if list(map(id, chain.from_iterable(map(_VALUES, self._tables)))) != self._objects:
-            return self._look()
-        if list(chain.from_iterable(self._tables)) != self._names:
-            return self._look()
-        return None
+        is_same = (
+            list(map(len, self._tables)) == self._sizes
+            and all(map(is_, chain.from_iterable(self._views), self._objects))
+            and all(map(is_, chain.from_iterable(self._tables), self._names))
+        )
+        if not is_same:
+            self._look()

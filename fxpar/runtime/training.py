@@ -144,7 +144,7 @@ class Training:
                 self._gradients.attach(leaves, found.names)
             else:
                 self._expire()
-        if ending.optimizer is None:
+        if ending.optimizer is None and not (self._full is not None and self._gradients.is_plain):
             call_hooks(leaves, found.names)
         loss = found.loss
         for bound in bounds:

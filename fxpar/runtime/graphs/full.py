@@ -9,7 +9,7 @@ what variants differ by.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -99,25 +99,25 @@ class FullIteration:
         """A step.
 
         Args:
-            gradients: equal where they are placed alike.
+            gradients: equal where they are placed alike; None where there are none, and nothing hooks them.
             ending: what else the step is given.
 
         Raises:
             InputError: something of the step cannot be replayed.
         """
-        self._check(ready, ending)
-        moving = [bound.call.ready.moving(each.values, each.values) for bound, each in zip(bounds, ready, strict=True)]
+        self._check({} if gradients is None else ready[0].leaves, ending)
+        moving = [bound.call.ready.moving(each.others, each.others) for bound, each in zip(bounds, ready, strict=True)]
         key: Any = ("iteration", gradients, ending.state)
         for bound, each, names in zip(bounds, ready, moving, strict=True):
             key += (id(bound.call.ready), bound.call.rows, bound.loss, each.placed)
-            key += key_of(each.values, names, each.owned)
+            key += key_of(each.others, names)
         made = self._graphs.variant(key, lambda pool: Iteration(pool, self._random), None)
         if made is None:
             return run(ready, self._random.draw)
         found: Found = made(ready, moving, run)
         return found
 
-    def _check(self, ready: Sequence[Prepared], ending: Ending) -> None:
+    def _check(self, leaves: Mapping[str, Tensor], ending: Ending) -> None:
         if ending.optimizer is not None:
             check_optimizer(ending.optimizer, self._random.device)
             if ending.scaler is not None:
@@ -132,7 +132,7 @@ class FullIteration:
                 where="no_sync",
                 remedy="pass the microbatches of a step as a list, or set CudaGraphs('partial')",
             )
-        hooked = next((name for name, leaf in ready[0].leaves.items() if leaf._backward_hooks), None)
+        hooked = next((name for name, leaf in leaves.items() if leaf._backward_hooks), None)
         if hooked is not None:
             raise InputError(
                 "has a hook that sees its gradient, and a graph runs no Python",

@@ -10,7 +10,6 @@ import atexit
 import weakref
 from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -147,16 +146,10 @@ class Graphs:
         self._pools.clear()
 
 
-def key_of(
-    values: Mapping[str, Any], inputs: Collection[str], known: Mapping[str, Any] = MappingProxyType({})
-) -> tuple[Hashable, Hashable]:
-    """Shapes of what is copied in, and addresses and strides of all else.
-
-    Args:
-        known: values whose addresses the caller tells by himself.
-    """
+def key_of(values: Mapping[str, Any], inputs: Collection[str]) -> tuple[Hashable, Hashable]:
+    """Shapes of what is copied in, and addresses and strides of all else."""
     shapes = tuple((name, tuple(values[name].shape), values[name].dtype) for name in inputs)
-    rest = [value for name, value in values.items() if known.get(name) is not value and name not in inputs]
+    rest = [value for name, value in values.items() if name not in inputs]
     return shapes, tuple((value.data_ptr(), value.stride()) for value in rest)
 
 
