@@ -15,7 +15,7 @@ from tests.runtime.world import World
 
 PLANS: list[Any] = [
     {"tp": 2, "ep": 2, "etp": 1},
-    {"dp": 4, "ep": 2},
+    pytest.param({"dp": 4, "ep": 2}, marks=pytest.mark.matrix),
     {"dp": 2, "ep": 2, "compile": True},
     pytest.param({"tp": 2, "ep": 2, "etp": 1, "compile": True}, marks=pytest.mark.matrix),
     pytest.param({"dp": 2, "ep": 2, "compile": True, "recompute": "full"}, marks=pytest.mark.matrix),

@@ -57,6 +57,7 @@ def test_there_are_as_many_texts_for_many_layers_as_for_few(few: tuple[Units, fr
     assert len(paired) >= 6  # five layers and the head
 
 
+@pytest.mark.matrix
 def test_inner_layers_of_experts_have_one_text() -> None:
     """Sizes of what a layer makes are numbers of its own, forward and backward, so that it is a region."""
     units, _, _ = _units(4, paired=True, experts=True)
