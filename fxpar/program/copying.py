@@ -5,29 +5,49 @@ Enters: a node and what stands for its operands in another graph. Leaves: its co
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 from torch import fx
 from torch.fx.node import map_arg
 
-_node: Any = fx.Node
+_NUMBERED = re.compile(r"([a-zA-Z_][0-9a-zA-Z_]*?)(?:_(\d+))?")  # as fx takes names apart
 
 
 def copy_node(graph: fx.Graph, node: fx.Node, made: Mapping[fx.Node, fx.Node], name: str) -> fx.Node:
     """Copies a node to a graph's insertion point, under a name that is free there.
 
-    Half of what `fx.Graph.node_copy` takes is a search of the arguments for symbolic integers, which no program has.
+    Most of what `fx.Graph.node_copy` takes is a search of the arguments for symbolic integers, which no program has,
+    and one for a name.
 
     Args:
         made: what stands there for its operands.
     """
-    new = graph.create_node(node.op, node.target, name=name, type_expr=node.type)
-    # By the properties themselves: whatever is assigned, a node leaves the table of its graph and enters it again.
-    _node.args.__set__(new, map_arg(node.args, made.__getitem__))
-    if node.kwargs:
-        _node.kwargs.__set__(new, map_arg(node.kwargs, made.__getitem__))
+    args = map_arg(node.args, made.__getitem__)
+    kwargs = map_arg(node.kwargs, made.__getitem__) if node.kwargs else node.kwargs
+    new = fx.Node(graph, name, node.op, node.target, args, kwargs, node.type)
+    _enter(graph, new, name)
     new.meta.update(node.meta)
-    if new.name != name:
-        new.name = name
     return new
+
+
+def _enter(graph: Any, new: fx.Node, name: str) -> None:
+    """What `fx.Graph.create_node` does with a node that it has made; later names are as behind that."""
+    names = graph._graph_namespace
+    base, number = _taken_apart(name)
+    names._used_names.add(name)
+    names._base_count[base] = names._base_count.get(base, 0) if number is None else number
+    names.associate_name_with_obj(name, new)
+    graph._insert(new)
+    graph._find_nodes_lookup_table.insert(new)
+    graph._len += 1
+
+
+@lru_cache(maxsize=65536)
+def _taken_apart(name: str) -> tuple[str, int | None]:
+    """A name without its number, and that."""
+    found = _NUMBERED.fullmatch(name)
+    base, number = found.groups() if found is not None else (name, None)
+    return base, None if number is None else int(number)
