@@ -15,12 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fxpar.errors import CheckFailed, FxparError, PassError, shown
-from fxpar.ops.dataflow import dataflow, parting
+from fxpar.ops.dataflow import Expressions
 from fxpar.program.collector import without_collections
-from fxpar.program.keys import has_same_operations
 from fxpar.program.program import PassRecord, Program, describe, output_node
 from fxpar.program.regions import inlined
-from fxpar.signatures.facts import Facts, Sighting, facts_of, sightings
+from fxpar.signatures.facts import Facts, Sighting, facts_of, has_same_operations, sightings
 from fxpar.text.printing import print_program
 
 PassFunction = Callable[[Program], Program]
@@ -193,6 +192,7 @@ class PassManager:
         out = inlined(program)  # what holds of a region's nodes in each call holds of the region
         nodes = sightings(program.graph)
         facts = None if self.checked else self._verify(out, "capture", nodes if out is program else None)
+        flows = Expressions()
         for index, item in enumerate(self.passes, 1):
             if not item.when(program):
                 if item.name == until:
@@ -205,9 +205,9 @@ class PassManager:
             if list(old.items()) != list(nodes.items()) or not _is_same_besides(before, program):
                 out = inlined(program)
                 if item.preserves == "dataflow":
-                    _check_dataflow(item, known, out)
+                    _check_dataflow(item, known, out, flows)
                 seen = nodes if out is program else None
-                facts = self._verify(out, item.name, seen, facts, known if item.preserves == "dataflow" else None)
+                facts = self._verify(out, item.name, seen, facts, is_kept=item.preserves == "dataflow")
             if item.name == until:
                 break
         program.graph_module.recompile()
@@ -251,20 +251,21 @@ class PassManager:
         after: str,
         seen: _Nodes | None,
         checked: Facts | None = None,
-        before: Program | None = None,
+        *,
+        is_kept: bool = False,
     ) -> Facts:
         """Checks a program without calls; what it has in common with one that was checked needs no new check.
 
         Args:
             seen: its nodes, where they are known.
             checked: of the last program that was checked.
-            before: of the same dataflow, and checked.
+            is_kept: whether that has the same dataflow.
         """
         facts = facts_of(program, seen, checked)
-        kept = before is not None and has_same_operations(before, program)
+        kept = is_kept and checked is not None and has_same_operations(checked, facts)
         for verifier in self.verifiers:
-            same = verifier.of_dataflow or (kept and verifier.of_operations)
-            is_known = same and before is not None and verifier.applies(before)
+            same = (is_kept and verifier.of_dataflow) or (kept and verifier.of_operations)
+            is_known = same and checked is not None and verifier.applies(checked.program)
             if verifier.applies(program) and not is_known:
                 try:
                     verifier.judge(facts)
@@ -304,17 +305,17 @@ def _is_same_besides(before: Program, after: Program) -> bool:
     return compared(before) == compared(after)
 
 
-def _check_dataflow(item: Pass, before: Program, after: Program) -> None:
+def _check_dataflow(item: Pass, before: Program, after: Program, flows: Expressions) -> None:
     """Each output is computed from the same by the same operations.
 
     Raises:
         PassError: names the first output that is not, and the first operation at which it parts.
     """
-    wanted, found = dataflow(before), dataflow(after)
+    wanted, found = flows.outputs(before), flows.outputs(after)
     odd = next((name for name in (*wanted, *found) if wanted.get(name) != found.get(name)), None)
     if odd is None:
         return
-    node = parting(after, before)
+    node = flows.parting(after, before)
     at = f", from {describe(node)} on" if node is not None else ""
     raise PassError(f"preserves dataflow, and changed the output {odd}{at}", where=item.name)
 

@@ -20,6 +20,7 @@ from fxpar.ops.random import attention
 from fxpar.passes.derive import Derivatives, Derived, items_of
 from fxpar.passes.emit import Emitter
 from fxpar.passes.prune import prune
+from fxpar.passes.repeat import Repeats
 from fxpar.passes.whole import whole_call_of
 from fxpar.program.gradients import carried
 from fxpar.program.mixed import MAIN, is_copy
@@ -141,7 +142,7 @@ class _Backward:
     def __init__(self, program: Program) -> None:
         self.program, self.flags = program, carried(program)
         self.emit = Emitter(program, self.flags)
-        self.derivatives = Derivatives(program.symbols)
+        self.derivatives, self.repeats = Derivatives(program.symbols), Repeats(self.emit)
         self.has_decomposed = False
         self.known: dict[tuple[fx.Node, int], fx.Node] = {}
         held = program.placeholders()
@@ -266,12 +267,19 @@ class _Backward:
         items: dict[int, fx.Node] = items_of(node) if several else {0: node}
         if not isinstance(node.target, torch._ops.OpOverload) and "path" not in node.kwargs:
             raise PassError(f"{node.target} has no derivative", where=describe(node))
+        asked = self.repeats.asked(node, items, tangents, wanted)
+        repeated = self.repeats.again(asked, note(node))
+        if repeated is not None:
+            for operand, gradient in repeated.items():
+                self._add(operand, 0, gradient, note(node))
+            return
         args, kwargs = whole_call_of(self.program, node)
         derivative = self.derivatives.of(node, args, kwargs, wanted, [t is not None for t in tangents])
         count = len(derivative.outputs)
         given = [t for t in tangents if t is not None]
         derived = Derived(self.emit, node, derivative, [items.get(i) for i in range(count)], given)
-        if derived.saved():
+        is_plain = not derived.saved()
+        if not is_plain:
             made = derived.replaced()
             self.has_decomposed |= derived.is_decomposed
             for index, item in items.items():
@@ -283,7 +291,11 @@ class _Backward:
                 self.program.graph.erase_node(node)
             elif made[0] is not None:
                 self._replace(node, made[0])
-        for operand, gradient in derived.gradients().items():
+        start = len(self.emit.made)
+        gradients = derived.gradients()
+        if is_plain:
+            self.repeats.learn(asked, start, gradients)
+        for operand, gradient in gradients.items():
             self._add(operand, 0, gradient, derived.like)
 
 

@@ -69,6 +69,8 @@ class Emitter:
         self._numbers: dict[Size, fx.Node] = {}
         self._zeros: set[fx.Node] = set()
         self._conversions: dict[Any, fx.Node] = {}
+        # What `call` made, each with the name that it asked for, and None for what depends on more than its operands.
+        self.made: list[tuple[fx.Node, str] | None] = []
         for node in self.graph.nodes:
             kind = note(node).type if has_note(node) else None
             if isinstance(kind, ScalarType) and not isinstance(kind.value, int):
@@ -107,13 +109,34 @@ class Emitter:
             node = self.graph.create_node("call_function", target, tuple(args), dict(kwargs), name=short)
         if phase == PARAMETER and self._parameter is self._end:
             self._parameter = node
+        self.made.append((node, short) if short and target not in COERCION_OF and not random else None)
         self._note(node, kind, like, layouts, phase, random)
         if target in COERCION_OF:
             self._conversions[key] = node
         return node
 
+    def repeated(self, target: Any, args: Any, kwargs: Any, name: str, kept: Note, is_zero: bool) -> fx.Node:
+        """A node of the backward as another one that `call` made, with other operands.
+
+        Args:
+            name: the one that was asked for.
+            kept: its note.
+            is_zero: whether that was made of zeros.
+        """
+        with self.graph.inserting_before(self._parameter):
+            node = set_note(self.graph.create_node("call_function", target, args, kwargs, name=name), kept)
+        self.flags[node] = (False,) * len(output_types(node))
+        if is_zero:
+            self._zeros.add(node)
+        return node
+
+    def is_zero(self, value: fx.Node) -> bool:
+        """Whether a value was made of zeros."""
+        return value in self._zeros
+
     def _again(self, node: fx.Node, phase: str) -> fx.Node:
         """A conversion that is there already; it stands in the earliest phase that asks for it."""
+        self.made.append(None)
         if note(node).phase == PARAMETER and phase == BACKWARD:
             if node is self._parameter:
                 self._parameter = node.next
@@ -211,6 +234,7 @@ class Emitter:
 
     def _convert(self, node: fx.Node, changed: Mapping[int, Placement], operator_: Any, axis: str) -> None:
         inputs = operands(node)
+        self.made.append(None)
         for i, placement in changed.items():
             (layout,), (kind,) = output_layouts(inputs[i]), output_types(inputs[i])
             wanted = self._with(layout, axis, placement, kind)

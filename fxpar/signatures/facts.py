@@ -9,6 +9,7 @@ Which nodes a pass left alone it is not asked: those of the same name are compar
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,7 +18,8 @@ from torch import fx
 
 from fxpar.program.gradients import carried
 from fxpar.program.keys import plain
-from fxpar.program.program import Note, Program, TensorType, note, operands
+from fxpar.program.program import Note, Program, TensorType, note, operands, output_node
+from fxpar.program.step import RECOMPUTE
 from fxpar.signatures.calls import decides
 
 # Kind of node, operator, arguments as they are printed, and note.
@@ -122,6 +124,37 @@ def facts_of(program: Program, seen: Mapping[str, Sighting] | None = None, befor
         if node.op != "output":
             _add(found, node, before)
     return found
+
+
+def has_same_operations(one: Facts, other: Facts) -> bool:
+    """Whether two programs make the same of the same, in any order and under any names.
+
+    Of notes all counts but the place in the author's model and the reason for a layout. Programs of other symbols or
+    another plan are others.
+    """
+    if one.memory is not other.memory:
+        return False
+    known: dict[Hashable, int] = {}
+    return _operations(one, known) == _operations(other, known)
+
+
+def _operations(facts: Facts, known: dict[Hashable, int]) -> Hashable:
+    """The tables and outputs of a program, and how often each operation occurs, by its number in `known`."""
+    program, numbers = facts.program, dict[fx.Node, int]()
+    tables = program.parameters, program.inputs, program.outputs, program.symbols, program.plan, program.loss
+    for node, number in facts.numbers.items():
+        name = node.name if node.op == "placeholder" else ""
+        key = number, name, _said(node), *[numbers[read] for read in facts.reads[node]]
+        numbers[node] = known.setdefault(key, len(known))
+    ends = plain(output_node(program.graph).args, numbers.__getitem__)
+    constants = frozenset((name, id(value)) for name, value in program.constants.items())
+    return tables, constants, ends, frozenset(Counter(numbers.values()).items())
+
+
+def _said(node: fx.Node) -> Hashable:
+    """What a note says of the operation that is not in the number."""
+    kept = _note(node)
+    return None if kept is None else (kept.random, kept.role, kept.origin == RECOMPUTE, kept.recompute > 0)
 
 
 def _has_tables_of(program: Program, other: Program) -> bool:

@@ -12,7 +12,7 @@ operations is run on some ranks alone.
 from __future__ import annotations
 
 from fxpar.errors import CheckFailed
-from fxpar.ops.dataflow import dataflow, parting
+from fxpar.ops.dataflow import Expressions
 from fxpar.passes.differentiate import forward_of, of_outputs
 from fxpar.program.program import Program, describe
 from fxpar.program.step import model_outputs, output_of
@@ -32,7 +32,8 @@ def check_step(program: Program) -> None:
     if missing:
         raise CheckFailed("has a tangent and is not returned", where=f"output {missing[0]}")
     again = of_outputs(tangents, model_outputs(program), trained).run(forward)
-    found, wanted = dataflow(program), dataflow(again)
+    known = Expressions()
+    found, wanted = known.outputs(program), known.outputs(again)
     for name in (*wanted, *found):
         if name not in found:
             raise CheckFailed(
@@ -43,7 +44,7 @@ def check_step(program: Program) -> None:
         if name not in wanted:
             raise CheckFailed("is no gradient of what is differentiated", where=f"output {name}", remedy="remove it")
         if found[name] != wanted[name]:
-            node, other = parting(program, again), parting(again, program)
+            node, other = known.parting(program, again), known.parting(again, program)
             at = f": {describe(node)} computes what the derivative of the forward does not" if node is not None else ""
             lacks = f"; it lacks {other.target}" if other is not None else ""
             raise CheckFailed(
