@@ -22,6 +22,7 @@ from fxpar.passes.emit import Emitter
 from fxpar.passes.prune import prune
 from fxpar.passes.repeat import Repeats
 from fxpar.passes.whole import whole_call_of
+from fxpar.program.copying import copy_node, take_name
 from fxpar.program.gradients import carried
 from fxpar.program.mixed import MAIN, is_copy
 from fxpar.program.program import (
@@ -30,6 +31,7 @@ from fxpar.program.program import (
     Program,
     TensorType,
     describe,
+    module_of,
     note,
     operands,
     output_layouts,
@@ -126,16 +128,22 @@ def differentiable(program: Program) -> tuple[str, ...]:
 
 def forward_of(program: Program) -> Program:
     """The forward of a step, a program as before `differentiate` but for what saves more than its results."""
-    made = program.copy()
-    end = output_node(made.graph)
-    pairs = [(n, v) for n, v in zip(made.outputs, end.args[0], strict=True) if not is_gradient(n)]  # type: ignore[arg-type]
-    end.args = (tuple(value for _, value in pairs),)
-    for node in reversed(list(made.graph.nodes)):
-        if not is_forward(node):
-            made.graph.erase_node(node)
-    inputs = tuple(entry for entry in made.inputs if not output_of(entry.path))
-    outputs = tuple(name for name, _ in pairs)
-    return made.with_(inputs=inputs, outputs=outputs, properties=made.properties - {Property.STEP})
+    graph = fx.Graph()
+    made: dict[fx.Node, fx.Node] = {}
+    for node in program.graph.nodes:
+        if node.op != "output" and is_forward(node):
+            made[node] = copy_node(graph, node, made, node.name)
+        else:
+            take_name(graph, node.name)
+    kept = [(name, node) for name, node in program.output_nodes().items() if not is_gradient(name)]
+    graph.output(tuple(made[node] for _, node in kept))
+    return program.with_(
+        graph_module=module_of(graph),
+        inputs=tuple(entry for entry in program.inputs if not output_of(entry.path)),
+        outputs=tuple(name for name, _ in kept),
+        properties=program.properties - {Property.STEP},
+        constants=dict(program.constants),
+    )
 
 
 class _Backward:

@@ -10,7 +10,7 @@ share, what stands in the phase *parameter*, a node that was found by other ways
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch.fx.node import map_arg
 
 from fxpar.passes.emit import Emitter
 from fxpar.program.keys import plain
-from fxpar.program.program import Note, ScalarType, note, operands, output_layouts, output_types
+from fxpar.program.program import Note, ScalarType, changed, note, operands, output_layouts, output_types
 from fxpar.program.step import BACKWARD
 
 aten = torch.ops.aten
@@ -116,7 +116,7 @@ class Repeats:
         made = dict(zip(found.inputs, asked.inputs, strict=True))
         for step in found.steps:
             args, kwargs = map_arg((step.args, step.kwargs), lambda read: made.get(read, read))
-            kept = replace(step.kept, fqn=like.fqn, source=like.source, recompute=like.recompute)
+            kept = changed(step.kept, fqn=like.fqn, source=like.source, recompute=like.recompute)
             made[step.node] = self._emit.repeated(step.target, args, kwargs, step.name, kept, step.is_zero)
         return {made[operand]: made[gradient] for operand, gradient in found.gradients}
 

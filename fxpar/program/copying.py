@@ -33,13 +33,18 @@ def copy_node(graph: fx.Graph, node: fx.Node, made: Mapping[fx.Node, fx.Node], n
     return new
 
 
-def _enter(graph: Any, new: fx.Node, name: str) -> None:
-    """What `fx.Graph.create_node` does with a node that it has made; later names are as behind that."""
-    names = graph._graph_namespace
+def take_name(graph: Any, name: str) -> None:
+    """Makes new nodes of a graph get other names, as if a node had this one."""
     base, number = _taken_apart(name)
+    names = graph._graph_namespace
     names._used_names.add(name)
     names._base_count[base] = names._base_count.get(base, 0) if number is None else number
-    names.associate_name_with_obj(name, new)
+
+
+def _enter(graph: Any, new: fx.Node, name: str) -> None:
+    """What `fx.Graph.create_node` does with a node that it has made; later names are as behind that."""
+    take_name(graph, name)
+    graph._graph_namespace.associate_name_with_obj(name, new)
     graph._insert(new)
     graph._find_nodes_lookup_table.insert(new)
     graph._len += 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from torch import fx
@@ -18,6 +18,7 @@ from fxpar.program.copying import copy_node
 from fxpar.program.program import (
     Note,
     Program,
+    changed,
     describe,
     module_of,
     note,
@@ -75,7 +76,7 @@ class Region:
         kept = note(node)
         is_inside = self.fqn and f"{kept.fqn}.".startswith(f"{self.fqn}.")
         fqn = call.fqn + kept.fqn[len(self.fqn) :] if is_inside else call.fqn or kept.fqn
-        return replace(kept, fqn=fqn, **changes)
+        return changed(kept, fqn=fqn, **changes)
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
         """FX takes callables alone for targets.
@@ -122,7 +123,7 @@ def call_region(
     call = graph.create_node("call_function", region, tuple(values), kwargs, name=name)
     types = tuple(kind for node in region.results for kind in output_types(node))
     layouts = tuple(layout for node in region.results for layout in output_layouts(node))
-    set_note(call, replace(like, type=types, layout=layouts or None, random=0))
+    set_note(call, changed(like, type=types, layout=layouts or None, random=0))
     items = []
     for index, inside in enumerate(region.results):
         item = graph.create_node("call_function", operator.getitem, (call, index))

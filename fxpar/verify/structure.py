@@ -70,7 +70,7 @@ def check_structure(program: Program, facts: Facts | None = None) -> None:
         _check_axis(program, node)
         if note(node).type is not None and node.target is not sum_gradients:  # else others than the node are asked
             sound[number] = True
-    _check_phases(program)
+    _check_phases(program, facts)
     _check_conversions(program)
     _check_random(program, facts)
     _check_outputs(program)
@@ -299,15 +299,20 @@ def _check_drawn_again(node: fx.Node, first: fx.Node | None) -> None:
         )
 
 
-def _check_phases(program: Program) -> None:
+def _check_phases(program: Program, facts: Facts) -> None:
     """The forward reads nothing of the backward, and that nothing of the parameter phase; tangents are of the backward.
 
     Gradients are outputs of steps alone.
     """
     is_step = Property.STEP in program.properties
-    ranks = {node: PHASES.index(note(node).phase) for node in program.graph.nodes if node.op != "output"}
+    known: dict[int, int] = facts.known("phases")
+    ranks: dict[fx.Node, int] = {}
+    for node, number in facts.numbers.items():
+        if number not in known:
+            known[number] = PHASES.index(note(node).phase)
+        ranks[node] = known[number]
     for node, rank in ranks.items() if any(ranks.values()) else ():
-        later = next((read for read in node.all_input_nodes if ranks[read] > rank), None)
+        later = next((read for read in facts.reads[node] if ranks[read] > rank), None)
         if later is not None:
             phases = [note(each).phase or "forward" for each in (node, later)]
             raise CheckFailed(
