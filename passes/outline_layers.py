@@ -5,9 +5,8 @@ from __future__ import annotations
 import itertools
 import operator
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from torch import fx
 
@@ -15,6 +14,7 @@ from fxpar.analysis.periods import parts
 from fxpar.manager import register_pass
 from fxpar.passes.phase_numbers import numbers_by_phase
 from fxpar.program.copying import copy_node
+from fxpar.program.keys import plain
 from fxpar.program.program import (
     Note,
     Program,
@@ -29,7 +29,6 @@ from fxpar.program.program import (
 from fxpar.program.properties import Property
 from fxpar.program.regions import Region, call_region
 from fxpar.program.step import BACKWARD, PHASES, RECOMPUTE, WEIGHT
-from fxpar.text.printing import target_name
 
 _LEAST = 24  # operations of a part; fewer are not worth a call
 
@@ -71,15 +70,14 @@ def outline_layers(program: Program) -> Program:
     """
     numbers_by_phase(program)
     order = _ordered(program)
-    known: dict[str, list[_Part]] = {}
+    known: dict[Hashable, list[_Part]] = {}
     for phase in PHASES[:-1]:
         nodes = [node for node in order if note(node).phase == phase]
-        ids: dict[str, int] = {}
-        tokens = [ids.setdefault(_token(node), len(ids)) for node in nodes]
-        for start, stop in parts(tokens, _until(nodes), least=_LEAST):
-            part = _Part(nodes[start:stop])
+        operations = _operations(nodes)
+        for start, stop in parts([number for number, _ in operations.values()], _until(nodes), least=_LEAST):
+            part = _Part(nodes[start:stop], operations)
             if part.is_whole:
-                known.setdefault(part.text, []).append(part)
+                known.setdefault((phase, part.text), []).append(part)
     classes = _named([alike for alike in known.values() if len(alike) > 1])
     return _rebuilt(program, order, classes) if classes else program
 
@@ -101,37 +99,23 @@ def _ordered(program: Program) -> list[fx.Node]:
     return list(found)
 
 
-def _token(node: fx.Node) -> str:
-    """An operation without its operands."""
-    return f"{_operation(node, lambda each: '%')} {note(node).random > 0}"
+def _operations(nodes: Sequence[fx.Node]) -> dict[fx.Node, tuple[int, list[fx.Node]]]:
+    """Of each node a number, equal where all that it is without its operands is equal, and the operands.
+
+    That is all but its place in the author's model, its identity, and why its layout is what it is.
+    """
+    ids: dict[Hashable, int] = {}
+    found: dict[fx.Node, tuple[int, list[fx.Node]]] = {}
+    for node in nodes:
+        kept, reads = note(node), list[fx.Node]()
+        args = plain((node.args, node.kwargs), reads.append)
+        more = kept.random > 0, kept.role, kept.recompute > 0, kept.origin == RECOMPUTE, kept.uncaptured
+        found[node] = ids.setdefault((node.target, args, *_kind(node), more), len(ids)), reads
+    return found
 
 
-def _operation(node: fx.Node, operand: Callable[[fx.Node], str]) -> str:
-    """All that a node is but its place in the author's model, its identity, and why its layout is what it is."""
-    kept = note(node)
-    mapped: Any = fx.node.map_arg
-    args = mapped((node.args, node.kwargs), lambda each: _Named(operand(each)))
-    more = f"{kept.role} {kept.recompute > 0} {kept.origin == RECOMPUTE} {kept.uncaptured}"
-    return f"{target_name(node)} {args} {_kind(node)} {more}"
-
-
-def _kind(node: fx.Node) -> str:
-    return f"{_types(node)} {' ; '.join(map(str, output_layouts(node)))}"
-
-
-def _types(node: fx.Node) -> str:
-    kind = note(node).type
-    return " ; ".join(map(str, kind)) if isinstance(kind, tuple) else str(kind)
-
-
-class _Named:
-    """An operand in the text of an operation."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __repr__(self) -> str:
-        return self.name
+def _kind(node: fx.Node) -> tuple[Hashable, Hashable]:
+    return note(node).type, output_layouts(node)
 
 
 def _until(nodes: Sequence[fx.Node]) -> list[int]:
@@ -148,25 +132,23 @@ class _Part:
         nodes: what it computes.
         outer: what it reads of others, in the order of first use.
         random: identities of its draws, likewise.
-        text: equal for parts that compute the same of what they read.
+        text: equal for parts of one phase that compute the same of what they read.
     """
 
-    def __init__(self, nodes: Sequence[fx.Node]) -> None:
+    def __init__(self, nodes: Sequence[fx.Node], operations: Mapping[fx.Node, tuple[int, list[fx.Node]]]) -> None:
         self.nodes = tuple(nodes)
         places = {node: i for i, node in enumerate(self.nodes)}
         outer: dict[fx.Node, int] = {}
         random: dict[int, int] = {}
-
-        def operand(each: fx.Node) -> str:
-            return f"%{places[each]}" if each in places else f"${outer.setdefault(each, len(outer))}"
-
-        lines = [note(self.nodes[0]).phase]
+        lines: list[Hashable] = []
         for node in self.nodes:
+            number, reads = operations[node]
+            named = [places[read] if read in places else -1 - outer.setdefault(read, len(outer)) for read in reads]
             kept = note(node)
             identity = random.setdefault(kept.random, len(random) + 1) if kept.random else 0
-            lines.append(f"{_operation(node, operand)} {identity}")
+            lines.append((number, identity, *named))
         self.outer, self.random = tuple(outer), tuple(random)
-        self.text = "\n".join([*map(_kind, outer), *lines])
+        self.text: Hashable = tuple(map(_kind, outer)), tuple(lines)
 
     @property
     def used(self) -> set[int]:

@@ -131,7 +131,9 @@ class Repeats:
             return
         steps, known = list[_Step](), set(asked.inputs)
         for node, name in (each for each in emitted if each is not None):
-            if note(node).phase != BACKWARD or not all(read in known or _is_number(read) for read in node.all_input_nodes):
+            if note(node).phase != BACKWARD or not all(
+                read in known or _is_number(read) for read in node.all_input_nodes
+            ):
                 return
             known.add(node)
             is_zero = self._emit.is_zero(node)

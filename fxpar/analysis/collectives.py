@@ -71,6 +71,7 @@ def collectives(program: Program, sizes: Mapping[str, int] | None = None) -> lis
         program.graph, (node for node in program.graph.nodes if node.op == "placeholder" and node.name in owned)
     )
     found = []
+    forms: dict[Size, str] = {}
     for node in program.graph.nodes:
         if not isinstance(node.target, Operator) or node.target.traffic is None:
             continue
@@ -79,7 +80,9 @@ def collectives(program: Program, sizes: Mapping[str, int] | None = None) -> lis
             if note(node).phase:
                 phase = RECOMPUTE if note(node).origin == RECOMPUTE else note(node).phase
             where = str(node.kwargs["axis"]), phase, node.name
-            found.append(Collective(sent.collective, *where, evaluate(size, values), in_input_sizes(program, size)))
+            if size not in forms:  # equal layers send as much
+                forms[size] = in_input_sizes(program, size)
+            found.append(Collective(sent.collective, *where, evaluate(size, values), forms[size]))
     return found
 
 

@@ -127,7 +127,7 @@ def set_note(node: fx.Node, value: Note) -> fx.Node:
 
 
 def changed(kept: Note, **changes: Any) -> Note:
-    """A note with other fields, as `dataclasses.replace` gives it, in a fifth of the time: each pass asks for thousands.
+    """A note with other fields, as `dataclasses.replace` gives it, in a fifth of the time: passes ask for thousands.
 
     Raises:
         TypeError: a note has no such field.
