@@ -95,7 +95,7 @@ class Repeats:
         key = node.target, args, which, turns, tuple([places[each] for each in inputs]), held
         return Asked(inputs, key if _is_hashable(key) else None)
 
-    def _described(self, node: fx.Node) -> Hashable:
+    def _described(self, node: fx.Node) -> tuple[Hashable, ...]:
         return (
             output_types(node),
             output_layouts(node),

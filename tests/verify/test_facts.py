@@ -14,7 +14,7 @@ from fxpar.errors import FxparError
 from fxpar.layout.layout import Layout, P, R, shard
 from fxpar.manager import Pass, PassManager, register_pass
 from fxpar.program.program import Program, TensorType, note, update
-from fxpar.signatures.facts import Facts, facts_of
+from fxpar.signatures.facts import Facts, facts_of, has_same_operations
 from fxpar.text.parsing import parse_program
 from fxpar.verify.static import STATIC
 from tests.verify.cases import sequence
@@ -246,3 +246,47 @@ def test_another_plan_is_asked_anew() -> None:
     before = facts_of(program)
     after = facts_of(parse_program(TEXT.replace('"tp": 2', '"tp": 4')), before=before)
     assert after.memory is not before.memory
+
+
+_SMALL = """fxpar 1
+plan {{"tp": 2}}
+properties canonical
+symbol b = x.0 like 3
+loss -
+%x = input["x"] : f32[b, 8]
+{lines}
+return y=%y
+"""
+
+
+@pytest.mark.parametrize(
+    ("lines", "same"),
+    [
+        ("%v = aten.exp.default(%x) : f32[b, 8]\n%u = aten.neg.default(%x) : f32[b, 8]", True),
+        ("%u = aten.neg.default(%x) : f32[b, 8]\n%v = aten.exp.default(%x) : f32[b, 8]", True),
+        ("%u = aten.exp.default(%x) : f32[b, 8]\n%v = aten.exp.default(%x) : f32[b, 8]", False),
+        ("%u = aten.neg.default(%x) : f32[b, 8]\n%v = aten.exp.default(%u) : f32[b, 8]", False),
+        ("%u = aten.neg.default(%x) : f32[b, 8] {recompute=1}\n%v = aten.exp.default(%x) : f32[b, 8]", False),
+        ("%u = aten.neg.default(%x) : f32[b, 8] {random=1}\n%v = aten.exp.default(%x) : f32[b, 8]", False),
+    ],
+)
+def test_programs_have_the_same_operations_in_any_order(lines: str, same: bool) -> None:
+    first = "%u = aten.neg.default(%x) : f32[b, 8]\n%v = aten.exp.default(%x) : f32[b, 8]"
+    end = "\n%y = aten.sub.Tensor(%u, %v) : f32[b, 8]"
+    one, other = (parse_program(_SMALL.format(lines=text + end)) for text in (first, lines))
+    facts = facts_of(one)
+    assert has_same_operations(facts, facts_of(other, None, facts)) == same
+    assert not has_same_operations(facts, facts_of(one))  # numbers of other memories say nothing
+
+
+def test_copies_name_later_nodes_as_their_graph_does() -> None:
+    lines = (
+        "%mm = aten.neg.default(%x) : f32[b, 8]\n%mm_3 = aten.exp.default(%mm) : f32[b, 8]\n%_1 = aten.exp.default(%mm)"
+    )
+    program = parse_program(_SMALL.format(lines=lines + " : f32[b, 8]\n%y = aten.add.Tensor(%_1, %mm_3) : f32[b, 8]"))
+    graph = fx.Graph()
+    graph.graph_copy(program.graph, {})
+    copied = program.copy().graph
+    for name in ("mm", "mm_3", "mm", "_1", "y", "neg"):
+        made = [each.create_node("call_function", aten.neg.default, (), name=name).name for each in (copied, graph)]
+        assert made[0] == made[1]
