@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import islice
 
 import torch
 from torch import fx
@@ -117,6 +118,36 @@ class Operation:
         return (before, after) if product(before) == product(after) else None
 
 
+@dataclass(frozen=True)
+class _Rest:
+    """What a trail met behind a value, when it had reached nothing else whose users come later.
+
+    Whatever trail gets there so, with the same placements, meets the same from there on: an operation of later layers
+    reads nothing else that it has seen. Hence trails through the residual stream, which all later layers read, are
+    followed once.
+
+    Attributes:
+        trail: to its end.
+        seen: how many values it had seen there; likewise `refused` and `vocabulary`.
+        factored: whether a view behind it did that; likewise `inner`.
+    """
+
+    trail: Trail
+    seen: int
+    refused: int
+    vocabulary: int
+    factored: bool
+    inner: bool
+
+    def add_to(self, trail: Trail) -> None:
+        """Takes another trail to the end."""
+        trail.seen.update(islice(self.trail.seen.items(), self.seen, None))
+        trail.refused += self.trail.refused[self.refused :]
+        trail.vocabulary += self.trail.vocabulary[self.vocabulary :]
+        trail.factored |= self.factored
+        trail.inner |= self.inner
+
+
 class Weights(set[fx.Node]):
     """Values of one graph that are made from parameters alone, and what trails learnt of its operations.
 
@@ -127,6 +158,7 @@ class Weights(set[fx.Node]):
         answers: steps by all that rules are told of an operation in place of the operation: equal layers.
         placements: that were met.
         trails: of shards that met no others, by where they start and the number of ranks.
+        rests: of those trails, by the value and its placements and the number of ranks.
     """
 
     def __init__(self, nodes: Iterable[fx.Node]) -> None:
@@ -135,6 +167,7 @@ class Weights(set[fx.Node]):
         self.answers: dict[tuple[int, Hashable, int, Placement], Step] = {}
         self.placements: dict[Placement, Placement] = {}
         self.trails: dict[tuple[fx.Node, Placement, int], Trail] = {}
+        self.rests: dict[tuple[fx.Node, tuple[Placement, ...], int], _Rest] = {}
 
     def operation(self, node: fx.Node) -> Operation:
         """What trails learnt of an operation."""
@@ -176,19 +209,34 @@ def _followed(node: fx.Node, placement: Placement, n: int, weights: Weights, arr
     trail.weights.add(node)
     pending = [node]
     visited: set[tuple[fx.Node, fx.Node]] = set()
+    last = node  # of all users
+    passed: list[tuple[tuple[fx.Node, tuple[Placement, ...], int], _Rest]] = []
     while pending:
         current = min(pending)  # in the order of the graph
         pending.remove(current)
+        if not arrived and not pending and last is current and current not in trail.weights:
+            key = current, trail.seen[current], n
+            if key in weights.rests:
+                weights.rests[key].add_to(trail)
+                break
+            counts = len(trail.seen), len(trail.refused), len(trail.vocabulary)
+            passed.append((key, _Rest(trail, *counts, trail.factored, trail.inner)))
+            trail.factored = trail.inner = False
         for user in sorted(current.users):
             if user.op == "output" or (current, user) in visited:
                 continue
             visited.add((current, user))
+            last = max(last, user)
             outputs = advance(trail, current, user, weights, arrived, n)
             if user in weights:
                 trail.weights.add(user)
             if outputs and any(p.is_shard for p in outputs) and user not in trail.seen:
                 trail.seen[user] = outputs
                 pending.append(user)
+    for key, before in reversed(passed):
+        weights.rests[key] = replace(before, factored=trail.factored, inner=trail.inner)
+        trail.factored |= before.factored
+        trail.inner |= before.inner
     return trail
 
 
