@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+from torch import fx
 
 from fxpar.choice import follow as module
 from fxpar.choice.follow import Trail, Weights, follow
-from fxpar.layout.layout import shard
-from fxpar.program.program import Program, tensor_type
+from fxpar.layout.layout import Placement, shard
+from fxpar.program.program import Program
 from fxpar.program.weights import weights_of
 from fxpar.text.parsing import parse_program
 
-_LAYERS = 4
 _LAYER = """%n{i} = aten.mul.Tensor(%x{i}, %scale{i}) : f32[b, 8]
 %a{i} = aten.linear.default(%n{i}, %up{i}) : f32[b, 16]
 %t{i} = aten.tanh.default(%a{i}) : f32[b, 16]
@@ -24,16 +26,16 @@ _LAYER = """%n{i} = aten.mul.Tensor(%x{i}, %scale{i}) : f32[b, 8]
 """
 
 
-def _stack() -> Program:
+def _stack(layers: int) -> Program:
     lines = ["fxpar 1", 'plan {"tp": 2}', "properties canonical", "symbol b = x.0 like 3", "loss -"]
-    for i in range(_LAYERS):
+    for i in range(layers):
         lines.append(f'%scale{i} = parameter["scale{i}"] : f32[8]')
         lines.append(f'%up{i} = parameter["up{i}"] : f32[16, 8]')
         lines.append(f'%down{i} = parameter["down{i}"] : f32[8, 16]')
     lines += ['%x = input["x"] : f32[b, 8]', "%b = aten.sym_size.int(%x, 0) : b"]
     lines.append("%x0 = aten.neg.default(%x) : f32[b, 8]")
-    lines += [line for i in range(_LAYERS) for line in _LAYER.format(i=i, j=i + 1).splitlines()]
-    lines += [f"%p = aten.view.default(%x{_LAYERS}, [%b, 4, 2]) : f32[b, 4, 2]"]
+    lines += [line for i in range(layers) for line in _LAYER.format(i=i, j=i + 1).splitlines()]
+    lines += [f"%p = aten.view.default(%x{layers}, [%b, 4, 2]) : f32[b, 4, 2]"]
     return parse_program("\n".join([*lines, "%out = aten.softmax.int(%p, 1) : f32[b, 4, 2]", "return out=%out", ""]))
 
 
@@ -48,19 +50,35 @@ def _fields(trail: Trail) -> tuple[object, ...]:
     return flags, trail.product, trail.products, refused, trail.vocabulary, list(trail.seen.items()), trail.weights
 
 
+def _asked(program: Program) -> list[tuple[fx.Node, Placement]]:
+    held = [(program.node(p.node), p.type.shape) for p in program.parameters]
+    return [(node, shard(dim, size)) for node, shape in held for dim, size in enumerate(shape)]
+
+
 @pytest.mark.parametrize("backwards", [False, True])
 @pytest.mark.parametrize("n", [1, 2, 3])
-def test_the_end_of_a_trail_is_that_of_another(n: int, backwards: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    program = _stack()
-    shared, advance, steps = _weights(program), module.advance, list[int]()
-    monkeypatch.setattr(module, "advance", lambda *given: steps.append(1) or advance(*given))
-    asked = [(program.node(p.node), dim) for p in program.parameters for dim in range(len(p.type.shape))]
-    total = 0
-    for node, dim in reversed(asked) if backwards else asked:
-        cut = shard(dim, tensor_type(node).shape[dim])
+def test_the_end_of_a_trail_is_that_of_another(n: int, backwards: bool) -> None:
+    program = _stack(4)
+    shared, asked = _weights(program), _asked(program)
+    for node, cut in reversed(asked) if backwards else asked:
+        alone = follow(node, cut, n, _weights(program))
+        assert _fields(follow(node, cut, n, shared)) == _fields(alone)
+
+
+def test_steps_are_as_many_as_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    advance, steps = module.advance, list[fx.Node]()
+
+    def counted(trail: Trail, current: fx.Node, user: fx.Node, *more: Any) -> tuple[Placement, ...]:
+        steps.append(user)
+        return advance(trail, current, user, *more)
+
+    def count(layers: int) -> int:
         steps.clear()
-        found = follow(node, cut, n, shared)
-        total += len(steps)
-        assert _fields(found) == _fields(follow(node, cut, n, _weights(program)))
-    # Each layer is gone through once by the trails in the stream, and not once by that of each layer before it.
-    assert total <= 40 * _LAYERS
+        program = _stack(layers)
+        weights = _weights(program)
+        for node, cut in _asked(program):
+            follow(node, cut, 2, weights)
+        return len(steps)
+
+    monkeypatch.setattr(module, "advance", counted)
+    assert count(6) - count(4) == count(4) - count(2)
