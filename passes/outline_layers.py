@@ -91,11 +91,13 @@ def _ordered(program: Program) -> list[fx.Node]:
         if isinstance(note(node).type, ScalarType) and all(reads):
             early.add(node)
     found = dict.fromkeys(node for node in calls if node in early)
-    for phase in PHASES:
-        for node in calls:
-            if note(node).phase == phase:
-                found[node] = None
-                found.update(dict.fromkeys(user for user in node.users if user.target is operator.getitem))
+    by_phase: dict[str, list[fx.Node]] = {phase: [] for phase in PHASES}
+    for node in calls:
+        by_phase[note(node).phase].append(node)
+    for nodes in by_phase.values():
+        for node in nodes:
+            found[node] = None
+            found.update(dict.fromkeys(user for user in node.users if user.target is operator.getitem))
     return list(found)
 
 

@@ -213,8 +213,9 @@ def _cuts(problem: Problem) -> dict[int, tuple[_Crossing, ...]]:
     found = {}
     known: dict[tuple[Place, int], States] = {}
     spans: dict[Place, _Spans] = {}
+    users: dict[Place, list[int]] = {}
     for position, values in _open_values(problem):
-        crossing = tuple(_Crossing(value, _states(problem, known, spans, uses, position)) for value, uses in values)
+        crossing = tuple(_Crossing(v, _states(problem, known, spans, users, uses, position)) for v, uses in values)
         if prod(len(c.states) for c in crossing) <= _MOST_STATES:
             found[position] = crossing
     counts = {position: prod(len(c.states) for c in crossing) for position, crossing in found.items()}
@@ -260,12 +261,15 @@ def _states(
     problem: Problem,
     known: dict[tuple[Place, int], States],
     spans: dict[Place, _Spans],
+    users: dict[Place, list[int]],
     uses: Sequence[Use],
     position: int,
 ) -> States:
     """The states of a value at a cut, by all its uses in order; they change where one of them lies between."""
     value, end = uses[0].value, len(problem.costs)
-    count = bisect_left(uses, position, key=lambda use: end if use.user is None else use.user)
+    if value not in users:
+        users[value] = [end if use.user is None else use.user for use in uses]
+    count = bisect_left(users[value], position)
     if (value, count) not in known:
         if value not in spans:
             spans[value] = _spans_of(uses)
