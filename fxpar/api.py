@@ -17,6 +17,7 @@ from fxpar.passes import DEFAULT_PASSES
 from fxpar.plan.plan import Plan
 from fxpar.runtime.module import ParallelModule
 from fxpar.runtime.prefetch import Prefetched
+from fxpar.runtime.workers import start_workers
 from fxpar.runtime.world import connect, join
 from fxpar.state.checkpoint import Checkpoint
 from fxpar.state.parts import open_alike
@@ -73,6 +74,7 @@ def parallelize(
         _check(model, loss)
         _check_options(check_inputs)
         check_samples(example)
+        start_workers(plan)
         world = join(plan, agreement)
         opened = None if checkpoint is None else open_alike(checkpoint, model, agreement.agree)
         module = ParallelModule(model, plan, world, example, loss, passes, opened, check_inputs)
