@@ -14,11 +14,10 @@ from typing import Any, NoReturn
 from torch import fx
 
 from fxpar.errors import CheckFailed
-from fxpar.program.copying import copy_node
+from fxpar.program.copying import changed, copy_node
 from fxpar.program.program import (
     Note,
     Program,
-    changed,
     describe,
     module_of,
     note,
