@@ -7,9 +7,9 @@
 
 A model is NAME or NAME:BATCHxSEQUENCE. A variant is `eager` or `compile`, with `+partial`, `+transformer_engine` or
 `+full_iteration` behind it. Variants of one model are timed in turn, round after round, so that what drifts on the
-machine drifts for all; a step is forward and backward from freed gradients, in bf16. Columns: the median between
-device events, the largest less the smallest of ten steps over that, what the host takes to queue a step, the most
-memory at one time, and what recording took.
+machine drifts for all; a step is forward and backward in bf16, from freed gradients or added to those that are there
+(`--accumulated`). Columns: the median between device events, the largest less the smallest of ten steps over that,
+what the host takes to queue a step, the most memory at one time, and what recording took.
 """
 
 from __future__ import annotations
@@ -92,7 +92,8 @@ def make(size: Size, variant: str, options: argparse.Namespace) -> Timed:
     batches = iter(fxpar.prefetch(source, model) if options.batches == "prefetched" else source)
 
     def step() -> torch.Tensor:
-        model.zero_grad()
+        if not options.accumulated:
+            model.zero_grad()
         return model.train_step(next(batches))
 
     before = occupied(device, reset=True)
@@ -116,6 +117,8 @@ def time_round(timed: Timed, count: int) -> None:
     """Some steps of one variant."""
     device = timed.model.world.device
     synchronize(device)
+    gc.collect()
+    gc.disable()
     timed.step()  # under way while the host prepares the next: else the first on the clock would wait for the host
     if device.type == "cuda":
         events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
@@ -130,6 +133,7 @@ def time_round(timed: Timed, count: int) -> None:
         timed.step()
         timed.host.append((time.perf_counter() - start) * 1e3)
         synchronize(device)
+    gc.enable()
     if device.type != "cuda":
         timed.ms += timed.host[-2:]
 
@@ -186,6 +190,7 @@ def main() -> None:
         default="device",
         help="where they lie; prefetched ones are copied from the host while the step before runs (device)",
     )
+    parser.add_argument("--accumulated", action="store_true", help="gradients are added to those of the step before")
     parser.add_argument("--warmup", type=int, default=4, help="steps before the clock runs (4)")
     parser.add_argument("--rounds", type=int, default=3, help="in each, all variants are timed in turn (3)")
     parser.add_argument("--steps", type=int, default=10, help="steps of a round (10)")

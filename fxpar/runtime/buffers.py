@@ -7,6 +7,7 @@ buffer is overwritten, else added to.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass
 from itertools import repeat
 from operator import attrgetter, is_
 from typing import Any
@@ -14,12 +15,37 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fxpar.runtime.placed import Placed
 from fxpar.state.sharded_parameter import leaf_of
 from fxpar.state.stage_gradient import StageGradient
 
 # Asked of all parameters at each step, in one call each.
 _GRADIENT, _HOOKS = attrgetter("grad"), attrgetter("_backward_hooks")
 _HOOKS_BEHIND = attrgetter("_post_accumulate_grad_hooks")
+
+
+@dataclass(frozen=True)
+class _Added:
+    """Gradients to which a step adds in their own buffers.
+
+    Attributes:
+        leaves: of which.
+        inside: as of `Buffers.state`.
+        gradients: of each.
+        placed: where these lie.
+        state: of them.
+    """
+
+    leaves: Mapping[str, Tensor]
+    inside: bool
+    gradients: list[Tensor]
+    placed: Placed
+    state: Hashable
+
+    def holds(self, leaves: Mapping[str, Tensor], inside: bool, gradients: list[Any]) -> bool:
+        """Whether it is so still."""
+        is_same = self.leaves is leaves and self.inside == inside and all(map(is_, gradients, self.gradients))
+        return is_same and self.placed.holds(gradients)
 
 
 class Buffers:
@@ -31,10 +57,10 @@ class Buffers:
         of_stage: whether other ranks of a pipeline have the rest.
 
     Attributes:
-        is_plain: whether at the last look at their `state` none was there and nothing hooked them.
+        is_hooked: whether at the last look at their `state` something hooked one.
     """
 
-    is_plain = False
+    is_hooked = True
 
     def __init__(self, graphed: bool = False, of_stage: bool = False) -> None:
         self._of_stage = of_stage
@@ -43,6 +69,9 @@ class Buffers:
         # Shape, type and device of each: those that know their stage are asked by Python.
         self._kinds: dict[str, tuple[torch.Size, torch.dtype, torch.device]] = {}
         self._looked_at: Mapping[str, Tensor] = {}
+        # At the last look: whether none was there, or all were in their buffers.
+        self._is_fresh, self._added = False, _Added({}, False, [], Placed([]), None)
+        self._is_added = False
         # What `attach` was given last, and the tensors of it with their buffers.
         self._attached: tuple[Any, Any, list[tuple[Tensor, Tensor]]] = ((), (), [])
 
@@ -81,15 +110,20 @@ class Buffers:
             leaves: another mapping where a parameter is exchanged or lies elsewhere.
             inside: all is added in the graph.
         """
-        # The common case, of which no buffer need be looked at: all are there, and nothing has a gradient or a hook.
         every = leaves.values()
-        self.is_plain = all(map(is_, map(_GRADIENT, every), repeat(None))) and not (
-            any(map(_HOOKS, every)) or any(map(_HOOKS_BEHIND, every))
-        )
-        if self.is_plain and leaves is self._looked_at:
+        self.is_hooked = any(map(_HOOKS, every)) or any(map(_HOOKS_BEHIND, every))
+        gradients = list(map(_GRADIENT, every))
+        self._is_fresh = not self.is_hooked and all(map(is_, gradients, repeat(None)))
+        self._is_added = not self.is_hooked and not self._is_fresh and self._added.holds(leaves, inside, gradients)
+        # The common cases, of which no buffer need be looked at: all were, and nothing has changed.
+        if self._is_fresh and leaves is self._looked_at:
             return None
+        if self._is_added:
+            return self._added.state
         found = tuple([self._state(name, leaf, inside) for name, leaf in leaves.items()])
-        self._looked_at = leaves if self.is_plain else {}
+        self._looked_at = leaves if self._is_fresh else {}
+        if not self.is_hooked and all(self._buffers.get(n) is g for n, g in zip(leaves, gradients, strict=True)):
+            self._added = _Added(leaves, inside, gradients, Placed(gradients), found)
         return None if all(each is None for each in found) else found
 
     def _state(self, name: str, leaf: Tensor, inside: bool) -> Hashable:
@@ -135,7 +169,9 @@ class Buffers:
     @torch.no_grad()
     def attach(self, leaves: Mapping[str, Tensor], names: Iterable[str]) -> None:
         """Gives leaves that have no gradients their buffers, in which they are, and adds what is added behind."""
-        if self.is_plain:
+        if self._is_added:
+            return
+        if self._is_fresh:
             if self._attached[0] is not leaves or self._attached[1] is not names:
                 self._attached = (leaves, names, [(leaves[name], self._buffers[name]) for name in names])
             for leaf, buffer in self._attached[2]:

@@ -138,13 +138,14 @@ class Training:
                 found = run(ready, self._random.draw)
             else:
                 gradients = self._gradients.state(ready[0].leaves, ending.optimizer is not None)
-                found = self._full(bounds, ready, run, gradients, ending)
+                hooked = ready[0].leaves if self._gradients.is_hooked else {}
+                found = self._full(bounds, ready, run, gradients, ending, hooked)
         if self._full is not None:
             if ending.optimizer is None:
                 self._gradients.attach(leaves, found.names)
             else:
                 self._expire()
-        if ending.optimizer is None and not (self._full is not None and self._gradients.is_plain):
+        if ending.optimizer is None and (self._full is None or self._gradients.is_hooked):
             call_hooks(leaves, found.names)
         loss = found.loss
         for bound in bounds:

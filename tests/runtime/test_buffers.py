@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from fxpar.runtime.buffers import Buffers
@@ -44,3 +48,61 @@ def test_one_tensor_may_be_the_gradient_of_two() -> None:
     assert second.grad is not None
     assert first.grad.tolist() == second.grad.tolist() == [1.0, 2.0]
     assert first.grad.data_ptr() != second.grad.data_ptr()
+
+
+def freed(leaves: dict[str, nn.Parameter]) -> None:
+    for leaf in leaves.values():
+        leaf.grad = None
+
+
+def one_freed(leaves: dict[str, nn.Parameter]) -> None:
+    leaves["b"].grad = None
+
+
+def of_the_user(leaves: dict[str, nn.Parameter]) -> None:
+    leaves["a"].grad = torch.ones(2, 2)
+
+
+def moved(leaves: dict[str, nn.Parameter]) -> None:
+    if leaves["a"].grad is not None:
+        leaves["a"].grad.data = leaves["a"].grad.data.clone()
+
+
+def transposed(leaves: dict[str, nn.Parameter]) -> None:
+    if leaves["a"].grad is not None:
+        leaves["a"].grad.data = leaves["a"].grad.data.t()
+
+
+def hooked(leaves: dict[str, nn.Parameter]) -> None:
+    leaves["b"].register_post_accumulate_grad_hook(lambda leaf: None)
+
+
+def left(leaves: dict[str, nn.Parameter]) -> None:
+    pass
+
+
+ACTIONS = (freed, one_freed, of_the_user, moved, transposed, hooked, left, left)
+
+
+@given(st.lists(st.sampled_from(ACTIONS), max_size=12))
+def test_a_look_at_what_has_not_changed_says_what_a_whole_one_does(actions: list[Callable[..., None]]) -> None:
+    leaves = {name: nn.Parameter(torch.zeros(2, 2)) for name in "ab"}
+    buffers, names = Buffers(graphed=True), tuple(leaves)
+    for action in actions:
+        action(leaves)
+        state = buffers.state(leaves)
+        is_hooked = buffers.is_hooked
+        fresh = Buffers(graphed=True)
+        fresh._buffers, fresh._kinds = buffers._buffers, buffers._kinds
+        assert state == fresh.state(leaves)
+        assert is_hooked == any(leaf._post_accumulate_grad_hooks for leaf in leaves.values())
+        wanted = {name: 1 if leaf.grad is None else leaf.grad + 1 for name, leaf in leaves.items()}
+        for name, leaf in leaves.items():  # what a graph does: over what is there, or added to it
+            if leaf.grad is None or buffers._is_apart(name, leaf):
+                buffers._buffers[name].fill_(1)
+            else:
+                leaf.grad.add_(1)
+        buffers.attach(leaves, names)
+        for name, leaf in leaves.items():
+            assert leaf.grad is not None
+            assert bool((leaf.grad == wanted[name]).all())

@@ -95,17 +95,19 @@ class FullIteration:
         run: Run,
         gradients: Hashable,
         ending: Ending,
+        hooked: Mapping[str, Tensor],
     ) -> Found:
         """A step.
 
         Args:
-            gradients: equal where they are placed alike; None where there are none, and nothing hooks them.
+            gradients: equal where they are placed alike.
             ending: what else the step is given.
+            hooked: parameters' tensors, where some have hooks.
 
         Raises:
             InputError: something of the step cannot be replayed.
         """
-        self._check({} if gradients is None else ready[0].leaves, ending)
+        self._check(hooked, ending)
         moving = [bound.call.ready.moving(each.others, each.others) for bound, each in zip(bounds, ready, strict=True)]
         key: Any = ("iteration", gradients, ending.state)
         for bound, each, names in zip(bounds, ready, moving, strict=True):
