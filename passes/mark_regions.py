@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from torch import fx
-
 from fxpar.analysis.capturable import why_not_capturable
 from fxpar.analysis.scopes import scopes
 from fxpar.errors import InputError, PassError
@@ -13,14 +11,7 @@ from fxpar.program.properties import Property
 from fxpar.program.regions import regions
 
 
-def _has_ends(program: Program) -> bool:
-    """programs with what no graph can hold, and plans with scopes"""
-    return bool(program.plan.cuda_graphs.scope or regions(program)) or any(
-        why_not_capturable(node) != note(node).uncaptured for node in program.graph.nodes if _is_operation(node)
-    )
-
-
-@register_pass("mark_regions", requires={Property.CANONICAL}, preserves="dataflow", when=_has_ends)
+@register_pass("mark_regions", requires={Property.CANONICAL}, preserves="dataflow")
 def mark_regions(program: Program) -> Program:
     """Marks the operations at which CUDA graphs end, each with its reason.
 
@@ -50,14 +41,9 @@ def mark_regions(program: Program) -> Program:
         raise InputError(f"no part of the model is {absent[0]}", where="cuda_graphs.scope", remedy=f"it has: {there}")
     outside = f"is outside of the scope {', '.join(wanted)}"
     for node in program.graph.nodes:
-        if not _is_operation(node):
+        if node.op != "call_function" or isinstance(note(node).type, ScalarType):
             continue
         reason = why_not_capturable(node) or (outside if wanted and scope_of.get(node) not in wanted else "")
         if reason != note(node).uncaptured:
             update(node, uncaptured=reason)
     return program
-
-
-def _is_operation(node: fx.Node) -> bool:
-    """Whether a node is neither an operand nor a number of sizes."""
-    return node.op == "call_function" and not isinstance(note(node).type, ScalarType)

@@ -12,12 +12,7 @@ from fxpar.program.program import Program, note, output_layouts, output_types, u
 from fxpar.program.properties import Property
 
 
-def _has_unused(program: Program) -> bool:
-    """programs that compute or sum what no output needs"""
-    return any(_is_unused(node) or _is_too_large(node) for node in program.graph.nodes if node.op == "call_function")
-
-
-@register_pass("prune", requires={Property.STEP}, preserves="dataflow", when=_has_unused)
+@register_pass("prune", requires={Property.STEP}, preserves="dataflow")
 def prune(program: Program) -> Program:
     """Takes out what no output needs: operations, and gradients that are reduced together with others.
 
@@ -37,30 +32,16 @@ def prune(program: Program) -> Program:
     for node in reversed(list(program.graph.nodes)):
         if node.op != "call_function":
             continue
-        if _is_unused(node):
+        if not node.users and note(node).type is not None:
             program.graph.erase_node(node)
         elif node.target is all_reduce_coalesced:
             shrink(node)
     return program
 
 
-def _is_unused(node: fx.Node) -> bool:
-    return not node.users and note(node).type is not None
-
-
-def _is_too_large(node: fx.Node) -> bool:
-    """Whether it is a bucket with a gradient whose sum nobody takes."""
-    return node.target is all_reduce_coalesced and len(_taken(node)) != len(node.args)
-
-
-def _taken(node: fx.Node) -> dict[int, fx.Node]:
-    """Who takes which result of a bucket."""
-    return {int(user.args[1]): user for user in node.users if user.target is operator.getitem}  # type: ignore[arg-type]
-
-
 def shrink(node: fx.Node) -> None:
     """Leaves out of a bucket the gradients whose sum nobody takes."""
-    items = _taken(node)
+    items = {int(user.args[1]): user for user in node.users if user.target is operator.getitem}  # type: ignore[arg-type]
     kept = sorted(items)
     if len(kept) == len(node.args):
         return

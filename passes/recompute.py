@@ -18,17 +18,7 @@ from fxpar.program.step import BACKWARD, is_forward
 from fxpar.program.weights import weights_of
 
 
-def _computes_again(program: Program) -> bool:
-    """programs of `recompute="full"` outside of a pipeline, and those with regions that the author checkpointed"""
-    return _is_full(program) or any(note(node).recompute for node in program.graph.nodes if node.op != "output")
-
-
-def _is_full(program: Program) -> bool:
-    # In a pipeline they are marked before stages are cut, of which one may have one layer alone.
-    return program.plan.recompute == "full" and program.plan.pipeline_stages == 1
-
-
-@register_pass("recompute", requires={Property.STEP}, preserves="dataflow", when=_computes_again)
+@register_pass("recompute", requires={Property.STEP}, preserves="dataflow")
 def recompute(program: Program) -> Program:
     """Regions that the author checkpointed, by `recompute="full"` all layers, are computed again for the backward.
 
@@ -54,7 +44,9 @@ def recompute(program: Program) -> Program:
     """
     backward = [node for node in program.graph.nodes if _phase(node) == BACKWARD]
     forward = _forward(program)
-    if _is_full(program) and any(is_forward(read) for n in backward for read in n.all_input_nodes):
+    # In a pipeline they are marked before stages are cut, of which one may have one layer alone.
+    is_full = program.plan.recompute == "full" and program.plan.pipeline_stages == 1
+    if is_full and any(is_forward(read) for n in backward for read in n.all_input_nodes):
         whole, forward = _with_layers(program, forward)
         compute_again(program, {node for part in whole for node in _interior(part)}, backward)
     for region in _regions(forward):

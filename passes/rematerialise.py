@@ -29,12 +29,7 @@ from fxpar.program.weights import weights_of
 from fxpar.rules import bind_arguments
 
 
-def _is_selective(program: Program) -> bool:
-    """programs of `recompute="selective"`"""
-    return program.plan.recompute == "selective"
-
-
-@register_pass("rematerialise", requires={Property.STEP}, preserves="dataflow", when=_is_selective)
+@register_pass("rematerialise", requires={Property.STEP}, preserves="dataflow")
 def rematerialise(program: Program) -> Program:
     """By `recompute="selective"`, values that the backward reads are computed again from fewer bytes that are kept.
 
@@ -62,7 +57,7 @@ def rematerialise(program: Program) -> Program:
 
     Refuses a budget that no choice keeps.
     """
-    if not _is_selective(program):
+    if program.plan.recompute != "selective":
         return program
     backward = [node for node in program.graph.nodes if node.op == "call_function" and note(node).phase == BACKWARD]
     chosen = _chosen(program)

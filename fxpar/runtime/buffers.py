@@ -48,6 +48,10 @@ class _Added:
         return is_same and self.placed.holds(gradients)
 
 
+def _nothing_added() -> _Added:
+    return _Added({}, False, [], Placed([]), None)
+
+
 class Buffers:
     """Gradients of a module's parameters, made when they first have one.
 
@@ -70,8 +74,9 @@ class Buffers:
         self._kinds: dict[str, tuple[torch.Size, torch.dtype, torch.device]] = {}
         self._looked_at: Mapping[str, Tensor] = {}
         # At the last look: whether none was there, or all were in their buffers.
-        self._is_fresh, self._added = False, _Added({}, False, [], Placed([]), None)
+        self._is_fresh, self._added = False, _nothing_added()
         self._is_added = False
+        self._remade = 0  # how often buffers were made anew: graphs know the old ones
         # What `attach` was given last, and the tensors of it with their buffers.
         self._attached: tuple[Any, Any, list[tuple[Tensor, Tensor]]] = ((), (), [])
 
@@ -117,14 +122,27 @@ class Buffers:
         self._is_added = not self.is_hooked and not self._is_fresh and self._added.holds(leaves, inside, gradients)
         # The common cases, of which no buffer need be looked at: all were, and nothing has changed.
         if self._is_fresh and leaves is self._looked_at:
-            return None
+            return self._remade or None
         if self._is_added:
             return self._added.state
+        if self._graphed:
+            self._leave(leaves)
         found = tuple([self._state(name, leaf, inside) for name, leaf in leaves.items()])
+        state = self._remade or None if all(each is None for each in found) else (self._remade, found)
         self._looked_at = leaves if self._is_fresh else {}
         if not self.is_hooked and all(self._buffers.get(n) is g for n, g in zip(leaves, gradients, strict=True)):
-            self._added = _Added(leaves, inside, gradients, Placed(gradients), found)
-        return None if all(each is None for each in found) else found
+            self._added = _Added(leaves, inside, gradients, Placed(gradients), state)
+        return state
+
+    def _leave(self, leaves: Mapping[str, Tensor]) -> None:
+        """Makes no more use of buffers that the user has made other parameters' gradients."""
+        owners = {_storage(buffer): name for name, buffer in self._buffers.items()}
+        for name, leaf in leaves.items():
+            owner = None if leaf.grad is None else owners.get(_storage(leaf.grad))
+            if owner is not None and owner != name and owner in self._buffers:
+                del self._buffers[owner]
+                self._remade += 1
+                self._looked_at, self._attached, self._added = {}, ((), (), []), _nothing_added()
 
     def _state(self, name: str, leaf: Tensor, inside: bool) -> Hashable:
         if leaf._backward_hooks:
@@ -192,7 +210,7 @@ class Buffers:
         known = self._buffers.get(name)
         if not self._graphed or leaf.grad is None:
             return False
-        return known is None or known.untyped_storage().data_ptr() != leaf.grad.untyped_storage().data_ptr()
+        return known is None or _storage(known) != _storage(leaf.grad)
 
     def _buffer(self, name: str, leaf: Tensor) -> Tensor:
         known, kind = self._buffers.get(name), (leaf.shape, leaf.dtype, leaf.device)
@@ -203,6 +221,10 @@ class Buffers:
             known = self._buffers[name] = known.as_subclass(StageGradient) if self._of_stage and is_whole else known
             self._attached = ((), (), [])
         return known
+
+
+def _storage(value: Tensor) -> int:
+    return value.untyped_storage().data_ptr()
 
 
 def call_hooks(leaves: Mapping[str, Tensor], names: Iterable[str]) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any
 
 from torch import fx
@@ -22,16 +23,18 @@ from fxpar.program.program import Note, Program, TensorType, note, operands, out
 from fxpar.program.step import RECOMPUTE
 from fxpar.signatures.calls import decides
 
-# Kind of node, operator, arguments as they are printed, and note.
-Sighting = tuple[str, Any, str, Note | None]
+# Kind of node, operator, arguments with the names of nodes, and note.
+Sighting = tuple[str, Any, Hashable, Note | None]
 
-# What is printed as a name and is no node.
-_LITERALS = frozenset({"True", "False", "None", "Ellipsis", "NotImplemented", "nan", "inf", "nanj", "infj"})
+
+_NAME = attrgetter("name")
 
 
 def sightings(graph: fx.Graph) -> dict[str, Sighting]:
     """All that a node is, by name and in order."""
-    return {node.name: (node.op, node.target, f"{node.args}{node.kwargs}", _note(node)) for node in graph.nodes}
+    return {
+        node.name: (node.op, node.target, plain((node.args, node.kwargs), _NAME), _note(node)) for node in graph.nodes
+    }
 
 
 def _note(node: fx.Node) -> Note | None:
@@ -112,8 +115,6 @@ def facts_of(program: Program, seen: Mapping[str, Sighting] | None = None, befor
     header, seen = f"{program.plan}{program.symbols}", sightings(program.graph) if seen is None else seen
     before = before if before is not None and before.header == header else None
     found = Facts(program, header, seen, Memory() if before is None else before.memory)
-    if before is not None and not (_are_names(seen) and _are_names(before.seen)):
-        before = None
     if (
         before is not None
         and list(seen.items()) == list(before.seen.items())
@@ -160,11 +161,6 @@ def _said(node: fx.Node) -> Hashable:
 def _has_tables_of(program: Program, other: Program) -> bool:
     """Whether gradients start at the same parameters and inputs."""
     return (program.parameters, program.inputs) == (other.parameters, other.inputs)
-
-
-def _are_names(seen: Mapping[str, Sighting]) -> bool:
-    """Whether no name of a node is printed as a literal is."""
-    return _LITERALS.isdisjoint(seen) and all(map(str.isidentifier, seen))
 
 
 def _add(found: Facts, node: fx.Node, before: Facts | None) -> None:

@@ -77,11 +77,20 @@ def hooked(leaves: dict[str, nn.Parameter]) -> None:
     leaves["b"].register_post_accumulate_grad_hook(lambda leaf: None)
 
 
+def swapped(leaves: dict[str, nn.Parameter]) -> None:
+    leaves["a"].grad, leaves["b"].grad = leaves["b"].grad, leaves["a"].grad
+
+
+def handed_on(leaves: dict[str, nn.Parameter]) -> None:
+    if leaves["a"].grad is not None:
+        leaves["b"].grad, leaves["a"].grad = leaves["a"].grad, None
+
+
 def left(leaves: dict[str, nn.Parameter]) -> None:
     pass
 
 
-ACTIONS = (freed, one_freed, of_the_user, moved, transposed, hooked, left, left)
+ACTIONS = (freed, one_freed, of_the_user, moved, transposed, swapped, handed_on, hooked, left, left)
 
 
 @given(st.lists(st.sampled_from(ACTIONS), max_size=12))
@@ -93,7 +102,7 @@ def test_a_look_at_what_has_not_changed_says_what_a_whole_one_does(actions: list
         state = buffers.state(leaves)
         is_hooked = buffers.is_hooked
         fresh = Buffers(graphed=True)
-        fresh._buffers, fresh._kinds = buffers._buffers, buffers._kinds
+        fresh._buffers, fresh._kinds, fresh._remade = buffers._buffers, buffers._kinds, buffers._remade
         assert state == fresh.state(leaves)
         assert is_hooked == any(leaf._post_accumulate_grad_hooks for leaf in leaves.values())
         wanted = {name: 1 if leaf.grad is None else leaf.grad + 1 for name, leaf in leaves.items()}

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import sympy
 import torch
 from torch import fx
 
@@ -290,3 +291,58 @@ def test_copies_name_later_nodes_as_their_graph_does() -> None:
     for name in ("mm", "mm_3", "mm", "_1", "y", "neg"):
         made = [each.create_node("call_function", aten.neg.default, (), name=name).name for each in (copied, graph)]
         assert made[0] == made[1]
+
+
+class Printed:
+    """What is no node and is printed as one."""
+
+    def __repr__(self) -> str:
+        return "a"
+
+
+LIKE_NODES: dict[str, Callable[[Program], None]] = {
+    "an expression": lambda p: setattr(p.node("v"), "args", (p.node("t"), [sympy.Symbol("b"), 2, 4])),
+    "an object": lambda p: setattr(p.node("t"), "args", (Printed(),)),
+}
+
+
+@pytest.mark.parametrize("name", LIKE_NODES)
+def test_what_is_printed_as_an_operand_is_none(name: str) -> None:
+    @register_pass("like_a_node")
+    def like_a_node(program: Program) -> Program:
+        """Changes an operation, and has another take what only looks like its operand."""
+        program.node("e").target = aten.sin.default
+        LIKE_NODES[name](program)
+        return program
+
+    with pytest.raises(FxparError):
+        PassManager([like_a_node], STATIC).run(parse_program(LOOKALIKES))
+
+
+LOOKALIKES = """fxpar 1
+plan {"tp": 2}
+properties canonical collectives layouts local rng vocabulary
+symbol b = x.0 like 3
+loss loss
+%up = parameter["up"] : f32[16, 8] tp:S(0)
+%x = input["x"] : f32[b, 8] tp:R
+%b = aten.sym_size.int(%x, 0) : b
+%a = aten.linear.default(%x, %up) : f32[b, 16] tp:S(1)
+%t = aten.tanh.default(%a) : f32[b, 16] tp:S(1)
+%v = aten.view.default(%t, [%b, 2, 4]) : f32[b, 4, 4] tp:S(1)
+%e = aten.exp.default(%v) : f32[b, 4, 4] tp:S(1)
+%s = aten.sum.default(%e) : f32[] tp:P
+%loss = fxpar.reduce_from[tp](%s) : f32[] tp:P→I
+return loss=%loss
+"""
+
+
+def test_what_is_said_to_hold_is_checked_of_operations_that_are_kept() -> None:
+    @register_pass("says_local", provides={"local", "rng", "vocabulary"}, preserves="dataflow")
+    def says_local(program: Program) -> Program:
+        """Says that a program is a rank's, and changes nothing."""
+        return program
+
+    text = LOOKALIKES.replace(" local rng vocabulary", "").replace("[%b, 2, 4]", "[%b, 4, 4]")
+    with pytest.raises(FxparError, match="found by|rank"):
+        PassManager([says_local], STATIC).run(parse_program(text))
