@@ -136,7 +136,7 @@ class Buffers:
 
     def _leave(self, leaves: Mapping[str, Tensor]) -> None:
         """Makes no more use of buffers that the user has made other parameters' gradients."""
-        owners = {_storage(buffer): name for name, buffer in self._buffers.items()}
+        owners = {_storage(buffer): name for name, buffer in self._buffers.items() if buffer.numel()}
         for name, leaf in leaves.items():
             owner = None if leaf.grad is None else owners.get(_storage(leaf.grad))
             if owner is not None and owner != name and owner in self._buffers:

@@ -115,3 +115,11 @@ def test_a_look_at_what_has_not_changed_says_what_a_whole_one_does(actions: list
         for name, leaf in leaves.items():
             assert leaf.grad is not None
             assert bool((leaf.grad == wanted[name]).all())
+
+
+def test_gradients_without_elements_are_nobodys_buffers() -> None:
+    leaves = {name: nn.Parameter(torch.zeros(0)) for name in "ab"}
+    buffers = Buffers(graphed=True)
+    assert buffers.state(leaves) is None
+    buffers.attach(leaves, tuple(leaves))
+    assert buffers.state(leaves) == buffers.state(dict(leaves))  # none was made anew
