@@ -85,6 +85,7 @@ def compile_step(
     trained: Collection[str],
     *,
     splits: bool = False,
+    copies: Collection[str] | None = None,
 ) -> Program:
     """The training step of a compiled program, statically checked after each pass.
 
@@ -94,11 +95,14 @@ def compile_step(
         tangents: those that have a gradient.
         trained: parameters whose gradients are wanted.
         splits: whether a schedule runs the backward in two parts.
+        copies: axes whose ranks can copy into each other's memory; by default all with the plan's exchange `copy`, and
+            none with `auto`, which is known where the ranks are.
 
     Raises:
         FxparError: a pass or a check refused it.
     """
-    return PassManager(step_passes(outputs, tangents, trained, splits=splits), STATIC, checked=True).run(program)
+    passes = step_passes(outputs, tangents, trained, splits=splits, copies=copies)
+    return PassManager(passes, STATIC, checked=True).run(program)
 
 
 def outlined(program: Program) -> Program:

@@ -10,6 +10,7 @@ from collections.abc import Collection, Sequence
 
 from fxpar.manager import Pass
 from fxpar.passes.differentiate import differentiate, of_outputs
+from fxpar.passes.exchange import exchange, exchange_over
 from fxpar.passes.mark_regions import mark_regions
 from fxpar.passes.outline_layers import outline_layers
 from fxpar.passes.overlap import overlap
@@ -26,11 +27,17 @@ STEP_PASSES: tuple[Pass, ...] = (
     mark_regions,
     outline_layers,
     overlap,
+    exchange,
 )
 
 
 def step_passes(
-    outputs: Sequence[str], tangents: Sequence[str], trained: Collection[str], *, splits: bool = False
+    outputs: Sequence[str],
+    tangents: Sequence[str],
+    trained: Collection[str],
+    *,
+    splits: bool = False,
+    copies: Collection[str] | None = None,
 ) -> list[Pass]:
     """`STEP_PASSES` for some outputs.
 
@@ -39,8 +46,11 @@ def step_passes(
         tangents: those that have a gradient.
         trained: parameters whose gradients are wanted.
         splits: whether a schedule runs the backward in two parts.
+        copies: axes whose ranks can copy into each other's memory; as the plan says by default.
     """
     passes = [of_outputs(tangents, outputs, trained), *STEP_PASSES[1:]]
     if splits:
         passes.insert(passes.index(mark_regions), split_backward)
+    if copies is not None:
+        passes[-1] = exchange_over(copies)
     return passes

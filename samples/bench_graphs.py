@@ -81,6 +81,7 @@ def make(size: Size, variant: str, options: argparse.Namespace) -> Timed:
         compile=how == "compile",
         precision=options.precision,
         cuda_graphs=fxpar.CudaGraphs(impl or "none"),
+        exchange=options.exchange,
     )
     ids = torch.randint(0, size.options["vocab_size"], (size.batch, size.sequence), generator=torch.Generator())
     original = build(size, options.dropout)
@@ -183,6 +184,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=["gpt-small", "gpt-1.2b"], help="NAME or NAME:BATCHxSEQUENCE")
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), help="eager or compile, +IMPLEMENTATION")
     parser.add_argument("--precision", default="bf16_weights", help="as of fxpar.Plan (bf16_weights)")
+    parser.add_argument("--exchange", default="auto", help="as of fxpar.Plan (auto)")
     parser.add_argument("--dropout", type=float, default=0.0, help="probability, everywhere (0)")
     parser.add_argument(
         "--batches",

@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from fxpar.layout.layout import Placement
 from fxpar.layout.symbols import Size, product, simplify
-from fxpar.ops import bound, coalesced, factored
+from fxpar.ops import bound, coalesced, copied, factored
 from fxpar.ops.onrank import OnRank
 from fxpar.ops.operator import Crossing, OnShapes, Run, Sent
 from fxpar.program.coercions import shared_fraction
@@ -102,12 +102,17 @@ def first_only(node: fx.Node, rank: OnRank) -> Run:
 def lower_sum(node: fx.Node, rank: OnRank) -> Run:
     """An all-reduce."""
     ranks = rank.ranks(node)
+    if ranks.copies is not None:
+        return Run(copied.start_sum, (node.args[0], *ranks.copies), finish=copied.summed, rest=ranks.copies)
     return Run(bound.start_sum, (node.args[0], ranks.group, ranks.size), finish=bound.summed)
 
 
 def lower_gather(node: fx.Node, rank: OnRank) -> Run:
     """An all-gather of the blocks, put in their places."""
     ranks, (source, _) = rank.ranks(node), _sides(node, rank)
+    if ranks.copies is not None:
+        rest = (*rank.cut(source), *ranks.copies)
+        return Run(copied.start_gather, (node.args[0], *ranks.copies), finish=copied.gathered, rest=rest)
     start = (node.args[0], ranks.group, ranks.size)
     return Run(bound.start_gather, start, finish=bound.gathered, rest=rank.cut(source))
 
@@ -115,6 +120,9 @@ def lower_gather(node: fx.Node, rank: OnRank) -> Run:
 def lower_scatter(node: fx.Node, rank: OnRank) -> Run:
     """A reduce-scatter of the blocks."""
     ranks, (_, result) = rank.ranks(node), _sides(node, rank)
+    if ranks.copies is not None:
+        sends = (node.args[0], *rank.cut(result), ranks.size, *ranks.copies)
+        return Run(copied.start_scatter, sends, finish=copied.scattered, rest=ranks.copies)
     start = (node.args[0], *rank.cut(result), ranks.group, ranks.size)
     return Run(bound.start_scatter, start, finish=bound.scattered)
 
@@ -151,6 +159,9 @@ def lower_all_to_all(node: fx.Node, rank: OnRank) -> Run:
     if source.dim == result.dim:
         rest = (before, after, *where, ranks.index)
         return Run(bound.start_gather, (node.args[0], *where), finish=bound.recut, rest=rest)
+    if ranks.copies is not None:
+        start = (node.args[0], *after, ranks.size, *ranks.copies)
+        return Run(copied.start_exchange, start, finish=copied.exchanged, rest=(*before, *ranks.copies))
     return Run(bound.start_exchange, (node.args[0], *after, *where), finish=bound.exchanged, rest=before)
 
 

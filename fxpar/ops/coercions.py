@@ -120,7 +120,7 @@ def copy_to(x: Any, *, axis: str) -> Any:
     """I → R (Megatron's f): identity; all-reduce of the gradient."""
 
 
-@partial(_record, kinds=("P", "I"), sends=("all_reduce", ""), lower=lower_sum)
+@partial(_record, kinds=("P", "I"), sends=("all_reduce", ""), lower=lower_sum, copies=True)
 def reduce_from(x: Any, *, axis: str) -> Any:
     """P → I (Megatron's g): all-reduce; identity on the gradient."""
 
@@ -130,6 +130,7 @@ def reduce_from(x: Any, *, axis: str) -> Any:
     kinds=("S", "R"),
     sends=("all_gather", "reduce_scatter"),
     lower=lower_gather,
+    copies=True,
 )
 def all_gather(x: Any, *, axis: str) -> Any:
     """S → R (sequence-parallel gather): all-gather; reduce-scatter of the gradient."""
@@ -140,6 +141,7 @@ def all_gather(x: Any, *, axis: str) -> Any:
     kinds=("P", "S"),
     sends=("reduce_scatter", "all_gather"),
     lower=lower_scatter,
+    copies=True,
 )
 def reduce_scatter(x: Any, *, axis: str) -> Any:
     """P → S (sequence-parallel scatter-reduce): reduce-scatter; all-gather of the gradient."""
@@ -160,6 +162,7 @@ def split(x: Any, *, axis: str) -> Any:
     kinds=("S", "I"),
     sends=("all_gather", ""),
     lower=lower_gather,
+    copies=True,
 )
 def gather(x: Any, *, axis: str) -> Any:
     """S → I: all-gather; each rank keeps its block of the gradient."""
@@ -175,6 +178,7 @@ def take(x: Any, *, axis: str) -> Any:
     kinds=("P", "R"),
     sends=("all_reduce", "all_reduce"),
     lower=lower_sum,
+    copies=True,
 )
 def all_reduce(x: Any, *, axis: str) -> Any:
     """P → R: all-reduce, forward and backward."""
@@ -201,6 +205,7 @@ def mask_first(x: Any, *, axis: str) -> Any:
     sends=("all_to_all", "all_to_all"),
     traffic=exchange_traffic,
     lower=lower_all_to_all,
+    copies=True,
 )
 def all_to_all(x: Any, *, axis: str) -> Any:
     """S(i) → S(j): all-to-all, forward and backward."""

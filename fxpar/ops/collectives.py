@@ -18,10 +18,11 @@ _c10d = torch.ops._c10d_functional
 
 @dataclass(frozen=True)
 class Group:
-    """The ranks of one axis: process group name and size."""
+    """The ranks of one axis: process group name and size, and the mailbox (`fxpar.exchange`) by which they copy."""
 
     name: str
     size: int
+    mailbox: str = ""
 
 
 # A cut: the dimension and its sharded pieces as (outer, run) in global elements; run is None for "all that is there",
@@ -85,8 +86,8 @@ def _lengthened(x: Tensor, dim: int, count: int) -> Tensor:
     return functional.pad(x, [0, 0] * (x.dim() - 1 - dim) + [0, count]) if count else x
 
 
-def _collect(stacked: Tensor, cut: Cut) -> Tensor:
-    """[n, …] → whole tensor: the inverse of `_spread`."""
+def put_together(stacked: Tensor, cut: Cut) -> Tensor:
+    """[n, …] → whole tensor: the inverse of `spread`."""
     dim, pieces = cut
     n = stacked.shape[0]
     padding = _padding(cut)
@@ -120,7 +121,7 @@ def start_exchange(x: Tensor, target: Cut, group: Group) -> Tensor:
 
 def collected(started: Tensor, cut: Cut) -> Tensor:
     """The whole of what was stacked, when it is there."""
-    return _collect(arrived(started), cut)
+    return put_together(arrived(started), cut)
 
 
 def start_scatter(x: Tensor, cut: Cut, group: Group) -> Tensor:
@@ -137,7 +138,7 @@ def take_own(x: Tensor, cut: Cut, group: Group, index: Tensor) -> Tensor:
 def pad_others(x: Tensor, cut: Cut, group: Group, index: Tensor) -> Tensor:
     """A whole tensor with a rank's shard in its place and zeros elsewhere."""
     ranks = torch.arange(group.size, device=x.device).view(-1, *[1] * x.dim())
-    return _collect(torch.where(ranks == index, x.unsqueeze(0), x.new_zeros(())), cut)
+    return put_together(torch.where(ranks == index, x.unsqueeze(0), x.new_zeros(())), cut)
 
 
 def first_only(x: Tensor, index: Tensor) -> Tensor:

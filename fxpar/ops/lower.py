@@ -138,7 +138,8 @@ def _is_beside(node: fx.Node, kept: Note) -> bool:
     """Whether a node is a number, or of the phase and the call of that note."""
     if not has_note(node) or isinstance(note(node).type, ScalarType):
         return True
-    return (note(node).phase, note(node).region) == (kept.phase, kept.region)
+    own = note(node)
+    return (own.phase, own.region, own.uncaptured) == (kept.phase, kept.region, kept.uncaptured)
 
 
 def _place(node: fx.Node, device: torch.device) -> None:

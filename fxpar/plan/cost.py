@@ -26,6 +26,8 @@ class Cost:
         latency: seconds that a collective takes before its first byte.
         flops: multiply-adds a second, times two, of a rank's matrix products.
         memory: bytes a second of a rank's memory.
+        least_copy: bytes from which on ranks of one machine copy into each other's memory (`Plan.exchange`); what is
+            smaller they send through their process group, whose latency is less.
         axes: bandwidth and latency, or one of them, of axes whose ranks have other links, by name: where data ranks
             are on different machines, `{"dp": {"bandwidth": 45e9, "latency": 2e-5}}`.
     """
@@ -34,6 +36,7 @@ class Cost:
     latency: float = 5e-6
     flops: float = 600e12
     memory: float = 4e12
+    least_copy: float = 1e6
     axes: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

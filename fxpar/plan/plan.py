@@ -28,6 +28,7 @@ SPLITS = ("column", "row", "head", "vocab", "replicate")
 LOSS_REDUCTIONS = ("mean", "token", "local_mean")
 RNGS = ("fused", "exact")
 PRECISIONS = ("as_is", "fp32", "bf16", "fp16", "bf16_weights")
+EXCHANGES = ("auto", "nccl", "copy")
 RECOMPUTES = ("none", "selective", "full")
 
 # Options that are mappings, which are kept sorted and cannot be written to.
@@ -108,6 +109,11 @@ class Plan:
             cannot be kept at all is refused.
         compile: whether a rank's program runs through `torch.compile`: one forward and one backward graph, compiled on
             the first call with new shapes (minutes for a large model). Otherwise it runs operator by operator.
+        exchange: how the ranks of an axis send what is large in each microbatch of a training step. `nccl`: through
+            their process group, whichever backend that has. `copy`: by copies into each other's memory, which on GPUs
+            are the copy engines' and leave the multiprocessors to products; ranks that cannot are refused. `auto`
+            copies where ranks are GPUs of one machine that reach each other's memory. What is smaller than
+            `cost.least_copy`, and what is sent once a step, always goes through the process group.
         cuda_graphs: what of a step is replayed as CUDA graphs, eager or compiled: see `fxpar.CudaGraphs`. In YAML a
             mapping of what differs. On CPUs a stand-in replays the same calls, for tests.
         cost: constants by which layouts are chosen; in YAML a mapping of those that differ.
@@ -136,6 +142,7 @@ class Plan:
     recompute: str = "none"
     activation_budget: int | float | None = None
     compile: bool = False
+    exchange: str = "auto"
     cuda_graphs: CudaGraphs = field(default_factory=CudaGraphs)
     cost: Cost = field(default_factory=Cost)
 
@@ -212,6 +219,8 @@ class Plan:
             yield f"rng={shown(self.rng)} is unknown: choose one of {', '.join(RNGS)}"
         if self.precision not in PRECISIONS:
             yield f"precision={shown(self.precision)} is unknown: choose one of {', '.join(PRECISIONS)}"
+        if self.exchange not in EXCHANGES:
+            yield f"exchange={shown(self.exchange)} is unknown: choose one of {', '.join(EXCHANGES)}"
         yield from self._wrong_recompute()
         if isinstance(self.cuda_graphs, CudaGraphs):
             yield from self.cuda_graphs.problems()

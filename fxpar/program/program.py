@@ -78,6 +78,8 @@ class Note:
         region: name of the call that the node was written out of (`regions.inlined`).
         uncaptured: why no CUDA graph can hold the node of a step, or is to; empty where one can.
         stages: of a pipeline, that of the node; of a parameter, those that read it.
+        buffer: of what communicates, the number of the buffer through which ranks copy into each other's memory; 0
+            where they send through their process group.
     """
 
     type: ValueType = None
@@ -93,6 +95,7 @@ class Note:
     region: str = ""
     uncaptured: str = ""
     stages: tuple[int, ...] = ()
+    buffer: int = 0
 
 
 def module_of(graph: fx.Graph) -> fx.GraphModule:

@@ -154,6 +154,16 @@ class Agreement:
             kind = InputError if verdict["kind"] == "differs" else RankError
             raise kind(verdict["reason"], where=verdict["where"], remedy=verdict["remedy"])
 
+    def told(self, what: str, text: str) -> list[str]:
+        """What each rank tells, in their order; all of them must call it at the same place."""
+        store = self._store()
+        if self.size == 1 or store is None:
+            return [text]
+        keys = [f"fxpar/{self.module}/told/{what}/{rank}" for rank in range(self.size)]
+        store.set(keys[self.rank], text)
+        self.agree({}, "")
+        return [told.decode() for told in store.multi_get(keys)]
+
     def _verdict(self, store: Store, point: str, facts: Mapping[str, str], remedy: str) -> dict[str, Any]:
         store.set(f"{point}/{self.rank}", json.dumps(dict(facts)))
         if store.add(f"{point}/count", 1) == self.size:

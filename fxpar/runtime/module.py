@@ -28,6 +28,7 @@ from fxpar.runtime.forward_backward import ForwardBackward
 from fxpar.runtime.graphs.full import Ending
 from fxpar.runtime.graphs.table import GraphFigures, Graphs
 from fxpar.runtime.inputs import Inputs
+from fxpar.runtime.mailboxes import Mailboxes
 from fxpar.runtime.mains import Copies, check_scaler
 from fxpar.runtime.optimizers import Optimizers
 from fxpar.runtime.outputs import returned
@@ -79,7 +80,8 @@ class ParallelModule(Stateful):
         self._shapes = {name: tuple(entry.tensor.shape) for entry in named_tensors(model) for name in entry.names}
         self._flags = StepFlags()
         self._graphs = Graphs(plan.cuda_graphs, world.device) if plan.cuda_graphs.is_on else None
-        self._programs = Programs(model, self, plan, world, loss, passes, self._graphs)
+        self._mailboxes = Mailboxes(plan, world)
+        self._programs = Programs(model, self, plan, world, loss, passes, self._graphs, self._mailboxes)
         options = {"option check_inputs": str(check_inputs)}
         self._takes_lists = isinstance(example, list)
         self._programs.start(model, calls.canonical(example), {**options, **fingerprints(model)})
@@ -250,6 +252,7 @@ class ParallelModule(Stateful):
         """
         if self._graphs is not None:
             self._graphs.close()
+        self._mailboxes.close()
 
     def report(self, sizes: Mapping[str, int] | None = None, optimizer: str = "adamw") -> Report:
         """Passes, collectives, memory of each rank, and what is not split and why; printed, it is a table.

@@ -37,6 +37,7 @@ from fxpar.runtime import batch as calls
 from fxpar.runtime import uneven
 from fxpar.runtime.graphs.table import Graphs
 from fxpar.runtime.inputs import Shapes
+from fxpar.runtime.mailboxes import Mailboxes
 from fxpar.runtime.placement import own_stages, rank_of, schedule_of
 from fxpar.runtime.refusals import Unwrappable
 from fxpar.runtime.rows import prove_rows
@@ -125,13 +126,14 @@ class Programs:
         loss: Callable[[Any, Any], Tensor] | str | None,
         passes: Sequence[Pass],
         graphs: Graphs | None = None,
+        mailboxes: Mailboxes | None = None,
     ) -> None:
         """Gives `root` empty modules under the names of the model's, whose modes decide which program runs."""
         self.skeleton = skeleton_of(model, PRECISION_DTYPES[plan.precision])
         self.layouts: dict[str, Layout] = {}
         self.aliases: dict[str, str] = {}
         self._plan, self._world, self._loss, self._passes = plan, world, loss, tuple(passes)
-        self._graphs, self._own = graphs, own_stages(plan, world.place)
+        self._graphs, self._own, self._mailboxes = graphs, own_stages(plan, world.place), mailboxes
         self._splits = plan.pp > 1 and schedule_of(plan, plan.microbatches).split_backward
         self._twins = ((self.skeleton, root), *attach(root, self.skeleton))
         self._modules = [own for _, own in self._twins]
@@ -329,6 +331,7 @@ class Programs:
             self._graphs,
             self._own,
             self._splits,
+            mailboxes=self._mailboxes,
         )
 
     def _compared(self, captured: Captured, batch: Any, model: nn.Module | None) -> str:

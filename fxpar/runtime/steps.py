@@ -27,6 +27,7 @@ from fxpar.program.step import is_gradient, is_input_gradient, output_of, parame
 from fxpar.runtime.batch import user_inputs
 from fxpar.runtime.calls import ForwardCalls, Place, Runnable, StepCalls, Values, eager_calls, part_call
 from fxpar.runtime.graphs.table import Graphs
+from fxpar.runtime.mailboxes import Mailboxes
 from fxpar.runtime.parts import Step, cut
 
 if TYPE_CHECKING:
@@ -115,6 +116,7 @@ class Steps:
         own: the stages of a pipeline that this rank holds.
         splits: whether its schedule runs backwards in two parts.
         is_stage: whether it is of one stage.
+        mailboxes: through which steps copy.
         lowered: the forward alone.
         differentiable: the outputs that carry a gradient.
         stages: by number those that this rank holds, and what it runs of each.
@@ -129,6 +131,7 @@ class Steps:
     own: tuple[int, ...] = ()
     splits: bool = False
     is_stage: bool = False
+    mailboxes: Mailboxes | None = None
     _made: dict[Hashable, Step] = field(default_factory=dict)
     _eager: dict[Hashable, StepCalls] = field(default_factory=dict)
     _forwards: dict[Hashable, tuple[fx.Graph, ForwardCalls]] = field(default_factory=dict)
@@ -154,7 +157,7 @@ class Steps:
         """What this rank runs of a stage; None of those of others."""
         if stage.number not in self.own:
             return None
-        more: dict[str, Any] = {"splits": self.splits, "is_stage": True}
+        more: dict[str, Any] = {"splits": self.splits, "is_stage": True, "mailboxes": self.mailboxes}
         return Steps(stage.program, self.groups, self.device, self.plan, self.uneven_rows, **more)
 
     def step(self, names: Sequence[str], trained: Collection[str], outputs: Sequence[str] = ()) -> Step:
@@ -171,7 +174,9 @@ class Steps:
         wanted = tuple(outputs) or self.program.outputs
         key = (tuple(names), frozenset(trained), wanted)
         if key not in self._made:
-            self._made[key] = self._cut(compile_step(self.program, wanted, names, trained, splits=self.splits))
+            copies = () if self.mailboxes is None else self.mailboxes.axes
+            step = compile_step(self.program, wanted, names, trained, splits=self.splits, copies=copies)
+            self._made[key] = self._cut(step)
         return self._made[key]
 
     def run(
@@ -276,7 +281,8 @@ class Steps:
 
     def lowering(self, program: Program) -> Lowered:
         """What this rank runs of a program, or of a step of it."""
-        return lower_program(program, self.groups, self.device, uneven_rows=self.uneven_rows)
+        groups = self.groups if self.mailboxes is None else self.mailboxes.groups(program)
+        return lower_program(program, groups, self.device, uneven_rows=self.uneven_rows)
 
     def _cut(self, program: Program) -> Step:
         lowered = self.lowering(program)

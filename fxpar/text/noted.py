@@ -33,7 +33,7 @@ from fxpar.text.scanning import (
 _TYPE = re.compile(r' : ([^{#"]*)')
 _BRACE = re.compile(r"\s*\{")
 _ATTRIBUTE = re.compile(
-    rf'(needs)=([^"{{}}]*?)(?=, \w+=|}})|(role|origin|uncaptured)=({STRING})|(random|recompute)=({INTEGER})'
+    rf'(needs)=([^"{{}}]*?)(?=, \w+=|}})|(role|origin|uncaptured)=({STRING})|(random|recompute|buffer)=({INTEGER})'
     rf"|(phase)=(backward|weight|parameter)|(region)=({IDENTIFIER})|(stage)=(\d{{1,4}}(?:\+\d{{1,4}})*)"
 )
 _COMMENT = re.compile(rf"\s*(?:#\s*(?:({STRING}|[^\s\"]\S*)(?:\s+({STRING}|[^\s\"].*))?)?)?$")
@@ -72,7 +72,7 @@ def _attribute(scanner: Scanner, node: fx.Node, axes: Mapping[str, int]) -> tupl
         ahead = scanner.text[scanner.at : scanner.at + 20]
         fail(
             f"{ahead!r} starts no attribute",
-            'write needs=, role="…", origin="…", random=, recompute=, phase=, region=, stage= or uncaptured=',
+            'write needs=, role="…", origin="…", random=, recompute=, buffer=, phase=, region=, stage= or uncaptured=',
         )
     if found[3]:
         return found[3], unquote(found[4])

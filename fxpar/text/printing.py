@@ -244,7 +244,8 @@ def _attributes(node: fx.Node, axes: Mapping[str, int]) -> list[str]:
         texts = [layout_text(n, s, axes) for n, s in zip(kept.needs, shapes, strict=True)]
         found.append("needs=" + " ; ".join(texts))
     found += [f"{key}={json.dumps(getattr(kept, key))}" for key in ("role", "origin") if getattr(kept, key)]
-    found += [f"{key}={getattr(kept, key)}" for key in ("random", "recompute", "phase", "region") if getattr(kept, key)]
+    plain = ("random", "recompute", "buffer", "phase", "region")
+    found += [f"{key}={getattr(kept, key)}" for key in plain if getattr(kept, key)]
     found += ["stage=" + "+".join(map(str, kept.stages))] if kept.stages else []
     return [*found, f"uncaptured={json.dumps(kept.uncaptured)}"] if kept.uncaptured else found
 

@@ -10,7 +10,7 @@ from fxpar.layout.nesting import local_size
 from fxpar.layout.pieces import through_view
 from fxpar.layout.shards import block, counted, whole
 from fxpar.layout.slices import slice_pieces
-from fxpar.ops.collectives import _collect, spread
+from fxpar.ops.collectives import put_together, spread
 from fxpar.oracle.ranks import held, padding
 
 SHARED = [
@@ -74,7 +74,7 @@ def test_padded_blocks_are_gathered_and_scattered(size: int, n: int) -> None:
     stacked = spread(x, cut, n)
     for rank in range(n):
         assert torch.equal(stacked[rank], block(x, padded_shard(1, size, n), n, rank))
-    assert torch.equal(_collect(stacked, cut), x)
+    assert torch.equal(put_together(stacked, cut), x)
 
 
 def test_a_padded_run_ends_with_its_dimension() -> None:

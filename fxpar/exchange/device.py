@@ -1,0 +1,100 @@
+"""Mailboxes between GPUs of one machine: copy engines write into the others' symmetric memory.
+
+Enters: a process group whose GPUs reach each other's memory. Leaves: a `Mailbox` whose copies run on a stream of their
+own. Nothing of it needs a multiprocessor: copies are the copy engines', and streams wait for flags and raise them by
+the driver's stream memory operations. All of it can be captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed._symmetric_memory as symmetric
+from torch import Tensor
+
+from fxpar.errors import InputError
+from fxpar.exchange.driver import wait_value, write_value
+from fxpar.exchange.mailbox import Mailbox
+
+_WORD = 4
+
+
+@dataclass(kw_only=True)
+class DeviceMailbox(Mailbox):
+    """A rank's end in the memory of its GPU.
+
+    Attributes:
+        group: name of the process group.
+        device: of this rank.
+    """
+
+    device: torch.device
+    group: str = ""
+    _words: list[int] = field(default_factory=list)
+    _held: list[Any] = field(default_factory=list)
+    _beside: Any = None
+    _under_way: dict[int, tuple[Any, Tensor]] = field(default_factory=dict)
+
+    def open(self) -> DeviceMailbox:
+        """Makes the flags and the stream. A collective call."""
+        self._beside = torch.cuda.Stream(self.device)
+        words = self._create(self.flags * _WORD)
+        self._words = [each.data_ptr() for each in words]
+        return self
+
+    def _create(self, size: int) -> Sequence[Tensor]:
+        if torch.cuda.is_current_stream_capturing():
+            raise InputError(
+                "needs more memory that all ranks reach, which cannot be had while a CUDA graph is captured",
+                where="exchange",
+                remedy="call the model once with batches of these sizes before, or set exchange='nccl'",
+            )
+        own = symmetric.empty(size, dtype=torch.uint8, device=self.device)
+        group: Any = self.group  # newer versions of torch want a type of their own, which is a text
+        handle = symmetric.rendezvous(own, group)
+        own.zero_()
+        torch.cuda.synchronize(self.device)
+        handle.barrier()
+        torch.cuda.synchronize(self.device)
+        self._held += [own, handle]
+        return [handle.get_buffer(rank, (size,), torch.uint8) for rank in range(self.size)]
+
+    @contextmanager
+    def beside(self, buffer: int, sent: Tensor) -> Iterator[None]:
+        """On the mailbox's stream."""
+        self._beside.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._beside):
+            yield
+            done = torch.cuda.Event()
+            done.record(self._beside)
+        self._under_way[buffer] = done, sent
+
+    def join(self, buffer: int) -> None:
+        """The current stream waits for the copies; they took what they sent."""
+        done, _ = self._under_way.pop(buffer)
+        torch.cuda.current_stream(self.device).wait_event(done)
+
+    def signal(self, rank: int, buffer: int, stage: int) -> None:
+        """On the current stream."""
+        write_value(self._stream, self._words[rank] + _WORD * self.flag(buffer, stage, self.rank), 1)
+
+    def wait(self, rank: int, buffer: int, stage: int) -> None:
+        """On the current stream."""
+        place = self._words[self.rank] + _WORD * self.flag(buffer, stage, rank)
+        wait_value(self._stream, place, 1)
+        write_value(self._stream, place, 0)
+
+    @property
+    def _stream(self) -> int:
+        found: int = torch.cuda.current_stream(self.device).cuda_stream
+        return found
+
+    def close(self) -> None:
+        """Frees the memory; graphs that hold its addresses are gone by then."""
+        super().close()
+        self._held.clear()
+        self._under_way.clear()

@@ -1,0 +1,54 @@
+"""Waits and writes of a word by a CUDA stream, which take no multiprocessor (the driver's stream memory operations).
+
+Enters: a stream and the address of a word on a device. Leaves: nothing. While the stream is captured they become nodes
+of the graph.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import Any
+
+_EQUAL = 1  # CU_STREAM_WAIT_VALUE_EQ
+_NAME = "libcuda.so.1"
+
+
+@cache
+def _driver() -> Any:
+    """The driver.
+
+    Raises:
+        OSError: there is none.
+    """
+    found = ctypes.CDLL(_NAME)
+    for function in (found.cuStreamWaitValue32_v2, found.cuStreamWriteValue32_v2):
+        function.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
+        function.restype = ctypes.c_int
+    found.cuGetErrorName.argtypes = [ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)]
+    return found
+
+
+def wait_value(stream: int, address: int, value: int) -> None:
+    """The stream goes on when the word is that value.
+
+    Raises:
+        RuntimeError: the driver refuses.
+    """
+    _check(_driver().cuStreamWaitValue32_v2(stream, address, value, _EQUAL))
+
+
+def write_value(stream: int, address: int, value: int) -> None:
+    """The stream writes the word, behind all that it wrote before; the address may be another device's.
+
+    Raises:
+        RuntimeError: the driver refuses.
+    """
+    _check(_driver().cuStreamWriteValue32_v2(stream, address, value, 0))
+
+
+def _check(status: int) -> None:
+    if status:
+        name = ctypes.c_char_p()
+        _driver().cuGetErrorName(status, ctypes.byref(name))
+        raise RuntimeError(f"the CUDA driver refuses a stream memory operation: {(name.value or b'?').decode()}")

@@ -1,0 +1,148 @@
+"""Mailboxes: memory of each rank of a group into which the others write, and flags that tell that they have.
+
+Enters: ranks of one machine. Leaves: for each of them `Mailbox`, found by name by what a program runs.
+
+Terms: an *area* is what a rank has of a *buffer*: memory of its own that all ranks of the group can write to. A *flag*
+is a word of a rank for each buffer, stage and sender: the sender raises it behind its copy, and who waits for it takes
+it down. So a copy and its wait belong together one to one, and nothing counts: a captured graph that is replayed raises
+and takes down the same flags.
+
+That a sender does not write into an area before what was there is read is not asked at run time: it follows from the
+order of the program (`fxpar.analysis.handshakes`), which `fxpar.verify` checks.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+# Bytes in which areas begin and grow; any element type is aligned there.
+_GRAIN = 1 << 12
+# Buffers of a mailbox, and stages of each: a sum over more than two ranks waits twice.
+BUFFERS, STAGES = 64, 2
+
+
+def rounded(size: int) -> int:
+    """The bytes of an area for `size` bytes."""
+    return -(-size // _GRAIN) * _GRAIN
+
+
+@dataclass(kw_only=True)
+class Mailbox(ABC):
+    """A rank's end.
+
+    Attributes:
+        rank: its number in the group.
+        size: how many ranks there are.
+        poisons: whether what was read is overwritten with bytes that are no number, for tests.
+        bytes: of the areas that this rank has.
+    """
+
+    rank: int
+    size: int
+    poisons: bool = False
+    bytes: int = 0
+    _areas: dict[int, list[tuple[int, Sequence[Tensor]]]] = field(default_factory=dict)
+
+    @property
+    def others(self) -> list[int]:
+        """The other ranks, from the next one on: no two ranks write to one at the same time."""
+        return [(self.rank + i) % self.size for i in range(1, self.size)]
+
+    def areas(self, buffer: int, size: int) -> Sequence[Tensor]:
+        """The areas of all ranks, in order, each uint8[at least size].
+
+        New ones are a collective call: all ranks ask for the same sizes in the same order. Smaller ones are kept,
+        since captured graphs hold their addresses.
+        """
+        known = self._areas.setdefault(buffer, [])
+        for held, areas in known:
+            if held >= size:
+                return areas
+        held = rounded(size)
+        areas = self._create(held)
+        self.bytes += held
+        known.insert(0, (held, areas))
+        known.sort(key=lambda each: each[0])
+        return areas
+
+    def flag(self, buffer: int, stage: int, sender: int) -> int:
+        """The place of a flag among those of a rank."""
+        return (buffer * STAGES + stage) * self.size + sender
+
+    @property
+    def flags(self) -> int:
+        """How many flags a rank has."""
+        return BUFFERS * STAGES * self.size
+
+    @abstractmethod
+    def _create(self, size: int) -> Sequence[Tensor]:
+        """New areas of all ranks, uint8[size]. A collective call."""
+
+    @abstractmethod
+    def beside(self, buffer: int, sent: Tensor) -> AbstractContextManager[None]:
+        """What is done in it waits for what was computed so far, and runs beside what is computed next.
+
+        Args:
+            sent: is kept until `join`.
+        """
+
+    @abstractmethod
+    def join(self, buffer: int) -> None:
+        """What is computed next waits for what was done beside for this buffer."""
+
+    @abstractmethod
+    def signal(self, rank: int, buffer: int, stage: int) -> None:
+        """Raises this rank's flag at another, behind all copies there."""
+
+    @abstractmethod
+    def wait(self, rank: int, buffer: int, stage: int) -> None:
+        """What is computed next waits for another rank's flag here, and takes it down."""
+
+    def close(self) -> None:
+        """Frees the areas. All ranks must have computed what they sent."""
+        self._areas.clear()
+
+
+_OPEN: dict[str, Mailbox] = {}
+
+
+def mailbox(name: str) -> Mailbox:
+    """The mailbox of that name.
+
+    Raises:
+        KeyError: it is not open.
+    """
+    return _OPEN[name]
+
+
+def register(name: str, made: Mailbox) -> None:
+    """Opens a mailbox under a name that is free."""
+    assert name not in _OPEN, f"the mailbox {name} is open"
+    _OPEN[name] = made
+
+
+def close(names: Iterable[str]) -> None:
+    """Closes mailboxes; those that are closed stay so."""
+    for name in names:
+        found = _OPEN.pop(name, None)
+        if found is not None:
+            found.close()
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """While it lasts, open mailboxes overwrite what was read."""
+    before = {name: each.poisons for name, each in _OPEN.items()}
+    for each in _OPEN.values():
+        each.poisons = True
+    try:
+        yield
+    finally:
+        for name, poisons in before.items():
+            if name in _OPEN:
+                _OPEN[name].poisons = poisons

@@ -1,0 +1,206 @@
+"""Coercions whose collective is copies between the ranks' memories: what a lowered graph calls for them.
+
+Enters: a rank's tensor, the name of a mailbox and the number of a buffer (`fxpar.exchange.mailbox`). Leaves: as the
+functions of the same names in `fxpar.ops.bound`. Each is two calls: `start_…` sends, and the other waits and reads. A
+send gives what it sends along, so that it stays until it is there.
+
+Of two ranks a sum is one copy of the whole each way and an addition. Of more, each rank sums one block: blocks go to
+their owners, which add them in float32 and send the sum to all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fxpar.exchange.mailbox import Mailbox, mailbox
+from fxpar.ops import collectives as c
+from fxpar.ops.bound import Pieces
+
+# What is sent: `sum` and `gather` the whole, `scatter` and `exchange` to each rank its block; and what is made of it.
+_SUM, _GATHER, _SCATTER, _EXCHANGE = "sum", "gather", "scatter", "exchange"
+_ALIGNED = 16
+
+Sent = tuple[Tensor, Tensor]
+
+
+@torch.library.custom_op("fxpar::send_copies", mutates_args=())
+def send_copies(x: Tensor, kind: str, name: str, buffer: int) -> Tensor:
+    """Starts copies of what each other rank is to have, on the mailbox `name`.
+
+    Args:
+        x: the tensor; of `scatter` and `exchange` [n, …], a block for each rank.
+
+    Returns:
+        uint8[1], which ties what reads to this.
+    """
+    line = mailbox(name)
+    held = x.contiguous()
+    blocks = _blocks(held, kind, line.size)
+    step, end = _places(blocks)
+    whole = _of_blocks(kind, line.size)
+    areas = line.areas(buffer, end + (held.nbytes if whole else 0))
+    with line.beside(buffer, held):
+        for rank in line.others:
+            _slot(areas[rank], step * line.rank, blocks[rank]).copy_(blocks[rank], non_blocking=True)
+            line.signal(rank, buffer, 0)
+        if whole:
+            _share_sums(line, buffer, areas, blocks, held)
+    return torch.empty(1, dtype=torch.uint8, device=x.device)
+
+
+@send_copies.register_fake
+def _sent(x: Tensor, kind: str, name: str, buffer: int) -> Tensor:
+    return torch.empty(1, dtype=torch.uint8, device=x.device)
+
+
+def _share_sums(line: Mailbox, buffer: int, areas: Sequence[Tensor], blocks: Sequence[Tensor], held: Tensor) -> None:
+    """Adds what came of this rank's block, and sends the sum to all, behind the slots."""
+    step, end = _places(blocks)
+    for rank in line.others:
+        line.wait(rank, buffer, 0)
+    own = blocks[line.rank]
+    mine = [own if r == line.rank else _slot(areas[line.rank], step * r, own) for r in range(line.size)]
+    added = _added(mine)
+    begin = end + sum(block.nbytes for block in blocks[: line.rank])
+    for rank in (line.rank, *line.others):
+        _slot(areas[rank], begin, added).copy_(added, non_blocking=True)
+        if rank != line.rank:
+            line.signal(rank, buffer, 1)
+
+
+@torch.library.custom_op("fxpar::take_copies", mutates_args=())
+def take_copies(token: Tensor, x: Tensor, kind: str, name: str, buffer: int) -> Tensor:
+    """Waits for what the other ranks sent, and reads it.
+
+    Args:
+        token: of `send_copies`.
+        x: what that took.
+
+    Returns:
+        `sum`: the sum of the ranks' tensors; `gather` [n, …]: these; `scatter`: the sum of the blocks of this rank;
+        `exchange` [n, …]: these blocks.
+    """
+    line = mailbox(name)
+    held = x.contiguous()
+    blocks = _blocks(held, kind, line.size)
+    step, end = _places(blocks)
+    whole = _of_blocks(kind, line.size)
+    area = line.areas(buffer, end + (held.nbytes if whole else 0))[line.rank]
+    line.join(buffer)
+    for rank in line.others:
+        line.wait(rank, buffer, 1 if whole else 0)
+    if whole:
+        found = _slot(area, end, held.view(-1)).clone().view(x.shape)
+    else:
+        own = blocks[line.rank]
+        came = [own if r == line.rank else _slot(area, step * r, own) for r in range(line.size)]
+        if kind in (_SUM, _SCATTER):
+            found = _added(came).view(x.shape if kind == _SUM else x.shape[1:])
+        else:
+            found = torch.stack(came).view((line.size, *x.shape) if kind == _GATHER else x.shape)
+    if line.poisons:
+        area.fill_(0xFF)
+    return found
+
+
+@take_copies.register_fake
+def _taken(token: Tensor, x: Tensor, kind: str, name: str, buffer: int) -> Tensor:
+    if kind == _GATHER:
+        return x.new_empty((mailbox(name).size, *x.shape))
+    return x.new_empty(x.shape[1:] if kind == _SCATTER else x.shape)
+
+
+def _of_blocks(kind: str, size: int) -> bool:
+    """Whether a sum is made block by block."""
+    return kind == _SUM and size > 2
+
+
+def _blocks(x: Tensor, kind: str, size: int) -> list[Tensor]:
+    """What each rank is to have, one-dimensional."""
+    if kind in (_SCATTER, _EXCHANGE):
+        return [block.view(-1) for block in x]
+    flat = x.view(-1)
+    if not _of_blocks(kind, size):
+        return [flat] * size
+    length = -(-flat.numel() // size)
+    return [flat[min(r * length, flat.numel()) : (r + 1) * length] for r in range(size)]
+
+
+def _places(blocks: Sequence[Tensor]) -> tuple[int, int]:
+    """Bytes from the slot of one sender to that of the next, and in all."""
+    step = -(-max(block.nbytes for block in blocks) // _ALIGNED) * _ALIGNED
+    return step, step * len(blocks)
+
+
+def _slot(area: Tensor, begin: int, like: Tensor) -> Tensor:
+    """Memory of an area, as a tensor like another."""
+    return area[begin : begin + like.nbytes].view(like.dtype)
+
+
+def _added(parts: Sequence[Tensor]) -> Tensor:
+    """The sum in rank order, of half precision in float32, in new memory."""
+    if len(parts) == 2:  # one rounding, and the same on both ranks
+        return parts[0] + parts[1]
+    kind = parts[0].dtype
+    wide = torch.float32 if kind in (torch.float16, torch.bfloat16) else kind
+    total = parts[0].to(wide, copy=True)
+    for part in parts[1:]:
+        total += part
+    return total.to(kind)
+
+
+# ---------------------------------------------------------------------- what a lowered graph calls
+
+
+def _start(x: Tensor, kind: str, name: str, buffer: int) -> Sent:
+    held = x.contiguous()
+    return held, send_copies(held, kind, name, buffer)
+
+
+def _finish(sent: Sent, kind: str, name: str, buffer: int) -> Tensor:
+    held, token = sent
+    found: Tensor = take_copies(token, held, kind, name, buffer)
+    return found
+
+
+def start_sum(x: Tensor, name: str, buffer: int) -> Sent:
+    """P → I, P → R."""
+    return _start(x, _SUM, name, buffer)
+
+
+def summed(sent: Sent, name: str, buffer: int) -> Tensor:
+    """Of `start_sum`."""
+    return _finish(sent, _SUM, name, buffer)
+
+
+def start_gather(x: Tensor, name: str, buffer: int) -> Sent:
+    """S → R, S → I."""
+    return _start(x, _GATHER, name, buffer)
+
+
+def gathered(sent: Sent, dim: int, pieces: Pieces, name: str, buffer: int) -> Tensor:
+    """Of `start_gather`."""
+    return c.put_together(_finish(sent, _GATHER, name, buffer), (dim, pieces))
+
+
+def start_scatter(x: Tensor, dim: int, pieces: Pieces, size: int, name: str, buffer: int) -> Sent:
+    """P → S."""
+    return _start(c.spread(x, (dim, pieces), size), _SCATTER, name, buffer)
+
+
+def scattered(sent: Sent, name: str, buffer: int) -> Tensor:
+    """Of `start_scatter`."""
+    return _finish(sent, _SCATTER, name, buffer)
+
+
+def start_exchange(x: Tensor, dim: int, pieces: Pieces, size: int, name: str, buffer: int) -> Sent:
+    """S(i) → S(j), by the target's cut."""
+    return _start(c.spread(x, (dim, pieces), size), _EXCHANGE, name, buffer)
+
+
+def exchanged(sent: Sent, dim: int, pieces: Pieces, name: str, buffer: int) -> Tensor:
+    """Of `start_exchange`, by the source's cut."""
+    return c.put_together(_finish(sent, _EXCHANGE, name, buffer), (dim, pieces))

@@ -1,0 +1,138 @@
+"""exchange: collectives become copies between the memories of the ranks."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+
+from torch import fx
+
+from fxpar.analysis.handshakes import Handshakes, copyable, handshakes
+from fxpar.exchange.mailbox import BUFFERS
+from fxpar.manager import Pass, register_pass
+from fxpar.program.copying import copy_node
+from fxpar.program.program import Program, note, update
+from fxpar.program.properties import Property
+from fxpar.program.regions import Region, inlined, region_of
+
+
+@register_pass("exchange", requires={Property.STEP, Property.LOCAL}, preserves="dataflow")
+def exchange(program: Program) -> Program:
+    """Large collectives get a buffer, through which the ranks copy into each other's memory.
+
+    Before::
+
+        %dx_sum = fxpar.all_reduce[tp](%dx) : f32[4, 8] tp:P→R {phase=backward}
+        %dh = aten.mm.default(%dx_sum, %w) : f32[4, 8] tp:P {phase=backward}
+        %dh_sum = fxpar.all_reduce[tp](%dh) : f32[4, 8] tp:P→R {phase=backward}
+
+    After::
+
+        %dx_sum = fxpar.all_reduce[tp](%dx) : f32[4, 8] tp:P→R {buffer=1, phase=backward}
+        %dh = aten.mm.default(%dx_sum, %w) : f32[4, 8] tp:P {phase=backward}
+        %dh_sum = fxpar.all_reduce[tp](%dh) : f32[4, 8] tp:P→R {buffer=2, phase=backward}
+
+    Copies are the work of a GPU's copy engines: products keep all multiprocessors. What is smaller than the plan's
+    `cost.least_copy` stays with the process group, whose latency is less, and so does what is sent once a step.
+
+    Terms: see `fxpar.analysis.handshakes`, which says what may share a buffer. A node of a region stands for all that
+    it is in the calls.
+
+    Algorithm: in order, each takes the first buffer that it may share with all that have it. What both opens and closes
+    its part of the step, and what in a region would need another buffer in each call, is left out; then all is numbered
+    anew, since others may have relied on it, until nothing is left out.
+    """
+    return _exchanged(program, frozenset(program.axes) if program.plan.exchange == "copy" else frozenset())
+
+
+def exchange_over(axes: Collection[str]) -> Pass:
+    """The pass, for collectives over these axes alone, joined ones among them."""
+    return replace(exchange, run=partial(_exchanged, axes=frozenset(axes)))
+
+
+def _exchanged(program: Program, axes: Collection[str]) -> Program:
+    if not axes:
+        return program
+    whole = inlined(program)
+    origins = _origins(program, whole)
+    least = program.plan.cost.least_copy
+    wanted = [
+        node
+        for node, size in copyable(whole).items()
+        if size >= least and set(str(node.kwargs["axis"]).split("-")) <= set(axes)
+    ]
+    while True:
+        buffers, refused = _numbered(handshakes(whole, wanted), origins)
+        if not refused:
+            return _with(program, buffers)
+        wanted = [node for node in wanted if origins[node] not in refused]
+
+
+def _origins(program: Program, whole: Program) -> dict[fx.Node, fx.Node]:
+    """Of each node that is written out, the one of the program or of a region that it is."""
+    found: dict[fx.Node, fx.Node] = {}
+    own = {node.name: node for node in program.graph.nodes}
+    left = {node.name: list(reversed(region.body)) for node in own.values() if (region := region_of(node)) is not None}
+    for node in whole.graph.nodes:
+        call = note(node).region if node.op == "call_function" else ""
+        found[node] = left[call].pop() if call else own[node.name]
+    return found
+
+
+def _numbered(
+    known: Sequence[Handshakes], origins: Mapping[fx.Node, fx.Node]
+) -> tuple[dict[fx.Node, int], set[fx.Node]]:
+    """A buffer for each node of the program or of a region, and those for which there is none."""
+    buffers: dict[fx.Node, int] = {}
+    refused = set()
+    for group in known:
+        alike: dict[fx.Node, list[fx.Node]] = {}
+        for node in group.bits:
+            alike.setdefault(origins[node], []).append(node)
+        for origin, nodes in alike.items():
+            others = [n for n in alike if n in buffers]
+            buffer = _first(group, nodes, [(buffers[n], alike[n]) for n in others])
+            if buffer is None:
+                refused.add(origin)
+            else:
+                buffers[origin] = buffer
+    return buffers, refused
+
+
+def _first(group: Handshakes, nodes: Sequence[fx.Node], others: Sequence[tuple[int, Sequence[fx.Node]]]) -> int | None:
+    """The first buffer for all of the nodes; None where each would need its own."""
+    opens, closes = any(map(group.opens, nodes)), any(map(group.closes, nodes))
+    if (opens and closes) or not all(group.are_apart(a, b) for a, b in itertools.combinations(nodes, 2)):
+        return None
+    taken = {buffer for buffer, held in others if not all(group.are_apart(a, b) for a in nodes for b in held)}
+    free = (n for n in range(1, BUFFERS) if n not in taken and not (opens and n % 2 == 0) and not (closes and n % 2))
+    return next(free, None)
+
+
+def _with(program: Program, buffers: Mapping[fx.Node, int]) -> Program:
+    """The program with these buffers; regions stay as they are, for whoever else has them."""
+    rewritten: dict[Region, Region] = {}
+    for node in program.graph.nodes:
+        region = region_of(node)
+        if node in buffers:
+            update(node, buffer=buffers[node])
+        elif region is not None:
+            if region not in rewritten:
+                rewritten[region] = _rewritten(region, buffers)
+            node.target = rewritten[region]
+    return program
+
+
+def _rewritten(region: Region, buffers: Mapping[fx.Node, int]) -> Region:
+    if buffers.keys().isdisjoint(region.body):
+        return region
+    graph = fx.Graph()
+    made: dict[fx.Node, fx.Node] = {}
+    for node in (*region.operands, *region.body):
+        made[node] = copy_node(graph, node, made, node.name)
+        if node in buffers:
+            update(made[node], buffer=buffers[node])
+    graph.output(tuple(made[node] for node in region.results))
+    return Region(region.name, graph, region.fqn)

@@ -1,0 +1,110 @@
+"""exchange: large collectives get buffers, and no two that may be under way at once have the same one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+
+import fxpar
+from fxpar.compile import compile_model
+from fxpar.errors import CheckFailed
+from fxpar.manager import PassManager
+from fxpar.passes.exchange import exchange, exchange_over
+from fxpar.passes.step import step_passes
+from fxpar.program.program import note
+from fxpar.program.regions import inlined, region_of
+from fxpar.text.parsing import parse_program
+from fxpar.text.printing import print_program
+from fxpar.verify.static import STATIC, verify_static
+
+_KIND = "f32[1000, 1000]"
+_HEAD = f"""\
+fxpar 1
+plan {{"tp": 2, "exchange": "copy"}}
+properties canonical collectives layouts local step
+%x = input["x"] : {_KIND} tp:P
+"""
+
+
+def chain(count: int, kind: str = _KIND) -> str:
+    """Sums that need each other's results."""
+    lines, last = [], "x"
+    for i in range(count):
+        lines.append(f"%s{i} = fxpar.all_reduce[tp](%{last}) : {kind} tp:P→R {{phase=backward}}")
+        lines.append(f"%a{i} = fxpar.mask_first[tp](%s{i}) : {kind} tp:R→P {{phase=backward}}")
+        last = f"a{i}"
+    return _HEAD.replace(_KIND, kind) + "\n".join(lines) + f"\nreturn y=%{last}\n"
+
+
+def buffers(text: str) -> list[int]:
+    """Of the sums, after the pass, which the manager and the check of buffers look at."""
+    found = PassManager([exchange], [each for each in STATIC if each.name == "buffers"]).run(parse_program(text))
+    assert print_program(parse_program(print_program(found))) == print_program(found)
+    return [note(node).buffer for node in found.graph.nodes if node.name.startswith("s")]
+
+
+@pytest.mark.parametrize(
+    ("count", "wanted"),
+    [(1, [0]), (2, [1, 2]), (3, [1, 2, 4]), (4, [1, 2, 1, 2]), (5, [1, 2, 1, 2, 4]), (6, [1, 2, 1, 2, 1, 2])],
+)
+def test_a_chain(count: int, wanted: list[int]) -> None:
+    assert buffers(chain(count)) == wanted
+
+
+def test_what_is_small_stays() -> None:
+    assert buffers(chain(4, "f32[10, 10]")) == [0, 0, 0, 0]
+
+
+def test_what_is_beside_each_other_shares_no_buffer() -> None:
+    sums = "".join(f"%s{i} = fxpar.all_reduce[tp](%x) : {_KIND} tp:P→R {{phase=backward}}\n" for i in range(2))
+    # Both open and close: nothing orders them.
+    assert buffers(f"{_HEAD}{sums}return a=%s0, b=%s1\n") == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"s1": 1}, "copies into buffer 1"),  # the neighbour's
+        ({"s0": 2}, "opens its part of the step"),
+        ({"s3": 1}, "closes its part"),
+        ({"s2": 2}, "copies into buffer 2"),
+        ({"a0": 1}, "cannot be copies"),
+        ({"s2": 64}, "buffer 64 of 63"),
+    ],
+)
+def test_wrong_buffers_are_found(changes: dict[str, int], what: str) -> None:
+    program = PassManager([exchange], ()).run(parse_program(chain(4)))
+    text = print_program(program)
+    for name, buffer in changes.items():
+        line = next(line for line in text.splitlines() if line.startswith(f"%{name} "))
+        known = note(program.node(name)).buffer
+        old, new = (f"buffer={known},", f"buffer={buffer},") if known else ("{", f"{{buffer={buffer}, ")
+        new = line.replace(old, new)
+        assert new != line
+        text = text.replace(line, new)
+    check = next(each for each in STATIC if each.name == "buffers")
+    with pytest.raises(CheckFailed, match=what):
+        check.check(parse_program(text))
+
+
+def test_axes_that_cannot_are_left_alone() -> None:
+    for axes in ((), ("dp",)):
+        nodes = PassManager([exchange_over(axes)], ()).run(parse_program(chain(4))).graph.nodes
+        assert not any(note(node).buffer for node in nodes if node.op == "call_function")
+
+
+def test_every_call_of_a_region_has_the_same_buffers() -> None:
+    config = transformers.GPT2Config(n_layer=4, n_embd=32, n_head=4, vocab_size=64, use_cache=False)
+    ids = torch.zeros(2, 8, dtype=torch.int64)
+    plan = fxpar.Plan(tp=2, exchange="copy", cost=fxpar.Cost(least_copy=1.0))
+    batch = {"input_ids": ids, "labels": ids}
+    program = compile_model(transformers.GPT2LMHeadModel(config).train(), batch, plan).program
+    trained = [p.fqn for p in program.parameters if p.trainable]
+    step = PassManager(step_passes((program.loss,), (program.loss,), trained), STATIC).run(program)
+    assert any(region_of(node) is not None for node in step.graph.nodes)
+    whole = inlined(step)
+    held = [note(node).buffer for node in whole.graph.nodes if node.op == "call_function" and note(node).buffer]
+    assert len(held) == 2 + 4 * 4  # behind the embedding and in front of the head; two a layer, each way
+    assert len(set(held)) <= 4
+    assert "buffers" in verify_static(step)

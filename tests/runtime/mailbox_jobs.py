@@ -1,0 +1,109 @@
+"""What test_mailboxes.py runs on ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import fxpar
+from fxpar.errors import RankError
+from fxpar.exchange import mailbox
+from fxpar.exchange.host import HostMailbox
+from fxpar.ops import bound, copied
+from fxpar.runtime.world import World
+from tests.runtime.graphed import VOCABULARY, gpt2, llama
+
+_COST = fxpar.Cost(least_copy=1.0)
+_BUILDS: dict[str, Callable[[], nn.Module]] = {"gpt2": lambda: gpt2(60, 3), "llama": lambda: llama(64, 3)}
+
+
+def trained(name: str, exchange: str, options: dict[str, Any], steps: int = 2) -> tuple[list[float], list[Tensor], int]:
+    """Losses, gradients of the last step, and bytes of mailboxes; what was read is overwritten at once."""
+    torch.manual_seed(0)
+    model = _BUILDS[name]().double().train()
+    ids = torch.randint(0, VOCABULARY, (4, 8), generator=torch.Generator().manual_seed(1))
+    batch = {"input_ids": ids, "labels": ids}
+    parallel = fxpar.parallelize(model, fxpar.Plan(exchange=exchange, cost=_COST, **options), batch)
+    losses = []
+    for _ in range(steps):
+        parallel.zero_grad()
+        with mailbox.poisoned():
+            losses.append(float(parallel.train_step(batch)))
+    gradients = [p.grad.clone() for p in parallel.parameters() if p.grad is not None]
+    size = parallel._mailboxes.bytes
+    parallel.close()
+    return losses, [fxpar.state.sharded.local_of(g) for g in gradients], size
+
+
+def differences(name: str, options: dict[str, Any]) -> tuple[float, float, int]:
+    """The largest difference of losses and of gradients between copies and collectives, and bytes of mailboxes."""
+    losses, gradients, none = trained(name, "nccl", options)
+    copied_losses, copied_gradients, size = trained(name, "copy", options)
+    assert none == 0
+    odd = max(abs(a - b) for a, b in zip(losses, copied_losses, strict=True))
+    return odd, max(float((a - b).abs().max()) for a, b in zip(gradients, copied_gradients, strict=True)), size
+
+
+def _world() -> tuple[World, HostMailbox]:
+    from fxpar.ops.groups import process_group
+    from fxpar.runtime.world import connect, join
+
+    size = torch.distributed.get_world_size()
+    world = join(fxpar.Plan(tp=size), connect(60.0))
+    made = HostMailbox(
+        rank=world.rank, size=size, group=process_group(world.groups["tp"]), ranks=range(size), seconds=1.0
+    )
+    return world, made.open()
+
+
+def each_kind(dtype: torch.dtype, shape: tuple[int, ...]) -> list[str]:
+    """What each kind of copy gives, beside the collective; those that differ."""
+    world, made = _world()
+    name, size = f"test/{world.agreement.module}", world.size
+    mailbox.register(name, made)
+    group = world.groups["tp"].name
+    x = torch.randint(-9, 9, shape, generator=torch.Generator().manual_seed(world.rank)).to(dtype)
+    x = x.transpose(0, -1)  # not contiguous
+    cut = (1, [(1, None)])
+    found = {
+        "sum": (copied.summed(copied.start_sum(x, name, 1), name, 1), bound.summed(bound.start_sum(x, group, size))),
+        "gather": (
+            copied.gathered(copied.start_gather(x, name, 2), *cut, name, 2),
+            bound.gathered(bound.start_gather(x, group, size), *cut),
+        ),
+        "scatter": (
+            copied.scattered(copied.start_scatter(x, *cut, size, name, 3), name, 3),
+            bound.scattered(bound.start_scatter(x, *cut, group, size)),
+        ),
+        "exchange": (
+            copied.exchanged(copied.start_exchange(x, *cut, size, name, 4), 0, cut[1], name, 4),
+            bound.exchanged(bound.start_exchange(x, *cut, group, size), 0, cut[1]),
+        ),
+    }
+    odd = [kind for kind, (own, other) in found.items() if not torch.equal(own, other)]
+    mailbox.close([name])
+    return odd
+
+
+def lost() -> str:
+    """What a rank says whose partner sends nothing."""
+    world, made = _world()
+    name = f"lost/{world.agreement.module}"
+    mailbox.register(name, made)
+    x = torch.ones(4)
+    copied.summed(copied.start_sum(x, name, 1), name, 1)
+    if world.rank == 1:
+        time.sleep(2.0)
+        mailbox.close([name])
+        return ""
+    try:
+        copied.summed(copied.start_sum(x, name, 2), name, 2)
+    except RankError as error:
+        return str(error)
+    finally:
+        mailbox.close([name])
+    return "nothing"

@@ -1,0 +1,47 @@
+"""Copies between the memories of ranks give what collectives give; what was read is overwritten at once in all runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.runtime import mailbox_jobs
+from tests.runtime.world import World
+
+PLANS: list[Any] = [
+    ("gpt2", {"tp": 2}),
+    ("gpt2", {"tp": 2, "compile": True}),
+    ("gpt2", {"tp": 2, "recompute": "full"}),
+    ("llama", {"tp": 2, "sequence_parallel": True}),
+    pytest.param("gpt2", {"tp": 4}, marks=pytest.mark.matrix),
+    ("llama", {"tp": 4, "sequence_parallel": True}),
+    pytest.param("gpt2", {"tp": 2, "dp": 2}, marks=pytest.mark.matrix),
+    pytest.param("gpt2", {"tp": 2, "pp": 2, "microbatches": 2}, marks=pytest.mark.matrix),
+]
+
+
+@pytest.mark.parametrize(("name", "plan"), PLANS, ids=str)
+def test_training_is_the_same(request: pytest.FixtureRequest, name: str, plan: dict[str, Any]) -> None:
+    ranks = plan.get("dp", 1) * plan.get("tp", 1) * plan.get("pp", 1)
+    for losses, gradients, size in request.getfixturevalue(f"world{ranks}").run(mailbox_jobs.differences, name, plan):
+        assert losses < 1e-9
+        assert gradients < 1e-7  # transformers computes norms in float32
+        assert size > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64], ids=str)
+def test_each_kind_on_two_ranks(world2: World, dtype: torch.dtype) -> None:
+    assert world2.run(mailbox_jobs.each_kind, dtype, (6, 4, 3)) == [[], []]
+
+
+@pytest.mark.parametrize("shape", [(8, 4, 3), (4, 4, 1)], ids=str)
+def test_each_kind_on_four_ranks(world4: World, shape: tuple[int, ...]) -> None:
+    assert world4.run(mailbox_jobs.each_kind, torch.float64, shape) == [[], [], [], []]
+
+
+def test_a_rank_that_sends_nothing_is_named(world2: World) -> None:
+    said, _ = world2.run(mailbox_jobs.lost)
+    assert "rank 1 has sent nothing for 1 s" in said
+    assert "rank 0, buffer 2" in said
