@@ -95,7 +95,8 @@ def lost() -> str:
     name = f"lost/{world.agreement.module}"
     mailbox.register(name, made)
     x = torch.ones(4)
-    copied.summed(copied.start_sum(x, name, 1), name, 1)
+    for buffer in (1, 2, 1):
+        copied.summed(copied.start_sum(x, name, buffer), name, buffer)
     if world.rank == 1:
         time.sleep(2.0)
         mailbox.close([name])
