@@ -44,16 +44,17 @@ def exchange(program: Program) -> Program:
     its part of the step, and what in a region would need another buffer in each call, is left out; then all is numbered
     anew, since others may have relied on it, until nothing is left out.
     """
-    return _exchanged(program, frozenset(program.axes) if program.plan.exchange == "copy" else frozenset())
+    return _exchanged(program, None if program.plan.exchange == "copy" else ())
 
 
 def exchange_over(axes: Collection[str]) -> Pass:
-    """The pass, for collectives over these axes alone, joined ones among them."""
+    """The pass, for collectives over these axes and joined axes (`dp-tp`) alone."""
     return replace(exchange, run=partial(_exchanged, axes=frozenset(axes)))
 
 
-def _exchanged(program: Program, axes: Collection[str]) -> Program:
-    if not axes:
+def _exchanged(program: Program, axes: Collection[str] | None) -> Program:
+    """For all collectives where `axes` is None."""
+    if axes is not None and not axes:
         return program
     whole = inlined(program)
     origins = _origins(program, whole)
@@ -61,7 +62,7 @@ def _exchanged(program: Program, axes: Collection[str]) -> Program:
     wanted = [
         node
         for node, size in copyable(whole).items()
-        if size >= least and set(str(node.kwargs["axis"]).split("-")) <= set(axes)
+        if size >= least and (axes is None or node.kwargs["axis"] in axes)
     ]
     while True:
         buffers, refused = _numbered(handshakes(whole, wanted), origins)

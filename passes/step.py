@@ -46,7 +46,7 @@ def step_passes(
         tangents: those that have a gradient.
         trained: parameters whose gradients are wanted.
         splits: whether a schedule runs the backward in two parts.
-        copies: axes whose ranks can copy into each other's memory; as the plan says by default.
+        copies: axes, and joined ones, whose ranks can copy into each other's memory; as the plan says by default.
     """
     passes = [of_outputs(tangents, outputs, trained), *STEP_PASSES[1:]]
     if splits:

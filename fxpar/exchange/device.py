@@ -94,7 +94,11 @@ class DeviceMailbox(Mailbox):
         return found
 
     def close(self) -> None:
-        """Frees the memory; graphs that hold its addresses are gone by then."""
+        """Frees the memory; graphs that hold its addresses are gone by then.
+
+        What has waited for the others' copies has seen the last of them: nobody writes here any more.
+        """
+        torch.cuda.synchronize(self.device)
         super().close()
         self._held.clear()
         self._under_way.clear()

@@ -20,6 +20,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from fxpar.errors import InputError
+
 # Bytes in which areas begin and grow; any element type is aligned there.
 _GRAIN = 1 << 12
 # Buffers of a mailbox, and stages of each: a sum over more than two ranks waits twice.
@@ -104,7 +106,7 @@ class Mailbox(ABC):
         """What is computed next waits for another rank's flag here, and takes it down."""
 
     def close(self) -> None:
-        """Frees the areas. All ranks must have computed what they sent."""
+        """Frees the areas, when nothing that this rank was asked for is under way any more."""
         self._areas.clear()
 
 
@@ -115,9 +117,16 @@ def mailbox(name: str) -> Mailbox:
     """The mailbox of that name.
 
     Raises:
-        KeyError: it is not open.
+        InputError: it is closed.
     """
-    return _OPEN[name]
+    try:
+        return _OPEN[name]
+    except KeyError:
+        raise InputError(
+            "the memory into which ranks copy is freed: the module is closed",
+            where="close()",
+            remedy="close it behind its last call",
+        ) from None
 
 
 def register(name: str, made: Mailbox) -> None:

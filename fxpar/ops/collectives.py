@@ -18,7 +18,7 @@ _c10d = torch.ops._c10d_functional
 
 @dataclass(frozen=True)
 class Group:
-    """The ranks of one axis: process group name and size, and the mailbox (`fxpar.exchange`) by which they copy."""
+    """The ranks of one axis: name and size of their process group, and the mailbox (`fxpar.exchange`), if any."""
 
     name: str
     size: int

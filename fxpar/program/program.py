@@ -78,8 +78,7 @@ class Note:
         region: name of the call that the node was written out of (`regions.inlined`).
         uncaptured: why no CUDA graph can hold the node of a step, or is to; empty where one can.
         stages: of a pipeline, that of the node; of a parameter, those that read it.
-        buffer: of what communicates, the number of the buffer through which ranks copy into each other's memory; 0
-            where they send through their process group.
+        buffer: through which ranks copy into each other's memory; 0 where they send through their process group.
     """
 
     type: ValueType = None
@@ -391,9 +390,7 @@ def with_operands(node: fx.Node, replacements: Sequence[fx.Node]) -> None:
 
     def visit(value: Any) -> Any:
         if isinstance(value, fx.Node):
-            if _is_tensor(value):
-                return next(remaining)
-            return value
+            return next(remaining) if _is_tensor(value) else value
         if isinstance(value, (list, tuple)):
             return type(value)(visit(item) for item in value)
         if isinstance(value, dict):

@@ -6,15 +6,20 @@ program with the mailboxes that it names.
 
 from __future__ import annotations
 
+import itertools
+import json
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
+from torch.cuda import can_device_access_peer as can_access
 
 from fxpar.errors import PlanError
 from fxpar.exchange import mailbox
 from fxpar.exchange.host import HostMailbox, machine
+from fxpar.mesh.purpose import joined_names
 from fxpar.ops.collectives import Group
 from fxpar.ops.groups import process_group
 from fxpar.plan.plan import Plan
@@ -27,8 +32,7 @@ class Mailboxes:
     """Those of one module.
 
     Attributes:
-        axes: whose ranks copy what is large.
-        reasons: of each axis whose ranks do not, why.
+        names: of the axes, and of joined ones (`dp-tp`), whose ranks copy what is large; the same on all ranks.
     """
 
     def __init__(self, plan: Plan, world: World) -> None:
@@ -39,34 +43,28 @@ class Mailboxes:
         """
         self._world = world
         self._open: dict[str, str] = {}
-        self.reasons = self._why_not(plan)
-        self.axes = frozenset(plan.axes) - self.reasons.keys()
-        if plan.exchange == "copy" and self.reasons:
-            axis, reason = next(iter(self.reasons.items()))
+        reasons = self._why_not(plan)
+        self.names = frozenset(reasons) - {name for name, reason in reasons.items() if reason}
+        odd = next((name for name in plan.axes if reasons.get(name)), None)
+        if plan.exchange == "copy" and odd is not None:
             remedy = "set exchange='auto', which copies where it can, or 'nccl'"
-            raise PlanError(f"the ranks of {axis} cannot copy: {reason}", where="exchange", remedy=remedy)
-        weakref.finalize(self, mailbox.close, self._open.values())
+            raise PlanError(f"the ranks of {odd} cannot copy: {reasons[odd]}", where="exchange", remedy=remedy)
+        # Not at the process's exit: that frees all memory, and a rank that fails must not wait for the others there.
+        weakref.finalize(self, mailbox.close, self._open.values()).atexit = False
 
     def _why_not(self, plan: Plan) -> dict[str, str]:
-        if plan.exchange == "nccl" or self._world.size == 1:
-            return dict.fromkeys(plan.axes, "the plan's exchange is 'nccl'")
-        if plan.exchange == "auto" and self._world.device.type != "cuda":
-            return dict.fromkeys(plan.axes, "they are no GPUs")
-        places = self._world.agreement.told("its memory", _place(self._world.device))
-        found = {}
-        for axis in plan.axes:
-            own = next(group for group in self._world.mesh.groups(axis) if self._world.rank in group)
-            told = [tuple(places[rank].rsplit(" ", 1)) for rank in own]
-            if len({where for where, _ in told}) > 1:
-                found[axis] = f"ranks {', '.join(map(str, own))} are on several machines"
-            elif self._world.device.type == "cuda":
-                reason = _unreachable(self._world.device, {device for _, device in told})
-                found |= {axis: reason} if reason else {}
-        return found
+        """By name of the group why its ranks cannot copy, empty where they can; nothing where they are not to."""
+        is_gpu = self._world.device.type == "cuda"
+        if plan.exchange == "nccl" or self._world.size == 1 or (plan.exchange == "auto" and not is_gpu):
+            return {}
+        told = self._world.agreement.told("its memory", json.dumps(_place(self._world.device)))
+        places = [json.loads(each) for each in told]
+        names = joined_names(plan.axes)
+        return {name: why_not_copy(self._world.mesh.groups(name), places) for name in names}
 
     def groups(self, program: Program) -> Mapping[str, Group]:
         """The groups of the axes, with mailboxes where the program has buffers. All ranks call it for one program."""
-        if not self.axes:
+        if not self.names:
             return self._world.groups
         found = dict(self._world.groups)
         nodes = [node for node in inlined(program).graph.nodes if has_note(node) and note(node).buffer]
@@ -102,20 +100,27 @@ class Mailboxes:
         mailbox.close([*self._open.values()])
 
 
-def _place(device: torch.device) -> str:
-    """The machine, and of a GPU which one."""
+def _place(device: torch.device) -> dict[str, Any]:
+    """The machine, and of a GPU which one it is, and which others it reaches, by their identifiers."""
     if device.type != "cuda":
-        return f"{machine()} -"
-    return f"{machine()} {torch.cuda.get_device_properties(device).uuid}"
-
-
-def _unreachable(device: torch.device, asked: Collection[str]) -> str:
-    """Why a GPU does not reach the memory of others, by their identifiers; empty where it does."""
+        return {"machine": machine()}
     seen = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
-    for other in asked:
-        if other not in seen:
-            return "a rank does not see the GPUs of the others: start all with the same CUDA_VISIBLE_DEVICES"
-        index = device.index
-        if seen[other] != index and not torch.cuda.can_device_access_peer(index, seen[other]):
-            return f"GPU {index} does not reach the memory of GPU {seen[other]}"
-    return "" if len(asked) > 1 else "they are on one GPU"
+    own = next(uuid for uuid, i in seen.items() if i == device.index)
+    reached = [uuid for uuid, i in seen.items() if i != device.index and can_access(device.index, i)]
+    return {"machine": machine(), "gpu": own, "reaches": reached}
+
+
+def why_not_copy(groups: Iterable[Sequence[int]], places: Sequence[Mapping[str, Any]]) -> str:
+    """Why the ranks of some of these groups cannot copy; empty where all can.
+
+    Args:
+        places: of all ranks, in order: `machine`, and of GPUs `gpu` and which others it `reaches`.
+    """
+    for ranks in groups:
+        for one, other in itertools.permutations(ranks, 2):
+            a, b = places[one], places[other]
+            if a["machine"] != b["machine"]:
+                return f"ranks {one} and {other} are on two machines, or do not see each other's processes"
+            if "gpu" in a and b["gpu"] not in a["reaches"]:
+                return f"the GPU of rank {one} does not reach or does not see that of rank {other}"
+    return ""

@@ -245,8 +245,9 @@ class ParallelModule(Stateful):
         return None if self._graphs is None else self._graphs.figures
 
     def close(self) -> None:
-        """Frees the CUDA graphs; the weights stay, and nothing can be replayed or recorded any more.
+        """Frees the CUDA graphs and the memory that ranks copy into; the weights stay.
 
+        Nothing can be replayed or recorded any more, and no step can run that copies.
         Graphs hold the communicators of process groups: call it before `dist.destroy_process_group()`. At the end of a
         process it is called by itself.
         """

@@ -174,7 +174,7 @@ class Steps:
         wanted = tuple(outputs) or self.program.outputs
         key = (tuple(names), frozenset(trained), wanted)
         if key not in self._made:
-            copies = () if self.mailboxes is None else self.mailboxes.axes
+            copies = () if self.mailboxes is None else self.mailboxes.names
             step = compile_step(self.program, wanted, names, trained, splits=self.splits, copies=copies)
             self._made[key] = self._cut(step)
         return self._made[key]

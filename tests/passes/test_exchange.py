@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import transformers
 
 import fxpar
-from fxpar.compile import compile_model
+from fxpar.compile import compile_model, lower_program
 from fxpar.errors import CheckFailed
 from fxpar.manager import PassManager
+from fxpar.ops.collectives import Group
 from fxpar.passes.exchange import exchange, exchange_over
 from fxpar.passes.step import step_passes
 from fxpar.program.program import note
 from fxpar.program.regions import inlined, region_of
+from fxpar.report import make_report
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
+from fxpar.verification import verify
 from fxpar.verify.static import STATIC, verify_static
 
 _KIND = "f32[1000, 1000]"
@@ -108,3 +113,17 @@ def test_every_call_of_a_region_has_the_same_buffers() -> None:
     assert len(held) == 2 + 4 * 4  # behind the embedding and in front of the head; two a layer, each way
     assert len(set(held)) <= 4
     assert "buffers" in verify_static(step)
+
+
+def test_counts_and_simulated_ranks_take_a_step_with_buffers() -> None:
+    config = transformers.GPT2Config(n_layer=2, n_embd=32, n_head=4, vocab_size=64, use_cache=False)
+    ids = torch.zeros(2, 8, dtype=torch.int64)
+    plan = fxpar.Plan(tp=2, exchange="copy", cost=fxpar.Cost(least_copy=1.0))
+    model, batch = transformers.GPT2LMHeadModel(config).train(), {"input_ids": ids, "labels": ids}
+    verify(model, batch, plan)
+    lowering = partial(lower_program, groups={"tp": Group("tp", 2)})  # nothing is sent
+    counted = []
+    for each in (plan, plan.replace(exchange="nccl")):
+        program = compile_model(model, batch, each).program
+        counted.append(make_report(program, lowering, name="gpt2", device=torch.device("cpu")).ranks)
+    assert counted[0] == counted[1]

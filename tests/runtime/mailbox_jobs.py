@@ -48,6 +48,21 @@ def differences(name: str, options: dict[str, Any]) -> tuple[float, float, int]:
     return odd, max(float((a - b).abs().max()) for a, b in zip(gradients, copied_gradients, strict=True)), size
 
 
+def closed() -> str:
+    """What a step says behind `close`."""
+    torch.manual_seed(0)
+    ids = torch.zeros(4, 8, dtype=torch.int64)
+    batch = {"input_ids": ids, "labels": ids}
+    model = fxpar.parallelize(gpt2(60, 3).train(), fxpar.Plan(tp=2, exchange="copy", cost=_COST), batch)
+    model.train_step(batch)
+    model.close()
+    try:
+        model.train_step(batch)
+    except fxpar.errors.InputError as error:
+        return str(error)
+    return ""
+
+
 def _world() -> tuple[World, HostMailbox]:
     from fxpar.ops.groups import process_group
     from fxpar.runtime.world import connect, join

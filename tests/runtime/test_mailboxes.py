@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from fxpar.runtime.mailboxes import why_not_copy
 from tests.runtime import mailbox_jobs
 from tests.runtime.world import World
 
@@ -45,3 +46,25 @@ def test_a_rank_that_sends_nothing_is_named(world2: World) -> None:
     said, _ = world2.run(mailbox_jobs.lost)
     assert "rank 1 has sent nothing for 1 s" in said
     assert "rank 0, buffer 2" in said
+
+
+def test_a_closed_module_says_so(world2: World) -> None:
+    for said in world2.run(mailbox_jobs.closed):
+        assert "the memory into which ranks copy is freed: the module is closed" in said
+
+
+@pytest.mark.parametrize(
+    ("places", "reason"),
+    [
+        ([{"machine": "a"}, {"machine": "a"}], ""),
+        ([{"machine": "a"}, {"machine": "b"}], "ranks 0 and 1 are on two machines"),
+        ([{"machine": "a", "gpu": "x", "reaches": ["y"]}, {"machine": "a", "gpu": "y", "reaches": ["x"]}], ""),
+        ([{"machine": "a", "gpu": "x", "reaches": ["y"]}, {"machine": "a", "gpu": "y", "reaches": []}], "rank 1 does"),
+        ([{"machine": "a", "gpu": "x", "reaches": ["y"]}] * 2, "does not reach or does not see"),
+    ],
+    ids=str,
+)
+def test_who_can_copy(places: list[dict[str, Any]], reason: str) -> None:
+    found = why_not_copy([(0, 1)], places)
+    assert reason in found
+    assert bool(reason) == bool(found)
