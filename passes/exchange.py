@@ -18,7 +18,7 @@ from fxpar.program.properties import Property
 from fxpar.program.regions import Region, inlined, region_of
 
 
-@register_pass("exchange", requires={Property.STEP, Property.LOCAL}, preserves="dataflow")
+@register_pass("exchange", requires={Property.STEP}, preserves="dataflow")
 def exchange(program: Program) -> Program:
     """Large collectives get a buffer, through which the ranks copy into each other's memory.
 
