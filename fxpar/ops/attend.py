@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fxpar.ops.counter import IndexCut, dropout
+from fxpar.ops.dropped_attention import dropped_attention, dropped_attention_gradient, places
 from fxpar.ops.fused_attention import Call, kernel
 
 
@@ -46,6 +48,17 @@ class Drops:
         """The values with their dropped elements, the others scaled."""
         return dropout(x, self.rng, self.p, self.origin, self.cuts)
 
+    def fused(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: Options
+    ) -> tuple[Any, ...] | None:
+        """What the operators of `fxpar.ops.dropped_attention` take behind their tensors, if there is a kernel."""
+        found = places(query, key, value, self.p, self.cuts)
+        if found is None:
+            return None
+        identity, origin = (self.origin, 0) if isinstance(self.origin, Tensor) else (None, self.origin)
+        drawn = (self.rng, identity, found.rows_before, found.heads_before, origin, found.heads, self.p)
+        return (_added(mask, query), *drawn, options.is_causal, _scale(query, options))
+
 
 def _call(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: Options) -> Call:
     return Call(query, key, value, _added(mask, query), options.is_causal, options.scale, options.enable_gqa)
@@ -64,6 +77,10 @@ def forward(
         if fused is not None:
             return fused.forward(call)
     key, value = (_repeated(x, query, options) for x in (key, value))
+    dropping = None if drops is None else drops.fused(query, key, value, mask, options)
+    if dropping is not None:
+        found: tuple[Tensor, Tensor] = dropped_attention(query, key, value, *dropping)
+        return found
     scores, nothing = _scores(query, key, mask, options)
     log_sum = _wide(scores).logsumexp(-1)
     probabilities = scores.softmax(-1)
@@ -96,6 +113,12 @@ def backward(
         if fused is not None:
             return fused.backward(call, gradient, out, log_sum)
     keys, values = (_repeated(x, query, options) for x in (key, value))
+    dropping = None if drops is None or of_mask else drops.fused(query, keys, values, mask, options)
+    if dropping is not None:
+        of_query, of_keys, of_values = dropped_attention_gradient(
+            query, keys, values, gradient, out, log_sum, *dropping
+        )
+        return of_query, _summed(of_keys, key, options), _summed(of_values, value, options)
     scores, nothing = _scores(query, keys, mask, options)
     probabilities = (_wide(scores) - log_sum.unsqueeze(-1)).exp().to(scores.dtype)
     if nothing is not None:
@@ -111,6 +134,24 @@ def backward(
     of_value = _summed(dropped.transpose(-2, -1) @ gradient, value, options)
     found = (of_query, of_key, of_value)
     return (*found, of_scores.sum_to_size(mask.shape)) if of_mask and mask is not None else found
+
+
+def attention_with_dropout(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    rng: Tensor,
+    p: float,
+    origin: int | Tensor,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    cuts: Sequence[IndexCut],
+) -> Tensor:
+    """The result alone of attention with dropout, arguments as of `Drops` and `Options`."""
+    given = Options(is_causal, scale, enable_gqa)
+    return forward(query, key, value, mask, Drops(rng, p, origin, cuts), given)[0]
 
 
 def _scale(query: Tensor, options: Options) -> float:

@@ -15,7 +15,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
-from torch.nn import functional
 
 _M0, _M1 = 0xD2511F53, 0xCD9E8D57
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85
@@ -165,58 +164,3 @@ def uniform_like(x: Tensor, rng: Tensor, dtype: torch.dtype, origin: int | Tenso
 def uniform(size: Sequence[int], rng: Tensor, dtype: torch.dtype, origin: int | Tensor) -> Tensor:
     """As `uniform_like`, for a whole tensor of that shape."""
     return uniform_like(rng.new_empty(size), rng, dtype, origin, [])
-
-
-def fused_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-) -> Tensor:
-    """Scaled dot-product attention in a fused kernel, which draws from the device's own generator.
-
-    Shapes as of `attention`. The masks are equal to those of `attention` in distribution only.
-    """
-    return functional.scaled_dot_product_attention(
-        query, key, value, mask, p, is_causal, scale=scale, enable_gqa=enable_gqa
-    )
-
-
-def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    rng: Tensor,
-    p: float,
-    origin: int | Tensor,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-    cuts: Sequence[IndexCut],
-) -> Tensor:
-    """Scaled dot-product attention in its plain form with dropout on the probabilities.
-
-    Shapes: query [..., s, d], key [..., t, d], value [..., t, v]; result [..., s, v]. A row whose mask allows nothing
-    gives zeros, as the fused operator does.
-    """
-    if enable_gqa and query.shape[-3] != key.shape[-3]:
-        groups = query.shape[-3] // key.shape[-3]
-        key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
-    scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
-    if is_causal:
-        rows = torch.arange(scores.shape[-2], device=scores.device)
-        mask = rows.unsqueeze(1) >= torch.arange(scores.shape[-1], device=scores.device)
-    if mask is not None:
-        infinity = torch.full((), float("-inf"), dtype=scores.dtype, device=scores.device)
-        scores = torch.where(mask, scores, infinity) if mask.dtype == torch.bool else scores + mask
-        nothing = (scores == infinity).all(-1, keepdim=True)
-        scores = scores.masked_fill(nothing, 0.0)
-        probabilities = scores.softmax(-1).masked_fill(nothing, 0.0)
-    else:
-        probabilities = scores.softmax(-1)
-    return dropout(probabilities, rng, p, origin, cuts) @ value

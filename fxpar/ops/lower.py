@@ -38,7 +38,6 @@ class Lowered:
         indices: axes whose rank index (i64 scalar) follows.
         outputs: names of the results.
         takes_rows: whether the numbers of rows that all ranks and those before this one bring (i64 scalars) follow.
-        draws: whether fused kernels draw from the device's generator, which must be seeded apart for each rank.
     """
 
     module: fx.GraphModule
@@ -46,7 +45,6 @@ class Lowered:
     indices: tuple[str, ...]
     outputs: tuple[str, ...]
     takes_rows: bool
-    draws: bool
 
     @property
     def places(self) -> tuple[str, ...]:
@@ -88,18 +86,18 @@ def lower(
         KeyError: an axis has no group.
     """
     program = inlined(program.copy())
-    graph, draws = program.graph, False
+    graph = program.graph
     inputs = tuple(node.name for node in graph.nodes if node.op == "placeholder")
     rank = OnRank(program, groups, torch.device(device), uneven_rows=uneven_rows)
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
         if isinstance(node.target, Operator):
-            draws |= _replace(node, node.target, rank)
+            _replace(node, node.target, rank)
         elif isinstance(node.target, torch._ops.OpOverload):
             _place(node, rank.device)
     module = module_of(graph)
-    return Lowered(module, inputs, tuple(rank.indices), tuple(program.outputs), uneven_rows, draws)
+    return Lowered(module, inputs, tuple(rank.indices), tuple(program.outputs), uneven_rows)
 
 
 def _is_kept(node: fx.Node) -> bool:
@@ -107,17 +105,16 @@ def _is_kept(node: fx.Node) -> bool:
     return node.op in ("placeholder", "output")
 
 
-def _replace(node: fx.Node, record: Operator, rank: OnRank) -> bool:
-    """Puts what a rank runs in place of a graph operator; whether that draws from the device's generator."""
+def _replace(node: fx.Node, record: Operator, rank: OnRank) -> None:
+    """Puts what a rank runs in place of a graph operator."""
     found = record.lower(node, rank)
     if isinstance(found, fx.Node):
         node.replace_all_uses_with(found)
         node.graph.erase_node(node)
-        return False
+        return
     node.target, node.args, node.kwargs = found.function, found.arguments, {}
     if found.finish is not None:
         _finish(node, found.finish, found.rest)
-    return found.draws
 
 
 def _finish(start: fx.Node, function: Any, rest: tuple[Any, ...]) -> None:

@@ -31,7 +31,6 @@ class Run:
     Attributes:
         function: of tensors, numbers and names of groups. FX writes calls by name: each needs one of its own.
         arguments: nodes and literals.
-        draws: whether it draws from the device's generator, which must be seeded apart for each rank.
         finish: of what communicates, a second function: it takes what the first one gives, and `rest`, and waits until
             that is there. It runs in front of the node's first reader.
         rest: nodes and literals.
@@ -39,7 +38,6 @@ class Run:
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
-    draws: bool = False
     finish: Callable[..., Any] | None = None
     rest: tuple[Any, ...] = ()
 

@@ -16,10 +16,10 @@ from torch import Tensor, fx
 
 from fxpar.errors import InputError
 from fxpar.layout.layout import I, Placement, R, V
-from fxpar.ops import counter
+from fxpar.ops import attend, counter
 from fxpar.ops.onrank import OnRank
 from fxpar.ops.operator import Gradients, OnShapes, Operator, Reverse, Run
-from fxpar.program.program import note, operands, output_layouts, output_types
+from fxpar.program.program import note, operands, output_types
 from fxpar.program.properties import Property
 from fxpar.signatures.calls import Call, bind_arguments
 from fxpar.signatures.engine import seed_signature
@@ -176,22 +176,8 @@ def _lower_uniform_like(node: fx.Node, rank: OnRank) -> Run:
 
 def _lower_attention(node: fx.Node, rank: OnRank) -> Run:
     query, key, value, mask, rng, p, causal, scale, gqa, *_ = node.args
-    if _may_fuse(node, rank):
-        return Run(counter.fused_attention, (query, key, value, mask, p, causal, scale, gqa), draws=True)
     cuts, random = _cuts(node, rank), rank.identity(node)
-    return Run(counter.attention, (query, key, value, mask, rng, p, random, causal, scale, gqa, cuts))
-
-
-def _may_fuse(node: fx.Node, rank: OnRank) -> bool:
-    """Whether a fused kernel may draw bits of its own.
-
-    There are such kernels on GPUs. They cannot give ranks that hold the same heads the same bits, nor the same
-    again to a region that is recomputed.
-    """
-    layout = output_layouts(node)[0]
-    is_apart = all(layout.on(axis).is_shard and not layout.on(axis).is_shared for axis in rank.program.axes)
-    is_asked = rank.program.plan.rng == "fused" and rank.device.type == "cuda"
-    return is_asked and is_apart and not note(node).recompute
+    return Run(attend.attention_with_dropout, (query, key, value, mask, rng, p, random, causal, scale, gqa, cuts))
 
 
 def _cuts(node: fx.Node, rank: OnRank) -> list[Any]:

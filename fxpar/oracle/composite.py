@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxpar.ops import counter
+from fxpar.ops import attend, counter
 from fxpar.ops import random as records
 from fxpar.ops.attention import attention_backward, attention_forward
 from fxpar.ops.bound import same
@@ -80,7 +80,7 @@ def attention(
     cuts: Sequence[IndexCut] = (),
 ) -> Tensor:
     """`fxpar.attention` of a node with some identity; `cuts` say which block of the whole the probabilities are."""
-    return counter.attention(query, key, value, mask, rng, p, _IDENTITY, is_causal, scale, enable_gqa, cuts)
+    return attend.attention_with_dropout(query, key, value, mask, rng, p, _IDENTITY, is_causal, scale, enable_gqa, cuts)
 
 
 def function(*args: Any, path: str) -> Any:

@@ -26,7 +26,6 @@ from fxpar.plan.pipeline import MOST_RANKS, pipeline_problems
 
 SPLITS = ("column", "row", "head", "vocab", "replicate")
 LOSS_REDUCTIONS = ("mean", "token", "local_mean")
-RNGS = ("fused", "exact")
 PRECISIONS = ("as_is", "fp32", "bf16", "fp16", "bf16_weights")
 EXCHANGES = ("auto", "nccl", "copy")
 RECOMPUTES = ("none", "selective", "full")
@@ -86,9 +85,6 @@ class Plan:
             dropout and residuals are shared out too: all-reduces become pairs of reduce-scatter and all-gather. tp must
             divide the sequence length.
         seed: of dropout and other random nodes, and of the initial weights of a model on the meta device.
-        rng: where dropout inside of attention draws its bits on GPUs: `fused`, in the fused kernel, from seeds of each
-            rank's own, so that masks depend on the number of ranks; `exact`, in the plain form, slower, with the masks
-            of the single device. All other dropout is exact always.
         row_wise: globs on the names of operators that no rule knows (`mylib.scan.default`, as the text form has it, or
             an autograd function's class, `mymodel.scan.Scan`), each of which computes the rows of the batch apart:
             dimension 0 of an operand or output whose size is a multiple of the batch is rows, other operands serve all
@@ -137,7 +133,6 @@ class Plan:
     row_wise: tuple[str, ...] = ()
     sequence_parallel: bool = False
     seed: int = 0
-    rng: str = "fused"
     precision: str = "as_is"
     recompute: str = "none"
     activation_budget: int | float | None = None
@@ -215,8 +210,6 @@ class Plan:
                 yield f"{name}={shown(getattr(self, name))} is neither True nor False: write one of them"
         if type(self.seed) is not int or not 0 <= self.seed < 2**63:
             yield f"seed={shown(self.seed)} is no integer in [0, 2^63): choose another seed"
-        if self.rng not in RNGS:
-            yield f"rng={shown(self.rng)} is unknown: choose one of {', '.join(RNGS)}"
         if self.precision not in PRECISIONS:
             yield f"precision={shown(self.precision)} is unknown: choose one of {', '.join(PRECISIONS)}"
         if self.exchange not in EXCHANGES:
