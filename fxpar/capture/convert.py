@@ -30,6 +30,7 @@ from fxpar.program.program import (
     Parameter,
     Program,
     TensorType,
+    module_of,
     set_note,
     tensor_type,
 )
@@ -119,7 +120,7 @@ def convert(traced: Trace, model: nn.Module, plan: Plan, loss: str | None) -> tu
             raise CaptureError(f"the trace refers to {node.target}", where=f"%{node.name}", remedy="report this model")
     outputs, out_leaves = _outputs(state)
     program = Program(
-        fx.GraphModule(nn.Module(), graph),
+        module_of(graph),
         tuple(parameters),
         tuple(inputs),
         tuple(outputs),

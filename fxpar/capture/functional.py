@@ -21,6 +21,8 @@ from torch import Tensor, fx
 from torch.export import ExportedProgram
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from fxpar.capture import patches
+
 aten = torch.ops.aten
 
 
@@ -45,7 +47,8 @@ def functional_form(exported: ExportedProgram) -> ExportedProgram:
             exported.graph.erase_node(node)
     exported.graph.eliminate_dead_code()
     _number(exported)
-    exported.graph_module.recompile()
+    with patches.late_code():
+        exported.graph_module.recompile()
     return exported
 
 

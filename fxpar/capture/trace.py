@@ -265,7 +265,8 @@ def _functional(
             if error.where:
                 raise
             raise type(error)(error.reason, where=place_of(error), remedy=error.remedy) from error
-        settle(exported, prefix)
+        with patches.late_code():
+            settle(exported, prefix)
         with patches.loss_shapes():
             functional = functional_form(exported)
         refuse_mutation(functional, prefix)
