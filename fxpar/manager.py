@@ -203,7 +203,9 @@ class PassManager:
             program, nodes = self._apply(item, program, old)
             self._write(program, index, item.name)
             _lint(program, item.name)
-            if list(old.items()) != list(nodes.items()) or not _is_same_besides(before, program):
+            done = program.history[-1]
+            is_changed = done.added or done.erased or done.changed or list(old) != list(nodes)
+            if is_changed or not _is_same_besides(before, program):
                 out = inlined(program)
                 if item.preserves == "dataflow":
                     _check_dataflow(item, known, out, flows)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, set_meta, track_tensor
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, extract_val, track_tensor
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.fx.node import map_arg
 
@@ -168,6 +168,7 @@ class Copied:
         """
         found = new_like(value)
         proxy = fx.Proxy(node, self._tracer)
-        set_meta(proxy, found)
+        # As the trace does; what it says besides of shape and strides is written already, from a tensor like this one.
+        node.meta["val"] = extract_val(found)
         track_tensor(found, proxy, constant=None, tracer=self._tracer)
         return found
