@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import traceback
+import types
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node, _engine_run_backward
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpar.capture.decided import host_numbers
@@ -194,7 +196,8 @@ class _Calls(TorchDispatchMode):
 
     def __init__(self, found: Eager) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._found, self._profiler, self._within = found, sys.getprofile(), ""
+        self._found, self._profiler, self._within, self._is_looking = found, sys.getprofile(), "", False
+        self._functions = _Functions(self)
         if not (self._profiler is None or callable(self._profiler) or hasattr(self._profiler, "enable")):
             raise CaptureError(
                 f"a profiler runs ({type(self._profiler).__name__}) that Python cannot put back",
@@ -204,15 +207,32 @@ class _Calls(TorchDispatchMode):
 
     def __enter__(self) -> Self:
         super().__enter__()  # type: ignore[no-untyped-call]
-        sys.setprofile(self._see)
+        self._functions.__enter__()
+        self._look()
         return self
 
     def __exit__(self, *args: object) -> None:
         self._look_away()
+        self._functions.__exit__(*args)
         super().__exit__(*args)  # type: ignore[no-untyped-call]
+
+    def unseen(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        """A call inside which nothing is looked at."""
+        if not self._is_looking:
+            return func(*args, **kwargs)
+        self._look_away()
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self._look()
+
+    def _look(self) -> None:
+        self._is_looking = True
+        sys.setprofile(self._see)
 
     def _look_away(self) -> None:
         """Puts back the profiler of the user's process; cProfile's is no function, but an object that knows how."""
+        self._is_looking = False
         if self._profiler is None or callable(self._profiler):
             sys.setprofile(self._profiler)
         else:
@@ -221,13 +241,12 @@ class _Calls(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        self._look_away()
-        try:
-            if torch.Tag.nondeterministic_seeded in func.tags:
-                _check_draw(func)
-            return func(*args, **(kwargs or {}))
-        finally:
-            sys.setprofile(self._see)
+        return self.unseen(self._run, func, args, kwargs or {})
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            _check_draw(func)
+        return self._found.layers.operator(func, args, kwargs)
 
     def _see(self, frame: FrameType, event: str, arg: Any) -> None:
         if event == "c_call":
@@ -250,6 +269,35 @@ class _Calls(TorchDispatchMode):
         elif event == "return" and self._within and frame.f_back is not None and frame.f_back.f_code is _ENGINE:
             self._found.hooks.setdefault(self._within)
             self._within = ""
+
+
+# Types of functions that are written in C.
+_IN_C = (
+    types.BuiltinFunctionType,
+    types.MethodDescriptorType,
+    types.MethodWrapperType,
+    types.WrapperDescriptorType,
+)
+
+
+class _Functions(TorchFunctionMode):
+    """Has calls not look at what runs below a function that torch has in C, or `torch.nn.functional`.
+
+    That is torch itself, and no code of the author's but kernels in the place of torch's own: what these hook on a node
+    is called, and seen, in the backward. These are most calls of a forward, and the profiler would be asked about each.
+    The author's own operators are no such functions.
+    """
+
+    def __init__(self, calls: _Calls) -> None:
+        super().__init__()
+        self._calls = calls
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if isinstance(func, _IN_C) or getattr(func, "__module__", "") == "torch.nn.functional":
+            return self._calls.unseen(func, *args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
 
 
 def _check_draw(func: Any) -> None:

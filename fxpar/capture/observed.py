@@ -8,19 +8,19 @@ code has read, or where it has found it, does not matter to that: it has run.
 from __future__ import annotations
 
 import contextlib
-import sys
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch._subclasses.fake_tensor import FakeTensor
 
 from fxpar.capture import patches
 
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+_LEAVES = frozenset({bool, int, float, str, type(None), torch.dtype, torch.device})  # most arguments
 _ATOMS = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
@@ -39,6 +39,18 @@ class Observed:
 
     copied: Mapping[Number, Number] = field(default_factory=dict)
     calls: dict[str, list[list[Hashable]]] = field(default_factory=dict)
+    _active: list[_Call] = field(default_factory=list)
+
+    def operator(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Runs an operator, which the calls note that are running."""
+        if not self._active or func.namespace == "prim":  # asks what a tensor is, not of each call anew
+            return func(*args, **kwargs)
+        for each in self._active:
+            each.sees(func, args, kwargs)
+        found = func(*args, **kwargs)
+        for each in self._active:
+            each.made(found)
+        return found
 
     @property
     def is_proven(self) -> bool:
@@ -52,7 +64,7 @@ class Observed:
             return contextlib.nullcontext()
         modules = dict(model.named_modules())
         watched = {id(modules[path]): path for pair in self.copied.items() for path, _ in pair}
-        active: list[_Call] = []
+        active = self._active
 
         def call(original: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             for each in active:
@@ -64,8 +76,7 @@ class Observed:
             self.calls.setdefault(path, []).append(own.done)
             active.append(own)
             try:
-                with own:
-                    found = original(module, *args, **kwargs)
+                found = original(module, *args, **kwargs)
             finally:
                 active.pop()
             own.gives(found)
@@ -75,15 +86,14 @@ class Observed:
         return patched
 
 
-class _Call(TorchDispatchMode):
-    """While active, notes each operator with its operands: what goes into the call, is its module's, or it has made.
+class _Call:
+    """Notes each operator with its operands: what goes into the call, is its module's, or it has made.
 
     Attributes:
         done: what it did.
     """
 
     def __init__(self, module: nn.Module, given: Any) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
         self.done: list[Hashable] = []
         # Tensors are held, so that no later one has the identity of one that is gone.
         self._names: dict[int, tuple[Hashable, Tensor]] = {}
@@ -105,8 +115,15 @@ class _Call(TorchDispatchMode):
         self.done.append(("gives", self._said(value)))
 
     def _said(self, nest: Any) -> Hashable:
+        kind = type(nest)
+        if kind is tuple or kind is list:
+            return kind, tuple([self._said(value) for value in nest])
+        if kind is dict:
+            return kind, tuple([(self._word(key), self._said(value)) for key, value in nest.items()])
+        if isinstance(nest, Tensor) or kind in _LEAVES:
+            return self._word(nest)
         values, spec = pytree.tree_flatten(nest)
-        return str(spec), tuple(self._word(value) for value in values)
+        return str(spec), tuple([self._word(value) for value in values])
 
     def _word(self, value: Any) -> Hashable:
         if isinstance(value, Tensor):
@@ -115,35 +132,23 @@ class _Call(TorchDispatchMode):
             name = self._called(value, ("new", len(self._names))) if known is None else known[0]
             outside = (id(value),) if known is None and self.done else ()
             # Strides, and whether it is a view, show in what code that asks for them does.
-            facts = (value.dtype, value.device, value.requires_grad)
-            return "tensor", name, outside, facts, tuple([self._word(size) for size in value.shape])
+            is_fake = type(value) is FakeTensor  # of which to ask the device runs an operator
+            facts = (value.dtype, value.fake_device if is_fake else value.device, value.requires_grad)
+            shape = tuple(value.shape)
+            is_plain = all(type(size) is int for size in shape)
+            return "tensor", name, outside, facts, shape if is_plain else tuple([self._word(size) for size in shape])
         if isinstance(value, _SYMBOLIC):
             return type(value), str(value.node.expr)
         if isinstance(value, _ATOMS):
             return type(value), repr(value)
         return type(value), id(value)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if func.namespace == "prim":  # asks what a tensor is, not of each call anew
-            return func(*args, **(kwargs or {}))
-        with _unprofiled():
-            self.done.append((func, torch.is_grad_enabled(), self._said((args, dict(kwargs or {})))))
-        found = func(*args, **(kwargs or {}))
-        with _unprofiled():
-            for value in pytree.tree_leaves(found):
-                if isinstance(value, Tensor):
-                    self._called(value, ("made", len(self.done), len(self._names)))
-        return found
+    def sees(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Notes an operator that runs now."""
+        self.done.append((func, torch.is_grad_enabled(), self._said((args, dict(kwargs)))))
 
-
-@contextlib.contextmanager
-def _unprofiled() -> Iterator[None]:
-    """The walk of the eager model sees each call of Python by the profiler; those in here are none of the author's."""
-    profiler = sys.getprofile()
-    sys.setprofile(None)
-    try:
-        yield
-    finally:
-        sys.setprofile(profiler)
+    def made(self, found: Any) -> None:
+        """Notes what that has given."""
+        for value in (found,) if isinstance(found, Tensor) else pytree.tree_leaves(found):
+            if isinstance(value, Tensor):
+                self._called(value, ("made", len(self.done), len(self._names)))
