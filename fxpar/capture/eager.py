@@ -207,13 +207,13 @@ class _Calls(TorchDispatchMode):
 
     def __enter__(self) -> Self:
         super().__enter__()  # type: ignore[no-untyped-call]
-        self._functions.__enter__()
+        self._functions.__enter__()  # type: ignore[no-untyped-call]
         self._look()
         return self
 
     def __exit__(self, *args: object) -> None:
         self._look_away()
-        self._functions.__exit__(*args)
+        self._functions.__exit__(*args)  # type: ignore[no-untyped-call]
         super().__exit__(*args)  # type: ignore[no-untyped-call]
 
     def unseen(self, func: Any, *args: Any, **kwargs: Any) -> Any:

@@ -132,8 +132,9 @@ class _Call:
             name = self._called(value, ("new", len(self._names))) if known is None else known[0]
             outside = (id(value),) if known is None and self.done else ()
             # Strides, and whether it is a view, show in what code that asks for them does.
-            is_fake = type(value) is FakeTensor  # of which to ask the device runs an operator
-            facts = (value.dtype, value.fake_device if is_fake else value.device, value.requires_grad)
+            # To ask a fake for its device runs an operator.
+            device: Any = value.fake_device if isinstance(value, FakeTensor) else value.device
+            facts = (value.dtype, device, value.requires_grad)
             shape = tuple(value.shape)
             is_plain = all(type(size) is int for size in shape)
             return "tensor", name, outside, facts, shape if is_plain else tuple([self._word(size) for size in shape])
