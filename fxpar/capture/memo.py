@@ -194,7 +194,8 @@ class Memory:
         # Asked behind each layer of a model, of thousands of names: what loops does it in one call.
         return (
             all(_all_are(map(space.get, held, _EVER_MISSING), held) for space, held in self._globals.values())
-            and all(_same_entries(vars(owner), attributes) for owner, attributes in self._objects.values())
+            # Most of these are functions without attributes.
+            and all(_same_entries(vars(o), held) if held else not vars(o) for o, held in self._objects.values())
             and all(_slot(s, owner) is value for owner, slots in self._slotted.values() for s, value in slots)
             and all(_contents(cell) is before for cell, before in self._cells.values())
             and all(_holds(value, entries) for value, entries in self._containers.values())
@@ -289,11 +290,11 @@ def _all_are(values: Iterable[Any], held: Mapping[Any, Any]) -> bool:
 
 def _holds(value: Any, entries: Any) -> bool:
     """Whether a container holds the entries, and no others."""
-    base = _base(value)
+    is_plain = type(value) in _CONTAINERS  # and no class of the author's, which may answer otherwise
     if isinstance(value, dict):
-        return _same_entries(dict(base.items(value)), entries)
-    now = list(base.__iter__(value))
-    return len(now) == len(entries) and all(a is b for a, b in zip(now, entries, strict=True))
+        return _same_entries(value if is_plain else dict(_base(value).items(value)), entries)
+    now = value if is_plain else list(_base(value).__iter__(value))
+    return len(now) == len(entries) and all(map(operator.is_, now, entries))
 
 
 def _undo(value: Any, entries: Any) -> None:
