@@ -25,9 +25,10 @@ def plain(value: Any, of_node: Callable[[fx.Node], Hashable]) -> Hashable:
     if isinstance(value, fx.Node):
         return fx.Node, of_node(value)
     if isinstance(value, (list, tuple)):
-        return kind, tuple([plain(item, of_node) for item in value])
+        # As below and above, without a call for most items: of a node this is asked behind each pass.
+        return kind, tuple([(type(item), item) if type(item) in _ATOMS else plain(item, of_node) for item in value])
     if isinstance(value, dict):
-        return dict, tuple((name, plain(item, of_node)) for name, item in sorted(value.items()))
+        return dict, tuple([(name, plain(item, of_node)) for name, item in sorted(value.items())])
     if isinstance(value, slice):
         return slice, plain((value.start, value.stop, value.step), of_node)
     if isinstance(value, (float, complex)):
