@@ -99,4 +99,9 @@ def swapped(model: nn.Module, others: Mapping[int, Tensor]) -> Iterator[None]:
 
 def _fake(value: Tensor) -> Tensor:
     made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
-    return nn.Parameter(made, requires_grad=value.requires_grad) if isinstance(value, nn.Parameter) else made
+    if isinstance(value, nn.Parameter):
+        # What `nn.Parameter` does with a tensor of another class, but that it detaches it first, which a fake takes
+        # for an operator.
+        made._is_param = True
+        made.requires_grad_(value.requires_grad)
+    return made
