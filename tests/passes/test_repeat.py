@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import pytest
@@ -25,13 +25,14 @@ _LAYER = """%a{i} = aten.linear.default(%x{i}, %up{i}) : f32[b, 16] tp:S(1)
 """
 
 
-def _stack(ends: Mapping[int, str]) -> str:
-    """Layers, the ends of which may be other ones."""
+def _stack(ends: Mapping[int, str], frozen: Collection[str] = ()) -> str:
+    """Layers, the ends of which may be other ones, and some parameters of which are not trained."""
     lines = ["fxpar 1", 'plan {"tp": 2}', "properties canonical collectives layouts local rng vocabulary"]
     lines += ["symbol b = x.0 like 3", "loss loss"]
     for i in range(3):
-        lines.append(f'%up{i} = parameter["up{i}"] : f32[16, 8] tp:S(0)')
-        lines.append(f'%down{i} = parameter["down{i}"] : f32[8, 16] tp:S(1)')
+        up, down = ("(frozen)" if f"{name}{i}" in frozen else "" for name in ("up", "down"))
+        lines.append(f'%up{i} = parameter["up{i}"]{up} : f32[16, 8] tp:S(0)')
+        lines.append(f'%down{i} = parameter["down{i}"]{down} : f32[8, 16] tp:S(1)')
     lines += ['%x = input["x"] : f32[b, 8] tp:I', "%b = aten.sym_size.int(%x, 0) : b"]
     lines.append("%x0 = aten.neg.default(%x) : f32[b, 8] tp:I")
     for i in range(3):
@@ -52,6 +53,21 @@ def _stack(ends: Mapping[int, str]) -> str:
     ],
 )
 def test_what_is_repeated_is_what_is_emitted(ends: Mapping[int, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    _compare(_stack(ends), monkeypatch)
+
+
+# The last layer is differentiated first: others would repeat a gradient that is not wanted, or lack one that is.
+@pytest.mark.parametrize("frozen", [["down2"], ["up2"], ["up1", "down1"], ["up0", "down0", "up2"], ["down0", "down1"]])
+def test_layers_some_of_whose_parameters_are_frozen(frozen: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    text = _stack({}, frozen)
+    _compare(text, monkeypatch)
+    outputs = set(differentiate(parse_program(text)).outputs)
+    weights = {f"{name}{i}" for name in ("up", "down") for i in range(3)}
+    assert outputs == {"loss", *(f"fxpar.gradient.{name}" for name in weights.difference(frozen))}
+
+
+def _compare(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Differentiates a program with repeated derivatives and without, and compares the texts."""
     again, repeated = Repeats.again, list[bool]()
 
     def counted(self: Repeats, *given: Any) -> dict[fx.Node, fx.Node] | None:
@@ -60,7 +76,7 @@ def test_what_is_repeated_is_what_is_emitted(ends: Mapping[int, str], monkeypatc
         return found
 
     monkeypatch.setattr(Repeats, "again", counted)
-    found = print_program(differentiate(parse_program(_stack(ends))))
+    found = print_program(differentiate(parse_program(text)))
     monkeypatch.setattr(Repeats, "again", lambda *given: None)
-    assert found == print_program(differentiate(parse_program(_stack(ends))))
+    assert found == print_program(differentiate(parse_program(text)))
     assert sum(repeated) >= len(repeated) // 3
