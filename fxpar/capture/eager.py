@@ -24,6 +24,7 @@ from typing import Any, Self
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node, _engine_run_backward
 from torch.overrides import TorchFunctionMode
@@ -43,6 +44,7 @@ from fxpar.capture.trace import FAILURES, called, quiet
 from fxpar.errors import CaptureError
 
 _ENGINE = _engine_run_backward.__code__
+_DEVICE = torch.ops.prim.device.default
 # What registers hooks on nodes of autograd's graph, and what calls an autograd function.
 _CALLED = frozenset({"register_hook", "register_prehook", "_register_hook_dict", "apply"})
 # Code of torch that the engine calls for the author's hooks.
@@ -241,6 +243,9 @@ class _Calls(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        # Autograd asks each operand and result, more often than there are operators: the answer of torch's own handler.
+        if func is _DEVICE and isinstance(args[0], FakeTensor) and not args[0].fake_mode.in_kernel_invocation:
+            return args[0].fake_device
         return self.unseen(self._run, func, args, kwargs or {})
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
