@@ -20,6 +20,7 @@ from fxpar.errors import CaptureError
 # Exact types: a class derived from one of them may not be emptied and filled without consequences.
 _MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
 _CONTAINERS = (*_MAPPINGS, list, set, deque)
+_KEPT = frozenset({*_CONTAINERS, tuple})
 _PLAIN = (bool, int, float, complex, str)
 _MISSING = object()
 
@@ -39,22 +40,25 @@ class State:
         for name, module, attributes in self._modules:
             for cls in type(module).__mro__:
                 if not cls.__module__.startswith("torch."):
-                    for key, value in vars(cls).items():
-                        self._keep(value, f"{name}.{key}")
-            for key, value in attributes.items():
+                    self._keep_all(vars(cls), name)
+            self._keep_all(attributes, name)
+
+    def _keep_all(self, attributes: Mapping[str, Any], name: str) -> None:
+        for key, value in attributes.items():
+            if type(value) in _KEPT:  # few are, and each module of a model is asked
                 self._keep(value, f"{name}.{key}")
 
     def _keep(self, value: Any, name: str) -> None:
         pending = [(value, name)]
         while pending:
             value, name = pending.pop()
-            if type(value) not in (*_CONTAINERS, tuple) or id(value) in self._kept:
+            if id(value) in self._kept:
                 continue
             # A tuple is kept too: it holds what must stay alive for the identities to mean something.
             self._kept[id(value)] = (value, value if type(value) is tuple else type(value).copy(value))
             self._names[id(value)] = name
             inner = value.items() if type(value) in _MAPPINGS else enumerate(value)
-            pending += [(item, f"{name}[{key!r}]") for key, item in inner if type(item) in (*_CONTAINERS, tuple)]
+            pending += [(item, f"{name}[{key!r}]") for key, item in inner if type(item) in _KEPT]
 
     def restore(self) -> None:
         """Puts back attributes and contents, in the containers that held them."""
