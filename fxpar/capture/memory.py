@@ -15,8 +15,9 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils._python_dispatch import _disable_current_modes
 
 
 @contextlib.contextmanager
@@ -33,8 +34,8 @@ def with_memory(model: nn.Module, batch: Any) -> Iterator[tuple[Any, Mapping[int
         yield batch, {}
         return
     mode = FakeTensorMode(shape_env=ShapeEnv(tracked_fakes=[]), allow_non_fake_inputs=True)
+    fakes = _fakes(mode, meta)
     with mode:
-        fakes = {id(value): _fake(value) for value in meta}
         batch = pytree.tree_map_only(Tensor, _fake, batch)
     with swapped(model, fakes):
         yield batch, {id(fakes[id(value)]): value for value in meta}
@@ -47,9 +48,8 @@ def without_values(model: nn.Module, batch: Any) -> Iterator[Any]:
     Yields:
         The batch, inside the mode that makes fakes.
     """
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        values = {id(v): v for store in _stores(model) for v in store.values() if v is not None}
-        fakes = {key: _fake(value) for key, value in values.items()}
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fakes = _fakes(mode, [v for store in _stores(model) for v in store.values() if v is not None])
         with swapped(model, fakes):
             yield pytree.tree_map_only(Tensor, _fake, batch)
 
@@ -98,10 +98,23 @@ def swapped(model: nn.Module, others: Mapping[int, Tensor]) -> Iterator[None]:
 
 
 def _fake(value: Tensor) -> Tensor:
-    made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
-    if isinstance(value, nn.Parameter):
-        # What `nn.Parameter` does with a tensor of another class, but that it detaches it first, which a fake takes
-        # for an operator.
-        made._is_param = True
-        made.requires_grad_(value.requires_grad)
-    return made
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="cpu")
+
+
+def _fakes(mode: FakeTensorMode, values: list[Tensor]) -> dict[int, Tensor]:
+    """The tensors of a model as fakes, by the identities of those.
+
+    They are what the mode makes for `_fake` and `nn.Parameter`, without the operators that these are to it: a call and
+    a `detach`, for each parameter of each layer.
+    """
+    found: dict[int, Tensor] = {}
+    cpu = torch.device("cpu")
+    with _disable_current_modes():
+        for value in values:
+            if id(value) not in found:
+                empty = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+                found[id(value)] = made = FakeTensor(mode, empty, cpu)
+                if isinstance(value, nn.Parameter):
+                    made._is_param = True
+                    made.requires_grad_(value.requires_grad)
+    return found

@@ -116,7 +116,7 @@ class Repeats:
     def _layer(self, call: _Call, run: Callable[[], Any]) -> Any:
         tracer, layer, _, args, kwargs = call
         try:
-            if has_hooks(layer) or _has_global_hooks():
+            if _apart(has_hooks)(layer) or _has_global_hooks():
                 raise UnknownValueError
             inputs, description = _described(tracer, layer, args, kwargs)
         except UnknownValueError:
