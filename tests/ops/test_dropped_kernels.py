@@ -84,7 +84,9 @@ def test_the_kernels_compute_the_plain_form(case: Case, dtype: torch.dtype) -> N
     wanted = run(*(x.double() for x in (q, k, v, gradient)))
     found, again = run(q, k, v, gradient), run(q, k, v, gradient)
     tolerance = 1e-2 if dtype == torch.bfloat16 else 2e-3
+    # Of one key alone the gradients of scores are zero, but for rounding.
+    least = 1e-3 * max(float(true.norm()) for true in wanted)
     for mine, same, true in zip(found, again, wanted, strict=True):
         assert mine.dtype == dtype
         assert torch.equal(mine, same)
-        assert float((mine.double() - true).norm()) <= tolerance * float(true.norm())
+        assert float((mine.double() - true).norm()) <= tolerance * max(float(true.norm()), least)
