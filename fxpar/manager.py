@@ -303,7 +303,7 @@ def _is_same_besides(before: Program, after: Program) -> bool:
     """Whether, besides nodes and their order, nothing changed of which a check could speak: no table or property."""
 
     def compared(program: Program) -> tuple[object, ...]:
-        tables = (program.parameters, program.inputs, program.outputs, program.symbols, program.plan, program.loss)
+        tables = (program.parameters, program.inputs, program.outputs, program.all_symbols, program.plan, program.loss)
         values = tuple((name, id(value)) for name, value in program.constants.items())
         return *tables, program.properties, values
 

@@ -19,7 +19,6 @@ from fxpar.passes.forms import BY_ITEM, form_of
 from fxpar.program.keys import plain
 from fxpar.program.program import (
     ScalarType,
-    Symbol,
     TensorType,
     describe,
     has_note,
@@ -27,6 +26,7 @@ from fxpar.program.program import (
     operands,
     output_types,
 )
+from fxpar.program.symbols import Counted, Symbol
 from fxpar.signatures.functions import resolve_function
 
 aten = torch.ops.aten
@@ -67,7 +67,7 @@ _PROGRAMS = 8
 class _Traces:
     """Traces of calls on sizes in some symbols, each distinct one once."""
 
-    def __init__(self, symbols: tuple[Symbol, ...]) -> None:
+    def __init__(self, symbols: tuple[Symbol | Counted, ...]) -> None:
         self._symbols = symbols
         self._sizes = Sizes(symbols)
         self._known: dict[Any, Derivative] = {}
@@ -101,7 +101,7 @@ class Derivatives:
     Those of PyTorch's own operators outlive it. What an author's function computes is another thing tomorrow.
     """
 
-    def __init__(self, symbols: Sequence[Symbol]) -> None:
+    def __init__(self, symbols: Sequence[Symbol | Counted]) -> None:
         self._of_pytorch = _of_pytorch(tuple(symbols))
         self._of_others = _Traces(tuple(symbols))
 

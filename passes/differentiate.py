@@ -150,7 +150,7 @@ class _Backward:
     def __init__(self, program: Program) -> None:
         self.program, self.flags = program, carried(program)
         self.emit = Emitter(program, self.flags)
-        self.derivatives, self.repeats = Derivatives(program.symbols), Repeats(self.emit)
+        self.derivatives, self.repeats = Derivatives(program.all_symbols), Repeats(self.emit)
         self.has_decomposed = False
         self.known: dict[tuple[fx.Node, int], fx.Node] = {}
         held = program.placeholders()

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Mapping
-from math import prod
-from typing import Any
-
-import torch
-from torch import fx
+import itertools
+from collections.abc import Sequence
 
 from fxpar.errors import PlanError
-from fxpar.layout.symbols import Size, divide, simplify
 from fxpar.manager import register_pass
-from fxpar.passes.routed_rows import Routed, routed
-from fxpar.passes.token_cuts import Emitter, TokenCut, token_cut
-from fxpar.program.program import Program, TensorType, describe, note, operands, output_types, tensor_type
+from fxpar.passes.exact_rows import ExactRows
+from fxpar.passes.routed_rows import routed
+from fxpar.passes.static_rows import StaticRows
+from fxpar.program.program import Program
 from fxpar.program.properties import Property
-
-aten, fxp = torch.ops.aten, torch.ops.fxpar
-# What takes the place of an operand of a node.
-_Operand = Callable[[fx.Node, fx.Node], fx.Node]
+from fxpar.program.symbols import Counted
 
 
 @register_pass(
@@ -50,6 +42,12 @@ def dispatch_experts(program: Program) -> Program:
     share are cut among them first and gathered behind, so that none travels twice. No size depends on the routing and
     nothing waits for the host. Values and gradients stay equal.
 
+    With `Plan(dispatch="exact")` rows travel as they are sorted, as many as there are::
+
+        %sizes = fxpar.split_sizes(%order, %counts, %counts_received) : i64[2, 5]
+        %there = fxpar.send_rows[dp](%rows, %sizes) : f32[2, r, 64]
+        %by_expert, %counts_here = fxpar.arrived_order.default(%counts_received, %r) : i64[2, r], i64[2, 4]
+
     Refuses experts that the holders do not divide, and a plan whose ep nothing in the model consumes.
     """
     holders = program.mesh.holders
@@ -60,210 +58,19 @@ def dispatch_experts(program: Program) -> Program:
             where=f"ep={program.plan.ep}",
             remedy="call fxpar.ops.experts in the model, or set ep=1",
         )
+    counted: list[Counted] = []
     for region in regions:
-        _Dispatch(program, region, holders).run()
+        if holders and program.plan.dispatch == "exact":
+            name = _new_name(program, counted)
+            counted.append(ExactRows(program, region, holders, name).run())
+        else:
+            StaticRows(program, region, holders).run()
     program.graph.eliminate_dead_code()
-    return program
+    return program.with_(counted=tuple(counted))
 
 
-class _Dispatch:
-    """One layer's experts, being rewritten.
-
-    Attributes:
-        cut: how tokens are cut; its axes are the leading dimensions of what a source has.
-        capacity: places of a block, as a node or number, and its size.
-        held: of the leading dimensions those of holders.
-        outer: those that stay in front of the holders' where rows are received: other data axes.
-        merged: those that become rows there: of axes that split each expert, and of the sources among holders.
-    """
-
-    def __init__(self, program: Program, region: Routed, holders: Mapping[str, int]) -> None:
-        self.region, self.holders = region, holders
-        self.blocks = prod(holders.values())
-        self.own = _shared_out(region, self.blocks)
-        self.emit = Emitter(program.graph, region.sort)
-        indices = operands(region.sort)[0]
-        tokens, where = tensor_type(indices).shape[0], describe(region.sort)
-        self.cut: TokenCut = token_cut(program, self.emit, tokens, where, shared=not holders)
-        self.axes = list(self.cut.axes)
-        self.lead = tuple(self.cut.axes.values())
-        self.held = [i for i, axis in enumerate(self.axes) if axis in holders]
-        kept = [i for i in range(len(self.axes)) if i not in self.held]
-        self.outer = [i for i in kept if self.axes[i] in self.cut.batch]
-        self.merged = [*(i for i in kept if i not in self.outer), *self.held]
-        self.sources = prod(self.lead[i] for i in self.merged)
-        # Leading dimensions of what a holder has.
-        self.here = (*(self.lead[i] for i in self.outer), *holders.values())
-        # Rows by node: as a source has them, and as a holder does.
-        self._source: dict[fx.Node, fx.Node] = {}
-        self._holder: dict[fx.Node, fx.Node] = {}
-        self._weights: dict[fx.Node, fx.Node] = {}
-        self._plan(indices)
-
-    def _plan(self, indices: fx.Node) -> None:
-        """Where each row goes."""
-        emit, experts, lead = self.emit, self.region.experts, self.lead
-        chosen = self.cut.apart(indices, 1, fill=experts)
-        self._tokens = tensor_type(chosen).shape[-2]
-        self._token_node = emit.size(chosen, len(lead))
-        rows, integer = simplify(self._tokens * self.region.k), torch.int64
-        order, counts = emit.several(
-            fxp.sort_by_expert.default,
-            (chosen, experts),
-            (TensorType(integer, (*lead, rows)), TensorType(integer, (*lead, experts))),
-        )
-        if not self.holders:
-            self._places = self._by_expert = order
-            self._counts = counts
-            self._row_node = emit.size(order, len(lead))
-            return
-        most = min(self.region.k, self.own)
-        self.capacity: tuple[Any, Size] = (
-            emit.number(operator.mul, self._token_node, most),
-            simplify(self._tokens * most),
-        )
-        node, size = self.capacity
-        kind = TensorType(integer, (*lead, simplify(self.blocks * size)))
-        self._places = emit.call(fxp.block_order.default, (order, counts, self.blocks, node), kind)
-        sizes = (*lead, *self.holders.values(), self.own)
-        received = self._there(emit.view(counts, sizes, sizes))
-        kind = tensor_type(received)
-        received = emit.view(received, (*self.here, self.sources, self.own), (*self.here, self.sources, self.own))
-        self._by_expert, self._counts = emit.several(
-            fxp.received_order.default,
-            (received, node),
-            (
-                TensorType(integer, (*self.here, simplify(self.sources * size))),
-                TensorType(integer, (*self.here, self.own)),
-            ),
-        )
-        self._row_node = emit.size(self._by_expert, len(self.here))
-
-    def run(self) -> None:
-        """Writes each node of the region over what a source has, or over what a holder has."""
-        region = self.region
-        for node in region.nodes:
-            self.emit.like(node)
-            if node in region.takes:
-                self._source[node] = self._taken(node)
-            elif node in region.puts:
-                node.replace_all_uses_with(self._put(node))
-            elif node in region.on_holders:
-                self._holder[node] = self._computed(node, self._holder_operand, tensor_type(self._by_expert).shape)
-            else:
-                self._source[node] = self._computed(node, self._source_operand, tensor_type(self._places).shape)
-
-    def _taken(self, node: fx.Node) -> fx.Node:
-        value, _, k = node.args
-        assert isinstance(value, fx.Node)
-        own = self.cut.apart(value, self.region.k // int(k))  # type: ignore[arg-type]
-        kind = TensorType(tensor_type(node).dtype, (*tensor_type(self._places).shape, *tensor_type(node).shape[1:]))
-        return self.emit.call(fxp.take_rows.default, (own, self._places, k), kind)
-
-    def _put(self, node: fx.Node) -> fx.Node:
-        value, given, *rest = node.args
-        assert isinstance(value, fx.Node)
-        assert isinstance(given, fx.Node)
-        kind = TensorType(tensor_type(node).dtype, (*self.lead, self._tokens, tensor_type(node).shape[-1]))
-        args: tuple[Any, ...] = self._returned(value), self._places, self._token_node, rest[-1]
-        if node.target is fxp.put_weighed.default:
-            args = self._returned(value), self.cut.apart(given, 1), self._places, rest[-1]
-        return self.cut.together(self.emit.call(node.target, args, kind))
-
-    def _computed(
-        self, node: fx.Node, operand: Callable[[fx.Node, fx.Node], fx.Node], rows: tuple[Size, ...]
-    ) -> fx.Node:
-        """An operation over rows of another shape."""
-        others = {arg: operand(node, arg) for arg in node.all_input_nodes}
-        kinds = tuple(TensorType(kind.dtype, (*rows, *kind.shape[1:])) for kind in output_types(node))
-        if node.target is aten.view.default:
-            (kind,), lead = kinds, len(rows) - 1
-            own = others[node.args[0]]  # type: ignore[index]
-            return self.emit.view(own, (*kind.shape[:lead], -1, *kind.shape[lead + 1 :]), kind.shape)
-        is_one = isinstance(note(node).type, TensorType)
-        return self.emit.shifted(node, others, kinds[0] if is_one else kinds, len(rows) - 1)
-
-    def _holder_operand(self, node: fx.Node, arg: fx.Node) -> fx.Node:
-        if arg in self.region.rows:
-            return self._sent(arg)
-        if arg is self.region.counts:
-            return self._counts
-        if not output_types(arg):  # the number of rows
-            made: fx.Node = self._row_node
-            return made
-        if node in self.region.grouped:
-            return self._weight(arg)
-        return arg
-
-    def _source_operand(self, node: fx.Node, arg: fx.Node) -> fx.Node:
-        return self._returned(arg) if arg in self.region.rows else arg
-
-    def _sent(self, value: fx.Node) -> fx.Node:
-        """Rows that a source has, as their holder does."""
-        if not self.holders:
-            return self._source[value] if value in self._source else self._holder[value]
-        if value not in self._holder:
-            own, (node, size) = self._source[value], self.capacity
-            width, sizes = tensor_type(own).shape[-1], tuple(self.holders.values())
-            parts = self.emit.view(own, (*self.lead, *sizes, node, width), (*self.lead, *sizes, size, width))
-            rows = tensor_type(self._by_expert).shape
-            there = self.emit.view(self._there(parts), (*self.here, -1, width), (*rows, width))
-            kind = TensorType(tensor_type(own).dtype, (*rows, width))
-            self._holder[value] = self.emit.call(fxp.take_rows.default, (there, self._by_expert, 1), kind)
-        return self._holder[value]
-
-    def _returned(self, value: fx.Node) -> fx.Node:
-        """Rows that a holder has, as their source does."""
-        if not self.holders:
-            return self._sent(value)
-        if value not in self._source:
-            own = self._holder[value]
-            placed = self.emit.call(fxp.put_rows.default, (own, self._by_expert, self._row_node, 1), tensor_type(own))
-            self._source[value] = self._back(placed)
-        return self._source[value]
-
-    def _there(self, blocks: fx.Node) -> fx.Node:
-        """[lead, holders, …] → [outer, holders, merged, …]: what each holder received."""
-        count, rank = len(self.lead), len(tensor_type(blocks).shape)
-        for place, index in enumerate(self.held):
-            blocks = self.emit.over(blocks, count + place, self.axes[index])
-        behind = count + len(self.held)
-        return self.emit.permute(blocks, [*self.outer, *range(count, behind), *self.merged, *range(behind, rank)])
-
-    def _back(self, rows: fx.Node) -> fx.Node:
-        """[outer, holders, merged * capacity, f] → [lead, blocks * capacity, f]: what each source gets back."""
-        emit, (node, size), width = self.emit, self.capacity, tensor_type(rows).shape[-1]
-        merged = tuple(self.lead[i] for i in self.merged)
-        parts = emit.view(rows, (*self.here, *merged, node, width), (*self.here, *merged, size, width))
-        outer, front = len(self.outer), len(self.here)
-        place = {dim: i for i, dim in enumerate(self.outer)} | {dim: front + i for i, dim in enumerate(self.merged)}
-        rank = len(self.here) + len(merged)
-        dims = [*(place[i] for i in range(len(self.lead))), *range(outer, front), rank, rank + 1]
-        made = emit.permute(parts, dims)
-        for index, axis in enumerate(self.axes):
-            if index in self.merged:
-                made = emit.over(made, index, axis)
-        return emit.view(made, (*self.lead, -1, width), (*self.lead, simplify(self.blocks * size), width))
-
-    def _weight(self, value: fx.Node) -> fx.Node:
-        """[experts, …] → [holders, experts of each, …], cut over them."""
-        if not self.holders:
-            return value
-        if value not in self._weights:
-            shape = (*self.holders.values(), self.own, *tensor_type(value).shape[1:])
-            made = self.emit.view(value, shape, shape)
-            for dim, axis in enumerate(self.holders):
-                made = self.emit.over(made, dim, axis)
-            self._weights[value] = made
-        return self._weights[value]
-
-
-def _shared_out(region: Routed, ranks: int) -> int:
-    own = divide(region.experts, ranks)
-    if own is None:
-        raise PlanError(
-            f"{region.experts} experts are not shared out evenly by {ranks} ranks",
-            where=describe(region.sort),
-            remedy=f"choose an ep that divides {region.experts}",
-        )
-    return int(own)
+def _new_name(program: Program, counted: Sequence[Counted]) -> str:
+    """A symbol for the rows of one more layer."""
+    taken = {each.name for each in program.symbols} | {each.name for each in counted}
+    taken |= {node.name for node in program.graph.nodes}
+    return next(name for i in itertools.count() if (name := f"r{i or ''}") not in taken)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
+from torch import fx
+
 from fxpar.analysis.capturable import why_not_capturable
 from fxpar.analysis.scopes import scopes
 from fxpar.errors import InputError, PassError
+from fxpar.layout.symbols import names
 from fxpar.manager import register_pass
-from fxpar.program.program import Program, ScalarType, note, update
+from fxpar.program.program import Program, ScalarType, note, operands, output_types, update
 from fxpar.program.properties import Property
 from fxpar.program.regions import regions
 
@@ -40,10 +45,20 @@ def mark_regions(program: Program) -> Program:
         there = ", ".join(sorted(set(scope_of.values()))) or "none"
         raise InputError(f"no part of the model is {absent[0]}", where="cuda_graphs.scope", remedy=f"it has: {there}")
     outside = f"is outside of the scope {', '.join(wanted)}"
+    counted = {each.name for each in program.counted}
     for node in program.graph.nodes:
         if node.op != "call_function" or isinstance(note(node).type, ScalarType):
             continue
-        reason = why_not_capturable(node) or (outside if wanted and scope_of.get(node) not in wanted else "")
+        is_outside = bool(wanted) and scope_of.get(node) not in wanted
+        reason = why_not_capturable(node) or _of_counted_rows(node, counted) or (outside if is_outside else "")
         if reason != note(node).uncaptured:
             update(node, uncaptured=reason)
     return program
+
+
+def _of_counted_rows(node: fx.Node, counted: Collection[str]) -> str:
+    """Why what has or reads rows that are counted is in no graph; empty for others."""
+    kinds = [kind for each in (node, *operands(node)) for kind in output_types(each)] if counted else []
+    if names(size for kind in kinds for size in kind.shape).isdisjoint(counted):
+        return ""
+    return "has as many rows as the routing decides; give dispatch='static'"

@@ -18,6 +18,7 @@ import torch
 from fxpar.layout.symbols import Size, names, product, simplify, symbol
 from fxpar.ops import alike
 from fxpar.program.program import Program, operands, output_types
+from fxpar.program.symbols import balanced
 
 Exponents = tuple[int, ...]
 _ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
@@ -32,7 +33,7 @@ def exponents(program: Program) -> list[Exponents]:
             query, key = (output_types(operand)[0].shape for operand in operands(node)[:2])
             shapes.add((*query[:-1], key[-2]))
     found = {(0,) * len(order)}
-    for size in {product(shape) for shape in shapes if names(shape)}:
+    for size in {balanced(program.counted, product(shape)) for shape in shapes if names(shape)}:
         if sympy.sympify(size).is_polynomial(*order):
             for powers in sympy.Poly(size, *order).monoms():
                 found.update(itertools.product(*[range(power + 1) for power in powers]))

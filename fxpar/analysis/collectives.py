@@ -22,6 +22,7 @@ from fxpar.program.mixed import held_type
 from fxpar.program.program import Program, TensorType, note, operands, output_layouts
 from fxpar.program.properties import Property
 from fxpar.program.step import RECOMPUTE
+from fxpar.program.symbols import balanced, with_counted
 from fxpar.program.weights import weights_of
 from fxpar.rules import call_of
 
@@ -110,6 +111,9 @@ def in_input_sizes(program: Program, size: Size) -> str:
     """A size in closed form, in the sizes of the inputs and not of a rank's share of them."""
     if isinstance(size, int):
         return str(size)
+    size = balanced(program.counted, size)
+    if isinstance(size, int):
+        return str(size)
     own = {symbol(s.name): symbol(s.name) / s.multiple for s in program.symbols}
     return str(simplify(size.subs(own, simultaneous=True)))
 
@@ -117,11 +121,14 @@ def in_input_sizes(program: Program, size: Size) -> str:
 def symbol_sizes(program: Program, sizes: Mapping[str, int] | None) -> dict[str, int]:
     """Values of the symbols: a size that ranks share out is divided, rounded up where they do not divide it.
 
+    Rows that are counted are those of a balanced load.
+
     Args:
         sizes: of the inputs; the example's where they are not given.
     """
     given = dict(sizes or {})
-    return {s.name: -(-given[s.name] // s.multiple) if s.name in given else s.example for s in program.symbols}
+    found = {s.name: -(-given[s.name] // s.multiple) if s.name in given else s.example for s in program.symbols}
+    return with_counted(program.counted, found)
 
 
 def _takes(node: fx.Node, index: int, wanted: Set[fx.Node]) -> bool:

@@ -21,7 +21,8 @@ from fxpar.capture.trace import Trace
 from fxpar.errors import CaptureError
 from fxpar.layout.symbols import Size, names, simplify, symbol
 from fxpar.program.dtypes import DTYPE_NAMES
-from fxpar.program.program import Note, ScalarType, Symbol, TensorType, ValueType
+from fxpar.program.program import Note, ScalarType, TensorType, ValueType
+from fxpar.program.symbols import Symbol
 from fxpar.signatures.randomness import draws_bits
 
 

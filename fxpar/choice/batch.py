@@ -30,7 +30,6 @@ from fxpar.program.coercions import resting
 from fxpar.program.gradients import carried
 from fxpar.program.program import (
     Program,
-    Symbol,
     TensorType,
     ValueType,
     describe,
@@ -43,6 +42,7 @@ from fxpar.program.program import (
     with_operands,
 )
 from fxpar.program.rows import batch_size
+from fxpar.program.symbols import Symbol
 from fxpar.rules import Refusal, call_of, inferred, rule_of, seeded
 from fxpar.rules.inference import target_on
 from fxpar.rules.local import peeled_call

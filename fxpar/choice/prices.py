@@ -26,6 +26,7 @@ from fxpar.plan.cost import Cost
 from fxpar.program.coercions import computed_fraction, held_fraction, shared_fraction
 from fxpar.program.mixed import held_type
 from fxpar.program.program import Program, TensorType, output_types
+from fxpar.program.symbols import with_counted
 
 _BATCH, _SEQUENCE, _WIDTH = 8, 1024, 4096
 
@@ -169,7 +170,7 @@ def reference_sizes(program: Program) -> dict[str, int]:
     for index, symbol in enumerate(program.symbols):
         size = _BATCH if index == 0 and len(program.symbols) > 1 else _SEQUENCE
         found[symbol.name] = -(-size // symbol.multiple)
-    return found
+    return with_counted(program.counted, found)
 
 
 def common_width(program: Program) -> int:

@@ -19,7 +19,8 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils._sympy.functions import FloorDiv, Max, Min, Mod, PythonMod
 
 from fxpar.layout.symbols import Size, simplify, symbol
-from fxpar.program.program import Symbol, TensorType
+from fxpar.program.program import TensorType
+from fxpar.program.symbols import Counted, Symbol
 
 # Arithmetic of sizes in PyTorch's integers.
 _ARITHMETIC: Mapping[Any, Callable[[Any, Any], Any]] = {
@@ -48,7 +49,7 @@ class Sizes:
         mode: in which tensors of such sizes are made.
     """
 
-    def __init__(self, symbols: Sequence[Symbol]) -> None:
+    def __init__(self, symbols: Sequence[Symbol | Counted]) -> None:
         self._shapes = ShapeEnv()
         # An operation that has no function of shapes is refused, and not run on values that are none.
         self.mode = FakeTensorMode(shape_env=self._shapes, allow_non_fake_inputs=True, allow_fallback_kernels=False)

@@ -19,6 +19,7 @@ from fxpar.ops.functions import function
 from fxpar.ops.host import item
 from fxpar.ops.operator import Operator, alike
 from fxpar.ops.random import attention, axis_index, dropout, uniform, uniform_like
+from fxpar.ops.sent_rows import return_rows, send_rows, split_sizes
 from fxpar.ops.shard_over import shard_over
 from fxpar.ops.sizes import size
 from fxpar.ops.transfers import transfer
@@ -39,7 +40,7 @@ __all__ = ["COMPOSITE_OF", "OPERATORS", "Operator", "alike", "experts"]
 _DRAWN = (axis_index, dropout, uniform, uniform_like, attention)
 _WORDS = (embedding, cross_entropy, nll_loss, log_softmax, logsumexp, argmax, topk)
 
-_OTHERS = (sum_gradients, function, size, zeros, item, transfer, shard_over)
+_OTHERS = (sum_gradients, function, size, zeros, item, transfer, shard_over, split_sizes, send_rows, return_rows)
 
 _GRADIENTS = (
     *(all_reduce_coalesced, attention_forward, attention_backward, cross_entropy_forward, cross_entropy_backward),
@@ -53,15 +54,9 @@ OPERATORS: Mapping[str, Operator] = MappingProxyType(
         for record in (
             *COERCION_OF,
             *_DRAWN,
-            sum_gradients,
             *_WORDS,
             *_GRADIENTS,
-            function,
-            size,
-            zeros,
-            item,
-            transfer,
-            shard_over,
+            *_OTHERS,
         )
     }
 )

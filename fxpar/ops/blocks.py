@@ -75,6 +75,35 @@ def _received_shapes(counts: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
     return counts.new_empty((*leading, sources * capacity)), counts.new_empty((*leading, experts))
 
 
+@torch.library.custom_op("fxpar::arrived_order", mutates_args=())
+def arrived_order(counts: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """Rows that sources sent, by expert, where nothing stands between them.
+
+    Args:
+        counts: i64 [..., sources, experts]: of each source the rows for each of this rank's experts.
+        rows: no fewer than that is in all; they stand by source, those of a source by expert.
+
+    Returns:
+        i64 [..., rows]: the rows by expert, in an expert by source, -1 behind all of them; and i64 [..., experts]: the
+        rows of each expert.
+    """
+    total, end = counts.sum(-2), counts.flatten(-2).cumsum(-1)
+    place = torch.arange(rows, device=counts.device).expand(*counts.shape[:-2], rows).contiguous()
+    # Of each row its source and expert; that of the last ones is none.
+    pair = torch.searchsorted(end.contiguous(), place, right=True)
+    before = counts.cumsum(-2) - counts + (total.cumsum(-1) - total).unsqueeze(-2)
+    shift = torch.nn.functional.pad(before.flatten(-2) - (end - counts.flatten(-2)), (0, 1))
+    target = torch.where(pair < end.shape[-1], place + shift.gather(-1, pair), rows)
+    order = target.new_full((*target.shape[:-1], rows + 1), -1)
+    return order.scatter(-1, target, place)[..., :-1].contiguous(), total
+
+
+@arrived_order.register_fake
+def _arrived_shapes(counts: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    *leading, _, experts = counts.shape
+    return counts.new_empty((*leading, rows)), counts.new_empty((*leading, experts))
+
+
 @torch.library.custom_op("fxpar::resize_rows", mutates_args=())
 def resize_rows(x: Tensor, rows: int, fill: int) -> Tensor:
     """[..., any, h] → [..., rows, h]: the first rows, and behind those that are there rows of `fill`."""

@@ -17,6 +17,7 @@ import sympy
 import torch
 from torch import fx
 
+from fxpar.errors import PassError
 from fxpar.layout.layout import Placement, share_of
 from fxpar.layout.symbols import Size
 from fxpar.mesh.purpose import Cuts
@@ -140,7 +141,13 @@ class OnRank:
 
     def _symbol(self, name: str) -> fx.Node:
         if name not in self._sizes:
-            known = next(s for s in self.program.symbols if s.name == name)
+            known = next((s for s in self.program.symbols if s.name == name), None)
+            if known is None:
+                raise PassError(
+                    f"a rank cuts what has {name} rows, a number that its values decide",
+                    where="lowering",
+                    remedy="give dispatch='static'",
+                )
             path = next(i for i in self.program.inputs if i.path == known.path)
             source = self.program.node(path.node)
             size = self._call(torch.ops.aten.sym_size.int, (source, known.dim))

@@ -82,6 +82,7 @@ def routed(d: Draw) -> dict[str, Samples]:
         ],
         "block_order": [sample(*_sorted(d, experts + 1, a), 2, 7), sample(*_sorted(d, experts + 1, a, b), 2, 7)],
         "received_order": [sample(d.i(3, a, 2, experts), 7), sample(d.i(3, a, b, 2, experts), 7)],
+        "arrived_order": [sample(d.i(3, a, 2, experts), 14), sample(d.i(3, a, b, 2, experts), 14)],
         "resize_rows": [sample(x, rows + 2, 0), sample(x, rows - 3, 0), sample(x[0, 0], rows + 1, 0)],
     }
     return {f"fxpar.{name}.default": samples for name, samples in found.items()}

@@ -91,6 +91,10 @@ _SAVING = ("cross_entropy_forward",)
 COMMUNICATING: Mapping[str, str] = {
     "fxpar.shard_over": "it says what the ranks hold, and gives that: programs with it are checked by value",
     **dict.fromkeys(
+        ("fxpar.split_sizes", "fxpar.send_rows", "fxpar.return_rows"),
+        "values decide how many rows travel: programs with it are checked by value",
+    ),
+    **dict.fromkeys(
         map(str, COMPOSITE_OF.values()),
         "it communicates inside: its ranks are simulated together, against the whole vocabulary (test_vocabulary)",
     ),

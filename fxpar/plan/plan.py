@@ -20,6 +20,8 @@ from fxpar.errors import PlanError, shorter, shown
 from fxpar.mesh.mesh import Mesh
 from fxpar.mesh.purpose import DENSE, PURPOSES, Cuts
 from fxpar.plan.cost import Cost
+from fxpar.plan.experts import expert_problems
+from fxpar.plan.fields import by_path, changed, check_known, fault, part
 from fxpar.plan.graphs import CudaGraphs
 from fxpar.plan.lines import read_mapping
 from fxpar.plan.pipeline import MOST_RANKS, pipeline_problems
@@ -110,6 +112,10 @@ class Plan:
             are the copy engines' and leave the multiprocessors to products; ranks that cannot are refused. `auto`
             copies where ranks are GPUs of one machine that reach each other's memory. What is smaller than
             `cost.least_copy`, and what is sent once a step, always goes through the process group.
+        dispatch: how rows travel to the ranks that hold their experts. `static`: in buffers of as many places as tokens
+            may ever need, so that no size depends on the routing and nothing waits for the host. `exact`: the rows
+            alone, as many as there are; how many each rank gets is copied to the host while rows are sorted, and
+            awaited in front of the first all-to-all. CUDA graphs end there, and it is not compiled.
         cuda_graphs: what of a step is replayed as CUDA graphs, eager or compiled: see `fxpar.CudaGraphs`. In YAML a
             mapping of what differs. On CPUs a stand-in replays the same calls, for tests.
         cost: constants by which layouts are chosen; in YAML a mapping of those that differ.
@@ -138,6 +144,7 @@ class Plan:
     activation_budget: int | float | None = None
     compile: bool = False
     exchange: str = "auto"
+    dispatch: str = "static"
     cuda_graphs: CudaGraphs = field(default_factory=CudaGraphs)
     cost: Cost = field(default_factory=Cost)
 
@@ -198,8 +205,9 @@ class Plan:
                 if how not in SPLITS:
                     yield f"split[{shown(glob)}]={shown(how)} is unknown: choose one of {', '.join(SPLITS)}"
         yield from pipeline_problems(self)
-        yield from _by_path("batch_dims", self.batch_dims, (int,), "dimension")
-        yield from _by_path("padding", self.padding, (int, float, bool), "number")
+        yield from expert_problems(self)
+        yield from by_path("batch_dims", self.batch_dims, (int,), "dimension")
+        yield from by_path("padding", self.padding, (int, float, bool), "number")
         if self.loss_reduction not in LOSS_REDUCTIONS:
             choice = ", ".join(LOSS_REDUCTIONS)
             yield f"loss_reduction={shown(self.loss_reduction)} is unknown: choose one of {choice}"
@@ -258,7 +266,7 @@ class Plan:
         """The same plan for a single device: no axis has several ranks, no line splits anything, and all is kept."""
         changes: dict[str, Any] = {**dict.fromkeys(_AXES, 1), "etp": None, "split": {}, "row_wise": ()}
         changes |= {"virtual_stages": 1, "stages": (), "microbatches": 1, "schedule": "", "group_size": None}
-        changes |= {"recompute": "none", "activation_budget": None, "cuda_graphs": CudaGraphs()}
+        changes |= {"dispatch": "static", "recompute": "none", "activation_budget": None, "cuda_graphs": CudaGraphs()}
         return dataclasses.replace(self, **changes)
 
     @property
@@ -284,12 +292,12 @@ class Plan:
         Raises:
             PlanError: an unknown option, or a value the plan refuses.
         """
-        _check_known(changes, Plan, "plan")
+        check_known(changes, Plan, "plan")
         return dataclasses.replace(self, **changes)
 
     def to_dict(self) -> dict[str, Any]:
         """What differs from the defaults, in plain values."""
-        found = _changed(self, Plan())
+        found = changed(self, Plan())
         found |= {name: dict(found[name]) for name in _MAPPINGS if name in found}
         if "row_wise" in found:
             found["row_wise"] = list(self.row_wise)
@@ -309,14 +317,14 @@ class Plan:
         """
         if not isinstance(values, Mapping):
             raise PlanError(f"{shown(values)} is no mapping", where=where, remedy="write {'tp': 2}")
-        _check_known(values, cls, where)
-        parts = {name: _part(name, values[name], where) for name in _PARTS if name in values}
+        check_known(values, cls, where)
+        parts = {name: part(name, values[name], *_PARTS[name], where) for name in _PARTS if name in values}
         return cls(**{**values, **parts})
 
     def to_yaml(self) -> str:
         """Only what differs from the defaults, so that files stay short."""
-        changed = self.to_dict()
-        return str(yaml.safe_dump(changed, sort_keys=False)) if changed else "{}\n"
+        own = self.to_dict()
+        return str(yaml.safe_dump(own, sort_keys=False)) if own else "{}\n"
 
     @classmethod
     def from_yaml(cls, text: str, *, where: str = "plan") -> Plan:
@@ -337,7 +345,7 @@ class Plan:
         try:
             Path(path).write_text(self.to_yaml(), encoding="utf-8")
         except (OSError, TypeError, ValueError) as error:
-            raise PlanError(_fault(error), where=shorter(str(path)), remedy="name a file that can be written") from None
+            raise PlanError(fault(error), where=shorter(str(path)), remedy="name a file that can be written") from None
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
@@ -351,43 +359,5 @@ class Plan:
         except UnicodeDecodeError:
             raise PlanError("the file is no UTF-8 text", where=str(path), remedy="name a readable YAML file") from None
         except (OSError, TypeError, ValueError) as error:
-            raise PlanError(_fault(error), where=shorter(str(path)), remedy="name a readable YAML file") from None
+            raise PlanError(fault(error), where=shorter(str(path)), remedy="name a readable YAML file") from None
         return cls.from_yaml(text, where=str(path))
-
-
-def _by_path(option: str, values: Any, kinds: tuple[type, ...], what: str) -> Iterator[str]:
-    """What is wrong with an option that says something of each of some inputs."""
-    if not isinstance(values, Mapping):
-        yield f"{option}={shown(values)} is no mapping from paths of inputs: write {{'labels': …}}"
-        return
-    for path, value in values.items():
-        if not isinstance(path, str) or not path:
-            yield f"{option} has the key {shown(path)}: write an input's path, as labels or batch.0"
-        if type(value) not in kinds or value != value:
-            yield f"{option}[{shown(path)}]={shown(value)} is no {what}: give one"
-
-
-def _fault(error: Exception) -> str:
-    return getattr(error, "strerror", None) or str(error)
-
-
-def _changed(value: Any, default: Any) -> dict[str, Any]:
-    """Fields of a dataclass that differ from the default's."""
-    fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-    return {name: field for name, field in fields.items() if field != getattr(default, name)}
-
-
-def _part(name: str, values: Any, where: str) -> Any:
-    """An option that has options of its own."""
-    kind, example = _PARTS[name]
-    if not isinstance(values, Mapping):
-        raise PlanError(f"{name}={shown(values)} is no mapping", where=where, remedy=f"write '{name}: {example}'")
-    _check_known(values, kind, f"{where}: {name}")
-    return kind(**values)
-
-
-def _check_known(values: Mapping[str, Any], kind: type, where: str) -> None:
-    known = [f.name for f in dataclasses.fields(kind)]
-    unknown = [str(key) for key in values if key not in known]
-    if unknown:
-        raise PlanError(f"unknown option {', '.join(unknown)}", where=where, remedy=f"choose from {', '.join(known)}")

@@ -20,12 +20,13 @@ from torch.fx.node import map_arg
 
 from fxpar.layout.layout import Layout
 from fxpar.layout.remembered import remembers_hash
-from fxpar.layout.symbols import Size, shape_text, simplify, symbol
+from fxpar.layout.symbols import Size, shape_text
 from fxpar.mesh.mesh import Mesh
 from fxpar.mesh.purpose import DENSE
 from fxpar.plan.plan import Plan
 from fxpar.program.copying import changed, copy_node
 from fxpar.program.dtypes import DTYPE_NAMES
+from fxpar.program.symbols import Counted, Symbol
 
 _KEY = "fxpar"
 
@@ -215,27 +216,6 @@ class Input:
 
 
 @dataclass(frozen=True)
-class Symbol:
-    """A symbolic size: dimension `dim` of input `path` is `multiple` times the symbol.
-
-    Attributes:
-        example: the symbol's value in the example.
-        multiple: ranks that share out the dimension, whose size they must divide.
-    """
-
-    name: str
-    path: str
-    dim: int
-    example: int
-    multiple: int = 1
-
-    @property
-    def size(self) -> Size:
-        """The dimension's size."""
-        return simplify(self.multiple * symbol(self.name))
-
-
-@dataclass(frozen=True)
 class PassRecord:
     """What a pass did: wall time and the names of nodes it added and erased, and of those it changed in place."""
 
@@ -256,6 +236,7 @@ class Program:
         inputs: what the caller passes, in placeholder order.
         outputs: names of the returned tensors, in the order of the output node.
         symbols: the symbolic sizes.
+        counted: numbers of rows that are counted while it runs.
         plan: what was asked for.
         properties: what currently holds, as declared by the passes (`layouts`, `collectives`, `local`, …).
         history: the passes that ran.
@@ -273,6 +254,7 @@ class Program:
     history: tuple[PassRecord, ...] = ()
     constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
     loss: str = ""
+    counted: tuple[Counted, ...] = ()
 
     @property
     def graph(self) -> fx.Graph:
@@ -293,6 +275,11 @@ class Program:
     def axes(self) -> Mapping[str, int]:
         """Sizes of the axes that layouts name, those larger than one, in nesting order, the outermost first."""
         return self.mesh.nested(DENSE)
+
+    @property
+    def all_symbols(self) -> tuple[Symbol | Counted, ...]:
+        """Symbolic sizes of inputs, and numbers of rows that are counted."""
+        return (*self.symbols, *self.counted)
 
     def copy(self) -> Program:
         """A program with a graph of its own. Notes are frozen and shared."""

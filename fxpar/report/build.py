@@ -14,7 +14,7 @@ from math import prod
 import torch
 
 from fxpar.analysis import closed_form
-from fxpar.analysis.collectives import Collective, collectives, in_input_sizes, layer_of
+from fxpar.analysis.collectives import Collective, collectives, in_input_sizes, layer_of, symbol_sizes
 from fxpar.analysis.parameters import OPTIMIZERS, OptimizerKind, copy_bytes, held_by, held_bytes, local_elements
 from fxpar.analysis.split import split_flops
 from fxpar.errors import CheckFailed, InputError, shown
@@ -217,7 +217,7 @@ def check_countable(program: Program, given: Mapping[str, int]) -> None:
     for name, size in given.items():
         if size > _MOST_BYTES:
             raise InputError(f"{shown(size)} is no tensor's size", where=f"size {name}", remedy="give a smaller one")
-    values = {s.name: -(-given.get(s.name, s.example * s.multiple) // s.multiple) for s in program.symbols}
+    values = symbol_sizes(program, given)
     for node in program.graph.nodes:
         for kind in output_types(node) if node.op != "output" else ():
             held = evaluate(product(kind.shape), values) * kind.dtype.itemsize

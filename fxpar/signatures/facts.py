@@ -112,7 +112,8 @@ def facts_of(program: Program, seen: Mapping[str, Sighting] | None = None, befor
         seen: its `sightings`, where they are known.
         before: of a program that was checked; what was found sound there is so here.
     """
-    header, seen = f"{program.plan}{program.symbols}", sightings(program.graph) if seen is None else seen
+    header = f"{program.plan}{program.all_symbols}"
+    seen = sightings(program.graph) if seen is None else seen
     before = before if before is not None and before.header == header else None
     found = Facts(program, header, seen, Memory() if before is None else before.memory)
     if (
@@ -142,7 +143,7 @@ def has_same_operations(one: Facts, other: Facts) -> bool:
 def _operations(facts: Facts, known: dict[Hashable, int]) -> Hashable:
     """The tables and outputs of a program, and how often each operation occurs, by its number in `known`."""
     program, numbers = facts.program, dict[fx.Node, int]()
-    tables = program.parameters, program.inputs, program.outputs, program.symbols, program.plan, program.loss
+    tables = program.parameters, program.inputs, program.outputs, program.all_symbols, program.plan, program.loss
     for node, number in facts.numbers.items():
         name = node.name if node.op == "placeholder" else ""
         key = number, name, _said(node), *[numbers[read] for read in facts.reads[node]]

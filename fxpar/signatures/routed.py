@@ -68,6 +68,7 @@ def routed_rules() -> dict[str, Rule]:
         "fxpar.sort_by_expert.default": Rule(formula("... _ _ -> ... _, ... _", "indices")),
         "fxpar.block_order.default": Rule(formula("... _, ... _ -> ... _", "order", "counts")),
         "fxpar.received_order.default": Rule(formula("... _ _ -> ... _, ... _", "counts")),
+        "fxpar.arrived_order.default": Rule(formula("... _ _ -> ... _, ... _", "counts")),
         "fxpar.swiglu_rows.default": Rule(formula("... _ _ n, ... _ -> ... _ n", "x", "counts")),
         "fxpar.swiglu_gradient.default": Rule(
             formula("... _ n, ... _ _ n, ... _ -> ... _ _ n", "gradient", "x", "counts"), (("gradient",),)

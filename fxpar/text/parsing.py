@@ -21,9 +21,11 @@ import torch
 from torch import fx
 
 from fxpar.errors import TextError
+from fxpar.layout.symbols import parse_size
 from fxpar.ops import OPERATORS, Operator
-from fxpar.program.program import Input, Parameter, Program, Symbol, TensorType, ValueType, set_note
+from fxpar.program.program import Input, Parameter, Program, TensorType, ValueType, set_note
 from fxpar.program.regions import Region, call_region
+from fxpar.program.symbols import Counted, Symbol
 from fxpar.text.noted import read_end, read_note
 from fxpar.text.owned import Owned, constant, read_owned
 from fxpar.text.printing import NO_LOSS, VERSION, has_scalar
@@ -45,6 +47,7 @@ _WORD = rf'({STRING}|[^\s",=]+)'
 
 _NAME = re.compile(_WORD)
 _SYMBOL = re.compile(rf"({IDENTIFIER}) = {_WORD}\.({INTEGER})(?: / ({INTEGER}))? like ({INTEGER})")
+_COUNTED = re.compile(rf"({IDENTIFIER}) = (.+) like ({INTEGER})")
 _OUTPUT = re.compile(rf"{_WORD}=")
 _SEPARATOR = re.compile(r",\s*")
 _DEFINITION = re.compile(rf"%({IDENTIFIER}) = ")
@@ -107,6 +110,7 @@ class _Reader:
         self.nodes: dict[str, fx.Node] = {}
         self.header: dict[str, Any] = {}
         self.symbols: list[Symbol] = []
+        self.counted: list[Counted] = []
         self.parameters: list[Parameter] = []
         self.inputs: list[Input] = []
         self.constants: dict[str, torch.Tensor] = {}
@@ -142,6 +146,8 @@ class _Reader:
             self._read_return(rest.strip())
         elif key == "symbol":
             self._read_symbol(rest.strip())
+        elif key == "counted":
+            self._read_counted(rest.strip())
         elif key not in ("plan", "properties", "loss"):
             fail(f"the line starts with {key[:20]!r}, which is unknown", "start it with %name =, a header or return")
         elif key in self.header or self.nodes:
@@ -180,6 +186,7 @@ class _Reader:
             self.header["properties"],
             constants=self.constants,
             loss=loss,
+            counted=tuple(self.counted),
         )
         if "loss" not in self.header and has_scalar(program):
             fail(
@@ -192,9 +199,19 @@ class _Reader:
         found = _SYMBOL.fullmatch(text)
         if found is None:
             fail(f"'{text}' is no symbol", "write 'symbol name = input.dim like example', or input.dim / ranks")
-        if any(found[1] == known.name for known in self.symbols):
-            fail(f"the symbol {found[1]} is defined twice", "keep one line")
+        self._check_new(found[1])
         self.symbols.append(Symbol(found[1], unquote(found[2]), int(found[3]), int(found[5]), int(found[4] or 1)))
+
+    def _read_counted(self, text: str) -> None:
+        found = _COUNTED.fullmatch(text)
+        if found is None:
+            fail(f"'{text}' is no number of rows", "write 'counted name = size like example'")
+        self._check_new(found[1])
+        self.counted.append(Counted(found[1], parse_size(found[2]), int(found[3])))
+
+    def _check_new(self, name: str) -> None:
+        if name in {known.name for known in self.symbols} | {known.name for known in self.counted}:
+            fail(f"the symbol {name} is defined twice", "keep one line")
 
     def _read_return(self, text: str) -> None:
         scanner = Scanner(text)

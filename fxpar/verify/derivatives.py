@@ -33,7 +33,7 @@ def check_derivatives(program: Program, facts: Facts) -> None:
     Raises:
         CheckFailed: PyTorch has no derivative of it.
     """
-    sizes, flags = {s.name: s.example for s in program.symbols}, facts.flags
+    sizes, flags = {s.name: s.example for s in program.all_symbols}, facts.flags
     wanted, sound = reached(program, flags), facts.known("derivatives")
     for node in program.graph.nodes:
         if node not in wanted or not isinstance(node.target, torch._ops.OpOverload):

@@ -133,7 +133,7 @@ def _check_note(program: Program, node: fx.Node, known: _Known) -> None:
         if not isinstance(index, int) or not 0 <= index < len(parts):
             raise CheckFailed(f"takes item {index} of {len(parts)} tensors", where=describe(node))
     if kind not in known.types:
-        unknown = names(_sizes(kind)) - {symbol.name for symbol in program.symbols}
+        unknown = names(_sizes(kind)) - {symbol.name for symbol in program.all_symbols}
         if unknown:
             raise CheckFailed(f"{kind} names the symbol {min(unknown)}, which no input has", where=describe(node))
         known.types.add(kind)

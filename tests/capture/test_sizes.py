@@ -13,7 +13,8 @@ from torch.nn import functional
 from fxpar.capture import Captured, capture
 from fxpar.layout.symbols import symbol
 from fxpar.plan.plan import Plan
-from fxpar.program.program import ScalarType, Symbol, TensorType, note
+from fxpar.program.program import ScalarType, TensorType, note
+from fxpar.program.symbols import Symbol
 from fxpar.verification import verify
 from tests.capture.models import Net, close, eager, example, faithful, net, run, seeded
 from tests.zoo import CASES, VOCABULARY

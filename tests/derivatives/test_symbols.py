@@ -8,7 +8,8 @@ import torch
 
 from fxpar.derivatives.symbols import Sizes
 from fxpar.layout.symbols import symbol
-from fxpar.program.program import Symbol, TensorType
+from fxpar.program.program import TensorType
+from fxpar.program.symbols import Symbol
 
 
 def _traced(of: Callable[[Any, Any], bool]) -> None:

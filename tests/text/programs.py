@@ -16,7 +16,8 @@ from fxpar.ops.functions import function
 from fxpar.ops.random import axis_index, dropout
 from fxpar.plan.plan import Plan
 from fxpar.program.dtypes import DTYPES
-from fxpar.program.program import Input, Note, Parameter, Program, ScalarType, Symbol, TensorType, set_note
+from fxpar.program.program import Input, Note, Parameter, Program, ScalarType, TensorType, set_note
+from fxpar.program.symbols import Symbol
 
 aten = torch.ops.aten
 b, s = symbol("b"), symbol("s")

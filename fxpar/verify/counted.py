@@ -1,0 +1,66 @@
+"""Counted rows: each symbol of them is one exchange's, and no collective takes ranks' rows for equally many.
+
+Enters: a program. Leaves: nothing, or `CheckFailed` that names the node. That operations on rows do not mix those of
+two exchanges follows from their symbols, as shapes are checked.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from fxpar.errors import CheckFailed
+from fxpar.layout.symbols import names
+from fxpar.ops.coercion_table import COERCION_OF
+from fxpar.ops.sent_rows import send_rows
+from fxpar.program.coercions import axes_of
+from fxpar.program.program import Program, describe, operands, output_layouts, output_types
+from fxpar.program.step import is_forward
+
+
+def check_counted(program: Program) -> None:
+    """Checks the symbols of counted rows.
+
+    Raises:
+        CheckFailed: a symbol without an exchange or of two, an exchange without one, or a collective over axes whose
+            ranks have other numbers of rows.
+    """
+    known = {each.name for each in program.counted}
+    sizes: dict[str, fx.Node] = {}
+    cut: dict[str, set[str]] = {}
+    for node in program.graph.nodes:
+        if node.op == "output":
+            continue
+        if node.target is send_rows and is_forward(node):
+            name = _symbol_of(node, known)
+            if sizes.setdefault(name, operands(node)[1]) is not operands(node)[1]:
+                raise CheckFailed(
+                    f"brings {name} rows, as another exchange does: their numbers differ",
+                    where=describe(node),
+                    remedy="give each exchange a symbol of its own",
+                )
+            cut[name] = {axis for layout in output_layouts(node) for axis, p in layout if p.is_shard}
+        counted = known & names(size for kind in output_types(node) for size in kind.shape) if known else set()
+        if counted - sizes.keys():
+            raise CheckFailed(
+                f"has {min(counted)} rows, which no exchange before it brings",
+                where=describe(node),
+                remedy="send rows first (fxpar.send_rows)",
+            )
+        if node.target in COERCION_OF and any(not cut[name].isdisjoint(axes_of(node)) for name in counted):
+            raise CheckFailed(
+                f"its ranks have other numbers of rows ({', '.join(sorted(counted))})",
+                where=describe(node),
+                remedy="send rows with fxpar.send_rows and fxpar.return_rows",
+            )
+
+
+def _symbol_of(node: fx.Node, known: set[str]) -> str:
+    (kind,) = output_types(node)
+    found = names((kind.shape[-2],))
+    if len(found) != 1 or not found <= known or str(kind.shape[-2]) not in found:
+        raise CheckFailed(
+            f"brings {kind.shape[-2]} rows, but values decide how many",
+            where=describe(node),
+            remedy="declare a symbol: counted r = … like …",
+        )
+    return found.pop()
