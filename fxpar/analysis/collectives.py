@@ -16,7 +16,7 @@ from torch import fx
 from fxpar.layout.layout import Placement
 from fxpar.layout.symbols import Size, evaluate, simplify, symbol
 from fxpar.ops.operator import Crossing, Operator
-from fxpar.program.coercions import axes_of, inner_view
+from fxpar.program.coercions import apart_view, axes_of, inner_view
 from fxpar.program.gradients import carried, reached
 from fxpar.program.mixed import held_type
 from fxpar.program.program import Program, TensorType, note, operands, output_layouts
@@ -90,9 +90,11 @@ def collectives(program: Program, sizes: Mapping[str, int] | None = None) -> lis
 def _crossing(program: Program, node: fx.Node, wanted: Set[fx.Node], of_parameters: bool) -> Crossing:
     """The node as its axes see it, over what the other axes leave."""
     names = axes_of(node)
+    assert isinstance(node.target, Operator)
 
     def views(value: fx.Node) -> list[tuple[TensorType, Placement]]:
-        return [inner_view(value, program.axes, names, index) for index in range(len(output_layouts(value)))]
+        view = apart_view if node.target.apart else inner_view
+        return [view(value, program.axes, names, index) for index in range(len(output_layouts(value)))]
 
     before = [view for operand in operands(node) for view in views(operand)]
     after = views(node)

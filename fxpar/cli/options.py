@@ -61,6 +61,7 @@ PLAN_FLAGS = (
     "--pp",
     "--ep",
     "--etp",
+    "--dispatch",
     "--virtual-stages",
     "--stage",
     "--split",
@@ -129,6 +130,10 @@ def _request(
     pp: Annotated[int | None, number_option("ranks that share out the layers, stages of a pipeline")] = None,
     ep: Annotated[int | None, number_option("ranks that hold different experts, among those of tp and dp")] = None,
     etp: Annotated[int | None, number_option("ranks that split each expert, 1 or tp (default: tp)")] = None,
+    dispatch: Annotated[
+        str | None,
+        typer.Option(metavar="HOW", help="how rows travel to their experts, static or exact: see fxpar.Plan"),
+    ] = None,
     virtual_stages: Annotated[int | None, number_option("stages of the pipeline on each of its ranks")] = None,
     stage: Annotated[
         list[str] | None,
@@ -185,6 +190,7 @@ def _request(
     """
     given: dict[str, Any] = {"--plan": plan}
     given |= {"--pp": pp, "--virtual-stages": virtual_stages, "--stage": stage, "--ep": ep, "--etp": etp}
+    given |= {"--dispatch": dispatch}
     given |= {"--tp": tp, "--dp": dp, "--split": split, "--seed": seed, "--precision": precision}
     given |= {"--sequence-parallel": sequence, "--row-wise": row_wise, "--batch-dim": batch_dim}
     given |= {"--loss-reduction": loss_reduction, "--recompute": recompute, "--activation-budget": activation_budget}
@@ -192,7 +198,7 @@ def _request(
     chosen = Plan() if plan is None else Plan.load(plan)
     changes: dict[str, Any] = {"tp": tp, "dp": dp, "sequence_parallel": sequence, "seed": seed, "precision": precision}
     changes |= {"loss_reduction": loss_reduction, "recompute": recompute, "activation_budget": activation_budget}
-    changes |= {"pp": pp, "virtual_stages": virtual_stages, "ep": ep, "etp": etp}
+    changes |= {"pp": pp, "virtual_stages": virtual_stages, "ep": ep, "etp": etp, "dispatch": dispatch}
     changes = {name: value for name, value in changes.items() if value is not None}
     if split:
         changes["split"] = {**chosen.split, **_split_lines(split)}

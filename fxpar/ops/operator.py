@@ -196,6 +196,7 @@ class Operator(GraphOperator):
         uncounted: name of what may hold matrix products that `flops` does not know; empty where nothing does.
         whole: why it takes whole operands; empty where it can be split.
         stage: property of programs that have it, which the pass provides that puts it there; None for any program.
+        apart: whether each of its axes cuts a dimension of its own, where it names several.
         copies: whether copies between the ranks' memories can carry what it sends.
         draws: whether it draws bits of the counter generator: it has an identity and takes the generator's state.
         derivative: makes nodes of the backward and gives the gradient of each tensor operand; None where PyTorch's
@@ -217,6 +218,7 @@ class Operator(GraphOperator):
     uncounted: Callable[[Call], str] | None = None
     whole: Callable[[Call], str] | None = None
     stage: Property | None = None
+    apart: bool = False
     copies: bool = False
     draws: bool = False
     derivative: Callable[[Reverse], Gradients] | None = None

@@ -169,6 +169,7 @@ _record = partial(
     rule=_EXCHANGE,
     shape=_shape,
     like=_rows_apart,
+    apart=True,
     uncaptured="sends as many rows as the routing decides; give dispatch='static'",
 )
 

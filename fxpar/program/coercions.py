@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from torch import fx
 
-from fxpar.layout.layout import I, P, Piece, Placement, R
+from fxpar.layout.layout import I, Layout, P, Piece, Placement, R
 from fxpar.layout.nesting import innermost, joined_cut, seen_by
 from fxpar.program.program import TensorType, output_layouts, output_types
 
@@ -116,11 +116,8 @@ def inner_view(
     Raises:
         ValueError: the axes hold it in different ways, or others cut across their blocks.
     """
-    kind, layout = output_types(value)[output], output_layouts(value)[output]
-    last = innermost(layout, axes, names)
-    if last is None:
-        raise ValueError(f"{layout} of %{value.name} cannot be listed with {'-'.join(names)} innermost")
-    placement = last.on(names[0])
+    kind, last = _listed(value, axes, names, output)
+    layout, placement = output_layouts(value)[output], last.on(names[0])
     if placement.is_shard:
         cut = joined_cut(last, axes, names)
         if cut is None:
@@ -128,4 +125,25 @@ def inner_view(
         placement = cut
     elif any(last.on(axis) != placement for axis in names):
         raise ValueError(f"{layout} of %{value.name} is not alike on {'-'.join(names)}")
-    return TensorType(kind.dtype, seen_by(last, kind.shape, axes)[names[0]]), placement
+    return kind, placement
+
+
+def apart_view(
+    value: fx.Node, axes: Mapping[str, int], names: Sequence[str], output: int = 0
+) -> tuple[TensorType, Placement]:
+    """As `inner_view`, where each of the axes cuts a dimension of its own; the placement is that on the first.
+
+    Raises:
+        ValueError: others cut across their blocks.
+    """
+    kind, last = _listed(value, axes, names, output)
+    return kind, last.on(names[0])
+
+
+def _listed(value: fx.Node, axes: Mapping[str, int], names: Sequence[str], output: int) -> tuple[TensorType, Layout]:
+    """What the other axes leave of a value, and its layout with these axes last."""
+    kind, layout = output_types(value)[output], output_layouts(value)[output]
+    last = innermost(layout, axes, names)
+    if last is None:
+        raise ValueError(f"{layout} of %{value.name} cannot be listed with {'-'.join(names)} innermost")
+    return TensorType(kind.dtype, seen_by(last, kind.shape, axes)[names[0]]), last

@@ -24,6 +24,12 @@ PLANS: list[Any] = [
     pytest.param({"dp": 2, "tp": 2, "ep": 2}, marks=pytest.mark.matrix),
     pytest.param({"dp": 2, "ep": 2, "pp": 2}, marks=pytest.mark.matrix),
     pytest.param({"dp": 2, "ep": 2, "recompute": "full"}, marks=pytest.mark.matrix),
+    {"dp": 2, "ep": 2, "dispatch": "exact"},
+    pytest.param({"tp": 2, "ep": 2, "etp": 1, "dispatch": "exact"}, marks=pytest.mark.matrix),
+    pytest.param({"dp": 2, "tp": 2, "ep": 4, "etp": 1, "dispatch": "exact"}, marks=pytest.mark.matrix),
+    pytest.param({"dp": 2, "tp": 2, "ep": 2, "dispatch": "exact"}, marks=pytest.mark.matrix),
+    pytest.param({"dp": 2, "ep": 2, "dispatch": "exact", "recompute": "full"}, marks=pytest.mark.matrix),
+    pytest.param({"dp": 2, "ep": 2, "pp": 2, "dispatch": "exact"}, marks=pytest.mark.matrix),
 ]
 
 

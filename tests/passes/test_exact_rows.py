@@ -1,0 +1,184 @@
+"""dispatch_experts, exact: rows alone travel, as many as there are, and each layer's are told from another's."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fxpar.analysis.capturable import capture_regions
+from fxpar.analysis.collectives import collectives
+from fxpar.capture import capture
+from fxpar.compile import compile_program
+from fxpar.errors import FxparError
+from fxpar.manager import PassManager
+from fxpar.ops import blocks, routed
+from fxpar.passes.differentiate import differentiate
+from fxpar.passes.mark_regions import mark_regions
+from fxpar.plan.plan import Plan
+from fxpar.text.parsing import parse_program
+from fxpar.text.printing import print_program
+from fxpar.verification import verify
+from fxpar.verify.static import STATIC
+from tests.models.test_experts import model
+from tests.passes.experts import CHOICES, EXPERTS, ROWS, WIDTH, Routed, batch, compared, dispatched
+
+# (ep, etp, tp, dp), and whether activations are cut over the sequence.
+MESHES = [
+    (2, 1, 1, 2, False),
+    (2, 1, 2, 1, False),
+    (4, 1, 2, 2, False),
+    (2, 2, 2, 2, False),
+    (2, 1, 2, 2, True),
+    (2, 1, 1, 4, False),
+    (4, 1, 1, 4, False),
+    (2, 2, 2, 4, True),
+]
+EVERY_TIME = 4
+MODELS = (
+    *("mixtral", "qwen3_moe,moe_intermediate_size=40", "gpt_oss"),
+    "deepseek_v3,first_k_dense_replace=1,moe_intermediate_size=40,n_routed_experts=8,n_group=4,topk_group=2",
+)
+
+
+def plan(ep: int, etp: int, tp: int, dp: int, sequence: bool = False, dispatch: str = "exact") -> Plan:
+    return Plan(ep=ep, etp=etp, tp=tp, dp=dp, sequence_parallel=sequence, dispatch=dispatch)
+
+
+@pytest.mark.parametrize(
+    "mesh", [pytest.param(mesh, marks=[] if i < EVERY_TIME else [pytest.mark.matrix]) for i, mesh in enumerate(MESHES)]
+)
+def test_every_gradient_is_the_single_device_s(mesh: tuple[int, int, int, int, bool]) -> None:
+    length = 6 if mesh[-1] else 5
+    report = compared(dispatched(plan(*mesh), load=True, length=length), load=True, length=length)
+    assert report.ok, report
+    assert report.gradients == 9
+
+
+@pytest.mark.parametrize("routing", ["one", "some", "ties"])
+@pytest.mark.parametrize("mesh", [(4, 1, 2, 2), pytest.param((2, 1, 1, 2), marks=pytest.mark.matrix)])
+def test_routing_may_be_extreme(routing: str, mesh: tuple[int, int, int, int]) -> None:
+    """Ranks that no row reaches too."""
+    report = compared(dispatched(plan(*mesh), routing), routing)
+    assert report.ok, report
+
+
+@pytest.mark.parametrize("length", [1, 2, 7])
+def test_other_lengths_than_the_example_s(length: int) -> None:
+    """One token in each row too: of the tensor ranks one has none."""
+    report = compared(dispatched(plan(4, 1, 2, 2), "one"), "one", now=length)
+    assert report.ok, report
+
+
+@pytest.mark.parametrize("mesh", [(2, 1, 1, 2), (2, 1, 2, 1)])
+@pytest.mark.parametrize(
+    "spec", [pytest.param(m, marks=[] if m == "gpt_oss" else [pytest.mark.matrix]) for m in MODELS]
+)
+def test_models_are_the_single_device_s(spec: str, mesh: tuple[int, int, int, int]) -> None:
+    built = model(spec)
+    example = {name: torch.cat((value, value.roll(1, 0)))[:4] for name, value in built.batch.items()}
+    found = verify(built.model, example, plan(*mesh), loss=built.loss)
+    assert found.ok, found.values
+    assert found.split_flops > 0.9
+
+
+def test_it_sends_what_a_balanced_load_needs() -> None:
+    """Of twice as many places that the static one has."""
+    found = [c for c in collectives(dispatched(plan(2, 1, 1, 2), length=6)) if c.phase == "forward"]
+    sent = [(c.bytes, c.bytes_formula) for c in found if c.node in ("send_rows", "return_rows")]
+    assert sent == [(ROWS * 6 * CHOICES * WIDTH * 8, f"{CHOICES * WIDTH * 8}*b*s")] * 2
+
+
+def test_it_prints_and_parses() -> None:
+    text = print_program(dispatched(plan(4, 1, 2, 2)))
+    assert "counted r = 2*b*floor(s/2 + 1/2) like 24\n" in text
+    assert re.search(r"fxpar\.send_rows\[dp-tp\]\(%\w+, %split_sizes\) : f64\[2, 2, r, 8\] dp:S\(0\) tp:S\(1\)", text)
+    assert print_program(parse_program(text)) == text
+
+
+class Two(nn.Module):
+    """Two layers of experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Routed(), Routed()
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        """Both [b, s]."""
+        return self.first(ids, labels) + self.second(ids, labels)  # type: ignore[no-any-return]
+
+
+def two_layers() -> str:
+    torch.manual_seed(0)
+    captured = capture(Two().double(), batch(5), plan(2, 1, 1, 2))
+    return print_program(compile_program(captured.program))
+
+
+def _checked(text: str) -> None:
+    PassManager([], STATIC).run(parse_program(text))
+
+
+def test_mutants_are_rejected_statically() -> None:
+    """Rows of one layer in another, a wrong group, an exchange that is left out, ranks taken for equally long."""
+    text = two_layers()
+    _checked(text)
+    mutants = [
+        re.sub(r"(%send_rows_1 = .*\(%\w+), %split_sizes_1\)", r"\1, %split_sizes)", text),
+        re.sub(r"(%arrived_order_default_1 = .*\(%\w+), %\w+\)", r"\1, %sym_size_int_1)", text),
+        text.replace("f64[2, r1, 8]", "f64[2, r, 8]"),
+        text.replace("counted r1 = 2*b*s like 40\n", ""),
+        text.replace("counted r1 =", "counted r ="),
+        re.sub(r"(%send_rows = .*) : f64\[2, r, 8\]", r"\1 : f64[2, 2*b*s, 8]", text),
+        re.sub(r"%return_rows = .*\n", "", text).replace("%return_rows,", "%put_rows_default,"),
+        text.replace("fxpar.split_sizes(%getitem_4, %getitem_5,", "fxpar.split_sizes(%getitem_5, %getitem_4,"),
+        re.sub(
+            r"(%take_rows_default_1 = )(.*)\(%send_rows,",
+            r"%whole = fxpar.all_gather[dp](%send_rows) : f64[2, r, 8] dp:S(0)→R\n\1\2(%send_rows,",
+            text,
+        ),
+    ]
+    for mutant in mutants:
+        assert mutant != text
+        with pytest.raises(FxparError):
+            _checked(mutant)
+
+
+@pytest.mark.parametrize(("dispatch", "count"), [("static", 0), ("exact", 1)])
+def test_graphs_end_where_the_routing_decides_how_many_rows_there_are(dispatch: str, count: int) -> None:
+    """The static one is proven to be static by the same checker."""
+    program = dispatched(plan(2, 1, 1, 2, dispatch=dispatch))
+    _, boundaries = capture_regions(PassManager([differentiate, mark_regions]).run(program))
+    reasons = {each.node: each.reason for each in boundaries}
+    assert sum("to the host" in reason for reason in reasons.values()) == count
+    assert bool(reasons) == (dispatch == "exact")
+    if reasons:
+        assert reasons["split_sizes"] == "copies how many rows travel to the host; give dispatch='static'"
+        assert {"send_rows", "return_rows", "grouped_linear_default"} <= reasons.keys()
+
+
+def test_what_arrived_stands_by_expert_and_within_one_by_source() -> None:
+    """Against the places of the buffers that the static one fills."""
+    generator = torch.Generator().manual_seed(0)
+    counts = torch.randint(0, 4, (3, 2, 5), generator=generator)
+    counts[1] = 0
+    most = int(counts.sum((-1, -2)).max())
+    order, total = blocks.arrived_order(counts, most)
+    for each, found, own in zip(counts, order, total, strict=True):
+        pairs = [(e, s) for s in range(2) for e in range(5) for _ in range(int(each[s, e]))]
+        wanted = sorted(range(len(pairs)), key=lambda place: (*pairs[place], place))
+        assert found.tolist() == wanted + [-1] * (most - len(wanted))
+        assert own.tolist() == each.sum(0).tolist()
+
+
+def test_experts_without_rows_have_gradients_of_zero() -> None:
+    """No row at all reaches a rank."""
+    x = torch.randn(1, 0, WIDTH, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(1, EXPERTS, 3, WIDTH, dtype=torch.float64, requires_grad=True)
+    counts = torch.zeros(1, EXPERTS, dtype=torch.int64)
+    made = torch.ops.fxpar.grouped_linear(x, weight, counts, False)
+    placed = routed.put_rows(made, torch.zeros(1, 0, dtype=torch.int64), 0, 1)
+    placed.sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.abs().max() == 0
