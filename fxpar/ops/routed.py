@@ -86,6 +86,7 @@ def put_rows(y: Tensor, order: Tensor, tokens: int, k: int) -> Tensor:
 
 @put_rows.register_fake
 def _put_shape(y: Tensor, order: Tensor, tokens: int, k: int) -> Tensor:
+    rows.check(y, order)
     return y.new_empty((*order.shape[:-1], tokens, y.shape[-1]))
 
 

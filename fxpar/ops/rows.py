@@ -46,6 +46,16 @@ def promoted(*dtypes: torch.dtype) -> torch.dtype:
     return torch.float32 if found in _HALVES else found
 
 
+def check(y: Tensor, order: Tensor) -> None:
+    """Refuses rows [..., M, h] for which an order int64[..., M] says nothing.
+
+    Raises:
+        ValueError: there are others than the order has.
+    """
+    if y.shape[:-1] != order.shape:
+        raise ValueError(f"rows {list(y.shape)} in an order of {list(order.shape)}")
+
+
 def take(x: Tensor, weights: Tensor | None, order: Tensor, k: int, dtype: torch.dtype) -> Tensor:
     """Each row's token, times its weight; zeros where the order is -1.
 

@@ -34,6 +34,7 @@ def put_weighed(y: Tensor, weights: Tensor, order: Tensor, dtype: torch.dtype) -
 
 @put_weighed.register_fake
 def _put_shape(y: Tensor, weights: Tensor, order: Tensor, dtype: torch.dtype) -> Tensor:
+    rows.check(y, order)
     return y.new_empty((*weights.shape[:-1], y.shape[-1]), dtype=dtype)
 
 
@@ -77,6 +78,7 @@ def dot_rows(x: Tensor, y: Tensor, order: Tensor, k: int, dtype: torch.dtype) ->
 
 @dot_rows.register_fake
 def _dots_shape(x: Tensor, y: Tensor, order: Tensor, k: int, dtype: torch.dtype) -> Tensor:
+    rows.check(y, order)
     return x.new_empty((*x.shape[:-1], k), dtype=dtype)
 
 

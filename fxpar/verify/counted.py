@@ -38,6 +38,12 @@ def check_counted(program: Program) -> None:
                     where=describe(node),
                     remedy="give each exchange a symbol of its own",
                 )
+            if any(other != name and own is operands(node)[1] for other, own in sizes.items()):
+                raise CheckFailed(
+                    f"brings {name} rows by the split sizes of another exchange",
+                    where=describe(node),
+                    remedy="give each exchange its own split sizes",
+                )
             cut[name] = {axis for layout in output_layouts(node) for axis, p in layout if p.is_shard}
         counted = known & names(size for kind in output_types(node) for size in kind.shape) if known else set()
         if counted - sizes.keys():

@@ -78,7 +78,7 @@ def _check_arguments(program: Program, facts: Facts) -> None:
 
 def _check(facts: Facts, local: bool) -> None:
     program = facts.program
-    example = {s.name: s.example for s in program.all_symbols}
+    example = _examples(program)
     _run(facts, example, local)
     pending, first = set(example), None
     for sizes in _others(program):
@@ -94,9 +94,15 @@ def _check(facts: Facts, local: bool) -> None:
         raise first
 
 
+def _examples(program: Program) -> dict[str, int]:
+    """Of the symbols of inputs; of counted rows numbers that differ from each other, so that rows are not mixed."""
+    counted = {each.name: each.example + place for place, each in enumerate(program.counted)}
+    return {s.name: s.example for s in program.symbols} | counted
+
+
 def _others(program: Program) -> Iterator[dict[str, int]]:
     """All symbols doubled, one smaller, halved, one larger; then the same for each symbol alone."""
-    example = {s.name: s.example for s in program.all_symbols}
+    example = _examples(program)
     other = {name: (2 * size, max(size - 1, 2), max(size // 2, 2), size + 1) for name, size in example.items()}
     for choice in range(4):
         yield {name: sizes[choice] for name, sizes in other.items()}

@@ -132,7 +132,7 @@ def test_mutants_are_rejected_statically() -> None:
         text.replace("counted r1 =", "counted r ="),
         re.sub(r"(%send_rows = .*) : f64\[2, r, 8\]", r"\1 : f64[2, 2*b*s, 8]", text),
         re.sub(r"%return_rows = .*\n", "", text).replace("%return_rows,", "%put_rows_default,"),
-        text.replace("fxpar.split_sizes(%getitem_4, %getitem_5,", "fxpar.split_sizes(%getitem_5, %getitem_4,"),
+        re.sub(r"fxpar\.split_sizes\((%\w+), (%\w+),", r"fxpar.split_sizes(\2, \1,", text),
         re.sub(
             r"(%take_rows_default_1 = )(.*)\(%send_rows,",
             r"%whole = fxpar.all_gather[dp](%send_rows) : f64[2, r, 8] dp:S(0)→R\n\1\2(%send_rows,",
