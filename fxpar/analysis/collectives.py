@@ -91,9 +91,9 @@ def _crossing(program: Program, node: fx.Node, wanted: Set[fx.Node], of_paramete
     """The node as its axes see it, over what the other axes leave."""
     names = axes_of(node)
     assert isinstance(node.target, Operator)
+    view = apart_view if node.target.apart else inner_view
 
     def views(value: fx.Node) -> list[tuple[TensorType, Placement]]:
-        view = apart_view if node.target.apart else inner_view
         return [view(value, program.axes, names, index) for index in range(len(output_layouts(value)))]
 
     before = [view for operand in operands(node) for view in views(operand)]

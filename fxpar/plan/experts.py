@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from fxpar.errors import shown
+from fxpar.plan.graphs import CudaGraphs
 
 if TYPE_CHECKING:
     from fxpar.plan.plan import Plan
@@ -25,6 +26,9 @@ def expert_problems(plan: Plan) -> Iterator[str]:
         return
     if plan.ep == 1:
         yield "dispatch='exact' is of experts on several ranks, and ep=1: give ep of at least 2, or leave it out"
+    if isinstance(plan.cuda_graphs, CudaGraphs) and plan.cuda_graphs.is_on:
+        # What stands between graphs has fixed addresses and sizes too (`fxpar.runtime.graphs.partial`).
+        yield "dispatch='exact' has sizes that no CUDA graph can hold: leave cuda_graphs out, or give dispatch='static'"
     if plan.compile:
         # Units are compiled for sizes of inputs (`fxpar.runtime.sizes`); rows would be further ones in each layer.
         yield "dispatch='exact' has sizes that the routing decides: give compile=False, or dispatch='static'"

@@ -115,7 +115,7 @@ class Plan:
         dispatch: how rows travel to the ranks that hold their experts. `static`: in buffers of as many places as tokens
             may ever need, so that no size depends on the routing and nothing waits for the host. `exact`: the rows
             alone, as many as there are; how many each rank gets is copied to the host while rows are sorted, and
-            awaited in front of the first all-to-all. CUDA graphs end there, and it is not compiled.
+            awaited in front of the first all-to-all. With it nothing is compiled, nor captured as CUDA graphs.
         cuda_graphs: what of a step is replayed as CUDA graphs, eager or compiled: see `fxpar.CudaGraphs`. In YAML a
             mapping of what differs. On CPUs a stand-in replays the same calls, for tests.
         cost: constants by which layouts are chosen; in YAML a mapping of those that differ.

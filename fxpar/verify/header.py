@@ -14,10 +14,12 @@ from torch import fx
 
 from fxpar.errors import CheckFailed
 from fxpar.ops import Operator
+from fxpar.ops.sent_rows import send_rows
 from fxpar.passes import DEFAULT_PASSES
 from fxpar.program.program import Program, describe, output_layouts
 from fxpar.program.properties import Property
 from fxpar.signatures.facts import Facts, facts_of
+from fxpar.verify.counted import check_counted
 
 _RESTS_ON: Mapping[str, frozenset[str]] = {name: item.requires for item in DEFAULT_PASSES for name in item.provides}
 
@@ -47,6 +49,8 @@ def check_header(program: Program, facts: Facts | None = None) -> None:
             sound[number] = True
     for entry in program.symbols:
         _check_symbol(program, entry.name)
+    if program.counted or any(node.target is send_rows for node in program.graph.nodes):
+        check_counted(program)
 
 
 def _check_node(program: Program, node: fx.Node) -> None:

@@ -12,7 +12,6 @@ from fxpar.program.properties import Property
 from fxpar.program.regions import inlined
 from fxpar.signatures.facts import facts_of
 from fxpar.verify.buffers import check_buffers
-from fxpar.verify.counted import check_counted
 from fxpar.verify.header import check_header
 from fxpar.verify.operations import check_operations
 from fxpar.verify.shapes import check_shapes
@@ -29,7 +28,6 @@ STATIC: tuple[Verifier, ...] = (
     # Types come first: they say which coercion a wrong shape lacks.
     Verifier("types", frozenset({Property.COLLECTIVES}), check_types, of_operations=True, uses_facts=True),
     Verifier("shapes", frozenset(), check_shapes, of_operations=True, uses_facts=True),
-    Verifier("counted", frozenset(), check_counted),
     Verifier("stages", frozenset({Property.STAGES}), check_stages),
     Verifier("buffers", frozenset({Property.STEP}), check_buffers),
     Verifier("step", frozenset({Property.STEP}), check_step, of_dataflow=True),

@@ -38,6 +38,15 @@ def test_comm_lists_what_the_rows_of_experts_send() -> None:
     assert {c["axis"] for c in sent} == {"dp"}
 
 
+def test_exact_dispatch_sends_rows_alone() -> None:
+    sent = [c for c in _collectives(*FOLDED, "--dispatch", "exact") if c["op"] == "all_to_all"]
+    # Half of the places of the static one: each of 2 * 3 * 16 tokens goes to two experts.
+    assert [(c["phase"], c["bytes"]) for c in sent[1:]] == [
+        *([("forward", 2 * 3 * 16 * 2 * 96 * 4)] * 2),
+        *([("backward", 2 * 3 * 16 * 2 * 96 * 4)] * 2),
+    ]
+
+
 def test_a_part_of_the_data_ranks_holds_different_experts() -> None:
     axes = {c["axis"] for c in _collectives("--dp", "4", "--ep", "2", "--etp", "1") if c["op"] == "all_to_all"}
     assert axes == {"dp_in"}

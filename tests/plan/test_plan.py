@@ -213,6 +213,26 @@ def test_layouts_name_the_axes_of_the_dense_part_in_nesting_order() -> None:
     assert plan.on_one_rank().axes == {}
 
 
+def test_how_rows_travel_is_an_option_of_experts_on_several_ranks() -> None:
+    plan = Plan(dp=2, ep=2, dispatch="exact")
+    assert Plan.from_yaml(plan.to_yaml()) == plan
+    assert plan.on_one_rank().dispatch == "static"
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"dispatch": "some", "dp": 2, "ep": 2}, "dispatch='some' is unknown: choose one of static, exact"),
+        ({"dispatch": "exact", "dp": 2}, "and ep=1: give ep of at least 2"),
+        ({"dispatch": "exact", "dp": 2, "ep": 2, "cuda_graphs": fxpar.CudaGraphs("partial")}, "leave cuda_graphs out"),
+        ({"dispatch": "exact", "dp": 2, "ep": 2, "compile": True}, "give compile=False, or dispatch='static'"),
+    ],
+)
+def test_a_dispatch_that_means_nothing_is_refused(options: dict[str, Any], reason: str) -> None:
+    with pytest.raises(PlanError, match=reason):
+        Plan(**options)
+
+
 def test_an_axis_may_have_links_of_its_own() -> None:
     cost = fxpar.Cost(axes={"tp": {"bandwidth": 9e11}, "dp": {"latency": 2e-5, "bandwidth": 45e9}})
     plan = Plan(tp=2, dp=2, cost=cost)
