@@ -5,12 +5,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+from torch import fx
+
 from fxpar.errors import PlanError
 from fxpar.manager import register_pass
 from fxpar.passes.exact_rows import ExactRows
 from fxpar.passes.routed_rows import routed
 from fxpar.passes.static_rows import StaticRows
-from fxpar.program.program import Program
+from fxpar.program.loads import load_name
+from fxpar.program.program import Program, note, output_node
 from fxpar.program.properties import Property
 from fxpar.program.symbols import Counted
 
@@ -42,6 +45,8 @@ def dispatch_experts(program: Program) -> Program:
     share are cut among them first and gathered behind, so that none travels twice. No size depends on the routing and
     nothing waits for the host. Values and gradients stay equal.
 
+    How many rows each expert receives is an output more for each layer (`fxpar.load.…`).
+
     With `Plan(dispatch="exact")` rows travel as they are sorted, as many as there are::
 
         %sizes = fxpar.split_sizes(%order, %counts, %counts_received) : i64[2, 5]
@@ -59,14 +64,21 @@ def dispatch_experts(program: Program) -> Program:
             remedy="call fxpar.ops.experts in the model, or set ep=1",
         )
     counted: list[Counted] = []
+    loads: dict[str, fx.Node] = {}
     for region in regions:
+        rows: StaticRows
         if holders and program.plan.dispatch == "exact":
-            name = _new_name(program, counted)
-            counted.append(ExactRows(program, region, holders, name).run())
+            rows = ExactRows(program, region, holders, _new_name(program, counted))
+            counted.append(rows.counted)
         else:
-            StaticRows(program, region, holders).run()
+            rows = StaticRows(program, region, holders)
+        rows.run()
+        if holders:
+            loads[load_name(note(region.sort).fqn, tuple(loads))] = rows.counts_here
+    end = output_node(program.graph)
+    end.args = ((*end.args[0], *loads.values()),)  # type: ignore[misc]
     program.graph.eliminate_dead_code()
-    return program.with_(counted=tuple(counted))
+    return program.with_(counted=tuple(counted), outputs=(*program.outputs, *loads))
 
 
 def _new_name(program: Program, counted: Sequence[Counted]) -> str:

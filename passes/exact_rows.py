@@ -30,6 +30,9 @@ class ExactRows(StaticRows):
     A source's rows stand by expert, so that those of one holder stand together; what a holder receives stands by
     source. How many there are is copied to the host while rows are taken, and the order of what arrived is made while
     they travel.
+
+    Attributes:
+        counted: the symbol of how many rows a holder has.
     """
 
     def __init__(self, program: Program, region: Routed, holders: Mapping[str, int], name: str) -> None:
@@ -37,7 +40,7 @@ class ExactRows(StaticRows):
         super().__init__(program, region, holders)
         rows = simplify(self._tokens * region.k)
         example = with_counted((Counted(name, rows, 1),), {s.name: s.example for s in program.symbols})[name]
-        self._counted = Counted(name, rows, example)
+        self.counted = Counted(name, rows, example)
         self._axis = "-".join(holders)
 
     def _is_shared(self, program: Program) -> bool:
@@ -51,14 +54,9 @@ class ExactRows(StaticRows):
         self._sizes = self.emit.call(split_sizes, (self._places, counts, self._received), kind)
         self._arrived: tuple[fx.Node, fx.Node, fx.Node] | None = None
 
-    def run(self) -> Counted:  # type: ignore[override]
-        """Writes each node of the region, and gives the symbol of a holder's rows."""
-        super().run()
-        return self._counted
-
     @property
     def _rows_here(self) -> tuple[Size, ...]:
-        return (*self.here, self._counted.size)
+        return (*self.here, self.counted.size)
 
     @property
     def _many_here(self) -> Any:
@@ -70,7 +68,8 @@ class ExactRows(StaticRows):
         return self._order()[0]
 
     @property
-    def _counts_here(self) -> fx.Node:
+    def counts_here(self) -> fx.Node:
+        """How many rows a holder has for each of its experts."""
         return self._order()[2]
 
     def _order(self) -> tuple[fx.Node, fx.Node, fx.Node]:

@@ -141,7 +141,7 @@ class StaticRows:
         return made
 
     @property
-    def _counts_here(self) -> fx.Node:
+    def counts_here(self) -> fx.Node:
         """How many rows a holder has for each of its experts."""
         return self._counts
 
@@ -181,7 +181,7 @@ class StaticRows:
         if arg in self.region.rows:
             return self._sent(arg)
         if arg is self.region.counts:
-            return self._counts_here
+            return self.counts_here
         if not output_types(arg):  # the number of rows
             return self._row_node_here
         if node in self.region.grouped:

@@ -14,6 +14,7 @@ from typing import Any
 from rich.console import Console, Group
 
 from fxpar.analysis.balance import Received
+from fxpar.report.loads import ExpertLoad
 
 
 @dataclass(frozen=True)
@@ -205,6 +206,8 @@ class Report:
         stages: of a pipeline; empty without one. Then `ranks` counts all microbatches in flight, `peak`, `phases` and
             `largest` are those of one microbatch on the stage whose rank holds most, and all else is of one microbatch
             on all stages.
+        loads: of experts in the last step of a module that has taken one; empty where no rank holds other experts than
+            another, and through a pipeline.
     """
 
     name: str
@@ -226,6 +229,7 @@ class Report:
     without_rule: tuple[str, ...]
     remarks: tuple[str, ...]
     stages: tuple[StageLine, ...] = ()
+    loads: tuple[ExpertLoad, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain mappings, lists, numbers and texts."""

@@ -35,8 +35,26 @@ def all_sections(report: Report) -> list[Section]:
         _passes(report),
         _collectives(report),
         *memory_sections(report),
+        *_loads(report),
         *_not_split(report),
     ]
+
+
+def _loads(report: Report) -> list[Section]:
+    """Rows that experts received in the last step; nothing where none was taken."""
+    if not report.loads:
+        return []
+    rows = [
+        (
+            load.module,
+            *(" ".join(map(str, counts)) for counts in (load.experts, load.ranks)),
+            *(f"{peak:.2f}" for peak in load.imbalance),
+        )
+        for load in report.loads
+    ]
+    columns = ("layer", "of each expert", "of each rank", "experts", "ranks")
+    notes = ("Rows that experts received in the last step. The last two columns: the most over the mean.",)
+    return [Section("load of experts", columns, tuple(rows), ("experts", "ranks"), notes)]
 
 
 def stage_sections(report: Report) -> list[Section]:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fxpar.errors import InputError
 from fxpar.passes.reduction import COUNT
+from fxpar.program.loads import is_load
 from fxpar.runtime import batch as calls
 from fxpar.runtime.inputs import Inputs, Shapes
 from fxpar.runtime.microbatches import Microbatch, Part, weight
@@ -59,7 +60,7 @@ class ForwardBackward:
         call, _ = self._bound(batch, False)
         if call.unproven:
             self._check_padding(call, self._loss_name(call, "call"))
-        wanted = tuple(name for name in call.compiled.program.outputs if name != COUNT)
+        wanted = tuple(name for name in call.compiled.program.outputs if name != COUNT and not is_load(name))
         return call, self._runner.outputs(call, wanted)
 
     def bind(self, batch: Any) -> Bound:
@@ -131,7 +132,8 @@ class ForwardBackward:
             return share if scaler is None else scaler.scale(share)
 
         ran = self._runner.step(call, ready, name, tangent, state, microbatch)
-        return Part(ran.outputs[name], ran, ran.outputs[COUNT] if is_counted else None)
+        loads = {output: value for output, value in ran.outputs.items() if is_load(output)}
+        return Part(ran.outputs[name], ran, ran.outputs[COUNT] if is_counted else None, loads)
 
     def _bound(self, batch: Any, with_loss: bool) -> tuple[Call, Tensor | None]:
         """The program for a call, and whether the ranks' values are equal, where the device has yet to say that."""

@@ -7,7 +7,7 @@ parameters' gradients of that mean, summed over the ranks once.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -65,11 +65,13 @@ class Part:
         loss: of it.
         ran: what it left of gradients.
         counted: what counted in its loss, where microbatches are weighed by that.
+        loads: rows of its experts, by name of the output.
     """
 
     loss: Tensor
     ran: Ran
     counted: Tensor | None = None
+    loads: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 def weight(counted: Tensor | None, microbatch: Microbatch) -> Tensor | float:

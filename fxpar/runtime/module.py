@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +30,7 @@ from fxpar.runtime.forward_backward import ForwardBackward
 from fxpar.runtime.graphs.full import Ending
 from fxpar.runtime.graphs.table import GraphFigures, Graphs
 from fxpar.runtime.inputs import Inputs
+from fxpar.runtime.loads import gathered
 from fxpar.runtime.mailboxes import Mailboxes
 from fxpar.runtime.mains import Copies, check_scaler
 from fxpar.runtime.optimizers import Optimizers
@@ -98,7 +101,8 @@ class ParallelModule(Stateful):
         expire = (lambda: None) if self._copies is None else self._copies.expire
         self._pipeline = Pipeline(plan, world, runner.waiting, self._programs.first.program) if plan.pp > 1 else None
         runner.evaluation = None if self._pipeline is None else self._pipeline.evaluation
-        training = (self._random, self._gradients, self._graphs, expire, self._pipeline)
+        gather = partial(gathered, world=world, plan=plan)
+        training = (self._random, self._gradients, self._graphs, expire, self._pipeline, gather)
         self._training = Training(runner.tensors, self._batches, runner.waiting, *training)
         Optimizers(model).watch(self)
 
@@ -258,7 +262,8 @@ class ParallelModule(Stateful):
     def report(self, sizes: Mapping[str, int] | None = None, optimizer: str = "adamw") -> Report:
         """Passes, collectives, memory of each rank, and what is not split and why; printed, it is a table.
 
-        Of the program of the example's mode and structure. Counted, not run: nothing communicates.
+        Of the program of the example's mode and structure. Counted, not run: nothing communicates. Where ranks hold
+        different experts it has the load of the last `train_step` too, for which it waits.
 
         Args:
             sizes: of the inputs by symbol (`b`, `s`); the example's where they are not given.
@@ -271,6 +276,8 @@ class ParallelModule(Stateful):
         given: dict[str, Any] = {"device": self.world.device, "sizes": sizes, "optimizer": optimizer}
         figures = self.graph_figures
         given["findings"] = (*compiled.captured.findings, *([] if figures is None else [str(figures)]))
-        return make_report(
+        found = make_report(
             compiled.program, compiled.ready.lowering, name=type(self._programs.skeleton).__name__, **given
         )
+        load = self._training.load
+        return found if load is None else replace(found, loads=load.read(self.plan))

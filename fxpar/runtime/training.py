@@ -22,6 +22,7 @@ from fxpar.runtime.forward_backward import Bound, ForwardBackward
 from fxpar.runtime.graphs.full import Ending, Found, FullIteration
 from fxpar.runtime.graphs.optimizer import Rates, takes_tensors
 from fxpar.runtime.graphs.table import Graphs
+from fxpar.runtime.loads import Loads
 from fxpar.runtime.microbatches import run_microbatches
 from fxpar.runtime.pipeline import Pipeline
 from fxpar.runtime.randomness import RandomState
@@ -65,6 +66,10 @@ class Training:
         graphs: of the module; with `full_iteration` a step is one of them.
         expire: is called where parameters have changed and no optimizer has told.
         pipeline: runs the stages of this rank; None without a pipeline.
+        gather: gives the load of experts on all ranks, of those of the microbatches.
+
+    Attributes:
+        load: of experts in the last step, on the device; None where no rank holds other experts than another.
     """
 
     def __init__(
@@ -77,7 +82,10 @@ class Training:
         graphs: Graphs | None,
         expire: Callable[[], None],
         pipeline: Pipeline | None,
+        gather: Callable[[Sequence[Mapping[str, Tensor]]], Loads | None],
     ) -> None:
+        self.load: Loads | None = None
+        self._gather = gather
         self._pipeline = pipeline
         self._tensors, self._batches, self._waiting = tensors, batches, waiting
         self._random, self._gradients, self._expire = random, gradients, expire
@@ -147,6 +155,7 @@ class Training:
                 self._expire()
         if ending.optimizer is None and (self._full is None or self._gradients.is_hooked):
             call_hooks(leaves, found.names)
+        self.load = found.load
         loss = found.loss
         for bound in bounds:
             loss = loss if bound.are_equal is None else loss.where(bound.are_equal, torch.nan)
@@ -161,24 +170,28 @@ class Training:
         ending: Ending,
     ) -> Found:
         """What a step does, on the device alone."""
+        loads: list[Mapping[str, Tensor]] = []
         if self._pipeline is not None:
             loss, gradients = self._pipeline.step(bounds, ready, state, ending.scaler)
         elif len(bounds) == 1:
             done = self._batches.train(bounds[0], ready[0], state, None, ending.scaler)
+            loads.append(done.loads)
             loss, gradients = done.loss, self._waiting.finished(done.ran.held, done.ran.signature, done.ran.finish)
         else:
             drawn = state()
 
             def run(index: int, microbatch: Any) -> Any:
-                return self._batches.train(bounds[index], ready[index], state, microbatch, ending.scaler)
+                part = self._batches.train(bounds[index], ready[index], state, microbatch, ending.scaler)
+                loads.append(part.loads)
+                return part
 
             loss, gradients = run_microbatches(range(len(bounds)), drawn, run, self._waiting.finished)
         self._gradients.add(parameters, gradients, self._full is not None and ending.optimizer is None)
         names = tuple(gradients)
         if ending.optimizer is None:
-            return Found(loss, names)
+            return Found(loss, names, load=self._gather(loads))
         call_hooks(self._tensors.leaves, names)
-        return self._stepped(Found(loss, names), parameters, ending)
+        return self._stepped(Found(loss, names, load=self._gather(loads)), parameters, ending)
 
     def _stepped(self, found: Found, parameters: Mapping[str, Tensor], ending: Ending) -> Found:
         """Clips, steps and frees the gradients."""

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import fxpar
 from fxpar.cli.hf import build
 from fxpar.runtime.module import ParallelModule
+from tests.passes import experts as words
 from tests.runtime.compiled import Seen, watched
 from tests.runtime.jobs import gradients, refusal
 
@@ -64,6 +65,21 @@ def other_rows(options: dict[str, Any]) -> tuple[str, str, str, str]:
     model = module(tuple(sorted(options.items())))
     rows = 3 if dist.get_rank() else 4
     return refusal(lambda: model.train_step({key: value[:rows] for key, value in batch().items()}))
+
+
+def loads(options: dict[str, Any], routing: str, parts: int) -> tuple[list[Any], str]:
+    """The load of a step of so many microbatches, before and behind it; and what the report says."""
+    torch.manual_seed(0)
+    own, plan = words.batch(5), fxpar.Plan(**options)
+    rows = words.ROWS // plan.data_ranks
+    example = {key: value[:rows] for key, value in own.items()}
+    model = fxpar.parallelize(words.Routed(routing).double().train(), plan, example)
+    own = fxpar.shard_batch(own, model)
+    found = [model.report().loads]
+    model.train_step([own] * parts if parts > 1 else own)
+    report = model.report()
+    assert report.to_dict()["loads"][0]["experts"] == report.loads[0].experts
+    return [*found, report.loads], str(report)
 
 
 def saved(options: dict[str, Any], folder: Path) -> list[float]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from fxpar.plan.graphs import CudaGraphs
 from tests.runtime import expert_jobs
 from tests.runtime.expert_jobs import Found
 from tests.runtime.test_training import assert_same
@@ -75,6 +76,35 @@ def test_a_training_goes_on_where_experts_lie_on_other_ranks(
         for losses, is_read in _run(request, other, expert_jobs.resumed, tmp_path):
             assert losses == pytest.approx(wanted, rel=1e-6)
             assert is_read
+
+
+@pytest.mark.parametrize(
+    ("plan", "parts"),
+    [
+        ({"dp": 2, "ep": 2}, 2),
+        ({"dp": 2, "ep": 2, "dispatch": "exact"}, 1),
+        pytest.param({"tp": 2, "ep": 2, "etp": 1}, 1, marks=pytest.mark.matrix),
+        pytest.param({"dp": 2, "ep": 2, "cuda_graphs": CudaGraphs("full_iteration")}, 2, marks=pytest.mark.matrix),
+        pytest.param({"dp": 2, "ep": 2, "compile": True}, 1, marks=pytest.mark.matrix),
+        pytest.param({"tp": 2, "dp": 2, "ep": 2}, 1, marks=pytest.mark.matrix),
+        pytest.param({"dp": 4, "ep": 2}, 1, marks=pytest.mark.matrix),
+    ],
+)
+def test_the_load_of_the_last_step_is_in_the_report(
+    request: pytest.FixtureRequest, plan: dict[str, Any], parts: int
+) -> None:
+    """Of a router that sends all tokens to the first two of four experts."""
+    ranks, tokens = plan.get("dp", 1) * plan.get("tp", 1), 8 * 5 * parts
+    rows = {2: (2 * tokens, 0), 4: (tokens, 0, tokens, 0)}[ranks]
+    if plan.get("tp", 1) * plan.get("dp", 1) == 4 and plan.get("tp") == 2:
+        rows = (2 * tokens, 2 * tokens, 0, 0)  # tensor ranks have the same rows, and a half of each expert
+    for (before, behind), text in request.getfixturevalue(f"world{ranks}").run(expert_jobs.loads, plan, "one", parts):
+        assert before == ()
+        (found,) = behind
+        assert (found.experts, found.ranks) == ((tokens, tokens, 0, 0), rows)
+        assert found.imbalance == (2.0, 2.0)
+        assert "load of experts" in text
+        assert f"{tokens} {tokens} 0 0" in text
 
 
 def test_data_ranks_that_bring_other_rows_are_refused(world2: World) -> None:

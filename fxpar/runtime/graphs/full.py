@@ -23,6 +23,7 @@ from fxpar.runtime.graphs.optimizer import check_optimizer, state_of
 from fxpar.runtime.graphs.partial import Static
 from fxpar.runtime.graphs.pool import Pool, Recording
 from fxpar.runtime.graphs.table import Graphs, key_of
+from fxpar.runtime.loads import Loads
 from fxpar.runtime.randomness import RandomState
 from fxpar.runtime.runner import Prepared
 from fxpar.runtime.waiting import Waiting
@@ -37,17 +38,20 @@ class Found:
         names: of the parameters that have gradients of it.
         norm: of all gradients before they were clipped; None where they were not.
         is_finite: with an optimizer, whether loss and norm are, a bool scalar on the device.
+        load: of experts; None where no rank holds other ones than another.
     """
 
     loss: Tensor
     names: tuple[str, ...]
     norm: Tensor | None = None
     is_finite: Tensor | None = None
+    load: Loads | None = None
 
     def copied(self) -> Found:
         """With tensors of its own."""
         norm, is_finite = (None if each is None else each.clone() for each in (self.norm, self.is_finite))
-        return Found(self.loss.clone(), self.names, norm, is_finite)
+        load = None if self.load is None else replace(self.load, counts=self.load.counts.clone())
+        return Found(self.loss.clone(), self.names, norm, is_finite, load)
 
 
 # Runs a step with the values of its microbatches and what gives its random state.
