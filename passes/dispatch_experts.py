@@ -12,7 +12,7 @@ from fxpar.manager import register_pass
 from fxpar.passes.exact_rows import ExactRows
 from fxpar.passes.routed_rows import routed
 from fxpar.passes.static_rows import StaticRows
-from fxpar.program.loads import load_name
+from fxpar.program.loads import excess_name, load_name
 from fxpar.program.program import Program, note, output_node
 from fxpar.program.properties import Property
 from fxpar.program.symbols import Counted
@@ -45,6 +45,9 @@ def dispatch_experts(program: Program) -> Program:
     share are cut among them first and gathered behind, so that none travels twice. No size depends on the routing and
     nothing waits for the host. Values and gradients stay equal.
 
+    With a `receive_budget` blocks have fewer places. Rows without one are left out, and an output says how many they
+    are (`fxpar.excess.…`): what was computed is not to be used then.
+
     How many rows each expert receives is an output more for each layer (`fxpar.load.…`).
 
     With `Plan(dispatch="exact")` rows travel as they are sorted, as many as there are::
@@ -74,7 +77,10 @@ def dispatch_experts(program: Program) -> Program:
             rows = StaticRows(program, region, holders)
         rows.run()
         if holders:
-            loads[load_name(note(region.sort).fqn, tuple(loads))] = rows.counts_here
+            name = load_name(note(region.sort).fqn, tuple(loads))
+            loads[name] = rows.counts_here
+            if rows.excess is not None:
+                loads[excess_name(name)] = rows.excess
     end = output_node(program.graph)
     end.args = ((*end.args[0], *loads.values()),)  # type: ignore[misc]
     program.graph.eliminate_dead_code()

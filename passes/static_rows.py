@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping
+from fractions import Fraction
 from math import prod
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 
@@ -31,6 +33,7 @@ class StaticRows:
     Attributes:
         cut: how tokens are cut; its axes are the leading dimensions of what a source has.
         capacity: places of a block, as a node or number, and its size.
+        excess: for how many rows a block has no place, where the plan's budget is less than tokens may need.
         held: of the leading dimensions those of holders.
         outer: those that stay in front of the holders' where rows are received: other data axes.
         merged: those that become rows there: of axes that split each expert, and of the sources among holders.
@@ -39,6 +42,10 @@ class StaticRows:
     def __init__(self, program: Program, region: Routed, holders: Mapping[str, int]) -> None:
         self.region, self.holders = region, holders
         self.blocks = prod(holders.values())
+        given = program.plan.receive_budget
+        # As it is written: of 1.1 no binary fraction is meant.
+        self._budget = None if given is None else Fraction(str(given))
+        self.excess: fx.Node | None = None
         self.own = _shared_out(region, self.blocks)
         self.emit = Emitter(program.graph, region.sort)
         indices = operands(region.sort)[0]
@@ -92,12 +99,10 @@ class StaticRows:
             self._counts = counts
             self._row_node = emit.size(order, len(lead))
             return
-        most = min(self.region.k, self.own)
-        self.capacity: tuple[Any, Size] = (
-            emit.number(operator.mul, self._token_node, most),
-            simplify(self._tokens * most),
-        )
-        node, size = self.capacity
+        node, size = self.capacity = self._places_of_a_block()
+        if self.is_budgeted:
+            kind = TensorType(integer, (*lead, 1))
+            self.excess = emit.call(fxp.block_excess.default, (counts, self.blocks, node), kind)
         kind = TensorType(integer, (*lead, simplify(self.blocks * size)))
         self._places = emit.call(fxp.block_order.default, (order, counts, self.blocks, node), kind)
         self._by_expert, self._counts = emit.several(
@@ -109,6 +114,18 @@ class StaticRows:
             ),
         )
         self._row_node = emit.size(self._by_expert, len(self.here))
+
+    def _places_of_a_block(self) -> tuple[Any, Size]:
+        """As many as tokens may need, or as the budget has, where that is less."""
+        emit, most, budget = self.emit, min(self.region.k, self.own), self._budget
+        self.is_budgeted = budget is not None and self.region.k * budget < most * self.blocks
+        if budget is None or not self.is_budgeted:
+            return emit.number(operator.mul, self._token_node, most), simplify(self._tokens * most)
+        times, parts = self.region.k * budget.numerator, budget.denominator * self.blocks
+        rows = emit.number(operator.mul, self._token_node, times)
+        rows = emit.number(operator.floordiv, emit.number(operator.add, rows, parts - 1), parts)
+        size = sympy.floor((self._tokens * times + parts - 1) / sympy.Integer(parts))
+        return rows, simplify(size)
 
     def run(self) -> None:
         """Writes each node of the region over what a source has, or over what a holder has."""

@@ -23,7 +23,7 @@ def block_order(order: Tensor, counts: Tensor, blocks: int, capacity: int) -> Te
         order: i64 [..., rows], the rows by expert, ascending.
         counts: i64 [..., experts], of each expert.
         blocks: ranks that hold different experts, as many each; they divide the experts.
-        capacity: places of a block, no fewer than it has rows.
+        capacity: places of a block; rows for which there is none are left out.
 
     Returns:
         i64 [..., blocks * capacity]: entries of `order`, -1 in places behind a block's rows.
@@ -41,20 +41,44 @@ def _blocks_shape(order: Tensor, counts: Tensor, blocks: int, capacity: int) -> 
     return order.new_empty((*order.shape[:-1], blocks * capacity))
 
 
+@torch.library.custom_op("fxpar::block_excess", mutates_args=())
+def block_excess(counts: Tensor, blocks: int, capacity: int) -> Tensor:
+    """For how many rows the fullest block has no place.
+
+    Args:
+        counts: i64 [..., experts], as `block_order` has them.
+        blocks: likewise.
+        capacity: likewise.
+
+    Returns:
+        i64 [..., 1].
+    """
+    sent = counts.unflatten(-1, (blocks, -1)).sum(-1)
+    excess: Tensor = (sent.amax(-1, keepdim=True) - capacity).clamp_min(0)
+    return excess
+
+
+@block_excess.register_fake
+def _excess_shape(counts: Tensor, blocks: int, capacity: int) -> Tensor:
+    return counts.new_empty((*counts.shape[:-1], 1))
+
+
 @torch.library.custom_op("fxpar::received_order", mutates_args=())
 def received_order(counts: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
     """Rows that sources sent, by expert.
 
     Args:
         counts: i64 [..., sources, experts]: of each source the rows for each of this rank's experts.
-        capacity: places of a source's block, in which its rows stand by expert.
+        capacity: places of a source's block, in which its rows stand by expert; rows for which there was none are left
+            out (`block_excess`).
 
     Returns:
         i64 [..., sources * capacity]: places of the buffer by expert, in an expert by source, -1 behind all rows; and
         i64 [..., experts]: the rows of each expert.
     """
+    end = counts.cumsum(-1).clamp_max(capacity)
+    counts = end.diff(dim=-1, prepend=end.new_zeros(()).expand(*end.shape[:-1], 1))
     total = counts.sum(-2)
-    end = counts.cumsum(-1)
     place = torch.arange(capacity, device=counts.device)
     # Of each place its expert, or one more than there are.
     expert = (place.unsqueeze(-1) >= end.unsqueeze(-2)).sum(-1)

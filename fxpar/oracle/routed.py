@@ -81,6 +81,7 @@ def routed(d: Draw) -> dict[str, Samples]:
             sample(y, counts, 1),
         ],
         "block_order": [sample(*_sorted(d, experts + 1, a), 2, 7), sample(*_sorted(d, experts + 1, a, b), 2, 7)],
+        "block_excess": [sample(d.i(5, a, 4), 2, 3), sample(d.i(5, a, b, 4), 2, 3)],
         "received_order": [sample(d.i(3, a, 2, experts), 7), sample(d.i(3, a, b, 2, experts), 7)],
         "arrived_order": [sample(d.i(3, a, 2, experts), 14), sample(d.i(3, a, b, 2, experts), 14)],
         "resize_rows": [sample(x, rows + 2, 0), sample(x, rows - 3, 0), sample(x[0, 0], rows + 1, 0)],

@@ -22,6 +22,7 @@ def expert_problems(plan: Plan) -> Iterator[str]:
     if plan.dispatch not in DISPATCHES:
         yield f"dispatch={shown(plan.dispatch)} is unknown: choose one of {', '.join(DISPATCHES)}"
         return
+    yield from _wrong_budget(plan)
     if plan.dispatch == "static":
         return
     if plan.ep == 1:
@@ -32,3 +33,21 @@ def expert_problems(plan: Plan) -> Iterator[str]:
     if plan.compile:
         # Units are compiled for sizes of inputs (`fxpar.runtime.sizes`); rows would be further ones in each layer.
         yield "dispatch='exact' has sizes that the routing decides: give compile=False, or dispatch='static'"
+
+
+def _wrong_budget(plan: Plan) -> Iterator[str]:
+    budget, graphs = plan.receive_budget, plan.cuda_graphs
+    if budget is None:
+        return
+    if type(budget) not in (int, float) or not 1 <= budget < 2**16:
+        yield f"receive_budget={shown(budget)} is no multiple of a balanced load: give a number of at least 1"
+    elif plan.ep == 1 or plan.dispatch != "static":
+        yield f"receive_budget={budget} is of dispatch='static' with ep of at least 2: choose these, or leave it out"
+    if plan.pp > 1:
+        # A stage has sent gradients on before the last one knows that rows were too many.
+        yield "receive_budget repeats steps, and those of a pipeline are not repeated yet: leave it out, or pp=1"
+    if isinstance(graphs, CudaGraphs) and graphs.impl not in ("none", "partial"):
+        yield (
+            f"receive_budget is asked for on the host in each step, which CudaGraphs({graphs.impl!r}) cannot: "
+            "leave it out, or give CudaGraphs('partial')"
+        )

@@ -116,6 +116,10 @@ class Plan:
             may ever need, so that no size depends on the routing and nothing waits for the host. `exact`: the rows
             alone, as many as there are; how many each rank gets is copied to the host while rows are sorted, and
             awaited in front of the first all-to-all. With it nothing is compiled, nor captured as CUDA graphs.
+        receive_budget: of `static` dispatch, how many places its buffers have, as a multiple, of at least 1, of what
+            they need where the load is even, and no more than tokens may ever need. A training step in which more rows
+            come is noticed behind its backward, before its gradients count, and repeated with buffers of as many places
+            as may be needed; calls outside of `train_step` have these always. None: all do.
         cuda_graphs: what of a step is replayed as CUDA graphs, eager or compiled: see `fxpar.CudaGraphs`. In YAML a
             mapping of what differs. On CPUs a stand-in replays the same calls, for tests.
         cost: constants by which layouts are chosen; in YAML a mapping of those that differ.
@@ -145,6 +149,7 @@ class Plan:
     compile: bool = False
     exchange: str = "auto"
     dispatch: str = "static"
+    receive_budget: int | float | None = None
     cuda_graphs: CudaGraphs = field(default_factory=CudaGraphs)
     cost: Cost = field(default_factory=Cost)
 
@@ -266,7 +271,8 @@ class Plan:
         """The same plan for a single device: no axis has several ranks, no line splits anything, and all is kept."""
         changes: dict[str, Any] = {**dict.fromkeys(_AXES, 1), "etp": None, "split": {}, "row_wise": ()}
         changes |= {"virtual_stages": 1, "stages": (), "microbatches": 1, "schedule": "", "group_size": None}
-        changes |= {"dispatch": "static", "recompute": "none", "activation_budget": None, "cuda_graphs": CudaGraphs()}
+        changes |= {"dispatch": "static", "receive_budget": None}
+        changes |= {"recompute": "none", "activation_budget": None, "cuda_graphs": CudaGraphs()}
         return dataclasses.replace(self, **changes)
 
     @property

@@ -1,7 +1,8 @@
-"""How many rows experts receive, as outputs of a program.
+"""How many rows experts receive, and for how many a buffer has no place, as outputs of a program.
 
-Enters: names. Leaves: which outputs those are, and of which module. A rank has the numbers of its own experts:
-i64 [leading dimensions, experts of a holder].
+Enters: names. Leaves: which outputs those are, and of which module. Of the first a rank has the numbers of its own
+experts, i64 [leading dimensions, experts of a holder], of the second the most of its blocks, i64 [leading dimensions,
+1].
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 _LOAD = "fxpar.load."
+_EXCESS = "fxpar.excess."
 
 
 def load_name(module: str, taken: Sequence[str]) -> str:
@@ -20,6 +22,21 @@ def load_name(module: str, taken: Sequence[str]) -> str:
 def is_load(output: str) -> bool:
     """Whether an output of that name is a load."""
     return output.startswith(_LOAD)
+
+
+def excess_name(load: str) -> str:
+    """The output that says for how many rows of that load there is no place."""
+    return f"{_EXCESS}{module_of_load(load)}"
+
+
+def is_excess(output: str) -> bool:
+    """Whether an output of that name says that."""
+    return output.startswith(_EXCESS)
+
+
+def is_counted(output: str) -> bool:
+    """Whether an output is one of these, and none of the model's."""
+    return is_load(output) or is_excess(output)
 
 
 def module_of_load(output: str) -> str:

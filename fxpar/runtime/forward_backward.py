@@ -7,7 +7,7 @@ leave of the parameters' gradients (`Part`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fxpar.errors import InputError
 from fxpar.passes.reduction import COUNT
-from fxpar.program.loads import is_load
+from fxpar.program.loads import is_counted
 from fxpar.runtime import batch as calls
 from fxpar.runtime.inputs import Inputs, Shapes
 from fxpar.runtime.microbatches import Microbatch, Part, weight
@@ -58,9 +58,10 @@ class ForwardBackward:
             InputError: the batch does not fit the model, or what pads it matters.
         """
         call, _ = self._bound(batch, False)
+        call = self._programs.with_all_places(call)
         if call.unproven:
             self._check_padding(call, self._loss_name(call, "call"))
-        wanted = tuple(name for name in call.compiled.program.outputs if name != COUNT and not is_load(name))
+        wanted = tuple(name for name in call.compiled.program.outputs if name != COUNT and not is_counted(name))
         return call, self._runner.outputs(call, wanted)
 
     def bind(self, batch: Any) -> Bound:
@@ -88,6 +89,10 @@ class ForwardBackward:
         parts = calls.cut_rows(self._programs.first.program, moved, count)
         bound = (self._programs.bound(part, callable(self._loss)) for part in parts)
         return [self._named(call, None if i else are_equal) for i, call in enumerate(bound)]
+
+    def with_all_places(self, bounds: Sequence[Bound]) -> list[Bound]:
+        """The same with buffers of as many places as rows may need; compiled on first use, on all ranks."""
+        return [replace(bound, call=self._programs.with_all_places(bound.call)) for bound in bounds]
 
     def prepare(self, bounds: Sequence[Bound]) -> list[Prepared]:
         """What the calls of a step take; of one program the parameters are looked at once.
@@ -123,17 +128,17 @@ class ForwardBackward:
             InputError: there is nothing to train.
         """
         call, name = bound.call, bound.loss
-        is_counted = microbatch is not None and COUNT in call.compiled.program.outputs
+        weighs = microbatch is not None and COUNT in call.compiled.program.outputs
 
         def tangent(outputs: Mapping[str, Tensor]) -> Tensor:
             share = torch.ones_like(outputs[name])
             if microbatch is not None:
-                share = share * weight(outputs[COUNT] if is_counted else None, microbatch)
+                share = share * weight(outputs[COUNT] if weighs else None, microbatch)
             return share if scaler is None else scaler.scale(share)
 
         ran = self._runner.step(call, ready, name, tangent, state, microbatch)
-        loads = {output: value for output, value in ran.outputs.items() if is_load(output)}
-        return Part(ran.outputs[name], ran, ran.outputs[COUNT] if is_counted else None, loads)
+        rows = {output: value for output, value in ran.outputs.items() if is_counted(output)}
+        return Part(ran.outputs[name], ran, ran.outputs[COUNT] if weighs else None, rows)
 
     def _bound(self, batch: Any, with_loss: bool) -> tuple[Call, Tensor | None]:
         """The program for a call, and whether the ranks' values are equal, where the device has yet to say that."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from fxpar.mesh.purpose import Cuts
 from fxpar.ops.collectives import arrived, start_gather
 from fxpar.plan.plan import Plan
-from fxpar.program.loads import module_of_load
+from fxpar.program.loads import is_load, module_of_load
 from fxpar.report.loads import ExpertLoad, expert_loads
 from fxpar.runtime.world import World
 
@@ -45,11 +45,11 @@ def gathered(parts: Sequence[Mapping[str, Tensor]], world: World, plan: Plan) ->
     """The load of a step on all ranks; None where no rank holds other experts than another.
 
     Args:
-        parts: of each microbatch the loads by name of the output.
+        parts: of each microbatch what it says of rows, by name of the output.
     """
-    if not parts or not parts[0]:
+    names = tuple(filter(is_load, parts[0])) if parts else ()
+    if not names:
         return None
-    names = tuple(parts[0])
     summed = [torch.stack([part[name].flatten() for part in parts]).sum(0) for name in names]
     group = world.groups["-".join(plan.axes)]
     counts = arrived(start_gather(torch.cat(summed), group))

@@ -65,13 +65,13 @@ class Part:
         loss: of it.
         ran: what it left of gradients.
         counted: what counted in its loss, where microbatches are weighed by that.
-        loads: rows of its experts, by name of the output.
+        rows: of its experts, and those without a place, by name of the output (`fxpar.program.loads`).
     """
 
     loss: Tensor
     ran: Ran
     counted: Tensor | None = None
-    loads: Mapping[str, Tensor] = field(default_factory=dict)
+    rows: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 def weight(counted: Tensor | None, microbatch: Microbatch) -> Tensor | float:

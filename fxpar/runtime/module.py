@@ -25,6 +25,7 @@ from fxpar.report import Report, make_report
 from fxpar.runtime import batch as calls
 from fxpar.runtime.adopt import adopt, held_by, line_of
 from fxpar.runtime.agreement import together
+from fxpar.runtime.budget import Budget
 from fxpar.runtime.buffers import Buffers
 from fxpar.runtime.forward_backward import ForwardBackward
 from fxpar.runtime.graphs.full import Ending
@@ -102,7 +103,8 @@ class ParallelModule(Stateful):
         self._pipeline = Pipeline(plan, world, runner.waiting, self._programs.first.program) if plan.pp > 1 else None
         runner.evaluation = None if self._pipeline is None else self._pipeline.evaluation
         gather = partial(gathered, world=world, plan=plan)
-        training = (self._random, self._gradients, self._graphs, expire, self._pipeline, gather)
+        budget = None if plan.receive_budget is None else Budget(plan, world)
+        training = (self._random, self._gradients, self._graphs, expire, self._pipeline, gather, budget)
         self._training = Training(runner.tensors, self._batches, runner.waiting, *training)
         Optimizers(model).watch(self)
 
@@ -275,7 +277,8 @@ class ParallelModule(Stateful):
         compiled = self._programs.first
         given: dict[str, Any] = {"device": self.world.device, "sizes": sizes, "optimizer": optimizer}
         figures = self.graph_figures
-        given["findings"] = (*compiled.captured.findings, *([] if figures is None else [str(figures)]))
+        told = [str(each) for each in (figures, self._training.budget) if each is not None]
+        given["findings"] = (*compiled.captured.findings, *told)
         found = make_report(
             compiled.program, compiled.ready.lowering, name=type(self._programs.skeleton).__name__, **given
         )

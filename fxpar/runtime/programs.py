@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fxpar.capture import Captured, arguments
 from fxpar.capture.precision import in_precision
-from fxpar.compile import compile_model
+from fxpar.compile import compile_model, compile_program
 from fxpar.errors import InputError
 from fxpar.layout.layout import Layout
 from fxpar.layout.symbols import names
@@ -60,6 +60,7 @@ class Compiled:
         indices: the rank's index on each axis, on the device.
         admitted: sizes at which the trace is known to be the model.
         padded: inputs of which it is known that what pads them does not matter.
+        spare: the same with buffers of as many places as rows may need, where the plan has a budget; made on first use.
     """
 
     captured: Captured
@@ -70,6 +71,7 @@ class Compiled:
     uneven: list[Steps] = field(default_factory=list)
     admitted: set[tuple[int, ...]] = field(default_factory=set)
     padded: set[str] = field(default_factory=set)
+    spare: list[Compiled] = field(default_factory=list)
 
     @property
     def lowered(self) -> Lowered:
@@ -245,6 +247,19 @@ class Programs:
             _refuse_branch({} if sizes is None else sizes.given)
         return call
 
+    def with_all_places(self, call: Call) -> Call:
+        """A call whose buffers have as many places as rows may need; without a budget it is the call itself."""
+        if self._plan.receive_budget is None:
+            return call
+        compiled = call.compiled
+        if not compiled.spare:
+            program = compiled.captured.program
+            plan = program.plan.replace(receive_budget=None)
+            program = compile_program(program.with_(plan=plan), self._again())
+            compiled.spare.append(replace(compiled, program=program, ready=self._ready(program), spare=[]))
+        spare = compiled.spare[0]
+        return replace(call, compiled=spare, ready=spare.ready)
+
     def facts(self, batch: Any, sizes: bool = True) -> dict[str, str]:
         """What must be the same on all ranks in a call; the sizes of the batch are part of it, or are not."""
         modes = self._modes
@@ -290,11 +305,7 @@ class Programs:
         calls.check(self.skeleton, batch, with_loss)
         for ghost, own in self._twins:
             ghost.training = own.training
-        passes = [*self._passes]
-        if self.layouts:
-            again = {annotate.name: keeping(self.layouts)}
-            again |= {partition_stages.name: holding(self.held)} if self._own else {}
-            passes = [again.get(item.name, item) if item in (annotate, partition_stages) else item for item in passes]
+        passes = self._again() if self.layouts else [*self._passes]
 
         def review(captured: Captured) -> Captured:
             if not with_loss:
@@ -320,6 +331,12 @@ class Programs:
         places = self._world.coordinates
         indices = tuple(torch.tensor(places[axis], device=device) for axis in ready.lowered.indices)
         return Compiled(compiled.captured, program, ready, constants, indices)
+
+    def _again(self) -> list[Pass]:
+        """The passes of a further program, whose parameters stay where they are."""
+        again = {annotate.name: keeping(self.layouts)}
+        again |= {partition_stages.name: holding(self.held)} if self._own else {}
+        return [again.get(item.name, item) if item in (annotate, partition_stages) else item for item in self._passes]
 
     def _ready(self, program: Program, uneven_rows: bool = False) -> Steps:
         return Steps(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fxpar.errors import InputError
 from fxpar.passes.assign_rng import RNG_PATH
 from fxpar.passes.reduction import COUNT
-from fxpar.program.loads import is_load
+from fxpar.program.loads import is_counted
 from fxpar.program.mixed import is_copy
 from fxpar.program.program import Parameter
 from fxpar.runtime.buffers import Buffers
@@ -200,7 +200,7 @@ class Runner:
                 "no parameter that the loss reaches requires a gradient", where="train_step", remedy="unfreeze some"
             )
         whole = microbatch is None and self._waiting.is_idle
-        wanted = tuple(output for output in steps.program.outputs if output in (name, COUNT) or is_load(output))
+        wanted = tuple(output for output in steps.program.outputs if output in (name, COUNT) or is_counted(output))
         step, sizes = steps.step((name,), frozenset(leaves), wanted), call.sizes
         steps.check_whole(step)
         state_of_gradients = self._buffers.state(leaves) if whole else None

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fxpar.errors import InputError, shown
+from fxpar.runtime.budget import Budget, Overflow
 from fxpar.runtime.buffers import Buffers, call_hooks
 from fxpar.runtime.forward_backward import Bound, ForwardBackward
 from fxpar.runtime.graphs.full import Ending, Found, FullIteration
@@ -67,6 +68,7 @@ class Training:
         expire: is called where parameters have changed and no optimizer has told.
         pipeline: runs the stages of this rank; None without a pipeline.
         gather: gives the load of experts on all ranks, of those of the microbatches.
+        budget: of the places for rows of experts; None where there are as many as rows may need.
 
     Attributes:
         load: of experts in the last step, on the device; None where no rank holds other experts than another.
@@ -83,9 +85,10 @@ class Training:
         expire: Callable[[], None],
         pipeline: Pipeline | None,
         gather: Callable[[Sequence[Mapping[str, Tensor]]], Loads | None],
+        budget: Budget | None,
     ) -> None:
         self.load: Loads | None = None
-        self._gather = gather
+        self._gather, self.budget = gather, budget
         self._pipeline = pipeline
         self._tensors, self._batches, self._waiting = tensors, batches, waiting
         self._random, self._gradients, self._expire = random, gradients, expire
@@ -170,28 +173,47 @@ class Training:
         ending: Ending,
     ) -> Found:
         """What a step does, on the device alone."""
-        loads: list[Mapping[str, Tensor]] = []
+        rows: list[Mapping[str, Tensor]] = []
         if self._pipeline is not None:
             loss, gradients = self._pipeline.step(bounds, ready, state, ending.scaler)
-        elif len(bounds) == 1:
+        elif len(bounds) == 1 and self.budget is None:
             done = self._batches.train(bounds[0], ready[0], state, None, ending.scaler)
-            loads.append(done.loads)
+            rows.append(done.rows)
             loss, gradients = done.loss, self._waiting.finished(done.ran.held, done.ran.signature, done.ran.finish)
         else:
-            drawn = state()
-
-            def run(index: int, microbatch: Any) -> Any:
-                part = self._batches.train(bounds[index], ready[index], state, microbatch, ending.scaler)
-                loads.append(part.loads)
-                return part
-
-            loss, gradients = run_microbatches(range(len(bounds)), drawn, run, self._waiting.finished)
+            loss, gradients = self._microbatches(bounds, ready, state(), rows, ending)
         self._gradients.add(parameters, gradients, self._full is not None and ending.optimizer is None)
         names = tuple(gradients)
         if ending.optimizer is None:
-            return Found(loss, names, load=self._gather(loads))
+            return Found(loss, names, load=self._gather(rows))
         call_hooks(self._tensors.leaves, names)
-        return self._stepped(Found(loss, names, load=self._gather(loads)), parameters, ending)
+        return self._stepped(Found(loss, names, load=self._gather(rows)), parameters, ending)
+
+    def _microbatches(
+        self,
+        bounds: Sequence[Bound],
+        ready: Sequence[Prepared],
+        drawn: Tensor,
+        rows: list[Mapping[str, Tensor]],
+        ending: Ending,
+    ) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """Loss and gradients of several; with a budget of one too, whose gradients are then in no buffer yet."""
+
+        def run(index: int, microbatch: Any) -> Any:
+            part = self._batches.train(bounds[index], ready[index], lambda: drawn, microbatch, ending.scaler)
+            rows.append(part.rows)
+            return part
+
+        finished = self._waiting.finished
+        if self.budget is None:
+            return run_microbatches(range(len(bounds)), drawn, run, finished)
+        try:
+            return run_microbatches(range(len(bounds)), drawn, run, self.budget.checked(rows, finished))
+        except Overflow:
+            rows.clear()
+        bounds = self._batches.with_all_places(bounds)
+        ready = self._batches.prepare(bounds)
+        return run_microbatches(range(len(bounds)), drawn, run, finished)
 
     def _stepped(self, found: Found, parameters: Mapping[str, Tensor], ending: Ending) -> Found:
         """Clips, steps and frees the gradients."""

@@ -67,6 +67,7 @@ def routed_rules() -> dict[str, Rule]:
     return {
         "fxpar.sort_by_expert.default": Rule(formula("... _ _ -> ... _, ... _", "indices")),
         "fxpar.block_order.default": Rule(formula("... _, ... _ -> ... _", "order", "counts")),
+        "fxpar.block_excess.default": Rule(formula("... _ -> ... _", "counts")),
         "fxpar.received_order.default": Rule(formula("... _ _ -> ... _, ... _", "counts")),
         "fxpar.arrived_order.default": Rule(formula("... _ _ -> ... _, ... _", "counts")),
         "fxpar.swiglu_rows.default": Rule(formula("... _ _ n, ... _ -> ... _ n", "x", "counts")),

@@ -82,6 +82,49 @@ def loads(options: dict[str, Any], routing: str, parts: int) -> tuple[list[Any],
     return [*found, report.loads], str(report)
 
 
+def most_rows() -> int:
+    """The most rows that a source of two has for one of two holders, before any step."""
+    torch.manual_seed(0)
+    model, half = words.Routed().double(), words.ROWS // 2
+    with torch.no_grad():
+        chosen = [
+            model.router(model.words(ids).flatten(0, 1)).topk(words.CHOICES).indices
+            for ids in words.batch(5)["ids"].split(half)
+        ]
+    first = [int((own < words.EXPERTS // 2).sum()) for own in chosen]
+    return max(max(count, own.numel() - count) for count, own in zip(first, chosen, strict=True))
+
+
+def budgeted(options: dict[str, Any], ways: str) -> Found:
+    """Two steps of a small model whose router learns: losses, gradients of the first, outputs, what was repeated.
+
+    Args:
+        ways: `plain`, `list` of two microbatches, or `no_sync`, whose first call leaves its gradients.
+    """
+    torch.manual_seed(0)
+    plan, own = fxpar.Plan(**options), words.batch(5)
+    example = {key: value[: words.ROWS // plan.data_ranks] for key, value in own.items()}
+    model = fxpar.parallelize(words.Routed().double().train(), plan, example)
+    own = fxpar.shard_batch(own, model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    found: Found = {"losses": []}
+    for step in range(2):
+        if ways == "no_sync":
+            with model.no_sync():
+                model.train_step(own)
+        found["losses"].append(model.train_step([own, own] if ways == "list" else own).item())
+        if step == 0:
+            found["gradients"] = gradients(model)
+            found["report"] = str(model.report())
+        optimizer.step()
+        optimizer.zero_grad()
+    found["state"] = model.full_state_dict()
+    model.eval()
+    with torch.no_grad():
+        found["output"] = model(**own).item()
+    return found
+
+
 def saved(options: dict[str, Any], folder: Path) -> list[float]:
     """A step, a save, and the losses of the steps behind it."""
     model = module(tuple(sorted(options.items())))

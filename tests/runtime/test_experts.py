@@ -107,6 +107,40 @@ def test_the_load_of_the_last_step_is_in_the_report(
         assert f"{tokens} {tokens} 0 0" in text
 
 
+@pytest.mark.parametrize("over", [False, True], ids=["full", "over"])
+@pytest.mark.parametrize(
+    ("ways", "options"),
+    [
+        ("plain", {}),
+        pytest.param("list", {}, marks=pytest.mark.matrix),
+        pytest.param("no_sync", {}, marks=pytest.mark.matrix),
+        pytest.param("plain", {"compile": True}, marks=pytest.mark.matrix),
+        pytest.param("plain", {"cuda_graphs": CudaGraphs("partial")}, marks=pytest.mark.matrix),
+    ],
+)
+def test_a_step_with_rows_over_the_budget_is_repeated(
+    world2: World, ways: str, options: dict[str, Any], over: bool
+) -> None:
+    """Buffers that are exactly full are enough; with one place less the step is taken again, as if for the first time.
+
+    A balanced load are 20 rows of each of two sources for each of two holders.
+    """
+    plan = {"dp": 2, "ep": 2, **options}
+    most = expert_jobs.most_rows()
+    assert 21 < most < 40
+    wanted = world2.run(expert_jobs.budgeted, plan, ways)
+    budget = (most - over) / 20
+    for found, same in zip(
+        world2.run(expert_jobs.budgeted, {**plan, "receive_budget": budget}, ways), wanted, strict=True
+    ):
+        assert found["losses"] == pytest.approx(same["losses"], rel=1e-12)
+        assert_same(found["gradients"], same["gradients"], 1e-12)
+        assert_same(found["state"], same["state"], 1e-12)
+        assert found["output"] == pytest.approx(same["output"], rel=1e-12)
+        steps = 2 if ways == "no_sync" else 1
+        assert f"Of {steps} steps {steps * over} were repeated" in " ".join(found["report"].split())
+
+
 def test_data_ranks_that_bring_other_rows_are_refused(world2: World) -> None:
     for kind, _, reason, remedy in world2.run(expert_jobs.other_rows, {"dp": 2, "ep": 2}):
         assert kind == "InputError"
