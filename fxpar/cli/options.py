@@ -62,6 +62,7 @@ PLAN_FLAGS = (
     "--ep",
     "--etp",
     "--dispatch",
+    "--receive-budget",
     "--virtual-stages",
     "--stage",
     "--split",
@@ -96,7 +97,7 @@ def whole_number(text: str | int) -> int:
 
 
 def budget(text: str | int | float) -> int | float:
-    """The number that an `--activation-budget` is; whether it is one of bytes or a part the plan knows.
+    """The number that a budget is; what numbers mean the plan knows.
 
     Raises:
         BadParameter: it is no number.
@@ -133,6 +134,10 @@ def _request(
     dispatch: Annotated[
         str | None,
         typer.Option(metavar="HOW", help="how rows travel to their experts, static or exact: see fxpar.Plan"),
+    ] = None,
+    receive_budget: Annotated[
+        float | None,
+        typer.Option(metavar="N", parser=budget, help="places for rows of experts, as a multiple of a balanced load"),
     ] = None,
     virtual_stages: Annotated[int | None, number_option("stages of the pipeline on each of its ranks")] = None,
     stage: Annotated[
@@ -190,7 +195,7 @@ def _request(
     """
     given: dict[str, Any] = {"--plan": plan}
     given |= {"--pp": pp, "--virtual-stages": virtual_stages, "--stage": stage, "--ep": ep, "--etp": etp}
-    given |= {"--dispatch": dispatch}
+    given |= {"--dispatch": dispatch, "--receive-budget": receive_budget}
     given |= {"--tp": tp, "--dp": dp, "--split": split, "--seed": seed, "--precision": precision}
     given |= {"--sequence-parallel": sequence, "--row-wise": row_wise, "--batch-dim": batch_dim}
     given |= {"--loss-reduction": loss_reduction, "--recompute": recompute, "--activation-budget": activation_budget}
@@ -199,6 +204,7 @@ def _request(
     changes: dict[str, Any] = {"tp": tp, "dp": dp, "sequence_parallel": sequence, "seed": seed, "precision": precision}
     changes |= {"loss_reduction": loss_reduction, "recompute": recompute, "activation_budget": activation_budget}
     changes |= {"pp": pp, "virtual_stages": virtual_stages, "ep": ep, "etp": etp, "dispatch": dispatch}
+    changes |= {"receive_budget": receive_budget}
     changes = {name: value for name, value in changes.items() if value is not None}
     if split:
         changes["split"] = {**chosen.split, **_split_lines(split)}

@@ -40,5 +40,5 @@ def is_counted(output: str) -> bool:
 
 
 def module_of_load(output: str) -> str:
-    """Whose load it is."""
-    return output.removeprefix(_LOAD)
+    """Whose load, or rows without a place, it is."""
+    return output.removeprefix(_LOAD).removeprefix(_EXCESS)

@@ -33,6 +33,7 @@ from fxpar.passes.assign_rng import RNG_PATH, assign_rng
 from fxpar.passes.canonicalize import canonicalize
 from fxpar.passes.divide_batch import divide_batch
 from fxpar.passes.insert_collectives import insert_collectives
+from fxpar.program.loads import is_excess, module_of_load
 from fxpar.program.program import Program, has_note, output_layouts, output_types
 from fxpar.verify.promote import promote, wide
 from fxpar.verify.simulate import Run, coordinates, cotangents, run_ranks, run_single, step_of, symbol_values
@@ -147,6 +148,17 @@ def _deviation(mine: Tensor, own: Tensor, scale: float) -> float:
     return gap if gap == gap else float("inf")
 
 
+def _check_places(ranks: Sequence[Run]) -> None:
+    excess = {name: max(int(run.outputs[name].max()) for run in ranks) for name in ranks[0].outputs if is_excess(name)}
+    if any(excess.values()):
+        module, count = max(((module_of_load(name), count) for name, count in excess.items()), key=lambda each: each[1])
+        raise CheckFailed(
+            f"receives {count} rows more than the plan's receive_budget has places for",
+            where=f"the experts {module}",
+            remedy="give a larger receive_budget, or other inputs: a training would repeat this step without it",
+        )
+
+
 def compare(reference: Run, program: Program, ranks: Sequence[Run], sizes: Mapping[str, int]) -> ValueReport:
     """Compares every rank's results with its block of the reference's.
 
@@ -155,8 +167,12 @@ def compare(reference: Run, program: Program, ranks: Sequence[Run], sizes: Mappi
         program: the localised program, whose layouts say what a rank's block is.
         ranks: what each rank computed.
         sizes: values of the symbols.
+
+    Raises:
+        CheckFailed: more rows of experts came than there are places for, so that nothing could be compared.
     """
     layouts = {p.fqn: output_layouts(program.node(p.node))[0] for p in program.parameters}
+    _check_places(ranks)
     nodes = {name: node for name, node in program.output_nodes().items() if name in reference.outputs}
     outputs = {name: output_layouts(node)[0] for name, node in nodes.items()}
     largest = max((_scale(g) for g in reference.gradients.values()), default=1.0) or 1.0

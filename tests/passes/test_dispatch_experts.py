@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from fxpar.analysis.collectives import collectives
 from fxpar.capture import capture
 from fxpar.compile import compile_program
-from fxpar.errors import FxparError, PassError, PlanError
+from fxpar.errors import CheckFailed, FxparError, PassError, PlanError
 from fxpar.manager import PassManager
+from fxpar.ops import blocks
 from fxpar.plan.plan import Plan
 from fxpar.program.program import output_layouts
 from fxpar.text.parsing import parse_program
@@ -90,6 +91,29 @@ def test_no_token_travels_twice() -> None:
 def test_no_size_depends_on_the_routing() -> None:
     text = print_program(dispatched(plan(4, 1, 2, 2)))
     assert not re.search(r"aten\.(nonzero|item|_local_scalar_dense|unique|masked_select)|fxpar\.item", text)
+
+
+def test_a_budget_has_fewer_places_and_says_when_rows_lack_one() -> None:
+    """One and a half of a balanced load is enough here; the load itself is not."""
+    program = dispatched(plan(2, 1, 1, 2).replace(receive_budget=1.5))
+    text = print_program(program)
+    assert "[2, 2, floor(3*b*s/2 + 3/4), 8]" in text
+    assert "fxpar.excess.experts=%block_excess" in text
+    assert print_program(parse_program(text)) == text
+    assert compared(program).ok
+    with pytest.raises(CheckFailed, match=r"rows more than the plan's receive_budget has places for.*larger"):
+        compared(dispatched(plan(2, 1, 1, 2).replace(receive_budget=1)))
+    assert "excess" not in print_program(dispatched(plan(2, 1, 1, 2).replace(receive_budget=2)))  # tokens need no more
+
+
+def test_rows_without_a_place_are_left_out_and_counted() -> None:
+    counts = torch.tensor([[3, 1, 0, 2], [0, 0, 1, 1]])
+    order = torch.arange(6).repeat(2, 1)
+    assert blocks.block_excess(counts, 2, 3).tolist() == [[1], [0]]
+    assert blocks.block_order(order, counts, 2, 3).tolist() == [[0, 1, 2, 4, 5, -1], [-1, -1, -1, 0, 1, -1]]
+    found, total = blocks.received_order(counts.view(2, 2, 2), 3)
+    assert total.tolist() == [[3, 2], [1, 1]]
+    assert found.tolist() == [[0, 1, 2, 3, 4, -1], [3, 4, -1, -1, -1, -1]]
 
 
 def test_it_prints_and_parses() -> None:

@@ -217,11 +217,24 @@ def test_how_rows_travel_is_an_option_of_experts_on_several_ranks() -> None:
     plan = Plan(dp=2, ep=2, dispatch="exact")
     assert Plan.from_yaml(plan.to_yaml()) == plan
     assert plan.on_one_rank().dispatch == "static"
+    budgeted = Plan.from_yaml("{dp: 2, ep: 2, receive_budget: 1.25}")
+    assert budgeted == Plan(dp=2, ep=2, receive_budget=1.25)
+    assert budgeted.on_one_rank().receive_budget is None
 
 
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
+        ({"receive_budget": 0.5, "dp": 2, "ep": 2}, "no multiple of a balanced load: give a number of at least 1"),
+        ({"receive_budget": True, "dp": 2, "ep": 2}, "receive_budget=True is no multiple of a balanced load"),
+        ({"receive_budget": float("nan"), "dp": 2, "ep": 2}, "receive_budget=nan is no multiple of a balanced load"),
+        ({"receive_budget": 2, "dp": 2}, "is of dispatch='static' with ep of at least 2"),
+        ({"receive_budget": 2, "dp": 2, "ep": 2, "dispatch": "exact"}, "is of dispatch='static' with ep of at least 2"),
+        ({"receive_budget": 2, "dp": 2, "ep": 2, "pp": 2}, "leave it out, or pp=1"),
+        (
+            {"receive_budget": 2, "dp": 2, "ep": 2, "cuda_graphs": fxpar.CudaGraphs("full_iteration")},
+            r"leave it out, or give CudaGraphs\('partial'\)",
+        ),
         ({"dispatch": "some", "dp": 2, "ep": 2}, "dispatch='some' is unknown: choose one of static, exact"),
         ({"dispatch": "exact", "dp": 2}, "and ep=1: give ep of at least 2"),
         ({"dispatch": "exact", "dp": 2, "ep": 2, "cuda_graphs": fxpar.CudaGraphs("partial")}, "leave cuda_graphs out"),
