@@ -92,7 +92,8 @@ def most_rows() -> int:
             for ids in words.batch(5)["ids"].split(half)
         ]
     first = [int((own < words.EXPERTS // 2).sum()) for own in chosen]
-    return max(max(count, own.numel() - count) for count, own in zip(first, chosen, strict=True))
+    found: int = max(max(count, own.numel() - count) for count, own in zip(first, chosen, strict=True))
+    return found
 
 
 def budgeted(options: dict[str, Any], ways: str) -> Found:
