@@ -6,7 +6,8 @@
 
 A run is FLAG+FLAG…: `learned`, the model's own router, or `balanced`, as many tokens for each expert; `compile`;
 `graph` (the step is one CUDA graph); `adamw` (the step has torch's fused AdamW and its clipping too, behind a graph);
-`unchecked` (batches are not compared over the ranks); `selective` and `full` (recomputation). Every GPU has its own
+`unchecked` (batches are not compared over the ranks); `selective` and `full` (recomputation); `exact` (rows travel
+alone) and `budget` (buffers have half as many places again as an even load needs). Every GPU has its own
 sequences and experts: the plan is dp = ep = their number, etp = 1. The model is transformers' Mixtral on the meta
 device, of 8 layers of width 2048 with 64 experts of width 1024, of which a token has 8, and 4 sequences of 2048 tokens
 a GPU. A step's time is the slowest rank's median. FLOPs are 6·P·T + 12·L·s·h·T, where P has of the experts' weights
@@ -32,6 +33,7 @@ import fxpar
 from samples.bench_tp import Size, build, run_all, time_steps, where_time_goes
 
 FLAGS = ("learned", "balanced", "eager", "compile", "graph", "adamw", "unchecked", "selective", "full")
+FLAGS += ("exact", "budget")
 # Larger than any router's score.
 _FAR = 1e4
 
@@ -96,6 +98,8 @@ def measure(run: str, options: argparse.Namespace) -> dict[str, Any]:
         dp=world,
         ep=world,
         etp=1,
+        dispatch="exact" if "exact" in flags else "static",
+        receive_budget=1.5 if "budget" in flags else None,
         compile="compile" in flags,
         cuda_graphs=fxpar.CudaGraphs("full_iteration" if "graph" in flags else "none"),
         precision=options.precision,
