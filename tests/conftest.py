@@ -4,6 +4,8 @@ from collections.abc import Iterator
 
 # torch reads it when it is first imported; the workers of pytest-xdist share the cores.
 os.environ["OMP_NUM_THREADS"] = "1"
+# Inductor takes the vectors that the processor names for granted: to try each takes a build and a process of its own.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 import pytest
 import torch

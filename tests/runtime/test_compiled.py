@@ -58,16 +58,25 @@ def test_compiled_programs_under_sequence_parallelism(world2: World, name: str, 
         assert sum(graph.get(GATHER, 0) for graph in found["graphs"]) >= 4
 
 
-def test_sizes_are_symbols_from_the_second_ones_on() -> None:
-    found = compiled.shapes()
+@pytest.mark.parametrize(
+    ("rows", "graphs"),
+    [
+        ((2, 5, 3, 2), [1, 2, 2, 2]),
+        pytest.param((2, 5, 2, 5, 3, 7, 1), [1, 2, 2, 2, 2, 2, 3], marks=pytest.mark.matrix),
+    ],
+    ids=len,
+)
+def test_sizes_are_symbols_from_the_second_ones_on(rows: tuple[int, ...], graphs: list[int]) -> None:
+    found = compiled.shapes(rows)
     for a, b in zip(found["eager"], found["compiled"], strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
     # A batch of one is a number: operations take it for one that is broadcast.
-    assert found["graphs"] == [0] * 7 + [1, 2, 2, 2, 2, 2, 3]
+    assert found["graphs"] == [0] * len(rows) + graphs
 
 
+@pytest.mark.matrix
 def test_steps_of_many_lengths_are_compiled_twice() -> None:
-    """For the first sizes and for all others; of a length of one, and on two ranks, it is in the matrix."""
+    """For the first sizes and for all others."""
     found = compiled.lengths([(2, 8), (2, 12), (2, 7), (2, 33), (2, 8)], None)
     for eager, other in zip(found["eager"], found["compiled"], strict=True):
         assert_equal({"eager": eager, "compiled": other})

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import fxpar
 from fxpar.errors import FxparError, InputError
 from fxpar.runtime.graphs.standin import StandInPool, poison
 from tests.runtime import graphed
-from tests.runtime.graphed import Reading, Trained, as_it_is, gpt2, llama, train, two_layers, words
+from tests.runtime.compiled import Seen, watched
+from tests.runtime.graphed import Bag, Reading, Trained, as_it_is, gpt2, llama, train, two_layers, words
 from tests.runtime.world import World
 
 IMPLS = ("partial", "full_iteration")
@@ -24,12 +25,12 @@ MOSTLY_FULL = (pytest.param("partial", marks=pytest.mark.matrix), "full_iteratio
 
 TRAININGS: list[tuple[int, dict[str, Any]]] = [
     (2, {"every": 2, "set_to_none": False, "precision": "bf16_weights"}),
-    (3, {"precision": "bf16"}),
 ]
 MORE_TRAININGS: list[tuple[int, dict[str, Any]]] = [
     (1, {}),
     (1, {"set_to_none": False}),
     (1, {"every": 2, "recompute": "selective"}),
+    (3, {"precision": "bf16"}),
 ]
 
 
@@ -53,9 +54,14 @@ def test_a_training_is_the_same_to_the_bit(impl: str, micro: int, more: dict[str
     assert len(set(found.losses)) == len(found.losses)  # masks differ from step to step
 
 
-@pytest.mark.parametrize("impl", MOSTLY_FULL)
-def test_compiled_steps_are_replayed(impl: str) -> None:
-    assert train(llama, words(5, 2), impl, compile=True) == as_it_is(llama, 5, 2, compile=True)
+@pytest.mark.parametrize(
+    ("build", "impl", "evaluate"),
+    [(Bag, "full_iteration", 0), *(pytest.param(llama, impl, 3, marks=pytest.mark.matrix) for impl in IMPLS)],
+)
+def test_compiled_steps_are_replayed(build: Callable[[], nn.Module], impl: str, evaluate: int) -> None:
+    options: dict[str, Any] = {"compile": True, "evaluate": evaluate}
+    with watched(Seen(), vectorized=False):
+        assert train(build, words(5, 2), impl, **options) == as_it_is(build, 5, 2, **options)
 
 
 def test_plain_calls_are_replayed() -> None:
@@ -66,10 +72,10 @@ def test_plain_calls_are_replayed() -> None:
 
 @pytest.mark.parametrize("impl", MOSTLY_FULL)
 def test_the_optimizer_may_step_inside_and_follows_its_schedule(impl: str) -> None:
-    outside = as_it_is(gpt2, 20)
-    inside = train(gpt2, words(20), impl, inside=True)
+    outside = as_it_is(gpt2, 6)
+    inside = train(gpt2, words(6), impl, inside=True)
     assert inside.losses == pytest.approx(outside.losses, rel=1e-5)  # AdamW is fused inside
-    assert inside == as_it_is(gpt2, 20, inside=True)
+    assert inside == as_it_is(gpt2, 6, inside=True)
 
 
 def test_what_becomes_of_a_step_is_told_on_the_device() -> None:
@@ -102,10 +108,13 @@ def test_only_what_reads_the_host_stands_between_graphs() -> None:
         train(Reading, batches, "full_iteration", evaluate=0)
 
 
-def test_scopes_narrow_what_is_captured() -> None:
-    found = train(two_layers, words(5), "partial", scope=("attn",))
-    assert found == as_it_is(two_layers, 5)
-    assert found.figures.graphs == 4 + 2  # two layers, forward and backward, and forwards of the evaluation
+@pytest.mark.parametrize(
+    ("build", "layers"), [(gpt2, 1), pytest.param(two_layers, 2, marks=pytest.mark.matrix)], ids=["1", "2"]
+)
+def test_scopes_narrow_what_is_captured(build: Callable[[], nn.Module], layers: int) -> None:
+    found = train(build, words(6), "partial", scope=("attn",))
+    assert found == as_it_is(build, 6)
+    assert found.figures.graphs == 3 * layers  # forward and backward, and forwards of the evaluation
 
 
 def test_shapes_and_modes_are_variants_up_to_the_plans_number() -> None:
@@ -250,7 +259,7 @@ def test_transformer_engine_is_for_gpus() -> None:
         ("llama", {"tp": 2, "sequence_parallel": True}, "full_iteration", 2),
         pytest.param("gpt2", {"dp": 2}, "full_iteration", 1, marks=pytest.mark.matrix),
         pytest.param("llama", {"dp": 2, "precision": "bf16"}, "partial", 2, marks=pytest.mark.matrix),
-        ("mixtral", {"dp": 2, "ep": 2}, "full_iteration", 1),
+        pytest.param("mixtral", {"dp": 2, "ep": 2}, "full_iteration", 1, marks=pytest.mark.matrix),
         pytest.param("mixtral", {"tp": 2, "ep": 2, "etp": 1}, "partial", 2, marks=pytest.mark.matrix),
         pytest.param("mixtral", {"dp": 2, "ep": 2, "compile": True}, "full_iteration", 1, marks=pytest.mark.matrix),
     ],

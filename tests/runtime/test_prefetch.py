@@ -28,7 +28,8 @@ def numbers(count: int) -> list[dict[str, Tensor]]:
 @pytest.mark.parametrize(
     ("impl", "micro"),
     [
-        ("none", 1),
+        pytest.param("none", 2, marks=pytest.mark.matrix),
+        pytest.param("none", 1, marks=pytest.mark.matrix),
         pytest.param("partial", 2, marks=pytest.mark.matrix),
         pytest.param("full_iteration", 1, marks=pytest.mark.matrix),
         ("full_iteration", 2),
