@@ -23,6 +23,7 @@ def test_sequence_parallel_training_is_that_of_one_process(world2: World) -> Non
         assert remedy == "pad it to a multiple of 2, or set sequence_parallel=False"
 
 
+@pytest.mark.matrix
 def test_logits_over_an_odd_vocabulary_are_a_dtensor(world2: World) -> None:
     wanted = chosen.logits("llama")
     parts = []

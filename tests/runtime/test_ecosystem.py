@@ -46,8 +46,10 @@ def tensors(nest: Any, path: str = "") -> dict[str, Tensor]:
     ("ranks", "name", "kind"),
     [
         (2, "gpt2", "foreach"),
-        (2, "gpt2", "fused"),
-        *(pytest.param(*row, marks=pytest.mark.matrix) for row in [(2, "gpt2", "loop"), (2, "bert", "foreach")]),
+        *(
+            pytest.param(*row, marks=pytest.mark.matrix)
+            for row in [(2, "gpt2", "fused"), (2, "gpt2", "loop"), (2, "bert", "foreach")]
+        ),
         *(pytest.param(4, "llama", kind, marks=pytest.mark.matrix) for kind in ("loop", "foreach", "fused")),
     ],
 )

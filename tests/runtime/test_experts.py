@@ -17,7 +17,7 @@ from tests.runtime.world import World
 PLANS: list[Any] = [
     {"tp": 2, "ep": 2, "etp": 1},
     pytest.param({"dp": 4, "ep": 2}, marks=pytest.mark.matrix),
-    {"dp": 2, "ep": 2, "compile": True},
+    pytest.param({"dp": 2, "ep": 2, "compile": True}, marks=pytest.mark.matrix),
     pytest.param({"tp": 2, "ep": 2, "etp": 1, "compile": True}, marks=pytest.mark.matrix),
     pytest.param({"dp": 2, "ep": 2, "compile": True, "recompute": "full"}, marks=pytest.mark.matrix),
     pytest.param({"dp": 2, "ep": 2}, marks=pytest.mark.matrix),
@@ -52,7 +52,7 @@ def test_ranks_train_what_one_process_trains(request: pytest.FixtureRequest, pla
 
 
 MOVES: list[Any] = [
-    ({"dp": 2, "ep": 2}, [{"tp": 2}, {}]),
+    pytest.param({"dp": 2, "ep": 2}, [{"tp": 2}, {}], marks=pytest.mark.matrix),
     pytest.param({"dp": 2, "tp": 2, "ep": 4, "etp": 1}, [{"dp": 4, "ep": 2}, {"tp": 2}, {}], marks=pytest.mark.matrix),
 ]
 

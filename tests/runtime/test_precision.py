@@ -18,6 +18,7 @@ def assert_no_route_is_missed(found: Found) -> None:
         assert missed == [], name
 
 
+@pytest.mark.matrix
 def test_no_write_is_missed_on_one_process() -> None:
     assert_no_route_is_missed(jobs.routes())
     assert set(map(tuple, jobs.unseen().values())) == {()}
@@ -40,12 +41,12 @@ def test_values_are_cast_once_a_step() -> None:
     assert "modified" in found["late backward"]
 
 
-def test_gradients_and_state_are_float32(world2: World) -> None:
-    for precision in ("bf16", "fp16"):
-        for found in (jobs.gradients_are_float32(precision), *world2.run(jobs.gradients_are_float32, precision)):
-            assert found["kinds"] == {torch.float32}
-            assert found["gap"] < 1e-5  # a sum of a hundred in bf16 would stop at 2^8 of its last place
-            assert found["unused"] is None
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp16", marks=pytest.mark.matrix)])
+def test_gradients_and_state_are_float32(world2: World, precision: str) -> None:
+    for found in (jobs.gradients_are_float32(precision), *world2.run(jobs.gradients_are_float32, precision)):
+        assert found["kinds"] == {torch.float32}
+        assert found["gap"] < 1e-5  # a sum of a hundred in bf16 would stop at 2^8 of its last place
+        assert found["unused"] is None
 
 
 def assert_alike(found: Found, wanted: Found, tolerance: float) -> None:

@@ -63,6 +63,7 @@ def test_a_step_with_sequence_parallelism_is_as_reported(world2: World, name: st
     assert {"all_gather", "reduce_scatter"} <= {c["op"] for c in report["collectives"]}
 
 
+@pytest.mark.matrix
 def test_a_step_in_mixed_precision_is_as_reported(world2: World) -> None:
     report = assert_agrees(world2.run(accounting.account, "llama", "mixed"))
     first = report["ranks"][0]

@@ -55,14 +55,10 @@ def alone(name: str) -> Found:
 
 
 TABLE = list(itertools.product((2, 4), ("gpt2", "bert", "llama"), (True, False), (False, True)))
-# The test above is of two ranks by lines: here without.
-EVERY_TIME = (2, "bert", False, True)
 
 
-@pytest.mark.parametrize(
-    ("tp", "name", "by_lines", "sequence_parallel"),
-    [pytest.param(*row, marks=() if row == EVERY_TIME else pytest.mark.matrix) for row in TABLE],
-)
+@pytest.mark.matrix
+@pytest.mark.parametrize(("tp", "name", "by_lines", "sequence_parallel"), TABLE)
 def test_twenty_steps_with_dropout_have_the_losses_of_one_process(
     request: pytest.FixtureRequest, tp: int, name: str, by_lines: bool, sequence_parallel: bool
 ) -> None:

@@ -84,7 +84,7 @@ def test_what_depends_on_padding_or_on_equal_rows_is_refused(world2: World) -> N
 @pytest.mark.parametrize(
     ("tp", "is_compiled", "precision", "unit"),
     [
-        (2, False, "fp32", 1e-5),
+        pytest.param(2, False, "fp32", 1e-5, marks=pytest.mark.matrix),
         (1, False, "bf16", 2e-2),
         pytest.param(1, True, "fp32", 1e-5, marks=pytest.mark.matrix),
     ],

@@ -24,7 +24,7 @@ def assert_equal(found: Found, wanted: Found) -> None:
         assert torch.equal(found["weights"][name], value), name
 
 
-@pytest.mark.parametrize("precision", ["as_is", "bf16"])
+@pytest.mark.parametrize("precision", [pytest.param("as_is", marks=pytest.mark.matrix), "bf16"])
 def test_six_steps_and_six_more_are_twelve(world2: World, tmp_path: Path, precision: str) -> None:
     wanted = world2.run(jobs.through, 12, precision)
     first = world2.run(jobs.first_half, tmp_path, 6, precision)
@@ -38,20 +38,30 @@ def test_six_steps_and_six_more_are_twelve(world2: World, tmp_path: Path, precis
     assert alone["losses"] == pytest.approx(second[0]["losses"], rel=tolerance)
 
 
-def test_shared_heads_and_padded_words_resume_on_other_ranks(world2: World, world4: World, tmp_path: Path) -> None:
-    jobs.resumed_llama(tmp_path / "1", 3, True)
-    world2.run(jobs.resumed_llama, tmp_path / "2", 3, True)
-    world4.run(jobs.resumed_llama, tmp_path / "4", 3, True)
-    wanted = jobs.resumed_llama(tmp_path / "1", 3, False)
+@pytest.mark.parametrize(
+    "moves",
+    [[(1, 4), (4, 1)], pytest.param([(1, 4), (2, 4), (2, 1), (4, 2)], marks=pytest.mark.matrix)],
+    ids=["1 and 4", "all"],
+)
+def test_shared_heads_and_padded_words_resume_on_other_ranks(
+    request: pytest.FixtureRequest, tmp_path: Path, moves: list[tuple[int, int]]
+) -> None:
+    """Saved by so many ranks, taken up by so many others."""
+
+    def run(ranks: int, saved_by: int, save: bool) -> list[list[float]]:
+        given = (tmp_path / str(saved_by), 3, save)
+        if ranks == 1:
+            return [jobs.resumed_llama(*given)]
+        found: list[list[float]] = request.getfixturevalue(f"world{ranks}").run(jobs.resumed_llama, *given)
+        return found
+
+    for ranks in {1, *(before for before, _ in moves)}:
+        run(ranks, ranks, True)
+    (wanted,) = run(1, 1, False)
     assert wanted[-1] < wanted[0] - 0.01
-    found = [
-        *world4.run(jobs.resumed_llama, tmp_path / "1", 3, False),
-        *world4.run(jobs.resumed_llama, tmp_path / "2", 3, False),
-        jobs.resumed_llama(tmp_path / "2", 3, False),
-        *world2.run(jobs.resumed_llama, tmp_path / "4", 3, False),
-    ]
-    for losses in found:
-        assert losses == pytest.approx(wanted, abs=1e-5)
+    for before, behind in moves:
+        for losses in run(behind, before, False):
+            assert losses == pytest.approx(wanted, abs=1e-5)
 
 
 def assert_survives(folder: Path, count: int, rank: int, ranks: int) -> None:
