@@ -118,7 +118,7 @@ def test_a_selective_region_is_a_region() -> None:
     assert regions(checked(forward).program)["tanh"] == 1
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("reentrant", [pytest.param(True, marks=pytest.mark.matrix), False])
 def test_each_layer_of_a_hugging_face_model_is_a_region(reentrant: bool) -> None:
     case = CASES["gpt2"]
     model = case.model()

@@ -46,7 +46,7 @@ def retraced(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return taken
 
 
-@pytest.mark.parametrize(("name", "train"), [("gpt2", False), ("llama", True)])
+@pytest.mark.parametrize(("name", "train"), [pytest.param("gpt2", False, marks=pytest.mark.matrix), ("llama", True)])
 def test_the_graph_is_that_of_a_retrace(
     name: str, train: bool, retraced: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:

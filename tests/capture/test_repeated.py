@@ -71,9 +71,15 @@ def same(make: Callable[[], tuple[nn.Module, Any, Any]]) -> int:
 NONE = {"gpt2 scaled by its index", "falcon", "mixtral with router logits", "albert"}
 
 
-# In evaluation models differ by their dropout alone, which one of them shows.
-MODES = [(name, True) for name in MODELS] + [
-    (name, False) if name in ("gpt2", "encoder") else pytest.param(name, False, marks=pytest.mark.matrix)
+# Each kind of layer once: plain, checkpointed, scaled by its index, shared, experts;
+# and in evaluation, where models differ by their dropout alone.
+FEW = {
+    *((name, True) for name in ("gpt2", "gpt2 checkpointed", "gpt2 scaled by its index", "albert", "mixtral")),
+    ("encoder", False),
+}
+MODES = [
+    pytest.param(name, training, marks=[] if (name, training) in FEW else [pytest.mark.matrix])
+    for training in (True, False)
     for name in MODELS
 ]
 

@@ -49,7 +49,9 @@ def test_batch_and_sequence_vary_down_to_a_batch_of_one() -> None:
     assert captured.program.symbols[0] == Symbol("b", "0", 0, 3)
 
 
-@pytest.mark.parametrize("name", ["llama", "bert", "nanogpt"])
+@pytest.mark.parametrize(
+    "name", ["nanogpt", *(pytest.param(name, marks=pytest.mark.matrix) for name in ("llama", "bert"))]
+)
 def test_language_models_run_at_other_sizes(name: str) -> None:
     case = CASES[name]
     model = case.model().eval()

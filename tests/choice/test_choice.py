@@ -76,7 +76,7 @@ def test_without_a_plan_s_lines_every_model_is_split_and_right(name: str, tp: in
 @pytest.mark.parametrize(
     ("name", "factor"),
     [
-        *(pytest.param(name, 1, marks=[] if name in ("llama", "qwen3") else [pytest.mark.matrix]) for name in MEGATRON),
+        *(pytest.param(name, 1, marks=pytest.mark.matrix) for name in MEGATRON),
         ("gpt2", 1 / 3),
         ("bert", 3),
     ],

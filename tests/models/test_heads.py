@@ -110,7 +110,7 @@ MODELS: dict[str, Model] = {
     "gpt2of6": Model("GPT2", {"n_head": 6}, {4: {"c_attn.weight": "tp:I", "attn.c_proj.weight": "tp:I"}}),
 }
 # What runs every time; `make test-matrix` runs all.
-FEW = {("kv1", 2), *((name, 4) for name in ("heads6", "phi3", "falcon1"))}
+FEW = {("heads6", 4), ("phi3", 4)}
 CASES = [
     pytest.param(name, tp, marks=[] if (name, tp) in FEW else [pytest.mark.matrix])
     for name, model in MODELS.items()

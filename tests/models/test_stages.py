@@ -26,13 +26,11 @@ LAYERS = {
     "gpt_neox": "hf:gpt_neox,num_hidden_layers=4",
 }
 SHAPES = ((2, 1), (4, 1), (2, 2), (4, 2))
-# Each model, each shape, and each of tp with each of dp.
+# Tied words, a head with a norm, and a decoder that reads an encoder; each number of stages, of tp and of dp.
 _EVERY_TIME = {
     ("gpt2", 4, 2, 2, 2),
-    ("llama", 2, 1, 1, 2),
     ("bert", 4, 1, 2, 1),
     ("t5", 2, 2, 1, 1),
-    ("gpt_neox", 4, 1, 1, 1),
 }
 _ALL = {(name, *shape, tp, dp) for name, shape, tp, dp in product(LAYERS, SHAPES, (1, 2), (1, 2))}
 
@@ -110,7 +108,7 @@ def test_a_frozen_first_stage_gets_no_gradient() -> None:
 
 def test_a_sequence_cut_over_the_tensor_ranks_stays_cut() -> None:
     """Each rank sends its part of the tokens."""
-    program = check(Plan(tp=2, pp=2, virtual_stages=2, sequence_parallel=True), "llama")
+    program = check(Plan(tp=2, pp=2, virtual_stages=2, sequence_parallel=True), "gpt2")
     streams = [c for c in crossings(program) if str(note(c.node).layout) != "R"]
     assert any("S(1)" in str(note(c.node).layout) for c in streams)
 

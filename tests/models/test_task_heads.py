@@ -89,7 +89,7 @@ HEADS: dict[str, Callable[[], Loaded]] = {
         )
     ),
 }
-FEW = {("gpt2 sequence", 2), ("llama regression", 1)}
+FEW = {("gpt2 sequence", 2)}
 
 
 @pytest.mark.parametrize(

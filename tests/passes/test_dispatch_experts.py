@@ -34,7 +34,7 @@ MESHES = [
     (2, 2, 2, 4, True),
     (4, 1, 2, 4, False),
 ]
-EVERY_TIME = 5
+EVERY_TIME = 3
 
 
 def plan(ep: int, etp: int, tp: int, dp: int, sequence: bool = False) -> Plan:

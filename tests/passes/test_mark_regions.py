@@ -69,7 +69,7 @@ def _t5() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
     ("name", "sequence_parallel"),
     [
         ("gpt2", True),
-        ("t5", False),
+        pytest.param("t5", False, marks=pytest.mark.matrix),
         *(pytest.param(name, True, marks=pytest.mark.matrix) for name in ("bert", "llama", "t5")),
         *(pytest.param(name, False, marks=pytest.mark.matrix) for name in ("gpt2", "bert", "llama")),
     ],

@@ -246,7 +246,7 @@ def on_data_ranks(text: str, before: str, seed: int, count: int) -> list[Mutant]
 
 ROWS = (
     ("gpt2,n_layer=1", 2, 2, True, 10),
-    ("gpt2,n_layer=1", 2, 3, False, 6),
+    pytest.param("gpt2,n_layer=1", 2, 3, False, 6, marks=pytest.mark.matrix),
     *(
         pytest.param(*row, marks=pytest.mark.matrix)
         for row in (
