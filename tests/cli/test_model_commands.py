@@ -143,8 +143,8 @@ def test_verify_in_evaluation_on_one_rank() -> None:
     assert found["max_grad_error"] == 0
 
 
-def test_bisect_of_right_passes_finds_no_culprit() -> None:
-    result = fxpar("bisect", TINY, *SPLIT, "--json")
+def test_bisect_of_right_passes_finds_no_culprit(small: str) -> None:
+    result = fxpar("bisect", f"{small}:build", "--tp", "2", "--split", "fc=column", "--split", "proj=row", "--json")
     assert result.status == 0
     assert set(result.document) == {"culprit", "reason"}
     assert result.document["culprit"] is None

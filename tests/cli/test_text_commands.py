@@ -167,6 +167,7 @@ def test_diff_sees_that_two_lines_changed_places(copy: Path, dump: Path) -> None
     assert not result.document["changed"]
 
 
+@pytest.mark.matrix
 def test_bisect_of_an_untouched_folder_finds_nothing(dump: Path) -> None:
     result = fxpar("bisect", str(dump), "--json")
     assert result.status == 0

@@ -156,8 +156,8 @@ def test_a_dump_with_a_function_is_verified_from_its_own_folder(tmp_path: Path) 
             [*command, *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
         )
 
-    dumped = run(tmp_path, "run", "gadget.py:build", *SPLIT, "--dump", "dump")
-    assert dumped.returncode == 0, dumped.stderr
+    dumped = fxpar("run", f"{tmp_path / 'gadget.py'}:build", *SPLIT, "--dump", str(tmp_path / "dump"))
+    assert dumped.status == 0, dumped.err
     proved = run(tmp_path / "dump", "verify", "11-localize.txt")
     assert proved.returncode == 0, proved.stderr
     (tmp_path / "gadget.py").unlink()

@@ -2,16 +2,19 @@
 
 import re
 import shlex
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import typer
 from torch import Tensor, nn
 from torch.nn import functional
 
 import fxpar
 from fxpar.capture import capture
-from fxpar.cli.main import main
+from fxpar.cli.main import _application, main
 from fxpar.manager import Pass, PassManager
 from fxpar.oracle.check import check_operation, sample
 from fxpar.passes import DEFAULT_PASSES
@@ -44,14 +47,36 @@ def test_the_training_program_runs_on_two_processes_with_one_loss(world2: World,
     assert {folder.name for folder in (tmp_path / "saves").iterdir()} >= {"training-00000003"}
 
 
-def test_the_commands_of_the_readme_run_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _commands() -> list[list[str]]:
+    """The words of each command line that the README shows."""
     (block,) = _blocks("README.md", "sh")
+    lines = [shlex.split(line, comments=True) for line in block.strip().splitlines()]
+    assert {line[0] for line in lines} == {"fxpar"}
+    return [line[1:] for line in lines]
+
+
+def _once() -> list[list[str]]:
+    """Of each command the last line with the smallest model, or with none."""
+    small = [words for words in _commands() if not any(word in ("hf:llama", "hf:mixtral") for word in words)]
+    last = {words[0]: words for words in small}
+    return [words for words in small if last[words[0]] is words]
+
+
+@pytest.mark.parametrize("lines", [_once, pytest.param(_commands, marks=pytest.mark.matrix)])
+def test_the_commands_of_the_readme_run_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: Callable[[], list[list[str]]]
+) -> None:
     monkeypatch.chdir(tmp_path)
-    for line in block.strip().splitlines():
-        words = shlex.split(line, comments=True)
-        assert words[0] == "fxpar"
+    for words in lines():
         # `diff` says by its status that the two programs differ.
-        assert main(words[1:]) == (1 if words[1] == "diff" else 0), line
+        assert main(words) == (1 if words[0] == "diff" else 0), words
+
+
+def test_the_options_of_the_readme_are_those_of_the_commands() -> None:
+    group: Any = typer.main.get_command(_application())
+    for words in _commands():
+        name, command, rest = group.resolve_command(group.make_context("fxpar", [words[0]]), words)
+        assert command.make_context(name, rest).params
 
 
 def test_the_lines_of_the_readme_are_those_of_the_program() -> None:

@@ -16,6 +16,7 @@ import torch
 import transformers
 
 from fxpar.state.parts import Loading
+from tests.cli.tool import fxpar
 from tests.runtime.world import World
 from tests.samples.scripts import script
 
@@ -127,6 +128,7 @@ def test_minilm_says_where_its_weights_come_from_and_fails_where_embeddings_diff
         sample["weights_folder"]()
 
 
+@pytest.mark.matrix
 def test_the_bench_of_steps_runs_on_a_cpu(world2: World) -> None:
     flags = ("--tiny", "--precision", "fp32", "--warmup", "1", "--steps", "1", "--runs", "llama-8b:sp")
     text, _ = world2.run(script, ROOT / "samples" / "bench_tp.py", flags)
@@ -166,6 +168,7 @@ def test_a_mixtral_trains_with_its_experts_on_two_processes(
     assert held[:2] == [held[2] - of_experts // 2] * 2
 
 
+@pytest.mark.matrix
 def test_the_bench_of_experts_runs_on_a_cpu(world2: World) -> None:
     flags = ("--tiny", "--layers", "1", "--precision", "fp32", "--warmup", "1", "--steps", "1")
     text, _ = world2.run(script, ROOT / "samples" / "bench_moe.py", (*flags, "--runs", "learned", "balanced+exact"))
@@ -174,6 +177,7 @@ def test_the_bench_of_experts_runs_on_a_cpu(world2: World) -> None:
     assert [float(loss) for _, loss in losses] == pytest.approx([math.log(512)] * 2, abs=0.05)
 
 
+@pytest.mark.matrix
 def test_the_bench_of_graphs_runs_on_a_cpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ("--tiny", "--precision", "fp32", "--warmup", "2", "--steps", "1", "--rounds", "1", "--models", "gpt-small")
     words = (*flags, "--variants", "eager", "eager+partial", "eager+full_iteration")
@@ -201,5 +205,7 @@ def test_a_plan_for_512_ranks_compiles_here() -> None:
 
 def test_the_command_line_takes_the_passes_of_the_sample() -> None:
     split = ["--split", "*.[gu]*_proj=column", "--split", "*.down*=row"]
-    text = run("-m", "fxpar", "run", "hf:llama", "--tp", "2", *split, "--passes", "samples/my_pass.py:PASSES", "--json")
-    assert '"fuse_gated"' in text
+    passes = f"{ROOT / 'samples' / 'my_pass.py'}:PASSES"
+    result = fxpar("run", "hf:llama,num_hidden_layers=1", "--tp", "2", *split, "--passes", passes, "--json")
+    assert result.status == 0, result.err
+    assert '"fuse_gated"' in result.out
