@@ -78,7 +78,8 @@ class Fused(nn.Module):
         return result.square().mean()
 
 
-@pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.matrix)])
+@pytest.mark.matrix
+@pytest.mark.parametrize("tp", [2, 4])
 def test_a_fused_matrix_is_cut_in_each_of_its_parts(tp: int) -> None:
     found, layouts = split(Fused(), {"x": torch.randn(3, 7, 24)}, tp)
     assert layouts["fused.weight"] == "S(0: 3 x 48 | 2 x 80)"

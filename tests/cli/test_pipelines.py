@@ -65,8 +65,8 @@ def test_comm_lists_the_collectives_of_all_stages(folder: Path) -> None:
 
 def test_memory_and_report_show_all_stages(folder: Path) -> None:
     text = str(folder / "12-partition_stages.txt")
-    for command, what in (("report", MODEL), ("memory", (text,))):
-        stages = fxpar(command, *what, "--json").document["stages"]
+    for command in ("report", "memory"):
+        stages = fxpar(command, text, "--json").document["stages"]
         assert [line["in_flight"] for line in stages] == [2, 1]
     out = fxpar("memory", text).out
     assert "what crosses the cuts" in out

@@ -56,7 +56,7 @@ class Bag(nn.Module):
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
         logits = self.head(self.drop(torch.tanh(self.words(input_ids))))
-        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())}
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
 
 
 class Reading(nn.Module):

@@ -15,7 +15,7 @@ from torch import Tensor
 import fxpar
 from fxpar.errors import InputError
 from fxpar.runtime.prefetch import Prefetched
-from tests.runtime.graphed import as_it_is, gpt2, prefetched, reusing, train, words
+from tests.runtime.graphed import Bag, as_it_is, prefetched, reusing, train, words
 
 CPU = torch.device("cpu")
 Pair = namedtuple("Pair", ["x", "y"])
@@ -36,7 +36,7 @@ def numbers(count: int) -> list[dict[str, Tensor]]:
     ],
 )
 def test_a_training_is_the_same_to_the_bit(impl: str, micro: int) -> None:
-    assert train(gpt2, words(6, micro), impl, feed=prefetched) == as_it_is(gpt2, 6, micro)
+    assert train(Bag, words(6, micro), impl, feed=prefetched) == as_it_is(Bag, 6, micro)
 
 
 def test_a_loader_of_torch_trains_and_evaluates_in_epochs() -> None:
@@ -45,14 +45,14 @@ def test_a_loader_of_torch_trains_and_evaluates_in_epochs() -> None:
     for impl in ("none", "partial"):
         torch.manual_seed(0)
         plan = fxpar.Plan(cuda_graphs=fxpar.CudaGraphs(impl))
-        model = fxpar.parallelize(gpt2().train(), plan, batches[0])
+        model = fxpar.parallelize(Bag().train(), plan, batches[0])
         loader: Any = torch.utils.data.DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
         feed: Any = fxpar.prefetch(loader, model) if impl == "partial" else batches
         assert len(feed) == 4
         losses = [float(model.train_step(batch)) for _ in range(2) for batch in feed]
         model.eval()
         with torch.inference_mode():
-            losses += [float(model(**batch).loss) for batch in feed]
+            losses += [float(model(**batch)["loss"]) for batch in feed]
         model.train()
         found.append(losses + [float(model.train_step(batch)) for batch in feed])
     assert found[0] == found[1]
@@ -136,10 +136,10 @@ def test_an_interrupt_is_no_batchs() -> None:
 
 def test_what_cannot_be_prefetched_is_refused() -> None:
     batch = words(1)[0]
-    model = fxpar.parallelize(gpt2(), fxpar.Plan(), batch)
+    model = fxpar.parallelize(Bag(), fxpar.Plan(), batch)
     with pytest.raises(InputError, match="cannot be iterated"):
         fxpar.prefetch(3, model)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="is no ParallelModule"):
-        fxpar.prefetch([batch], gpt2())  # type: ignore[arg-type]
+        fxpar.prefetch([batch], Bag())  # type: ignore[arg-type]
     with pytest.raises(TypeError):
         len(fxpar.prefetch(iter([batch]), model))

@@ -8,9 +8,17 @@ import os
 import runpy
 import sys
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
+
+
+def called(file: Path, name: str, *args: Any) -> Any:
+    """What a function of a script returns, on the ranks that torchrun would have started."""
+    own = {"RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size())}
+    with mock.patch.dict(os.environ, own):
+        return runpy.run_path(str(file))[name](*args)
 
 
 def script(file: Path, words: tuple[str, ...] = (), folder: Path | None = None) -> str:

@@ -15,10 +15,11 @@ import pytest
 import torch
 import transformers
 
+from fxpar.plan.plan import Plan
 from fxpar.state.parts import Loading
 from tests.cli.tool import fxpar
 from tests.runtime.world import World
-from tests.samples.scripts import script
+from tests.samples.scripts import called, script
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -44,16 +45,32 @@ def run_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
-@pytest.mark.parametrize("launcher", [(), pytest.param(TORCHRUN, marks=pytest.mark.matrix)])
-def test_quickstart_trains_the_same_on_two_processes(launcher: tuple[str, ...]) -> None:
-    text = run(*launcher, "samples/quickstart.py", "--steps", "3")
+def assert_quickstart_printed(text: str) -> None:
     rows = re.findall(r"│ +(\d+) │ +(\d\.\d{6}) │ +(\d\.\d{6}) │", text)
     assert [step for step, _, _ in rows] == ["0", "2"]
     assert float(rows[1][1]) < float(rows[0][1]) - 0.1
     assert all(abs(float(a) - float(b)) <= 1e-4 for _, a, b in rows)
     assert "collectives a layer: 2 all_reduce forward, 2 all_reduce backward" in text
     assert "parameters a rank: 422,912 of 842,496" in text
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("launcher", [(), TORCHRUN])
+def test_quickstart_trains_the_same_on_two_processes(launcher: tuple[str, ...]) -> None:
+    text = run(*launcher, "samples/quickstart.py", "--steps", "3")
+    assert_quickstart_printed(text)
     assert "losses equal within 0.0001" in text
+
+
+def test_quickstart_trains_the_same_in_processes_that_are_there(
+    world2: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    file = ROOT / "samples" / "quickstart.py"
+    sample = runpy.run_path(str(file))
+    split, _ = world2.run(called, file, "train_split", Plan(tp=2, split=sample["SPLIT"]), 3)
+    assert sample["report"](sample["train_alone"](3), split, 2) <= sample["TOLERANCE"]
+    assert_quickstart_printed(capsys.readouterr().out)
 
 
 def test_quickstart_fails_where_the_runs_differ(capsys: pytest.CaptureFixture[str]) -> None:
