@@ -12,6 +12,7 @@ from fxpar.capture import capture
 from fxpar.errors import CaptureError
 from fxpar.runtime.skeleton import skeleton_of
 from tests.capture.models import Net, example, faithful, net, seeded
+from tests.products import product
 
 
 class Average(Net):
@@ -87,8 +88,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "reason"), CASES, ids=lambda v: getattr(v, "__name__", ""))
-@pytest.mark.parametrize("memory", [True, False])
+@product(kind__reason=CASES, memory=[True, False])
 def test_what_a_forward_reassigns_is_refused_by_name(kind: type[Net], reason: str, memory: bool) -> None:
     model = seeded(kind)
     model = model if memory else skeleton_of(model, None)

@@ -29,6 +29,7 @@ from fxpar.program.program import Program, operands
 from fxpar.report.reasons import unsplit
 from fxpar.verify.values import call_inputs, program_state, verify_values
 from tests.layers import by_layer
+from tests.products import product
 from tests.zoo import CASES
 
 
@@ -158,8 +159,7 @@ def cheapest(options: Options, prices: Prices, ends: Ends) -> float:
     return best
 
 
-@pytest.mark.parametrize("cost", [Cost(), Cost(latency=1.0), Cost(bandwidth=1e6, flops=1e9)])
-@pytest.mark.parametrize("kind", [Small, Shared])
+@product(cost=[Cost(), Cost(latency=1.0), Cost(bandwidth=1e6, flops=1e9)], kind=[Small, Shared])
 def test_no_combination_is_cheaper(kind: type[nn.Module], cost: Cost) -> None:
     program, options, prices, ends = problem(kind, cost)
     found = solve(program.graph, options, prices, ends)

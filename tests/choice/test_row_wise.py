@@ -18,6 +18,7 @@ from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
 from fxpar.verification import verify
 from fxpar.verify.static import verify_static
+from tests.products import product
 from tests.rowwise import BATCH, Model, Scan, opaque, scan
 
 SCAN = "fxpar_rows.scan.default"
@@ -37,8 +38,9 @@ def test_without_a_declaration_the_refusal_says_what_to_write(function: Any, nam
         verify(through(function), BATCH, Plan(dp=2), level="static")
 
 
-@pytest.mark.parametrize("plan", [Plan(dp=2), Plan(tp=2, dp=2), Plan(dp=4)], ids=str)
-@pytest.mark.parametrize(("function", "glob"), [(scan, "fxpar_rows.*"), (Scan.apply, "*.Scan")])
+@product(
+    plan=[Plan(dp=2), Plan(tp=2, dp=2), Plan(dp=4)], function__glob=[(scan, "fxpar_rows.*"), (Scan.apply, "*.Scan")]
+)
 def test_a_declared_operator_computes_its_rank_s_rows(function: Any, glob: str, plan: Plan) -> None:
     found = verify(through(function), BATCH, plan.replace(row_wise=(glob,)))
     assert found.ok, found.values

@@ -33,6 +33,7 @@ from tests.passes.modules import (
     squares,
     values,
 )
+from tests.products import product
 
 MLP_SPLIT = {"up": "column", "down": "row"}
 ATTENTION = {"qkv": "head", "out": "row"}
@@ -124,10 +125,7 @@ class Fused(nn.Module):
         return squares(functional.dropout(self.out(attended), 0.1))
 
 
-@pytest.mark.parametrize("tp", [2, 4])
-@pytest.mark.parametrize(
-    ("kind", "split"), [(MLP, MLP_SPLIT), (InterleavedAttention, ATTENTION), (Fused, ATTENTION), (Fused, {})]
-)
+@product(kind__split=[(MLP, MLP_SPLIT), (InterleavedAttention, ATTENTION), (Fused, ATTENTION), (Fused, {})], tp=[2, 4])
 def test_the_masks_are_those_of_one_device(kind: Callable[..., nn.Module], split: dict[str, str], tp: int) -> None:
     """Loss and gradients would differ by far if a single mask bit did."""
     assert values(kind, split=split, tp=tp).ok

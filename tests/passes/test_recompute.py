@@ -20,6 +20,7 @@ from fxpar.program.regions import inlined
 from fxpar.program.step import RECOMPUTE
 from fxpar.report.measure import measure
 from fxpar.verify.values import call_inputs, program_state, verify_values
+from tests.products import product
 
 
 class Regions(nn.Module):
@@ -60,8 +61,7 @@ def steps(reentrant: bool | None, **plan: Any) -> tuple[Program, Any]:
     return step, verify_values(captured.program, step, state, call_inputs(captured, model, batch))
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("tp", [1, 2])
+@product(reentrant=[True, False], tp=[1, 2])
 def test_a_region_runs_twice_and_its_gradients_are_the_same(reentrant: bool, tp: int) -> None:
     plain, report = steps(None, tp=tp)
     assert report.ok

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import fxpar
 from fxpar.errors import InputError
 from fxpar.runtime.module import ParallelModule
+from tests.products import product
 from tests.runtime import engine
 from tests.runtime.world import World
 
@@ -280,8 +281,7 @@ def test_ranks_of_uneven_rows_record_in_the_same_call(implementation: str, world
     assert "has 2 variants" in first[0][3]
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS[1:])
-@pytest.mark.parametrize("order", ["autograd first", "autograd behind", "own memory"])
+@product(implementation=IMPLEMENTATIONS[1:], order=["autograd first", "autograd behind", "own memory"])
 def test_gradients_that_others_made_are_no_variants(implementation: str, order: str) -> None:
     # Calls, of which each is seen by itself: training and gradients that are none, ours, or somebody else's.
     module, plain = made(implementation, Dropped, variants=4), made("none", Dropped)
