@@ -32,8 +32,9 @@ from torch.nn import functional
 import fxpar
 from samples.bench_tp import Size, build, run_all, time_steps, where_time_goes
 
-FLAGS = ("learned", "balanced", "eager", "compile", "graph", "adamw", "unchecked", "selective", "full")
-FLAGS += ("exact", "budget")
+FLAGS = (
+    *("learned", "balanced", "eager", "compile", "graph", "adamw", "unchecked", "selective", "full", "exact", "budget"),
+)
 # Larger than any router's score.
 _FAR = 1e4
 

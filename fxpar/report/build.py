@@ -15,6 +15,7 @@ import torch
 
 from fxpar.analysis import closed_form
 from fxpar.analysis.collectives import Collective, collectives, in_input_sizes, layer_of, symbol_sizes
+from fxpar.analysis.exchanges import Reach, why_not_copied
 from fxpar.analysis.parameters import OPTIMIZERS, OptimizerKind, copy_bytes, held_by, held_bytes, local_elements
 from fxpar.analysis.split import split_flops
 from fxpar.errors import CheckFailed, InputError, shown
@@ -59,6 +60,7 @@ def make_report(
     optimizer: str = "adamw",
     findings: tuple[str, ...] = (),
     of_stage: int | None = None,
+    reach: Reach | None = None,
 ) -> Report:
     """Counts everything; nothing is allocated and nothing communicates.
 
@@ -71,6 +73,7 @@ def make_report(
         optimizer: a key of `OPTIMIZERS`.
         findings: what was checked of the capture, as sentences.
         of_stage: of a pipeline, the stage of whose step the report is; all stages' otherwise.
+        reach: which ranks can copy into each other's memory; None where they are not known.
 
     Raises:
         InputError: an unknown symbol or optimizer, a size that the ranks cannot share out, or an operator whose memory
@@ -91,17 +94,18 @@ def make_report(
         device=device,
         sizes=given,
         optimizer=optimizer,
+        reach=reach,
     )
     share = split_flops(program, sizes=given)
     noted = (*findings, *remarks(program, share))
     if Property.STAGES not in program.properties:
-        return replace(figures(program, _step_of(program)), remarks=noted)
+        return replace(figures(program, _step_of(program, reach)), remarks=noted)
     stages = stages_of(program)
     if of_stage is not None:
         own = stages[of_stage]
-        only = figures(own.program, step_of_stage(own))
+        only = figures(own.program, step_of_stage(own, reach))
         return replace(only, name=f"{name}, stage {of_stage}", remarks=noted)
-    found = [figures(stage.program, step_of_stage(stage)) for stage in stages]
+    found = [figures(stage.program, step_of_stage(stage, reach)) for stage in stages]
     lines = stage_lines(program, found, given)
     return replace(
         joined(found, lines, program.plan),
@@ -113,13 +117,13 @@ def make_report(
     )
 
 
-def step_of_stage(stage: Stage) -> Program:
+def step_of_stage(stage: Stage, reach: Reach | None = None) -> Program:
     """The step of one stage: of what it sends, and of the loss."""
     own = stage.program
     trained = [p.fqn for p in own.parameters if p.trainable]
     kept = [name for name in own.outputs if is_sent(name) or name == own.loss]
     ends = list(own.outputs) if not own.loss and not stage.sent else kept
-    return inlined(PassManager(step_passes(ends, stage.tangents, trained)).run(own))
+    return inlined(PassManager(step_passes(ends, stage.tangents, trained, copies=_copying(reach))).run(own))
 
 
 def _figures(
@@ -131,6 +135,7 @@ def _figures(
     device: torch.device,
     sizes: Mapping[str, int],
     optimizer: str,
+    reach: Reach | None,
 ) -> Report:
     """The report of a program and its step, without remarks."""
     given, kind = dict(sizes), OPTIMIZERS[optimizer]
@@ -154,7 +159,7 @@ def _figures(
         optimizer,
         device.type,
         _passes(program),
-        _traffic(listed),
+        _traffic(listed, why_not_copied(trained, reach)),
         _model_size(program, share),
         ranks,
         _modules(program, step, activations, kind),
@@ -166,6 +171,7 @@ def _figures(
         whole_matrices(program),
         tuple(without_rule(program)) if program.axes else (),
         (),
+        copied_into=0 if reach is None else reach.bytes,
     )
 
 
@@ -173,14 +179,19 @@ def _passes(program: Program) -> tuple[PassLine, ...]:
     return tuple(PassLine(r.name, r.seconds, len(r.added), len(r.erased), len(r.changed)) for r in program.history)
 
 
-def _step_of(program: Program) -> Program:
+def _copying(reach: Reach | None) -> frozenset[str] | None:
+    """As `step_passes` takes it."""
+    return None if reach is None else reach.names
+
+
+def _step_of(program: Program, reach: Reach | None) -> Program:
     """The step of the loss, without one of all outputs; the program itself where it is one."""
     if Property.STEP in program.properties:
         return inlined(program)
     tangents = [name for name in differentiable(program) if not program.loss or name == program.loss]
     trained = [p.fqn for p in program.parameters if p.trainable]
     outputs = [program.loss] if program.loss else program.outputs  # a step keeps nothing of others
-    return inlined(PassManager(step_passes(outputs, tangents, trained)).run(program))
+    return inlined(PassManager(step_passes(outputs, tangents, trained, copies=_copying(reach))).run(program))
 
 
 def input_sizes(program: Program, given: Mapping[str, int]) -> dict[str, int]:
@@ -242,7 +253,7 @@ def _check_counts(listed: Iterable[Collective], step: Measured) -> None:
         )
 
 
-def _traffic(listed: Iterable[Collective]) -> tuple[Traffic, ...]:
+def _traffic(listed: Iterable[Collective], why_not: Mapping[str, str]) -> tuple[Traffic, ...]:
     groups: dict[tuple[str, str, str], list[Collective]] = {}
     for c in listed:
         groups.setdefault((c.axis, c.phase, c.op), []).append(c)
@@ -254,6 +265,8 @@ def _traffic(listed: Iterable[Collective]) -> tuple[Traffic, ...]:
             len(mine),
             sum(c.bytes for c in mine),
             str(simplify(sum(parse_size(c.bytes_formula) for c in mine))),
+            sum(not why_not[c.node] for c in mine),
+            tuple(sorted({why_not[c.node] for c in mine} - {""})),
         )
         for (axis, phase, op), mine in groups.items()
     )

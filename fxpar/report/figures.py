@@ -40,6 +40,8 @@ class Traffic:
         count: how many.
         bytes: of the whole values (what an all-gather yields, a reduction takes in), all together.
         formula: the same in closed form.
+        copied: how many of them are copies between the ranks' memories.
+        reasons: why the others go through the process group.
     """
 
     op: str
@@ -48,6 +50,8 @@ class Traffic:
     count: int
     bytes: int
     formula: str
+    copied: int = 0
+    reasons: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -192,6 +196,7 @@ class Report:
         device: type of the device whose kernels are assumed.
         passes: in order.
         collectives: by operation, axis and phase.
+        copied_into: bytes of a rank's memory into which others copy, so far; of a program that does not run, none.
         size: parameters.
         ranks: memory of each rank.
         modules: memory of a rank by part of the model; all ranks' are equal.
@@ -230,6 +235,7 @@ class Report:
     remarks: tuple[str, ...]
     stages: tuple[StageLine, ...] = ()
     loads: tuple[ExpertLoad, ...] = ()
+    copied_into: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Plain mappings, lists, numbers and texts."""

@@ -107,6 +107,8 @@ def _traffic(found: Sequence[Report]) -> tuple[Traffic, ...]:
             mine[0],
             count=sum(one.count for one in mine),
             bytes=sum(one.bytes for one in mine),
+            copied=sum(one.copied for one in mine),
+            reasons=tuple(sorted({reason for one in mine for reason in one.reasons})),
             formula=_sum([one.formula for one in mine]),
         )
         for mine in groups.values()

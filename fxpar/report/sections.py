@@ -141,15 +141,24 @@ def _passes(report: Report) -> Section:
 
 def _collectives(report: Report) -> Section:
     rows = [
-        (c.axis, c.phase, c.op, str(c.count), amount(c.bytes), f"{c.bytes:,}", c.formula) for c in report.collectives
+        (c.axis, c.phase, c.op, str(c.count), str(c.copied), amount(c.bytes), f"{c.bytes:,}", c.formula)
+        for c in report.collectives
     ]
     if not rows:
         return Section("collectives of a step", notes=("None.",))
     count, total = sum(c.count for c in report.collectives), sum(c.bytes for c in report.collectives)
-    rows.append(("all", "", "", str(count), amount(total), f"{total:,}", ""))
-    columns = ("axis", "phase", "op", "count", "size", "bytes", "closed form")
-    note = "Bytes are those of the whole values: what an all-gather yields, a reduction takes in."
-    return Section("collectives of a step", columns, tuple(rows), ("count", "size", "bytes"), (note,))
+    copied = sum(c.copied for c in report.collectives)
+    rows.append(("all", "", "", str(count), str(copied), amount(total), f"{total:,}", ""))
+    columns = ("axis", "phase", "op", "count", "copies", "size", "bytes", "closed form")
+    notes = ["Bytes are those of the whole values: what an all-gather yields, a reduction takes in."]
+    if copied:
+        notes.append(f"Copies go into {amount(report.copied_into)} of each rank's memory.")
+    reasons: dict[str, list[str]] = {}
+    for c in report.collectives:
+        for reason in c.reasons:
+            reasons.setdefault(reason, []).append(f"{c.axis} {c.phase} {c.op}")
+    notes += [f"Not copied: {', '.join(kinds)}: {reason}." for reason, kinds in reasons.items()]
+    return Section("collectives of a step", columns, tuple(rows), ("count", "copies", "size", "bytes"), tuple(notes))
 
 
 def _ranks(report: Report) -> Section:

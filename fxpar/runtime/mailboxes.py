@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.cuda import can_device_access_peer as can_access
 
+from fxpar.analysis.exchanges import Reach
 from fxpar.errors import PlanError
 from fxpar.exchange import mailbox
 from fxpar.exchange.host import HostMailbox, machine
@@ -33,6 +34,7 @@ class Mailboxes:
 
     Attributes:
         names: of the axes, and of joined ones (`dp-tp`), whose ranks copy what is large; the same on all ranks.
+        reasons: by name why the ranks of another cannot.
     """
 
     def __init__(self, plan: Plan, world: World) -> None:
@@ -45,7 +47,8 @@ class Mailboxes:
         self._open: dict[str, str] = {}
         reasons = self._why_not(plan)
         self.names = frozenset(reasons) - {name for name, reason in reasons.items() if reason}
-        odd = next((name for name in plan.axes if reasons.get(name)), None)
+        self.reasons = {name: reason for name, reason in reasons.items() if reason}
+        odd = next((name for name in plan.axes if name in self.reasons), None)
         if plan.exchange == "copy" and odd is not None:
             remedy = "set exchange='auto', which copies where it can, or 'nccl'"
             raise PlanError(f"the ranks of {odd} cannot copy: {reasons[odd]}", where="exchange", remedy=remedy)
@@ -91,9 +94,9 @@ class Mailboxes:
         return name
 
     @property
-    def bytes(self) -> int:
-        """Of this rank's memory into which others copy."""
-        return sum(mailbox.mailbox(name).bytes for name in self._open.values())
+    def reach(self) -> Reach:
+        """Which ranks can copy, and how much of this rank's memory they do it into."""
+        return Reach(self.names, self.reasons, sum(mailbox.mailbox(name).bytes for name in self._open.values()))
 
     def close(self) -> None:
         """Frees their memory; what is compiled for them can no longer run."""

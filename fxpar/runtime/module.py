@@ -276,11 +276,12 @@ class ParallelModule(Stateful):
         """
         compiled = self._programs.first
         given: dict[str, Any] = {"device": self.world.device, "sizes": sizes, "optimizer": optimizer}
+        given["reach"] = self._mailboxes.reach
         figures = self.graph_figures
         told = [str(each) for each in (figures, self._training.budget) if each is not None]
         given["findings"] = (*compiled.captured.findings, *told)
         found = make_report(
-            compiled.program, compiled.ready.lowering, name=type(self._programs.skeleton).__name__, **given
+            compiled.program, compiled.ready.counting, name=type(self._programs.skeleton).__name__, **given
         )
         load = self._training.load
         return found if load is None else replace(found, loads=load.read(self.plan))

@@ -284,6 +284,10 @@ class Steps:
         groups = self.groups if self.mailboxes is None else self.mailboxes.groups(program)
         return lower_program(program, groups, self.device, uneven_rows=self.uneven_rows)
 
+    def counting(self, program: Program) -> Lowered:
+        """The same to be counted, where nothing is sent: of what ranks copy, the collectives that it stands for."""
+        return lower_program(program, self.groups, self.device, uneven_rows=self.uneven_rows)
+
     def _cut(self, program: Program) -> Step:
         lowered = self.lowering(program)
         graph = lowered.module.graph

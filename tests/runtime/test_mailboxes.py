@@ -53,6 +53,16 @@ def test_a_rank_that_sends_nothing_is_named(world2: World) -> None:
     assert "rank 0, buffer 2" in said
 
 
+def test_the_report_tells_which_are_copies(world2: World) -> None:
+    (copied, size, text), (sent, none, why), (_, nothing, known) = world2.run(mailbox_jobs.told)[1]
+    assert size > 0 == none == nothing
+    assert sum(count for count, _ in copied) > 0 == sum(count for count, _ in sent)
+    assert [count for _, count in copied] == [count for _, count in sent]
+    assert "of each rank's memory" in text
+    assert "the plan's exchange is 'nccl'" in why
+    assert "its ranks are no GPUs of one machine" in known
+
+
 def test_a_closed_module_says_so(world2: World) -> None:
     for said in world2.run(mailbox_jobs.closed):
         assert "the memory into which ranks copy is freed: the module is closed" in said
