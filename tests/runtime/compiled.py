@@ -93,13 +93,13 @@ def shapes(sizes: tuple[int, ...]) -> Found:
 
 
 class Deep(nn.Module):
-    """Equal layers of three blocks with dropout, and a head."""
+    """Equal layers of some blocks with dropout, and a head."""
 
-    def __init__(self, layers: int) -> None:
+    def __init__(self, layers: int, blocks: int = 3) -> None:
         super().__init__()
-        sizes = [(8, 16), (16, 8)] * 3 * layers
+        sizes = [(8, 16), (16, 8)] * blocks * layers
         self.linears = nn.ModuleList(nn.Linear(*size) for size in sizes)
-        self.norms = nn.ModuleList(nn.LayerNorm(8) for _ in range(3 * layers))
+        self.norms = nn.ModuleList(nn.LayerNorm(8) for _ in range(blocks * layers))
         self.head = nn.Linear(8, 4)
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -175,7 +175,7 @@ def deep(sequence_parallel: bool) -> Found:
     for kind in ("eager", "compiled"):
         torch.manual_seed(0)
         plan = fxpar.Plan(tp=tp(), sequence_parallel=sequence_parallel, compile=kind == "compiled")
-        model, seen = fxpar.parallelize(Deep(2), plan, batch), Seen()
+        model, seen = fxpar.parallelize(Deep(2, 2), plan, batch), Seen()
         with watched(seen, vectorized=False):
             first, codes = run_and_get_code(model.train_step, batch)
             losses = [float(first), float(model.train_step(batch))]

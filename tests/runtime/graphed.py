@@ -203,7 +203,8 @@ def as_it_is(build: Callable[[], nn.Module], steps: int, micro: int = 1, **more:
 
 def equal_on_ranks(name: str, impl: str, plan: dict[str, Any], micro: int) -> tuple[bool, Any]:
     """On each rank: whether a training with graphs is the one without, and what graphs there were."""
-    build = {"gpt2": gpt2, "llama": llama, "mixtral": mixtral}[name]
+    builds: dict[str, Callable[[], nn.Module]] = {"gpt2": gpt2, "llama": llama, "mixtral": mixtral, "bag": Bag}
+    build = builds[name]
     plain = as_it_is(build, 6, micro, **plan)
     graphed = train(build, words(6, micro), impl, **plan)
     return plain == graphed, graphed.figures

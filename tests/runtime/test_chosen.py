@@ -11,6 +11,7 @@ from tests.runtime.world import World
 from tests.zoo import BATCH, SEQUENCE, VOCABULARY
 
 
+@pytest.mark.matrix
 def test_sequence_parallel_training_is_that_of_one_process(world2: World) -> None:
     wanted = chosen.train("gpt2", 20)
     for found in world2.run(chosen.train, "gpt2", 20):

@@ -19,7 +19,7 @@ more = pytest.mark.matrix
 
 RUNS: list[Any] = [
     ("gpt2", {"pp": 2, "virtual_stages": 2, "schedule": "zbv"}, 4),
-    ("llama", {"pp": 2, "tp": 2, "sequence_parallel": True, "schedule": "gpipe"}, 2),
+    pytest.param("llama", {"pp": 2, "tp": 2, "sequence_parallel": True, "schedule": "gpipe"}, 2, marks=more),
     pytest.param("gpt2", {"pp": 2}, 4, marks=more),
     pytest.param("gpt2", {"pp": 2, "virtual_stages": 2}, 4, marks=more),
     pytest.param("gpt2", {"pp": 2, "schedule": "zb_h1"}, 4, marks=more),

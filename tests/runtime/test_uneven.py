@@ -29,9 +29,10 @@ def alone(name: str, dp: int, count: int, reduction: str) -> Found:
     return uneven_jobs.train(name, 1, dp, count, STEPS, {"loss_reduction": reduction})
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize(
     "row",
-    [*TABLE, *(pytest.param(row, marks=pytest.mark.matrix) for row in MORE)],
+    [*TABLE, *MORE],
     ids=lambda row: "-".join(map(str, row)),
 )
 def test_steps_are_those_of_the_padded_concatenation(world4: World, row: tuple[str, int, int, int, str]) -> None:

@@ -72,7 +72,7 @@ def test_inner_layers_of_experts_have_one_text() -> None:
 
 @pytest.mark.parametrize(
     ("paired", "experts"),
-    [(True, False), (False, False), (True, True), pytest.param(False, True, marks=pytest.mark.matrix)],
+    [(True, False), (False, False), *(pytest.param(how, True, marks=pytest.mark.matrix) for how in (True, False))],
 )
 def test_each_value_is_made_before_it_is_read(paired: bool, experts: bool) -> None:
     units, wanted, there = _units(2, paired=paired, experts=experts)
