@@ -195,14 +195,11 @@ CUTS: list[tuple[str, Callable[..., nn.Module], tuple[Any, ...], dict[str, str],
 ]
 
 
-@pytest.mark.parametrize(
-    ("kind", "args", "split", "wanted", "tp"),
-    [
-        pytest.param(*cut, tp, marks=[] if (tp, i % 2) == (4, 0) else [pytest.mark.matrix], id=f"{name}-{tp}")
-        for i, (name, *cut) in enumerate(CUTS)
-        for tp in (4, 2)
-    ],
-)
+MARKED = [pytest.param(*cut, marks=[pytest.mark.matrix] * (i % 2), id=name) for i, (name, *cut) in enumerate(CUTS)]
+
+
+@pytest.mark.parametrize("tp", [4, pytest.param(2, marks=pytest.mark.matrix)])
+@pytest.mark.parametrize(("kind", "args", "split", "wanted"), MARKED)
 def test_overrides_find_the_cut(
     kind: Callable[..., nn.Module], args: tuple[Any, ...], split: dict[str, str], wanted: dict[str, str], tp: int
 ) -> None:
@@ -388,13 +385,9 @@ def test_layouts_that_a_module_has_are_kept() -> None:
     assert {name for name, layout in found.items() if layout == "tp:S(0)"} == known.keys()
 
 
-KINDS: list[tuple[Callable[..., nn.Module], dict[str, str]]] = [
-    (MLP, {"up": "column", "down": "row"}),
-    (ChunkedAttention, {"qkv": "column"}),
-]
-
-
-@pytest.mark.parametrize(("kind", "split"), KINDS)
+@pytest.mark.parametrize(
+    ("kind", "split"), [(MLP, {"up": "column", "down": "row"}), (ChunkedAttention, {"qkv": "column"})]
+)
 def test_what_was_chosen_once_is_found_again(kind: Callable[..., nn.Module], split: dict[str, str]) -> None:
     program = build(kind)[1].program.with_(plan=Plan(tp=2, split=split))
     chosen = run(build(kind)[1], split, until="annotate")
