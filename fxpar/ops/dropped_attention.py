@@ -49,7 +49,7 @@ def places(query: Tensor, key: Tensor, value: Tensor, p: float, cuts: Sequence[I
     """
     if query.device.type not in _OTHERS or query.dtype not in _TYPES or p >= 1.0:
         return None
-    if any(x.dim() != 4 or x.shape[0] != query.shape[0] or x.shape[-1] > _COLUMNS for x in (query, key, value)):
+    if any(x.dim() != 4 or x.shape[:2] != query.shape[:2] or x.shape[-1] > _COLUMNS for x in (query, key, value)):
         return None
     if query.device.type == "cuda" and importlib.util.find_spec("triton") is None:
         return None

@@ -61,6 +61,12 @@ def test_other_calls_have_the_plain_form(other: str) -> None:
     assert places(given["x"], given["x"], given["x"], given["p"], given["cuts"]) is None
 
 
+@pytest.mark.parametrize("lacking", range(3))
+def test_heads_that_are_broadcast_have_the_plain_form(lacking: int) -> None:
+    given = [heads(2, 1 if i == lacking else 4, 8, 16) for i in range(3)]
+    assert places(*given, 0.1, ()) is None
+
+
 def test_no_probabilities_are_in_memory() -> None:
     query, key, value = heads(2, 8, 32, 16), heads(2, 8, 48, 16), heads(2, 8, 48, 24)
     biggest = 0
