@@ -49,6 +49,7 @@ class Mailbox(ABC):
     poisons: bool = False
     bytes: int = 0
     _areas: dict[int, list[tuple[int, Sequence[Tensor]]]] = field(default_factory=dict)
+    _sent: set[int] = field(default_factory=set)
 
     @property
     def others(self) -> list[int]:
@@ -71,6 +72,24 @@ class Mailbox(ABC):
         known.insert(0, (held, areas))
         known.sort(key=lambda each: each[0])
         return areas
+
+    def begin(self, buffer: int) -> None:
+        """Notes that a buffer is sent.
+
+        Raises:
+            InputError: what was sent before was never taken, so that its flags may be up: a call was broken off.
+        """
+        if buffer in self._sent:
+            raise InputError(
+                "an earlier call was broken off between a copy and its use, and what ranks copied is lost",
+                where=f"buffer {buffer}",
+                remedy="make the module again on all ranks, or set exchange='nccl' to go on behind errors",
+            )
+        self._sent.add(buffer)
+
+    def end(self, buffer: int) -> None:
+        """Notes that it is taken."""
+        self._sent.discard(buffer)
 
     def flag(self, buffer: int, stage: int, sender: int) -> int:
         """The place of a flag among those of a rank."""

@@ -37,6 +37,7 @@ def send_copies(x: Tensor, kind: str, name: str, buffer: int) -> Tensor:
         uint8[1], which ties what reads to this.
     """
     line = mailbox(name)
+    line.begin(buffer)
     held = x.contiguous()
     blocks = _blocks(held, kind, line.size)
     step, end = _places(blocks)
@@ -103,6 +104,7 @@ def take_copies(token: Tensor, x: Tensor, kind: str, name: str, buffer: int) -> 
             found = torch.stack(came).view((line.size, *x.shape) if kind == _GATHER else x.shape)
     if line.poisons:
         area.fill_(0xFF)
+    line.end(buffer)
     return found
 
 

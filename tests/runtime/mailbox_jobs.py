@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxpar
 from fxpar.errors import RankError
@@ -87,6 +88,42 @@ def closed() -> str:
     except fxpar.errors.InputError as error:
         return str(error)
     return ""
+
+
+class _Breaking(TorchDispatchMode):
+    """Raises behind a send, on all ranks alike, as the lack of memory may."""
+
+    def __init__(self, sends: int) -> None:
+        super().__init__()
+        self._left = sends
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        self._left -= func is torch.ops.fxpar.send_copies.default
+        if not self._left:
+            raise MemoryError("no more")
+        return found
+
+
+def broken_off() -> str:
+    """What a step says behind one that an error ended between a send and what reads it."""
+    torch.manual_seed(0)
+    ids = torch.zeros(4, 8, dtype=torch.int64)
+    batch = {"input_ids": ids, "labels": ids}
+    model = fxpar.parallelize(gpt2(60, 3).train(), fxpar.Plan(tp=2, exchange="copy", cost=_COST), batch)
+    model.train_step(batch)
+    try:
+        with _Breaking(3):
+            model.train_step(batch)
+    except MemoryError:
+        pass
+    try:
+        model.train_step(batch)
+    except fxpar.errors.InputError as error:
+        return str(error)
+    finally:
+        model.close()
+    return "nothing"
 
 
 def _world() -> tuple[World, HostMailbox]:

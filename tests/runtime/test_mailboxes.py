@@ -68,6 +68,11 @@ def test_a_closed_module_says_so(world2: World) -> None:
         assert "the memory into which ranks copy is freed: the module is closed" in said
 
 
+def test_a_step_behind_one_that_was_broken_off_says_so(world2: World) -> None:
+    for said in world2.run(mailbox_jobs.broken_off):
+        assert "an earlier call was broken off" in said
+
+
 @pytest.mark.parametrize(
     ("places", "reason"),
     [
