@@ -92,15 +92,27 @@ def _of(program: Program, nodes: Sequence[fx.Node]) -> Handshakes:
 def copyable(program: Program) -> dict[fx.Node, int]:
     """The collectives of each microbatch that could be copies, with the bytes of each.
 
+    Not those whose results nothing returned needs: a compiler may leave them out, and they vouch for nothing.
+
     Args:
         program: a step, without calls of regions.
     """
     by_name = {node.name: node for node in program.graph.nodes}
     found: dict[fx.Node, int] = {}
+    alive = _alive(program)
     for sent in collectives(program):
         node = by_name[sent.node]
         target = node.target
         assert isinstance(target, Operator)
-        if target.copies and sent.op == target.sends[0] and note(node).phase != PARAMETER:
+        if target.copies and sent.op == target.sends[0] and note(node).phase != PARAMETER and node in alive:
             found[node] = sent.bytes
+    return found
+
+
+def _alive(program: Program) -> set[fx.Node]:
+    """What is returned, and what that needs."""
+    found: set[fx.Node] = set()
+    for node in reversed(program.graph.nodes):
+        if node.op == "output" or node in found:
+            found.update(node.all_input_nodes)
     return found

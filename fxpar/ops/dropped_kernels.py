@@ -67,7 +67,9 @@ def _scores(q, k, rows, columns, sizes, scale, mask_ptr, mask_at, CAUSAL: tl.con
     if MASKED:
         is_inside = (rows < sizes[2])[:, None] & is_seen
         places = rows.to(tl.int64)[:, None] * mask_at[2] + columns.to(tl.int64)[None, :] * mask_at[3]
-        score += tl.load(mask_ptr + places, mask=is_inside, other=0.0).to(tl.float32) * 1.4426950408889634
+        bias = tl.load(mask_ptr + places, mask=is_inside, other=0.0).to(tl.float32)
+        # The least number of a type is no infinity: a row that has it everywhere sees all keys alike.
+        score += tl.where(bias == float("-inf"), bias, tl.maximum(bias * 1.4426950408889634, -3.0e38))
     if CAUSAL:
         is_seen = is_seen & (rows[:, None] >= columns[None, :])
     return tl.where(is_seen, score, float("-inf"))

@@ -63,8 +63,8 @@ def test_other_calls_have_the_plain_form(other: str) -> None:
 
 @pytest.mark.parametrize("lacking", range(3))
 def test_heads_that_are_broadcast_have_the_plain_form(lacking: int) -> None:
-    given = [heads(2, 1 if i == lacking else 4, 8, 16) for i in range(3)]
-    assert places(*given, 0.1, ()) is None
+    query, key, value = (heads(2, 1 if i == lacking else 4, 8, 16) for i in range(3))
+    assert places(query, key, value, 0.1, ()) is None
 
 
 def test_no_probabilities_are_in_memory() -> None:

@@ -93,6 +93,11 @@ def test_wrong_buffers_are_found(changes: dict[str, int], what: str) -> None:
         check.check(parse_program(text))
 
 
+def test_what_nobody_needs_vouches_for_nothing() -> None:
+    text = chain(5).replace("return y=%a4", "return y=%a3")
+    assert buffers(text) == [1, 2, 1, 2, 0]
+
+
 def test_axes_that_cannot_are_left_alone() -> None:
     for axes in ((), ("dp",)):
         nodes = PassManager([exchange_over(axes)], ()).run(parse_program(chain(4))).graph.nodes

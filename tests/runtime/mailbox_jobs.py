@@ -94,7 +94,7 @@ class _Breaking(TorchDispatchMode):
     """Raises behind a send, on all ranks alike, as the lack of memory may."""
 
     def __init__(self, sends: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._left = sends
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
