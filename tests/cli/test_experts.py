@@ -16,8 +16,8 @@ FOLDED = ("--dp", "2", "--ep", "2", "--etp", "1")
 
 
 @functools.cache
-def _collectives() -> list[Any]:
-    found: list[Any] = fxpar("comm", MODEL, *FOLDED, "--json").document["collectives"]
+def _collectives(*more: str) -> list[Any]:
+    found: list[Any] = fxpar("comm", MODEL, *FOLDED, *more, "--json").document["collectives"]
     return found
 
 
@@ -53,7 +53,7 @@ def test_comm_lists_what_the_rows_of_experts_send() -> None:
 
 
 def test_exact_dispatch_sends_rows_alone() -> None:
-    sent = [c for c in _collectives(*FOLDED, "--dispatch", "exact") if c["op"] == "all_to_all"]
+    sent = [c for c in _collectives("--dispatch", "exact") if c["op"] == "all_to_all"]
     # Half of the places of the static one: each of 2 * 3 * 16 tokens goes to two experts.
     assert [(c["phase"], c["bytes"]) for c in sent[1:]] == [
         *([("forward", 2 * 3 * 16 * 2 * 96 * 4)] * 2),
