@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxpar.errors import InputError
 from fxpar.ops.counter import IndexCut
 
 _TYPES = (torch.float16, torch.bfloat16)
@@ -46,12 +47,13 @@ def places(query: Tensor, key: Tensor, value: Tensor, p: float, cuts: Sequence[I
         query: [b, h, s, d], and so `key` and `value`, with as many heads.
         p: probability of a zero.
         cuts: of the probabilities.
+
+    Raises:
+        InputError: there is one, and Triton is not installed.
     """
     if query.device.type not in _OTHERS or query.dtype not in _TYPES or p >= 1.0:
         return None
     if any(x.dim() != 4 or x.shape[:2] != query.shape[:2] or x.shape[-1] > _COLUMNS for x in (query, key, value)):
-        return None
-    if query.device.type == "cuda" and importlib.util.find_spec("triton") is None:
         return None
     rows_before = heads_before = None
     heads = query.shape[1]
@@ -64,6 +66,12 @@ def places(query: Tensor, key: Tensor, value: Tensor, p: float, cuts: Sequence[I
             return None
         else:
             heads, heads_before = cut.total * heads, cut.before * heads
+    if query.device.type == "cuda" and importlib.util.find_spec("triton") is None:
+        raise InputError(
+            "dropout on a GPU is a Triton kernel, and Triton is not installed",
+            where="attention",
+            remedy="pip install triton, or run on the CPU",
+        )
     return Places(heads, rows_before, heads_before)
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fxpar.errors import InputError
 from fxpar.ops import attend
 from fxpar.ops.counter import IndexCut
 from fxpar.ops.dropped_attention import places
@@ -59,6 +62,15 @@ OTHERS: dict[str, Any] = {
 def test_other_calls_have_the_plain_form(other: str) -> None:
     given = {"x": heads(2, 3, 8, 16), "p": 0.1, "cuts": (), **OTHERS[other]}
     assert places(given["x"], given["x"], given["x"], given["p"], given["cuts"]) is None
+
+
+def test_a_gpu_without_triton_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with FakeTensorMode():
+        x = heads(2, 3, 8, 16, device="cuda")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(InputError, match="Triton is not installed") as caught:
+        places(x, x, x, 0.1, ())
+    assert caught.value.where == "attention"
 
 
 @pytest.mark.parametrize("lacking", range(3))
