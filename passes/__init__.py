@@ -16,6 +16,7 @@ from fxpar.passes.divide_batch import divide_batch
 from fxpar.passes.divide_sequence import divide_sequence
 from fxpar.passes.fold_masks import fold_masks
 from fxpar.passes.insert_collectives import insert_collectives
+from fxpar.passes.interleave_halves import interleave_halves
 from fxpar.passes.localize import localize
 from fxpar.passes.partition_stages import partition_stages
 from fxpar.passes.vocab_parallel import vocab_parallel
@@ -32,6 +33,7 @@ DEFAULT_PASSES: tuple[Pass, ...] = (
     vocab_parallel,
     assign_rng,
     localize,
+    interleave_halves,
     partition_stages,
 )
 
@@ -46,6 +48,7 @@ __all__ = [
     "divide_sequence",
     "fold_masks",
     "insert_collectives",
+    "interleave_halves",
     "localize",
     "partition_stages",
     "vocab_parallel",

@@ -12,6 +12,7 @@ from fxpar.mesh.purpose import Cuts, axis_that
 from fxpar.ops.sizes import size
 from fxpar.passes.counts import Counting, count_numbers, scalar
 from fxpar.passes.divide_sequence import divide as divide_sizes
+from fxpar.passes.interleave_halves import in_halves
 from fxpar.passes.means import MEANS
 from fxpar.passes.own_rows import keep_rows
 from fxpar.passes.reduction import add_count, check_averaged, leading_to
@@ -53,6 +54,7 @@ def divide_batch(program: Program) -> Program:
 
     Refuses models whose batch is no symbolic size, and examples whose rows the ranks do not divide.
     """
+    program = in_halves(program)
     n, reduction = program.plan.data_ranks, program.plan.loss_reduction if program.loss else "mean"
     if n == 1 and reduction != "token":
         return program

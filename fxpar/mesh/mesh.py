@@ -64,6 +64,8 @@ class Mesh:
         kv_heads: key and value heads of the attention that tp splits. Where they are fewer than tp, that is
             kv_in·kv_out, kv_in fast: kv_out ranks apart hold different heads, kv_in neighbours the same (SPEC section
             2.2). None leaves tp whole.
+        halves: parts of a rank's batch that stand for ranks, inside of dp, until one rank runs them in turn: the axis
+            `half` of the dense part.
 
     Raises:
         PlanError: the sizes contradict each other; names the axis and the numbers that clash.
@@ -81,6 +83,7 @@ class Mesh:
     virtual: int = 1
     hierarchical_cp: tuple[int, ...] = ()
     kv_heads: int | None = None
+    halves: int = 1
 
     def __post_init__(self) -> None:
         if isinstance(self.hierarchical_cp, list):
@@ -95,7 +98,7 @@ class Mesh:
     # ------------------------------------------------------------------ checks
 
     def _wrong_values(self) -> Iterator[_Problem]:
-        counts = {name: getattr(self, name) for name in ("tp", "cp", "pp", "ep", "virtual")}
+        counts = {name: getattr(self, name) for name in ("tp", "cp", "pp", "ep", "virtual", "halves")}
         maybe = {name: getattr(self, name) for name in ("dp", "etp", "world_size", "kv_heads")}
         counts |= {name: value for name, value in maybe.items() if value is not None}
         if isinstance(self.hierarchical_cp, tuple):
@@ -131,7 +134,8 @@ class Mesh:
     def _wrong_products(self) -> Iterator[_Problem]:
         if self._total > MOST_RANKS:
             yield "world size", f"{self._total} ranks are more than {MOST_RANKS}", "check the sizes of the axes"
-        for left, axes in (("dp", ("tp", "cp", "pp")), ("edp", ("etp", "ep", "pp"))):
+        half = ("half",) if self.halves > 1 else ()
+        for left, axes in (("dp", ("tp", "cp", *half, "pp")), ("edp", ("etp", "ep", "pp"))):
             sizes = [self._given(axis) for axis in axes]
             product, total = math.prod(sizes), self._total
             text = f"{'·'.join(axes)} = {'·'.join(map(str, sizes))} = {product}"
@@ -177,20 +181,23 @@ class Mesh:
 
     def _given(self, axis: str) -> int:
         """An axis that is not derived."""
+        if axis == "half":
+            return self.halves
         value = self.tp if axis == "etp" and self.etp is None else getattr(self, axis)
         return int(value)
 
     @property
     def _total(self) -> int:
-        return self.world_size or self.tp * self.cp * (self.dp or 1) * self.pp
+        return self.world_size or self.tp * self.cp * self.halves * (self.dp or 1) * self.pp
 
     @cached_property
     def sizes(self) -> Mapping[str, int]:
         """Size of every axis of the two parts, derived ones included."""
         found = {axis: self._given(axis) for axis in ("tp", "cp", "pp", "etp", "ep")}
-        found["dp"] = self._total // (self.tp * self.cp * self.pp)
+        found["dp"] = self._total // (self.tp * self.cp * self.halves * self.pp)
         found["edp"] = self._total // (found["etp"] * self.ep * self.pp)
-        return {axis: found[axis] for axis in dict.fromkeys((*DENSE_AXES, *EXPERT_AXES))}
+        half = {"half": self.halves} if self.halves > 1 else {}
+        return {axis: found[axis] for axis in dict.fromkeys((*DENSE_AXES, *EXPERT_AXES))} | half
 
     @property
     def ranks(self) -> range:
@@ -206,8 +213,12 @@ class Mesh:
 
     @cached_property
     def dense(self) -> Axes:
-        """The dense part: tp, cp, dp and pp in the order."""
-        return self._ordered({axis: axis for axis in DENSE_AXES})
+        """The dense part: tp, cp, dp and pp in the order, and halves inside of dp."""
+        axes = self._ordered({axis: axis for axis in DENSE_AXES})
+        if self.halves == 1:
+            return axes
+        place = axes.names.index("dp")
+        return Axes((*axes.sizes[:place], ("half", self.halves), *axes.sizes[place:]), self.rank_offset)
 
     @cached_property
     def expert(self) -> Axes:
@@ -337,7 +348,7 @@ class Mesh:
         found: dict[str, int] = {}
         for axis in NESTING[part]:
             factors = self.factors.get(axis, ()) if axis == "dp" else ()
-            found |= dict(reversed(factors)) or {axis: self.sizes[axis]}
+            found |= dict(reversed(factors)) or {axis: self.sizes.get(axis, 1)}
         return {axis: size for axis, size in found.items() if size > 1}
 
     @cached_property

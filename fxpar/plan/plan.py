@@ -112,6 +112,10 @@ class Plan:
             are the copy engines' and leave the multiprocessors to products; ranks that cannot are refused. `auto`
             copies where ranks are GPUs of one machine that reach each other's memory. What is smaller than
             `cost.least_copy`, and what is sent once a step, always goes through the process group.
+        interleave_halves: whether a rank computes the two halves of its batch in turn, so that one computes while the
+            other's collectives travel (with `exchange` by copies). Losses, gradients and masks are those of the whole;
+            a batch of an odd number of rows is computed whole.
+        half: 2 in a program of halves until the pass `interleave_halves` has unrolled them; not to be given.
         dispatch: how rows travel to the ranks that hold their experts. `static`: in buffers of as many places as tokens
             may ever need, so that no size depends on the routing and nothing waits for the host. `exact`: the rows
             alone, as many as there are; how many each rank gets is copied to the host while rows are sorted, and
@@ -148,6 +152,8 @@ class Plan:
     activation_budget: int | float | None = None
     compile: bool = False
     exchange: str = "auto"
+    interleave_halves: bool = False
+    half: int = 1
     dispatch: str = "static"
     receive_budget: int | float | None = None
     cuda_graphs: CudaGraphs = field(default_factory=CudaGraphs)
@@ -218,7 +224,7 @@ class Plan:
             yield f"loss_reduction={shown(self.loss_reduction)} is unknown: choose one of {choice}"
         if not isinstance(self.row_wise, (tuple, list)) or not all(isinstance(g, str) and g for g in self.row_wise):
             yield f"row_wise={shown(self.row_wise)} is no list of globs: write names of operators"
-        for name in ("sequence_parallel", "compile"):
+        for name in ("sequence_parallel", "compile", "interleave_halves"):
             if type(getattr(self, name)) is not bool:
                 yield f"{name}={shown(getattr(self, name))} is neither True nor False: write one of them"
         if type(self.seed) is not int or not 0 <= self.seed < 2**63:
@@ -227,6 +233,7 @@ class Plan:
             yield f"precision={shown(self.precision)} is unknown: choose one of {', '.join(PRECISIONS)}"
         if self.exchange not in EXCHANGES:
             yield f"exchange={shown(self.exchange)} is unknown: choose one of {', '.join(EXCHANGES)}"
+        yield from self._wrong_halves()
         yield from self._wrong_recompute()
         if isinstance(self.cuda_graphs, CudaGraphs):
             yield from self.cuda_graphs.problems()
@@ -236,6 +243,14 @@ class Plan:
             yield from self.cost.problems()
         else:
             yield f"cost={shown(self.cost)} is no fxpar.Cost: write Cost(bandwidth=…)"
+
+    def _wrong_halves(self) -> Iterator[str]:
+        if self.half not in (1, 2) or (self.half == 2 and self.interleave_halves is not True):
+            yield f"half={shown(self.half)} is of programs under way: leave it out, and give interleave_halves=True"
+        if self.interleave_halves is True:
+            for axis in ("pp", "ep"):
+                if getattr(self, axis) != 1:
+                    yield f"interleave_halves with {axis}={getattr(self, axis)} is not supported: leave one of them out"
 
     def _wrong_recompute(self) -> Iterator[str]:
         if self.recompute not in RECOMPUTES:
@@ -271,7 +286,7 @@ class Plan:
         """The same plan for a single device: no axis has several ranks, no line splits anything, and all is kept."""
         changes: dict[str, Any] = {**dict.fromkeys(_AXES, 1), "etp": None, "split": {}, "row_wise": ()}
         changes |= {"virtual_stages": 1, "stages": (), "microbatches": 1, "schedule": "", "group_size": None}
-        changes |= {"dispatch": "static", "receive_budget": None}
+        changes |= {"dispatch": "static", "receive_budget": None, "interleave_halves": False, "half": 1}
         changes |= {"recompute": "none", "activation_budget": None, "cuda_graphs": CudaGraphs()}
         return dataclasses.replace(self, **changes)
 
@@ -284,7 +299,8 @@ class Plan:
     def mesh(self) -> Mesh:
         """Which ranks communicate with which."""
         return Mesh(
-            tp=self.tp, cp=self.cp, pp=self.pp, ep=self.ep, etp=self.etp, dp=self.dp, virtual=self.virtual_stages
+            tp=self.tp, cp=self.cp, pp=self.pp, ep=self.ep, etp=self.etp, dp=self.dp, virtual=self.virtual_stages,
+            halves=self.half,
         )
 
     @property

@@ -21,7 +21,7 @@ from fxpar.layout.symbols import names
 from fxpar.ops import Operator
 from fxpar.ops.coercion_table import COERCION_OF
 from fxpar.ops.coercions import sum_gradients
-from fxpar.ops.random import axis_index
+from fxpar.ops.random import axis_index, part_index
 from fxpar.passes.assign_rng import RNG_PATH
 from fxpar.program.coercions import axes_of, misnamed
 from fxpar.program.program import (
@@ -44,6 +44,7 @@ from fxpar.program.weights import owner_of
 from fxpar.rules import bind_arguments
 from fxpar.signatures.facts import Facts, facts_of
 from fxpar.signatures.randomness import draws_bits
+from fxpar.verify.parts import Part, check_parts, drawn_part
 
 aten = torch.ops.aten
 
@@ -253,7 +254,7 @@ def _check_conversions(program: Program) -> None:
 
 def _check_random(program: Program, facts: Facts) -> None:
     """Every random node has an identity of its own, and with property `rng` draws from the counter generator."""
-    seen: dict[int, fx.Node] = {}
+    seen: dict[tuple[int, Part | None], fx.Node] = {}
     states = [entry.node for entry in program.inputs if entry.path == RNG_PATH]
     if states and Property.RNG not in program.properties:
         raise CheckFailed(
@@ -277,16 +278,19 @@ def _check_random(program: Program, facts: Facts) -> None:
                 where=describe(node),
                 remedy="give it one of its own in [1, 2^32): random=…",
             )
+        part = drawn_part(node) if counted else None
         if counted and not is_forward(node):
-            _check_drawn_again(node, seen.get(identity))
-        elif identity and seen.setdefault(identity, node) is not node:
+            _check_drawn_again(node, seen.get((identity, part)))
+        elif identity and seen.setdefault((identity, part), node) is not node:
+            first = seen[identity, part]
             raise CheckFailed(
-                f"draws the same random bits as {describe(seen[identity])}: both have the identity {identity}",
+                f"draws the same random bits as {describe(first)}: both have the identity {identity}",
                 where=describe(node),
                 remedy="give each random node an identity of its own",
             )
         if counted:
             _check_counter(node, states)
+    check_parts(seen)
 
 
 def _check_drawn_again(node: fx.Node, first: fx.Node | None) -> None:
@@ -336,8 +340,9 @@ def _check_counter(node: fx.Node, states: list[str]) -> None:
     if getattr(given["rng"], "name", "") not in states:
         raise CheckFailed(f"takes its state from {given['rng']}", where=describe(node), remedy=f"pass {RNG_PATH}")
     indices = given.get("indices") or ()
-    axes = [getattr(item, "kwargs", {}).get("axis") for item in indices]
-    if any(getattr(item, "target", None) is not axis_index for item in indices) or len(set(axes)) != len(axes):
+    targets = [getattr(item, "target", None) for item in indices]
+    own = [(item.kwargs.get("axis"), item.args[2:]) for item in indices if isinstance(item, fx.Node)]
+    if not {*targets} <= {axis_index, part_index} or targets.count(part_index) > 1 or len(set(own)) != len(indices):
         shown = ", ".join(f"%{item}" for item in indices)
         raise CheckFailed(f"takes the indices {shown}", where=describe(node), remedy="pass one index for each axis")
 
