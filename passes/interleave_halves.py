@@ -102,7 +102,7 @@ def interleave_halves(program: Program) -> Program:
     the whole.
 
     Terms: a value is *in halves* where the axis cuts it, holds summands of it, or differs on it; it has two nodes then.
-    What is I or R on the axis has one, which both halves read.
+    What is I or R on the axis has one, which both halves read; of operands in halves such a value takes sizes alone.
 
     Algorithm: nodes in order. A coercion over `half` is what stands in its table; one over more axes is that, and then
     the collective over the others. A draw is told which part of the batch it draws for (`fxpar.part_index`). The
@@ -152,8 +152,6 @@ class _Unrolled:
         if isinstance(note(node).type, ScalarType):
             return (self._copied(node, 0, node.name),)
         if not any(layout.on(HALF).kind in "SPV" for layout in output_layouts(node)):
-            if any(len(self.made[read]) > 1 for read in operands(node)):
-                self._refuse(node, "makes something whole of the two halves")
             return (self._kept(node, 0, node.name),)
         return tuple(self._kept(node, i, f"{node.name}_{_NAMES[i]}") for i in range(HALVES))
 

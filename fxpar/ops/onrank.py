@@ -193,7 +193,7 @@ class OnRank:
         return found
 
     def element_cuts(self, node: fx.Node) -> list[Any]:
-        """The cuts of a node's first operand, as `fxpar.ops.counter.IndexCut`."""
+        """The cuts of a node's first operand, and of what that is a part of, as `fxpar.ops.counter.IndexCut`."""
         found = []
         for axis, placement in output_layouts(operands(node)[0])[0]:
             if placement.is_shard:
@@ -201,9 +201,11 @@ class OnRank:
                 assert piece is not None
                 units: tuple[Any, ...] = self._units(axis, piece.copies)
                 found.append(IndexCut(placement.dim, self.size(piece.outer), *units))
+        for index in [read for read in node.all_input_nodes if read in self.parts]:
+            found = self._with_part(node, found, *self.parts[index])
         return found
 
-    def with_part(self, node: fx.Node, cuts: Sequence[IndexCut], part: int, parts: int, dim: int) -> list[IndexCut]:
+    def _with_part(self, node: fx.Node, cuts: Sequence[IndexCut], part: int, parts: int, dim: int) -> list[IndexCut]:
         """The cuts of a node whose operand is a part of what a rank has of the batch, in runs of rows.
 
         Args:

@@ -182,12 +182,8 @@ def _lower_attention(node: fx.Node, rank: OnRank) -> Run:
 
 def _cuts(node: fx.Node, rank: OnRank) -> list[Any]:
     """The cuts of the values for whose elements bits are drawn; the node has an index for each."""
-    indices = bind_arguments(node)["indices"]
-    parts = [rank.parts[index] for index in indices if index in rank.parts]
     found = rank.element_cuts(node)
-    assert len(found) == len(indices) - len(parts)
-    for part in parts:
-        found = rank.with_part(node, found, *part)
+    assert len(found) == len(bind_arguments(node)["indices"]) or rank.parts
     return found
 
 

@@ -324,7 +324,7 @@ def view_rules() -> dict[str, Rule]:
             ["aten.split.Tensor", "aten.split_with_sizes.default", "aten.split.sizes", "aten.chunk.default"], split
         ),
         "aten.cat.default": Rule(partial=(("tensors",),), seed=_cat, check=_cat_segments),
-        "aten.stack.default": Rule(_stack, (("tensors",),)),
+        "aten.stack.default": Rule(_stack, (("tensors",),), padding=("tensors",)),
         **dict.fromkeys(["aten.flip.default", "aten.roll.default"], linear_keeping),
         "aten.cumsum.default": Rule(_keeping_dim, _SELF, check=keeps_sums),
         "aten.diff.default": Rule(_difference, (("self", "prepend?", "append?"),)),
