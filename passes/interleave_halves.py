@@ -53,6 +53,7 @@ from fxpar.program.program import (
     update,
 )
 from fxpar.program.properties import Property
+from fxpar.program.rows import batch_symbol
 
 aten = torch.ops.aten
 
@@ -62,9 +63,27 @@ _REMEDY = "leave interleave_halves out"
 
 
 def in_halves(program: Program) -> Program:
-    """The program for as many ranks as there are half batches, where the plan asks for them."""
+    """The program for as many ranks as there are half batches, where the plan asks for them.
+
+    Where the ranks' rows are odd it is the plan without: they are computed whole.
+
+    Raises:
+        PlanError: the number of rows is fixed, and even.
+    """
     plan = program.plan
-    return program.with_(plan=plan.replace(half=HALVES)) if plan.interleave_halves else program
+    if not plan.interleave_halves:
+        return program
+    shapes = [entry.type.shape for entry in program.inputs if entry.type.shape]
+    if not program.symbols and all(shape[0] in (1, plan.data_ranks) for shape in shapes):
+        return program.with_(plan=plan.replace(interleave_halves=False))
+    try:
+        name = batch_symbol(program)
+    except PlanError as error:
+        raise PlanError(error.reason, where="interleave_halves", remedy=f"{error.remedy}; or {_REMEDY}") from None
+    rows = next(s.example for s in program.symbols if s.name == name)
+    if rows % (plan.data_ranks * HALVES):
+        return program.with_(plan=plan.replace(interleave_halves=False))
+    return program.with_(plan=plan.replace(half=HALVES))
 
 
 @register_pass(

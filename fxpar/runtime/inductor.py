@@ -30,6 +30,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from fxpar.plan.plan import Plan
 from fxpar.program.program import output_node
 from fxpar.runtime.graphs.standin import opaque
+from fxpar.runtime.waits import Waits
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
 Run = Callable[..., Sequence[Any]]
@@ -114,7 +115,8 @@ class Inductor:
 
     @contextlib.contextmanager
     def _compiling(self, mode: FakeTensorMode) -> Iterator[None]:
-        with tracing(TracingContext(mode)), V.set_fake_mode(mode), config.patch(self._options):
+        options = config.patch(self._options)
+        with tracing(TracingContext(mode)), V.set_fake_mode(mode), options, V.set_choices_handler(Waits()):
             yield
 
 

@@ -31,7 +31,7 @@ from fxpar.passes.partition_stages import holding, partition_stages
 from fxpar.plan.plan import Plan
 from fxpar.program.dtypes import PRECISION_DTYPES
 from fxpar.program.program import Program, TensorType, note, output_layouts
-from fxpar.program.rows import batch_symbol
+from fxpar.program.rows import batch_dims, batch_symbol
 from fxpar.program.stages import holders
 from fxpar.runtime import batch as calls
 from fxpar.runtime import uneven
@@ -158,7 +158,8 @@ class Programs:
         self._world.agreement.agree(everything, remedy)
         self.layouts = _parameter_layouts(first.program)
         self.aliases = {other: p.fqn for p in first.program.parameters for other in p.tied}
-        self._known[self._key(example, with_loss)] = [first]
+        is_odd = self._plan.interleave_halves and not first.program.plan.interleave_halves
+        self._known[self._key(example, with_loss, is_odd)] = [first]
 
     @cached_property
     def foreign(self) -> frozenset[str]:
@@ -210,9 +211,10 @@ class Programs:
             InputError: the batch does not fit the model, or the ranks make other calls, or batches that no program
                 takes together.
         """
+        is_odd = self._is_odd(batch, shapes)
         if shapes is None:
-            return self._bound(batch, with_loss)
-        compiled = self._bound(uneven.largest(batch, shapes), with_loss).compiled
+            return self._bound(batch, with_loss, is_odd)
+        compiled = self._bound(uneven.largest(batch, shapes), with_loss, is_odd).compiled
         brought = uneven.brought(compiled, batch, shapes, self._world)
         inputs = self._inputs(compiled, brought.batch)
         sizes = calls.sizes_of(compiled.program, inputs)
@@ -230,14 +232,28 @@ class Programs:
             compiled.uneven.append(self._ready(compiled.program, uneven_rows=True))
         return replace(call, ready=compiled.uneven[0], places=(*compiled.indices, *brought.places), rows=brought.rows)
 
-    def _bound(self, batch: Any, with_loss: bool) -> Call:
+    def _is_odd(self, batch: Any, shapes: Shapes | None) -> bool:
+        """Whether a plan of half batches has none of this one: some rank brings an odd number of rows."""
+        if not self._plan.interleave_halves:
+            return False
+        dims = batch_dims(self.first.program)
+        tensors = [(path, value) for path, value in calls.leaves(batch) if isinstance(value, Tensor)]
+        of_ranks = shapes or [[list(value.shape) for _, value in tensors]]
+        return any(
+            shape[dims.get(path, 0)] % 2 == 1
+            for of_rank in of_ranks
+            for (path, _), shape in zip(tensors, of_rank, strict=True)
+            if len(shape) > dims.get(path, 0)
+        )
+
+    def _bound(self, batch: Any, with_loss: bool, is_odd: bool) -> Call:
         calls.check(self.skeleton, batch, with_loss)
-        known = self._known.setdefault(self._key(batch, with_loss), [])
+        known = self._known.setdefault(self._key(batch, with_loss, is_odd), [])
         for compiled in known:
             call = self._fit(compiled, batch)
             if call is not None:
                 return call
-        compiled = self._compile(batch, with_loss)
+        compiled = self._compile(batch, with_loss, is_odd=is_odd)
         facts = {**self.facts(batch), "the program": _digest(compiled)}
         self._world.agreement.agree(facts, "make the same calls on every rank, with batches of the same sizes")
         known.append(compiled)
@@ -268,8 +284,8 @@ class Programs:
             mode += f", gradients {'on' if torch.is_grad_enabled() else 'off'}"
         return {"the call": self._world.agreement.what, "the mode": mode, **calls.batch_facts(batch, False, sizes)}
 
-    def _key(self, batch: Any, with_loss: bool) -> Any:
-        return self._modes, with_loss, calls.structure(batch)
+    def _key(self, batch: Any, with_loss: bool, is_odd: bool) -> Any:
+        return self._modes, with_loss, calls.structure(batch), is_odd
 
     @property
     def _modes(self) -> tuple[bool, ...]:
@@ -288,19 +304,24 @@ class Programs:
         nest = ((batch,), {}) if compiled.captured.loss is not None else arguments(self.skeleton, batch, False)
         return calls.bind(spec, nest, self._world.device)
 
-    def _compile(self, batch: Any, with_loss: bool, loss: Any = "", model: nn.Module | None = None) -> Compiled:
+    def _compile(
+        self, batch: Any, with_loss: bool, loss: Any = "", model: nn.Module | None = None, *, is_odd: bool = False
+    ) -> Compiled:
         """As `_compile_outside`, out of inference mode: what is made in it can neither be traced nor differentiated."""
         if not torch.is_inference_mode_enabled():
-            return self._compile_outside(batch, with_loss, loss, model)
+            return self._compile_outside(batch, with_loss, loss, model, is_odd)
         with torch.inference_mode(False):
             batch = pytree.tree_map_only(Tensor, torch.clone, batch)
-            return self._compile_outside(batch, with_loss, loss, model)
+            return self._compile_outside(batch, with_loss, loss, model, is_odd)
 
-    def _compile_outside(self, batch: Any, with_loss: bool, loss: Any, model: nn.Module | None) -> Compiled:
+    def _compile_outside(
+        self, batch: Any, with_loss: bool, loss: Any, model: nn.Module | None, is_odd: bool
+    ) -> Compiled:
         """Captures and splits the model for a batch; with an empty loss, the loss is what is there of it.
 
         Args:
             model: with values, where it is at hand.
+            is_odd: whether the batch has no halves, of a plan that computes these in turn.
         """
         calls.check(self.skeleton, batch, with_loss)
         for ghost, own in self._twins:
@@ -315,7 +336,8 @@ class Programs:
             return replace(captured, program=of_all_ranks(captured.program))
 
         asked = self._loss if with_loss else loss
-        compiled = compile_model(self.skeleton, calls.example(batch), self._plan, asked, passes, review)
+        plan = self._plan.replace(interleave_halves=False) if is_odd else self._plan
+        compiled = compile_model(self.skeleton, calls.example(batch), plan, asked, passes, review)
         if not self.layouts and self._plan.microbatches > 1 and self._plan.dp == 1:
             prove_rows(compiled.captured.program, self._passes)
         program = compiled.program
