@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fxpar.ops.counter import IndexCut, dropout
-from fxpar.ops.dropped_attention import dropped_attention, dropped_attention_gradient, places
+from fxpar.ops.dropped_attention import drawn_probabilities, dropped_attention, dropped_attention_gradient, places
 from fxpar.ops.fused_attention import Call, kernel
 
 
@@ -56,8 +56,10 @@ class Drops:
         if found is None:
             return None
         identity, origin = (self.origin, 0) if isinstance(self.origin, Tensor) else (None, self.origin)
-        drawn = (self.rng, identity, found.rows_before, found.heads_before, origin, found.heads, self.p)
-        return (_added(mask, query), *drawn, options.is_causal, _scale(query, options))
+        sizes = (*query.shape[:3], key.shape[2])
+        held = (self.rng, identity, found.rows_before, found.heads_before, sizes, origin, found.heads)
+        words = drawn_probabilities(*held, self.p, options.is_causal)
+        return _added(mask, query), words, self.p, options.is_causal, _scale(query, options)
 
 
 def _call(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: Options) -> Call:

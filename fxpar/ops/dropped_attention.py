@@ -1,7 +1,7 @@
 """Attention with dropout as one operator, where the device has a kernel that draws the counter generator's bits.
 
 Enters: a rank's heads of query, key and value, and how probabilities are dropped (`fxpar.ops.attend.Drops`). Leaves:
-whether there is a kernel, and the pair of operators that call it; on the meta device they are shapes alone, and stand
+whether there is a kernel, and the operators that call it; on the meta device they are shapes alone, and stand
 for those of a GPU that this machine has not. For what it computes see `fxpar.ops.dropped_launches`.
 """
 
@@ -75,18 +75,51 @@ def places(query: Tensor, key: Tensor, value: Tensor, p: float, cuts: Sequence[I
     return Places(heads, rows_before, heads_before)
 
 
+@torch.library.custom_op("fxpar::drawn_probabilities", mutates_args=())
+def drawn_probabilities(
+    rng: Tensor,
+    identity: Tensor | None,
+    rows_before: Tensor | None,
+    heads_before: Tensor | None,
+    sizes: Sequence[int],
+    origin: int,
+    heads: int,
+    p: float,
+    is_causal: bool,
+) -> Tensor:
+    """Which probabilities stay, a bit each: i32[b, h, ceil(t / 32), s].
+
+    Forward and backward call it alike. Compiled together they have it once, and the words are kept.
+
+    Args:
+        rng: i64[3], (seed, step, microbatch).
+        identity: of the draw, an i64 scalar, or None for `origin`.
+        rows_before: as of `Places`, and so `heads_before` and `heads`.
+        sizes: b, h, s and t, of this rank.
+        p: probability of a zero.
+        is_causal: whether a query sees keys up to its own position; bits of others are anything.
+    """
+    from fxpar.ops import dropped_launches as launches
+
+    drawn = launches.Bits(rng, origin if identity is None else identity, p, heads, rows_before, heads_before)
+    return launches.draw(drawn, *sizes, is_causal)
+
+
+@drawn_probabilities.register_fake
+def _words_shape(
+    rng: Tensor, identity: Any, rows_before: Any, heads_before: Any, sizes: Sequence[int], *_: Any
+) -> Tensor:
+    batch, heads, height, width = sizes
+    return rng.new_empty(batch, heads, -(-width // 32), height, dtype=torch.int32)
+
+
 @torch.library.custom_op("fxpar::dropped_attention", mutates_args=())
 def dropped_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
-    rng: Tensor,
-    identity: Tensor | None,
-    rows_before: Tensor | None,
-    heads_before: Tensor | None,
-    origin: int,
-    heads: int,
+    words: Tensor,
     p: float,
     is_causal: bool,
     scale: float,
@@ -96,17 +129,14 @@ def dropped_attention(
     Args:
         query: [b, h, s, d], and so `key` [b, h, t, d] and `value` [b, h, t, v].
         mask: what is added to the scores, broadcast to [b, h, s, t].
-        rng: i64[3], (seed, step, microbatch).
-        identity: of the draw, an i64 scalar, or None for `origin`.
-        rows_before: as of `Places`, and so `heads_before` and `heads`.
+        words: of `drawn_probabilities`.
         p: probability of a zero.
         is_causal: whether a query sees keys up to its own position.
         scale: of the scores.
     """
     from fxpar.ops import dropped_launches as launches
 
-    drawn = launches.Bits(rng, origin if identity is None else identity, p, heads, rows_before, heads_before)
-    return launches.forward(query, key, value, mask, drawn, is_causal, scale)
+    return launches.forward(query, key, value, mask, words, p, is_causal, scale)
 
 
 @dropped_attention.register_fake
@@ -125,12 +155,7 @@ def dropped_attention_gradient(
     out: Tensor,
     log_sum: Tensor,
     mask: Tensor | None,
-    rng: Tensor,
-    identity: Tensor | None,
-    rows_before: Tensor | None,
-    heads_before: Tensor | None,
-    origin: int,
-    heads: int,
+    words: Tensor,
     p: float,
     is_causal: bool,
     scale: float,
@@ -145,8 +170,7 @@ def dropped_attention_gradient(
     """
     from fxpar.ops import dropped_launches as launches
 
-    drawn = launches.Bits(rng, origin if identity is None else identity, p, heads, rows_before, heads_before)
-    return launches.backward(query, key, value, gradient, out, log_sum, mask, drawn, is_causal, scale)
+    return launches.backward(query, key, value, gradient, out, log_sum, mask, words, p, is_causal, scale)
 
 
 @dropped_attention_gradient.register_fake

@@ -1,78 +1,184 @@
-"""The kernels of `fxpar.ops.dropped_launches`. Importing this module needs Triton."""
+"""The kernels of `fxpar.ops.dropped_launches`. Importing this module needs Triton.
+
+A head is a tile in one part, or in two where that leaves out padding (`D`, `DV`: columns of the parts, the second of
+which may have none): 96 columns are 64 and 32. Which probabilities stay is read as bits: a word is 32 keys of a query,
+and words of one place are neighbours along the queries, so that a tile's are loaded as its rows' sums are.
+"""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
+from fxpar.ops.counter_kernels import packed
+
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _head(sizes, bits, MOVED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A program's row of the batch and its head, and the number of its first probability among those of all ranks."""
-    heads, all_heads, height, width, _, _ = sizes
-    batch = (tl.program_id(0) // heads).to(tl.int64)
-    head = (tl.program_id(0) % heads).to(tl.int64)
-    row, column = batch, head
+def _head(sizes):  # type: ignore[no-untyped-def]
+    """A program's row of the batch and its head."""
+    return (tl.program_id(0) // sizes[0]).to(tl.int64), (tl.program_id(0) % sizes[0]).to(tl.int64)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def draw_kernel(  # type: ignore[no-untyped-def]
+    words_ptr,
+    sizes,
+    bits,
+    origin,
+    threshold,
+    CAUSAL: tl.constexpr,
+    MOVED: tl.constexpr,
+    IS_OPERAND: tl.constexpr,
+    IN_FOURS: tl.constexpr,
+    ROWS: tl.constexpr,
+    WORDS: tl.constexpr,
+):
+    """A program draws up to `WORDS` words of each of `ROWS` queries of a head; words of which no key is seen are left.
+
+    `bits` are the generator's state, the identity of the draw, and rows of the batch and heads before this rank's.
+    """
+    _, all_heads, height, width = sizes
+    row, head = _head(sizes)
     if MOVED[0]:
         row += tl.load(bits[2])
     if MOVED[1]:
-        column += tl.load(bits[3])
-    return batch, head, (row * all_heads + column) * height * width
+        head += tl.load(bits[3])
+    if IS_OPERAND:
+        origin = tl.load(bits[1])
+    count = tl.cdiv(width, 32)
+    begin = tl.program_id(2) * WORDS
+    end = tl.minimum(count, begin + WORDS)
+    if CAUSAL:
+        end = tl.minimum(end, tl.cdiv((tl.program_id(1) + 1) * ROWS, 32))
+    rows = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    first = ((row * all_heads + head) * height + rows) * width
+    words_ptr += tl.program_id(0).to(tl.int64) * count * height
+    for word in range(begin, end):
+        found = packed(first + word * 32, bits[0], origin, threshold, IN_FOURS)
+        tl.store(words_ptr + tl.cast(word, tl.int64) * height + rows, found, mask=rows < height)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _kept(first, row, column, width, rng_ptr, identity, threshold, IN_FOURS: tl.constexpr, N: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Which probabilities of rows and of `N` columns from `column` on stay; `first` is the number of the head's first.
-
-    Where rows consist of whole counters (`IN_FOURS`), the four words of one are those of four columns.
-    """
-    STRIDE: tl.constexpr = 4 if IN_FOURS else 1
-    columns = column + tl.arange(0, N // STRIDE) * STRIDE
-    index = first + row.to(tl.int64)[:, None] * width + columns[None, :]
-    seed, step, microbatch = tl.load(rng_ptr), tl.load(rng_ptr + 1), tl.load(rng_ptr + 2)
-    zero = tl.zeros_like(index)
-    c0 = (index >> 2).to(tl.uint32)
-    c1 = (zero + identity).to(tl.uint32)
-    c2 = (zero + step).to(tl.uint32)
-    c3 = (microbatch + ((index >> 34) << 16)).to(tl.uint32)
-    k0, k1 = (zero + seed).to(tl.uint32), (zero + (seed >> 32)).to(tl.uint32)
-    w0, w1, w2, w3 = tl.philox_impl(c0, c1, c2, c3, k0, k1, 10)
-    if IN_FOURS:
-        word = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
-    else:
-        is_odd = (index & 1) == 1
-        word = tl.where((index & 2) == 0, tl.where(is_odd, w1, w0), tl.where(is_odd, w3, w2))
-    return (word ^ 0x80000000).to(tl.int32, bitcast=True) >= threshold
+def _kept(words_ptr, rows, start, sizes, N: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Which probabilities of rows and of `N` columns from `start`, a multiple of 32, on stay."""
+    height, count = sizes[2], tl.cdiv(sizes[3], 32)
+    columns = tl.arange(0, N)
+    place = start // 32
+    is_inside = rows < height
+    words_ptr += tl.cast(place, tl.int64) * height + rows
+    word = tl.load(words_ptr, mask=is_inside, other=0)[:, None]
+    for i in tl.static_range(1, N // 32):
+        another = tl.load(words_ptr + i * height, mask=is_inside & (place + i < count), other=0)[:, None]
+        word = tl.where((columns >= 32 * i)[None, :], another, word)
+    return (word & (1 << (columns % 32))[None, :]) != 0
 
 
 @triton.jit
-def _tile(ptr, rows, columns, stride, height, width):  # type: ignore[no-untyped-def]
+def _part(ptr, rows, columns, stride, height, width):  # type: ignore[no-untyped-def]
     """Rows of a head; what lies outside of it is 0."""
     is_inside = (rows < height)[:, None] & (columns < width)[None, :]
     return tl.load(ptr + rows.to(tl.int64)[:, None] * stride + columns[None, :], mask=is_inside, other=0.0)
 
 
 @triton.jit
-def _write(ptr, value, rows, columns, stride, height, width):  # type: ignore[no-untyped-def]
-    is_inside = (rows < height)[:, None] & (columns < width)[None, :]
-    places = ptr + rows.to(tl.int64)[:, None] * stride + columns[None, :]
-    tl.store(places, value.to(ptr.dtype.element_ty), mask=is_inside)
+def _tile(ptr, rows, stride, height, width, D: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Rows of a head, in its parts."""
+    first = _part(ptr, rows, tl.arange(0, D[0]), stride, height, width)
+    if D[1] == 0:
+        return (first,)
+    else:
+        return (first, _part(ptr, rows, D[0] + tl.arange(0, D[1]), stride, height, width))
+
+
+@triton.jit
+def _write(ptr, value, factor, rows, stride, height, width, D: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Writes the parts, multiplied by a number for each row or for all."""
+    for i in tl.static_range(1 if D[1] == 0 else 2):
+        columns = i * D[0] + tl.arange(0, D[i])
+        is_inside = (rows < height)[:, None] & (columns < width)[None, :]
+        places = ptr + rows.to(tl.int64)[:, None] * stride + columns[None, :]
+        tl.store(places, (value[i] * factor).to(ptr.dtype.element_ty), mask=is_inside)
+
+
+@triton.jit
+def _zeros(M: tl.constexpr, D: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Sums for a tile of `M` rows."""
+    FIRST: tl.constexpr = D[0]
+    SECOND: tl.constexpr = D[1]
+    first = tl.zeros((M, FIRST), tl.float32)
+    if SECOND == 0:
+        return (first,)
+    else:
+        return (first, tl.zeros((M, SECOND), tl.float32))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _scores(q, k, rows, columns, sizes, scale, mask_ptr, mask_at, CAUSAL: tl.constexpr, MASKED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Scores in units of log 2, minus infinity where a query sees no key."""
-    score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-    is_seen = (columns < sizes[3])[None, :]
+def _products(a, b, D: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Of each row of a tile with each of another."""
+    found = tl.dot(a[0], tl.trans(b[0]), input_precision="ieee")
+    if D[1] > 0:
+        found = tl.dot(a[1], tl.trans(b[1]), found, input_precision="ieee")
+    return found
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _added(sums, weights, tile, D: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Sums, to which the rows of a tile are added by their weights."""
+    weights = weights.to(tile[0].dtype)
+    first = tl.dot(weights, tile[0], sums[0], input_precision="ieee")
+    if D[1] == 0:
+        return (first,)
+    else:
+        return (first, tl.dot(weights, tile[1], sums[1], input_precision="ieee"))
+
+
+@triton.jit
+def _scaled(sums, factor, D: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Sums multiplied by a number for each row."""
+    if D[1] == 0:
+        return (sums[0] * factor,)
+    else:
+        return (sums[0] * factor, sums[1] * factor)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _scores(  # type: ignore[no-untyped-def]
+    q,
+    k,
+    rows,
+    columns,
+    sizes,
+    scale,
+    mask_ptr,
+    mask_at,
+    CHECKED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    MASKED: tl.constexpr,
+    D: tl.constexpr,
+):
+    """Scores in units of log 2, minus infinity where a query sees no key; unless `CHECKED`, it is to see all."""
+    score = _products(q, k, D) * scale
     if MASKED:
-        is_inside = (rows < sizes[2])[:, None] & is_seen
+        is_inside = (rows < sizes[2])[:, None] & (columns < sizes[3])[None, :]
         places = rows.to(tl.int64)[:, None] * mask_at[2] + columns.to(tl.int64)[None, :] * mask_at[3]
         bias = tl.load(mask_ptr + places, mask=is_inside, other=0.0).to(tl.float32)
         # The least number of a type is no infinity: a row that has it everywhere sees all keys alike.
         score += tl.where(bias == float("-inf"), bias, tl.maximum(bias * 1.4426950408889634, -3.0e38))
+    if CHECKED:
+        is_seen = (columns < sizes[3])[None, :]
+        if CAUSAL:
+            is_seen = is_seen & (rows[:, None] >= columns[None, :])
+        score = tl.where(is_seen, score, float("-inf"))
+    return score
+
+
+@triton.jit
+def _seen(block, width, M: tl.constexpr, N: tl.constexpr, CAUSAL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """How many keys all queries of a block see, in whole tiles, and up to where any of them sees one."""
     if CAUSAL:
-        is_seen = is_seen & (rows[:, None] >= columns[None, :])
-    return tl.where(is_seen, score, float("-inf"))
+        return tl.minimum(width, block * M) // N * N, tl.minimum(width, (block + 1) * M)
+    else:
+        return width // N * N, width
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -81,6 +187,7 @@ def forward_kernel(  # type: ignore[no-untyped-def]
     k_ptr,
     v_ptr,
     mask_ptr,
+    words_ptr,
     out_ptr,
     log_sum_ptr,
     q_at,
@@ -89,16 +196,10 @@ def forward_kernel(  # type: ignore[no-untyped-def]
     mask_at,
     out_at,
     sizes,
-    bits,
-    origin,
-    threshold,
     scale,
     keep,
     CAUSAL: tl.constexpr,
     MASKED: tl.constexpr,
-    MOVED: tl.constexpr,
-    IS_OPERAND: tl.constexpr,
-    IN_FOURS: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
     D: tl.constexpr,
@@ -106,54 +207,124 @@ def forward_kernel(  # type: ignore[no-untyped-def]
 ):
     """A program has `M` queries of a head, and passes over the keys that they see, `N` at a time."""
     _, _, height, width, d, dv = sizes
-    batch, head, first = _head(sizes, bits, MOVED)
-    if IS_OPERAND:
-        origin = tl.load(bits[1])
+    batch, head = _head(sizes)
     q_ptr += batch * q_at[0] + head * q_at[1]
     k_ptr += batch * k_at[0] + head * k_at[1]
     v_ptr += batch * v_at[0] + head * v_at[1]
     mask_ptr += batch * mask_at[0] + head * mask_at[1]
+    words_ptr += tl.program_id(0).to(tl.int64) * tl.cdiv(width, 32) * height
     block = tl.num_programs(1) - 1 - tl.program_id(1)  # those that see most keys begin
     rows = block * M + tl.arange(0, M)
-    q_columns, v_columns = tl.arange(0, D), tl.arange(0, DV)
-    q = _tile(q_ptr, rows, q_columns, q_at[2], height, d)
+    q = _tile(q_ptr, rows, q_at[2], height, d, D)
     largest = tl.full((M,), float("-inf"), tl.float32)
     total = tl.zeros((M,), tl.float32)
-    found = tl.zeros((M, DV), tl.float32)
-    end = tl.minimum(width, (block + 1) * M) if CAUSAL else width
-    for start in range(0, end, N):
-        columns = start + tl.arange(0, N)
-        k = _tile(k_ptr, columns, q_columns, k_at[2], width, d)
-        v = _tile(v_ptr, columns, v_columns, v_at[2], width, dv)
-        score = _scores(q, k, rows, columns, sizes, scale, mask_ptr, mask_at, CAUSAL, MASKED)
-        new = tl.maximum(largest, tl.max(score, 1))
-        safe = tl.where(new == float("-inf"), 0.0, new)  # of a row that has seen no key yet
-        p = tl.exp2(score - safe[:, None])
-        shrunk = tl.exp2(largest - safe)
-        total = total * shrunk + tl.sum(p, 1)
-        kept = _kept(first, rows, start, width, bits[0], origin, threshold, IN_FOURS, N)
-        p = tl.where(kept, p, 0.0).to(v.dtype)
-        found = tl.dot(p, v, found * shrunk[:, None], input_precision="ieee")
-        largest = new
+    found = _zeros(M, DV)
+    full, end = _seen(block, width, M, N, CAUSAL)
+    for CHECKED in tl.static_range(2):
+        for start in range(full if CHECKED else 0, end if CHECKED else full, N):
+            columns = start + tl.arange(0, N)
+            k = _tile(k_ptr, columns, k_at[2], width, d, D)
+            v = _tile(v_ptr, columns, v_at[2], width, dv, DV)
+            score = _scores(q, k, rows, columns, sizes, scale, mask_ptr, mask_at, CHECKED, CAUSAL, MASKED, D)
+            new = tl.maximum(largest, tl.max(score, 1))
+            safe = tl.where(new == float("-inf"), 0.0, new)  # of a row that has seen no key yet
+            p = tl.exp2(score - safe[:, None])
+            shrunk = tl.exp2(largest - safe)
+            total = total * shrunk + tl.sum(p, 1)
+            p = tl.where(_kept(words_ptr, rows, start, sizes, N), p, 0.0)
+            found = _added(_scaled(found, shrunk[:, None], DV), p, v, DV)
+            largest = new
     is_blind = total == 0.0
     total = tl.where(is_blind, 1.0, total)
     # Where nothing is seen the backward's exponentials are to be 0.
     log_sum = tl.where(is_blind, float("inf"), (largest + tl.log2(total)) / 1.4426950408889634)
     tl.store(log_sum_ptr + tl.program_id(0).to(tl.int64) * height + rows, log_sum, mask=rows < height)
     out_ptr += batch * out_at[0] + head * out_at[1]
-    _write(out_ptr, found * (keep / total)[:, None], rows, v_columns, out_at[2], height, dv)
+    _write(out_ptr, found, (keep / total)[:, None], rows, out_at[2], height, dv, DV)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def backward_kernel(  # type: ignore[no-untyped-def]
+def queries_kernel(  # type: ignore[no-untyped-def]
     q_ptr,
     k_ptr,
     v_ptr,
     mask_ptr,
+    words_ptr,
     gradient_ptr,
+    out_ptr,
     log_sum_ptr,
     total_ptr,
     of_q_ptr,
+    q_at,
+    k_at,
+    v_at,
+    mask_at,
+    gradient_at,
+    out_at,
+    of_q_at,
+    sizes,
+    scale,
+    keep,
+    CAUSAL: tl.constexpr,
+    MASKED: tl.constexpr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+):
+    """A program has `M` queries of a head and passes over the keys that they see.
+
+    It leaves for `keys_kernel` each query's product of result and gradient, over `keep`, by which all that comes of
+    probabilities is multiplied at the end.
+    """
+    _, _, height, width, d, dv = sizes
+    batch, head = _head(sizes)
+    q_ptr += batch * q_at[0] + head * q_at[1]
+    k_ptr += batch * k_at[0] + head * k_at[1]
+    v_ptr += batch * v_at[0] + head * v_at[1]
+    mask_ptr += batch * mask_at[0] + head * mask_at[1]
+    gradient_ptr += batch * gradient_at[0] + head * gradient_at[1]
+    out_ptr += batch * out_at[0] + head * out_at[1]
+    words_ptr += tl.program_id(0).to(tl.int64) * tl.cdiv(width, 32) * height
+    block = tl.num_programs(1) - 1 - tl.program_id(1)
+    rows = block * M + tl.arange(0, M)
+    of_rows = tl.program_id(0).to(tl.int64) * height + rows
+    q = _tile(q_ptr, rows, q_at[2], height, d, D)
+    gradient = _tile(gradient_ptr, rows, gradient_at[2], height, dv, DV)
+    out = _tile(out_ptr, rows, out_at[2], height, dv, DV)
+    total = tl.sum(gradient[0].to(tl.float32) * out[0].to(tl.float32), 1)
+    if DV[1] > 0:
+        total += tl.sum(gradient[1].to(tl.float32) * out[1].to(tl.float32), 1)
+    total /= keep
+    tl.store(total_ptr + of_rows, total, mask=rows < height)
+    log_sum = tl.load(log_sum_ptr + of_rows, mask=rows < height, other=float("inf")) * 1.4426950408889634
+    of_q = _zeros(M, D)
+    full, end = _seen(block, width, M, N, CAUSAL)
+    for CHECKED in tl.static_range(2):
+        for start in range(full if CHECKED else 0, end if CHECKED else full, N):
+            columns = start + tl.arange(0, N)
+            k = _tile(k_ptr, columns, k_at[2], width, d, D)
+            v = _tile(v_ptr, columns, v_at[2], width, dv, DV)
+            score = _scores(
+                q, k, rows, columns, sizes, scale * 1.4426950408889634, mask_ptr, mask_at, CHECKED, CAUSAL, MASKED, D
+            )
+            p = tl.exp2(score - log_sum[:, None])
+            of_p = tl.where(_kept(words_ptr, rows, start, sizes, N), _products(gradient, v, DV), 0.0)
+            of_q = _added(of_q, p * (of_p - total[:, None]), k, D)
+    of_q_ptr += batch * of_q_at[0] + head * of_q_at[1]
+    _write(of_q_ptr, of_q, scale * keep, rows, of_q_at[2], height, d, D)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def keys_kernel(  # type: ignore[no-untyped-def]
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    mask_ptr,
+    words_ptr,
+    gradient_ptr,
+    log_sum_ptr,
+    total_ptr,
     of_k_ptr,
     of_v_ptr,
     q_at,
@@ -161,31 +332,24 @@ def backward_kernel(  # type: ignore[no-untyped-def]
     v_at,
     mask_at,
     gradient_at,
-    of_q_at,
     of_k_at,
     of_v_at,
     sizes,
-    bits,
-    origin,
-    threshold,
     scale,
     keep,
-    OF_KEYS: tl.constexpr,
     CAUSAL: tl.constexpr,
     MASKED: tl.constexpr,
-    MOVED: tl.constexpr,
-    IS_OPERAND: tl.constexpr,
-    IN_FOURS: tl.constexpr,
     M: tl.constexpr,
     N: tl.constexpr,
     D: tl.constexpr,
     DV: tl.constexpr,
 ):
-    """A program has `N` keys of a head and passes over the queries that see them, or `M` queries over their keys."""
+    """A program has `N` keys of a head and passes over the queries that see them, `M` at a time.
+
+    Keys past the last have sums that are not written: only what the diagonal crosses is checked.
+    """
     _, _, height, width, d, dv = sizes
-    batch, head, first = _head(sizes, bits, MOVED)
-    if IS_OPERAND:
-        origin = tl.load(bits[1])
+    batch, head = _head(sizes)
     q_ptr += batch * q_at[0] + head * q_at[1]
     k_ptr += batch * k_at[0] + head * k_at[1]
     v_ptr += batch * v_at[0] + head * v_at[1]
@@ -193,53 +357,30 @@ def backward_kernel(  # type: ignore[no-untyped-def]
     gradient_ptr += batch * gradient_at[0] + head * gradient_at[1]
     log_sum_ptr += tl.program_id(0).to(tl.int64) * height
     total_ptr += tl.program_id(0).to(tl.int64) * height
-    q_columns, v_columns = tl.arange(0, D), tl.arange(0, DV)
-    if OF_KEYS:
-        start = tl.program_id(1) * N
-        begin = start // M * M if CAUSAL else 0
-        end = height
-        columns = start + tl.arange(0, N)
-        k = _tile(k_ptr, columns, q_columns, k_at[2], width, d)
-        v = _tile(v_ptr, columns, v_columns, v_at[2], width, dv)
-        of_k = tl.zeros((N, D), tl.float32)
-        of_v = tl.zeros((N, DV), tl.float32)
-        for row in range(begin, end, M):
+    words_ptr += tl.program_id(0).to(tl.int64) * tl.cdiv(width, 32) * height
+    start = tl.program_id(1) * N
+    columns = start + tl.arange(0, N)
+    k = _tile(k_ptr, columns, k_at[2], width, d, D)
+    v = _tile(v_ptr, columns, v_at[2], width, dv, DV)
+    of_k, of_v = _zeros(N, D), _zeros(N, DV)
+    begin = start // M * M if CAUSAL else 0
+    full = tl.minimum(tl.cdiv(height, M), tl.cdiv(start + N - 1, M)) * M if CAUSAL else 0
+    for CHECKED in tl.static_range(1, -1, -1):
+        for row in range(begin if CHECKED else tl.maximum(begin, full), full if CHECKED else height, M):
             rows = row + tl.arange(0, M)
-            q = _tile(q_ptr, rows, q_columns, q_at[2], height, d)
-            gradient = _tile(gradient_ptr, rows, v_columns, gradient_at[2], height, dv)
-            log_sum = tl.load(log_sum_ptr + rows, mask=rows < height, other=float("inf"))
+            q = _tile(q_ptr, rows, q_at[2], height, d, D)
+            gradient = _tile(gradient_ptr, rows, gradient_at[2], height, dv, DV)
+            log_sum = tl.load(log_sum_ptr + rows, mask=rows < height, other=float("inf")) * 1.4426950408889634
             total = tl.load(total_ptr + rows, mask=rows < height, other=0.0)
-            score = _scores(q, k, rows, columns, sizes, scale * 1.4426950408889634, mask_ptr, mask_at, CAUSAL, MASKED)
-            p = tl.exp2(score - (log_sum * 1.4426950408889634)[:, None])
-            kept = _kept(first, rows, start, width, bits[0], origin, threshold, IN_FOURS, N)
-            of_v = tl.dot(
-                tl.trans(tl.where(kept, p * keep, 0.0).to(gradient.dtype)), gradient, of_v, input_precision="ieee"
+            score = _scores(
+                q, k, rows, columns, sizes, scale * 1.4426950408889634, mask_ptr, mask_at, CHECKED, CAUSAL, MASKED, D
             )
-            of_p = tl.dot(gradient, tl.trans(v), input_precision="ieee")
-            of_score = p * (tl.where(kept, of_p * keep, 0.0) - total[:, None])
-            of_k = tl.dot(tl.trans(of_score.to(q.dtype)), q, of_k, input_precision="ieee")
-        of_k_ptr += batch * of_k_at[0] + head * of_k_at[1]
-        _write(of_k_ptr, of_k * scale, columns, q_columns, of_k_at[2], width, d)
-        of_v_ptr += batch * of_v_at[0] + head * of_v_at[1]
-        _write(of_v_ptr, of_v, columns, v_columns, of_v_at[2], width, dv)
-    else:
-        block = tl.num_programs(1) - 1 - tl.program_id(1)
-        rows = block * M + tl.arange(0, M)
-        q = _tile(q_ptr, rows, q_columns, q_at[2], height, d)
-        gradient = _tile(gradient_ptr, rows, v_columns, gradient_at[2], height, dv)
-        log_sum = tl.load(log_sum_ptr + rows, mask=rows < height, other=float("inf"))
-        total = tl.load(total_ptr + rows, mask=rows < height, other=0.0)
-        of_q = tl.zeros((M, D), tl.float32)
-        end = tl.minimum(width, (block + 1) * M) if CAUSAL else width
-        for start in range(0, end, N):
-            columns = start + tl.arange(0, N)
-            k = _tile(k_ptr, columns, q_columns, k_at[2], width, d)
-            v = _tile(v_ptr, columns, v_columns, v_at[2], width, dv)
-            score = _scores(q, k, rows, columns, sizes, scale * 1.4426950408889634, mask_ptr, mask_at, CAUSAL, MASKED)
-            p = tl.exp2(score - (log_sum * 1.4426950408889634)[:, None])
-            kept = _kept(first, rows, start, width, bits[0], origin, threshold, IN_FOURS, N)
-            of_p = tl.dot(gradient, tl.trans(v), input_precision="ieee")
-            of_score = p * (tl.where(kept, of_p * keep, 0.0) - total[:, None])
-            of_q = tl.dot(of_score.to(k.dtype), k, of_q, input_precision="ieee")
-        of_q_ptr += batch * of_q_at[0] + head * of_q_at[1]
-        _write(of_q_ptr, of_q * scale, rows, q_columns, of_q_at[2], height, d)
+            p = tl.exp2(score - log_sum[:, None])
+            kept = _kept(words_ptr, rows, start, sizes, N)
+            of_v = _added(of_v, tl.trans(tl.where(kept, p, 0.0).to(v[0].dtype)), gradient, DV)
+            of_p = tl.where(kept, _products(gradient, v, DV), 0.0)
+            of_k = _added(of_k, tl.trans((p * (of_p - total[:, None])).to(k[0].dtype)), q, D)
+    of_k_ptr += batch * of_k_at[0] + head * of_k_at[1]
+    _write(of_k_ptr, of_k, scale * keep, columns, of_k_at[2], width, d, D)
+    of_v_ptr += batch * of_v_at[0] + head * of_v_at[1]
+    _write(of_v_ptr, of_v, keep, columns, of_v_at[2], width, dv, DV)

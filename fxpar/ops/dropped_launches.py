@@ -1,9 +1,9 @@
-"""Attention with dropout in one pass over keys on NVIDIA GPUs: no probability is in memory, and no mask is kept.
+"""Attention with dropout in one pass over keys on NVIDIA GPUs: of a probability one bit is in memory.
 
 Enters: a rank's heads of query, key and value, and where they stand among those of all ranks. Leaves: what the plain
-form of `fxpar.ops.attend` computes, with the bits of `fxpar.ops.counter`, which are drawn in registers and in the
-backward drawn again. Sums over keys and queries have one order, so that results do not change from run to run.
-Importing this module needs Triton.
+form of `fxpar.ops.attend` computes, with the bits of `fxpar.ops.counter`. A kernel of its own draws these, for a draw
+is most of what attention would compute: forward and backward read them. Sums over keys and queries have one order, so
+that results do not change from run to run. Importing this module needs Triton.
 
 Source: Dao, "FlashAttention-2" (arXiv 2307.08691), algorithms 1 and 2; the dropout of the plain form in their place.
 """
@@ -48,8 +48,16 @@ def _ceil(length: int, part: int) -> int:
 
 
 def _padded(size: int) -> int:
-    """Columns of a tile: products have at least 16, and a power of two."""
+    """Columns of a part of a tile: products have at least 16, and a power of two."""
     return max(16, 1 << (size - 1).bit_length())
+
+
+def _parts(size: int) -> tuple[int, int]:
+    """Columns of the parts of a tile: one, or two where these have less padding."""
+    whole = _padded(size)
+    first = whole // 2
+    second = _padded(size - first) if first >= 16 else whole
+    return (first, second) if first + second < whole else (whole, 0)
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -64,7 +72,7 @@ def _at(x: Tensor) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class _Common:
-    """What all kernels of a call take: `mask`, its strides, sizes, the generator's tensors, and named options.
+    """What all kernels that compute attention take: `mask`, its strides, sizes, and named options.
 
     `columns` are those of the widest tile.
     """
@@ -72,33 +80,24 @@ class _Common:
     mask: Tensor
     mask_at: tuple[int, ...]
     sizes: tuple[int, ...]
-    bits: tuple[Tensor, ...]
     columns: int
     options: dict[str, Any]
 
     @staticmethod
-    def of(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, bits: Bits, is_causal: bool) -> _Common:
-        (_, heads, height, d), width = query.shape, key.shape[-2]
-        identity = bits.identity
-        given = (bits.rng, identity, bits.rows_before, bits.heads_before)
+    def of(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, p: float, is_causal: bool) -> _Common:
+        (_, heads, height, d), (width, of_value) = query.shape, value.shape[-2:]
         options = {
-            "origin": 0 if isinstance(identity, Tensor) else (identity ^ _SIGN) - _SIGN,
-            "threshold": int(bits.p * 2**32) - _SIGN,
-            "keep": 1.0 / (1.0 - bits.p),
+            "keep": 1.0 / (1.0 - p),
             "CAUSAL": is_causal,
             "MASKED": mask is not None,
-            "MOVED": (bits.rows_before is not None, bits.heads_before is not None),
-            "IS_OPERAND": isinstance(identity, Tensor),
-            "IN_FOURS": width % 4 == 0,
-            "D": _padded(d),
-            "DV": _padded(value.shape[-1]),
+            "D": _parts(d),
+            "DV": _parts(of_value),
         }
         return _Common(
-            bits.rng if mask is None else mask,
+            query if mask is None else mask,
             (0, 0, 0, 0) if mask is None else mask.expand(*query.shape[:-1], width).stride(),
-            (heads, bits.heads, height, width, d, value.shape[-1]),
-            tuple(each if isinstance(each, Tensor) else bits.rng for each in given),
-            max(_padded(d), _padded(value.shape[-1])),
+            (heads, heads, height, width, d, of_value),
+            max(_padded(d), _padded(of_value)),
             options,
         )
 
@@ -107,7 +106,7 @@ class Tiles(NamedTuple):
     """How a kernel cuts its work.
 
     Attributes:
-        queries: of a tile, and so `keys`.
+        queries: of a tile, and so `keys`, which are a multiple of 32.
         warps: that compute one program.
         stages: loads that are under way at a time.
     """
@@ -116,6 +115,10 @@ class Tiles(NamedTuple):
     keys: int
     warps: int
     stages: int
+
+    def options(self) -> dict[str, int]:
+        """What a kernel takes of it."""
+        return {"M": self.queries, "N": self.keys, "num_warps": self.warps, "num_stages": self.stages}
 
 
 def _tiles(kind: str, columns: int, device: torch.device) -> Tiles:
@@ -146,41 +149,73 @@ _TILES: dict[str, dict[tuple[bool, bool], Tiles]] = {
         (False, False): Tiles(32, 32, 4, 2),
     },
 }
+_DRAWN = (128, 4, 4)  # queries and words of a program that draws, and its warps
 _SCRATCH = 2**14  # bytes of shared memory for what changes between the layouts of products
 
 
+def draw(bits: Bits, batch: int, heads: int, height: int, width: int, is_causal: bool) -> Tensor:
+    """Which probabilities stay: i32[batch, heads, ceil(width / 32), height], the lowest bit of the first of 32 keys.
+
+    Words of keys that no query near theirs sees are not written.
+    """
+    count, identity = _ceil(width, 32), bits.identity
+    words = torch.empty(batch, heads, count, height, dtype=torch.int32, device=bits.rng.device)
+    given = (bits.rng, identity, bits.rows_before, bits.heads_before)
+    rows, per_program, warps = _DRAWN
+    kernels.draw_kernel[batch * heads, _ceil(height, rows), _ceil(count, per_program)](
+        words,
+        (heads, bits.heads, height, width),
+        tuple(each if isinstance(each, Tensor) else bits.rng for each in given),
+        0 if isinstance(identity, Tensor) else (identity ^ _SIGN) - _SIGN,
+        int(bits.p * 2**32) - _SIGN,
+        CAUSAL=is_causal,
+        MOVED=(bits.rows_before is not None, bits.heads_before is not None),
+        IS_OPERAND=isinstance(identity, Tensor),
+        IN_FOURS=width % 4 == 0,
+        ROWS=rows,
+        WORDS=per_program,
+        num_warps=warps,
+    )
+    return words
+
+
 def forward(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, bits: Bits, is_causal: bool, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    words: Tensor,
+    p: float,
+    is_causal: bool,
+    scale: float,
 ) -> tuple[Tensor, Tensor]:
     """The result [b, h, s, v], in memory [b, s, h, v], and the logarithms of the sums of exponentials [b, h, s].
 
     Args:
         query: [b, h, s, d], and so `key` [b, h, t, d] and `value` [b, h, t, v].
         mask: what is added to the scores, broadcast to [b, h, s, t].
+        words: of `draw`.
     """
     query, key, value = (_rows(x) for x in (query, key, value))
     batch, heads, height, _ = query.shape
     out = query.new_empty(batch, height, heads, value.shape[-1]).transpose(1, 2)
     log_sum = query.new_empty(batch, heads, height, dtype=torch.float32)
-    common = _Common.of(query, key, value, mask, bits, is_causal)
+    common = _Common.of(query, key, value, mask, p, is_causal)
     tiles = _tiles("forward", common.columns, query.device)
     kernels.forward_kernel[batch * heads, _ceil(height, tiles.queries)](
         query,
         key,
         value,
         common.mask,
+        words,
         out,
         log_sum,
         *(_at(x) for x in (query, key, value)),
         common.mask_at,
         _at(out),
         common.sizes,
-        common.bits,
         scale=scale * _LOG2E,
-        M=tiles.queries,
-        N=tiles.keys,
-        num_warps=tiles.warps,
-        num_stages=tiles.stages,
+        **tiles.options(),
         **common.options,
     )
     return out, log_sum
@@ -194,40 +229,35 @@ def backward(
     out: Tensor,
     log_sum: Tensor,
     mask: Tensor | None,
-    bits: Bits,
+    words: Tensor,
+    p: float,
     is_causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value, in memory [b, s, h, d]; arguments as of `forward`, and what that gave."""
-    query, key, value, gradient = (_rows(x) for x in (query, key, value, gradient))
-    total = (gradient.float() * out.float()).sum(-1)
+    query, key, value, gradient, out = (_rows(x) for x in (query, key, value, gradient, out))
+    log_sum, total = log_sum.contiguous(), torch.empty_like(log_sum, memory_format=torch.contiguous_format)
     of_query, of_key, of_value = (x.new_empty(x.transpose(1, 2).shape).transpose(1, 2) for x in (query, key, value))
-    found = (of_query, of_key, of_value)
-    common = _Common.of(query, key, value, mask, bits, is_causal)
-    for kind in ("keys", "queries"):
-        tiles = _tiles(kind, common.columns, query.device)
-        of_keys = kind == "keys"
-        programs = _ceil(key.shape[-2], tiles.keys) if of_keys else _ceil(query.shape[-2], tiles.queries)
-        kernels.backward_kernel[query.shape[0] * query.shape[1], programs](
-            query,
-            key,
-            value,
-            common.mask,
-            gradient,
-            log_sum.contiguous(),
-            total.contiguous(),
-            *found,
-            *(_at(x) for x in (query, key, value)),
-            common.mask_at,
-            *(_at(x) for x in (gradient, *found)),
-            common.sizes,
-            common.bits,
-            scale=scale,
-            OF_KEYS=of_keys,
-            M=tiles.queries,
-            N=tiles.keys,
-            num_warps=tiles.warps,
-            num_stages=tiles.stages,
-            **common.options,
-        )
-    return found
+    common = _Common.of(query, key, value, mask, p, is_causal)
+    read = (query, key, value, common.mask, words, gradient)
+    read_at = (*(_at(x) for x in (query, key, value)), common.mask_at, _at(gradient))
+    programs = query.shape[0] * query.shape[1]
+    tiles = _tiles("queries", common.columns, query.device)
+    kernels.queries_kernel[programs, _ceil(query.shape[-2], tiles.queries)](
+        *(*read, out, log_sum, total, of_query),
+        *(*read_at, _at(out), _at(of_query)),
+        common.sizes,
+        scale=scale,
+        **tiles.options(),
+        **common.options,
+    )
+    tiles = _tiles("keys", common.columns, query.device)
+    kernels.keys_kernel[programs, _ceil(key.shape[-2], tiles.keys)](
+        *(*read, log_sum, total, of_key, of_value),
+        *(*read_at, _at(of_key), _at(of_value)),
+        common.sizes,
+        scale=scale,
+        **tiles.options(),
+        **common.options,
+    )
+    return of_query, of_key, of_value

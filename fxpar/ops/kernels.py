@@ -1,26 +1,81 @@
-"""Dropout in one kernel on NVIDIA GPUs: the bits of `fxpar.ops.counter`, drawn in registers.
+"""Dropout in one kernel on NVIDIA GPUs, and its bits alone: those of `fxpar.ops.counter`, drawn in registers.
 
-Enters: a rank's tensor, the generator's input, and how the tensor is cut. Leaves: the tensor with its dropped elements.
-No mask is kept: backward draws the same bits again. The plain form needs about five hundred 64-bit integer operations
-an element, this one some twenty of 32 bits. Importing this module needs Triton.
+Enters: a rank's tensor, the generator's input, and how the tensor is cut. Leaves: the tensor with its dropped elements,
+or words of 32 bits, one for each element, that say which stay. The plain form needs about five hundred 64-bit integer
+operations an element, these some fifteen of 32 bits. Importing this module needs Triton.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.library import triton_op, wrap_triton
 
-from fxpar.ops import counter
-from fxpar.ops.counter import IndexCut
+from fxpar.ops.counter_kernels import drawn, one_word, packed, stays
 
 _BLOCK = 2048
-# Numbers of 32 bits travel as signed ones: torch.compile (2.11) takes no larger ones for kernels.
+_WORDS = 128
+# Numbers of 32 bits travel as signed ones: kernels take these alone.
 _SIGN = 2**31
+
+
+class Cut(NamedTuple):
+    """What a rank holds of a contiguous tensor, and the draw.
+
+    Attributes:
+        rng: i64[3]: seed, step, microbatch.
+        rank: its index among those that cut it, an i64 scalar.
+        offset: elements before it, a multiple of `unit`, an i64 scalar.
+        identity: of the draw, an i64 scalar, where `origin` is 0.
+        p: probability of a zero.
+        origin: the identity, a number.
+        run: so many neighbours here are neighbours in the whole tensor; the next run there is another rank's.
+        ranks: that share runs out; 1 where no inner axis cuts it.
+        unit: elements of a row of the first dimension; 0 where no outer axis cuts that.
+    """
+
+    rng: Tensor
+    rank: Tensor
+    offset: Tensor
+    identity: Tensor
+    p: float
+    origin: int
+    run: int
+    ranks: int
+    unit: int
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What kernels read."""
+        return self.rng, self.rank, self.offset, self.identity
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """What they take."""
+        return self.run, self.ranks, (self.origin ^ _SIGN) - _SIGN, int(self.p * 2**32) - _SIGN
+
+    @property
+    def kinds(self) -> dict[str, bool]:
+        """What they are compiled for."""
+        return {"IS_CUT": self.ranks > 1, "IS_MOVED": self.unit > 0, "IS_OPERAND": self.origin == 0}
+
+    def runs_are(self, units: int) -> bool:
+        """Whether runs consist of so many elements each."""
+        return self.ranks == 1 or self.run % units == 0
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _index(local, rank_ptr, offset_ptr, run, ranks, IS_CUT: tl.constexpr, IS_MOVED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Numbers in the whole tensor of elements of the rank's, of which there are less than 2^31."""
+    index = local.to(tl.int64)
+    if IS_CUT:
+        index = ((local // run).to(tl.int64) * ranks + tl.load(rank_ptr)) * run + local % run
+    if IS_MOVED:
+        index += tl.load(offset_ptr)
+    return index
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -31,12 +86,12 @@ def _dropout_kernel(  # type: ignore[no-untyped-def]
     rank_ptr,
     offset_ptr,
     identity_ptr,
-    count,
     run,
     ranks,
     origin,
     threshold,
-    SCALE: tl.constexpr,
+    count,
+    scale,
     IS_CUT: tl.constexpr,
     IS_MOVED: tl.constexpr,
     IS_OPERAND: tl.constexpr,
@@ -45,111 +100,88 @@ def _dropout_kernel(  # type: ignore[no-untyped-def]
 ):
     """A program keeps or drops `BLOCK` consecutive elements of the rank's tensor.
 
-    `run` elements that are neighbours here are neighbours in the whole tensor; the next run there is another rank's.
-    Where this is a part of the first dimension's (`IS_MOVED`), that many elements stand before it.
     Where runs consist of whole counters (`IN_FOURS`), a lane draws the four words of one counter for four elements.
-    `threshold` is that of 32-bit words, less 2^31.
     """
-    start = tl.program_id(0).to(tl.int64) * BLOCK
-    STRIDE: tl.constexpr = 4 if IN_FOURS else 1
-    local = start + tl.arange(0, BLOCK // STRIDE).to(tl.int64) * STRIDE
-    index = local
-    if IS_CUT:
-        index = (local // run * ranks + tl.load(rank_ptr)) * run + local % run
-    if IS_MOVED:
-        index += tl.load(offset_ptr)
-    seed, step, microbatch = tl.load(rng_ptr), tl.load(rng_ptr + 1), tl.load(rng_ptr + 2)
-    zero = tl.zeros_like(index)
+    start = tl.program_id(0) * BLOCK
     if IS_OPERAND:
         origin = tl.load(identity_ptr)
-    c0 = (index >> 2).to(tl.uint32)
-    c1 = (zero + origin).to(tl.uint32)
-    c2 = (zero + step).to(tl.uint32)
-    c3 = (microbatch + ((index >> 34) << 16)).to(tl.uint32)
-    k0, k1 = (zero + seed).to(tl.uint32), (zero + (seed >> 32)).to(tl.uint32)
-    w0, w1, w2, w3 = tl.philox_impl(c0, c1, c2, c3, k0, k1, 10)
     if IN_FOURS:
+        local = start + tl.arange(0, BLOCK // 4) * 4
+        index = _index(local, rank_ptr, offset_ptr, run, ranks, IS_CUT, IS_MOVED)
+        w0, w1, w2, w3 = drawn(index >> 2, rng_ptr, origin)
         word = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
     else:
-        is_odd = (index & 1) == 1
-        word = tl.where((index & 2) == 0, tl.where(is_odd, w1, w0), tl.where(is_odd, w3, w2))
-    place = start + tl.arange(0, BLOCK).to(tl.int64)
+        local = start + tl.arange(0, BLOCK)
+        word = one_word(_index(local, rank_ptr, offset_ptr, run, ranks, IS_CUT, IS_MOVED), rng_ptr, origin)
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + place, mask=place < count, other=0.0)
-    scaled = x.to(tl.float32) * SCALE
-    y = tl.where(word.to(tl.int64) - 2147483648 >= threshold, scaled, 0.0)
+    y = tl.where(stays(word, threshold), x.to(tl.float32) * scale, 0.0)
     tl.store(y_ptr + place, y.to(x.dtype), mask=place < count)
 
 
-@triton_op("fxpar::dropout", mutates_args={})
-def _dropout(
-    x: Tensor,
-    rng: Tensor,
-    rank: Tensor,
-    offset: Tensor,
-    identity: Tensor,
-    p: float,
-    origin: int,
-    run: int,
-    ranks: int,
-    unit: int,
-) -> Tensor:
-    """Dropout of a contiguous tensor; `ranks` is 1 where no inner axis cuts it, `unit` is 0 where no outer one does.
+@triton.jit  # type: ignore[untyped-decorator]
+def _draw_kernel(  # type: ignore[no-untyped-def]
+    words_ptr,
+    rng_ptr,
+    rank_ptr,
+    offset_ptr,
+    identity_ptr,
+    run,
+    ranks,
+    origin,
+    threshold,
+    count,
+    IS_CUT: tl.constexpr,
+    IS_MOVED: tl.constexpr,
+    IS_OPERAND: tl.constexpr,
+    IN_FOURS: tl.constexpr,
+    IN_WORDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A program draws `BLOCK` words; where runs do not consist of whole words, each bit by itself."""
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    local = (place * 32).to(tl.int32)
+    if IS_OPERAND:
+        origin = tl.load(identity_ptr)
+    if IN_WORDS:
+        first = _index(local, rank_ptr, offset_ptr, run, ranks, IS_CUT, IS_MOVED)
+        found = packed(first, rng_ptr, origin, threshold, IN_FOURS)
+    else:
+        found = tl.zeros_like(local)
+        for i in range(32):
+            index = _index(local + i, rank_ptr, offset_ptr, run, ranks, IS_CUT, IS_MOVED)
+            found |= stays(one_word(index, rng_ptr, origin), threshold).to(tl.int32) << i
+    tl.store(words_ptr + place, found, mask=place * 32 < count)
 
-    Args:
-        rank: the rank's index among those that cut it, an i64 scalar.
-        offset: elements before it, a multiple of `unit`, an i64 scalar.
-        identity: of the draw, an i64 scalar, where `origin` is 0.
-    """
+
+def dropout(x: Tensor, cut: Cut) -> Tensor:
+    """A contiguous tensor with its dropped elements."""
     y = torch.empty_like(x)
-    is_in_fours = (ranks == 1 or run % 4 == 0) and unit % 4 == 0
-    grid = (triton.cdiv(x.numel(), _BLOCK),)
-    wrap_triton(_dropout_kernel)[grid](
+    _dropout_kernel[(triton.cdiv(x.numel(), _BLOCK),)](
         x,
         y,
-        rng,
-        rank,
-        offset,
-        identity,
+        *cut.tensors,
+        *cut.numbers,
         x.numel(),
-        run,
-        ranks,
-        (origin ^ _SIGN) - _SIGN,
-        int(p * 2**32) - _SIGN,
-        SCALE=1.0 / (1.0 - p),  # torch.compile would pass a variable as float64
-        IS_CUT=ranks > 1,
-        IS_MOVED=unit > 0,
-        IS_OPERAND=origin == 0,
-        IN_FOURS=is_in_fours,
+        1.0 / (1.0 - cut.p),
+        **cut.kinds,
+        IN_FOURS=cut.runs_are(4) and cut.unit % 4 == 0,
         BLOCK=_BLOCK,
     )
     return y
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, rng, rank, offset, identity, *ctx.options = inputs
-    ctx.save_for_backward(rng, rank, offset, identity)
-
-
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return _dropout(grad.contiguous(), *ctx.saved_tensors, *ctx.options), *[None] * 9
-
-
-_dropout.register_autograd(_backward, setup_context=_keep)
-
-
-def dropout(x: Tensor, rng: Tensor, p: float, origin: int | Tensor, cuts: list[IndexCut]) -> Tensor:
-    """`fxpar.ops.counter.dropout`, the same bits."""
-    given = counter.cuts_of_kernel(x, p, cuts)
-    if given is None:
-        return counter.dropout(x, rng, p, origin, cuts)
-    outer, inner = given
-    run, ranks, rank, unit, offset = 1, 1, rng, 0, rng
-    if inner:
-        run, rank = x.shape[inner[0].dim :].numel() // inner[0].outer, inner[0].before
-        ranks = int(inner[0].total)
-    if outer:
-        unit = x.numel() * ranks // outer[0].own
-        offset = outer[0].before * unit
-    identity, number = (origin, 0) if isinstance(origin, Tensor) else (rng, origin)
-    found: Tensor = _dropout(x.contiguous(), rng, rank, offset, identity, p, number, run, ranks, unit)
-    return found
+def draw(cut: Cut, count: int) -> Tensor:
+    """Which of so many elements stay: i32[ceil(count / 32)], the lowest bit of a word that of its first element."""
+    words = torch.empty(triton.cdiv(count, 32), dtype=torch.int32, device=cut.rng.device)
+    _draw_kernel[(triton.cdiv(words.numel(), _WORDS),)](
+        words,
+        *cut.tensors,
+        *cut.numbers,
+        count,
+        **cut.kinds,
+        IN_FOURS=cut.unit % 4 == 0,
+        IN_WORDS=cut.runs_are(32),
+        BLOCK=_WORDS,
+    )
+    return words

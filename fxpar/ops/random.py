@@ -1,7 +1,7 @@
 """What draws bits of the counter generator (SPEC section 2.4), and the rank's coordinate by which ranks draw their own.
 
 Enters: nothing. Leaves: a record for each operator that `assign_rng` puts in place of torch's random ones. Numbers are
-made in `fxpar.ops.counter`, on GPUs in `fxpar.ops.kernels`.
+made in `fxpar.ops.counter`, on GPUs in `fxpar.ops.dropped`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from fxpar.errors import InputError
 from fxpar.layout.layout import I, Placement, R, V
-from fxpar.ops import attend, counter
+from fxpar.ops import attend, counter, dropped
 from fxpar.ops.onrank import OnRank
 from fxpar.ops.operator import Gradients, OnShapes, Operator, Reverse, Run
 from fxpar.program.program import note, operands, output_types
@@ -153,9 +153,7 @@ def _dropout_form(device: torch.device) -> Callable[..., Tensor]:
             where="dropout",
             remedy="pip install triton, or run on the CPU",
         )
-    from fxpar.ops import kernels
-
-    return kernels.dropout
+    return dropped.dropout
 
 
 def _dropout_on_shapes(x: Tensor, rng: Tensor, p: float, origin: int | Tensor, cuts: Sequence[Any]) -> Tensor:

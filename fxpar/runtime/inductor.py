@@ -27,6 +27,7 @@ from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from fxpar.ops import dropped
 from fxpar.plan.plan import Plan
 from fxpar.program.program import output_node
 from fxpar.runtime.graphs.standin import opaque
@@ -123,8 +124,9 @@ class Inductor:
 def _traced(run: Callable[..., Sequence[Any]], fakes: Sequence[Any], mode: FakeTensorMode) -> fx.GraphModule:
     """The function in the operators that Inductor knows."""
     # Of symbolic sizes some operators know shapes by their functions in Python alone.
+    table = {**select_decomp_table(), **dropped.DECOMPOSITIONS}
     with torch.no_grad(), enable_python_dispatcher(), mode:
-        return make_fx(run, decomposition_table=select_decomp_table())(*fakes)
+        return make_fx(run, decomposition_table=table)(*fakes)
 
 
 def _name_inputs(graph: fx.Graph, early: int) -> None:

@@ -25,7 +25,7 @@ def heads(*shape: int, dtype: torch.dtype = torch.bfloat16, device: str = "meta"
 
 
 def drops(p: float = 0.1, cuts: tuple[IndexCut, ...] = ()) -> attend.Drops:
-    return attend.Drops(torch.tensor([5, 1, 0]), p, 77, cuts)
+    return attend.Drops(torch.tensor([5, 1, 0], device="meta"), p, 77, cuts)
 
 
 CAUSAL = attend.Options(is_causal=True, scale=None, enable_gqa=False)
