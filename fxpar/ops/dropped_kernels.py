@@ -59,18 +59,22 @@ def draw_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _kept(words_ptr, rows, start, sizes, N: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Which probabilities of rows and of `N` columns from `start`, a multiple of 32, on stay."""
+def _kept(words_ptr, rows, start, sizes, N: tl.constexpr, OF_KEYS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Which probabilities of rows and of `N` columns from `start`, a multiple of 32, on stay.
+
+    Queries are the first dimension, or keys (`OF_KEYS`).
+    """
     height, count = sizes[2], tl.cdiv(sizes[3], 32)
-    columns = tl.arange(0, N)
+    QUERY: tl.constexpr = 1 if OF_KEYS else 0
+    column = tl.expand_dims(tl.arange(0, N), QUERY)
     place = start // 32
     is_inside = rows < height
     words_ptr += tl.cast(place, tl.int64) * height + rows
-    word = tl.load(words_ptr, mask=is_inside, other=0)[:, None]
+    word = tl.expand_dims(tl.load(words_ptr, mask=is_inside, other=0), 1 - QUERY)
     for i in tl.static_range(1, N // 32):
-        another = tl.load(words_ptr + i * height, mask=is_inside & (place + i < count), other=0)[:, None]
-        word = tl.where((columns >= 32 * i)[None, :], another, word)
-    return (word & (1 << (columns % 32))[None, :]) != 0
+        another = tl.load(words_ptr + i * height, mask=is_inside & (place + i < count), other=0)
+        word = tl.where(column >= 32 * i, tl.expand_dims(another, 1 - QUERY), word)
+    return (word & (1 << (column % 32))) != 0
 
 
 @triton.jit
@@ -141,33 +145,24 @@ def _scaled(sums, factor, D: tl.constexpr):  # type: ignore[no-untyped-def]
         return (sums[0] * factor, sums[1] * factor)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
-def _scores(  # type: ignore[no-untyped-def]
-    q,
-    k,
-    rows,
-    columns,
-    sizes,
-    scale,
-    mask_ptr,
-    mask_at,
-    CHECKED: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    MASKED: tl.constexpr,
-    D: tl.constexpr,
-):
-    """Scores in units of log 2, minus infinity where a query sees no key; unless `CHECKED`, it is to see all."""
-    score = _products(q, k, D) * scale
+@triton.jit
+def _scores(
+    score, row, column, sizes, mask_ptr, mask_at, CHECKED: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr
+):  # type: ignore[no-untyped-def]
+    """Scores in units of log 2, minus infinity where a query sees no key; unless `CHECKED`, it is to see all.
+
+    Rows and columns are numbers of queries and keys, of which one is the first dimension.
+    """
     if MASKED:
-        is_inside = (rows < sizes[2])[:, None] & (columns < sizes[3])[None, :]
-        places = rows.to(tl.int64)[:, None] * mask_at[2] + columns.to(tl.int64)[None, :] * mask_at[3]
+        is_inside = (row < sizes[2]) & (column < sizes[3])
+        places = row.to(tl.int64) * mask_at[2] + column.to(tl.int64) * mask_at[3]
         bias = tl.load(mask_ptr + places, mask=is_inside, other=0.0).to(tl.float32)
         # The least number of a type is no infinity: a row that has it everywhere sees all keys alike.
         score += tl.where(bias == float("-inf"), bias, tl.maximum(bias * 1.4426950408889634, -3.0e38))
     if CHECKED:
-        is_seen = (columns < sizes[3])[None, :]
+        is_seen = column < sizes[3]
         if CAUSAL:
-            is_seen = is_seen & (rows[:, None] >= columns[None, :])
+            is_seen = is_seen & (row >= column)
         score = tl.where(is_seen, score, float("-inf"))
     return score
 
@@ -225,13 +220,14 @@ def forward_kernel(  # type: ignore[no-untyped-def]
             columns = start + tl.arange(0, N)
             k = _tile(k_ptr, columns, k_at[2], width, d, D)
             v = _tile(v_ptr, columns, v_at[2], width, dv, DV)
-            score = _scores(q, k, rows, columns, sizes, scale, mask_ptr, mask_at, CHECKED, CAUSAL, MASKED, D)
+            score = _products(q, k, D) * scale
+            score = _scores(score, rows[:, None], columns[None, :], sizes, mask_ptr, mask_at, CHECKED, CAUSAL, MASKED)
             new = tl.maximum(largest, tl.max(score, 1))
             safe = tl.where(new == float("-inf"), 0.0, new)  # of a row that has seen no key yet
             p = tl.exp2(score - safe[:, None])
             shrunk = tl.exp2(largest - safe)
             total = total * shrunk + tl.sum(p, 1)
-            p = tl.where(_kept(words_ptr, rows, start, sizes, N), p, 0.0)
+            p = tl.where(_kept(words_ptr, rows, start, sizes, N, False), p, 0.0)
             found = _added(_scaled(found, shrunk[:, None], DV), p, v, DV)
             largest = new
     is_blind = total == 0.0
@@ -305,11 +301,10 @@ def queries_kernel(  # type: ignore[no-untyped-def]
             columns = start + tl.arange(0, N)
             k = _tile(k_ptr, columns, k_at[2], width, d, D)
             v = _tile(v_ptr, columns, v_at[2], width, dv, DV)
-            score = _scores(
-                q, k, rows, columns, sizes, scale * 1.4426950408889634, mask_ptr, mask_at, CHECKED, CAUSAL, MASKED, D
-            )
+            score = _products(q, k, D) * (scale * 1.4426950408889634)
+            score = _scores(score, rows[:, None], columns[None, :], sizes, mask_ptr, mask_at, CHECKED, CAUSAL, MASKED)
             p = tl.exp2(score - log_sum[:, None])
-            of_p = tl.where(_kept(words_ptr, rows, start, sizes, N), _products(gradient, v, DV), 0.0)
+            of_p = tl.where(_kept(words_ptr, rows, start, sizes, N, False), _products(gradient, v, DV), 0.0)
             of_q = _added(of_q, p * (of_p - total[:, None]), k, D)
     of_q_ptr += batch * of_q_at[0] + head * of_q_at[1]
     _write(of_q_ptr, of_q, scale * keep, rows, of_q_at[2], height, d, D)
@@ -346,7 +341,8 @@ def keys_kernel(  # type: ignore[no-untyped-def]
 ):
     """A program has `N` keys of a head and passes over the queries that see them, `M` at a time.
 
-    Keys past the last have sums that are not written: only what the diagonal crosses is checked.
+    Keys are the first dimension of its tiles: so they weigh the queries as they are. Those past the last have sums that
+    are not written, and only what the diagonal crosses is checked.
     """
     _, _, height, width, d, dv = sizes
     batch, head = _head(sizes)
@@ -372,14 +368,13 @@ def keys_kernel(  # type: ignore[no-untyped-def]
             gradient = _tile(gradient_ptr, rows, gradient_at[2], height, dv, DV)
             log_sum = tl.load(log_sum_ptr + rows, mask=rows < height, other=float("inf")) * 1.4426950408889634
             total = tl.load(total_ptr + rows, mask=rows < height, other=0.0)
-            score = _scores(
-                q, k, rows, columns, sizes, scale * 1.4426950408889634, mask_ptr, mask_at, CHECKED, CAUSAL, MASKED, D
-            )
-            p = tl.exp2(score - log_sum[:, None])
-            kept = _kept(words_ptr, rows, start, sizes, N)
-            of_v = _added(of_v, tl.trans(tl.where(kept, p, 0.0).to(v[0].dtype)), gradient, DV)
-            of_p = tl.where(kept, _products(gradient, v, DV), 0.0)
-            of_k = _added(of_k, tl.trans((p * (of_p - total[:, None])).to(k[0].dtype)), q, D)
+            score = _products(k, q, D) * (scale * 1.4426950408889634)
+            score = _scores(score, rows[None, :], columns[:, None], sizes, mask_ptr, mask_at, CHECKED, CAUSAL, MASKED)
+            p = tl.exp2(score - log_sum[None, :])
+            kept = _kept(words_ptr, rows, start, sizes, N, True)
+            of_v = _added(of_v, tl.where(kept, p, 0.0), gradient, DV)
+            of_p = tl.where(kept, _products(v, gradient, DV), 0.0)
+            of_k = _added(of_k, p * (of_p - total[None, :]), q, D)
     of_k_ptr += batch * of_k_at[0] + head * of_k_at[1]
     _write(of_k_ptr, of_k, scale * keep, columns, of_k_at[2], width, d, D)
     of_v_ptr += batch * of_v_at[0] + head * of_v_at[1]
