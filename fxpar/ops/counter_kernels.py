@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _multiplied(a, CONSTANT: tl.constexpr):  # type: ignore[no-untyped-def]
     """High and low 32 bits of a product, which is one instruction."""
     product = a.to(tl.uint64) * CONSTANT
@@ -52,7 +52,7 @@ def one_word(index, rng_ptr, identity):  # type: ignore[no-untyped-def]
     return tl.where((index & 2) == 0, tl.where(is_odd, w1, w0), tl.where(is_odd, w3, w2))
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def packed(first, rng_ptr, identity, threshold, IN_FOURS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Which of 32 neighbours from each of `first` on stay: bits of an i32, the first the lowest.
 

@@ -102,7 +102,8 @@ def drawn_probabilities(
     from fxpar.ops import dropped_launches as launches
 
     drawn = launches.Bits(rng, origin if identity is None else identity, p, heads, rows_before, heads_before)
-    return launches.draw(drawn, *sizes, is_causal)
+    batch, held, height, width = sizes
+    return launches.draw(drawn, batch, held, height, width, is_causal)
 
 
 @drawn_probabilities.register_fake

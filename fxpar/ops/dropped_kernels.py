@@ -13,7 +13,7 @@ import triton.language as tl
 from fxpar.ops.counter_kernels import packed
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _head(sizes):  # type: ignore[no-untyped-def]
     """A program's row of the batch and its head."""
     return (tl.program_id(0) // sizes[0]).to(tl.int64), (tl.program_id(0) % sizes[0]).to(tl.int64)
@@ -84,7 +84,7 @@ def _part(ptr, rows, columns, stride, height, width):  # type: ignore[no-untyped
     return tl.load(ptr + rows.to(tl.int64)[:, None] * stride + columns[None, :], mask=is_inside, other=0.0)
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _tile(ptr, rows, stride, height, width, D: tl.constexpr):  # type: ignore[no-untyped-def]
     """Rows of a head, in its parts."""
     first = _part(ptr, rows, tl.arange(0, D[0]), stride, height, width)
@@ -94,7 +94,7 @@ def _tile(ptr, rows, stride, height, width, D: tl.constexpr):  # type: ignore[no
         return (first, _part(ptr, rows, D[0] + tl.arange(0, D[1]), stride, height, width))
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _write(ptr, value, factor, rows, stride, height, width, D: tl.constexpr):  # type: ignore[no-untyped-def]
     """Writes the parts, multiplied by a number for each row or for all."""
     for i in tl.static_range(1 if D[1] == 0 else 2):
@@ -104,7 +104,7 @@ def _write(ptr, value, factor, rows, stride, height, width, D: tl.constexpr):  #
         tl.store(places, (value[i] * factor).to(ptr.dtype.element_ty), mask=is_inside)
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _zeros(M: tl.constexpr, D: tl.constexpr):  # type: ignore[no-untyped-def]
     """Sums for a tile of `M` rows."""
     FIRST: tl.constexpr = D[0]
@@ -136,7 +136,7 @@ def _added(sums, weights, tile, D: tl.constexpr):  # type: ignore[no-untyped-def
         return (first, tl.dot(weights, tile[1], sums[1], input_precision="ieee"))
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _scaled(sums, factor, D: tl.constexpr):  # type: ignore[no-untyped-def]
     """Sums multiplied by a number for each row."""
     if D[1] == 0:
@@ -145,10 +145,10 @@ def _scaled(sums, factor, D: tl.constexpr):  # type: ignore[no-untyped-def]
         return (sums[0] * factor, sums[1] * factor)
 
 
-@triton.jit
-def _scores(
+@triton.jit  # type: ignore[untyped-decorator]
+def _scores(  # type: ignore[no-untyped-def]
     score, row, column, sizes, mask_ptr, mask_at, CHECKED: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr
-):  # type: ignore[no-untyped-def]
+):
     """Scores in units of log 2, minus infinity where a query sees no key; unless `CHECKED`, it is to see all.
 
     Rows and columns are numbers of queries and keys, of which one is the first dimension.
@@ -167,7 +167,7 @@ def _scores(
     return score
 
 
-@triton.jit
+@triton.jit  # type: ignore[untyped-decorator]
 def _seen(block, width, M: tl.constexpr, N: tl.constexpr, CAUSAL: tl.constexpr):  # type: ignore[no-untyped-def]
     """How many keys all queries of a block see, in whole tiles, and up to where any of them sees one."""
     if CAUSAL:
