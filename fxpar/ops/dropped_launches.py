@@ -140,7 +140,7 @@ _TILES: dict[str, dict[tuple[bool, bool], Tiles]] = {
     },
     "keys": {
         (True, True): Tiles(64, 64, 8, 2),
-        (False, True): Tiles(64, 64, 4, 1),
+        (False, True): Tiles(32, 128, 8, 2),
         (False, False): Tiles(32, 64, 8, 1),
     },
     "queries": {
