@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._functorch.compile_utils import fx_graph_cse
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpar.errors import InputError
@@ -107,3 +109,16 @@ def test_heads_that_share_keys_get_a_gradient_each_of_which_the_sum_is_the_keys(
     out, log_sum = attend.forward(query, key, key, None, drops(), options)
     found = attend.backward(query, key, key, out, out, log_sum, None, drops(), options, False)
     assert [x.shape for x in found] == [query.shape, key.shape, key.shape]
+
+
+def test_a_forward_and_its_backward_have_one_draw() -> None:
+    def step(query: Tensor, key: Tensor, rng: Tensor, gradient: Tensor) -> tuple[Tensor, ...]:
+        own = attend.Drops(rng, 0.1, 77, (IndexCut(0, 1, 1, 4, rng[2]),))
+        out, log_sum = attend.forward(query, key, key, None, own, CAUSAL)
+        return out, *attend.backward(query, key, key, gradient, out, log_sum, None, own, CAUSAL, False)
+
+    with FakeTensorMode():
+        given = (heads(2, 8, 32, 16), heads(2, 8, 48, 16), torch.empty(3, dtype=torch.int64, device="meta"))
+        graph = make_fx(step)(*given, heads(2, 8, 32, 16)).graph
+    names = [str(node.target) for node in fx_graph_cse(graph).nodes]
+    assert names.count("fxpar.drawn_probabilities.default") == 1
