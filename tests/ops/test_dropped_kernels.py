@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from fxpar.ops import attend
-from fxpar.ops.counter import IndexCut
+from fxpar.ops.counter import IndexCut, random_words
+from fxpar.ops.dropped_attention import drawn_probabilities, places
 
 pytestmark = pytest.mark.gpu
 
@@ -40,6 +41,9 @@ CASES = (
     Case((2, 8, 2, 256, 256, 128, 128)),
     Case((2, 4, 4, 200, 264, 192, 128), False),
     Case((1, 2, 2, 128, 128, 256, 256)),
+    Case((1, 2, 1, 70, 90, 80, 48), False, p=0.5),
+    Case((1, 2, 2, 100, 70, 96, 40)),
+    Case((1, 2, 2, 70, 130, 24, 112)),
     Case((2, 8, 8, 1024, 1024, 96, 96), cuts=((1, 1, 1, 2, 1),)),
     Case((70000, 1, 1, 4, 4, 16, 16)),
     Case((2, 3, 3, 1, 1, 8, 8), p=0.5),
@@ -57,6 +61,25 @@ def masked(kind: str, rows: int, queries: int, keys: int) -> Tensor | None:
     if kind == "nothing":
         found[0, :, : queries // 2] = False
     return found
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_word_has_the_bits_of_its_probabilities(case: Case) -> None:
+    rows, count, _, queries, keys, *_ = case.sizes
+    cuts = [IndexCut(*cut[:4], torch.tensor(cut[4], device="cuda")) for cut in case.cuts]
+    rng = torch.tensor([(1 << 40) + 5, 3, 1], device="cuda")
+    query, key = (torch.empty(rows, count, length, 16, dtype=torch.half, device="cuda") for length in (queries, keys))
+    found = places(query, key, key, case.p, cuts)
+    assert found is not None
+    sizes = (rows, count, queries, keys)
+    held = (found.rows_before, found.heads_before, sizes, IDENTITY, found.heads, case.p, case.is_causal)
+    words = drawn_probabilities(rng, None, *held)
+    bits = (words.unsqueeze(-1) >> torch.arange(32, device="cuda")) & 1
+    stays = bits.transpose(2, 3).flatten(3)[..., :keys] == 1
+    wanted = random_words(sizes, rng, IDENTITY, cuts) >= int(case.p * 2**32)
+    if case.is_causal:
+        stays, wanted = stays.tril(), wanted.tril()
+    assert torch.equal(stays, wanted)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
