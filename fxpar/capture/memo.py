@@ -379,9 +379,11 @@ class OtherMemos:
 
 
 def _holds_fakes(memo: Any) -> bool:
-    reached = gc.get_referents(memo)
-    for _ in range(3):  # the table, its entries, what they hold
-        if any(isinstance(item, FakeTensor) for item in reached):
+    # Its function names all globals of a module, which are nothing that it remembers.
+    reached = [item for item in gc.get_referents(memo) if item is not memo.__wrapped__]
+    for level in range(3):  # the table, its entries, what they hold
+        if any(issubclass(kind, FakeTensor) for kind in set(map(type, reached))):
             return True
-        reached = [item for item in gc.get_referents(*reached) if not isinstance(item, (type, types.ModuleType))]
+        if level < 2:
+            reached = gc.get_referents(*(item for item in reached if not isinstance(item, (type, types.ModuleType))))
     return False

@@ -21,6 +21,7 @@ from torch._dynamo import trace_rules
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable, tracing_state_functions
 from torch._export.utils import _get_shape_env_from_gm
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.fx.experimental.proxy_tensor import _ModuleStackTracer
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
@@ -166,13 +167,57 @@ def late_code() -> Any:
     return mock.patch.object(fx.GraphModule, "recompile", recompile)
 
 
+@contextlib.contextmanager
+def small_trials() -> Iterator[None]:
+    """While active, fakes that torch makes to try what it remembers of an operator's result have no dimensions.
+
+    It makes one as it would out of its memory, asks for its dispatch keys and throws it away. They depend on no size,
+    and a tensor of symbolic sizes asks a hundred questions about them when it is made: a fifth of the time of a trace.
+    Sizes made out of data may raise there, which torch takes for an answer: it makes all of such a fake.
+    """
+    original, remembered = FakeTensorMode._get_output_info_for_cache_entry, FakeTensorMode._output_from_cache_entry
+    trials = 0
+
+    def info(mode: FakeTensorMode, *args: Any, **kwargs: Any) -> Any:
+        nonlocal trials
+        trials += 1
+        try:
+            return original(mode, *args, **kwargs)
+        finally:
+            trials -= 1
+
+    def output(mode: FakeTensorMode, state: Any, entry: Any, *args: Any, **kwargs: Any) -> Any:
+        kind = entry.output_infos[0].metadata if trials else None
+        if kind is None or (mode.shape_env is not None and _has_sizes_of_data(mode.shape_env)):
+            return remembered(mode, state, entry, *args, **kwargs)
+        with in_kernel_invocation_manager(mode):
+            made = torch.empty(
+                (), dtype=kind.dtype, layout=kind.layout, device="meta", requires_grad=kind.requires_grad
+            )
+        if kind.is_conj:
+            torch._C._set_conj(made, True)
+        if kind.is_neg:
+            torch._C._set_neg(made, True)
+        return FakeTensor(mode, made, kind.device)
+
+    with (
+        mock.patch.object(FakeTensorMode, "_get_output_info_for_cache_entry", info),
+        mock.patch.object(FakeTensorMode, "_output_from_cache_entry", output),
+    ):
+        yield
+
+
+def _has_sizes_of_data(sizes: Any) -> bool:
+    return any(symbol_is_type(symbol, _OF_DATA) for symbol in sizes.var_to_range)
+
+
 def bindings_where_there_are_any() -> Any:
     """While active, an export looks which nodes make sizes out of data only where a trace has such sizes."""
     original = export_trace._replace_unbacked_bindings
 
     def replace(module: fx.GraphModule) -> None:
         sizes = _get_shape_env_from_gm(module)
-        if sizes is None or any(symbol_is_type(symbol, _OF_DATA) for symbol in sizes.var_to_range):
+        if sizes is None or _has_sizes_of_data(sizes):
             original(module)
             return
         for node in module.graph.nodes:

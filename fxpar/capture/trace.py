@@ -245,7 +245,7 @@ def _functional(
     args, kwargs, symbolic = call
     shapes = pytree.tree_map(lambda value: _offered(value, symbolic), bound_arguments(module, args, kwargs))
     watch = Watch()
-    with recording() as recorder, patches.draws_stay():
+    with recording() as recorder, patches.draws_stay(), patches.small_trials():
         repeats = Repeats(module, recorder)
         try:
             # It prints the graph of a failed trace.

@@ -53,6 +53,7 @@ class Sizes:
         self._shapes = ShapeEnv()
         # An operation that has no function of shapes is refused, and not run on values that are none.
         self.mode = FakeTensorMode(shape_env=self._shapes, allow_non_fake_inputs=True, allow_fallback_kernels=False)
+        self.mode.cache_enabled = False  # each call is traced once: to remember it takes longer than it saves
         self._ours: dict[sympy.Symbol, sympy.Symbol] = {}
         self._theirs: dict[sympy.Symbol, Any] = {}
         self._read: dict[sympy.Basic, Size] = {}

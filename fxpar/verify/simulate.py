@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._local_tensor import LocalTensor, LocalTensorMode, maybe_run_for_local_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._mode_utils import no_dispatch
 
 from fxpar.errors import CheckFailed, InputError, PassError
 from fxpar.layout.layout import Layout
@@ -342,8 +343,18 @@ class _Ranks:
 def _run_by_rank(lowered: Lowered) -> None:
     for node in lowered.module.graph.nodes:
         if node.target in _OF_ONE_RANK:
-            node.target = maybe_run_for_local_tensor(node.target)
+            node.target = maybe_run_for_local_tensor(_unwatched(node.target))
     lowered.module.recompile()
+
+
+def _unwatched(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function on plain tensors, of whose operators no mode is told: the simulator's would hand each one on."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with no_dispatch():
+            return function(*args, **kwargs)
+
+    return call
 
 
 def _rank(value: Tensor, rank: int) -> Tensor:
