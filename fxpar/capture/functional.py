@@ -11,6 +11,7 @@ nodes stay as they are.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -66,6 +67,10 @@ def _is_known(node: fx.Node) -> bool:
         return False
     if target in _TAKEN_APART:
         return False
+    if target is aten.chunk.default and not _is_in_equal_steps(node):
+        return False
+    if target in (aten.flatten.using_ints, aten.unflatten.int) and not _has_sizes_of_inputs(node):
+        return False
     if target in _REWRITES or not isinstance(target, torch._ops.OpOverload):
         return target in _REWRITES or not isinstance(target, torch._ops.OperatorBase)
     arguments = target._schema.arguments
@@ -74,6 +79,24 @@ def _is_known(node: fx.Node) -> bool:
     is_alias = any(argument.alias_info is not None for argument in arguments)
     # Functional operators stay, however they are composed; a view stays where it is an operator of its own.
     return not (is_alias and _is_composite(target))
+
+
+def _is_in_equal_steps(node: fx.Node) -> bool:
+    """Whether a `chunk` is a `split` into parts of a known size."""
+    source, _, *dim = node.args
+    size = _value(source).shape[dim[0] if dim else 0]  # type: ignore[index]
+    return isinstance(size, int) and size > 0 and not node.kwargs
+
+
+def _has_sizes_of_inputs(node: fx.Node) -> bool:
+    """Whether all sizes of the operand, and those that `unflatten` makes, are numbers or such of the graph's inputs."""
+    own: Any = node.args[2] if node.target is aten.unflatten.int else ()
+    if node.target is aten.unflatten.int and node.kwargs:
+        return False
+    if any(not isinstance(size, int) or size < 0 for size in own):
+        return False
+    sizes = [size for size in _value(node.args[0]).shape if isinstance(size, torch.SymInt)]
+    return all(_in_placeholders(node.graph, size) is not None for size in sizes)
 
 
 def _is_composite(target: torch._ops.OpOverload) -> bool:
@@ -145,6 +168,81 @@ def _reshape(graph: fx.Graph, node: fx.Node) -> fx.Node:
     return _made(graph, node, aten._unsafe_view.default, copy, node.args[1])
 
 
+def _flatten(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """`flatten`: the operand where there is nothing to merge, or a `reshape`."""
+    source: Any = node.args[0]
+    dims = _value(source).dim()
+    if dims == 0:
+        return _reshape(graph, _made(graph, node, node.target, source, [1]))
+    first, last = (place % dims for place in _places(node))
+    if first == last:
+        return source  # type: ignore[no-any-return]
+    sizes = [_size(graph, node, dim) for dim in range(dims)]
+    merged = functools.reduce(lambda a, b: _product(graph, node, a, b), sizes[first : last + 1])
+    return _reshape(graph, _made(graph, node, node.target, source, [*sizes[:first], merged, *sizes[last + 1 :]]))
+
+
+def _places(node: fx.Node) -> tuple[int, int]:
+    """The first and the last dimension that `flatten` merges."""
+    given = dict(zip(("start_dim", "end_dim"), node.args[1:], strict=False)) | node.kwargs
+    return given.get("start_dim", 0), given.get("end_dim", -1)  # type: ignore[return-value]
+
+
+def _unflatten(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """`unflatten`: a view."""
+    source, dim, own = node.args
+    place, sizes = dim % _value(source).dim(), [_size(graph, node, d) for d in range(_value(source).dim())]  # type: ignore[operator]
+    return _made(graph, node, aten.view.default, source, [*sizes[:place], *own, *sizes[place + 1 :]])  # type: ignore[misc]
+
+
+def _chunk(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """`chunk`: parts of one size, the last one smaller; a result is read by its index."""
+    source, count, *dim = node.args
+    size = _value(source).shape[dim[0] if dim else 0]  # type: ignore[index]
+    return _made(graph, node, aten.split.Tensor, source, -(-size // count), *dim)  # type: ignore[operator]
+
+
+def _size(graph: fx.Graph, node: fx.Node, dim: int) -> Any:
+    """The size of the first operand of `node`: a number, or a node behind the placeholders, as a trace has it."""
+    size = _value(node.args[0]).shape[dim]
+    if not isinstance(size, torch.SymInt):
+        return size
+    found = _in_placeholders(graph, size)
+    assert found is not None
+    places = graph.find_nodes(op="placeholder")
+    order = places.index(found[0]), found[1]
+    for other in graph.nodes:
+        if other.op == "placeholder":
+            continue
+        if other.target is aten.sym_size.int and other.args == found:
+            return other
+        if other.target is not aten.sym_size.int or (places.index(other.args[0]), other.args[1]) > order:
+            break
+    with graph.inserting_before(other):
+        new = graph.call_function(aten.sym_size.int, found)
+    new.meta = {"val": size}
+    return new
+
+
+def _in_placeholders(graph: fx.Graph, size: torch.SymInt) -> tuple[fx.Node, int] | None:
+    """The first placeholder, and its dimension, of which it is the size."""
+    for place in graph.find_nodes(op="placeholder"):
+        value = place.meta.get("val")
+        for dim, own in enumerate(value.shape if isinstance(value, Tensor) else ()):
+            if isinstance(own, torch.SymInt) and own.node.expr == size.node.expr:
+                return place, dim
+    return None
+
+
+def _product(graph: fx.Graph, node: fx.Node, a: Any, b: Any) -> Any:
+    if not isinstance(a, fx.Node) and not isinstance(b, fx.Node):
+        return a * b
+    found = _made(graph, node, operator.mul, a, b)
+    values = [value.meta["val"] if isinstance(value, fx.Node) else value for value in (a, b)]
+    found.meta["val"] = values[0] * values[1]
+    return found
+
+
 def _dropout(graph: fx.Graph, node: fx.Node) -> fx.Node:
     """`dropout`: values and mask, or a copy of the operand."""
     source, p, training = node.args
@@ -198,6 +296,9 @@ _REWRITES: Mapping[Any, _Rewrite] = {
     aten.contiguous.default: _contiguous,
     aten.reshape.default: _reshape,
     aten.dropout.default: _dropout,
+    aten.flatten.using_ints: _flatten,
+    aten.unflatten.int: _unflatten,
+    aten.chunk.default: _chunk,
 }
 # Operators whose result and operand are compared: are they one?
 COMPARED = frozenset(_REWRITES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -56,6 +57,45 @@ def test_the_graph_is_that_of_a_retrace(
     assert all(retraced)
     monkeypatch.setattr(QUICK, "_is_known", lambda node: False)
     slow = capture(model, case.example(), loss=case.loss)
+    assert lines(quick.program) == lines(slow.program)
+    assert quick.spec.conditions == slow.spec.conditions
+
+
+class Viewed(nn.Module):
+    """Views of what a linear layer gives, by sizes of which some are those of the batch."""
+
+    def __init__(self, view: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.up, self.view = nn.Linear(5, 12), view
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[b, s, d, 5]."""
+        return self.view(self.up(x)).square().sum()
+
+
+@pytest.mark.parametrize(
+    ("view", "known"),
+    [
+        (lambda h: h.flatten(), True),
+        (lambda h: h.flatten(0, -2), True),
+        (lambda h: torch.flatten(h, start_dim=1, end_dim=1), True),
+        (lambda h: h.transpose(1, -1).flatten(1, 2), True),
+        (lambda h: h.sum().flatten(), True),
+        (lambda h: h.unflatten(-1, (3, 4)).flatten(2, 3), True),
+        (lambda h: h.unflatten(-1, (3, -1)), False),
+        (lambda h: functional.pad(h.transpose(1, -1), (0, 3)).flatten(2), False),
+        (lambda h: h.chunk(5, -1)[-1], True),
+        (lambda h: h.chunk(2, dim=-1)[0] * h.chunk(2, -1)[1], True),
+    ],
+)
+def test_views_are_those_of_a_retrace(
+    view: Callable[[Tensor], Tensor], known: bool, retraced: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, example = Viewed(view), (torch.randn(3, 4, 6, 5),)
+    quick = capture(model, example)
+    assert all(retraced) is known
+    monkeypatch.setattr(QUICK, "_is_known", lambda node: False)
+    slow = capture(model, example)
     assert lines(quick.program) == lines(slow.program)
     assert quick.spec.conditions == slow.spec.conditions
 
