@@ -1,7 +1,9 @@
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.cli.captures import remembered
 from tests.cli.tool import SPLIT, TINY, fxpar
 
 SMALL = '''
@@ -97,6 +99,12 @@ def wrong_loss():
 def raises():
     raise ValueError("no such weights")
 '''
+
+
+@pytest.fixture(scope="package", autouse=True)
+def _captures() -> Iterator[None]:
+    with remembered():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -143,18 +143,18 @@ def microbatches_apart(name: str, tp: int, dp: int) -> dict[str, tuple[float, fl
     return {n: (float((apart[n] - g).abs().max()), float(g.abs().max())) for n, g in together.items()}
 
 
-def torch_clips(name: str, tp: int, dp: int) -> tuple[float, float]:
+def torch_clips(name: str, tp: int, dp: int, sequence_parallel: bool) -> tuple[float, float]:
     """The norm by the module and by torch's own function."""
-    model = module(name, tp, dp)
+    model = module(name, tp, dp, sequence_parallel=sequence_parallel)
     model.train_step(fxpar.shard_batch(batches(name)[0], model))
     own = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
     whole = own.full_tensor() if hasattr(own, "full_tensor") else own
     return model.clip_grad_norm_(1e9).item(), float(whole)
 
 
-def outputs(name: str, tp: int, dp: int) -> Found:
+def outputs(name: str, tp: int, dp: int, sequence_parallel: bool) -> Found:
     """The logits of a plain call, whole."""
-    model = module(name, tp, dp).eval()
+    model = module(name, tp, dp, sequence_parallel=sequence_parallel).eval()
     found = model(**fxpar.shard_batch(batches(name)[0], model))
     logits = found["logits"]
     kind = type(logits).__name__

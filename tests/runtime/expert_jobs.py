@@ -31,11 +31,13 @@ def batch() -> dict[str, torch.Tensor]:
 
 @cache
 def module(options: tuple[tuple[str, Any], ...]) -> ParallelModule:
-    """A small mixtral with dropout and its experts' load in the loss."""
-    model = build("mixtral,attention_dropout=0.1", None, None, 0).model
+    """A small mixtral with dropout and its experts' load in the loss, of as many layers as there may be stages."""
+    layers = dict(options).get("layers", 1)
+    model = build(f"mixtral,num_hidden_layers={layers},attention_dropout=0.1", None, None, 0).model
     model.config.output_router_logits, model.config.router_aux_loss_coef = True, 0.3  # type: ignore[union-attr]
     model.set_experts_implementation("eager")  # type: ignore[operator]
-    plan = fxpar.Plan(**dict(options)) if dist.is_initialized() else fxpar.Plan()
+    asked = {name: value for name, value in options if name != "layers"}
+    plan = fxpar.Plan(**asked) if dist.is_initialized() else fxpar.Plan()
     rows = ROWS // plan.data_ranks
     example = {key: value[:rows] for key, value in batch().items()}
     return fxpar.parallelize(model.double().train(), plan, example)
@@ -62,9 +64,12 @@ def train(options: dict[str, Any], steps: int = 3) -> Found:
 
 def other_rows(options: dict[str, Any]) -> tuple[str, str, str, str]:
     """Data ranks that bring other numbers of rows."""
-    model = module(tuple(sorted(options.items())))
+    torch.manual_seed(0)
+    own, plan = words.batch(5), fxpar.Plan(**options)
+    example = {key: value[: words.ROWS // plan.data_ranks] for key, value in own.items()}
+    model = fxpar.parallelize(words.Routed().double().train(), plan, example)
     rows = 3 if dist.get_rank() else 4
-    return refusal(lambda: model.train_step({key: value[:rows] for key, value in batch().items()}))
+    return refusal(lambda: model.train_step({key: value[:rows] for key, value in own.items()}))
 
 
 def loads(options: dict[str, Any], routing: str, parts: int) -> tuple[list[Any], str]:

@@ -64,17 +64,18 @@ SHARED_SUMS = [78912, 2 * 24 * 96]
 
 
 @pytest.mark.parametrize(
-    ("name", "sums"),
+    ("name", "dp", "sums"),
     [
-        (f"{SHARED},num_hidden_layers=1", [51840, 24 * 96]),
-        pytest.param(SHARED, SHARED_SUMS, marks=pytest.mark.matrix),
+        (f"{SHARED},num_hidden_layers=1", 1, [24 * 96]),
+        pytest.param(f"{SHARED},num_hidden_layers=1", 2, [51840, 24 * 96], marks=pytest.mark.matrix),
+        pytest.param(SHARED, 2, SHARED_SUMS, marks=pytest.mark.matrix),
     ],
 )
 def test_what_tensor_parallel_ranks_share_is_summed_once_a_step_on_each_axis(
-    world4: World, name: str, sums: list[int]
+    request: pytest.FixtureRequest, name: str, dp: int, sums: list[int]
 ) -> None:
     wanted = data_jobs.microbatches(name, 1, 1, False)
-    for found in world4.run(data_jobs.microbatches, name, 2, 2, False):
+    for found in request.getfixturevalue(f"world{2 * dp}").run(data_jobs.microbatches, name, 2, dp, False):
         assert found["loss"] == pytest.approx(wanted["loss"], abs=1e-5)
         assert_same(found["gradients"], wanted["gradients"], 2e-6)
         assert found["sums"] == sums
@@ -95,16 +96,23 @@ def test_what_one_layer_shares_is_summed_in_the_main_type(world4: World) -> None
         assert [n for n, (error, size) in apart.items() if error > 1e-5 * max(size, 1e-3)] == []
 
 
-def test_norms_by_torch_and_by_the_module_are_the_true_one(world4: World) -> None:
-    wanted, _ = data_jobs.torch_clips(ONE_LAYER, 1, 1)
-    for mine, torchs in world4.run(data_jobs.torch_clips, ONE_LAYER, 2, 2):
+# Of the model whose programs other tests have made with sequence parallelism.
+@pytest.mark.parametrize(
+    ("name", "sequence"), [("gpt2", True), pytest.param(ONE_LAYER, False, marks=pytest.mark.matrix)]
+)
+def test_norms_by_torch_and_by_the_module_are_the_true_one(world4: World, name: str, sequence: bool) -> None:
+    wanted, _ = data_jobs.torch_clips(name, 1, 1, False)
+    for mine, torchs in world4.run(data_jobs.torch_clips, name, 2, 2, sequence):
         assert mine == pytest.approx(wanted, rel=1e-5)
         assert torchs == pytest.approx(wanted, rel=1e-5)
 
 
-def test_outputs_are_tensors_of_both_axes(world4: World) -> None:
-    wanted = data_jobs.outputs(ONE_LAYER, 1, 1)
-    for found in world4.run(data_jobs.outputs, ONE_LAYER, 2, 2):
+@pytest.mark.parametrize(
+    ("name", "sequence"), [("gpt2", True), pytest.param(ONE_LAYER, False, marks=pytest.mark.matrix)]
+)
+def test_outputs_are_tensors_of_both_axes(world4: World, name: str, sequence: bool) -> None:
+    wanted = data_jobs.outputs(name, 1, 1, False)
+    for found in world4.run(data_jobs.outputs, name, 2, 2, sequence):
         assert found["kind"] == "DTensor"
         assert found["placements"] == "(Shard(dim=0), Shard(dim=2))"
         assert_same({"logits": found["logits"]}, {"logits": wanted["logits"]}, 1e-5)
