@@ -13,9 +13,10 @@ from tests.runtime.world import World
 
 PLANS: list[Any] = [
     ("blocks", {"tp": 2, "compile": True, "recompute": "full"}),
-    ("llama", {"tp": 2, "sequence_parallel": True}),
+    ("blocks", {"tp": 2, "sequence_parallel": True}),
 ]
 MORE_PLANS: list[Any] = [
+    ("llama", {"tp": 2, "sequence_parallel": True}),
     ("gpt2", {"tp": 2}),
     ("gpt2", {"tp": 2, "compile": True}),
     ("gpt2", {"tp": 2, "recompute": "full"}),
