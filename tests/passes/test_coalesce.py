@@ -36,10 +36,10 @@ COALESCE = """\
 %layer_norm = aten.layer_norm.default(%dropout, [6], %norm_weight_copy_to, %norm_bias_copy_to, 1e-05, False) : f32[b, 2*s, 6] tp:S(1)
 %layer_norm_all_gather = fxpar.all_gather[tp](%layer_norm) : f32[b, 2*s, 6] tp:S(1)→R
 %linear = aten.linear.default(%layer_norm_all_gather, %head_weight) : f32[b, 2*s, 15] tp:S(2: 15 ~ 16) {role="column"}
-%mul_16 = operator.mul(%b, %s) : 2*b*s
-%view = aten.view.default(%linear, [%mul_16, 15]) : f32[2*b*s, 15] tp:S(1: 15 ~ 16)
-%mul_25 = operator.mul(%b, %s) : 2*b*s
-%view_1 = aten.view.default(%labels, [%mul_25]) : i64[2*b*s] tp:R
+%mul = operator.mul(%b, %s) : 2*b*s
+%view = aten.view.default(%linear, [%mul, 15]) : f32[2*b*s, 15] tp:S(1: 15 ~ 16)
+%mul_1 = operator.mul(%b, %s) : 2*b*s
+%view_1 = aten.view.default(%labels, [%mul_1]) : i64[2*b*s] tp:R
 %cross_entropy_loss = aten.cross_entropy_loss.default(%view, %view_1) : f32[] tp:I
 return output=%cross_entropy_loss
 """  # noqa: E501

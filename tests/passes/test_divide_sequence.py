@@ -29,10 +29,10 @@ DIVIDE_SEQUENCE = """\
 %dropout = aten.dropout.default(%embedding, 0.1, True) : f32[b, 2*s, 6] {random=325815778}
 %layer_norm = aten.layer_norm.default(%dropout, [6], %norm_weight, %norm_bias, 1e-05, False) : f32[b, 2*s, 6]
 %linear = aten.linear.default(%layer_norm, %head_weight) : f32[b, 2*s, 15]
-%mul_16 = operator.mul(%b, %s) : 2*b*s
-%view = aten.view.default(%linear, [%mul_16, 15]) : f32[2*b*s, 15]
-%mul_25 = operator.mul(%b, %s) : 2*b*s
-%view_1 = aten.view.default(%labels, [%mul_25]) : i64[2*b*s]
+%mul = operator.mul(%b, %s) : 2*b*s
+%view = aten.view.default(%linear, [%mul, 15]) : f32[2*b*s, 15]
+%mul_1 = operator.mul(%b, %s) : 2*b*s
+%view_1 = aten.view.default(%labels, [%mul_1]) : i64[2*b*s]
 %cross_entropy_loss = aten.cross_entropy_loss.default(%view, %view_1) : f32[]
 return output=%cross_entropy_loss
 """

@@ -127,8 +127,8 @@ INTERLEAVED_LOCAL = """\
 %transpose_3 = aten.transpose.int(%transpose_1, -1, -2) : f32[b, 8, 12, s] tp:S(1)
 %matmul = aten.matmul.default(%transpose, %transpose_3) : f32[b, 8, s, s] tp:S(1)
 %slopes_take = fxpar.take[tp](%slopes) : f32[8, 1, 1] tp:R→S(0)
-%add_50 = aten.add.Tensor(%matmul, %slopes_take) : f32[b, 8, s, s] tp:S(1)
-%softmax = aten.softmax.int(%add_50, -1) : f32[b, 8, s, s] tp:S(1)
+%add = aten.add.Tensor(%matmul, %slopes_take) : f32[b, 8, s, s] tp:S(1)
+%softmax = aten.softmax.int(%add, -1) : f32[b, 8, s, s] tp:S(1)
 %dropout = fxpar.dropout(%softmax, %rng, 0.1, [%tp_index]) : f32[b, 8, s, s] tp:S(1) {random=325815778}
 %matmul_1 = aten.matmul.default(%dropout, %transpose_2) : f32[b, 8, s, 12] tp:S(1)
 %transpose_4 = aten.transpose.int(%matmul_1, 1, 2) : f32[b, s, 8, 12] tp:S(2)
