@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch._decomp
@@ -39,7 +39,7 @@ def functional_form(exported: ExportedProgram) -> ExportedProgram:
             exported.graph.erase_node(node)
     nodes = [node for node in exported.graph.nodes if node.op == "call_function"]
     if not all(_is_known(node) for node in nodes):
-        retraced: ExportedProgram = exported.run_decompositions(_decompositions())
+        retraced: ExportedProgram = exported.run_decompositions(dict(_decompositions()))
         return retraced
     for node in nodes:
         rewrite = _REWRITES.get(node.target)
@@ -53,7 +53,9 @@ def functional_form(exported: ExportedProgram) -> ExportedProgram:
     return exported
 
 
+@functools.cache
 def _decompositions() -> dict[Any, Callable[..., Any]]:
+    """Those of torch, which looks through all operators for them."""
     known = torch.export.default_decompositions()
     return {target: known[target] for target in _TAKEN_APART}
 
@@ -95,7 +97,7 @@ def _has_sizes_of_inputs(node: fx.Node) -> bool:
         return False
     if any(not isinstance(size, int) or size < 0 for size in own):
         return False
-    sizes = [size for size in _value(node.args[0]).shape if isinstance(size, torch.SymInt)]
+    sizes: list[Any] = [size for size in _value(node.args[0]).shape if isinstance(size, torch.SymInt)]
     return all(_in_placeholders(node.graph, size) is not None for size in sizes)
 
 
@@ -190,9 +192,11 @@ def _places(node: fx.Node) -> tuple[int, int]:
 
 def _unflatten(graph: fx.Graph, node: fx.Node) -> fx.Node:
     """`unflatten`: a view."""
-    source, dim, own = node.args
-    place, sizes = dim % _value(source).dim(), [_size(graph, node, d) for d in range(_value(source).dim())]  # type: ignore[operator]
-    return _made(graph, node, aten.view.default, source, [*sizes[:place], *own, *sizes[place + 1 :]])  # type: ignore[misc]
+    source, given, own = node.args
+    dims, dim = _value(source).dim(), cast(int, given)
+    before, behind = range(dim % dims), range(dim % dims + 1, dims)
+    sizes = [*(_size(graph, node, d) for d in before), *cast(list[int], own), *(_size(graph, node, d) for d in behind)]
+    return _made(graph, node, aten.view.default, source, sizes)
 
 
 def _chunk(graph: fx.Graph, node: fx.Node) -> fx.Node:
