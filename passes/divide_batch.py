@@ -68,10 +68,11 @@ def divide_batch(program: Program) -> Program:
                 (source,), dim = operands(node), int(bind_arguments(node)["dim"])
                 node.target, node.args, node.kwargs = size, (source, dim % len(tensor_type(source).shape)), {}
         count_numbers(program.graph, name)
-    own = leading_to(program) if reduction == "local_mean" and n > 1 else frozenset()
+    ranks = n // program.plan.half  # the mean of a rank is that of both its halves
+    own = leading_to(program) if reduction == "local_mean" and ranks > 1 else frozenset()
     means = []
     for node in [node for node in program.graph.nodes if node.target in MEANS]:
-        counting = Counting(program.graph, node, name, n if node in own else 1)
+        counting = Counting(program.graph, node, name, ranks if node in own else 1)
         MEANS[node.target](counting)
         means += [counting.mean] if counting.mean is not None and counting.ranks > 1 else []
     if own:

@@ -139,6 +139,7 @@ class _Unrolled:
     def __init__(self, before: Program) -> None:
         self.before, self.axes = before, before.axes
         self.others = {axis: n for axis, n in before.axes.items() if axis != HALF}
+        self.names = {node.name for node in before.graph.nodes}
         self.graph = fx.Graph()
         self.made: dict[fx.Node, tuple[fx.Node, ...]] = {}
         self.part_indices: dict[tuple[int, int], fx.Node] = {}
@@ -172,7 +173,14 @@ class _Unrolled:
             return (self._copied(node, 0, node.name),)
         if not any(layout.on(HALF).kind in "SPV" for layout in output_layouts(node)):
             return (self._kept(node, 0, node.name),)
-        return tuple(self._kept(node, i, f"{node.name}_{_NAMES[i]}") for i in range(HALVES))
+        return tuple(self._kept(node, i, self._name(node, i)) for i in range(HALVES))
+
+    def _name(self, node: fx.Node, half: int) -> str:
+        """Of one half of a value; no other node's."""
+        name = f"{node.name}_{_NAMES[half]}"
+        while name in self.names:
+            name += "_half"
+        return name
 
     def _copied(self, node: fx.Node, half: int, name: str) -> fx.Node:
         made = {read: self.made[read][half if len(self.made[read]) > 1 else 0] for read in node.all_input_nodes}
@@ -241,7 +249,7 @@ class _Unrolled:
     def _over_others(
         self, node: fx.Node, value: fx.Node, kwargs: Mapping[str, Any], half: int, count: int
     ) -> fx.Node:
-        name = node.name if count == 1 else f"{node.name}_{_NAMES[half]}"
+        name = node.name if count == 1 else self._name(node, half)
         new = self.graph.create_node("call_function", node.target, (value,), dict(kwargs), name=name)
         kind, layout = self._half(node, 0) if count > 1 else (tensor_type(node), self._without(output_layouts(node)[0]))
         return set_note(new, replace(note(node), type=kind, layout=layout))

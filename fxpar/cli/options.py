@@ -172,6 +172,13 @@ def _request(
             help="cut activations between the split matrices over the sequence (default: no)",
         ),
     ] = None,
+    halves: Annotated[
+        bool | None,
+        typer.Option(
+            "--interleave-halves/--no-interleave-halves",
+            help="compute the two halves of a rank's batch in turn, each beside the other's collectives (default: no)",
+        ),
+    ] = None,
     seed: Annotated[int | None, number_option("seed of dropout, random weights and the example")] = None,
     precision: Annotated[str | None, typer.Option(metavar="TYPE", help="as_is, fp32, bf16, …: see fxpar.Plan")] = None,
     recompute: Annotated[
@@ -198,13 +205,14 @@ def _request(
     given |= {"--dispatch": dispatch, "--receive-budget": receive_budget}
     given |= {"--tp": tp, "--dp": dp, "--split": split, "--seed": seed, "--precision": precision}
     given |= {"--sequence-parallel": sequence, "--row-wise": row_wise, "--batch-dim": batch_dim}
+    given |= {"--interleave-halves": halves}
     given |= {"--loss-reduction": loss_reduction, "--recompute": recompute, "--activation-budget": activation_budget}
     given |= {MODE_FLAG: train, "--batch": batch, "--seq": seq}
     chosen = Plan() if plan is None else Plan.load(plan)
     changes: dict[str, Any] = {"tp": tp, "dp": dp, "sequence_parallel": sequence, "seed": seed, "precision": precision}
     changes |= {"loss_reduction": loss_reduction, "recompute": recompute, "activation_budget": activation_budget}
     changes |= {"pp": pp, "virtual_stages": virtual_stages, "ep": ep, "etp": etp, "dispatch": dispatch}
-    changes |= {"receive_budget": receive_budget}
+    changes |= {"receive_budget": receive_budget, "interleave_halves": halves}
     changes = {name: value for name, value in changes.items() if value is not None}
     if split:
         changes["split"] = {**chosen.split, **_split_lines(split)}

@@ -25,7 +25,7 @@ from itertools import combinations
 from fxpar.errors import PlanError, shown
 from fxpar.mesh.atoms import Atom, Groups, refined
 from fxpar.mesh.axes import Axes
-from fxpar.mesh.purpose import DENSE, EXPERT, NESTING, PURPOSES
+from fxpar.mesh.purpose import DENSE, EXPERT, HALF, NESTING, PURPOSES
 
 ORDER = "tp-cp-ep-dp-pp"
 EMBEDDING = "embedding"
@@ -38,9 +38,7 @@ _IN_EXPERTS = {"tp": "etp", "ep": "ep", "dp": "edp", "pp": "pp"}
 
 _Problem = tuple[str, str, str]
 
-
-# Groups are listed rank by rank: beyond any cluster there is only a slip of the keyboard.
-MOST_RANKS = 2**17
+MOST_RANKS = 2**17  # beyond any cluster there is only a slip of the keyboard
 
 
 @dataclass(frozen=True)
@@ -64,8 +62,7 @@ class Mesh:
         kv_heads: key and value heads of the attention that tp splits. Where they are fewer than tp, that is
             kv_in·kv_out, kv_in fast: kv_out ranks apart hold different heads, kv_in neighbours the same (SPEC section
             2.2). None leaves tp whole.
-        halves: parts of a rank's batch that stand for ranks, inside of dp, until one rank runs them in turn: the axis
-            `half` of the dense part.
+        halves: parts of a rank's batch that stand for ranks inside of dp, the axis `half` of the dense part.
 
     Raises:
         PlanError: the sizes contradict each other; names the axis and the numbers that clash.
@@ -134,7 +131,7 @@ class Mesh:
     def _wrong_products(self) -> Iterator[_Problem]:
         if self._total > MOST_RANKS:
             yield "world size", f"{self._total} ranks are more than {MOST_RANKS}", "check the sizes of the axes"
-        half = ("half",) if self.halves > 1 else ()
+        half = (HALF,) if self.halves > 1 else ()
         for left, axes in (("dp", ("tp", "cp", *half, "pp")), ("edp", ("etp", "ep", "pp"))):
             sizes = [self._given(axis) for axis in axes]
             product, total = math.prod(sizes), self._total
@@ -181,10 +178,8 @@ class Mesh:
 
     def _given(self, axis: str) -> int:
         """An axis that is not derived."""
-        if axis == "half":
-            return self.halves
-        value = self.tp if axis == "etp" and self.etp is None else getattr(self, axis)
-        return int(value)
+        name = "tp" if axis == "etp" and self.etp is None else "halves" if axis == HALF else axis
+        return int(getattr(self, name))
 
     @property
     def _total(self) -> int:
@@ -196,7 +191,7 @@ class Mesh:
         found = {axis: self._given(axis) for axis in ("tp", "cp", "pp", "etp", "ep")}
         found["dp"] = self._total // (self.tp * self.cp * self.halves * self.pp)
         found["edp"] = self._total // (found["etp"] * self.ep * self.pp)
-        half = {"half": self.halves} if self.halves > 1 else {}
+        half = {HALF: self.halves} if self.halves > 1 else {}
         return {axis: found[axis] for axis in dict.fromkeys((*DENSE_AXES, *EXPERT_AXES))} | half
 
     @property
@@ -213,12 +208,8 @@ class Mesh:
 
     @cached_property
     def dense(self) -> Axes:
-        """The dense part: tp, cp, dp and pp in the order, and halves inside of dp."""
-        axes = self._ordered({axis: axis for axis in DENSE_AXES})
-        if self.halves == 1:
-            return axes
-        place = axes.names.index("dp")
-        return Axes((*axes.sizes[:place], ("half", self.halves), *axes.sizes[place:]), self.rank_offset)
+        """The dense part: tp, cp, dp and pp in the order; halves are inside of dp."""
+        return self._ordered({axis: axis for axis in DENSE_AXES}).inside("dp", HALF, self.halves)
 
     @cached_property
     def expert(self) -> Axes:

@@ -67,6 +67,11 @@ def axis_that(cuts: Cuts) -> str:
     return next(axis for axis in NESTING[DENSE] if PURPOSES[axis].cuts is cuts)
 
 
+def leave_out(axis: str) -> str:
+    """How a plan does without an axis, for remedies."""
+    return "leave interleave_halves out" if axis == HALF else f"set {axis}=1"
+
+
 def joined_names(axes: Iterable[str]) -> tuple[str, ...]:
     """The names of all sets of axes that may communicate: `dp`, `tp`, `dp-tp`.
 

@@ -31,7 +31,7 @@ from fxpar.passes.partition_stages import holding, partition_stages
 from fxpar.plan.plan import Plan
 from fxpar.program.dtypes import PRECISION_DTYPES
 from fxpar.program.program import Program, TensorType, note, output_layouts
-from fxpar.program.rows import batch_dims, batch_symbol
+from fxpar.program.rows import batch_symbol
 from fxpar.program.stages import holders
 from fxpar.runtime import batch as calls
 from fxpar.runtime import uneven
@@ -211,7 +211,7 @@ class Programs:
             InputError: the batch does not fit the model, or the ranks make other calls, or batches that no program
                 takes together.
         """
-        is_odd = self._is_odd(batch, shapes)
+        is_odd = self._plan.interleave_halves and uneven.is_odd(self.first.program, batch, shapes)
         if shapes is None:
             return self._bound(batch, with_loss, is_odd)
         compiled = self._bound(uneven.largest(batch, shapes), with_loss, is_odd).compiled
@@ -231,20 +231,6 @@ class Programs:
         if not compiled.uneven:
             compiled.uneven.append(self._ready(compiled.program, uneven_rows=True))
         return replace(call, ready=compiled.uneven[0], places=(*compiled.indices, *brought.places), rows=brought.rows)
-
-    def _is_odd(self, batch: Any, shapes: Shapes | None) -> bool:
-        """Whether a plan of half batches has none of this one: some rank brings an odd number of rows."""
-        if not self._plan.interleave_halves:
-            return False
-        dims = batch_dims(self.first.program)
-        tensors = [(path, value) for path, value in calls.leaves(batch) if isinstance(value, Tensor)]
-        of_ranks = shapes or [[list(value.shape) for _, value in tensors]]
-        return any(
-            shape[dims.get(path, 0)] % 2 == 1
-            for of_rank in of_ranks
-            for (path, _), shape in zip(tensors, of_rank, strict=True)
-            if len(shape) > dims.get(path, 0)
-        )
 
     def _bound(self, batch: Any, with_loss: bool, is_odd: bool) -> Call:
         calls.check(self.skeleton, batch, with_loss)

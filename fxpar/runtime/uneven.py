@@ -36,7 +36,7 @@ from fxpar.program.program import (
     output_layouts,
     output_types,
 )
-from fxpar.program.rows import batch_rows, batch_symbol
+from fxpar.program.rows import batch_dims, batch_rows, batch_symbol
 from fxpar.rules import bind_arguments, rule_of
 from fxpar.runtime import batch as calls
 from fxpar.runtime.inputs import Shapes, data_part
@@ -117,6 +117,25 @@ def largest(batch: Any, shapes: Shapes) -> Any:
         return value
 
     return pytree.tree_map_only(Tensor, grown, batch)
+
+
+def is_odd(program: Program, batch: Any, shapes: Shapes | None) -> bool:
+    """Whether some data rank brings an odd number of rows.
+
+    Args:
+        program: that says which dimensions are rows; of an entry that it does not know, the first.
+        shapes: of the tensors of each data rank's batch, where they differ.
+    """
+    dims = batch_dims(program)
+    tensors = [(path, value) for path, value in calls.leaves(batch) if isinstance(value, Tensor)]
+    known = {entry.path for entry in calls.user_inputs(program)}
+    rows = [dims.get(path, None if path in known else 0) for path, _ in tensors]
+    of_ranks = shapes or [[value.shape for _, value in tensors]]
+    return any(
+        dim is not None and len(shape) > dim and shape[dim] % 2 == 1
+        for of_rank in of_ranks
+        for shape, dim in zip(of_rank, rows, strict=True)
+    )
 
 
 def brought(compiled: Compiled, batch: Any, shapes: Shapes, world: World) -> Brought:
