@@ -10,6 +10,8 @@ from torch import fx
 from fxpar.errors import PlanError
 from fxpar.manager import register_pass
 from fxpar.passes.exact_rows import ExactRows
+from fxpar.passes.limited_rows import limit_rows
+from fxpar.passes.padded_rows import PaddedRows
 from fxpar.passes.routed_rows import routed
 from fxpar.passes.static_rows import StaticRows
 from fxpar.program.loads import excess_name, load_name
@@ -48,6 +50,10 @@ def dispatch_experts(program: Program) -> Program:
     With a `receive_budget` blocks have fewer places. Rows without one are left out, and an output says how many they
     are (`fxpar.excess.…`): what was computed is not to be used then.
 
+    With a `capacity_factor` each source drops what goes beyond an expert's capacity, before the sort (`limited_rows`):
+    blocks are as large as the capacity of a holder's experts. Values are then those of a device that drops the same
+    rows. With `pad_to_capacity` each expert computes as many rows as that, whatever it gets (`padded_rows`).
+
     How many rows each expert receives is an output more for each layer (`fxpar.load.…`).
 
     With `Plan(dispatch="exact")` rows travel as they are sorted, as many as there are::
@@ -58,27 +64,29 @@ def dispatch_experts(program: Program) -> Program:
 
     Refuses experts that the holders do not divide, and a plan whose ep nothing in the model consumes.
     """
-    holders = program.mesh.holders
-    regions = routed(program) if holders or program.plan.data_ranks > 1 else []
-    if holders and not regions:
+    holders, plan = program.mesh.holders, program.plan
+    is_limited = plan.capacity_factor is not None
+    regions = routed(program) if holders or is_limited or plan.data_ranks > 1 else []
+    if (holders or is_limited) and not regions:
         raise PlanError(
             "no operation of the model is recognised as that of experts",
-            where=f"ep={program.plan.ep}",
-            remedy="call fxpar.ops.experts in the model, or set ep=1",
+            where=f"ep={plan.ep}" if holders else f"capacity_factor={plan.capacity_factor}",
+            remedy=f"call fxpar.ops.experts in the model, or {'set ep=1' if holders else 'leave it out'}",
         )
     counted: list[Counted] = []
     loads: dict[str, fx.Node] = {}
     for region in regions:
         rows: StaticRows
-        if holders and program.plan.dispatch == "exact":
+        limit_rows(program, region)
+        if holders and plan.dispatch == "exact":
             rows = ExactRows(program, region, holders, _new_name(program, counted))
             counted.append(rows.counted)
         else:
-            rows = StaticRows(program, region, holders)
+            rows = (PaddedRows if plan.pad_to_capacity else StaticRows)(program, region, holders)
         rows.run()
         if holders:
             name = load_name(note(region.sort).fqn, tuple(loads))
-            loads[name] = rows.counts_here
+            loads[name] = rows.load
             if rows.excess is not None:
                 loads[excess_name(name)] = rows.excess
     end = output_node(program.graph)

@@ -12,12 +12,12 @@ from fractions import Fraction
 from math import prod
 from typing import Any
 
-import sympy
 import torch
 from torch import fx
 
 from fxpar.errors import PlanError
 from fxpar.layout.symbols import Size, divide, simplify
+from fxpar.passes.limited_rows import limit_of
 from fxpar.passes.routed_rows import Routed
 from fxpar.passes.token_cuts import Emitter, TokenCut, token_cut
 from fxpar.program.program import Program, TensorType, describe, note, operands, output_types, tensor_type
@@ -48,6 +48,7 @@ class StaticRows:
         self.excess: fx.Node | None = None
         self.own = _shared_out(region, self.blocks)
         self.emit = Emitter(program.graph, region.sort)
+        self._limit = limit_of(program, region)
         indices = operands(region.sort)[0]
         tokens, where = tensor_type(indices).shape[0], describe(region.sort)
         self.cut: TokenCut = token_cut(program, self.emit, tokens, where, shared=self._is_shared(program))
@@ -73,7 +74,10 @@ class StaticRows:
     def _sorted(self, indices: fx.Node) -> tuple[fx.Node, fx.Node]:
         """A source's rows by expert, and how many each has."""
         emit, experts, lead = self.emit, self.region.experts, self.lead
-        chosen = self.cut.apart(indices, 1, fill=experts)
+        # Those that are kept are apart already, but where tensor ranks do not share tokens out.
+        kept = None if self._limit is None else self._limit.kept
+        is_apart = kept is not None and tensor_type(kept).shape[:-2] == lead
+        chosen = kept if kept is not None and is_apart else self.cut.apart(indices, 1, fill=experts)
         self._tokens = tensor_type(chosen).shape[-2]
         self._token_node = emit.size(chosen, len(lead))
         rows, integer = simplify(self._tokens * self.region.k), torch.int64
@@ -95,9 +99,9 @@ class StaticRows:
         emit, lead, integer = self.emit, self.lead, torch.int64
         order, counts = self._sorted(indices)
         if not self.holders:
-            self._places = self._by_expert = order
+            self._places = self._by_expert = self._own_rows(order, counts)
             self._counts = counts
-            self._row_node = emit.size(order, len(lead))
+            self._row_node = emit.size(self._places, len(lead))
             return
         node, size = self.capacity = self._places_of_a_block()
         if self.is_budgeted:
@@ -115,17 +119,32 @@ class StaticRows:
         )
         self._row_node = emit.size(self._by_expert, len(self.here))
 
+    def _own_rows(self, order: fx.Node, counts: fx.Node) -> fx.Node:
+        """The order of the rows of a source that holds all experts, without what is dropped anyway."""
+        if self._limit is None or self._limit.part * self.own >= self.region.k:
+            return order
+        node, size = self._places_of_a_block()
+        return self.emit.call(
+            fxp.block_order.default, (order, counts, 1, node), TensorType(torch.int64, (*self.lead, size))
+        )
+
     def _places_of_a_block(self) -> tuple[Any, Size]:
         """As many as tokens may need, or as the budget has, where that is less."""
-        emit, most, budget = self.emit, min(self.region.k, self.own), self._budget
-        self.is_budgeted = budget is not None and self.region.k * budget < most * self.blocks
-        if budget is None or not self.is_budgeted:
-            return emit.number(operator.mul, self._token_node, most), simplify(self._tokens * most)
-        times, parts = self.region.k * budget.numerator, budget.denominator * self.blocks
-        rows = emit.number(operator.mul, self._token_node, times)
-        rows = emit.number(operator.floordiv, emit.number(operator.add, rows, parts - 1), parts)
-        size = sympy.floor((self._tokens * times + parts - 1) / sympy.Integer(parts))
-        return rows, simplify(size)
+        emit, most, budget = self.emit, Fraction(min(self.region.k, self.own)), self._budget
+        limited = self._limit is not None and self._limit.part * self.own < most
+        kept = self._limit.part * self.own if self._limit is not None and limited else most
+        self.is_budgeted = budget is not None and self.region.k * budget < kept * self.blocks
+        if budget is not None and self.is_budgeted:
+            return emit.part(self._token_node, self._tokens, self.region.k * budget / self.blocks)
+        if self._limit is None or not limited:
+            return emit.part(self._token_node, self._tokens, most)
+        node, size = self._limit.capacity
+        return emit.number(operator.mul, node, self.own), simplify(self.own * size)
+
+    @property
+    def load(self) -> fx.Node:
+        """How many rows each of a holder's experts received."""
+        return self.counts_here
 
     def run(self) -> None:
         """Writes each node of the region over what a source has, or over what a holder has."""

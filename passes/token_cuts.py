@@ -12,6 +12,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any
 
 import sympy
@@ -34,6 +35,12 @@ from fxpar.program.rows import batch_size
 
 aten = torch.ops.aten
 fxp = torch.ops.fxpar
+
+
+def part_of(size: Size, part: Fraction) -> Size:
+    """A part of a size, rounded up."""
+    of = part.denominator
+    return simplify(sympy.floor((size * part.numerator + of - 1) / sympy.Integer(of)))
 
 
 class Emitter:
@@ -99,6 +106,14 @@ class Emitter:
         )
         return self.call(target, (left, right), ScalarType(simplify(value)))
 
+    def part(self, number: Any, size: Size, part: Fraction) -> tuple[Any, Size]:
+        """A part of a size, rounded up: as a number or node, and in symbols."""
+        times, of = part.numerator, part.denominator
+        rows = number if times == 1 else self.number(operator.mul, number, times)
+        if of > 1:
+            rows = self.number(operator.floordiv, self.number(operator.add, rows, of - 1), of)
+        return rows, part_of(size, part)
+
     def shifted(self, node: fx.Node, others: Mapping[fx.Node, fx.Node], kind: Any, count: int) -> fx.Node:
         """An operation on rows, of rows behind `count` more dimensions.
 
@@ -152,8 +167,7 @@ class TokenCut:
         emit, kind = self.emit, tensor_type(value)
         width, data = kind.shape[-1], tuple(self.batch.values())
         if self.sequence is None:
-            own = divide(kind.shape[0], product(data))
-            assert own is not None
+            own = self._shared_out(kind.shape[0])
             return emit.view(value, (*data, -1, width), (*data, own, width))
         assert self.part is not None
         (node, length), (part_node, part), n = self.sequence, self.part, self.ranks
@@ -165,8 +179,7 @@ class TokenCut:
         if whole != length:
             padded = (made, emit.number(operator.mul, part_node, n), fill)
             made = emit.call(fxp.resize_rows.default, padded, TensorType(kind.dtype, (rows, whole, wide)))
-        own = divide(rows, product(data))
-        assert own is not None
+        own = self._shared_out(rows)
         shape = (*data, own, n, part, wide)
         made = emit.view(made, (*data, -1, n, part_node, wide), shape)
         front = list(range(len(data)))
@@ -176,6 +189,17 @@ class TokenCut:
                 made = emit.over(made, len(data), axis)
         tokens = simplify(own * part * per_token)
         return emit.view(made, (*data, n, -1, width), (*data, n, tokens, width))
+
+    def _shared_out(self, rows: Size) -> Size:
+        """What each data rank has of so many rows."""
+        own = divide(rows, product(self.batch.values()))
+        if own is None:
+            raise PassError(
+                f"{rows} rows are not shared out evenly by data ranks",
+                where="dispatch_experts",
+                remedy="run divide_batch",
+            )
+        return own
 
     def together(self, value: fx.Node) -> fx.Node:
         """[lead, own tokens, f] → [tokens, f], without padding."""

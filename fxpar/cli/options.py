@@ -139,6 +139,19 @@ def _request(
         float | None,
         typer.Option(metavar="N", parser=budget, help="places for rows of experts, as a multiple of a balanced load"),
     ] = None,
+    capacity_factor: Annotated[
+        float | None,
+        typer.Option(metavar="N", parser=budget, help="rows that an expert takes, as a multiple of a balanced load"),
+    ] = None,
+    drop_policy: Annotated[
+        str | None, typer.Option(metavar="HOW", help="which rows it takes, by probs or by position: see fxpar.Plan")
+    ] = None,
+    padded: Annotated[
+        bool | None,
+        typer.Option(
+            "--pad-to-capacity/--no-pad-to-capacity", help="compute as many rows of each expert as it may take"
+        ),
+    ] = None,
     virtual_stages: Annotated[int | None, number_option("stages of the pipeline on each of its ranks")] = None,
     stage: Annotated[
         list[str] | None,
@@ -203,6 +216,7 @@ def _request(
     given: dict[str, Any] = {"--plan": plan}
     given |= {"--pp": pp, "--virtual-stages": virtual_stages, "--stage": stage, "--ep": ep, "--etp": etp}
     given |= {"--dispatch": dispatch, "--receive-budget": receive_budget}
+    given |= {"--capacity-factor": capacity_factor, "--drop-policy": drop_policy, "--pad-to-capacity": padded}
     given |= {"--tp": tp, "--dp": dp, "--split": split, "--seed": seed, "--precision": precision}
     given |= {"--sequence-parallel": sequence, "--row-wise": row_wise, "--batch-dim": batch_dim}
     given |= {"--interleave-halves": halves}
@@ -212,7 +226,8 @@ def _request(
     changes: dict[str, Any] = {"tp": tp, "dp": dp, "sequence_parallel": sequence, "seed": seed, "precision": precision}
     changes |= {"loss_reduction": loss_reduction, "recompute": recompute, "activation_budget": activation_budget}
     changes |= {"pp": pp, "virtual_stages": virtual_stages, "ep": ep, "etp": etp, "dispatch": dispatch}
-    changes |= {"receive_budget": receive_budget, "interleave_halves": halves}
+    changes |= {"receive_budget": receive_budget, "capacity_factor": capacity_factor, "interleave_halves": halves}
+    changes |= {"drop_policy": drop_policy, "pad_to_capacity": padded}
     changes = {name: value for name, value in changes.items() if value is not None}
     if split:
         changes["split"] = {**chosen.split, **_split_lines(split)}

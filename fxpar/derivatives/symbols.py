@@ -38,8 +38,10 @@ _FUNCTIONS: Mapping[Any, Callable[..., sympy.Expr]] = {
     Max: sympy.Max,
     Min: sympy.Min,
 }
-# Hints are larger than one, so that no size is taken for one that is broadcast; they decide nothing else.
 _LEAST = 2
+# Hints are so much larger than the example's sizes that no part of one, such as an expert's capacity, is taken for one
+# that is broadcast; they decide nothing else. What small numbers leave of a size is what they leave of the example's.
+_MORE = 27720
 
 
 class Sizes:
@@ -60,7 +62,7 @@ class Sizes:
         # Of the tensors of all traces: guards are of all traces as well.
         self._dimensions: set[sympy.Expr] = set()
         for each in symbols:
-            source, hint = ConstantSource(each.name), max(each.example, _LEAST)
+            source, hint = ConstantSource(each.name), each.example + _MORE
             made = self._shapes.create_symbol(hint, source=source, dynamic_dim=DimDynamic.DYNAMIC)
             own = symbol(each.name)
             self._theirs[own] = self._shapes.create_symintnode(made, hint=hint, source=source)

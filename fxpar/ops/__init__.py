@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from fxpar.ops import blocks, gates, grouped, routed, weighed  # noqa: F401 - operators of torch
+from fxpar.ops import blocks, capacity, gates, grouped, routed, weighed  # noqa: F401 - operators of torch
 from fxpar.ops.attention import attention_backward, attention_forward
 from fxpar.ops.coercion_table import COERCION_OF
 from fxpar.ops.coercions import all_reduce_coalesced, sum_gradients

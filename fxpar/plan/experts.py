@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from fxpar.plan.plan import Plan
 
 DISPATCHES = ("static", "exact")
+DROP_POLICIES = ("probs", "position")
 
 
 def expert_problems(plan: Plan) -> Iterator[str]:
@@ -23,6 +24,7 @@ def expert_problems(plan: Plan) -> Iterator[str]:
         yield f"dispatch={shown(plan.dispatch)} is unknown: choose one of {', '.join(DISPATCHES)}"
         return
     yield from _wrong_budget(plan)
+    yield from _wrong_capacity(plan)
     if plan.dispatch == "static":
         return
     if plan.ep == 1:
@@ -50,4 +52,31 @@ def _wrong_budget(plan: Plan) -> Iterator[str]:
         yield (
             f"receive_budget is asked for on the host in each step, which CudaGraphs({graphs.impl!r}) cannot: "
             "leave it out, or give CudaGraphs('partial')"
+        )
+
+
+def _wrong_capacity(plan: Plan) -> Iterator[str]:
+    factor, budget = plan.capacity_factor, plan.receive_budget
+    if plan.drop_policy not in DROP_POLICIES:
+        yield f"drop_policy={shown(plan.drop_policy)} is unknown: choose one of {', '.join(DROP_POLICIES)}"
+    if type(plan.pad_to_capacity) is not bool:
+        yield f"pad_to_capacity={shown(plan.pad_to_capacity)} is neither True nor False: write one of them"
+    if factor is None:
+        given = {"drop_policy": plan.drop_policy != DROP_POLICIES[0], "pad_to_capacity": plan.pad_to_capacity is True}
+        for name in (name for name, is_given in given.items() if is_given):
+            yield f"{name} is of a capacity_factor: give one, or leave {name} out"
+        return
+    if type(factor) not in (int, float) or not 0 < factor < 2**16:
+        yield f"capacity_factor={shown(factor)} is no multiple of a balanced load: give a number above 0"
+        return
+    if plan.pad_to_capacity is True and plan.dispatch == "exact":
+        yield "dispatch='exact' sends rows alone, and pad_to_capacity others too: leave it out, or dispatch='static'"
+    if budget is None or type(budget) not in (int, float):
+        return
+    if plan.pad_to_capacity is True:
+        yield "receive_budget and pad_to_capacity both say how many places a buffer has: leave one of them out"
+    elif budget >= factor:
+        yield (
+            f"receive_budget={budget} is no less than capacity_factor={factor}, by which every row that is kept has a "
+            "place: leave receive_budget out"
         )

@@ -124,6 +124,16 @@ class Plan:
             they need where the load is even, and no more than tokens may ever need. A training step in which more rows
             come is noticed behind its backward, before its gradients count, and repeated with buffers of as many places
             as may be needed; calls outside of `train_step` have these always. None: all do.
+        capacity_factor: a limit of the rows that an expert takes, as a multiple of what each gets of a rank's T tokens
+            where the load is even: ceil(T·K / E · capacity_factor) of each source for K of E experts a token. Sources
+            are data ranks, and where `ep` has several ranks each tensor parallel rank with its part of the sequence, in
+            which padding counts. What goes beyond is dropped: those experts add nothing to the token's sum, and the
+            other weights stay what they are. A training is then not that of one device, but that of one device that
+            drops the same rows. None: nothing is dropped.
+        drop_policy: with a `capacity_factor`, which rows an expert takes: `probs`, those of the largest weights, of
+            equal ones those that stand first; `position`, those that stand first.
+        pad_to_capacity: with a `capacity_factor` and `static` dispatch, whether each expert computes as many rows as
+            its capacity, rows of zeros where it has fewer: products whose sizes no routing changes.
         cuda_graphs: what of a step is replayed as CUDA graphs, eager or compiled: see `fxpar.CudaGraphs`. In YAML a
             mapping of what differs. On CPUs a stand-in replays the same calls, for tests.
         cost: constants by which layouts are chosen; in YAML a mapping of those that differ.
@@ -156,6 +166,9 @@ class Plan:
     half: int = 1
     dispatch: str = "static"
     receive_budget: int | float | None = None
+    capacity_factor: int | float | None = None
+    drop_policy: str = "probs"
+    pad_to_capacity: bool = False
     cuda_graphs: CudaGraphs = field(default_factory=CudaGraphs)
     cost: Cost = field(default_factory=Cost)
 
@@ -286,7 +299,8 @@ class Plan:
         """The same plan for a single device: no axis has several ranks, no line splits anything, and all is kept."""
         changes: dict[str, Any] = {**dict.fromkeys(_AXES, 1), "etp": None, "split": {}, "row_wise": ()}
         changes |= {"virtual_stages": 1, "stages": (), "microbatches": 1, "schedule": "", "group_size": None}
-        changes |= {"dispatch": "static", "receive_budget": None, "interleave_halves": False, "half": 1}
+        changes |= {"dispatch": "static", "receive_budget": None, "capacity_factor": None}
+        changes |= {"drop_policy": "probs", "pad_to_capacity": False, "interleave_halves": False, "half": 1}
         changes |= {"recompute": "none", "activation_budget": None, "cuda_graphs": CudaGraphs()}
         return dataclasses.replace(self, **changes)
 

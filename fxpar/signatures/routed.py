@@ -1,4 +1,4 @@
-"""Rules of the operators on rows of experts (`fxpar.ops.routed`, `weighed`, `gates`, `blocks`).
+"""Rules of the operators on rows of experts (`fxpar.ops.routed`, `capacity`, `weighed`, `gates`, `blocks`).
 
 Each index of the leading dimensions is computed by itself. Where each row says which token is its own, rows are cut;
 elsewhere rows and experts of one index are whole, because an expert's rows stand together.
@@ -66,6 +66,8 @@ def routed_rules() -> dict[str, Rule]:
     }
     return {
         "fxpar.sort_by_expert.default": Rule(formula("... _ _ -> ... _, ... _", "indices")),
+        "fxpar.keep_first.default": Rule(formula("... _ _ -> ... _ _", "indices")),
+        "fxpar.keep_heaviest.default": Rule(formula("... _ _, ... _ _ -> ... _ _", "indices", "weights")),
         "fxpar.block_order.default": Rule(formula("... _, ... _ -> ... _", "order", "counts")),
         "fxpar.block_excess.default": Rule(formula("... _ -> ... _", "counts")),
         "fxpar.received_order.default": Rule(formula("... _ _ -> ... _, ... _", "counts")),

@@ -61,6 +61,15 @@ def test_exact_dispatch_sends_rows_alone() -> None:
     ]
 
 
+def test_experts_of_a_capacity_are_sent_what_they_take() -> None:
+    sent = [c for c in _collectives("--capacity-factor", "1", "--pad-to-capacity") if c["op"] == "all_to_all"]
+    # As many places as a balanced load needs, which are half of those that tokens may need.
+    assert {(c["phase"], c["bytes"]) for c in sent[1:]} == {
+        ("forward", 2 * 3 * 16 * 2 * 96 * 4),
+        ("backward", 2 * 3 * 16 * 2 * 96 * 4),
+    }
+
+
 def test_a_part_of_the_data_ranks_holds_different_experts() -> None:
     found = fxpar("report", MODEL, "--dp", "4", "--ep", "2", "--etp", "1", "--json")
     assert found.status == 0, found.err
@@ -94,6 +103,11 @@ def test_a_text_whose_rows_are_sent_already_goes_on(tmp_path: Path) -> None:
     [
         (("run", "hf:mixtral", "--dp", "2", "--ep", "3", "--etp", "1"), "3"),
         (("run", "hf:mixtral", "--tp", "4", "--etp", "2"), "etp=2 is not tp=4: give 4"),
+        (
+            ("run", "hf:gpt2,n_layer=1", "--capacity-factor", "1"),
+            "capacity_factor=1: no operation of the model is recognised as that of experts",
+        ),
+        (("run", MODEL, "--drop-policy", "position"), "drop_policy is of a capacity_factor"),
         (("run", "hf:gpt2,n_layer=1", *FOLDED), "no operation of the model is recognised as that of experts"),
         (("run", f"{MODEL},num_local_experts=3", *FOLDED), "3 experts are not shared out evenly by 2 ranks"),
     ],

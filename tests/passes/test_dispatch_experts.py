@@ -97,7 +97,7 @@ def test_a_budget_has_fewer_places_and_says_when_rows_lack_one() -> None:
     """One and a half of a balanced load is enough here; the load itself is not."""
     program = dispatched(plan(2, 1, 1, 2).replace(receive_budget=1.5))
     text = print_program(program)
-    assert "[2, 2, floor(3*b*s/2 + 3/4), 8]" in text
+    assert "[2, 2, floor(3*b*s/2 + 1/2), 8]" in text
     assert "fxpar.excess.experts=%block_excess" in text
     assert print_program(parse_program(text)) == text
     assert compared(program).ok

@@ -222,6 +222,14 @@ def test_how_rows_travel_is_an_option_of_experts_on_several_ranks() -> None:
     assert budgeted.on_one_rank().receive_budget is None
 
 
+def test_what_an_expert_takes_is_an_option_of_every_layout() -> None:
+    limited = Plan(capacity_factor=1.25, drop_policy="position", pad_to_capacity=True)
+    assert Plan.from_yaml(limited.to_yaml()) == limited
+    assert limited.on_one_rank() == Plan()
+    assert Plan(dp=2, ep=2, capacity_factor=1, dispatch="exact").capacity_factor == 1
+    assert Plan(dp=2, ep=2, capacity_factor=2, receive_budget=1.5).receive_budget == 1.5
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
@@ -235,6 +243,23 @@ def test_how_rows_travel_is_an_option_of_experts_on_several_ranks() -> None:
             {"receive_budget": 2, "dp": 2, "ep": 2, "cuda_graphs": fxpar.CudaGraphs("full_iteration")},
             r"leave it out, or give CudaGraphs\('partial'\)",
         ),
+        ({"capacity_factor": 0}, "capacity_factor=0 is no multiple of a balanced load: give a number above 0"),
+        ({"capacity_factor": True}, "capacity_factor=True is no multiple of a balanced load"),
+        ({"capacity_factor": float("nan")}, "capacity_factor=nan is no multiple of a balanced load"),
+        ({"capacity_factor": float("inf")}, "capacity_factor=inf is no multiple of a balanced load"),
+        ({"capacity_factor": 1, "drop_policy": "random"}, "drop_policy='random' is unknown: choose one of probs, pos"),
+        ({"capacity_factor": 1, "pad_to_capacity": 1}, "pad_to_capacity=1 is neither True nor False"),
+        ({"drop_policy": "position"}, "drop_policy is of a capacity_factor: give one, or leave drop_policy out"),
+        ({"pad_to_capacity": True}, "pad_to_capacity is of a capacity_factor: give one"),
+        (
+            {"capacity_factor": 1, "pad_to_capacity": True, "dp": 2, "ep": 2, "dispatch": "exact"},
+            "dispatch='exact' sends rows alone, and pad_to_capacity others too",
+        ),
+        (
+            {"capacity_factor": 2, "pad_to_capacity": True, "dp": 2, "ep": 2, "receive_budget": 1.5},
+            "receive_budget and pad_to_capacity both say how many places a buffer has",
+        ),
+        ({"capacity_factor": 1.5, "dp": 2, "ep": 2, "receive_budget": 1.5}, "is no less than capacity_factor=1.5"),
         ({"dispatch": "some", "dp": 2, "ep": 2}, "dispatch='some' is unknown: choose one of static, exact"),
         ({"dispatch": "exact", "dp": 2}, "and ep=1: give ep of at least 2"),
         ({"dispatch": "exact", "dp": 2, "ep": 2, "cuda_graphs": fxpar.CudaGraphs("partial")}, "leave cuda_graphs out"),

@@ -1,0 +1,114 @@
+"""Experts of a limited capacity: what goes beyond it goes to nobody.
+
+Enters: a program whose plan has a `capacity_factor`. Leaves: the same, in which each sort of tokens by expert takes
+the pairs that are kept. A helper of `dispatch_experts`, and of the reference that such a program is compared with.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar.errors import PassError, PlanError
+from fxpar.layout.symbols import Size
+from fxpar.passes.routed_rows import Routed
+from fxpar.passes.token_cuts import Emitter, part_of, token_cut
+from fxpar.program.program import Program, describe, operands, tensor_type
+
+aten, fxp = torch.ops.aten, torch.ops.fxpar
+_KEEPS = (fxp.keep_first.default, fxp.keep_heaviest.default)
+# What brings tokens that are apart together.
+_TOGETHER = (aten.view.default, aten.permute.default, fxp.resize_rows.default)
+
+
+@dataclass(frozen=True)
+class Limit:
+    """The capacity of one layer's experts.
+
+    Attributes:
+        kept: the experts of each source's tokens, [lead, tokens, K]; E for the pairs that are dropped.
+        part: of a source's tokens, that an expert takes at most.
+        capacity: places of an expert for the rows of a source, as a node or number, and its size.
+    """
+
+    kept: fx.Node
+    part: Fraction
+    capacity: tuple[Any, Size]
+
+
+def share(program: Program, region: Routed) -> Fraction | None:
+    """Of a source's tokens, which part an expert takes at most, rounded up to rows; None where that is no limit."""
+    factor = program.plan.capacity_factor
+    # As it is written: of 1.1 no binary fraction is meant.
+    return None if factor is None else min(Fraction(1), Fraction(str(factor)) * region.k / region.experts)
+
+
+def limit_rows(program: Program, region: Routed) -> None:
+    """Drops what goes beyond the capacity of a layer's experts.
+
+    Before (ep 2 on dp)::
+
+        %order, %counts = fxpar.sort_by_expert.default(%indices, 8) : i64[2*b*s*2], i64[8]
+
+    After::
+
+        %own = aten.view.default(%indices, [2, -1, 2]) : i64[2, b*s, 2]
+        %kept = fxpar.keep_heaviest.default(%own, %own_weights, 8, %capacity) : i64[2, b*s, 2]
+        %indices_kept = aten.view.default(%kept, [-1, 2]) : i64[2*b*s, 2]
+        %order, %counts = fxpar.sort_by_expert.default(%indices_kept, 8) : i64[2*b*s*2], i64[8]
+
+    Every source fills places of its own. What reads the router's indices otherwise, as losses that balance the load do,
+    reads all of them.
+    """
+    part = share(program, region)
+    if part is None:
+        return
+    emit, (indices,) = Emitter(program.graph, region.sort), operands(region.sort)
+    tokens, where = tensor_type(indices).shape[0], describe(region.sort)
+    cut = token_cut(program, emit, tokens, where, shared=not program.mesh.holders)
+    chosen = cut.apart(indices, 1, fill=region.experts)
+    kind = tensor_type(chosen)
+    capacity, _ = emit.part(emit.size(chosen, len(cut.axes)), kind.shape[-2], part)
+    by_position = program.plan.drop_policy == "position"
+    scores = [] if by_position else [cut.apart(_weights(region), 1)]
+    kept = emit.call(_KEEPS[not by_position], (chosen, *scores, region.experts, capacity), kind)
+    region.sort.replace_input_with(indices, cut.together(kept))
+
+
+def limit_of(program: Program, region: Routed) -> Limit | None:
+    """The capacity of a layer's experts in a program whose rows are limited."""
+    part = share(program, region)
+    if part is None:
+        return None
+    (kept,) = operands(region.sort)
+    while kept.target in _TOGETHER:
+        kept = operands(kept)[0]
+    assert kept.target in _KEEPS
+    return Limit(kept, part, (kept.args[-1], part_of(tensor_type(kept).shape[-2], part)))
+
+
+def _weights(region: Routed) -> fx.Node:
+    """The weights of all pairs, [tokens, K].
+
+    Raises:
+        PlanError: rows are weighed in no way that tells them, or behind the sort.
+    """
+    found = {operands(put)[1] for put in region.puts if put.target is fxp.put_weighed.default}
+    if len(found) != 1:
+        reason = f"its rows are added up with {len(found)} weights of their pairs, and drop_policy='probs' needs one"
+        raise PlanError(
+            reason, where=describe(region.sort), remedy="call fxpar.ops.experts, or give drop_policy='position'"
+        )
+    (weights,) = found
+    order = {node: place for place, node in enumerate(region.sort.graph.nodes)}
+    if order[weights] > order[region.sort]:
+        raise PassError(
+            f"tokens are sorted by expert before %{weights.name} says what each weighs, by which rows are dropped",
+            where=describe(region.sort),
+            remedy="compute the weights first, or give drop_policy='position'",
+        )
+    return weights
