@@ -14,6 +14,7 @@ from torch import fx
 from fxpar.errors import PassError
 from fxpar.layout.symbols import Size, simplify
 from fxpar.manager import register_pass
+from fxpar.passes.sorted_rows import recognize_rows
 from fxpar.program.program import (
     Program,
     ScalarType,
@@ -75,7 +76,8 @@ def canonicalize(program: Program) -> Program:
     Asserts, operations that return their operand, devices and dead code go; memory that nothing has written is zeros;
     sizes `-1` become numbers where they are numbers, and numbers of elements products of sizes; indexing by positions
     that are neighbours and that the author wrote down becomes a slice; biases, those of convolutions too, are separate
-    additions, so that a row-split product can be reduced before its bias is added. Values, gradients and the order of
+    additions, so that a row-split product can be reduced before its bias is added; rows that are sorted by expert for
+    grouped products are those of `fxpar.ops.routed` (`sorted_rows`). Values, gradients and the order of
     random nodes stay. Refuses sub-graphs: what is in them has no layout.
     """
     for module, node in _walk(program.graph_module):
@@ -85,6 +87,7 @@ def canonicalize(program: Program) -> Program:
         if node.op == "call_function":
             _rewrite(program.graph, node)
     _slice_by_constants(program)
+    recognize_rows(program.graph)
     _name_sizes(program)
     _remove_dead(program.graph)
     return program

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+import torch
 from torch import fx
 
 from fxpar.errors import PlanError
@@ -15,7 +16,7 @@ from fxpar.passes.padded_rows import PaddedRows
 from fxpar.passes.routed_rows import routed
 from fxpar.passes.static_rows import StaticRows
 from fxpar.program.loads import excess_name, load_name
-from fxpar.program.program import Program, note, output_node
+from fxpar.program.program import Program, describe, note, output_node
 from fxpar.program.properties import Property
 from fxpar.program.symbols import Counted
 
@@ -67,6 +68,14 @@ def dispatch_experts(program: Program) -> Program:
     holders, plan = program.mesh.holders, program.plan
     is_limited = plan.capacity_factor is not None
     regions = routed(program) if holders or is_limited or plan.data_ranks > 1 else []
+    known = {node for region in regions for node in region.grouped}
+    others = [n for n in program.graph.nodes if n.target is torch.ops.fxpar.grouped_linear.default and n not in known]
+    if others and (holders or is_limited):
+        raise PlanError(
+            "its rows are sorted in no way that is recognised as that of experts",
+            where=describe(others[0]),
+            remedy="call fxpar.ops.experts in the model, or set ep=1 and leave capacity_factor out",
+        )
     if (holders or is_limited) and not regions:
         raise PlanError(
             "no operation of the model is recognised as that of experts",

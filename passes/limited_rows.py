@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.errors import PassError, PlanError
+from fxpar.errors import PlanError
 from fxpar.layout.symbols import Size
 from fxpar.passes.routed_rows import Routed
 from fxpar.passes.token_cuts import Emitter, part_of, token_cut
@@ -95,7 +95,7 @@ def _weights(region: Routed) -> fx.Node:
     """The weights of all pairs, [tokens, K].
 
     Raises:
-        PlanError: rows are weighed in no way that tells them, or behind the sort.
+        PlanError: rows are weighed in no way that tells them.
     """
     found = {operands(put)[1] for put in region.puts if put.target is fxp.put_weighed.default}
     if len(found) != 1:
@@ -104,11 +104,19 @@ def _weights(region: Routed) -> fx.Node:
             reason, where=describe(region.sort), remedy="call fxpar.ops.experts, or give drop_policy='position'"
         )
     (weights,) = found
-    order = {node: place for place, node in enumerate(region.sort.graph.nodes)}
-    if order[weights] > order[region.sort]:
-        raise PassError(
-            f"tokens are sorted by expert before %{weights.name} says what each weighs, by which rows are dropped",
-            where=describe(region.sort),
-            remedy="compute the weights first, or give drop_policy='position'",
-        )
+    _hoist(weights, region.sort)
     return weights
+
+
+def _hoist(value: fx.Node, place: fx.Node) -> None:
+    """Puts what a value is made of in front of a node, on which nothing of it depends: rows leave by `puts` alone."""
+    behind = list(place.graph.nodes)
+    behind = behind[behind.index(place) :]
+    wanted = {value}
+    for node in reversed(behind):
+        if node in wanted:
+            wanted.update(node.all_input_nodes)
+    assert place not in wanted
+    for node in behind:
+        if node in wanted:
+            place.prepend(node)

@@ -192,11 +192,21 @@ class StaticRows:
         value, given, *rest = node.args
         assert isinstance(value, fx.Node)
         assert isinstance(given, fx.Node)
-        kind = TensorType(tensor_type(node).dtype, (*self.lead, self._tokens, tensor_type(node).shape[-1]))
-        args: tuple[Any, ...] = self._returned(value), self._places, self._token_node, rest[-1]
+        emit, dtype, width = self.emit, tensor_type(node).dtype, tensor_type(node).shape[-1]
         if node.target is fxp.put_weighed.default:
-            args = self._returned(value), self.cut.apart(given, 1), self._places, rest[-1]
-        return self.cut.together(self.emit.call(node.target, args, kind))
+            args: tuple[Any, ...] = self._returned(value), self.cut.apart(given, 1), self._places, rest[-1]
+            return self.cut.together(emit.call(node.target, args, TensorType(dtype, (*self.lead, self._tokens, width))))
+        # Of each pair alone where they are not added up: a token's stand together.
+        times = self.region.k // int(rest[-1])  # type: ignore[arg-type]
+        count = self._token_node if times == 1 else emit.number(operator.mul, self._token_node, times)
+        shape = (*self.lead, simplify(self._tokens * times), width)
+        args = self._returned(value), self._places, count, rest[-1]
+        made = emit.call(node.target, args, TensorType(dtype, shape))
+        if times == 1:
+            return self.cut.together(made)
+        wide = (*self.lead, self._tokens, width * times)
+        made = self.cut.together(emit.view(made, (*self.lead, -1, width * times), wide))
+        return emit.view(made, (-1, width), tensor_type(node).shape)
 
     def _computed(self, node: fx.Node, operand: _Operand, rows: tuple[Size, ...], many: Any) -> fx.Node:
         """An operation over rows of another shape.

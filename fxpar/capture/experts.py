@@ -9,26 +9,48 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
 from torch import Tensor, nn
 
+from fxpar.capture.patches import grouped_products
 from fxpar.ops.gates import halves, swiglu_rows
-from fxpar.ops.grouped import grouped_linear, spread_rows
+from fxpar.ops.grouped import group_sizes, grouped_linear, spread_rows
 from fxpar.ops.routed import sort_by_expert, take_rows
 from fxpar.ops.weighed import put_weighed
 
 _INTERFACE = "transformers.integrations.moe"
+# What torch's two grouped products call their operands.
+_OPERANDS = (("mat_a", "self"), ("mat_b", "mat2"))
 
 
-def routed_experts() -> contextlib.AbstractContextManager[Any]:
-    """While active, modules that transformers dispatches by its `ExpertsInterface` run as `_experts`."""
+@contextlib.contextmanager
+def routed_experts() -> Iterator[None]:
+    """While active, modules that transformers dispatches by its `ExpertsInterface` run as `_experts`.
+
+    So do torch's grouped products of rows as `grouped_linear`, which is traced in every type.
+    """
     interface = getattr(sys.modules.get(_INTERFACE), "ExpertsInterface", None)
-    if interface is None:
-        return contextlib.nullcontext()
-    return mock.patch.object(interface, "get_interface", _instead)
+    with contextlib.ExitStack() as stack:
+        if interface is not None:
+            stack.enter_context(mock.patch.object(interface, "get_interface", _instead))
+        stack.enter_context(grouped_products(_grouped))
+        yield
+
+
+def _grouped(original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    """A grouped product: of rows [M, i] with the matrices [E, i, o] of their groups, which end at `offs`."""
+    given = dict(zip(("mat_a", "mat_b", "offs", "bias", "out_dtype"), args, strict=False)) | kwargs
+    # `_grouped_mm` calls its operands otherwise.
+    rows, matrices = (given.pop(name, given.pop(other, None)) for name, other in _OPERANDS)
+    offs, bias, dtype = (given.pop(name, None) for name in ("offs", "bias", "out_dtype"))
+    is_ours = isinstance(rows, Tensor) and isinstance(matrices, Tensor) and isinstance(offs, Tensor)
+    if not is_ours or rows.dim() != 2 or matrices.dim() != 3 or bias is not None or given:
+        return original(*args, **kwargs)
+    made: Tensor = grouped_linear(rows, matrices, group_sizes(offs), True)
+    return made if dtype is None else made.to(dtype)
 
 
 def _instead(self: Any, implementation: str | None, default: Callable[..., Any]) -> Callable[..., Any]:

@@ -104,6 +104,17 @@ def _outer_shape(a: Tensor, b: Tensor, counts: Tensor, leading: int) -> Tensor:
     return a.new_empty((*kept, a.shape[-1], b.shape[-1]))
 
 
+@torch.library.custom_op("fxpar::group_sizes", mutates_args=())
+def group_sizes(ends: Tensor) -> Tensor:
+    """How many rows each group has, int64[..., E], by where it ends, int[..., E]."""
+    return ends.to(torch.int64).diff(dim=-1, prepend=ends.new_zeros((*ends.shape[:-1], 1), dtype=torch.int64))
+
+
+@group_sizes.register_fake
+def _sizes_shape(ends: Tensor) -> Tensor:
+    return ends.new_empty(ends.shape, dtype=torch.int64)
+
+
 @torch.library.custom_op("fxpar::spread_rows", mutates_args=())
 def spread_rows(v: Tensor, counts: Tensor, rows: int) -> Tensor:
     """To each row what its expert has: a bias.

@@ -28,7 +28,7 @@ def product(x: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
     x = x.contiguous()
     if _has_kernel(x, matrices):
         ends = _ends(counts)
-        found: Tensor = torch._grouped_mm(x, matrices, offs=ends).contiguous()  # it may have padded rows
+        found: Tensor = torch.ops.aten._grouped_mm(x, matrices, ends).contiguous()  # it may have padded rows
         module = rows.kernels(found)  # torch's leaves the rows behind all experts' as they are
         if module is not None:
             cleared: Tensor = module.clear_behind(found, ends[-1])
@@ -55,7 +55,7 @@ def outer(left: Tensor, right: Tensor, counts: Tensor) -> Tensor:
     """
     left, right = left.contiguous(), right.contiguous()
     if _has_kernel(left, right) and left.shape[0]:
-        found: Tensor = torch._grouped_mm(left.mT, right, offs=_ends(counts)).contiguous()
+        found: Tensor = torch.ops.aten._grouped_mm(left.mT, right, _ends(counts)).contiguous()
         return found
     found = left.new_zeros(counts.shape[0], left.shape[-1], right.shape[-1])
     if _is_recorded(left):

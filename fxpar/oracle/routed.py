@@ -85,6 +85,7 @@ def routed(d: Draw) -> dict[str, Samples]:
             sample(d.i(experts, tokens, k), d.normal(tokens, k), experts, 2),
             sample(d.i(experts, a, b, tokens, k), d.normal(a, b, tokens, k), experts, 2),
         ],
+        "group_sizes": [sample(one.cumsum(0)), sample(counts.cumsum(-1))],
         "block_order": [sample(*_sorted(d, experts + 1, a), 2, 7), sample(*_sorted(d, experts + 1, a, b), 2, 7)],
         "block_excess": [sample(d.i(5, a, 4), 2, 3), sample(d.i(5, a, b, 4), 2, 3)],
         "received_order": [sample(d.i(3, a, 2, experts), 7), sample(d.i(3, a, b, 2, experts), 7)],

@@ -76,6 +76,7 @@ def routed_rules() -> dict[str, Rule]:
         "fxpar.swiglu_gradient.default": Rule(
             formula("... _ n, ... _ _ n, ... _ -> ... _ _ n", "gradient", "x", "counts"), (("gradient",),)
         ),
+        "fxpar.group_sizes.default": Rule(formula("... _ -> ... _", "ends")),
         "fxpar.resize_rows.default": Rule(formula("... _ h -> ... _ h", "x"), (("x",),)),
         "fxpar.take_rows.default": Rule(formula("... _ h, ... m -> ... m h", "x", "order"), (("x",),)),
         "fxpar.put_rows.default": Rule(formula("... m h, ... m -> ... _ h", "y", "order"), (("y",),)),

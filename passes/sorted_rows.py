@@ -1,0 +1,389 @@
+"""Grouped products of rows that a model sorts by expert itself, as routed rows.
+
+Enters: a graph in one spelling. Leaves: the same, in which what sorts, takes, spreads and adds up the rows of tokens is
+written with the operators of `fxpar.ops.routed`. A helper of `canonicalize`.
+
+Terms: a *choice* are the experts of all tokens as a top-k gives them, whatever its shape; T tokens, K experts of each.
+What else is known of a value is a `_Kind`, and of which choice.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum, auto
+from math import prod
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar.layout.symbols import Size, divide
+from fxpar.passes.token_cuts import Emitter
+from fxpar.program.program import TensorType, is_tensor, tensor_type
+from fxpar.rules import bind_arguments
+
+aten, fxp = torch.ops.aten, torch.ops.fxpar
+
+
+class _Kind(Enum):
+    """What a value is of a choice.
+
+    Attributes:
+        CHOICE: its experts, in order of tokens.
+        SORT: what a sort of them gives.
+        ORDER: places of the pairs, expert after expert.
+        KEYS: the experts of those.
+        TOKENS: the tokens of those.
+        INVERSE: where each pair stands in that order.
+        MARKS: for each pair and expert one or zero.
+        COUNTS: pairs of each expert.
+        ENDS: where each expert's pairs end in that order.
+        SIZES: counts, of ends.
+    """
+
+    CHOICE = auto()
+    SORT = auto()
+    ORDER = auto()
+    KEYS = auto()
+    TOKENS = auto()
+    INVERSE = auto()
+    MARKS = auto()
+    COUNTS = auto()
+    ENDS = auto()
+    SIZES = auto()
+
+
+@dataclass(frozen=True)
+class _Fact:
+    """What is known of a value.
+
+    Attributes:
+        kind: what it is.
+        choice: of which experts of tokens.
+    """
+
+    kind: _Kind
+    choice: fx.Node
+
+
+_EXACT = (torch.int64, torch.int32, torch.float32, torch.float64)
+_SORTS = (aten.sort.default, aten.sort.stable)
+_ARGSORTS = (aten.argsort.default, aten.argsort.stable)
+_SHAPED = (aten.view.default, aten.reshape.default, aten.unsqueeze.default, aten.squeeze.dim, aten.flatten.using_ints)
+# What adds rows up at places, and what it calls the places.
+_ADDS: Mapping[Any, str] = {aten.scatter_add.default: "src", aten.index_add.default: "source"}
+_ZEROS = (aten.zeros_like.default, aten.zeros.default, aten.new_zeros.default)
+
+
+def recognize_rows(graph: fx.Graph) -> None:
+    """Writes rows that a model sorts itself as those of `fxpar.ops.routed`.
+
+    Before::
+
+        %order = aten.argsort.stable(%flat) : i64[2*b*s]
+        %tokens = aten.floor_divide.default(%order, 2) : i64[2*b*s]
+        %rows = aten.index.Tensor(%x, [%tokens]) : f32[2*b*s, 64]
+        %sizes = fxpar.group_sizes.default(%ends) : i64[8]
+        %y = fxpar.grouped_linear.default(%rows, %w, %sizes, True) : f32[2*b*s, 128]
+
+    After::
+
+        %order, %counts = fxpar.sort_by_expert.default(%chosen, 8) : i64[2*b*s], i64[8]
+        %rows = fxpar.take_rows.default(%x, %order, 2) : f32[2*b*s, 64]
+        %y = fxpar.grouped_linear.default(%rows, %w, %counts, True) : f32[2*b*s, 128]
+
+    Only experts that a top-k over as many as there are matrices has chosen are, which are all others for a token: so
+    many places of buffers go by that. Whatever else reads order or counts reads what it did.
+    """
+    facts = _facts(graph)
+    products: dict[fx.Node, None] = {}
+    for node in graph.nodes:
+        if node.target is fxp.grouped_linear.default:
+            sizes = facts.get(_arg(node, 2))
+            if sizes is not None and sizes.kind is _Kind.SIZES and _counts(node) == _chosen_of(sizes.choice):
+                products[sizes.choice] = None
+    for choice in products:
+        _Layer(graph, choice, facts).write()
+
+
+def _arg(node: fx.Node, index: int) -> Any:
+    """What a call is given at a place."""
+    return node.args[index]
+
+
+def _chosen_of(choice: fx.Node) -> Size:
+    """Of how many experts a top-k chooses."""
+    return tensor_type(_arg(_arg(choice, 0), 0)).shape[-1]
+
+
+def _counts(product: fx.Node) -> Size:
+    """How many experts' rows are counted for a product."""
+    return tensor_type(_arg(product, 2)).shape[0]
+
+
+def _facts(graph: fx.Graph) -> dict[fx.Node, _Fact]:
+    facts: dict[fx.Node, _Fact] = {}
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        if _is_choice(node):
+            facts[node] = _Fact(_Kind.CHOICE, node)
+            continue
+        source = _arg(node, 0) if node.args else None
+        known = facts.get(source) if isinstance(source, fx.Node) else None
+        kind = None if known is None else _kind(node, known, facts)
+        if known is not None and kind is not None:
+            facts[node] = _Fact(kind, known.choice)
+    return facts
+
+
+def _is_choice(node: fx.Node) -> bool:
+    if node.target is not operator.getitem or _arg(node, 1) != 1:
+        return False
+    top = _arg(node, 0)
+    assert isinstance(top, fx.Node)
+    if top.target is not aten.topk.default:
+        return False
+    rank = len(tensor_type(_arg(top, 0)).shape)
+    return rank > 1 and int(bind_arguments(top).get("dim", -1)) % rank == rank - 1
+
+
+def _kind(node: fx.Node, known: _Fact, facts: Mapping[fx.Node, _Fact]) -> _Kind | None:
+    """What a value is that is made of one of which something is known; None where nobody knows."""
+    target, kind = node.target, known.kind
+    if target is operator.getitem:
+        return (_Kind.KEYS, _Kind.ORDER)[int(_arg(node, 1))] if kind is _Kind.SORT else None
+    if target is aten._to_copy.default:
+        return kind if is_tensor(node) and tensor_type(node).dtype in _EXACT else None
+    if kind is _Kind.CHOICE and target is aten.index.Tensor:
+        (places, *more) = bind_arguments(node)["indices"]
+        is_sorted = not more and facts.get(places) == _Fact(_Kind.ORDER, known.choice)
+        return _Kind.KEYS if is_sorted and len(tensor_type(_arg(node, 0)).shape) == 1 else None
+    if kind is _Kind.CHOICE:
+        return _of_choice(node)
+    if kind is _Kind.ORDER:
+        if target is aten.floor_divide.default or target is aten.div.Tensor_mode:
+            return _Kind.TOKENS if _arg(node, 1) == tensor_type(known.choice).shape[-1] else None
+        return _Kind.INVERSE if target in _ARGSORTS and _ascends(node) else None
+    if kind is _Kind.MARKS and target is aten.sum.dim_IntList:
+        rank, given = len(tensor_type(_arg(node, 0)).shape), bind_arguments(node)
+        dims = {int(dim) % rank for dim in given["dim"] or ()}
+        return _Kind.COUNTS if dims == set(range(rank - 1)) and not given.get("keepdim", False) else None
+    if kind is _Kind.COUNTS and target is aten.cumsum.default:
+        return _Kind.ENDS
+    return _Kind.SIZES if kind is _Kind.ENDS and target is fxp.group_sizes.default else None
+
+
+def _of_choice(node: fx.Node) -> _Kind | None:
+    target, given = node.target, bind_arguments(node)
+    if target in _SHAPED:
+        return _Kind.CHOICE
+    is_flat = len(tensor_type(_arg(node, 0)).shape) == 1
+    if is_flat and target in _SORTS and _ascends(node):
+        return _Kind.SORT
+    if is_flat and target in _ARGSORTS and _ascends(node):
+        return _Kind.ORDER
+    if target is aten.histc.default:
+        count = given.get("bins", 100)
+        return _Kind.COUNTS if given.get("min", 0) == 0 and given.get("max", 0) in (count, count - 1) else None
+    is_marked = target is aten.one_hot.default and given.get("num_classes", -1) != -1
+    return _Kind.MARKS if is_marked or (target is aten.eq.Tensor and _numbers(given["other"])) else None
+
+
+def _numbers(value: Any) -> bool:
+    """Whether these are the numbers of experts, 0, 1, …, along the last dimension."""
+    while isinstance(value, fx.Node) and value.target in _SHAPED and tensor_type(value).shape[-1] != 1:
+        value = _arg(value, 0)
+    if not isinstance(value, fx.Node):
+        return False
+    is_first = value.target is aten.arange.default or (value.target is aten.arange.start and _arg(value, 0) == 0)
+    return is_first and len(tensor_type(value).shape) == 1
+
+
+def _ascends(node: fx.Node) -> bool:
+    return not bind_arguments(node).get("descending", False)
+
+
+class _Layer:
+    """The rows of one choice, being rewritten."""
+
+    def __init__(self, graph: fx.Graph, choice: fx.Node, facts: Mapping[fx.Node, _Fact]) -> None:
+        self.graph, self.choice = graph, choice
+        self.k = int(tensor_type(choice).shape[-1])
+        self.facts = {node: fact.kind for node, fact in facts.items() if fact.choice is choice}
+        # What is known of it beside its shape begins with a sort or a count.
+        first = next(node for node in graph.nodes if self.facts.get(node, _Kind.CHOICE) is not _Kind.CHOICE)
+        self.emit = Emitter(graph, first)
+        self.experts = int(_chosen_of(choice))
+        self.rows: Size = prod(tensor_type(choice).shape)
+        tokens = divide(self.rows, self.k)
+        assert tokens is not None
+        self.tokens = tokens
+
+    def write(self) -> None:
+        """Rewrites what takes rows, computes with them and adds them up."""
+        emit, kind = self.emit, torch.int64
+        self.chosen = emit.view(self.choice, [-1, self.k], (self.tokens, self.k))
+        self.order, self.counts = emit.several(
+            fxp.sort_by_expert.default,
+            (self.chosen, self.experts),
+            (TensorType(kind, (self.rows,)), TensorType(kind, (self.experts,))),
+        )
+        for node in list(self.graph.nodes):
+            writer = _WRITERS.get(node.target)
+            if node.op == "call_function" and writer is not None:
+                emit.like(node)
+                made = writer(self, node, bind_arguments(node))
+                if made is not None:
+                    node.replace_all_uses_with(made)
+                    self.graph.erase_node(node)
+
+    def kind(self, value: Any) -> _Kind | None:
+        """What is known of a value."""
+        return self.facts.get(value) if isinstance(value, fx.Node) else None
+
+    def along_rows(self, places: Any) -> _Kind | None:
+        """What is known of places that are the same along each row: [M] expanded to [M, f]."""
+        if isinstance(places, fx.Node) and places.target is aten.expand.default:
+            column = _arg(places, 0)
+            shape = tensor_type(column).shape
+            if shape == (self.rows, 1) and column.target in _SHAPED:
+                return self.kind(_arg(column, 0))
+        return None
+
+    def count(self, size: Size) -> Any:
+        """A number of pairs or tokens."""
+        tokens = self.emit.size(self.chosen, 0)
+        return tokens if size == self.tokens else self.emit.number(operator.mul, tokens, self.k)
+
+    def take(self, source: Any, places: _Kind | None) -> fx.Node | None:
+        """Rows at places of tokens or of pairs, and experts' numbers of rows."""
+        if not isinstance(source, fx.Node) or places is None:
+            return None
+        kind = tensor_type(source)
+        if places is _Kind.KEYS and kind.shape[:1] == (self.experts,) and len(kind.shape) == 2:
+            shape = TensorType(kind.dtype, (self.rows, kind.shape[1]))
+            return self.emit.call(fxp.spread_rows.default, (source, self.counts, self.count(self.rows)), shape)
+        if places is _Kind.TOKENS and kind.shape[:1] == (self.tokens,) and len(kind.shape) == 2:
+            return self._taken(source, self.k)
+        if places is not _Kind.ORDER or kind.shape[:1] != (self.rows,) or len(kind.shape) > 2:
+            return None
+        if len(kind.shape) == 2:
+            return self._taken(source, 1)
+        if not kind.dtype.is_floating_point:
+            return None
+        column = self._taken(self.emit.view(source, [-1, 1], (self.rows, 1)), 1)
+        return self.emit.view(column, [-1], (self.rows,))
+
+    def _taken(self, source: fx.Node, k: int) -> fx.Node:
+        kind = tensor_type(source)
+        shape = TensorType(kind.dtype, (self.rows, kind.shape[1]))
+        return self.emit.call(fxp.take_rows.default, (source, self.order, k), shape)
+
+    def put(self, base: Any, places: _Kind | None, rows: Any, adds: bool) -> fx.Node | None:
+        """Rows added up at their tokens, or put back at their pairs."""
+        if not isinstance(rows, fx.Node) or tensor_type(rows).shape[:1] != (self.rows,):
+            return None
+        is_zero, kind = _is_zero(base), tensor_type(rows)
+        if len(kind.shape) != 2 or kind.dtype != tensor_type(base).dtype:
+            return None
+        of_tokens = places is _Kind.TOKENS or (places is _Kind.ORDER and self.k == 1)
+        if of_tokens and adds:
+            size, k = self.tokens, self.k
+        elif places is _Kind.ORDER and is_zero:
+            size, k = self.rows, 1
+        else:
+            return None
+        if tensor_type(base).shape != (size, kind.shape[1]):
+            return None
+        shape = TensorType(kind.dtype, (size, kind.shape[1]))
+        weighed = self._weighed(rows) if k > 1 or size == self.tokens else None
+        if weighed is not None:
+            made = self.emit.call(fxp.put_weighed.default, (*weighed, self.order, kind.dtype), shape)
+        else:
+            made = self.emit.call(fxp.put_rows.default, (rows, self.order, self.count(size), k), shape)
+        return made if is_zero else self.emit.call(aten.add.Tensor, (base, made), shape)
+
+    def _weighed(self, rows: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+        """The rows and the weights [T, K] whose product these are, where nothing else reads that."""
+        if rows.target is not aten.mul.Tensor or len(rows.users) != 1:
+            return None
+        for own, weight in (rows.args, rows.args[::-1]):
+            if not isinstance(own, fx.Node) or not isinstance(weight, fx.Node):
+                continue
+            if tensor_type(own).shape != tensor_type(rows).shape or tensor_type(weight).shape != (self.rows, 1):
+                continue
+            while weight.target in _SHAPED:
+                weight = _arg(weight, 0)
+            if weight.target is fxp.take_rows.default and weight.args[1:] == (self.order, 1):
+                return own, self.emit.view(_arg(weight, 0), [-1, self.k], (self.tokens, self.k))
+        return None
+
+
+def _is_zero(value: Any) -> bool:
+    if not isinstance(value, fx.Node):
+        return False
+    return bool(value.target in _ZEROS or (value.target is aten.full.default and _arg(value, 1) in (0, False)))
+
+
+def _index(layer: _Layer, node: fx.Node, given: Mapping[str, Any]) -> fx.Node | None:
+    if len(given["indices"]) != 1:
+        return None
+    places = layer.kind(given["indices"][0])
+    if places is _Kind.INVERSE:
+        kind = tensor_type(node)
+        args = given["self"], layer.order, layer.count(layer.rows), 1
+        is_rows = len(kind.shape) == 2 and tensor_type(given["self"]).shape == kind.shape
+        return layer.emit.call(fxp.put_rows.default, args, kind) if is_rows else None
+    return layer.take(given["self"], places)
+
+
+def _select(layer: _Layer, node: fx.Node, given: Mapping[str, Any]) -> fx.Node | None:
+    return layer.take(given["self"], layer.kind(given["index"])) if given["dim"] == 0 else None
+
+
+def _gather(layer: _Layer, node: fx.Node, given: Mapping[str, Any]) -> fx.Node | None:
+    is_whole = tensor_type(given["index"]).shape[1:] == tensor_type(given["self"]).shape[1:]
+    flat = layer.kind(given["index"])
+    if flat is not None and len(tensor_type(given["index"]).shape) == 1:
+        return layer.take(given["self"], flat)
+    return layer.take(given["self"], layer.along_rows(given["index"])) if given["dim"] == 0 and is_whole else None
+
+
+def _add(layer: _Layer, node: fx.Node, given: Mapping[str, Any]) -> fx.Node | None:
+    if given["dim"] != 0 or given.get("alpha", 1) != 1:
+        return None
+    rows, wide = given[_ADDS[node.target]], node.target is aten.scatter_add.default
+    if wide and tensor_type(given["index"]).shape != tensor_type(rows).shape:
+        return None
+    return layer.put(given["self"], (layer.along_rows if wide else layer.kind)(given["index"]), rows, True)
+
+
+def _put(layer: _Layer, node: fx.Node, given: Mapping[str, Any]) -> fx.Node | None:
+    if len(given["indices"]) != 1:
+        return None
+    return layer.put(
+        given["self"], layer.kind(given["indices"][0]), given["values"], bool(given.get("accumulate", False))
+    )
+
+
+def _product(layer: _Layer, node: fx.Node, given: Mapping[str, Any]) -> None:
+    """Counts are those of the sort, matrices those that the author holds."""
+    if layer.kind(given["counts"]) is not _Kind.SIZES:
+        return
+    weight, transposed = given["weight"], given["transposed"]
+    if weight.target is aten.transpose.int and {dim % 3 for dim in weight.args[1:]} == {1, 2}:
+        weight, transposed = _arg(weight, 0), not transposed
+    node.args = (given["x"], weight, layer.counts, transposed)
+
+
+_WRITERS: Mapping[Any, Callable[[_Layer, fx.Node, Mapping[str, Any]], fx.Node | None]] = {
+    aten.index.Tensor: _index,
+    aten.index_select.default: _select,
+    aten.gather.default: _gather,
+    **dict.fromkeys(_ADDS, _add),
+    aten.index_put.default: _put,
+    fxp.grouped_linear.default: _product,
+}

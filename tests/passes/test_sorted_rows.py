@@ -1,0 +1,130 @@
+"""Rows that a model sorts by expert itself are those of fxpar's operators: on one device, and where they travel."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fxpar.capture import capture
+from fxpar.compile import compile_program
+from fxpar.errors import PlanError
+from fxpar.manager import PassManager
+from fxpar.passes.canonicalize import canonicalize
+from fxpar.plan.plan import Plan
+from fxpar.program.program import Program, output_layouts
+from fxpar.verification import verify
+from tests.passes.sorted_layer import EXPERTS, INNER, ROWS, WIDTH, Sorted, batch
+from tests.products import product
+
+FORMS: list[dict[str, Any]] = [
+    {},
+    {"adds": "unsort", "counts": "one_hot", "biased": True},
+    {"adds": "index_add", "counts": "marks", "first": True},
+    {"adds": "inverse", "dtype": torch.bfloat16},
+    {"adds": "index_add", "choices": 1},
+    {"adds": "unsort", "first": True, "choices": EXPERTS},
+]
+PLANS: list[dict[str, Any]] = [
+    {"dp": 2, "ep": 2},
+    {"dp": 2, "tp": 2, "ep": 4, "etp": 1, "dispatch": "exact"},
+    {"tp": 2},
+    {"dp": 2, "tp": 2, "ep": 2, "capacity_factor": 0.8, "drop_policy": "position"},
+    {"dp": 2},
+]
+
+
+def canonical(model: nn.Module) -> Program:
+    """The model in one spelling."""
+    return PassManager([canonicalize]).run(capture(model, batch(), Plan()).program)
+
+
+def operators(program: Program) -> Counter[str]:
+    """How often each operation occurs that has to do with rows, of torch and of fxpar."""
+    calls = [node for node in program.graph.nodes if node.op == "call_function"]
+    found = Counter(str(node.target).removesuffix(".default") for node in calls)
+    words = ("sort", "index", "gather", "scatter", "rows", "grouped", "group_", "put", "histc", "cumsum")
+    return Counter({name: n for name, n in found.items() if any(word in name for word in words)})
+
+
+@product(form=FORMS, plan=PLANS)
+def test_they_are_the_single_device_s(form: dict[str, Any], plan: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    found = verify(Sorted(**form), batch(), Plan(**plan))
+    assert found.ok, found.values
+    assert found.split_flops > 0.9
+
+
+def test_what_is_known_of_them_is_written_in_one_way() -> None:
+    """Nothing of the author's is left but his router."""
+    each = {"fxpar.sort_by_expert": 2, "fxpar.take_rows": 2, "fxpar.grouped_linear": 6}
+    assert operators(canonical(Sorted())) == each | {"fxpar.put_weighed": 2}
+    biased = operators(canonical(Sorted(**FORMS[1])))
+    assert biased == each | {"fxpar.take_rows": 4, "fxpar.spread_rows": 2, "fxpar.put_rows": 2, "aten.gather": 2}
+
+
+def test_experts_are_on_several_ranks() -> None:
+    program = compile_program(capture(Sorted(), batch(), Plan(dp=2, ep=2)).program)
+    layouts = {p.fqn: str(output_layouts(program.node(p.node))[0]) for p in program.parameters}
+    assert {layouts[f"layers.{i}.{name}"] for i in range(2) for name in ("w1", "w2", "w3")} == {"dp:S(0)"}
+
+
+def test_weights_of_a_router_say_what_is_dropped() -> None:
+    torch.manual_seed(0)
+    program = compile_program(capture(Sorted(), batch(), Plan(dp=2, ep=2, capacity_factor=1)).program)
+    assert sum("keep_heaviest" in str(node.target) for node in program.graph.nodes) == 2
+
+
+class Chosen(nn.Module):
+    """Experts that choose their tokens, or whose rows stand in no order that anybody knows.
+
+    Args:
+        even: whether each expert has as many rows.
+    """
+
+    def __init__(self, even: bool) -> None:
+        super().__init__()
+        self.words, self.gate = nn.Embedding(16, WIDTH), nn.Linear(WIDTH, EXPERTS)
+        self.w1 = nn.Parameter(torch.randn(EXPERTS, WIDTH, INNER))
+        self.w2 = nn.Parameter(torch.randn(EXPERTS, INNER, WIDTH))
+        self.even = even
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        """Both [b, s]."""
+        x = self.words(ids).view(-1, WIDTH)
+        scores = self.gate(x).softmax(-1)
+        tokens = scores.detach().topk(10, dim=0).indices
+        if self.even:
+            ends = torch.arange(1, EXPERTS + 1, dtype=torch.int32) * 10
+            places = tokens.t().reshape(-1)
+        else:
+            chosen = self.gate(x).argmax(-1)
+            ends = torch.histc(chosen.float(), bins=EXPERTS, min=0, max=EXPERTS).cumsum(0).to(torch.int32)
+            places = chosen.argsort()
+        made = torch._grouped_mm(torch._grouped_mm(x[places], self.w1, offs=ends).relu(), self.w2, offs=ends)
+        loss: Tensor = torch.zeros_like(x).index_add(0, places, made).square().mean() + scores.sum()
+        return loss
+
+
+@pytest.mark.parametrize("even", [True, False])
+def test_experts_that_are_not_recognised_are_split_and_stay_where_they_are(even: bool) -> None:
+    torch.manual_seed(0)
+    model = Chosen(even)
+    assert "fxpar.sort_by_expert" not in operators(canonical(model))
+    found = verify(model, batch(), Plan(tp=2))
+    assert found.ok, found.values
+    cuts = {p.fqn: str(output_layouts(found.program.node(p.node))[0]) for p in found.program.parameters}
+    assert (cuts["w1"], cuts["w2"]) == ("tp:S(2)", "tp:S(1)")
+    program = capture(model, batch(), Plan(tp=2, ep=2, etp=1)).program
+    with pytest.raises(PlanError, match=r"grouped_linear.*in no way that is recognised as that of experts.*set ep=1"):
+        compile_program(program)
+
+
+def test_products_of_torch_are_what_they_were_behind_a_trace() -> None:
+    before = torch._grouped_mm, nn.functional.grouped_mm
+    capture(Sorted(), batch(), Plan())
+    assert (torch._grouped_mm, nn.functional.grouped_mm) == before
+    assert len(batch()["ids"]) == ROWS
