@@ -153,6 +153,31 @@ def test_a_step_with_rows_over_the_budget_is_repeated(
         assert f"Of {steps} steps {steps * over} were repeated" in " ".join(found["report"].split())
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"ep": 2, "pad_to_capacity": True},
+        pytest.param({"ep": 2}, marks=pytest.mark.matrix),
+        pytest.param({"ep": 2, "dispatch": "exact"}, marks=pytest.mark.matrix),
+        pytest.param({"ep": 2, "compile": True, "pad_to_capacity": True}, marks=pytest.mark.matrix),
+        pytest.param({"ep": 2, "recompute": "selective"}, marks=pytest.mark.matrix),
+        pytest.param({"ep": 2, "cuda_graphs": CudaGraphs("partial")}, marks=pytest.mark.matrix),
+    ],
+    ids=lambda plan: "-".join(f"{k}{v}" for k, v in plan.items()),
+)
+def test_rows_are_dropped_wherever_experts_lie(world2: World, options: dict[str, Any]) -> None:
+    """Each data rank drops its own: two of them with all experts are the reference, whose values are a loop's.
+
+    By this capacity experts take half of all rows or less.
+    """
+    limit = {"dp": 2, "capacity_factor": 0.5}
+    wanted = world2.run(expert_jobs.budgeted, limit, "list")
+    for found, same in zip(world2.run(expert_jobs.budgeted, {**limit, **options}, "list"), wanted, strict=True):
+        assert found["losses"] == pytest.approx(same["losses"], rel=1e-12)
+        assert_same(found["state"], same["state"], 1e-12)
+        assert found["output"] == pytest.approx(same["output"], rel=1e-12)
+
+
 def test_data_ranks_that_bring_other_rows_are_refused(world2: World) -> None:
     for kind, _, reason, remedy in world2.run(expert_jobs.other_rows, {"dp": 2, "ep": 2}):
         assert kind == "InputError"
