@@ -11,11 +11,11 @@ from torch import fx
 from fxpar.errors import PlanError
 from fxpar.manager import register_pass
 from fxpar.passes.exact_rows import ExactRows
-from fxpar.passes.limited_rows import limit_rows
+from fxpar.passes.limited_rows import count_dropped, limit_rows
 from fxpar.passes.padded_rows import PaddedRows
 from fxpar.passes.routed_rows import routed
 from fxpar.passes.static_rows import StaticRows
-from fxpar.program.loads import excess_name, load_name
+from fxpar.program.loads import dropped_name, excess_name, load_name
 from fxpar.program.program import Program, describe, note, output_node
 from fxpar.program.properties import Property
 from fxpar.program.symbols import Counted
@@ -55,7 +55,8 @@ def dispatch_experts(program: Program) -> Program:
     blocks are as large as the capacity of a holder's experts. Values are then those of a device that drops the same
     rows. With `pad_to_capacity` each expert computes as many rows as that, whatever it gets (`padded_rows`).
 
-    How many rows each expert receives is an output more for each layer (`fxpar.load.…`).
+    How many rows each expert receives is an output more for each layer (`fxpar.load.…`), and how many are dropped
+    (`fxpar.dropped.…`).
 
     With `Plan(dispatch="exact")` rows travel as they are sorted, as many as there are::
 
@@ -87,6 +88,7 @@ def dispatch_experts(program: Program) -> Program:
     for region in regions:
         rows: StaticRows
         limit_rows(program, region)
+        dropped = count_dropped(program, region) if holders else None
         if holders and plan.dispatch == "exact":
             rows = ExactRows(program, region, holders, _new_name(program, counted))
             counted.append(rows.counted)
@@ -98,6 +100,8 @@ def dispatch_experts(program: Program) -> Program:
             loads[name] = rows.load
             if rows.excess is not None:
                 loads[excess_name(name)] = rows.excess
+            if dropped is not None:
+                loads[dropped_name(name)] = dropped
     end = output_node(program.graph)
     end.args = ((*end.args[0], *loads.values()),)  # type: ignore[misc]
     program.graph.eliminate_dead_code()

@@ -17,7 +17,7 @@ from fxpar.errors import PlanError
 from fxpar.layout.symbols import Size
 from fxpar.passes.routed_rows import Routed
 from fxpar.passes.token_cuts import Emitter, part_of, token_cut
-from fxpar.program.program import Program, describe, operands, tensor_type
+from fxpar.program.program import Program, TensorType, describe, operands, tensor_type
 
 aten, fxp = torch.ops.aten, torch.ops.fxpar
 _KEEPS = (fxp.keep_first.default, fxp.keep_heaviest.default)
@@ -77,6 +77,17 @@ def limit_rows(program: Program, region: Routed) -> None:
     scores = [] if by_position else [cut.apart(_weights(region), 1)]
     kept = emit.call(_KEEPS[not by_position], (chosen, *scores, region.experts, capacity), kind)
     region.sort.replace_input_with(indices, cut.together(kept))
+
+
+def count_dropped(program: Program, region: Routed) -> fx.Node | None:
+    """How many pairs of each source are dropped, i64 [lead]; None where none can be."""
+    limit = limit_of(program, region)
+    if limit is None:
+        return None
+    emit, kept = Emitter(program.graph, region.sort), limit.kept
+    kind = tensor_type(kept)
+    is_other = emit.call(aten.ne.Tensor, (kept, kept.args[0]), TensorType(torch.bool, kind.shape))
+    return emit.call(aten.sum.dim_IntList, (is_other, [-2, -1]), TensorType(torch.int64, kind.shape[:-2]))
 
 
 def limit_of(program: Program, region: Routed) -> Limit | None:

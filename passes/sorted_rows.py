@@ -95,7 +95,7 @@ def recognize_rows(graph: fx.Graph) -> None:
         %y = fxpar.grouped_linear.default(%rows, %w, %counts, True) : f32[2*b*s, 128]
 
     Only experts that a top-k over as many as there are matrices has chosen are, which are all others for a token: so
-    many places of buffers go by that. Whatever else reads order or counts reads what it did.
+    many places of buffers go by that. Whatever else reads the order reads that of the sort.
     """
     facts = _facts(graph)
     products: dict[fx.Node, None] = {}
@@ -239,6 +239,13 @@ class _Layer:
                 if made is not None:
                     node.replace_all_uses_with(made)
                     self.graph.erase_node(node)
+        self._give_order()
+
+    def _give_order(self) -> None:
+        """What else reads the author's order reads this one: within an expert that of an unstable sort may differ."""
+        for node in list(self.graph.nodes):
+            if self.kind(node) is _Kind.ORDER and node.target is not aten._to_copy.default:
+                node.replace_all_uses_with(self.order)
 
     def kind(self, value: Any) -> _Kind | None:
         """What is known of a value."""

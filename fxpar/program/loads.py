@@ -1,8 +1,8 @@
-"""How many rows experts receive, and for how many a buffer has no place, as outputs of a program.
+"""How many rows experts receive, for how many a buffer has no place, and how many are dropped: outputs of a program.
 
 Enters: names. Leaves: which outputs those are, and of which module. Of the first a rank has the numbers of its own
 experts, i64 [leading dimensions, experts of a holder], of the second the most of its blocks, i64 [leading dimensions,
-1].
+1], of the third those of its own tokens, i64 [leading dimensions].
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 _LOAD = "fxpar.load."
 _EXCESS = "fxpar.excess."
+_DROPPED = "fxpar.dropped."
 
 
 def load_name(module: str, taken: Sequence[str]) -> str:
@@ -34,11 +35,21 @@ def is_excess(output: str) -> bool:
     return output.startswith(_EXCESS)
 
 
+def dropped_name(load: str) -> str:
+    """The output that says how many rows were dropped that would have been of that load."""
+    return f"{_DROPPED}{module_of_load(load)}"
+
+
+def is_dropped(output: str) -> bool:
+    """Whether an output of that name says that."""
+    return output.startswith(_DROPPED)
+
+
 def is_counted(output: str) -> bool:
     """Whether an output is one of these, and none of the model's."""
-    return is_load(output) or is_excess(output)
+    return is_load(output) or is_excess(output) or is_dropped(output)
 
 
 def module_of_load(output: str) -> str:
-    """Whose load, or rows without a place, it is."""
-    return output.removeprefix(_LOAD).removeprefix(_EXCESS)
+    """Whose load, rows without a place, or dropped ones, it is."""
+    return output.removeprefix(_LOAD).removeprefix(_EXCESS).removeprefix(_DROPPED)

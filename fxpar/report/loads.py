@@ -18,11 +18,13 @@ class ExpertLoad:
         module: the layer.
         experts: of each expert.
         ranks: of each rank, in the order of the mesh: ranks that split the same experts have the same rows.
+        dropped: how many more went beyond the capacity of experts; None where that has no limit.
     """
 
     module: str
     experts: tuple[int, ...]
     ranks: tuple[int, ...]
+    dropped: int | None = None
 
     @property
     def imbalance(self) -> tuple[float, float]:
@@ -36,6 +38,7 @@ def expert_loads(
     axes: Mapping[str, int],
     holders: Mapping[str, int],
     batch: Mapping[str, int],
+    dropped: Mapping[str, int],
 ) -> tuple[ExpertLoad, ...]:
     """The loads of all layers.
 
@@ -45,6 +48,7 @@ def expert_loads(
         axes: of the mesh, with their sizes, the outermost first.
         holders: those whose ranks hold different experts.
         batch: those whose ranks have other tokens.
+        dropped: by layer, how many rows were dropped.
     """
     found = []
     for module, by_rank in zip(modules, numbers, strict=True):
@@ -59,7 +63,8 @@ def expert_loads(
                 block = block * size + place[axis]
             for index, count in enumerate(rows):
                 experts[block * own + index] += count
-        found.append(ExpertLoad(module, tuple(experts), tuple(sum(rows) for rows in by_rank)))
+        ranks = tuple(sum(rows) for rows in by_rank)
+        found.append(ExpertLoad(module, tuple(experts), ranks, dropped.get(module)))
     return tuple(found)
 
 

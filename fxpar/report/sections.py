@@ -53,8 +53,10 @@ def _loads(report: Report) -> list[Section]:
         for load in report.loads
     ]
     columns = ("layer", "of each expert", "of each rank", "experts", "ranks")
-    notes = ("Rows that experts received in the last step. The last two columns: the most over the mean.",)
-    return [Section("load of experts", columns, tuple(rows), ("experts", "ranks"), notes)]
+    notes = ["Rows that experts received in the last step. The last two columns: the most over the mean."]
+    dropped = [f"{load.module} {load.dropped}" for load in report.loads if load.dropped is not None]
+    notes += [f"Dropped beyond capacity_factor: {', '.join(dropped)}."] if dropped else []
+    return [Section("load of experts", columns, tuple(rows), ("experts", "ranks"), tuple(notes))]
 
 
 def stage_sections(report: Report) -> list[Section]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from fxpar.mesh.purpose import Cuts
 from fxpar.ops.collectives import arrived, start_gather
 from fxpar.plan.plan import Plan
-from fxpar.program.loads import is_load, module_of_load
+from fxpar.program.loads import is_dropped, is_load, module_of_load
 from fxpar.report.loads import ExpertLoad, expert_loads
 from fxpar.runtime.world import World
 
@@ -27,18 +27,22 @@ class Loads:
     Attributes:
         names: of the outputs that say it.
         own: experts of a rank in each of these layers.
-        counts: i64 [ranks, experts of a rank in all these layers].
+        dropped: of the outputs that say how many rows were dropped.
+        counts: i64 [ranks, experts of a rank in all these layers, and behind them what each rank dropped in each].
     """
 
     names: tuple[str, ...]
     own: tuple[int, ...]
+    dropped: tuple[str, ...]
     counts: Tensor
 
     def read(self, plan: Plan) -> tuple[ExpertLoad, ...]:
         """The numbers; waits for the device."""
-        layers = [part.tolist() for part in self.counts.cpu().split(list(self.own), dim=1)]
+        *parts, lost = self.counts.cpu().split([*self.own, len(self.dropped)], dim=1)
         names = [module_of_load(name) for name in self.names]
-        return expert_loads(names, layers, plan.axes, plan.mesh.holders, plan.axes_for(Cuts.BATCH))
+        layers = [part.tolist() for part in parts]
+        dropped = dict(zip(map(module_of_load, self.dropped), lost.sum(0).tolist(), strict=True))
+        return expert_loads(names, layers, plan.axes, plan.mesh.holders, plan.axes_for(Cuts.BATCH), dropped)
 
 
 def gathered(parts: Sequence[Mapping[str, Tensor]], world: World, plan: Plan) -> Loads | None:
@@ -47,10 +51,10 @@ def gathered(parts: Sequence[Mapping[str, Tensor]], world: World, plan: Plan) ->
     Args:
         parts: of each microbatch what it says of rows, by name of the output.
     """
-    names = tuple(filter(is_load, parts[0])) if parts else ()
+    names, dropped = (tuple(filter(which, parts[0])) if parts else () for which in (is_load, is_dropped))
     if not names:
         return None
-    summed = [torch.stack([part[name].flatten() for part in parts]).sum(0) for name in names]
+    summed = [torch.stack([part[name].flatten() for part in parts]).sum(0) for name in (*names, *dropped)]
     group = world.groups["-".join(plan.axes)]
     counts = arrived(start_gather(torch.cat(summed), group))
-    return Loads(names, tuple(len(each) for each in summed), counts)
+    return Loads(names, tuple(len(each) for each in summed[: len(names)]), dropped, counts)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fxpar.capture import capture
 from fxpar.compile import compile_program
-from fxpar.errors import PlanError
+from fxpar.errors import PassError, PlanError
 from fxpar.manager import PassManager
 from fxpar.passes.canonicalize import canonicalize
 from fxpar.plan.plan import Plan
@@ -64,6 +64,23 @@ def test_what_is_known_of_them_is_written_in_one_way() -> None:
     assert operators(canonical(Sorted())) == each | {"fxpar.put_weighed": 2}
     biased = operators(canonical(Sorted(**FORMS[1])))
     assert biased == each | {"fxpar.take_rows": 4, "fxpar.spread_rows": 2, "fxpar.put_rows": 2, "aten.gather": 2}
+
+
+def test_there_is_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two sorts of equal experts may differ, so that none is left beside that of the rows."""
+
+    def copied(self: Any, x: Tensor, made: Tensor, order: Tensor, tokens: Tensor, index: Tensor) -> Tensor:
+        pairs = torch.zeros_like(made).index_copy(0, order, made)
+        return pairs.view(-1, self.k, WIDTH).sum(1)
+
+    model = Sorted()
+    monkeypatch.setattr(type(model.layers[0]), "summed", copied)
+    found = operators(canonical(model))
+    assert found["aten.index_copy"] == found["fxpar.sort_by_expert"] == 2
+    assert not any(name.startswith(("aten.sort", "aten.argsort")) for name in found)
+    program = capture(model, batch(), Plan(dp=2, ep=2)).program
+    with pytest.raises(PassError, match=r"index_copy.*not known to compute each row by itself.*or set ep=1"):
+        compile_program(program)
 
 
 def test_experts_are_on_several_ranks() -> None:

@@ -119,6 +119,15 @@ def test_the_load_of_the_last_step_is_in_the_report(
         assert f"{tokens} {tokens} 0 0" in text
 
 
+def test_the_report_says_how_many_rows_were_dropped(world2: World) -> None:
+    """Of a router that sends all of a source's 20 tokens to the first two experts, which take ceil(20 * 2 / 4)."""
+    plan = {"dp": 2, "ep": 2, "capacity_factor": 1}
+    for (_, behind), text in world2.run(expert_jobs.loads, plan, "one", 2):
+        (found,) = behind
+        assert (found.experts, found.dropped) == ((40, 40, 0, 0), 80)
+        assert "Dropped beyond capacity_factor: experts 80." in " ".join(text.split())
+
+
 @pytest.mark.parametrize("over", [False, True], ids=["full", "over"])
 @pytest.mark.parametrize(
     ("ways", "options"),
