@@ -117,6 +117,17 @@ def test_the_reference_of_a_verification_drops_what_the_loop_drops() -> None:
                 torch.testing.assert_close(found.gradients[name], gradient, rtol=0, atol=TOLERANCE)
 
 
+def test_another_capacity_and_another_policy_are_other_values() -> None:
+    """Which rows are dropped no static check knows."""
+    text = print_program(dispatched({**MESHES[0], "capacity_factor": 0.5}))
+    wrong = re.sub(r"(keep_heaviest\.default\(.*), %\w+\)", r"\1, 1)", text)
+    first = re.sub(r"keep_heaviest\.default\((%\w+), %\w+,", r"keep_first.default(\1,", text)
+    for mutant in (wrong, first):
+        assert mutant != text
+        assert not compared(parse_program(mutant))[0].ok
+    assert compared(parse_program(text))[0].ok
+
+
 def test_no_pass_is_at_fault_for_what_is_dropped() -> None:
     model, own = captured("learned", 2, 5)
     program = own.program.with_(plan=Plan(dp=2, ep=2, capacity_factor=0.5))
