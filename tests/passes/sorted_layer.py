@@ -10,7 +10,7 @@ WORDS, WIDTH, INNER, EXPERTS, ROWS, LENGTH = 16, 24, 32, 4, 8, 5
 
 
 class Sorted(nn.Module):
-    """Words, two layers of experts with sigmoid scores, a head.
+    """Words, layers of experts with sigmoid scores, a head.
 
     Args:
         adds: how rows come together: `scatter_add`, `index_add`, `unsort` (put back at their pairs), `inverse` (taken
@@ -20,6 +20,7 @@ class Sorted(nn.Module):
         choices: experts of a token.
         dtype: of the products.
         biased: whether experts have biases, and the router one that enters no weight.
+        layers: how many.
     """
 
     def __init__(
@@ -30,6 +31,7 @@ class Sorted(nn.Module):
         choices: int = 2,
         dtype: torch.dtype | None = None,
         biased: bool = False,
+        layers: int = 1,
     ) -> None:
         super().__init__()
         self.adds, self.counts, self.first, self.k, self.dtype, self.biased = (
@@ -41,7 +43,7 @@ class Sorted(nn.Module):
             biased,
         )
         self.words, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
-        self.layers = nn.ModuleList(_Layer(self) for _ in range(2))
+        self.layers = nn.ModuleList(_Layer(self) for _ in range(layers))
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         """Both [b, s]."""
