@@ -261,9 +261,9 @@ class Plan:
         if self.half not in (1, 2) or (self.half == 2 and self.interleave_halves is not True):
             yield f"half={shown(self.half)} is of programs under way: leave it out, and give interleave_halves=True"
         if self.interleave_halves is True:
-            for axis in ("pp", "ep"):
-                if getattr(self, axis) != 1:
-                    yield f"interleave_halves with {axis}={getattr(self, axis)} is not supported: leave one of them out"
+            usual = {"pp": 1, "ep": 1, "capacity_factor": None, "receive_budget": None}
+            for name in (name for name, value in usual.items() if getattr(self, name) != value):
+                yield f"interleave_halves with {name}={shown(getattr(self, name))} is not supported: leave one out"
 
     def _wrong_recompute(self) -> Iterator[str]:
         if self.recompute not in RECOMPUTES:

@@ -15,7 +15,6 @@ from fxpar.manager import PassManager
 from fxpar.ops.coercions import reduce_from
 from fxpar.ops.random import part_index
 from fxpar.passes.interleave_halves import interleave_halves
-from fxpar.plan.cost import Cost
 from fxpar.plan.plan import Plan
 from fxpar.program.program import Program, note
 from fxpar.program.regions import inlined
@@ -24,17 +23,18 @@ from fxpar.text.printing import print_program
 from fxpar.verification import verify
 from fxpar.verify.parts import drawn_part
 from fxpar.verify.static import STATIC
+from tests.verify.steps import Trial
 
 _BEFORE = """\
 fxpar 1
 plan {"tp": 2, "interleave_halves": true, "half": 2}
-properties canonical collectives layouts local
+properties canonical collectives layouts local rng vocabulary
 symbol b = x.0 / 2 like 3
 loss n
 %w = parameter["w"] : f32[8, 4] half:I tp:S(1)
 %v = parameter["v"] : f32[4, 8] half:I tp:S(0)
 %x = input["x"] : f32[2*b, 8] half:S(0) tp:R
-%half_gradients = fxpar.sum_gradients[half](%w, %v) : (f32[8, 4], f32[4, 8]) (half:R tp:S(1), half:R tp:S(0))
+%half_gradients = fxpar.sum_gradients[half](%w, %v) : (f32[8, 4] half:R tp:S(1); f32[4, 8] half:R tp:S(0))
 %a = operator.getitem(%half_gradients, 0) : f32[8, 4] half:R tp:S(1)
 %c = operator.getitem(%half_gradients, 1) : f32[4, 8] half:R tp:S(0)
 %h = aten.mm.default(%x, %a) : f32[2*b, 4] half:S(0) tp:S(1)
@@ -48,7 +48,7 @@ return n=%n, y=%y_sum
 _AFTER = """\
 fxpar 1
 plan {"tp": 2, "interleave_halves": true}
-properties canonical collectives layouts local
+properties canonical collectives layouts local rng vocabulary
 symbol b = x.0 / 2 like 3
 loss n
 %w = parameter["w"] : f32[8, 4] tp:S(1)
@@ -121,7 +121,7 @@ def batch(rows: int) -> dict[str, Tensor]:
 def test_halves_draw_the_bits_of_the_whole(plan: dict[str, Any]) -> None:
     found = verify(Net(), batch(12), Plan(**plan, interleave_halves=True))
     assert found.ok, found.values
-    draws = [node for node in found.program.graph.nodes if note(node).random]
+    draws = [node for node in found.program.graph.nodes if node.op == "call_function" and note(node).random]
     assert [drawn_part(node) for node in draws] == [(i, 2, dim) for dim in (0, 1, 0) for i in (0, 1)]
 
 
@@ -178,14 +178,21 @@ def _step(plan: Plan) -> Program:
 
 
 def test_each_half_computes_behind_the_start_of_the_others_sum() -> None:
-    """In the order of a step what a sum needs is all in front of it, and its reader is behind the next sum."""
-    step = _step(Plan(tp=2, interleave_halves=True, cost=Cost(flops=1e6, bandwidth=1e6)))
-    nodes = list(step.graph.nodes)
-    place = {node: i for i, node in enumerate(nodes)}
-    first, second = (node for node in nodes if node.target is reduce_from and "down" in note(node).fqn)
-    products = [node for node in nodes if node.target is torch.ops.aten.mm.default and place[node] < place[second]]
-    assert any(place[first] < place[product] for product in products)
-    assert all(place[reader] > place[second] for reader in first.users)
+    """What a sum needs stands behind the start of the other half's, and the reader of that behind this one."""
+    step = Trial(tp=2, interleave_halves=True).step
+    place = {node: i for i, node in enumerate(step.graph.nodes)}
+    products = [place[node] for node in place if node.target is torch.ops.aten.linear.default]
+    sums = [node for node in place if node.target is reduce_from and "down" in note(node).fqn]
+    assert len(sums) == 4
+    for first, second in (sums[:2], sums[2:]):
+        assert sum(place[first] < product < place[second] for product in products) == 2
+        assert all(place[reader] > place[second] for reader in first.users)
+
+
+@pytest.mark.parametrize("plan", [{"tp": 2}, {"tp": 2, "sequence_parallel": True}, {"tp": 2, "dp": 2}], ids=str)
+def test_a_step_of_halves_gives_the_gradients_of_one_device(plan: dict[str, Any]) -> None:
+    trial = Trial(**plan, interleave_halves=True)
+    assert trial.is_right(trial.step)
 
 
 class Across(nn.Module):
