@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
 from torch import fx
-from torch.fx.node import map_arg
 
 from fxpar.errors import PlanError
 from fxpar.layout.layout import Layout, Placement
@@ -24,14 +23,12 @@ from fxpar.ops.coercions import (
     keep_first,
     mask_first,
     reduce_from,
-    reduce_scatter,
     settle,
     share,
     split,
     sum_gradients,
     take,
 )
-from fxpar.ops.operator import Operator
 from fxpar.ops.random import axis_index, part_index
 from fxpar.ops.sizes import size
 from fxpar.passes.half_parts import joined, taken_apart
@@ -191,7 +188,7 @@ class _Unrolled:
         indices = [read for read in operands(node) if read.target is axis_index and HALF in axes_of(read)]
         if indices:
             part = self._part_index(self._cut(operands(node)[0]).dim, half, node)
-            self.made |= {read: (part,) for read in indices}
+            self.made |= dict.fromkeys(indices, (part,))
         new = self._copied(node, half, name)
         kinds, layouts = zip(*(self._half(node, i) for i in range(len(output_types(node)))), strict=True)
         several = isinstance(note(node).type, tuple)
@@ -246,9 +243,7 @@ class _Unrolled:
         kwargs = {**node.kwargs, "axis": rest}
         return tuple(self._over_others(node, each, kwargs, i, len(found)) for i, each in enumerate(found))
 
-    def _over_others(
-        self, node: fx.Node, value: fx.Node, kwargs: Mapping[str, Any], half: int, count: int
-    ) -> fx.Node:
+    def _over_others(self, node: fx.Node, value: fx.Node, kwargs: Mapping[str, Any], half: int, count: int) -> fx.Node:
         name = node.name if count == 1 else self._name(node, half)
         new = self.graph.create_node("call_function", node.target, (value,), dict(kwargs), name=name)
         kind, layout = self._half(node, 0) if count > 1 else (tensor_type(node), self._without(output_layouts(node)[0]))

@@ -114,7 +114,7 @@ class Plan:
             `cost.least_copy`, and what is sent once a step, always goes through the process group.
         interleave_halves: whether a rank computes the two halves of its batch in turn, so that one computes while the
             other's collectives travel (with `exchange` by copies). Losses, gradients and masks are those of the whole;
-            a batch of an odd number of rows is computed whole.
+            batches of an odd number of rows, or of other numbers on other data ranks, are computed whole.
         half: 2 in a program of halves until the pass `interleave_halves` has unrolled them; not to be given.
         dispatch: how rows travel to the ranks that hold their experts. `static`: in buffers of as many places as tokens
             may ever need, so that no size depends on the routing and nothing waits for the host. `exact`: the rows
@@ -313,7 +313,13 @@ class Plan:
     def mesh(self) -> Mesh:
         """Which ranks communicate with which."""
         return Mesh(
-            tp=self.tp, cp=self.cp, pp=self.pp, ep=self.ep, etp=self.etp, dp=self.dp, virtual=self.virtual_stages,
+            tp=self.tp,
+            cp=self.cp,
+            pp=self.pp,
+            ep=self.ep,
+            etp=self.etp,
+            dp=self.dp,
+            virtual=self.virtual_stages,
             halves=self.half,
         )
 

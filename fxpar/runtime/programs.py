@@ -158,8 +158,8 @@ class Programs:
         self._world.agreement.agree(everything, remedy)
         self.layouts = _parameter_layouts(first.program)
         self.aliases = {other: p.fqn for p in first.program.parameters for other in p.tied}
-        is_odd = self._plan.interleave_halves and not first.program.plan.interleave_halves
-        self._known[self._key(example, with_loss, is_odd)] = [first]
+        whole = self._plan.interleave_halves and not first.program.plan.interleave_halves
+        self._known[self._key(example, with_loss, whole)] = [first]
 
     @cached_property
     def foreign(self) -> frozenset[str]:
@@ -201,20 +201,21 @@ class Programs:
         """All that are compiled."""
         return (compiled for known in self._known.values() for compiled in known)
 
-    def bound(self, batch: Any, with_loss: bool, shapes: Shapes | None = None) -> Call:
+    def bound(self, batch: Any, with_loss: bool, shapes: Shapes | None = None, whole: bool = False) -> Call:
         """The program for a call; it is compiled where none fits, on all ranks or on none.
 
         Args:
             shapes: those of all data ranks' batches, where they differ.
+            whole: whether no half batches are to be computed, as where rows are odd, or differ on data ranks.
 
         Raises:
             InputError: the batch does not fit the model, or the ranks make other calls, or batches that no program
                 takes together.
         """
-        is_odd = self._plan.interleave_halves and uneven.is_odd(self.first.program, batch, shapes)
+        whole = self._plan.interleave_halves and (whole or not uneven.has_halves(self.first.program, batch, shapes))
         if shapes is None:
-            return self._bound(batch, with_loss, is_odd)
-        compiled = self._bound(uneven.largest(batch, shapes), with_loss, is_odd).compiled
+            return self._bound(batch, with_loss, whole)
+        compiled = self._bound(uneven.largest(batch, shapes), with_loss, whole).compiled
         brought = uneven.brought(compiled, batch, shapes, self._world)
         inputs = self._inputs(compiled, brought.batch)
         sizes = calls.sizes_of(compiled.program, inputs)
@@ -232,14 +233,14 @@ class Programs:
             compiled.uneven.append(self._ready(compiled.program, uneven_rows=True))
         return replace(call, ready=compiled.uneven[0], places=(*compiled.indices, *brought.places), rows=brought.rows)
 
-    def _bound(self, batch: Any, with_loss: bool, is_odd: bool) -> Call:
+    def _bound(self, batch: Any, with_loss: bool, whole: bool) -> Call:
         calls.check(self.skeleton, batch, with_loss)
-        known = self._known.setdefault(self._key(batch, with_loss, is_odd), [])
+        known = self._known.setdefault(self._key(batch, with_loss, whole), [])
         for compiled in known:
             call = self._fit(compiled, batch)
             if call is not None:
                 return call
-        compiled = self._compile(batch, with_loss, is_odd=is_odd)
+        compiled = self._compile(batch, with_loss, whole=whole)
         facts = {**self.facts(batch), "the program": _digest(compiled)}
         self._world.agreement.agree(facts, "make the same calls on every rank, with batches of the same sizes")
         known.append(compiled)
@@ -270,8 +271,8 @@ class Programs:
             mode += f", gradients {'on' if torch.is_grad_enabled() else 'off'}"
         return {"the call": self._world.agreement.what, "the mode": mode, **calls.batch_facts(batch, False, sizes)}
 
-    def _key(self, batch: Any, with_loss: bool, is_odd: bool) -> Any:
-        return self._modes, with_loss, calls.structure(batch), is_odd
+    def _key(self, batch: Any, with_loss: bool, whole: bool) -> Any:
+        return self._modes, with_loss, calls.structure(batch), whole
 
     @property
     def _modes(self) -> tuple[bool, ...]:
@@ -291,23 +292,23 @@ class Programs:
         return calls.bind(spec, nest, self._world.device)
 
     def _compile(
-        self, batch: Any, with_loss: bool, loss: Any = "", model: nn.Module | None = None, *, is_odd: bool = False
+        self, batch: Any, with_loss: bool, loss: Any = "", model: nn.Module | None = None, *, whole: bool = False
     ) -> Compiled:
         """As `_compile_outside`, out of inference mode: what is made in it can neither be traced nor differentiated."""
         if not torch.is_inference_mode_enabled():
-            return self._compile_outside(batch, with_loss, loss, model, is_odd)
+            return self._compile_outside(batch, with_loss, loss, model, whole)
         with torch.inference_mode(False):
             batch = pytree.tree_map_only(Tensor, torch.clone, batch)
-            return self._compile_outside(batch, with_loss, loss, model, is_odd)
+            return self._compile_outside(batch, with_loss, loss, model, whole)
 
     def _compile_outside(
-        self, batch: Any, with_loss: bool, loss: Any, model: nn.Module | None, is_odd: bool
+        self, batch: Any, with_loss: bool, loss: Any, model: nn.Module | None, whole: bool
     ) -> Compiled:
         """Captures and splits the model for a batch; with an empty loss, the loss is what is there of it.
 
         Args:
             model: with values, where it is at hand.
-            is_odd: whether the batch has no halves, of a plan that computes these in turn.
+            whole: whether no half batches are computed, by a plan that has them.
         """
         calls.check(self.skeleton, batch, with_loss)
         for ghost, own in self._twins:
@@ -322,7 +323,7 @@ class Programs:
             return replace(captured, program=of_all_ranks(captured.program))
 
         asked = self._loss if with_loss else loss
-        plan = self._plan.replace(interleave_halves=False) if is_odd else self._plan
+        plan = self._plan.replace(interleave_halves=False) if whole else self._plan
         compiled = compile_model(self.skeleton, calls.example(batch), plan, asked, passes, review)
         if not self.layouts and self._plan.microbatches > 1 and self._plan.dp == 1:
             prove_rows(compiled.captured.program, self._passes)

@@ -140,7 +140,7 @@ class Training:
                 self._rates[ending.optimizer] = Rates(ending.optimizer, self._random.device)
             self._rates[ending.optimizer].refresh()
         whole = len(parts) == 1 and count > 1
-        bounds = self._batches.bind_rows(parts[0], count) if whole else [self._batches.bind(part) for part in parts]
+        bounds = self._batches.bind_rows(parts[0], count) if whole else self._batches.bind_all(parts)
         ready = self._batches.prepare(bounds)
         parameters, leaves = self._tensors.parameters, self._tensors.leaves
         run = partial(self._run, bounds, parameters=parameters, ending=ending)

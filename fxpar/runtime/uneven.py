@@ -119,23 +119,24 @@ def largest(batch: Any, shapes: Shapes) -> Any:
     return pytree.tree_map_only(Tensor, grown, batch)
 
 
-def is_odd(program: Program, batch: Any, shapes: Shapes | None) -> bool:
-    """Whether some data rank brings an odd number of rows.
+def has_halves(program: Program, batch: Any, shapes: Shapes | None) -> bool:
+    """Whether all data ranks bring the same even number of rows.
 
     Args:
         program: that says which dimensions are rows; of an entry that it does not know, the first.
         shapes: of the tensors of each data rank's batch, where they differ.
     """
     dims = batch_dims(program)
-    tensors = [(path, value) for path, value in calls.leaves(batch) if isinstance(value, Tensor)]
     known = {entry.path for entry in calls.user_inputs(program)}
+    tensors = [(path, value) for path, value in calls.leaves(batch) if isinstance(value, Tensor)]
     rows = [dims.get(path, None if path in known else 0) for path, _ in tensors]
     of_ranks = shapes or [[value.shape for _, value in tensors]]
-    return any(
-        dim is not None and len(shape) > dim and shape[dim] % 2 == 1
-        for of_rank in of_ranks
-        for shape, dim in zip(of_rank, rows, strict=True)
-    )
+    found = [
+        [of_rank[i][dim] for of_rank in of_ranks]
+        for i, dim in enumerate(rows)
+        if dim is not None and tensors[i][1].dim()
+    ]
+    return all(len(set(sizes)) == 1 and sizes[0] % 2 == 0 for sizes in found)
 
 
 def brought(compiled: Compiled, batch: Any, shapes: Shapes, world: World) -> Brought:

@@ -212,7 +212,9 @@ def test_what_mixes_rows_is_refused_with_the_option_to_leave_out() -> None:
         compile_model(Across(), {"x": torch.randn(4, 8)}, Plan(tp=2, interleave_halves=True))
 
 
-@pytest.mark.parametrize("options", [{"half": 2}, {"half": 3, "interleave_halves": True}, {"pp": 2}, {"ep": 2}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"half": 2}, {"half": 3, "interleave_halves": True}, {"pp": 2}, {"ep": 2}], ids=str
+)
 def test_plans_that_are_refused(options: dict[str, Any]) -> None:
     given = {"interleave_halves": True, "tp": 2, "dp": 2, **options}
     if options == {"half": 2}:

@@ -1,0 +1,28 @@
+"""Two half batches in turn on ranks: what whole batches give, where rows are odd too, and ranks bring other numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.runtime import halves_jobs
+
+PLANS: list[Any] = [
+    {"tp": 2, "exchange": "copy"},
+    {"dp": 2},
+]
+MORE_PLANS: list[Any] = [
+    {"tp": 2, "exchange": "copy", "compile": True},
+    {"tp": 2, "sequence_parallel": True, "exchange": "copy"},
+    {"tp": 2, "recompute": "full"},
+    {"tp": 2, "cuda_graphs": {"impl": "full_iteration"}},
+]
+
+
+@pytest.mark.parametrize("plan", [*PLANS, *(pytest.param(p, marks=pytest.mark.matrix) for p in MORE_PLANS)], ids=str)
+def test_training_is_that_of_whole_batches(request: pytest.FixtureRequest, plan: dict[str, Any]) -> None:
+    for losses, gradients, kinds in request.getfixturevalue("world2").run(halves_jobs.differences, plan):
+        assert losses < 1e-6  # transformers computes them in float32
+        assert gradients < 1e-6
+        assert kinds == [True, False]  # one program for even batches, and one for odd ones
