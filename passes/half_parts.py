@@ -111,10 +111,10 @@ class _Cut:
             return self.each
         whole = tensor_type(source).shape[dim]
         number = self.graph.create_node("call_function", size, (source, dim), name=f"{source.name}_rows")
-        place = {"fqn": note(source).fqn, "source": note(source).source}
-        set_note(number, Note(type=ScalarType(whole), **place))
+        fqn, line = note(source).fqn, note(source).source
+        set_note(number, Note(type=ScalarType(whole), fqn=fqn, source=line))
         each = self.graph.create_node("call_function", operator.floordiv, (number, by), name=f"{source.name}_each")
-        return set_note(each, Note(type=ScalarType(self.each), **place))
+        return set_note(each, Note(type=ScalarType(self.each), fqn=fqn, source=line))
 
     def call(self, suffix: str, target: Any, args: tuple[Any, ...], shape: Sequence[Size], dim: int) -> fx.Node:
         """An operation behind all others; ranks cut the first of the dimensions that one becomes."""

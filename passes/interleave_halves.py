@@ -83,11 +83,12 @@ def in_halves(program: Program) -> Program:
     return program.with_(plan=plan.replace(half=HALVES))
 
 
-@register_pass(
-    "interleave_halves",
-    requires={Property.LOCAL},
-    when=lambda program: program.plan.half > 1,
-)
+def _has_halves(program: Program) -> bool:
+    """the plan computes half batches, and the rows are even"""
+    return program.plan.half > 1
+
+
+@register_pass("interleave_halves", requires={Property.LOCAL}, when=_has_halves)
 def interleave_halves(program: Program) -> Program:
     """One rank computes both halves of its batch, which stood for two ranks so far.
 
@@ -102,7 +103,7 @@ def interleave_halves(program: Program) -> Program:
     After::
 
         %x = input["x"] : f32[2*b, 8] tp:R
-        %x_parts = aten.view.default(%x, [2, -1, 8]) : f32[2, b, 8] tp:R
+        %x_parts = aten.unflatten.int(%x, 0, [2, -1]) : f32[2, b, 8] tp:R
         %x_first = aten.select.int(%x_parts, 0, 0) : f32[b, 8] tp:R
         %x_second = aten.select.int(%x_parts, 0, 1) : f32[b, 8] tp:R
         %y_first = aten.mm.default(%x_first, %w) : f32[b, 8] tp:P
@@ -145,7 +146,7 @@ class _Unrolled:
         placeholders = self.before.placeholders().values()
         for node in placeholders:
             self.made[node] = (self._copied(node, 0, node.name),)
-            update(self.made[node][0], layout=tuple(self._without(each) for each in output_layouts(node))[0])
+            update(self.made[node][0], layout=self._without(output_layouts(node)[0]))
         for node in placeholders:
             cut = self._on_half(node)
             if cut.is_shard:
@@ -207,7 +208,7 @@ class _Unrolled:
 
     def _size(self, node: fx.Node) -> fx.Node:
         """The size of the whole, off one of its halves."""
-        (source,), dim = operands(node), int(node.args[1])  # type: ignore[call-overload]
+        (source,), dim = operands(node), int(node.args[1])  # type: ignore[arg-type]
         if len(self.made[source]) == 1:
             return self._copied(node, 0, node.name)
         placeholder = source.op == "placeholder"
@@ -256,7 +257,7 @@ class _Unrolled:
             update(new, layout=tuple(self._without(layout) for layout in output_layouts(node)))
             return (new,)
         for item in node.users:
-            index = int(item.args[1])  # type: ignore[call-overload]
+            index = int(item.args[1])  # type: ignore[arg-type]
             self.made[item] = self.made[operands(node)[index]]
         return ()
 

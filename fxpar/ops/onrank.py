@@ -220,13 +220,9 @@ class OnRank:
         for i, cut in enumerate(outer):
             if cut.dim != dim or cut.outer != 1:
                 continue
-            if self.rows is not None:  # counted in rows, of which this rank's parts have as many each
-                before = self._call(operator.add, (cut.before, self._call(operator.mul, (cut.own, part))))
-                outer[i] = cut._replace(before=before)
-            else:
-                scaled = self._call(operator.mul, (cut.before, parts))
-                before = self._call(operator.add, (scaled, part))
-                outer[i] = cut._replace(total=cut.total * parts, before=before)
+            assert self.rows is None, "what is in parts has as many rows on all ranks"
+            before: Any = self._call(operator.add, (self._call(operator.mul, (cut.before, parts)), part))
+            outer[i] = cut._replace(total=cut.total * parts, before=before)
             return [*outer, *inner]
         return [*outer, IndexCut(dim, 1, 1, parts, self._scalar(part)), *inner]
 
@@ -236,7 +232,7 @@ class OnRank:
         self.parts[made] = part, parts, dim
         return made
 
-    def _scalar(self, value: int) -> fx.Node:
+    def _scalar(self, value: int) -> Any:
         """A number as an i64 scalar, made once."""
         if value not in self._scalars:
             self._scalars[value] = self._call(_scalar, (value, self.device))

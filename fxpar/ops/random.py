@@ -199,7 +199,7 @@ def axis_index(*, axis: str) -> Any:
 
 
 def _lower_part_index(node: fx.Node, rank: OnRank) -> fx.Node:
-    return rank.part(*(int(each) for each in node.args))  # type: ignore[call-overload]
+    return rank.part(*(int(each) for each in node.args))  # type: ignore[arg-type]
 
 
 @partial(

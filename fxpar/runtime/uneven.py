@@ -131,11 +131,8 @@ def has_halves(program: Program, batch: Any, shapes: Shapes | None) -> bool:
     tensors = [(path, value) for path, value in calls.leaves(batch) if isinstance(value, Tensor)]
     rows = [dims.get(path, None if path in known else 0) for path, _ in tensors]
     of_ranks = shapes or [[value.shape for _, value in tensors]]
-    found = [
-        [of_rank[i][dim] for of_rank in of_ranks]
-        for i, dim in enumerate(rows)
-        if dim is not None and tensors[i][1].dim()
-    ]
+    cut = [(i, dim) for i, dim in enumerate(rows) if dim is not None and tensors[i][1].dim() > dim]
+    found = [[of_rank[i][dim] for of_rank in of_ranks] for i, dim in cut]
     return all(len(set(sizes)) == 1 and sizes[0] % 2 == 0 for sizes in found)
 
 

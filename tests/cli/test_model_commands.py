@@ -12,7 +12,7 @@ from tests.cli.tool import SPLIT, TINY, Result, fxpar
 
 NAMES = [item.name for item in DEFAULT_PASSES]
 # Of a plan without a pipeline.
-RUN = [name for name in NAMES if name != "partition_stages"]
+RUN = [name for name in NAMES if name not in ("interleave_halves", "partition_stages")]
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,8 @@ def test_passes_lists_contracts() -> None:
     by_name = {entry["name"]: entry for entry in found}
     assert by_name["localize"]["requires"] == ["collectives", "rng", "vocabulary"]
     assert {name: entry["when"] for name, entry in by_name.items() if entry["when"]} == {
-        "partition_stages": "the plan has a pipeline"
+        "interleave_halves": "the plan computes half batches, and the rows are even",
+        "partition_stages": "the plan has a pipeline",
     }
     assert all(entry["summary"] for entry in found)
     assert {entry["preserves"] for entry in found[: len(NAMES)]} == {"values"}

@@ -21,7 +21,7 @@ import fxpar
 
 names = [module.name for module in pkgutil.walk_packages(fxpar.__path__, "fxpar.") if module.name != "fxpar.__main__"]
 if importlib.util.find_spec("triton") is None:
-    for name in ("kernels", "row_kernels", "gate_kernels", "dropped_kernels", "dropped_launches"):
+    for name in ("kernels", "row_kernels", "gate_kernels", "dropped_kernels", "dropped_launches", "counter_kernels"):
         names.remove(f"fxpar.ops.{name}")
 for name in names:
     file = importlib.import_module(name).__file__

@@ -110,7 +110,8 @@ class Net(nn.Module):
         y = self.down(functional.dropout(y.t(), 0.3).t())
         heads = y.view(-1, 2, 4, 1)
         heads = functional.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.4)
-        return (heads.flatten(1) + y).square().mean()
+        found: Tensor = (heads.flatten(1) + y).square().mean()
+        return found
 
 
 def batch(rows: int) -> dict[str, Tensor]:
@@ -144,7 +145,7 @@ def test_odd_rows_are_computed_whole() -> None:
 def test_halves_that_do_not_draw_the_whole_are_rejected(old: str, new: str) -> None:
     text = print_program(compile_model(Net(), batch(8), Plan(tp=2, interleave_halves=True)).program)
     assert old in text
-    with pytest.raises(CheckFailed, match="draws the same random bits|which are not the whole"):
+    with pytest.raises(CheckFailed, match=r"draws the same random bits|which are not the whole"):
         PassManager([], STATIC).run(parse_program(text.replace(old, new)))
 
 
@@ -204,7 +205,8 @@ class Across(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [b, 8]."""
-        return self.up(x).sort(0).values.square().mean()
+        found: Tensor = self.up(x).sort(0).values.square().mean()
+        return found
 
 
 def test_what_mixes_rows_is_refused_with_the_option_to_leave_out() -> None:
@@ -212,9 +214,7 @@ def test_what_mixes_rows_is_refused_with_the_option_to_leave_out() -> None:
         compile_model(Across(), {"x": torch.randn(4, 8)}, Plan(tp=2, interleave_halves=True))
 
 
-@pytest.mark.parametrize(
-    "options", [{"half": 2}, {"half": 3, "interleave_halves": True}, {"pp": 2}, {"ep": 2}], ids=str
-)
+@pytest.mark.parametrize("options", [{"half": 2}, {"half": 3}, {"pp": 2}, {"ep": 2}, {"capacity_factor": 1.0}], ids=str)
 def test_plans_that_are_refused(options: dict[str, Any]) -> None:
     given = {"interleave_halves": True, "tp": 2, "dp": 2, **options}
     if options == {"half": 2}:
