@@ -1,0 +1,42 @@
+"""Inductor makes no kernel of two that wait for different collectives."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch._inductor.choices import InductorChoices
+
+from fxpar.runtime.waits import Waits
+
+TAKE, OTHER = torch.ops.fxpar.take_copies.default, torch.ops.aten.mm.default
+
+
+def kernel(*ancestors: str) -> Any:
+    return SimpleNamespace(ancestors=set(ancestors))
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "may"),
+    [
+        (kernel("take_0", "mm"), kernel("take_0"), True),
+        (kernel("mm"), kernel(), True),
+        (kernel("take_0"), kernel("take_1"), False),
+        (kernel("take_0"), kernel("take_0", "take_1"), False),
+        (kernel(), kernel("take_1"), False),
+    ],
+)
+def test_kernels_that_wait_for_the_same_may_be_one(
+    monkeypatch: pytest.MonkeyPatch, first: Any, second: Any, may: bool
+) -> None:
+    made = {name: TAKE if name.startswith("take") else OTHER for name in ("take_0", "take_1", "mm")}
+    nodes = {name: SimpleNamespace(node=SimpleNamespace(op_overload=target)) for name, target in made.items()}
+    monkeypatch.setattr(InductorChoices, "can_fuse_horizontal", staticmethod(lambda *_: True))
+    assert Waits.can_fuse_horizontal(SimpleNamespace(name_to_node=nodes), first, second, 100) is may
+
+
+def test_otherwise_inductor_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(InductorChoices, "can_fuse_horizontal", staticmethod(lambda *_: False))
+    assert not Waits.can_fuse_horizontal(SimpleNamespace(name_to_node={}), kernel(), kernel(), 100)
