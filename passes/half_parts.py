@@ -17,7 +17,8 @@ from torch import fx
 from fxpar.layout.layout import Layout, Placement, shard
 from fxpar.layout.symbols import Size, divide, product
 from fxpar.ops.sizes import size
-from fxpar.program.program import Note, ScalarType, TensorType, note, output_layouts, set_note, tensor_type
+from fxpar.program.halves import HALF_OF
+from fxpar.program.program import Note, ScalarType, TensorType, note, output_layouts, set_note, tensor_type, update
 
 aten = torch.ops.aten
 
@@ -39,6 +40,7 @@ def taken_apart(
     found = []
     for index, name in enumerate(names):
         part = own.call(name, aten.select.int, (rows, dim + (n > 1), index), own.one, dim)
+        update(part, origin=HALF_OF[index])
         if n > 1:
             part = own.call(name, aten.flatten.using_ints, (part, dim, dim + 1), own.half, dim)
         found.append(part)
@@ -67,9 +69,7 @@ def joined(
         sizes = own.sizes(parts[0], [n])
         given = [own.call("rows", aten.unflatten.int, (part, dim, sizes), own.one, dim) for part in parts]
     stacked = own.call("parts", aten.stack.default, (given, dim + (n > 1)), own.apart, dim)
-    found = own.call("whole", aten.flatten.using_ints, (stacked, dim, dim + 1 + (n > 1)), own.shape, dim)
-    found.name = name
-    return found
+    return own.call("whole", aten.flatten.using_ints, (stacked, dim, dim + 1 + (n > 1)), own.shape, dim, name)
 
 
 class _Cut:
@@ -116,9 +116,11 @@ class _Cut:
         each = self.graph.create_node("call_function", operator.floordiv, (number, by), name=f"{source.name}_each")
         return set_note(each, Note(type=ScalarType(self.each), fqn=fqn, source=line))
 
-    def call(self, suffix: str, target: Any, args: tuple[Any, ...], shape: Sequence[Size], dim: int) -> fx.Node:
+    def call(
+        self, suffix: str, target: Any, args: tuple[Any, ...], shape: Sequence[Size], dim: int, name: str = ""
+    ) -> fx.Node:
         """An operation behind all others; ranks cut the first of the dimensions that one becomes."""
-        new = self.graph.create_node("call_function", target, args, name=f"{self.like.name}_{suffix}")
+        new = self.graph.create_node("call_function", target, args, name=name or f"{self.like.name}_{suffix}")
         moved = len(shape) - len(self.shape)
         layout = Layout(tuple((axis, self._moved(p, shape, dim, moved)) for axis, p in self.layout))
         kept = Note(

@@ -29,11 +29,12 @@ from fxpar.ops.coercions import (
     sum_gradients,
     take,
 )
-from fxpar.ops.random import axis_index, part_index
+from fxpar.ops.random import axis_index, dropout, part_index
 from fxpar.ops.sizes import size
 from fxpar.passes.half_parts import joined, taken_apart
 from fxpar.program.coercions import axes_of
 from fxpar.program.copying import copy_node
+from fxpar.program.halves import OF_SIZES, SIZES_ALONE
 from fxpar.program.program import (
     Note,
     Program,
@@ -71,15 +72,17 @@ def in_halves(program: Program) -> Program:
     if not plan.interleave_halves:
         return program
     shapes = [entry.type.shape for entry in program.inputs if entry.type.shape]
+    whole = program.with_(plan=plan.replace(interleave_halves=False, half=1))
     if not program.symbols and all(shape[0] in (1, plan.data_ranks) for shape in shapes):
-        return program.with_(plan=plan.replace(interleave_halves=False))
+        return whole
     try:
         name = batch_symbol(program)
     except PlanError as error:
-        raise PlanError(error.reason, where="interleave_halves", remedy=f"{error.remedy}; or {_REMEDY}") from None
+        remedy = f"say which dimensions are the rows (batch_dims={{path: dim}}), or {_REMEDY}"
+        raise PlanError(error.reason, where="interleave_halves", remedy=remedy) from None
     rows = next(s.example for s in program.symbols if s.name == name)
-    if rows % (plan.data_ranks * HALVES):
-        return program.with_(plan=plan.replace(interleave_halves=False))
+    if rows % (plan.data_ranks // plan.half * HALVES):
+        return whole
     return program.with_(plan=plan.replace(half=HALVES))
 
 
@@ -104,8 +107,8 @@ def interleave_halves(program: Program) -> Program:
 
         %x = input["x"] : f32[2*b, 8] tp:R
         %x_parts = aten.unflatten.int(%x, 0, [2, -1]) : f32[2, b, 8] tp:R
-        %x_first = aten.select.int(%x_parts, 0, 0) : f32[b, 8] tp:R
-        %x_second = aten.select.int(%x_parts, 0, 1) : f32[b, 8] tp:R
+        %x_first = aten.select.int(%x_parts, 0, 0) : f32[b, 8] tp:R {origin="first half"}
+        %x_second = aten.select.int(%x_parts, 0, 1) : f32[b, 8] tp:R {origin="second half"}
         %y_first = aten.mm.default(%x_first, %w) : f32[b, 8] tp:P
         %y_second = aten.mm.default(%x_second, %w) : f32[b, 8] tp:P
         %y_sum_first = fxpar.reduce_from[tp](%y_first) : f32[b, 8] tp:P→I
@@ -140,6 +143,7 @@ class _Unrolled:
         self.names = {node.name for node in before.graph.nodes}
         self.graph = fx.Graph()
         self.made: dict[fx.Node, tuple[fx.Node, ...]] = {}
+        self.wholes: dict[fx.Node, fx.Node] = {}
         self.part_indices: dict[tuple[int, int], fx.Node] = {}
 
     def program(self) -> Program:
@@ -148,8 +152,8 @@ class _Unrolled:
             self.made[node] = (self._copied(node, 0, node.name),)
             update(self.made[node][0], layout=self._without(output_layouts(node)[0]))
         for node in placeholders:
-            cut = self._on_half(node)
-            if cut.is_shard:
+            (self.wholes[node],) = self.made[node]
+            if self._on_half(node).is_shard:
                 self.made[node] = taken_apart(self.graph, self.made[node][0], self._cut(node), _NAMES, self.others)
         for node in self.before.graph.nodes:
             if node.op == "call_function" and node not in self.made:
@@ -170,8 +174,31 @@ class _Unrolled:
         if isinstance(note(node).type, ScalarType):
             return (self._copied(node, 0, node.name),)
         if not any(layout.on(HALF).kind in "SPV" for layout in output_layouts(node)):
-            return (self._kept(node, 0, node.name),)
+            return (self._kept_whole(node),)
+        if note(node).random and any(layout.on(HALF).kind == "P" for layout in output_layouts(node)):
+            return self._drawn_of_sum(node)
         return tuple(self._kept(node, i, self._name(node, i)) for i in range(HALVES))
+
+    def _kept_whole(self, node: fx.Node) -> fx.Node:
+        """What both halves read; of what is in halves it takes sizes alone."""
+        new = self._kept(node, 0, node.name)
+        if any(len(self.made[read]) > 1 for read in operands(node)):
+            if node.target not in OF_SIZES:
+                self._refuse(node, "makes something whole of the two halves")
+            update(new, origin=SIZES_ALONE)
+        return new
+
+    def _drawn_of_sum(self, node: fx.Node) -> tuple[fx.Node, ...]:
+        """What draws the same bits for the summands of both halves: of their sum, and zeros."""
+        source = operands(node)[0]
+        if node.target is not dropout or len(self.made[source]) == 1:
+            self._refuse(node, "draws for summands of both halves")
+        total = self._added(source, f"{node.name}_halves", note(source), output_layouts(source)[0])
+        before = self.made[source]
+        self.made[source] = (total,)
+        drawn = self._kept(node, 0, self._name(node, 0))
+        self.made[source] = before
+        return drawn, self._zeros(drawn, self._name(node, 1))
 
     def _name(self, node: fx.Node, half: int) -> str:
         """Of one half of a value; no other node's."""
@@ -188,14 +215,14 @@ class _Unrolled:
         """The operation on one half, or on what both have."""
         indices = [read for read in operands(node) if read.target is axis_index and HALF in axes_of(read)]
         if indices:
-            part = self._part_index(self._cut(operands(node)[0]).dim, half, node)
+            part = self._part_index(self._cut(operands(node)[0], of_draw=True).dim, half)
             self.made |= dict.fromkeys(indices, (part,))
         new = self._copied(node, half, name)
         kinds, layouts = zip(*(self._half(node, i) for i in range(len(output_types(node)))), strict=True)
         several = isinstance(note(node).type, tuple)
         return update(new, type=kinds if several else kinds[0], layout=layouts if several else layouts[0])
 
-    def _part_index(self, dim: int, half: int, at: fx.Node) -> fx.Node:
+    def _part_index(self, dim: int, half: int) -> fx.Node:
         """The index of a half for draws that it cuts in a dimension."""
         if (dim, half) not in self.part_indices:
             new = self.graph.create_node(
@@ -203,7 +230,6 @@ class _Unrolled:
             )
             layout = self._without(Layout.of(dict.fromkeys(self.axes, Placement("R"))))
             self.part_indices[dim, half] = set_note(new, Note(type=TensorType(torch.int64, ()), layout=layout))
-        self._cut(operands(at)[0], of_draw=True)
         return self.part_indices[dim, half]
 
     def _size(self, node: fx.Node) -> fx.Node:
@@ -211,12 +237,8 @@ class _Unrolled:
         (source,), dim = operands(node), int(node.args[1])  # type: ignore[arg-type]
         if len(self.made[source]) == 1:
             return self._copied(node, 0, node.name)
-        placeholder = source.op == "placeholder"
-        if placeholder:
-            whole = self.made[source][0].args[0]
-            while isinstance(whole, fx.Node) and whole.op != "placeholder":
-                whole = whole.args[0]
-            return copy_node(self.graph, node, {source: whole}, node.name)  # type: ignore[dict-item]
+        if source in self.wholes:
+            return copy_node(self.graph, node, self.wholes, node.name)
         cut = self._on_half(source)
         if not cut.is_shard or cut.dim != dim:
             return self._copied(node, 0, node.name)
@@ -236,7 +258,7 @@ class _Unrolled:
         if node.target is sum_gradients:
             return self._bucket(node, rest)
         made = _COERCIONS.get(node.target)
-        if made is None:
+        if made is None or (rest and made in _OF_SHARDS):
             self._refuse(node, "communicates over the batch in a way that halves have not")
         found = made(self, node)
         if not rest:
@@ -268,12 +290,19 @@ class _Unrolled:
     def summed(self, node: fx.Node) -> tuple[fx.Node, ...]:
         """The summands of the halves, added."""
         source = operands(node)[0]
-        first, second = self.made[source]
         is_all = axes_of(node) == (HALF,)
         name = node.name if is_all else f"{node.name}_halves"
-        new = self.graph.create_node("call_function", aten.add.Tensor, (first, second), name=name)
-        layout = self._without(output_layouts(node if is_all else source)[0])
-        return (set_note(new, replace(note(node), type=tensor_type(source), layout=layout)),)
+        return (self._added(source, name, note(node), output_layouts(node if is_all else source)[0]),)
+
+    def _added(self, source: fx.Node, name: str, like: Note, layout: Layout) -> fx.Node:
+        """The sum of the halves' summands."""
+        new = self.graph.create_node("call_function", aten.add.Tensor, self.made[source], name=name)
+        return set_note(new, replace(like, type=tensor_type(source), layout=self._without(layout), random=0))
+
+    def _zeros(self, value: fx.Node, name: str) -> fx.Node:
+        """What adds nothing to a value, and carries a gradient where that does: its layout is the same."""
+        new = self.graph.create_node("call_function", aten.mul.Tensor, (value, 0), name=name)
+        return set_note(new, replace(note(value), random=0))
 
     def parts(self, node: fx.Node) -> tuple[fx.Node, ...]:
         """Each half's rows of what is whole."""
@@ -288,8 +317,7 @@ class _Unrolled:
     def first(self, node: fx.Node) -> tuple[fx.Node, ...]:
         """The value on the first half, zeros on the second."""
         (value,) = self.made[operands(node)[0]]
-        zero = self.graph.create_node("call_function", aten.zeros_like.default, (value,), name=f"{node.name}_zero")
-        return value, set_note(zero, replace(note(value), random=0))
+        return value, self._zeros(value, f"{node.name}_zero")
 
     # ------------------------------------------------------------------ layouts
 
@@ -329,8 +357,11 @@ class _Unrolled:
         return cut
 
     def _whole(self, node: fx.Node) -> fx.Node:
-        """An output, put together where it is in halves."""
-        return self.made[node][0] if len(self.made[node]) == 1 else self._joined(node, node.name)
+        """An output, put together where it is in halves; of an input that is the input."""
+        if node not in self.wholes:
+            (first, *others) = self.made[node]
+            self.wholes[node] = self._joined(node, node.name) if others else first
+        return self.wholes[node]
 
     def _joined(self, node: fx.Node, name: str) -> fx.Node:
         if not self._on_half(node).is_shard:
@@ -349,3 +380,4 @@ _COERCIONS: Mapping[Any, Callable[[_Unrolled, fx.Node], tuple[fx.Node, ...]]] = 
     **dict.fromkeys((gather, all_gather), _Unrolled.gathered),
     **dict.fromkeys((keep_first, mask_first), _Unrolled.first),
 }
+_OF_SHARDS = (_Unrolled.parts, _Unrolled.gathered)

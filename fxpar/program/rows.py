@@ -85,7 +85,8 @@ def batch_dims(program: Program) -> dict[str, int]:
     """The dimension that is the rows, of each input that has one; of the first where the rows are no symbol."""
     found = _said(program) or {entry.path: 0 for entry in program.inputs if entry.type.shape}
     sizes = {entry.type.shape[found[entry.path]] for entry in program.inputs if entry.path in found}
-    return batch_rows(program, next(iter(sizes))) if len(sizes) == 1 else found
+    symbolic = [size for size in sizes if not isinstance(size, int)]
+    return batch_rows(program, symbolic[0]) if len(symbolic) == 1 else found
 
 
 def _said(program: Program) -> dict[str, int]:

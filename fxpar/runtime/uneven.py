@@ -123,13 +123,14 @@ def has_halves(program: Program, batch: Any, shapes: Shapes | None) -> bool:
     """Whether all data ranks bring the same even number of rows.
 
     Args:
-        program: that says which dimensions are rows; of an entry that it does not know, the first.
+        program: that says which dimensions are rows; of a batch none of whose entries it knows, the first ones.
         shapes: of the tensors of each data rank's batch, where they differ.
     """
     dims = batch_dims(program)
-    known = {entry.path for entry in calls.user_inputs(program)}
     tensors = [(path, value) for path, value in calls.leaves(batch) if isinstance(value, Tensor)]
-    rows = [dims.get(path, None if path in known else 0) for path, _ in tensors]
+    rows = [dims.get(path) for path, _ in tensors]
+    if all(dim is None for dim in rows):
+        rows = [0] * len(tensors)
     of_ranks = shapes or [[value.shape for _, value in tensors]]
     cut = [(i, dim) for i, dim in enumerate(rows) if dim is not None and tensors[i][1].dim() > dim]
     found = [[of_rank[i][dim] for of_rank in of_ranks] for i, dim in cut]

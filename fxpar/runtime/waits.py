@@ -6,6 +6,7 @@ one weight, it would compute in one kernel, which starts when the last of what b
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -13,6 +14,9 @@ from torch._inductor import ir
 from torch._inductor.choices import InductorChoices
 
 from fxpar.ops import copied  # noqa: F401 - defines the operator
+
+# Of each graph that is compiled, the names of its waits.
+_WAITS: weakref.WeakKeyDictionary[Any, frozenset[str]] = weakref.WeakKeyDictionary()
 
 
 class Waits(InductorChoices):
@@ -26,9 +30,11 @@ class Waits(InductorChoices):
         return bool(InductorChoices.can_fuse_horizontal(scheduler, node1, node2, shared_data_score))
 
 
-def _awaited(scheduler: Any, node: Any) -> frozenset[str]:
+def _awaited(scheduler: Any, node: Any) -> set[str]:
     """Names of the waits for collectives that a kernel depends on."""
-    return frozenset(name for name in node.ancestors if _is_wait(scheduler.name_to_node[name].node))
+    if scheduler not in _WAITS:
+        _WAITS[scheduler] = frozenset(name for name, each in scheduler.name_to_node.items() if _is_wait(each.node))
+    return {name for name in _WAITS[scheduler] if name in node.ancestors}
 
 
 def _is_wait(node: Any) -> bool:

@@ -44,6 +44,7 @@ from fxpar.program.weights import owner_of
 from fxpar.rules import bind_arguments
 from fxpar.signatures.facts import Facts, facts_of
 from fxpar.signatures.randomness import draws_bits
+from fxpar.verify.halves import check_halves
 from fxpar.verify.parts import Part, check_parts, drawn_part
 
 aten = torch.ops.aten
@@ -75,6 +76,8 @@ def check_structure(program: Program, facts: Facts | None = None) -> None:
     _check_conversions(program)
     _check_random(program, facts)
     _check_outputs(program)
+    if program.plan.interleave_halves and program.plan.half == 1 and Property.LOCAL in program.properties:
+        check_halves(program)
 
 
 @dataclass

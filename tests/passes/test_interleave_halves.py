@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from fxpar.passes.interleave_halves import interleave_halves
 from fxpar.plan.plan import Plan
 from fxpar.program.program import Program, note
 from fxpar.program.regions import inlined
+from fxpar.runtime.uneven import has_halves
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
 from fxpar.verification import verify
@@ -55,8 +57,8 @@ loss n
 %v = parameter["v"] : f32[4, 8] tp:S(0)
 %x = input["x"] : f32[2*b, 8] tp:R
 %x_parts = aten.unflatten.int(%x, 0, [2, -1]) : f32[2, b, 8] tp:R
-%x_first = aten.select.int(%x_parts, 0, 0) : f32[b, 8] tp:R
-%x_second = aten.select.int(%x_parts, 0, 1) : f32[b, 8] tp:R
+%x_first = aten.select.int(%x_parts, 0, 0) : f32[b, 8] tp:R {origin="first half"}
+%x_second = aten.select.int(%x_parts, 0, 1) : f32[b, 8] tp:R {origin="second half"}
 %h_first = aten.mm.default(%x_first, %w) : f32[b, 4] tp:S(1)
 %h_second = aten.mm.default(%x_second, %w) : f32[b, 4] tp:S(1)
 %y_first = aten.mm.default(%h_first, %v) : f32[b, 8] tp:P
@@ -86,9 +88,9 @@ def test_with_data_ranks_each_has_both_halves_of_its_rows() -> None:
         "%x_rows = fxpar.size(%x, 0) : 4*b",
         "%x_each = operator.floordiv(%x_rows, 4) : b",
         "%x_parts = aten.unflatten.int(%x, 0, [-1, 2, %x_each]) : f64[2, 2, b, 8] dp:S(0) tp:R",
-        "%x_first = aten.select.int(%x_parts, 1, 0) : f64[2, b, 8] dp:S(0) tp:R",
+        '%x_first = aten.select.int(%x_parts, 1, 0) : f64[2, b, 8] dp:S(0) tp:R {origin="first half"}',
         "%x_first_1 = aten.flatten.using_ints(%x_first, 0, 1) : f64[2*b, 8] dp:S(0) tp:R",
-        "%x_second = aten.select.int(%x_parts, 1, 1) : f64[2, b, 8] dp:S(0) tp:R",
+        '%x_second = aten.select.int(%x_parts, 1, 1) : f64[2, b, 8] dp:S(0) tp:R {origin="second half"}',
         "%x_second_1 = aten.flatten.using_ints(%x_second, 0, 1) : f64[2*b, 8] dp:S(0) tp:R",
     ]
     sums = [line.partition(" = ")[2].partition("(")[0] for line in lines if "_halves = " in line or "[dp](" in line]
@@ -134,6 +136,57 @@ def test_odd_rows_are_computed_whole() -> None:
         assert not [node for node in found.program.graph.nodes if node.target is part_index]
 
 
+class Outputs(nn.Module):
+    """Returns an input, one value under two names, and something of no rows; drops a sum over the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.up = nn.Linear(8, 6).double()
+
+    def forward(self, x: Tensor, places: Tensor) -> dict[str, Tensor]:
+        """x: [b, 8], places: [1, 6]."""
+        y = self.up(x) + places
+        loss = functional.dropout(y.sum(0), 0.5).square().mean() + y.square().mean()
+        return {"loss": loss, "x": x, "a": y, "b": y, "places": places}
+
+
+@pytest.mark.parametrize("plan", [{"tp": 2}, {"dp": 2}, {"dp": 2, "tp": 2}], ids=str)
+def test_outputs_of_all_kinds_and_draws_for_sums(plan: dict[str, Any]) -> None:
+    inputs = {**batch(8), "places": torch.arange(6, dtype=torch.float64)[None]}
+    found = verify(Outputs(), inputs, Plan(**plan, interleave_halves=True))
+    assert found.ok, found.values
+    outputs = found.program.output_nodes()
+    assert outputs["x"].op == outputs["places"].op == "placeholder"
+    assert outputs["a"] is outputs["b"]
+
+
+def test_inputs_of_one_row_that_are_no_batch_leave_halves_alone() -> None:
+    inputs = {**batch(8), "places": torch.zeros(1, 6, dtype=torch.float64)}
+    program = compile_model(Outputs(), inputs, Plan(tp=2, interleave_halves=True)).program
+    assert has_halves(program, inputs, None)
+    assert not has_halves(program, {**inputs, "x": inputs["x"][:3]}, None)
+    assert has_halves(program, {**inputs, "more": torch.zeros(3)}, None)
+    assert not has_halves(program, inputs, [[(4, 8), (1, 6)], [(2, 8), (1, 6)]])
+
+
+def test_shards_over_halves_and_data_ranks_at_once_are_refused() -> None:
+    """A half is inside of what a data rank has: the pass would cut the whole first."""
+    text = """\
+fxpar 1
+plan {"dp": 2, "interleave_halves": true, "half": 2}
+properties canonical collectives layouts local rng vocabulary
+symbol b = x.0 / 4 like 3
+%t = input["t"] : f64[4*b, 8] dp:R half:R
+%x = input["x"] : f64[4*b, 8] dp:S(0) half:S(0)
+%u = fxpar.take[dp-half](%t) : f64[4*b, 8] dp:R→S(0) half:R→S(0)
+%y = aten.add.Tensor(%x, %u) : f64[4*b, 8] dp:S(0) half:S(0)
+return y=%y
+"""
+    with pytest.raises(PlanError, match="communicates over the batch in a way"):
+        PassManager([interleave_halves], STATIC).run(parse_program(text))
+
+
 @pytest.mark.parametrize(
     ("old", "new"),
     [
@@ -147,6 +200,42 @@ def test_halves_that_do_not_draw_the_whole_are_rejected(old: str, new: str) -> N
     assert old in text
     with pytest.raises(CheckFailed, match=r"draws the same random bits|which are not the whole"):
         PassManager([], STATIC).run(parse_program(text.replace(old, new)))
+
+
+def _crossed() -> list[str]:
+    """Texts in which one operation reads one operand of the other half, or takes it out of an input."""
+    text = print_program(Trial(tp=2, interleave_halves=True).program)
+    lines, found = text.splitlines(), list[str]()
+    for i, line in enumerate(lines):
+        name, _, call = line.partition(" = ")
+        for place in re.finditer(r"%\w+_(first|second)\b", call.partition(" : ")[0]):
+            other = place[0].removesuffix(place[1]) + {"first": "second", "second": "first"}[place[1]]
+            defined = next((j for j, each in enumerate(lines) if each.startswith(f"{other} = ")), i)
+            if defined < i and "sym_size" not in call:  # their sizes are the same
+                changed = f"{name} = {call[: place.start()]}{other}{call[place.end() :]}"
+                found.append("\n".join([*lines[:i], changed, *lines[i + 1 :]]) + "\n")
+        if "aten.select.int(%" in line and "half" in line:
+            turned = re.sub(r", ([01])\) :", lambda index: f", {1 - int(index[1])}) :", line)
+            found.append("\n".join([*lines[:i], turned, *lines[i + 1 :]]) + "\n")
+    return found
+
+
+def test_what_reads_the_other_half_is_rejected() -> None:
+    texts = _crossed()
+    assert len(texts) > 60
+    for text in texts:
+        with pytest.raises((CheckFailed, LayoutError)):
+            PassManager([], STATIC).run(parse_program(text))
+
+
+@pytest.mark.parametrize("half", [0, 1])
+def test_rows_of_one_half_or_in_the_other_order_are_rejected(half: int) -> None:
+    program = Trial(tp=2, interleave_halves=True).program
+    stack = next(node for node in program.graph.nodes if node.target is torch.ops.aten.stack.default)
+    parts: Any = stack.args[0]
+    stack.args = ([parts[1], parts[0]] if half else [parts[0], parts[0]], *stack.args[1:])
+    with pytest.raises(CheckFailed, match="half"):
+        PassManager([], STATIC).run(program)
 
 
 def test_a_half_that_draws_for_the_whole_is_rejected() -> None:

@@ -14,6 +14,13 @@ from fxpar.runtime.waits import Waits
 TAKE, OTHER = torch.ops.fxpar.take_copies.default, torch.ops.aten.mm.default
 
 
+class Scheduler:
+    """As much of Inductor's as is asked."""
+
+    def __init__(self, nodes: dict[str, Any]) -> None:
+        self.name_to_node = nodes
+
+
 def kernel(*ancestors: str) -> Any:
     return SimpleNamespace(ancestors=set(ancestors))
 
@@ -34,9 +41,9 @@ def test_kernels_that_wait_for_the_same_may_be_one(
     made = {name: TAKE if name.startswith("take") else OTHER for name in ("take_0", "take_1", "mm")}
     nodes = {name: SimpleNamespace(node=SimpleNamespace(op_overload=target)) for name, target in made.items()}
     monkeypatch.setattr(InductorChoices, "can_fuse_horizontal", staticmethod(lambda *_: True))
-    assert Waits.can_fuse_horizontal(SimpleNamespace(name_to_node=nodes), first, second, 100) is may
+    assert Waits.can_fuse_horizontal(Scheduler(nodes), first, second, 100) is may
 
 
 def test_otherwise_inductor_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(InductorChoices, "can_fuse_horizontal", staticmethod(lambda *_: False))
-    assert not Waits.can_fuse_horizontal(SimpleNamespace(name_to_node={}), kernel(), kernel(), 100)
+    assert not Waits.can_fuse_horizontal(Scheduler({}), kernel(), kernel(), 100)

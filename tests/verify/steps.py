@@ -51,7 +51,7 @@ class Trial:
         model = Small().double()
         batch = {"ids": torch.randint(0, 20, (4, 6)), "labels": torch.randint(0, 20, (4, 6))}
         compiled = compile_model(model, batch, Plan(**plan))
-        self.captured = compiled.captured.program
+        self.captured, self.program = compiled.captured.program, compiled.program
         trained = [p.fqn for p in compiled.program.parameters if p.trainable]
         self.step = inlined(compile_step(compiled.program, compiled.program.outputs, ("loss",), trained))
         self.state = program_state(self.captured, model)
