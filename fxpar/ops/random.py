@@ -206,7 +206,6 @@ def _lower_part_index(node: fx.Node, rank: OnRank) -> fx.Node:
     Operator,
     shape=lambda call: torch.empty((), dtype=torch.int64, device="meta"),
     lower=_lower_part_index,
-    rule=Rule(),
     stage=Property.RNG,
 )
 def part_index(part: int, parts: int, dim: int) -> Any:
