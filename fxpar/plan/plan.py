@@ -23,6 +23,7 @@ from fxpar.plan.cost import Cost
 from fxpar.plan.experts import expert_problems
 from fxpar.plan.fields import by_path, changed, check_known, fault, part
 from fxpar.plan.graphs import CudaGraphs
+from fxpar.plan.halves import halves_problems
 from fxpar.plan.lines import read_mapping
 from fxpar.plan.pipeline import MOST_RANKS, pipeline_problems
 
@@ -246,7 +247,7 @@ class Plan:
             yield f"precision={shown(self.precision)} is unknown: choose one of {', '.join(PRECISIONS)}"
         if self.exchange not in EXCHANGES:
             yield f"exchange={shown(self.exchange)} is unknown: choose one of {', '.join(EXCHANGES)}"
-        yield from self._wrong_halves()
+        yield from halves_problems(self)
         yield from self._wrong_recompute()
         if isinstance(self.cuda_graphs, CudaGraphs):
             yield from self.cuda_graphs.problems()
@@ -256,14 +257,6 @@ class Plan:
             yield from self.cost.problems()
         else:
             yield f"cost={shown(self.cost)} is no fxpar.Cost: write Cost(bandwidth=…)"
-
-    def _wrong_halves(self) -> Iterator[str]:
-        if self.half not in (1, 2) or (self.half == 2 and self.interleave_halves is not True):
-            yield f"half={shown(self.half)} is of programs under way: leave it out, and give interleave_halves=True"
-        if self.interleave_halves is True:
-            usual = {"pp": 1, "ep": 1, "capacity_factor": None, "receive_budget": None}
-            for name in (name for name, value in usual.items() if getattr(self, name) != value):
-                yield f"interleave_halves with {name}={shown(getattr(self, name))} is not supported: leave one out"
 
     def _wrong_recompute(self) -> Iterator[str]:
         if self.recompute not in RECOMPUTES:
