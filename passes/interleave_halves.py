@@ -20,8 +20,6 @@ from fxpar.ops.coercions import (
     all_reduce,
     copy_to,
     gather,
-    keep_first,
-    mask_first,
     reduce_from,
     settle,
     share,
@@ -198,7 +196,9 @@ class _Unrolled:
         self.made[source] = (total,)
         drawn = self._kept(node, 0, self._name(node, 0))
         self.made[source] = before
-        return drawn, self._zeros(drawn, self._name(node, 1))
+        # What adds nothing, in the same layout; it carries a gradient, which zeros would not.
+        zero = self.graph.create_node("call_function", aten.mul.Tensor, (drawn, 0), name=self._name(node, 1))
+        return drawn, set_note(zero, replace(note(drawn), random=0))
 
     def _name(self, node: fx.Node, half: int) -> str:
         """Of one half of a value; no other node's."""
@@ -299,11 +299,6 @@ class _Unrolled:
         new = self.graph.create_node("call_function", aten.add.Tensor, self.made[source], name=name)
         return set_note(new, replace(like, type=tensor_type(source), layout=self._without(layout), random=0))
 
-    def _zeros(self, value: fx.Node, name: str) -> fx.Node:
-        """What adds nothing to a value, and carries a gradient where that does: its layout is the same."""
-        new = self.graph.create_node("call_function", aten.mul.Tensor, (value, 0), name=name)
-        return set_note(new, replace(note(value), random=0))
-
     def parts(self, node: fx.Node) -> tuple[fx.Node, ...]:
         """Each half's rows of what is whole."""
         (whole,) = self.made[operands(node)[0]]
@@ -313,11 +308,6 @@ class _Unrolled:
         """The rows of both halves."""
         source = operands(node)[0]
         return (self._joined(source, node.name),)
-
-    def first(self, node: fx.Node) -> tuple[fx.Node, ...]:
-        """The value on the first half, zeros on the second."""
-        (value,) = self.made[operands(node)[0]]
-        return value, self._zeros(value, f"{node.name}_zero")
 
     # ------------------------------------------------------------------ layouts
 
@@ -378,6 +368,5 @@ _COERCIONS: Mapping[Any, Callable[[_Unrolled, fx.Node], tuple[fx.Node, ...]]] = 
     **dict.fromkeys((reduce_from, all_reduce), _Unrolled.summed),
     **dict.fromkeys((split, take), _Unrolled.parts),
     **dict.fromkeys((gather, all_gather), _Unrolled.gathered),
-    **dict.fromkeys((keep_first, mask_first), _Unrolled.first),
 }
 _OF_SHARDS = (_Unrolled.parts, _Unrolled.gathered)
