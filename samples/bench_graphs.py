@@ -9,7 +9,8 @@ A model is NAME or NAME:BATCHxSEQUENCE. A variant is `eager` or `compile`, with 
 `+full_iteration` behind it. Variants of one model are timed in turn, round after round, so that what drifts on the
 machine drifts for all; a step is forward and backward in bf16, from freed gradients or added to those that are there
 (`--accumulated`). Columns: the median between device events, the largest less the smallest of ten steps over that,
-what the host takes to queue a step, the most memory at one time, and what recording took.
+what the host takes to queue a step, the most memory at one time, and the seconds of `parallelize`, of the first step
+and of recording within it.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ class Timed:
         model: that it trains.
         loss: of the first.
         peak: bytes at one time, without those of other variants.
+        build_s, first_s: seconds of `parallelize`, and of the first step with what it compiles and records.
         ms, host: of each step, milliseconds.
     """
 
@@ -55,6 +57,8 @@ class Timed:
     model: fxpar.ParallelModule
     loss: float
     peak: int
+    build_s: float
+    first_s: float
     ms: list[float] = field(default_factory=list)
     host: list[float] = field(default_factory=list)
 
@@ -87,6 +91,7 @@ def make(size: Size, variant: str, options: argparse.Namespace) -> Timed:
     ids = torch.randint(0, size.options["vocab_size"], (size.batch, size.sequence), generator=torch.Generator())
     original = build(size, options.dropout)
     example = ids.expand(max(2, size.batch), -1)  # of one row nothing would show what a row is
+    start = time.perf_counter()
     model = fxpar.parallelize(original, plan, {"input_ids": example, "labels": example}, check_inputs=False)
     device = model.world.device
     own = ids if options.batches != "device" else ids.to(device)
@@ -98,12 +103,14 @@ def make(size: Size, variant: str, options: argparse.Namespace) -> Timed:
             model.zero_grad()
         return model.train_step(next(batches))
 
+    built = time.perf_counter()
     before = occupied(device, reset=True)
     loss = float(step())
+    first = time.perf_counter()
     for _ in range(options.warmup):
         step()
     synchronize(device)
-    return Timed(step, model, loss, occupied(device) - before)
+    return Timed(step, model, loss, occupied(device) - before, built - start, first - built)
 
 
 def occupied(device: torch.device, reset: bool = False) -> int:
@@ -152,10 +159,12 @@ def measure(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     for variant, timed in made.items():
         values = [statistics.median(timed.ms), statistics.median(timed.host), timed.peak / 2**30]
-        ms, host, peak = slowest(values, timed.model.world.device)
+        values += [timed.build_s, timed.first_s]
+        ms, host, peak, build_s, first_s = slowest(values, timed.model.world.device)
         last = timed.ms[-10:]
         row: dict[str, Any] = {"model": name, "variant": variant, "loss": timed.loss, "ms": ms, "host_ms": host}
         row |= {"spread": (max(last) - min(last)) / statistics.median(last), "peak_gib": peak}
+        row |= {"build_s": build_s, "first_s": first_s}
         row["last_ms"] = [round(each, 3) for each in last]
         figures = timed.model.graph_figures
         rows.append(row | ({} if figures is None else {"graphs": figures.graphs, "record_s": figures.seconds}))
@@ -167,7 +176,8 @@ def measure(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
 def report(rows: Sequence[Mapping[str, Any]]) -> None:
     """Prints a line for each variant, and how it compares with the model's first."""
     table = Table(title="a training step")
-    columns = {"ms": "ms", "host_ms": "host ms", "spread": "spread %", "peak_gib": "peak GiB", "record_s": "record s"}
+    columns = {"ms": "ms", "host_ms": "host ms", "spread": "spread %", "peak_gib": "peak GiB"}
+    columns |= {"build_s": "build s", "first_s": "first step s", "record_s": "of it recording"}
     for title in ("model", "variant", *columns.values(), "graphs", "times faster", "loss"):
         table.add_column(title, justify="left" if title in ("model", "variant") else "right")
     first: dict[str, float] = {}
