@@ -9,7 +9,8 @@ from functools import partial
 
 from torch import fx
 
-from fxpar.analysis.handshakes import Handshakes, copyable, handshakes
+from fxpar.analysis.exposed import travels
+from fxpar.analysis.handshakes import Handshakes, copyable, handshakes, is_pairwise
 from fxpar.exchange.mailbox import BUFFERS
 from fxpar.manager import Pass, register_pass
 from fxpar.program.copying import copy_node
@@ -36,6 +37,10 @@ def exchange(program: Program) -> Program:
 
     Copies are the work of a GPU's copy engines: products keep all multiprocessors. What is smaller than the plan's
     `cost.least_copy` stays with the process group, whose latency is less, and so does what is sent once a step.
+
+    A sum over two ranks beside which nothing is computed, or less than the plan's `cost.copy_latency`, is `one_shot`:
+    one kernel writes into the other's memory, waits for what comes from there and adds. It needs multiprocessors, which
+    are free then.
 
     Terms: see `fxpar.analysis.handshakes`, which says what may share a buffer. A node of a region stands for all that
     it is in the calls.
@@ -67,8 +72,16 @@ def _exchanged(program: Program, axes: Collection[str] | None) -> Program:
     while True:
         buffers, refused = _numbered(handshakes(whole, wanted), origins)
         if not refused:
-            return _with(program, buffers)
+            return _with(program, buffers, _alone(whole, wanted, origins))
         wanted = [node for node in wanted if origins[node] not in refused]
+
+
+def _alone(whole: Program, copied: Sequence[fx.Node], origins: Mapping[fx.Node, fx.Node]) -> frozenset[fx.Node]:
+    """Sums over two ranks beside which next to nothing is computed, in any of the calls of a region."""
+    least = whole.plan.cost.copy_latency
+    beside = {each.collective.node: sum(seconds for _, seconds in each.beside) for each in travels(whole)}
+    alone = {origins[node] for node in copied if is_pairwise(node, whole.axes)}
+    return frozenset(alone - {origins[node] for node in copied if beside[node.name] >= least})
 
 
 def _origins(program: Program, whole: Program) -> dict[fx.Node, fx.Node]:
@@ -112,21 +125,21 @@ def _first(group: Handshakes, nodes: Sequence[fx.Node], others: Sequence[tuple[i
     return next(free, None)
 
 
-def _with(program: Program, buffers: Mapping[fx.Node, int]) -> Program:
-    """The program with these buffers; regions stay as they are, for whoever else has them."""
+def _with(program: Program, buffers: Mapping[fx.Node, int], alone: Collection[fx.Node]) -> Program:
+    """The program with these buffers, and these sums in one shot; regions stay, for whoever else has them."""
     rewritten: dict[Region, Region] = {}
     for node in program.graph.nodes:
         region = region_of(node)
         if node in buffers:
-            update(node, buffer=buffers[node])
+            update(node, buffer=buffers[node], one_shot=node in alone)
         elif region is not None:
             if region not in rewritten:
-                rewritten[region] = _rewritten(region, buffers)
+                rewritten[region] = _rewritten(region, buffers, alone)
             node.target = rewritten[region]
     return program
 
 
-def _rewritten(region: Region, buffers: Mapping[fx.Node, int]) -> Region:
+def _rewritten(region: Region, buffers: Mapping[fx.Node, int], alone: Collection[fx.Node]) -> Region:
     if buffers.keys().isdisjoint(region.body):
         return region
     graph = fx.Graph()
@@ -134,6 +147,6 @@ def _rewritten(region: Region, buffers: Mapping[fx.Node, int]) -> Region:
     for node in (*region.operands, *region.body):
         made[node] = copy_node(graph, node, made, node.name)
         if node in buffers:
-            update(made[node], buffer=buffers[node])
+            update(made[node], buffer=buffers[node], one_shot=node in alone)
     graph.output(tuple(made[node] for node in region.results))
     return Region(region.name, graph, region.fqn)

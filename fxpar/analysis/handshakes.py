@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 from torch import fx
 
@@ -107,6 +108,17 @@ def copyable(program: Program) -> dict[fx.Node, int]:
         if target.copies and sent.op == target.sends[0] and note(node).phase != PARAMETER and node in alive:
             found[node] = sent.bytes
     return found
+
+
+def is_pairwise(node: fx.Node, axes: Mapping[str, int]) -> bool:
+    """Whether a node is a sum over two ranks.
+
+    Args:
+        axes: sizes of the mesh axes.
+    """
+    target = node.target
+    is_sum = isinstance(target, Operator) and target.copies and target.sends[0] == "all_reduce"
+    return is_sum and prod(axes[axis] for axis in str(node.kwargs["axis"]).split("-")) == 2
 
 
 def _alive(program: Program) -> set[fx.Node]:

@@ -2,7 +2,8 @@
 
 Enters: a process group whose GPUs reach each other's memory. Leaves: a `Mailbox` whose copies run on a stream of their
 own. Nothing of it needs a multiprocessor: copies are the copy engines', and streams wait for flags and raise them by
-the driver's stream memory operations. All of it can be captured.
+the driver's stream memory operations. A sum beside which nothing is computed is a kernel (`push_kernels`). All of it
+can be captured.
 """
 
 from __future__ import annotations
@@ -87,6 +88,15 @@ class DeviceMailbox(Mailbox):
         place = self._words[self.rank] + _WORD * self.flag(buffer, stage, rank)
         wait_value(self._stream, place, 1)
         write_value(self._stream, place, 0)
+
+    def sum_of_two(self, buffer: int, x: Tensor) -> Tensor:
+        """By one kernel, on the current stream."""
+        from fxpar.exchange.push_kernels import FLAGS, push_sum
+
+        (other,) = self.others
+        areas = [each[: x.nbytes].view(x.dtype) for each in self.areas(buffer, x.nbytes)]
+        flags = [each[: FLAGS * _WORD].view(torch.int32) for each in self.areas(-buffer, FLAGS * _WORD)]
+        return push_sum(x, areas[other], areas[self.rank], flags[other], flags[self.rank])
 
     @property
     def _stream(self) -> int:

@@ -16,7 +16,7 @@ from fxpar.ops import bound, coalesced, copied, factored
 from fxpar.ops.onrank import OnRank
 from fxpar.ops.operator import Crossing, OnShapes, Run, Sent
 from fxpar.program.coercions import shared_fraction
-from fxpar.program.program import TensorType, operands, output_types
+from fxpar.program.program import TensorType, note, operands, output_types
 
 # ---------------------------------------------------------------------- shapes and traffic
 
@@ -102,6 +102,8 @@ def first_only(node: fx.Node, rank: OnRank) -> Run:
 def lower_sum(node: fx.Node, rank: OnRank) -> Run:
     """An all-reduce."""
     ranks = rank.ranks(node)
+    if ranks.copies is not None and note(node).one_shot:
+        return Run(copied.sum_in_one_shot, (node.args[0], *ranks.copies))
     if ranks.copies is not None:
         return Run(copied.start_sum, (node.args[0], *ranks.copies), finish=copied.summed, rest=ranks.copies)
     return Run(bound.start_sum, (node.args[0], ranks.group, ranks.size), finish=bound.summed)

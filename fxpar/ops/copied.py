@@ -4,8 +4,9 @@ Enters: a rank's tensor, the name of a mailbox and the number of a buffer (`fxpa
 functions of the same names in `fxpar.ops.bound`. Each is two calls: `start_…` sends, and the other waits and reads. A
 send gives what it sends along, so that it stays until it is there.
 
-Of two ranks a sum is one copy of the whole each way and an addition. Of more, each rank sums one block: blocks go to
-their owners, which add them in float32 and send the sum to all.
+Of two ranks a sum is one copy of the whole each way and an addition, which a compiler may put into the kernel that
+reads it; where nothing is computed beside it, all of that is one call (`one_shot_sum`). Of more, each rank sums one
+block: blocks go to their owners, which add them in float32 and send the sum to all.
 """
 
 from __future__ import annotations
@@ -81,8 +82,8 @@ def take_copies(token: Tensor, x: Tensor, kind: str, name: str, buffer: int) -> 
         x: what that took.
 
     Returns:
-        `sum`: the sum of the ranks' tensors; `gather` [n, …]: these; `scatter`: the sum of the blocks of this rank;
-        `exchange` [n, …]: these blocks.
+        `sum` of more than two ranks: the sum of their tensors; `gather` [n, …]: these; `scatter`: the sum of the
+        blocks of this rank; `exchange` [n, …]: these blocks.
     """
     line = mailbox(name)
     held = x.contiguous()
@@ -98,14 +99,71 @@ def take_copies(token: Tensor, x: Tensor, kind: str, name: str, buffer: int) -> 
     else:
         own = blocks[line.rank]
         came = [own if r == line.rank else _slot(area, step * r, own) for r in range(line.size)]
-        if kind in (_SUM, _SCATTER):
-            found = _added(came).view(x.shape if kind == _SUM else x.shape[1:])
+        if kind == _SCATTER:
+            found = _added(came).view(x.shape[1:])
         else:
             found = torch.stack(came).view((line.size, *x.shape) if kind == _GATHER else x.shape)
     if line.poisons:
         area.fill_(0xFF)
     line.end(buffer)
     return found
+
+
+@torch.library.custom_op("fxpar::arrived", mutates_args=())
+def arrived(token: Tensor, x: Tensor, name: str, buffer: int) -> Tensor:
+    """Waits for what the other of two ranks sent, for their sum.
+
+    Args:
+        token: of `send_copies`.
+        x: what that took, contiguous.
+
+    Returns:
+        It, of the shape of `x`: memory into which the other will write again, for `added` alone.
+    """
+    line = mailbox(name)
+    (other,) = line.others
+    step, end = _places(_blocks(x, _SUM, line.size))
+    area = line.areas(buffer, end)[line.rank]
+    line.join(buffer)
+    line.wait(other, buffer, 0)
+    line.end(buffer)
+    return _slot(area, step * other, x).view(x.shape)
+
+
+@arrived.register_fake
+def _arrived(token: Tensor, x: Tensor, name: str, buffer: int) -> Tensor:
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op("fxpar::added", mutates_args=())
+def added(x: Tensor, came: Tensor, name: str) -> Tensor:
+    """The sum of a rank's tensor and of what `arrived`, in new memory: one rounding, the same bits on both ranks."""
+    found = x + came
+    if mailbox(name).poisons:
+        came.view(torch.uint8).fill_(0xFF)
+    return found
+
+
+@added.register_fake
+def _sum_of_both(x: Tensor, came: Tensor, name: str) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("fxpar::one_shot_sum", mutates_args=())
+def one_shot_sum(x: Tensor, name: str, buffer: int) -> Tensor:
+    """The sum over two ranks in one call, beside which nothing is computed."""
+    line = mailbox(name)
+    line.begin(buffer)
+    found = line.sum_of_two(buffer, x.contiguous().view(-1)).view(x.shape)
+    if line.poisons:
+        line.areas(buffer, x.nbytes)[line.rank].fill_(0xFF)
+    line.end(buffer)
+    return found
+
+
+@one_shot_sum.register_fake
+def _of_one_shot(x: Tensor, name: str, buffer: int) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 @take_copies.register_fake
@@ -175,7 +233,17 @@ def start_sum(x: Tensor, name: str, buffer: int) -> Sent:
 
 def summed(sent: Sent, name: str, buffer: int) -> Tensor:
     """Of `start_sum`."""
-    return _finish(sent, _SUM, name, buffer)
+    if mailbox(name).size > 2:
+        return _finish(sent, _SUM, name, buffer)
+    held, token = sent
+    found: Tensor = added(held, arrived(token, held, name, buffer), name)
+    return found
+
+
+def sum_in_one_shot(x: Tensor, name: str, buffer: int) -> Tensor:
+    """P → I, P → R, of two ranks, where nothing is computed beside it."""
+    found: Tensor = one_shot_sum(x, name, buffer)
+    return found
 
 
 def start_gather(x: Tensor, name: str, buffer: int) -> Sent:

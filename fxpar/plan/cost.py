@@ -28,6 +28,8 @@ class Cost:
         memory: bytes a second of a rank's memory.
         least_copy: bytes from which on ranks of one machine copy into each other's memory (`Plan.exchange`); what is
             smaller they send through their process group, whose latency is less.
+        copy_latency: seconds that such a copy takes besides its bytes, until what it brought can be read. A sum beside
+            which less is computed is one kernel, of two ranks.
         axes: bandwidth and latency, or one of them, of axes whose ranks have other links, by name: where data ranks
             are on different machines, `{"dp": {"bandwidth": 45e9, "latency": 2e-5}}`.
     """
@@ -37,6 +39,7 @@ class Cost:
     flops: float = 600e12
     memory: float = 4e12
     least_copy: float = 1e6
+    copy_latency: float = 3e-5
     axes: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -11,6 +11,7 @@ import json
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -110,20 +111,23 @@ def _place(device: torch.device) -> dict[str, Any]:
     seen = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
     own = next(uuid for uuid, i in seen.items() if i == device.index)
     reached = [uuid for uuid, i in seen.items() if i != device.index and can_access(device.index, i)]
-    return {"machine": machine(), "gpu": own, "reaches": reached}
+    return {"machine": machine(), "gpu": own, "reaches": reached, "triton": find_spec("triton") is not None}
 
 
 def why_not_copy(groups: Iterable[Sequence[int]], places: Sequence[Mapping[str, Any]]) -> str:
     """Why the ranks of some of these groups cannot copy; empty where all can.
 
     Args:
-        places: of all ranks, in order: `machine`, and of GPUs `gpu` and which others it `reaches`.
+        places: of all ranks, in order: `machine`, and of GPUs `gpu`, which others it `reaches`, and whether there is
+            `triton`.
     """
     for ranks in groups:
         for one, other in itertools.permutations(ranks, 2):
             a, b = places[one], places[other]
             if a["machine"] != b["machine"]:
                 return f"ranks {one} and {other} are on two machines, or do not see each other's processes"
+            if "gpu" in a and not a["triton"]:
+                return f"rank {one} has no Triton, whose kernel adds what ranks send"
             if "gpu" in a and b["gpu"] not in a["reaches"]:
                 return f"the GPU of rank {one} does not reach or does not see that of rank {other}"
     return ""

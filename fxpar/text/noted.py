@@ -34,7 +34,7 @@ _TYPE = re.compile(r' : ([^{#"]*)')
 _BRACE = re.compile(r"\s*\{")
 _ATTRIBUTE = re.compile(
     rf'(needs)=([^"{{}}]*?)(?=, \w+=|}})|(role|origin|uncaptured)=({STRING})|(random|recompute|buffer)=({INTEGER})'
-    rf"|(phase)=(backward|weight|parameter)|(region)=({IDENTIFIER})|(stage)=(\d{{1,4}}(?:\+\d{{1,4}})*)"
+    rf"|(phase)=(backward|weight|parameter)|(region)=({IDENTIFIER})|(stage)=(\d{{1,4}}(?:\+\d{{1,4}})*)|(one_shot)=true"
 )
 _COMMENT = re.compile(rf"\s*(?:#\s*(?:({STRING}|[^\s\"]\S*)(?:\s+({STRING}|[^\s\"].*))?)?)?$")
 _AXIS = re.compile(rf"({IDENTIFIER}):(.*)")
@@ -72,7 +72,8 @@ def _attribute(scanner: Scanner, node: fx.Node, axes: Mapping[str, int]) -> tupl
         ahead = scanner.text[scanner.at : scanner.at + 20]
         fail(
             f"{ahead!r} starts no attribute",
-            'write needs=, role="…", origin="…", random=, recompute=, buffer=, phase=, region=, stage= or uncaptured=',
+            'write needs=, role="…", origin="…", random=, recompute=, buffer=, one_shot=true, phase=, region=, stage='
+            " or uncaptured=",
         )
     if found[3]:
         return found[3], unquote(found[4])
@@ -82,6 +83,8 @@ def _attribute(scanner: Scanner, node: fx.Node, axes: Mapping[str, int]) -> tupl
         return found[7] or found[9], found[8] or found[10]
     if found[11]:
         return "stages", tuple(map(int, found[12].split("+")))
+    if found[13]:
+        return found[13], True
     parts, shapes = split(found[2], ";"), need_shapes(node)
     if len(parts) != len(shapes):
         fail(f"needs has {len(parts)} layouts for {len(shapes)} operands", "write one for each, separated by ';'")

@@ -246,6 +246,7 @@ def _attributes(node: fx.Node, axes: Mapping[str, int]) -> list[str]:
     found += [f"{key}={json.dumps(getattr(kept, key))}" for key in ("role", "origin") if getattr(kept, key)]
     plain = ("random", "recompute", "buffer", "phase", "region")
     found += [f"{key}={getattr(kept, key)}" for key in plain if getattr(kept, key)]
+    found += ["one_shot=true"] if kept.one_shot else []
     found += ["stage=" + "+".join(map(str, kept.stages))] if kept.stages else []
     return [*found, f"uncaptured={json.dumps(kept.uncaptured)}"] if kept.uncaptured else found
 

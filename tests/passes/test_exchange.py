@@ -93,6 +93,43 @@ def test_wrong_buffers_are_found(changes: dict[str, int], what: str) -> None:
         check.check(parse_program(text))
 
 
+def shots(text: str) -> list[bool]:
+    """Of the sums, whether they are one kernel."""
+    found = PassManager([exchange], [each for each in STATIC if each.name == "buffers"]).run(parse_program(text))
+    assert print_program(parse_program(print_program(found))) == print_program(found)
+    return [note(node).one_shot for node in found.graph.nodes if node.name.startswith("s")]
+
+
+def test_what_has_nothing_beside_it_is_one_kernel() -> None:
+    assert shots(chain(4)) == [True] * 4
+    assert shots(chain(4).replace('"tp": 2', '"tp": 4')) == [False] * 4  # of two ranks alone
+    # Two microseconds, at 600 TFLOP/s.
+    product = f"%p = aten.mm.default(%w, %w) : {_KIND} tp:R {{phase=backward}}\n"
+    head = _HEAD.replace("%x =", f'%w = input["w"] : {_KIND} tp:R\n%x =')
+    lines = chain(4).removeprefix(_HEAD).splitlines(keepends=True)
+    beside = head + lines[0] + product + "".join(lines[1:]).replace("return y", "return p=%p, y")
+    assert shots(beside) == [True] * 4
+    cost = '{"tp": 2, "exchange": "copy", "cost": {"copy_latency": 1e-6}}'
+    assert shots(beside.replace('{"tp": 2, "exchange": "copy"}', cost)) == [False, True, True, True]
+
+
+@pytest.mark.parametrize(
+    ("line", "marked"),
+    [
+        ("%s0 = fxpar.all_reduce[tp](%x)", "{one_shot=true, "),  # without a buffer
+        ("%a0 = fxpar.mask_first[tp](%s0)", "{one_shot=true, "),  # no sum
+    ],
+)
+def test_what_cannot_be_one_kernel_is_found(line: str, marked: str) -> None:
+    text = "".join(
+        each.replace("{", marked, 1) if each.startswith(line) else each for each in chain(4).splitlines(keepends=True)
+    )
+    assert text != chain(4)
+    check = next(each for each in STATIC if each.name == "buffers")
+    with pytest.raises(CheckFailed, match="one_shot and no sum over two ranks"):
+        check.check(parse_program(text))
+
+
 def test_what_nobody_needs_vouches_for_nothing() -> None:
     text = chain(5).replace("return y=%a4", "return y=%a3")
     assert buffers(text) == [1, 2, 1, 2, 0]
@@ -107,7 +144,7 @@ def test_axes_that_cannot_are_left_alone() -> None:
 def test_every_call_of_a_region_has_the_same_buffers() -> None:
     config = transformers.GPT2Config(n_layer=3, n_embd=32, n_head=4, vocab_size=64, use_cache=False)
     ids = torch.zeros(2, 8, dtype=torch.int64)
-    plan = fxpar.Plan(tp=2, exchange="copy", cost=fxpar.Cost(least_copy=1.0))
+    plan = fxpar.Plan(tp=2, exchange="copy", cost=fxpar.Cost(least_copy=1.0, copy_latency=1e-12))
     batch = {"input_ids": ids, "labels": ids}
     program = compile_model(transformers.GPT2LMHeadModel(config).train(), batch, plan).program
     trained = [p.fqn for p in program.parameters if p.trainable]
@@ -123,7 +160,7 @@ def test_every_call_of_a_region_has_the_same_buffers() -> None:
 def test_counts_and_simulated_ranks_take_a_step_with_buffers() -> None:
     config = transformers.GPT2Config(n_layer=1, n_embd=32, n_head=4, vocab_size=64, use_cache=False)
     ids = torch.zeros(2, 8, dtype=torch.int64)
-    plan = fxpar.Plan(tp=2, exchange="copy", cost=fxpar.Cost(least_copy=1.0))
+    plan = fxpar.Plan(tp=2, exchange="copy", cost=fxpar.Cost(least_copy=1.0, copy_latency=1e-12))
     model, batch = transformers.GPT2LMHeadModel(config).train(), {"input_ids": ids, "labels": ids}
     verify(model, batch, plan)
     lowering = partial(lower_program, groups={"tp": Group("tp", 2)})  # nothing is sent

@@ -19,7 +19,7 @@ from fxpar.runtime.world import World
 from tests.runtime.compiled import Deep, Seen, watched
 from tests.runtime.graphed import VOCABULARY, gpt2, llama
 
-_COST = fxpar.Cost(least_copy=1.0)
+_COST = fxpar.Cost(least_copy=1.0, copy_latency=1e-12)
 _BUILDS: dict[str, Callable[[], nn.Module]] = {
     "gpt2": lambda: gpt2(60, 2),
     "llama": lambda: llama(64, 2),
@@ -165,6 +165,21 @@ def each_kind(dtype: torch.dtype, shape: tuple[int, ...]) -> list[str]:
     odd = [kind for kind, (own, other) in found.items() if not torch.equal(own, other)]
     mailbox.close([name])
     return odd
+
+
+def one_shot(size: int) -> bool:
+    """Whether sums in one shot, of which each takes the one before, are those of the group."""
+    world, made = _world()
+    name = f"one_shot/{world.agreement.module}"
+    mailbox.register(name, made)
+    x = torch.randn(3, size, generator=torch.Generator().manual_seed(world.rank)).double().t()  # not contiguous
+    own = other = x
+    with mailbox.poisoned():
+        for buffer in (1, 2, 1, 2):
+            own = copied.sum_in_one_shot(own, name, buffer) / (2 + world.rank)
+            other = bound.summed(bound.start_sum(other, world.groups["tp"].name, 2)) / (2 + world.rank)
+    mailbox.close([name])
+    return torch.equal(own, other)
 
 
 def lost() -> str:

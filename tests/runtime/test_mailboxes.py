@@ -48,6 +48,11 @@ def test_each_kind_on_four_ranks(world4: World, shape: tuple[int, ...]) -> None:
     assert world4.run(mailbox_jobs.each_kind, torch.float64, shape) == [[], [], [], []]
 
 
+def test_in_one_shot(world2: World) -> None:
+    for size in (1, 7, 4096):
+        assert world2.run(mailbox_jobs.one_shot, size) == [True, True]
+
+
 def test_a_rank_that_sends_nothing_is_named(world2: World) -> None:
     said, _ = world2.run(mailbox_jobs.lost)
     assert "rank 1 has sent nothing for 1 s" in said
@@ -74,14 +79,19 @@ def test_a_step_behind_one_that_was_broken_off_says_so(world2: World) -> None:
         assert "an earlier call was broken off" in said
 
 
+def _gpu(name: str, *reaches: str) -> dict[str, Any]:
+    return {"machine": "a", "gpu": name, "reaches": reaches, "triton": True}
+
+
 @pytest.mark.parametrize(
     ("places", "reason"),
     [
         ([{"machine": "a"}, {"machine": "a"}], ""),
         ([{"machine": "a"}, {"machine": "b"}], "ranks 0 and 1 are on two machines"),
-        ([{"machine": "a", "gpu": "x", "reaches": ["y"]}, {"machine": "a", "gpu": "y", "reaches": ["x"]}], ""),
-        ([{"machine": "a", "gpu": "x", "reaches": ["y"]}, {"machine": "a", "gpu": "y", "reaches": []}], "rank 1 does"),
-        ([{"machine": "a", "gpu": "x", "reaches": ["y"]}] * 2, "does not reach or does not see"),
+        ([_gpu("x", "y"), _gpu("y", "x")], ""),
+        ([_gpu("x", "y"), _gpu("y")], "the GPU of rank 1 does"),
+        ([_gpu("x", "y")] * 2, "does not reach or does not see"),
+        ([_gpu("x", "y"), {**_gpu("y", "x"), "triton": False}], "rank 1 has no Triton"),
     ],
     ids=str,
 )

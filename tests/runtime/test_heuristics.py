@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch._inductor.choices import InductorChoices
+from torch._inductor.runtime.hints import ReductionHint
+from torch._inductor.virtualized import V
 
-from fxpar.runtime.waits import Waits
+from fxpar.runtime.heuristics import Heuristics
 
 TAKE, OTHER = torch.ops.fxpar.take_copies.default, torch.ops.aten.mm.default
 
@@ -41,9 +43,29 @@ def test_kernels_that_wait_for_the_same_may_be_one(
     made = {name: TAKE if name.startswith("take") else OTHER for name in ("take_0", "take_1", "mm")}
     nodes = {name: SimpleNamespace(node=SimpleNamespace(op_overload=target)) for name, target in made.items()}
     monkeypatch.setattr(InductorChoices, "can_fuse_horizontal", staticmethod(lambda *_: True))
-    assert Waits.can_fuse_horizontal(Scheduler(nodes), first, second, 100) is may
+    assert Heuristics.can_fuse_horizontal(Scheduler(nodes), first, second, 100) is may
 
 
 def test_otherwise_inductor_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(InductorChoices, "can_fuse_horizontal", staticmethod(lambda *_: False))
-    assert not Waits.can_fuse_horizontal(Scheduler({}), kernel(), kernel(), 100)
+    assert not Heuristics.can_fuse_horizontal(Scheduler({}), kernel(), kernel(), 100)
+
+
+@pytest.mark.parametrize(
+    ("hint", "width", "cooperative", "once"),
+    [
+        (ReductionHint.INNER, 1536, False, True),
+        (ReductionHint.INNER, 4096, False, True),
+        (ReductionHint.INNER, 4097, False, False),
+        (ReductionHint.OUTER, 1536, False, False),
+        (ReductionHint.INNER, 1536, True, False),
+    ],
+)
+def test_a_row_is_read_once(
+    monkeypatch: pytest.MonkeyPatch, hint: ReductionHint, width: int, cooperative: bool, once: bool
+) -> None:
+    monkeypatch.setattr(InductorChoices, "should_use_persistent_reduction", staticmethod(lambda *_: False))
+    sizes = SimpleNamespace(statically_known_leq=lambda value, most: value <= most)
+    features = SimpleNamespace(get_reduction_hint=lambda: hint, reduction_numel=width)
+    with V.set_graph_handler(SimpleNamespace(sizevars=sizes)):  # type: ignore[arg-type]
+        assert Heuristics.should_use_persistent_reduction(features, cooperative) is once
