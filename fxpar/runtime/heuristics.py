@@ -63,7 +63,7 @@ def _is_wait(node: Any) -> bool:
     return isinstance(node, ir._WaitKernel) or getattr(node, "op_overload", None) in _WAITING
 
 
-@lowering.register_lowering(_ops.arrived.default, type_promotion_kind=None)  # type: ignore[untyped-decorator]
+@lowering.register_lowering(_ops.arrived.default, type_promotion_kind=None)
 def _arrived(*args: Any) -> Any:
     """Memory into which another rank will write again: nothing else is put there."""
     found = lowering.fallback_handler(_ops.arrived.default, add_to_fallback_set=False)(*args)
@@ -71,7 +71,7 @@ def _arrived(*args: Any) -> Any:
     return found
 
 
-@lowering.register_lowering(_ops.added.default, type_promotion_kind=None)  # type: ignore[untyped-decorator]
+@lowering.register_lowering(_ops.added.default, type_promotion_kind=None)
 def _added(x: Any, came: Any, name: str) -> Any:
     """An addition, in a kernel with what reads it; whatever else reads it reads the sum."""
     found = lowering.lowerings[torch.ops.aten.add.Tensor](x, came)
