@@ -27,7 +27,7 @@ from fxpar.passes.assign_rng import RNG_PATH
 from fxpar.passes.differentiate import differentiable
 from fxpar.passes.step import step_passes
 from fxpar.program.mixed import held_type
-from fxpar.program.program import Parameter, Program, output_layouts, output_types
+from fxpar.program.program import Parameter, Program, note, output_layouts, output_types
 from fxpar.program.properties import Property
 from fxpar.program.regions import inlined
 from fxpar.program.stages import Stage, is_sent, received_name, stages_of
@@ -159,7 +159,7 @@ def _figures(
         optimizer,
         device.type,
         _passes(program),
-        _traffic(listed, why_not_copied(trained, reach)),
+        _traffic(listed, trained, why_not_copied(trained, reach)),
         _model_size(program, share),
         ranks,
         _modules(program, step, activations, kind),
@@ -253,7 +253,7 @@ def _check_counts(listed: Iterable[Collective], step: Measured) -> None:
         )
 
 
-def _traffic(listed: Iterable[Collective], why_not: Mapping[str, str]) -> tuple[Traffic, ...]:
+def _traffic(listed: Iterable[Collective], program: Program, why_not: Mapping[str, str]) -> tuple[Traffic, ...]:
     groups: dict[tuple[str, str, str], list[Collective]] = {}
     for c in listed:
         groups.setdefault((c.axis, c.phase, c.op), []).append(c)
@@ -266,6 +266,7 @@ def _traffic(listed: Iterable[Collective], why_not: Mapping[str, str]) -> tuple[
             sum(c.bytes for c in mine),
             str(simplify(sum(parse_size(c.bytes_formula) for c in mine))),
             sum(not why_not[c.node] for c in mine),
+            sum(note(program.node(c.node)).one_shot for c in mine),
             tuple(sorted({why_not[c.node] for c in mine} - {""})),
         )
         for (axis, phase, op), mine in groups.items()

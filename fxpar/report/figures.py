@@ -41,6 +41,7 @@ class Traffic:
         bytes: of the whole values (what an all-gather yields, a reduction takes in), all together.
         formula: the same in closed form.
         copied: how many of them are copies between the ranks' memories.
+        one_shot: how many of these are one kernel, as nothing is computed beside them.
         reasons: why the others go through the process group.
     """
 
@@ -51,6 +52,7 @@ class Traffic:
     bytes: int
     formula: str
     copied: int = 0
+    one_shot: int = 0
     reasons: tuple[str, ...] = ()
 
 

@@ -108,6 +108,7 @@ def _traffic(found: Sequence[Report]) -> tuple[Traffic, ...]:
             count=sum(one.count for one in mine),
             bytes=sum(one.bytes for one in mine),
             copied=sum(one.copied for one in mine),
+            one_shot=sum(one.one_shot for one in mine),
             reasons=tuple(sorted({reason for one in mine for reason in one.reasons})),
             formula=_sum([one.formula for one in mine]),
         )

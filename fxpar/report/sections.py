@@ -143,24 +143,26 @@ def _passes(report: Report) -> Section:
 
 def _collectives(report: Report) -> Section:
     rows = [
-        (c.axis, c.phase, c.op, str(c.count), str(c.copied), amount(c.bytes), f"{c.bytes:,}", c.formula)
+        (c.axis, c.phase, c.op, *map(str, (c.count, c.copied, c.one_shot)), amount(c.bytes), f"{c.bytes:,}", c.formula)
         for c in report.collectives
     ]
     if not rows:
         return Section("collectives of a step", notes=("None.",))
     count, total = sum(c.count for c in report.collectives), sum(c.bytes for c in report.collectives)
-    copied = sum(c.copied for c in report.collectives)
-    rows.append(("all", "", "", str(count), str(copied), amount(total), f"{total:,}", ""))
-    columns = ("axis", "phase", "op", "count", "copies", "size", "bytes", "closed form")
+    copied, shots = (sum(counts) for counts in zip(*((c.copied, c.one_shot) for c in report.collectives), strict=True))
+    rows.append(("all", "", "", str(count), str(copied), str(shots), amount(total), f"{total:,}", ""))
+    columns = ("axis", "phase", "op", "count", "copies", "one-shot", "size", "bytes", "closed form")
     notes = ["Bytes are those of the whole values: what an all-gather yields, a reduction takes in."]
     if copied:
         notes.append(f"Copies go into {amount(report.copied_into)} of each rank's memory.")
+    if shots:
+        notes.append("Of the copies those in one shot are sums of one kernel each: nothing is computed beside them.")
     reasons: dict[str, list[str]] = {}
     for c in report.collectives:
         for reason in c.reasons:
             reasons.setdefault(reason, []).append(f"{c.axis} {c.phase} {c.op}")
     notes += [f"Not copied: {', '.join(kinds)}: {reason}." for reason, kinds in reasons.items()]
-    return Section("collectives of a step", columns, tuple(rows), ("count", "copies", "size", "bytes"), tuple(notes))
+    return Section("collectives of a step", columns, tuple(rows), columns[3:8], tuple(notes))
 
 
 def _ranks(report: Report) -> Section:

@@ -79,7 +79,7 @@ def test_printed_it_is_tables(llama: Report) -> None:
     assert "plan tp=8" in lines
     assert "what rank 0–6, each rank 7" in lines
     assert "padding 0 B 3.8 KiB" in lines
-    assert "tp forward all_reduce 7 0 90.6 KiB 92,736 1932*b*s" in lines
+    assert "tp forward all_reduce 7 0 0 90.6 KiB 92,736 1932*b*s" in lines
     assert any(line.startswith("annotate ") for line in lines)
     assert max(len(line) for line in str(llama).splitlines()) <= 120
     assert json.loads(json.dumps(llama.to_dict()))["plan"] == {"tp": 8}
