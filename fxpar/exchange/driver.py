@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any
 
 _EQUAL = 1  # CU_STREAM_WAIT_VALUE_EQ
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _NAME = "libcuda.so.1"
 
 
@@ -25,6 +26,8 @@ def _driver() -> Any:
     for function in (found.cuStreamWaitValue32_v2, found.cuStreamWriteValue32_v2):
         function.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
         function.restype = ctypes.c_int
+    found.cuThreadExchangeStreamCaptureMode.argtypes = [ctypes.POINTER(ctypes.c_int)]
+    found.cuThreadExchangeStreamCaptureMode.restype = ctypes.c_int
     found.cuGetErrorName.argtypes = [ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)]
     return found
 
@@ -45,6 +48,15 @@ def write_value(stream: int, address: int, value: int) -> None:
         RuntimeError: the driver refuses.
     """
     _check(_driver().cuStreamWriteValue32_v2(stream, address, value, 0))
+
+
+def allow_while_captured() -> None:
+    """Lets this thread ask for events while another captures a graph, which it takes no part in.
+
+    Raises:
+        RuntimeError: the driver refuses.
+    """
+    _check(_driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_RELAXED))))
 
 
 def _check(status: int) -> None:

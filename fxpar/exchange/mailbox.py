@@ -14,7 +14,7 @@ order of the program (`fxpar.analysis.handshakes`), which `fxpar.verify` checks.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 
@@ -42,12 +42,14 @@ class Mailbox(ABC):
         size: how many ranks there are.
         poisons: whether what was read is overwritten with bytes that are no number, for tests.
         bytes: of the areas that this rank has.
+        ended: called behind each copy that is taken.
     """
 
     rank: int
     size: int
     poisons: bool = False
     bytes: int = 0
+    ended: Callable[[], None] = lambda: None
     _areas: dict[int, list[tuple[int, Sequence[Tensor]]]] = field(default_factory=dict)
     _sent: set[int] = field(default_factory=set)
 
@@ -90,6 +92,7 @@ class Mailbox(ABC):
     def end(self, buffer: int) -> None:
         """Notes that it is taken."""
         self._sent.discard(buffer)
+        self.ended()
 
     def flag(self, buffer: int, stage: int, sender: int) -> int:
         """The place of a flag among those of a rank."""

@@ -10,6 +10,7 @@ compilations meet. A call whose program is there counts itself and sends nothing
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import re
@@ -163,6 +164,28 @@ class Agreement:
         store.set(keys[self.rank], text)
         self.agree({}, "")
         return [told.decode() for told in store.multi_get(keys)]
+
+    def post(self, calls: int, look: int) -> None:
+        """Leaves a sign that this rank goes on, for those that wait for it (`fxpar.exchange.watch`)."""
+        store = self._store()
+        if store is not None:
+            with contextlib.suppress(dist.DistError):  # who reads finds no sign then
+                store.set(self._sign(self.rank), f"{calls} {look}")
+
+    def posted(self) -> list[tuple[int, int] | None]:
+        """The signs of all ranks, in order: None of one that left none, and of all where the store is gone."""
+        store = self._store()
+        found: list[tuple[int, int] | None] = [None] * self.size
+        if store is not None:
+            with contextlib.suppress(dist.DistError):
+                for rank in range(self.size):
+                    if store.check([self._sign(rank)]):
+                        calls, look = store.get(self._sign(rank)).split()
+                        found[rank] = int(calls), int(look)
+        return found
+
+    def _sign(self, rank: int) -> str:
+        return f"fxpar/{self.module}/sign/{rank}"
 
     def _verdict(self, store: Store, point: str, facts: Mapping[str, str], remedy: str) -> dict[str, Any]:
         store.set(f"{point}/{self.rank}", json.dumps(dict(facts)))

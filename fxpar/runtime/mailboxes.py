@@ -10,7 +10,7 @@ import itertools
 import json
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -21,6 +21,7 @@ from fxpar.analysis.exchanges import Reach
 from fxpar.errors import PlanError
 from fxpar.exchange import mailbox
 from fxpar.exchange.host import HostMailbox, machine
+from fxpar.exchange.watch import Watch
 from fxpar.mesh.purpose import joined_names
 from fxpar.ops.collectives import Group
 from fxpar.ops.groups import process_group
@@ -53,6 +54,7 @@ class Mailboxes:
         if plan.exchange == "copy" and odd is not None:
             remedy = "set exchange='auto', which copies where it can, or 'nccl'"
             raise PlanError(f"the ranks of {odd} cannot copy: {reasons[odd]}", where="exchange", remedy=remedy)
+        self._marks: list[_Marks] = []
         # Not at the process's exit: that frees all memory, and a rank that fails must not wait for the others there.
         weakref.finalize(self, mailbox.close, self._open.values()).atexit = False
 
@@ -85,14 +87,35 @@ class Mailboxes:
         if self._world.device.type == "cuda":
             from fxpar.exchange.device import DeviceMailbox  # its symmetric memory takes a second to import
 
-            mailbox.register(
-                name, DeviceMailbox(rank=rank, size=size, device=self._world.device, group=group.name).open()
-            )
+            device = self._world.device
+            if not self._marks:
+                self._marks.append(_Marks(device, self._watch(device)))
+            ended = self._marks[0].mark
+            made = DeviceMailbox(rank=rank, size=size, device=device, group=group.name, ended=ended)
+            mailbox.register(name, made.open())
         else:
             seconds = self._world.agreement.seconds
-            made = HostMailbox(rank=rank, size=size, group=process_group(group), ranks=own, seconds=seconds)
-            mailbox.register(name, made.open())
+            held = HostMailbox(rank=rank, size=size, group=process_group(group), ranks=own, seconds=seconds)
+            mailbox.register(name, held.open())
         return name
+
+    def _watch(self, device: torch.device) -> Watch:
+        """Ends this process where its GPU waits for a copy for longer than ranks wait for each other."""
+        from fxpar.exchange.driver import allow_while_captured
+
+        def prepare() -> None:
+            torch.cuda.set_device(device)
+            allow_while_captured()
+
+        agreement = self._world.agreement
+        watch = Watch(agreement.rank, agreement.seconds, agreement, lambda: agreement.calls).start(prepare)
+        weakref.finalize(self, watch.stop)  # at the process's exit too, in front of the device's end
+        return watch
+
+    def mark(self) -> None:
+        """Tells that work was queued whose copies are waited for."""
+        for marks in self._marks:
+            marks.mark()
 
     @property
     def reach(self) -> Reach:
@@ -102,6 +125,23 @@ class Mailboxes:
     def close(self) -> None:
         """Frees their memory; what is compiled for them can no longer run."""
         mailbox.close([*self._open.values()])
+        for marks in self._marks:
+            marks.watch.stop()
+
+
+@dataclass(frozen=True)
+class _Marks:
+    """Places in the work of a device, for who looks whether it comes there. Knows no mailboxes, which know it."""
+
+    device: torch.device
+    watch: Watch
+
+    def mark(self) -> None:
+        """One at a time, so that it costs next to nothing; none while work is recorded and not done."""
+        if self.watch.is_idle and not torch.cuda.is_current_stream_capturing():
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(self.device))
+            self.watch.mark(event)
 
 
 def _place(device: torch.device) -> dict[str, Any]:

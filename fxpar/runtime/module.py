@@ -154,6 +154,7 @@ class ParallelModule(Stateful):
             InputError: an argument that the model's forward does not take, or a value that no program can.
         """
         call, outputs = self._batches.forward(calls.called_with(self._programs.skeleton, args, kwargs))
+        self._mailboxes.mark()
         return returned(call, outputs, self.world)
 
     @together
@@ -197,6 +198,7 @@ class ParallelModule(Stateful):
         count = 1 if is_list else self.plan.microbatches
         found = self._training.step(parts, count, Ending(scaler, optimizer, max_norm))
         self._flags = StepFlags(found.norm, found.is_finite)
+        self._mailboxes.mark()
         return found.loss
 
     @property
