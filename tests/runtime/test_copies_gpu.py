@@ -1,0 +1,46 @@
+"""Copies between two GPUs give what NCCL gives, and a GPU that waits for one that does not come waits no longer."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+ROOT = Path(__file__).parents[2]
+
+
+def on_two(*arguments: str) -> subprocess.CompletedProcess[str]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    return subprocess.run(
+        [*launcher, str(Path(__file__).with_name("copies_worker.py")), *arguments],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def test_training_is_the_same_to_the_bit() -> None:
+    done = on_two("equal")
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = [line for line in done.stdout.splitlines() if line.endswith(("equal", "different"))]
+    kinds = [(how, impl) for how in ("copies", "shots") for impl in ("none", "full_iteration")]
+    assert told == [f"{name} {how} {impl}: equal" for name in ("gpt2", "llama") for how, impl in kinds]
+
+
+@pytest.mark.parametrize("impl", ["none", "full_iteration"])
+def test_who_waits_in_vain_ends_and_says_for_whom(impl: str) -> None:
+    done = on_two("lost", impl)
+    assert done.returncode != 0
+    assert "loss" not in done.stdout
+    assert "has waited for copies of other ranks for 5 s" in done.stderr
+    assert "rank 1 has begun 5 calls and this rank 6" in done.stderr
