@@ -26,6 +26,8 @@ from fxpar.program.regions import inlined
 ROWS = ("rows_total", "rows_before")
 # Operators without a derivative, which Python's functions of that name do not ask for.
 _UNDERIVED = frozenset({torch.ops.aten.randint_like.default, torch.ops.aten.randint_like.low_dtype})
+# Operators whose kernels refuse scores that are not contiguous, which torch's own functions make so before.
+_DENSE = frozenset({torch.ops.aten.nll_loss2d_backward.default})
 
 
 @dataclass(frozen=True)
@@ -149,6 +151,10 @@ def _place(node: fx.Node, device: torch.device) -> None:
     if node.target in _UNDERIVED:
         with node.graph.inserting_before(node):
             node.args = (node.graph.call_function(torch.ops.aten.detach.default, node.args[:1]), *node.args[1:])
+    if node.target in _DENSE:
+        with node.graph.inserting_before(node):
+            dense = node.graph.call_function(torch.ops.aten.contiguous.default, (node.args[1],))
+        node.args = (node.args[0], dense, *node.args[2:])
     schema = node.target._schema.arguments  # type: ignore[union-attr]
     if any(a.name == "device" for a in schema) and not operands(node):
         node.kwargs = {**node.kwargs, "device": device}

@@ -109,3 +109,22 @@ def test_a_loss_that_reads_lengths_on_the_host_is_refused() -> None:
     reason = r"test_losses.py:\d+: aten._ctc_loss.Tensor gives shapes that depend on values .*; return what it takes"
     with pytest.raises(CaptureError, match=reason):
         capture(Scores(loss, "mean"), batch())
+
+
+class OfWords(nn.Module):
+    """Scores [b, s, 5] of words, whose classes stand where torch's losses of images have channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.scores = nn.Linear(6, 5)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        scores = self.scores(x).log_softmax(-1).transpose(1, 2)
+        return functional.nll_loss(scores, y) + functional.nll_loss(scores, y, ignore_index=3, reduction="sum")
+
+
+@pytest.mark.parametrize("plan", [Plan(), Plan(tp=2), Plan(dp=2)], ids=str)
+def test_scores_that_lie_across(plan: Plan) -> None:
+    words = {"x": torch.randn(4, 3, 6), "y": torch.randint(0, 5, (4, 3))}
+    assert verify(OfWords(), words, plan)
