@@ -2,6 +2,7 @@
 
 `equal`: trainings whose ranks copy beside those through NCCL; rank 0 prints which are equal to the bit on all ranks.
 `lost`: rank 1 makes no more calls.
+`several`: each kind of copy between more ranks than there are GPUs.
 """
 
 import os
@@ -14,6 +15,9 @@ import torch
 import torch.distributed as dist
 
 import fxpar
+from fxpar.exchange import mailbox
+from fxpar.exchange.device import DeviceMailbox
+from fxpar.ops import copied
 from tests.runtime.graphed import gpt2, llama, train, words
 
 STEPS, MICROBATCHES = 12, 2
@@ -56,6 +60,32 @@ def lose() -> None:
     print(f"loss {float(model.train_step(batch))}", flush=True)
 
 
+def several() -> None:
+    dist.init_process_group("gloo")
+    rank, size, device = dist.get_rank(), dist.get_world_size(), torch.device("cuda", torch.cuda.current_device())
+    made = DeviceMailbox(rank=rank, size=size, device=device, group=dist.group.WORLD.group_name)  # type: ignore[union-attr]
+    mailbox.register("several", made.open())
+    cut = (0, [(1, None)])
+    for turn, dtype in enumerate((torch.bfloat16, torch.float32, torch.float64)):
+        seeds = [torch.Generator().manual_seed(10 * turn + r) for r in range(size)]
+        parts = [torch.randint(-9, 9, (size * (size + 1), 3), generator=g).to(device, dtype) for g in seeds]
+        own, whole = parts[rank], torch.stack(parts)
+        blocks = whole.view(size, size, size + 1, 3)
+        total = copied.summed(copied.start_sum(own, "several", 1), "several", 1)
+        gathered = copied.gathered(copied.start_gather(own, "several", 2), *cut, "several", 2)
+        scattered = copied.scattered(copied.start_scatter(own, *cut, size, "several", 3), "several", 3)
+        sent = copied.start_exchange(own, *cut, size, "several", 4)
+        exchanged = copied.exchanged(sent, 0, cut[1], "several", 4)
+        torch.cuda.synchronize()
+        assert torch.equal(total, whole.sum(0))
+        assert torch.equal(gathered, whole.flatten(0, 1))
+        assert torch.equal(scattered, blocks[:, rank].sum(0))
+        assert torch.equal(exchanged, blocks[:, rank].flatten(0, 1))
+        dist.barrier()
+    mailbox.close(["several"])
+    print("equal", flush=True)
+
+
 if __name__ == "__main__":
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    {"equal": compare, "lost": lose}[sys.argv[1]]()
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    {"equal": compare, "lost": lose, "several": several}[sys.argv[1]]()

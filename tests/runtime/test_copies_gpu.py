@@ -10,37 +10,45 @@ from pathlib import Path
 import pytest
 import torch
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
-]
+pytestmark = pytest.mark.gpu
+two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 ROOT = Path(__file__).parents[2]
+SHARED = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}  # several ranks of a GPU
 
 
-def on_two(*arguments: str) -> subprocess.CompletedProcess[str]:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+def on_ranks(count: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
     return subprocess.run(
         [*launcher, str(Path(__file__).with_name("copies_worker.py")), *arguments],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), **SHARED},
         capture_output=True,
         text=True,
         timeout=300,
     )
 
 
+@two
 def test_training_is_the_same_to_the_bit() -> None:
-    done = on_two("equal")
+    done = on_ranks(2, "equal")
     assert done.returncode == 0, done.stdout + done.stderr
     told = [line for line in done.stdout.splitlines() if line.endswith(("equal", "different"))]
     kinds = [(how, impl) for how in ("copies", "shots") for impl in ("none", "full_iteration")]
     assert told == [f"{name} {how} {impl}: equal" for name in ("gpt2", "llama") for how, impl in kinds]
 
 
+@two
 @pytest.mark.parametrize("impl", ["none", "full_iteration"])
 def test_who_waits_in_vain_ends_and_says_for_whom(impl: str) -> None:
-    done = on_two("lost", impl)
+    done = on_ranks(2, "lost", impl)
     assert done.returncode != 0
     assert "loss" not in done.stdout
     assert "has waited for copies of other ranks for 5 s" in done.stderr
     assert "rank 1 has begun 5 calls and this rank 6" in done.stderr
+
+
+@pytest.mark.parametrize("count", [4, 8])
+def test_each_kind_on_more_ranks_than_gpus(count: int) -> None:
+    done = on_ranks(count, "several")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.split() == ["equal"] * count
