@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -38,9 +38,9 @@ def exchange(program: Program) -> Program:
     Copies are the work of a GPU's copy engines: products keep all multiprocessors. What is smaller than the plan's
     `cost.least_copy` stays with the process group, whose latency is less, and so does what is sent once a step.
 
-    A sum over two ranks beside which nothing is computed, or less than the plan's `cost.copy_latency`, is `one_shot`:
-    one kernel writes into the other's memory, waits for what comes from there and adds. It needs multiprocessors, which
-    are free then.
+    A sum over two ranks beside which nothing is computed, or less than the plan's `cost.copy_latency`, is `one_shot`,
+    however small: one kernel writes into the other's memory, waits for what comes from there and adds. It needs
+    multiprocessors, which are free then.
 
     Terms: see `fxpar.analysis.handshakes`, which says what may share a buffer. A node of a region stands for all that
     it is in the calls.
@@ -63,25 +63,22 @@ def _exchanged(program: Program, axes: Collection[str] | None) -> Program:
         return program
     whole = inlined(program)
     origins = _origins(program, whole)
-    least = program.plan.cost.least_copy
-    wanted = [
-        node
-        for node, size in copyable(whole).items()
-        if size >= least and (axes is None or node.kwargs["axis"] in axes)
-    ]
+    could = {node: n for node, n in copyable(whole).items() if axes is None or node.kwargs["axis"] in axes}
+    alone = _alone(whole, could, origins)
+    wanted = [node for node, size in could.items() if size >= program.plan.cost.least_copy or origins[node] in alone]
     while True:
         buffers, refused = _numbered(handshakes(whole, wanted), origins)
         if not refused:
-            return _with(program, buffers, _alone(whole, wanted, origins))
+            return _with(program, buffers, alone)
         wanted = [node for node in wanted if origins[node] not in refused]
 
 
-def _alone(whole: Program, copied: Sequence[fx.Node], origins: Mapping[fx.Node, fx.Node]) -> frozenset[fx.Node]:
+def _alone(whole: Program, could: Iterable[fx.Node], origins: Mapping[fx.Node, fx.Node]) -> frozenset[fx.Node]:
     """Sums over two ranks beside which next to nothing is computed, in any of the calls of a region."""
     least = whole.plan.cost.copy_latency
     beside = {each.collective.node: sum(seconds for _, seconds in each.beside) for each in travels(whole)}
-    alone = {origins[node] for node in copied if is_pairwise(node, whole.axes)}
-    return frozenset(alone - {origins[node] for node in copied if beside[node.name] >= least})
+    pairs = [node for node in could if is_pairwise(node, whole.axes)]
+    return frozenset({origins[n] for n in pairs} - {origins[n] for n in pairs if beside[n.name] >= least})
 
 
 def _origins(program: Program, whole: Program) -> dict[fx.Node, fx.Node]:

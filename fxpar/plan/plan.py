@@ -112,7 +112,8 @@ class Plan:
             their process group, whichever backend that has. `copy`: by copies into each other's memory, which on GPUs
             are the copy engines' and leave the multiprocessors to products; ranks that cannot are refused. `auto`
             copies where ranks are GPUs of one machine that reach each other's memory. What is smaller than
-            `cost.least_copy`, and what is sent once a step, always goes through the process group.
+            `cost.least_copy` goes through the process group then, but for sums over two ranks beside which nothing is
+            computed, which are a kernel; what is sent once a step always does.
         interleave_halves: whether a rank computes the two halves of its batch in turn, so that one computes while the
             other's collectives travel (with `exchange` by copies). Losses, gradients and masks are those of the whole;
             batches of an odd number of rows, or of other numbers on other data ranks, are computed whole.

@@ -58,7 +58,14 @@ def test_a_chain(count: int, wanted: list[int]) -> None:
 
 
 def test_what_is_small_stays() -> None:
-    assert buffers(chain(4, "f32[10, 10]")) == [0, 0, 0, 0]
+    of_four = chain(4, "f32[10, 10]").replace('"tp": 2', '"tp": 4')
+    assert buffers(of_four) == [0, 0, 0, 0]
+    assert buffers(of_four.replace("10", "1000")) == [1, 2, 1, 2]
+
+
+def test_small_sums_of_two_ranks_are_one_kernel() -> None:
+    assert shots(chain(4, "f32[10, 10]")) == [True] * 4
+    assert buffers(chain(4, "f32[10, 10]")) == [1, 2, 1, 2]
 
 
 def test_what_is_beside_each_other_shares_no_buffer() -> None:

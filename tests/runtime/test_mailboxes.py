@@ -49,7 +49,7 @@ def test_each_kind_on_four_ranks(world4: World, shape: tuple[int, ...]) -> None:
 
 
 def test_in_one_shot(world2: World) -> None:
-    for size in (1, 7, 4096):
+    for size in (0, 1, 7, 4096):
         assert world2.run(mailbox_jobs.one_shot, size) == [True, True]
 
 
