@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch._inductor.choices import InductorChoices
 from torch._inductor.runtime.hints import ReductionHint
+from torch._inductor.utils import fresh_cache, run_and_get_code
 from torch._inductor.virtualized import V
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.functional import layer_norm
 
+from fxpar.plan.plan import Plan
 from fxpar.runtime.heuristics import Heuristics
+from fxpar.runtime.inductor import Inductor
+
+ops = torch.ops.fxpar
 
 TAKE, OTHER = torch.ops.fxpar.take_copies.default, torch.ops.aten.mm.default
 
@@ -69,3 +78,29 @@ def test_a_row_is_read_once(
     features = SimpleNamespace(get_reduction_hint=lambda: hint, reduction_numel=width)
     with V.set_graph_handler(SimpleNamespace(sizevars=sizes)):  # type: ignore[arg-type]
         assert Heuristics.should_use_persistent_reduction(features, cooperative) is once
+
+
+def test_what_arrived_is_read_by_one_kernel_and_nothing_is_put_there() -> None:
+    def step(x: Tensor, y: Tensor) -> list[Tensor]:
+        token = ops.send_copies(x, "sum", "nobody", 1)
+        total = ops.added(x, ops.arrived(token, x, "nobody", 1), "nobody")
+        norm = layer_norm(total + y, (32,))
+        return [norm, (total @ y.t()).exp(), total * 2 - norm.amax()]
+
+    with FakeTensorMode() as mode:
+        fakes = [torch.empty(64, 32), torch.empty(64, 32)]
+
+    def compiled() -> list[Tensor]:
+        Inductor(Plan()).alone(step, fakes, mode, backward=False)
+        return []
+
+    with fresh_cache():
+        _, codes = run_and_get_code(compiled)
+    body = codes[-1].split("def call(", 1)[-1]
+    name = re.search(r"(buf\d+) = torch.ops.fxpar.arrived", body)
+    assert name is not None
+    names = {name[1], *re.findall(rf"(buf\d+) = {name[1]}\b", body)}
+    lines = [line.strip() for line in body.splitlines() if any(re.search(rf"\b{each}\b", line) for each in names)]
+    readers = [line for line in lines if re.match(r"[\w.]+\(", line) and not line.startswith("assert")]
+    assert len(readers) == 1, body
+    assert not any("# reuse" in line for line in lines)
