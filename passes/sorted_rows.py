@@ -3,8 +3,7 @@
 Enters: a graph in one spelling. Leaves: the same, in which what sorts, takes, spreads and adds up the rows of tokens is
 written with the operators of `fxpar.ops.routed`. A helper of `canonicalize`.
 
-Terms: a *choice* are the experts of all tokens as a top-k gives them, whatever its shape; T tokens, K experts of each.
-What else is known of a value is a `_Kind`, and of which choice.
+Terms: see `choices`. What else is known of a value is a `_Kind`, and of which choice.
 """
 
 from __future__ import annotations
@@ -13,14 +12,13 @@ import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
-from math import prod
 from typing import Any
 
 import torch
 from torch import fx
 
-from fxpar.layout.symbols import Size, divide
-from fxpar.passes.token_cuts import Emitter
+from fxpar.layout.symbols import Size
+from fxpar.passes.choices import SHAPED, ChosenRows, argument, chosen_of, is_choice
 from fxpar.program.program import TensorType, is_tensor, tensor_type
 from fxpar.rules import bind_arguments
 
@@ -71,7 +69,6 @@ class _Fact:
 _EXACT = (torch.int64, torch.int32, torch.float32, torch.float64)
 _SORTS = (aten.sort.default, aten.sort.stable)
 _ARGSORTS = (aten.argsort.default, aten.argsort.stable)
-_SHAPED = (aten.view.default, aten.reshape.default, aten.unsqueeze.default, aten.squeeze.dim, aten.flatten.using_ints)
 # What adds rows up at places, and what it calls the places.
 _ADDS: Mapping[Any, str] = {aten.scatter_add.default: "src", aten.index_add.default: "source"}
 _ZEROS = (aten.zeros_like.default, aten.zeros.default, aten.new_zeros.default)
@@ -101,26 +98,16 @@ def recognize_rows(graph: fx.Graph) -> None:
     products: dict[fx.Node, None] = {}
     for node in graph.nodes:
         if node.target is fxp.grouped_linear.default:
-            sizes = facts.get(_arg(node, 2))
-            if sizes is not None and sizes.kind is _Kind.SIZES and _counts(node) == _chosen_of(sizes.choice):
+            sizes = facts.get(argument(node, 2))
+            if sizes is not None and sizes.kind is _Kind.SIZES and _counts(node) == chosen_of(sizes.choice):
                 products[sizes.choice] = None
     for choice in products:
         _Layer(graph, choice, facts).write()
 
 
-def _arg(node: fx.Node, index: int) -> Any:
-    """What a call is given at a place."""
-    return node.args[index]
-
-
-def _chosen_of(choice: fx.Node) -> Size:
-    """Of how many experts a top-k chooses."""
-    return tensor_type(_arg(_arg(choice, 0), 0)).shape[-1]
-
-
 def _counts(product: fx.Node) -> Size:
     """How many experts' rows are counted for a product."""
-    return tensor_type(_arg(product, 2)).shape[0]
+    return tensor_type(argument(product, 2)).shape[0]
 
 
 def _facts(graph: fx.Graph) -> dict[fx.Node, _Fact]:
@@ -128,10 +115,10 @@ def _facts(graph: fx.Graph) -> dict[fx.Node, _Fact]:
     for node in graph.nodes:
         if node.op != "call_function":
             continue
-        if _is_choice(node):
+        if is_choice(node):
             facts[node] = _Fact(_Kind.CHOICE, node)
             continue
-        source = _arg(node, 0) if node.args else None
+        source = argument(node, 0) if node.args else None
         known = facts.get(source) if isinstance(source, fx.Node) else None
         kind = None if known is None else _kind(node, known, facts)
         if known is not None and kind is not None:
@@ -139,36 +126,25 @@ def _facts(graph: fx.Graph) -> dict[fx.Node, _Fact]:
     return facts
 
 
-def _is_choice(node: fx.Node) -> bool:
-    if node.target is not operator.getitem or _arg(node, 1) != 1:
-        return False
-    top = _arg(node, 0)
-    assert isinstance(top, fx.Node)
-    if top.target is not aten.topk.default:
-        return False
-    rank = len(tensor_type(_arg(top, 0)).shape)
-    return rank > 1 and int(bind_arguments(top).get("dim", -1)) % rank == rank - 1
-
-
 def _kind(node: fx.Node, known: _Fact, facts: Mapping[fx.Node, _Fact]) -> _Kind | None:
     """What a value is that is made of one of which something is known; None where nobody knows."""
     target, kind = node.target, known.kind
     if target is operator.getitem:
-        return (_Kind.KEYS, _Kind.ORDER)[int(_arg(node, 1))] if kind is _Kind.SORT else None
+        return (_Kind.KEYS, _Kind.ORDER)[int(argument(node, 1))] if kind is _Kind.SORT else None
     if target is aten._to_copy.default:
         return kind if is_tensor(node) and tensor_type(node).dtype in _EXACT else None
     if kind is _Kind.CHOICE and target is aten.index.Tensor:
         (places, *more) = bind_arguments(node)["indices"]
         is_sorted = not more and facts.get(places) == _Fact(_Kind.ORDER, known.choice)
-        return _Kind.KEYS if is_sorted and len(tensor_type(_arg(node, 0)).shape) == 1 else None
+        return _Kind.KEYS if is_sorted and len(tensor_type(argument(node, 0)).shape) == 1 else None
     if kind is _Kind.CHOICE:
         return _of_choice(node)
     if kind is _Kind.ORDER:
         if target is aten.floor_divide.default or target is aten.div.Tensor_mode:
-            return _Kind.TOKENS if _arg(node, 1) == tensor_type(known.choice).shape[-1] else None
+            return _Kind.TOKENS if argument(node, 1) == tensor_type(known.choice).shape[-1] else None
         return _Kind.INVERSE if target in _ARGSORTS and _ascends(node) else None
     if kind is _Kind.MARKS and target is aten.sum.dim_IntList:
-        rank, given = len(tensor_type(_arg(node, 0)).shape), bind_arguments(node)
+        rank, given = len(tensor_type(argument(node, 0)).shape), bind_arguments(node)
         dims = {int(dim) % rank for dim in given["dim"] or ()}
         return _Kind.COUNTS if dims == set(range(rank - 1)) and not given.get("keepdim", False) else None
     if kind is _Kind.COUNTS and target is aten.cumsum.default:
@@ -178,9 +154,9 @@ def _kind(node: fx.Node, known: _Fact, facts: Mapping[fx.Node, _Fact]) -> _Kind 
 
 def _of_choice(node: fx.Node) -> _Kind | None:
     target, given = node.target, bind_arguments(node)
-    if target in _SHAPED:
+    if target in SHAPED:
         return _Kind.CHOICE
-    is_flat = len(tensor_type(_arg(node, 0)).shape) == 1
+    is_flat = len(tensor_type(argument(node, 0)).shape) == 1
     if is_flat and target in _SORTS and _ascends(node):
         return _Kind.SORT
     if is_flat and target in _ARGSORTS and _ascends(node):
@@ -194,11 +170,11 @@ def _of_choice(node: fx.Node) -> _Kind | None:
 
 def _numbers(value: Any) -> bool:
     """Whether these are the numbers of experts, 0, 1, …, along the last dimension."""
-    while isinstance(value, fx.Node) and value.target in _SHAPED and tensor_type(value).shape[-1] != 1:
-        value = _arg(value, 0)
+    while isinstance(value, fx.Node) and value.target in SHAPED and tensor_type(value).shape[-1] != 1:
+        value = argument(value, 0)
     if not isinstance(value, fx.Node):
         return False
-    is_first = value.target is aten.arange.default or (value.target is aten.arange.start and _arg(value, 0) == 0)
+    is_first = value.target is aten.arange.default or (value.target is aten.arange.start and argument(value, 0) == 0)
     return is_first and len(tensor_type(value).shape) == 1
 
 
@@ -206,31 +182,18 @@ def _ascends(node: fx.Node) -> bool:
     return not bind_arguments(node).get("descending", False)
 
 
-class _Layer:
+class _Layer(ChosenRows):
     """The rows of one choice, being rewritten."""
 
     def __init__(self, graph: fx.Graph, choice: fx.Node, facts: Mapping[fx.Node, _Fact]) -> None:
-        self.graph, self.choice = graph, choice
-        self.k = int(tensor_type(choice).shape[-1])
         self.facts = {node: fact.kind for node, fact in facts.items() if fact.choice is choice}
         # What is known of it beside its shape begins with a sort or a count.
         first = next(node for node in graph.nodes if self.facts.get(node, _Kind.CHOICE) is not _Kind.CHOICE)
-        self.emit = Emitter(graph, first)
-        self.experts = int(_chosen_of(choice))
-        self.rows: Size = prod(tensor_type(choice).shape)
-        tokens = divide(self.rows, self.k)
-        assert tokens is not None
-        self.tokens = tokens
+        super().__init__(graph, choice, first)
 
     def write(self) -> None:
         """Rewrites what takes rows, computes with them and adds them up."""
-        emit, kind = self.emit, torch.int64
-        self.chosen = emit.view(self.choice, [-1, self.k], (self.tokens, self.k))
-        self.order, self.counts = emit.several(
-            fxp.sort_by_expert.default,
-            (self.chosen, self.experts),
-            (TensorType(kind, (self.rows,)), TensorType(kind, (self.experts,))),
-        )
+        emit = self.emit
         for node in list(self.graph.nodes):
             writer = _WRITERS.get(node.target)
             if node.op == "call_function" and writer is not None:
@@ -254,16 +217,11 @@ class _Layer:
     def along_rows(self, places: Any) -> _Kind | None:
         """What is known of places that are the same along each row: [M] expanded to [M, f]."""
         if isinstance(places, fx.Node) and places.target is aten.expand.default:
-            column = _arg(places, 0)
+            column = argument(places, 0)
             shape = tensor_type(column).shape
-            if shape == (self.rows, 1) and column.target in _SHAPED:
-                return self.kind(_arg(column, 0))
+            if shape == (self.rows, 1) and column.target in SHAPED:
+                return self.kind(argument(column, 0))
         return None
-
-    def count(self, size: Size) -> Any:
-        """A number of pairs or tokens."""
-        tokens = self.emit.size(self.chosen, 0)
-        return tokens if size == self.tokens else self.emit.number(operator.mul, tokens, self.k)
 
     def take(self, source: Any, places: _Kind | None) -> fx.Node | None:
         """Rows at places of tokens or of pairs, and experts' numbers of rows."""
@@ -271,25 +229,19 @@ class _Layer:
             return None
         kind = tensor_type(source)
         if places is _Kind.KEYS and kind.shape[:1] == (self.experts,) and len(kind.shape) == 2:
-            shape = TensorType(kind.dtype, (self.rows, kind.shape[1]))
-            return self.emit.call(fxp.spread_rows.default, (source, self.counts, self.count(self.rows)), shape)
+            return self.spread(source)
         if places is _Kind.TOKENS and kind.shape[:1] == (self.tokens,) and len(kind.shape) == 2:
-            return self._taken(source, self.k)
+            return self.taken(source, self.k)
         if places is not _Kind.ORDER or kind.shape[:1] != (self.rows,) or len(kind.shape) > 2:
             return None
         if len(kind.shape) == 2:
-            return self._taken(source, 1)
+            return self.taken(source, 1)
         if not kind.dtype.is_floating_point:
             return None
-        column = self._taken(self.emit.view(source, [-1, 1], (self.rows, 1)), 1)
+        column = self.taken(self.emit.view(source, [-1, 1], (self.rows, 1)), 1)
         return self.emit.view(column, [-1], (self.rows,))
 
-    def _taken(self, source: fx.Node, k: int) -> fx.Node:
-        kind = tensor_type(source)
-        shape = TensorType(kind.dtype, (self.rows, kind.shape[1]))
-        return self.emit.call(fxp.take_rows.default, (source, self.order, k), shape)
-
-    def put(self, base: Any, places: _Kind | None, rows: Any, adds: bool) -> fx.Node | None:
+    def put_at(self, base: Any, places: _Kind | None, rows: Any, adds: bool) -> fx.Node | None:
         """Rows added up at their tokens, or put back at their pairs."""
         if not isinstance(rows, fx.Node) or tensor_type(rows).shape[:1] != (self.rows,):
             return None
@@ -305,34 +257,18 @@ class _Layer:
             return None
         if tensor_type(base).shape != (size, kind.shape[1]):
             return None
+        weighed = None
+        if (k > 1 or size == self.tokens) and len(rows.users) == 1:  # nothing else reads what is weighed
+            weighed = self.weighed(rows)
+        made = self.put(rows, size, k) if weighed is None else self.put_weighed(*weighed)
         shape = TensorType(kind.dtype, (size, kind.shape[1]))
-        weighed = self._weighed(rows) if k > 1 or size == self.tokens else None
-        if weighed is not None:
-            made = self.emit.call(fxp.put_weighed.default, (*weighed, self.order, kind.dtype), shape)
-        else:
-            made = self.emit.call(fxp.put_rows.default, (rows, self.order, self.count(size), k), shape)
         return made if is_zero else self.emit.call(aten.add.Tensor, (base, made), shape)
-
-    def _weighed(self, rows: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-        """The rows and the weights [T, K] whose product these are, where nothing else reads that."""
-        if rows.target is not aten.mul.Tensor or len(rows.users) != 1:
-            return None
-        for own, weight in (rows.args, rows.args[::-1]):
-            if not isinstance(own, fx.Node) or not isinstance(weight, fx.Node):
-                continue
-            if tensor_type(own).shape != tensor_type(rows).shape or tensor_type(weight).shape != (self.rows, 1):
-                continue
-            while weight.target in _SHAPED:
-                weight = _arg(weight, 0)
-            if weight.target is fxp.take_rows.default and weight.args[1:] == (self.order, 1):
-                return own, self.emit.view(_arg(weight, 0), [-1, self.k], (self.tokens, self.k))
-        return None
 
 
 def _is_zero(value: Any) -> bool:
     if not isinstance(value, fx.Node):
         return False
-    return bool(value.target in _ZEROS or (value.target is aten.full.default and _arg(value, 1) in (0, False)))
+    return bool(value.target in _ZEROS or (value.target is aten.full.default and argument(value, 1) in (0, False)))
 
 
 def _index(layer: _Layer, node: fx.Node, given: Mapping[str, Any]) -> fx.Node | None:
@@ -365,13 +301,13 @@ def _add(layer: _Layer, node: fx.Node, given: Mapping[str, Any]) -> fx.Node | No
     rows, wide = given[_ADDS[node.target]], node.target is aten.scatter_add.default
     if wide and tensor_type(given["index"]).shape != tensor_type(rows).shape:
         return None
-    return layer.put(given["self"], (layer.along_rows if wide else layer.kind)(given["index"]), rows, True)
+    return layer.put_at(given["self"], (layer.along_rows if wide else layer.kind)(given["index"]), rows, True)
 
 
 def _put(layer: _Layer, node: fx.Node, given: Mapping[str, Any]) -> fx.Node | None:
     if len(given["indices"]) != 1:
         return None
-    return layer.put(
+    return layer.put_at(
         given["self"], layer.kind(given["indices"][0]), given["values"], bool(given.get("accumulate", False))
     )
 
@@ -382,7 +318,7 @@ def _product(layer: _Layer, node: fx.Node, given: Mapping[str, Any]) -> None:
         return
     weight, transposed = given["weight"], given["transposed"]
     if weight.target is aten.transpose.int and {dim % 3 for dim in weight.args[1:]} == {1, 2}:
-        weight, transposed = _arg(weight, 0), not transposed
+        weight, transposed = argument(weight, 0), not transposed
     node.args = (given["x"], weight, layer.counts, transposed)
 
 
