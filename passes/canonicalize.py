@@ -14,6 +14,7 @@ from torch import fx
 from fxpar.errors import PassError
 from fxpar.layout.symbols import Size, simplify
 from fxpar.manager import register_pass
+from fxpar.passes.chosen_matrices import recognize_chosen
 from fxpar.passes.sorted_rows import recognize_rows
 from fxpar.program.program import (
     Program,
@@ -77,8 +78,8 @@ def canonicalize(program: Program) -> Program:
     sizes `-1` become numbers where they are numbers, and numbers of elements products of sizes; indexing by positions
     that are neighbours and that the author wrote down becomes a slice; biases, those of convolutions too, are separate
     additions, so that a row-split product can be reduced before its bias is added; rows that are sorted by expert for
-    grouped products are those of `fxpar.ops.routed` (`sorted_rows`). Values, gradients and the order of
-    random nodes stay. Refuses sub-graphs: what is in them has no layout.
+    grouped products, and pairs of token and expert that take a matrix each, are rows of `fxpar.ops.routed`
+    (`sorted_rows`, `chosen_matrices`). Values, gradients and the order of random nodes stay. Refuses sub-graphs: what is in them has no layout.
     """
     for module, node in _walk(program.graph_module):
         if module is not program.graph_module or node.op == "get_attr":
@@ -88,6 +89,7 @@ def canonicalize(program: Program) -> Program:
             _rewrite(program.graph, node)
     _slice_by_constants(program)
     recognize_rows(program.graph)
+    recognize_chosen(program.graph)
     _name_sizes(program)
     _remove_dead(program.graph)
     return program

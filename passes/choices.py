@@ -32,6 +32,13 @@ def argument(node: fx.Node, index: int) -> Any:
     return node.args[index]
 
 
+def plain(value: fx.Node) -> fx.Node:
+    """The value with the same elements in the same order, of whatever shape, that this one is made of."""
+    while value.target in SHAPED or value.target is aten.clone.default:
+        value = argument(value, 0)
+    return value
+
+
 def is_choice(node: fx.Node) -> bool:
     """Whether these are the indices of a top-k over the last dimension."""
     if node.target is not operator.getitem or argument(node, 1) != 1:
@@ -68,6 +75,7 @@ class ChosenRows:
     Args:
         choice: indices of a top-k.
         place: the sort stands in front of it.
+        origin: what it stands for, in notes.
 
     Attributes:
         rows: M.
@@ -79,9 +87,10 @@ class ChosenRows:
         counts: rows of each expert.
     """
 
-    def __init__(self, graph: fx.Graph, choice: fx.Node, place: fx.Node) -> None:
+    def __init__(self, graph: fx.Graph, choice: fx.Node, place: fx.Node, origin: fx.Node) -> None:
         self.graph, self.choice, kind = graph, choice, torch.int64
-        self.emit = Emitter(graph, place)
+        self.emit = Emitter(graph, origin)
+        self.emit.stand(place)
         self.k, self.experts = int(tensor_type(choice).shape[-1]), int(chosen_of(choice))
         self.rows: Size = prod(tensor_type(choice).shape)
         tokens = divide(self.rows, self.k)
@@ -117,11 +126,10 @@ class ChosenRows:
         shape = TensorType(kind.dtype, (size, kind.shape[1]))
         return self.emit.call(fxp.put_rows.default, (rows, self.order, self.count(size), k), shape)
 
-    def put_weighed(self, rows: fx.Node, weights: fx.Node) -> fx.Node:
+    def put_weighed(self, rows: fx.Node, weights: fx.Node, dtype: torch.dtype) -> fx.Node:
         """Rows [M, f] added up for their tokens with weights [T, K]."""
-        kind = tensor_type(rows)
-        shape = TensorType(kind.dtype, (self.tokens, kind.shape[1]))
-        return self.emit.call(fxp.put_weighed.default, (rows, weights, self.order, kind.dtype), shape)
+        shape = TensorType(dtype, (self.tokens, tensor_type(rows).shape[1]))
+        return self.emit.call(fxp.put_weighed.default, (rows, weights, self.order, dtype), shape)
 
     def weighed(self, rows: fx.Node) -> tuple[fx.Node, fx.Node] | None:
         """The rows and the weights [T, K] whose product these rows [M, f] are."""
@@ -132,8 +140,7 @@ class ChosenRows:
                 continue
             if tensor_type(own).shape != tensor_type(rows).shape or tensor_type(weight).shape != (self.rows, 1):
                 continue
-            while weight.target in SHAPED:
-                weight = argument(weight, 0)
+            weight = plain(weight)
             if weight.target is fxp.take_rows.default and weight.args[1:] == (self.order, 1):
-                return own, self.emit.view(argument(weight, 0), [-1, self.k], (self.tokens, self.k))
+                return own, self.emit.view(plain(argument(weight, 0)), [-1, self.k], (self.tokens, self.k))
         return None

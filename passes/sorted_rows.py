@@ -189,7 +189,7 @@ class _Layer(ChosenRows):
         self.facts = {node: fact.kind for node, fact in facts.items() if fact.choice is choice}
         # What is known of it beside its shape begins with a sort or a count.
         first = next(node for node in graph.nodes if self.facts.get(node, _Kind.CHOICE) is not _Kind.CHOICE)
-        super().__init__(graph, choice, first)
+        super().__init__(graph, choice, first, first)
 
     def write(self) -> None:
         """Rewrites what takes rows, computes with them and adds them up."""
@@ -260,7 +260,7 @@ class _Layer(ChosenRows):
         weighed = None
         if (k > 1 or size == self.tokens) and len(rows.users) == 1:  # nothing else reads what is weighed
             weighed = self.weighed(rows)
-        made = self.put(rows, size, k) if weighed is None else self.put_weighed(*weighed)
+        made = self.put(rows, size, k) if weighed is None else self.put_weighed(*weighed, kind.dtype)
         shape = TensorType(kind.dtype, (size, kind.shape[1]))
         return made if is_zero else self.emit.call(aten.add.Tensor, (base, made), shape)
 

@@ -55,6 +55,10 @@ class Emitter:
         self._place = node
         self._note = replace(note(node), type=None, layout=None, needs=(), random=0)
 
+    def stand(self, place: fx.Node) -> None:
+        """From here on nodes stand in front of this one, for what they stood for."""
+        self._place = place
+
     def call(self, target: Any, args: Sequence[Any], kind: Any, **kwargs: Any) -> fx.Node:
         """An operation."""
         with self.graph.inserting_before(self._place):

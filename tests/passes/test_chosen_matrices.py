@@ -1,0 +1,208 @@
+"""A matrix for each pair of token and expert is a row's of its expert: on one device, and where rows travel."""
+
+from __future__ import annotations
+
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fxpar.capture import capture
+from fxpar.compile import compile_program
+from fxpar.errors import LayoutError, PlanError
+from fxpar.manager import PassManager
+from fxpar.passes.canonicalize import canonicalize
+from fxpar.plan.plan import Plan
+from fxpar.program.program import Program, output_layouts
+from fxpar.text.printing import print_program
+from fxpar.verification import verify
+from tests.passes.chosen_layer import CHOICES, EXPERTS, FORMS, INNER, MUTANTS, WIDTH, Chosen, batch
+
+PLANS: list[dict[str, Any]] = [
+    {"dp": 2, "ep": 2},
+    {"tp": 2},
+    {"dp": 2, "tp": 2, "ep": 4, "etp": 1, "dispatch": "exact"},
+    {"dp": 2, "tp": 2, "ep": 2},
+    {"dp": 2},
+]
+# Every form on one plan, and every plan with one form.
+EVERY_TIME = {(form, i % 4) for i, form in enumerate(FORMS)} | {("einsum", i) for i in range(4)}
+
+
+def canonical(model: nn.Module) -> Program:
+    """The model in one spelling."""
+    return PassManager([canonicalize]).run(capture(model, batch(), Plan()).program)
+
+
+def operators(program: Program) -> Counter[str]:
+    """How often each operation occurs that has to do with rows or with matrices of pairs."""
+    calls = [node for node in program.graph.nodes if node.op == "call_function"]
+    found = Counter(str(node.target).removesuffix(".default") for node in calls)
+    words = ("sort", "index", "bmm", "einsum", "repeat", "rows", "grouped", "put")
+    return Counter({name: n for name, n in found.items() if any(word in name for word in words)})
+
+
+def experts_of(program: Program) -> dict[str, str]:
+    """Layouts of what belongs to experts, by name."""
+    found = {p.fqn: str(output_layouts(program.node(p.node))[0]) for p in program.parameters}
+    return {name: layout for name, layout in found.items() if name.startswith(("gate_up", "down"))}
+
+
+@pytest.mark.parametrize(
+    ("form", "plan"),
+    [
+        pytest.param(form, plan, marks=[] if (form, i) in EVERY_TIME else [pytest.mark.matrix])
+        for form in FORMS
+        for i, plan in enumerate(PLANS)
+    ],
+)
+def test_they_are_the_single_device_s(form: str, plan: dict[str, Any]) -> None:
+    """Dropout inside of experts too; rows of an odd length."""
+    torch.manual_seed(0)
+    found = verify(Chosen(form, drop=0.2), batch(), Plan(**plan))
+    assert found.ok, found.values
+    assert found.split_flops == 1
+
+
+@pytest.mark.parametrize("form", ["batched", "einsum", "by_token"])
+def test_all_of_it_is_of_rows(form: str) -> None:
+    each = {"fxpar.sort_by_expert": 1, "fxpar.take_rows": 1, "fxpar.grouped_linear": 2, "fxpar.put_weighed": 1}
+    each["fxpar.spread_rows"] = 2
+    if form == "by_token":  # a scale of each expert
+        each["fxpar.spread_rows"] = 3
+    assert operators(canonical(Chosen(form))) == each
+
+
+def test_what_is_not_of_each_pair_reads_them_in_their_order() -> None:
+    """Dropout has the bits of pairs, a norm inside of experts what torch makes of them."""
+    dropped = operators(canonical(Chosen("einsum", drop=0.2)))
+    assert (dropped["fxpar.put_rows"], dropped["fxpar.take_rows"]) == (1, 2)
+    normed = operators(canonical(Chosen("normed")))
+    assert (normed["fxpar.put_rows"], normed["fxpar.take_rows"]) == (2, 2)
+
+
+class Small(nn.Module):
+    """One product and a sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.up = nn.Linear(WIDTH, EXPERTS, bias=False), nn.Parameter(torch.randn(EXPERTS, INNER, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[b, h]."""
+        top = self.router(x).topk(CHOICES)
+        made = torch.einsum("tkoi,ti->tko", self.up[top.indices], x).relu()
+        return (made * top.values.unsqueeze(-1)).sum(1)  # type: ignore[no-any-return]
+
+
+def test_golden() -> None:
+    program = PassManager([canonicalize]).run(capture(Small(), torch.randn(6, WIDTH), Plan()).program)
+    text = print_program(program).split("plan {}\n")[1]
+    assert "\n".join(line.split("  #")[0] for line in text.splitlines()) == GOLDEN
+
+
+GOLDEN = """\
+properties canonical
+symbol b = 0.0 like 6
+%up = parameter["up"] : f32[4, 12, 8]
+%router_weight = parameter["router.weight"] : f32[4, 8]
+%x = input["0"] : f32[b, 8]
+%linear = aten.linear.default(%x, %router_weight) : f32[b, 4]
+%topk = aten.topk.default(%linear, 2) : (f32[b, 2]; i64[b, 2])
+%getitem = operator.getitem(%topk, 0) : f32[b, 2]
+%getitem_1 = operator.getitem(%topk, 1) : i64[b, 2]
+%sort_by_expert_default = fxpar.sort_by_expert.default(%getitem_1, 4) : (i64[2*b]; i64[4])
+%getitem_2 = operator.getitem(%sort_by_expert_default, 0) : i64[2*b]
+%getitem_3 = operator.getitem(%sort_by_expert_default, 1) : i64[4]
+%take_rows_default = fxpar.take_rows.default(%x, %getitem_2, 2) : f32[2*b, 8]
+%grouped_linear_default = fxpar.grouped_linear.default(%take_rows_default, %up, %getitem_3, False) : f32[2*b, 12]
+%relu_default = aten.relu.default(%grouped_linear_default) : f32[2*b, 12]
+%put_weighed_default = fxpar.put_weighed.default(%relu_default, %getitem, %getitem_2, dtype.f32) : f32[b, 12]
+return output=%put_weighed_default"""
+
+
+@pytest.mark.parametrize("form", sorted(MUTANTS))
+def test_what_resembles_them_is_what_it_was(form: str) -> None:
+    torch.manual_seed(0)
+    model = Chosen(form)
+    assert not any(name.startswith("fxpar") for name in operators(canonical(model)))
+    found = verify(model, batch(), Plan(tp=2))
+    assert found.ok, found.values
+    with pytest.raises(PlanError, match=r"ep=2: no operation of the model is recognised.*fxpar.ops.experts"):
+        compile_program(capture(model, batch(), Plan(dp=2, ep=2)).program)
+
+
+def test_experts_are_on_several_ranks() -> None:
+    program = compile_program(capture(Chosen("batched"), batch(), Plan(dp=2, ep=2)).program)
+    assert set(experts_of(program).values()) == {"dp:S(0)"}
+    program = compile_program(capture(Chosen("batched"), batch(), Plan(tp=2)).program)
+    assert experts_of(program)["down"] == "tp:S(2)"
+
+
+@pytest.mark.parametrize("policy", ["probs", "position"])
+def test_a_capacity_drops_their_rows(policy: str) -> None:
+    torch.manual_seed(0)
+    found = verify(Chosen("einsum"), batch(), Plan(dp=2, ep=2, capacity_factor=0.8, drop_policy=policy))
+    assert found.ok, found.values
+
+
+class Reused(Chosen):
+    """A loss of the experts' matrices beside, of all and of those that are chosen."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        """As there."""
+        _, chosen, _ = self.routed(self.words(ids))
+        return super().forward(ids, labels) + self.gate_up.square().mean() + self.down[chosen].square().mean()
+
+
+def test_matrices_may_be_read_otherwise_too() -> None:
+    torch.manual_seed(0)
+    found = verify(Reused("batched"), batch(), Plan(tp=2))
+    assert found.ok, found.values
+    with pytest.raises(LayoutError, match=r"mean.*needs the whole of dimension 0"):
+        compile_program(capture(Reused("batched"), batch(), Plan(dp=2, ep=2)).program)
+
+
+class Transformers(Chosen):
+    """The function of transformers itself, called by an author's module.
+
+    Args:
+        transposed: whether matrices stand [E, in, out].
+    """
+
+    def __init__(self, transposed: bool) -> None:
+        super().__init__("batched")
+        self.transposed = transposed
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        """As there."""
+        moe = pytest.importorskip("transformers.integrations.moe")
+        x = self.words(ids)
+        tokens, chosen, weights = self.routed(x)
+        own = SimpleNamespace(
+            num_experts=EXPERTS,
+            has_gate=True,
+            has_bias=True,
+            is_transposed=self.transposed,
+            has_post_expert_norm=False,
+            _is_expert_parallel=False,
+            gate_up_proj=self.gate_up.transpose(1, 2) if self.transposed else self.gate_up,
+            gate_up_proj_bias=self.gate_up_bias,
+            down_proj=self.down.transpose(1, 2) if self.transposed else self.down,
+            down_proj_bias=self.down_bias,
+            _apply_gate=self.gated,
+        )
+        made = moe.batched_mm_experts_forward(own, tokens, chosen, weights)
+        return (x + made.view(x.shape)).square().mean()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_the_function_of_transformers_is_recognised(transposed: bool) -> None:
+    torch.manual_seed(0)
+    model = Transformers(transposed)
+    assert operators(canonical(model))["fxpar.grouped_linear"] == 2
+    found = verify(model, batch(), Plan(dp=2, ep=2))
+    assert found.ok, found.values
