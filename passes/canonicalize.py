@@ -79,7 +79,8 @@ def canonicalize(program: Program) -> Program:
     that are neighbours and that the author wrote down becomes a slice; biases, those of convolutions too, are separate
     additions, so that a row-split product can be reduced before its bias is added; rows that are sorted by expert for
     grouped products, and pairs of token and expert that take a matrix each, are rows of `fxpar.ops.routed`
-    (`sorted_rows`, `chosen_matrices`). Values, gradients and the order of random nodes stay. Refuses sub-graphs: what is in them has no layout.
+    (`sorted_rows`, `chosen_matrices`). Values, gradients and the order of random nodes stay. Refuses sub-graphs: what
+    is in them has no layout.
     """
     for module, node in _walk(program.graph_module):
         if module is not program.graph_module or node.op == "get_attr":

@@ -10,13 +10,14 @@ from torch import fx
 
 from fxpar.errors import PlanError
 from fxpar.manager import register_pass
+from fxpar.mesh.purpose import Cuts
 from fxpar.passes.exact_rows import ExactRows
 from fxpar.passes.limited_rows import count_dropped, limit_rows
 from fxpar.passes.padded_rows import PaddedRows
-from fxpar.passes.routed_rows import routed
+from fxpar.passes.routed_rows import Routed, routed
 from fxpar.passes.static_rows import StaticRows
 from fxpar.program.loads import dropped_name, excess_name, load_name
-from fxpar.program.program import Program, describe, note, output_node
+from fxpar.program.program import Program, describe, note, operands, output_node
 from fxpar.program.properties import Property
 from fxpar.program.symbols import Counted
 
@@ -83,6 +84,8 @@ def dispatch_experts(program: Program) -> Program:
             where=f"ep={plan.ep}" if holders else f"capacity_factor={plan.capacity_factor}",
             remedy=f"call fxpar.ops.experts in the model, or {'set ep=1' if holders else 'leave it out'}",
         )
+    for region in regions:
+        _check_held(program, region)
     counted: list[Counted] = []
     loads: dict[str, fx.Node] = {}
     for region in regions:
@@ -106,6 +109,25 @@ def dispatch_experts(program: Program) -> Program:
     end.args = ((*end.args[0], *loads.values()),)  # type: ignore[misc]
     program.graph.eliminate_dead_code()
     return program.with_(counted=tuple(counted), outputs=(*program.outputs, *loads))
+
+
+def _check_held(program: Program, region: Routed) -> None:
+    """Refuses experts of a parameter each on tensor parallel ranks that are to hold different ones.
+
+    What is stacked of them is whole on data ranks, which may be; tensor parallel ranks hold no matrix whole.
+    """
+    if not program.plan.axes_for(Cuts.FEATURES).keys() & set(program.mesh.holders):
+        return
+    for node in region.grouped:
+        stacked = next((o for o in operands(node) if o.target is torch.ops.aten.stack.default), None)
+        if stacked is not None:
+            plan = program.plan
+            raise PlanError(
+                f"experts' matrices are stacked from {len(operands(stacked))} parameters, of which ranks of tp hold "
+                "parts: these cannot hold different experts",
+                where=describe(node),
+                remedy=f"give etp={plan.tp}, with ep within dp, or stack them in one parameter",
+            )
 
 
 def _new_name(program: Program, counted: Sequence[Counted]) -> str:

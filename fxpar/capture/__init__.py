@@ -7,7 +7,7 @@ global shapes and the `CallSpec` of its calls. Nothing is computed and no weight
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from fxpar.capture.convert import CallSpec, convert
 from fxpar.capture.eager import compare, walk
+from fxpar.capture.expert_modules import Named, named_experts
 from fxpar.capture.floats import floats_as_tensors
 from fxpar.capture.guards import check_model, check_samples
 from fxpar.capture.memo import OtherMemos
@@ -78,14 +79,14 @@ def _capture(model: nn.Module, batch: Any, plan: Plan, loss: Callable[..., Any] 
     forget_proofs()
     function = loss if callable(loss) else None
     name = loss if isinstance(loss, str) else None
-    others = OtherMemos()
+    others, experts = OtherMemos(), named_experts(model, plan.experts)
 
     def traced(copies: bool) -> tuple[Trace, Program, CallSpec]:
-        found = _traced(model, batch, plan, function, name, others, copies)
+        found = _traced(model, batch, plan, function, name, others, copies, experts)
         return found[0], _with_trainable_loss(model, found[1], is_guess=loss is None), found[2]
 
     how, program, spec = traced(copies=True)
-    eager = walk(model, batch, function, others, how.copied)
+    eager = walk(model, batch, function, others, how.copied, experts)
     if how.copied and (eager.reason or not eager.layers.is_proven):
         how, program, spec = traced(copies=False)
     compare(eager, Counter(str(n.kwargs["path"]) for n in program.graph.nodes if n.target is kept))
@@ -103,16 +104,18 @@ def _traced(
     name: str | None,
     others: OtherMemos,
     copies: bool,
+    experts: Sequence[Named],
 ) -> tuple[Trace, Program, CallSpec]:
     """A trace with as many symbolic dimensions as the model takes, and its program.
 
     Args:
         copies: whether a layer that repeats may be a copy; the walk of the eager model is to prove it then.
+        experts: modules that the plan names.
     """
     ranks = [value.dim() for value in pytree.tree_leaves(batch) if isinstance(value, Tensor)]
     for symbolic in (None, *(count for count in (2, 1) if count < max(ranks, default=0)), 0):
         try:
-            traced = trace(model, batch, loss, symbolic, others, copies=copies)
+            traced = trace(model, batch, loss, symbolic, others, copies=copies, experts=experts)
             program, spec = convert(traced, model, plan, name)
             floats_as_tensors(program)
             check_views(program)

@@ -15,7 +15,7 @@ import sys
 import traceback
 import types
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType, FrameType
@@ -31,6 +31,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpar.capture.decided import host_numbers
+from fxpar.capture.expert_modules import Named
 from fxpar.capture.experts import routed_experts
 from fxpar.capture.guards import no_host_random, separate
 from fxpar.capture.hooks import hooks_watched
@@ -81,12 +82,14 @@ def walk(
     loss: Callable[..., Any] | None,
     others: OtherMemos | None = None,
     copied: Mapping[Number, Number] | None = None,
+    experts: Sequence[Named] = (),
 ) -> Eager:
     """Runs the model on fakes, forward and backward; it is left as it was.
 
     Args:
         others: memoised functions, where they are known from the trace.
         copied: calls of layers that are observed, as of a `Trace`.
+        experts: modules that the plan names.
 
     Raises:
         CaptureError: a hook on gradients or saved tensors, or random numbers in a backward.
@@ -94,8 +97,9 @@ def walk(
     found = Eager(layers=Observed(copied or {}))
     try:
         with contextlib.ExitStack() as stack:
-            for context in (plain_surrounding(), quiet(), routed_experts(), no_host_random(model), untouched(model)):
+            for context in (plain_surrounding(), quiet(), no_host_random(model), untouched(model)):
                 stack.enter_context(context)
+            stack.enter_context(routed_experts(experts))
             stack.enter_context(nothing_remembered(called(model, batch, loss).module, others or OtherMemos()))
             stack.enter_context(recording())
             stack.enter_context(host_numbers())

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
 from torch import Tensor, nn
 
+from fxpar.capture.expert_modules import Named, computed_as_read
 from fxpar.capture.patches import grouped_products
 from fxpar.ops.gates import halves, swiglu_rows
 from fxpar.ops.grouped import group_sizes, grouped_linear, spread_rows
@@ -27,16 +28,20 @@ _OPERANDS = (("mat_a", "self"), ("mat_b", "mat2"))
 
 
 @contextlib.contextmanager
-def routed_experts() -> Iterator[None]:
+def routed_experts(named: Sequence[Named] = ()) -> Iterator[None]:
     """While active, modules that transformers dispatches by its `ExpertsInterface` run as `_experts`.
 
     So do torch's grouped products of rows as `grouped_linear`, which is traced in every type.
+
+    Args:
+        named: modules that the plan names, which run by their readings.
     """
     interface = getattr(sys.modules.get(_INTERFACE), "ExpertsInterface", None)
     with contextlib.ExitStack() as stack:
         if interface is not None:
             stack.enter_context(mock.patch.object(interface, "get_interface", _instead))
         stack.enter_context(grouped_products(_grouped))
+        stack.enter_context(computed_as_read(named))
         yield
 
 

@@ -14,6 +14,7 @@ from torch import fx
 from torch.export.graph_signature import InputKind
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+from fxpar.capture.picked import loop_of_experts, picks_experts
 from fxpar.capture.places import module_of, source_of
 from fxpar.capture.recording import RECOMPUTE_KEY
 from fxpar.capture.sizes import SizeError, written
@@ -24,6 +25,10 @@ from fxpar.program.dtypes import DTYPE_NAMES
 from fxpar.program.program import Note, ScalarType, TensorType, ValueType
 from fxpar.program.symbols import Symbol
 from fxpar.signatures.randomness import draws_bits
+
+
+class _DataError(CaptureError):
+    """A size that depends on values."""
 
 
 class Notes:
@@ -62,7 +67,7 @@ class Notes:
             return parsed
         unknown = names([parsed]) - {str(s) for s in self.substitution}
         if unknown:
-            raise CaptureError(
+            raise _DataError(
                 f"the size {parsed} depends on values of tensors ({', '.join(sorted(unknown))})",
                 remedy="use shapes that follow from the inputs' shapes (torch.where, masked_fill)",
             )
@@ -88,6 +93,11 @@ class Notes:
         """The type of a node's value; errors name the place, or the author's line."""
         try:
             return self._type(node.meta.get("val"))
+        except _DataError as error:
+            where = source_of(node) or f"%{node.name}"
+            if picks_experts(node):
+                raise loop_of_experts(where, module_of(node).removeprefix(self._prefix)) from None
+            raise CaptureError(error.reason, where=place or where, remedy=error.remedy) from None
         except CaptureError as error:
             raise type(error)(
                 error.reason, where=place or source_of(node) or f"%{node.name}", remedy=error.remedy

@@ -11,7 +11,7 @@ import io
 import logging
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,6 +28,7 @@ from fxpar.capture import patches
 from fxpar.capture.asked import Questions
 from fxpar.capture.decided import host_numbers
 from fxpar.capture.dynamo import Assumption, dynamo_graph, symbolic_dims
+from fxpar.capture.expert_modules import Named
 from fxpar.capture.experts import routed_experts
 from fxpar.capture.functional import functional_form
 from fxpar.capture.guards import (
@@ -41,6 +42,7 @@ from fxpar.capture.guards import (
 from fxpar.capture.memo import OtherMemos, nothing_remembered
 from fxpar.capture.memory import with_memory
 from fxpar.capture.observed import Number
+from fxpar.capture.picked import refuse_loop
 from fxpar.capture.places import Blamed, place_of
 from fxpar.capture.recording import Recorder, Watch, recording
 from fxpar.capture.regions import refuse_mutation, replace_copies, settle
@@ -149,6 +151,7 @@ def trace(
     others: OtherMemos | None = None,
     *,
     copies: bool = False,
+    experts: Sequence[Named] = (),
 ) -> Trace:
     """Traces the model on a batch, and with `loss` also `loss(outputs, batch)`.
 
@@ -158,6 +161,7 @@ def trace(
         symbolic: how many leading dimensions are offered; None for all.
         others: memoised functions of a capture that traces several times.
         copies: whether calls of layers that repeat may be copies of the first one's, which the caller is to prove.
+        experts: modules that the plan names.
 
     Raises:
         CaptureError: the model cannot be traced into one graph; the text says where and what to do.
@@ -167,7 +171,7 @@ def trace(
     check_example(batch)
     bound_arguments(model, *arguments(model, batch, loss is not None))
     safe = separate(batch)
-    with quiet(), routed_experts(), no_host_random(model), with_memory(model, safe) as (batch, originals):
+    with quiet(), routed_experts(experts), no_host_random(model), with_memory(model, safe) as (batch, originals):
         call = called(model, batch, loss)
         with Blamed(_raised):
             found = _trace(call, symbolic, originals, others or OtherMemos(), copies)
@@ -228,6 +232,7 @@ def _trace(
                 raise
         if not questions.asked:
             break
+    refuse_loop(first, module, prefix)
     _explain_now(first, module if originals else None)
     try:
         with untouched(module), nothing_remembered(module, others, plain=True):

@@ -67,6 +67,7 @@ PLAN_FLAGS = (
     "--stage",
     "--split",
     "--row-wise",
+    "--experts",
     "--batch-dim",
     "--loss-reduction",
     "--sequence-parallel",
@@ -171,6 +172,13 @@ def _request(
             help="operators without a rule that compute the rows of the batch apart, by name; repeatable",
         ),
     ] = None,
+    experts: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="GLOB",
+            help="modules of experts whose loop over them is computed as routed rows, by name; repeatable",
+        ),
+    ] = None,
     batch_dim: Annotated[
         list[str] | None,
         typer.Option(metavar="PATH=DIM", help="dimension of an input that is the batch, if not the first; repeatable"),
@@ -219,7 +227,7 @@ def _request(
     given |= {"--capacity-factor": capacity_factor, "--drop-policy": drop_policy, "--pad-to-capacity": padded}
     given |= {"--tp": tp, "--dp": dp, "--split": split, "--seed": seed, "--precision": precision}
     given |= {"--sequence-parallel": sequence, "--row-wise": row_wise, "--batch-dim": batch_dim}
-    given |= {"--interleave-halves": halves}
+    given |= {"--interleave-halves": halves, "--experts": experts}
     given |= {"--loss-reduction": loss_reduction, "--recompute": recompute, "--activation-budget": activation_budget}
     given |= {MODE_FLAG: train, "--batch": batch, "--seq": seq}
     chosen = Plan() if plan is None else Plan.load(plan)
@@ -237,6 +245,8 @@ def _request(
         changes["stages"] = _stages(stage)
     if row_wise:
         changes["row_wise"] = (*chosen.row_wise, *row_wise)
+    if experts:
+        changes["experts"] = (*chosen.experts, *experts)
     flags = tuple(name for name, value in given.items() if value not in (None, []))
     return Request(model, chosen.replace(**changes), flags, batch, seq, train is not False)
 

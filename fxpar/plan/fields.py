@@ -24,6 +24,12 @@ def by_path(option: str, values: Any, kinds: tuple[type, ...], what: str) -> Ite
             yield f"{option}[{shown(path)}]={shown(value)} is no {what}: give one"
 
 
+def globs(option: str, values: Any, what: str) -> Iterator[str]:
+    """What is wrong with an option that names some things by globs."""
+    if not isinstance(values, (tuple, list)) or not all(isinstance(glob, str) and glob for glob in values):
+        yield f"{option}={shown(values)} is no list of globs: write names of {what}"
+
+
 def fault(error: Exception) -> str:
     """What went wrong with a file."""
     return getattr(error, "strerror", None) or str(error)

@@ -21,20 +21,22 @@ from fxpar.mesh.mesh import Mesh
 from fxpar.mesh.purpose import DENSE, PURPOSES, Cuts
 from fxpar.plan.cost import Cost
 from fxpar.plan.experts import expert_problems
-from fxpar.plan.fields import by_path, changed, check_known, fault, part
+from fxpar.plan.fields import by_path, changed, check_known, fault, globs, part
 from fxpar.plan.graphs import CudaGraphs
 from fxpar.plan.halves import halves_problems
 from fxpar.plan.lines import read_mapping
 from fxpar.plan.pipeline import MOST_RANKS, pipeline_problems
+from fxpar.plan.recompute import recompute_problems
 
 SPLITS = ("column", "row", "head", "vocab", "replicate")
 LOSS_REDUCTIONS = ("mean", "token", "local_mean")
 PRECISIONS = ("as_is", "fp32", "bf16", "fp16", "bf16_weights")
 EXCHANGES = ("auto", "nccl", "copy")
-RECOMPUTES = ("none", "selective", "full")
 
 # Options that are mappings, which are kept sorted and cannot be written to.
 _MAPPINGS = ("split", "batch_dims", "padding")
+# Options that are globs, which are kept sorted.
+_GLOBS = ("row_wise", "experts")
 # Options that have options of their own, and an example of each.
 _PARTS: Mapping[str, tuple[type, str]] = {
     "cuda_graphs": (CudaGraphs, "{impl: partial}"),
@@ -136,6 +138,16 @@ class Plan:
             equal ones those that stand first; `position`, those that stand first.
         pad_to_capacity: with a `capacity_factor` and `static` dispatch, whether each expert computes as many rows as
             its capacity, rows of zeros where it has fewer: products whose sizes no routing changes.
+        experts: globs on the names of modules of experts (`*.mlp.experts`) whose forward is
+            `(hidden_states [T, h], top_k_index [T, K], top_k_weights [T, K]) -> [T, h]`, with a loop over experts that
+            depends on the routing, and so cannot be traced. They are computed as experts on rows instead, from weights
+            of the usual names: `gate_up_proj` and `down_proj`, `gate_proj`, `up_proj` and `down_proj`, or `w1`, `w3`
+            and `w2`, without a gate `up_proj` or `w1` alone; stacked, [E, out, in] or [E, in, out], with biases
+            `…_bias`, or linear layers of a list of experts, whose weights each rank of `ep` has whole. `act_fn` is the
+            activation, SiLU by default, `_apply_gate` a gate of its own. When the model is captured each is run on
+            random values, and refused where its own forward gives anything else. Models of transformers whose experts
+            its `ExpertsInterface` dispatches need no line. A glob that matches none is an error. The order is
+            irrelevant: they are stored sorted.
         cuda_graphs: what of a step is replayed as CUDA graphs, eager or compiled: see `fxpar.CudaGraphs`. In YAML a
             mapping of what differs. On CPUs a stand-in replays the same calls, for tests.
         cost: constants by which layouts are chosen; in YAML a mapping of those that differ.
@@ -171,6 +183,7 @@ class Plan:
     capacity_factor: int | float | None = None
     drop_policy: str = "probs"
     pad_to_capacity: bool = False
+    experts: tuple[str, ...] = ()
     cuda_graphs: CudaGraphs = field(default_factory=CudaGraphs)
     cost: Cost = field(default_factory=Cost)
 
@@ -180,7 +193,8 @@ class Plan:
             raise PlanError("; ".join(problems), where="plan", remedy="help(fxpar.Plan) lists the options")
         for name in _MAPPINGS:
             object.__setattr__(self, name, MappingProxyType(dict(sorted(getattr(self, name).items()))))
-        object.__setattr__(self, "row_wise", tuple(sorted(set(self.row_wise))))
+        for name in _GLOBS:
+            object.__setattr__(self, name, tuple(sorted(set(getattr(self, name)))))
         is_mapping = isinstance(self.stages, Mapping)
         stages = MappingProxyType(dict(sorted(self.stages.items()))) if is_mapping else tuple(self.stages)  # type: ignore[union-attr]
         object.__setattr__(self, "stages", stages or ())
@@ -237,8 +251,8 @@ class Plan:
         if self.loss_reduction not in LOSS_REDUCTIONS:
             choice = ", ".join(LOSS_REDUCTIONS)
             yield f"loss_reduction={shown(self.loss_reduction)} is unknown: choose one of {choice}"
-        if not isinstance(self.row_wise, (tuple, list)) or not all(isinstance(g, str) and g for g in self.row_wise):
-            yield f"row_wise={shown(self.row_wise)} is no list of globs: write names of operators"
+        yield from globs("row_wise", self.row_wise, "operators")
+        yield from globs("experts", self.experts, "modules")
         for name in ("sequence_parallel", "compile", "interleave_halves"):
             if type(getattr(self, name)) is not bool:
                 yield f"{name}={shown(getattr(self, name))} is neither True nor False: write one of them"
@@ -249,7 +263,7 @@ class Plan:
         if self.exchange not in EXCHANGES:
             yield f"exchange={shown(self.exchange)} is unknown: choose one of {', '.join(EXCHANGES)}"
         yield from halves_problems(self)
-        yield from self._wrong_recompute()
+        yield from recompute_problems(self)
         if isinstance(self.cuda_graphs, CudaGraphs):
             yield from self.cuda_graphs.problems()
         else:
@@ -258,17 +272,6 @@ class Plan:
             yield from self.cost.problems()
         else:
             yield f"cost={shown(self.cost)} is no fxpar.Cost: write Cost(bandwidth=…)"
-
-    def _wrong_recompute(self) -> Iterator[str]:
-        if self.recompute not in RECOMPUTES:
-            yield f"recompute={shown(self.recompute)} is unknown: choose one of {', '.join(RECOMPUTES)}"
-        budget = self.activation_budget
-        if budget is None:
-            return
-        if type(budget) not in (int, float) or not 0 <= budget < 2**63 or (budget > 1 and budget != int(budget)):
-            yield f"activation_budget={shown(budget)} is neither a part from 0 to 1 nor a number of bytes: give one"
-        elif self.recompute != "selective":
-            yield f"activation_budget={shown(budget)} is of recompute='selective': choose that, or leave it out"
 
     @property
     def axes(self) -> dict[str, int]:
@@ -335,8 +338,7 @@ class Plan:
         """What differs from the defaults, in plain values."""
         found = changed(self, Plan())
         found |= {name: dict(found[name]) for name in _MAPPINGS if name in found}
-        if "row_wise" in found:
-            found["row_wise"] = list(self.row_wise)
+        found |= {name: list(found[name]) for name in _GLOBS if name in found}
         if "stages" in found:
             found["stages"] = dict(self.stages) if isinstance(self.stages, Mapping) else list(self.stages)
         for name in _PARTS:

@@ -1,0 +1,233 @@
+"""Modules of experts that a plan names, as operators on routed rows while a model is captured.
+
+Enters: a model, and the globs of `Plan(experts=…)`. Leaves: a reading of each module that they name, and a context in
+which it computes by that in place of its own forward, whose loop depends on the routing.
+
+That a reading is what the module computes is tried: its own forward and the reading run on random weights and tokens,
+and outputs and gradients must agree. It is a trial and no proof; `fxpar verify` at the level of values compares the
+whole model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, NoReturn
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from fxpar.capture.expert_readings import Reading, readings
+from fxpar.capture.memory import plain_surrounding, swapped
+from fxpar.capture.state import untouched
+from fxpar.errors import PlanError, shown
+
+_REMEDY = "call fxpar.ops.experts in its forward, or leave it out of experts"
+_FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, AssertionError, ArithmeticError)
+_ALLOWED = 1e-5  # of the largest value: a module may compute in float32 inside
+_SCALES = (1.0, 40.0)  # of tokens: what is clamped, is so beyond a threshold
+_TOKENS = 11
+_MOST = 2**22  # elements of weights that are random each for itself, and whose gradients are compared
+_STEPS = (1, 17, 29)  # between neighbours of the last, the second last … dimension, where values are shared
+
+
+@dataclass(frozen=True)
+class Named:
+    """A module of experts that a plan names.
+
+    Attributes:
+        path: in the model.
+        module: itself.
+        reading: how its weights are read.
+    """
+
+    path: str
+    module: nn.Module
+    reading: Reading
+
+
+def named_experts(model: nn.Module, globs: Sequence[str]) -> tuple[Named, ...]:
+    """The modules that the globs of a plan name, each with the reading of which a trial found no difference.
+
+    Raises:
+        PlanError: a glob matches nothing, or a module that is no such one; names it, and what differs.
+    """
+    modules = dict(model.named_modules())
+    found: dict[int, Named] = {}
+    for glob in globs:
+        paths = [path for path in modules if fnmatchcase(path, glob)]
+        if not paths:
+            those = [path for path, module in modules.items() if path and is_named_so(module)]
+            looks = f"modules of experts are {', '.join(those[:6])}" if those else _REMEDY
+            raise PlanError("matches no module", where=f"experts: {glob!r}", remedy=looks)
+        for path in paths:
+            if id(modules[path]) not in found:
+                found[id(modules[path])] = _named(path, modules[path], glob)
+    return tuple(found.values())
+
+
+def is_named_so(module: nn.Module) -> bool:
+    """Whether a module has the weights and the forward of experts, by their names."""
+    return any(readings(module)) and len(_operands(module)) == 3
+
+
+def _refuse(path: str, glob: str, reason: str) -> NoReturn:
+    raise PlanError(reason, where=f"experts: {glob!r} names {path or 'the model'}", remedy=_REMEDY)
+
+
+def _named(path: str, module: nn.Module, glob: str) -> Named:
+    if "forward" in vars(module):
+        _refuse(path, glob, "its forward was put in the place of that of its class")
+    given = _operands(module)
+    if len(given) != 3:
+        _refuse(
+            path,
+            glob,
+            f"its forward takes {', '.join(given) or 'nothing'}, not hidden_states [T, h], top_k_index [T, K] and "
+            "top_k_weights [T, K]",
+        )
+    tried = list(readings(module))
+    if not tried:
+        _refuse(
+            path,
+            glob,
+            "it has no weights of experts: gate_up_proj and down_proj, gate_proj, up_proj and down_proj, or w1, w3 and "
+            "w2, stacked [E, …, …] or linear layers of a list of experts",
+        )
+    reasons = []
+    for reading in tried:
+        reason = _difference(module, reading)
+        if not reason:
+            return Named(path, module, reading)
+        reasons.append(reason)
+    _refuse(path, glob, f"its forward is not what experts of these weights compute: {reasons[0]}")
+
+
+def _operands(module: nn.Module) -> list[str]:
+    """Names of what a forward must be given."""
+    parameters = inspect.signature(type(module).forward).parameters.values()
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [p.name for p in parameters if p.kind in kinds][1:]
+
+
+# ---------------------------------------------------------------------- the trial
+
+
+def _difference(module: nn.Module, reading: Reading) -> str:
+    """In what a module's own forward and the reading differ on random values; empty where nothing was found."""
+    generator = torch.Generator().manual_seed(0)
+    stored = {id(t): t for store in (module.parameters(), module.buffers()) for t in store}
+    is_small = sum(t.numel() for t in stored.values()) <= _MOST
+    values = {key: _values(t, is_small, generator) for key, t in stored.items()}
+    with plain_surrounding(), torch.random.fork_rng(devices=[]), untouched(module), swapped(module, values):
+        for scale in _SCALES:
+            for k in dict.fromkeys((min(2, reading.experts), 1, min(3, reading.experts))):
+                hidden = torch.randn(_TOKENS, reading.width, generator=generator, dtype=torch.float64) * scale
+                scores = torch.randn(_TOKENS, reading.experts, generator=generator)
+                indices, weights = scores.topk(k).indices, torch.randn(_TOKENS, k, generator=generator).double()
+                trained = [t for t in values.values() if t.requires_grad]
+                reason = _compared(module, reading, (hidden, indices, weights), trained, is_small)
+                if reason:
+                    return reason
+    return ""
+
+
+def _compared(
+    module: nn.Module, reading: Reading, given: tuple[Tensor, ...], trained: list[Tensor], is_small: bool
+) -> str:
+    hidden, indices, weights = (t.requires_grad_(t.is_floating_point()) for t in given)
+    try:
+        own = module.forward(hidden, indices, weights)
+    except _FAILURES as error:
+        return f"it raises {type(error).__name__} on tokens [{', '.join(map(str, hidden.shape))}]: {shown(str(error))}"
+    expected = reading.loop(module, hidden, indices, weights)
+    if not isinstance(own, Tensor) or own.shape != expected.shape:
+        return f"it gives {f'a tensor {list(own.shape)}' if isinstance(own, Tensor) else type(own).__name__}"
+    gap = _gap(own, expected)
+    if gap > _ALLOWED:
+        return f"its output differs by {gap:.2g} of the largest value"
+    if _reached(own) != _reached(expected):
+        return "other parameters get a gradient"
+    upstream, wanted = torch.randn_like(expected), [hidden, weights, *(trained if is_small else ())]
+    found = [torch.autograd.grad(t.double(), wanted, upstream, allow_unused=True) for t in (own, expected)]
+    for value, one, other in zip(wanted, *found, strict=True):
+        gap = _gap(*(torch.zeros_like(value) if each is None else each for each in (one, other)))
+        if gap > _ALLOWED:
+            what = {id(hidden): "its tokens", id(weights): "its weights"}.get(id(value), "a parameter")
+            return f"the gradient of {what} differs by {gap:.2g} of the largest value"
+    return ""
+
+
+def _reached(value: Tensor) -> set[int]:
+    """Identities of the tensors that a gradient of this one goes to."""
+    pending: list[Any] = [value.grad_fn]
+    seen, found = set[Any](), set[int]()
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.add(id(node.variable))
+        pending.extend(following for following, _ in node.next_functions)
+    return found
+
+
+def _gap(one: Tensor, other: Tensor) -> float:
+    one, other = one.detach().double(), other.detach().double()
+    largest = max(float(other.abs().max()), float(one.abs().max()))
+    gap = float((one - other).abs().max())
+    return math.inf if gap != gap else gap / largest if largest else 0.0
+
+
+def _values(like: Tensor, is_small: bool, generator: torch.Generator) -> Tensor:
+    """Random values of a shape; of many elements neighbours share them, so that they take no memory."""
+    if not like.is_floating_point():
+        return torch.zeros(like.shape, dtype=like.dtype) if like.is_meta else like.detach().cpu()
+    if is_small:
+        made = torch.randn(like.shape, generator=generator, dtype=torch.float64) / math.sqrt(max(1, like.shape[-1]))
+        return nn.Parameter(made) if isinstance(like, nn.Parameter) else made
+    steps = tuple(_STEPS[min(i, 2)] for i in range(like.dim()))[::-1]
+    most = sum(step * (size - 1) for step, size in zip(steps, like.shape, strict=True)) + 1
+    pool = torch.randn(most, generator=generator, dtype=torch.float64) / math.sqrt(max(1, like.shape[-1]))
+    made = pool.as_strided(like.shape, steps)
+    return nn.Parameter(made) if isinstance(like, nn.Parameter) else made
+
+
+# ---------------------------------------------------------------------- the context
+
+
+@contextlib.contextmanager
+def computed_as_read(named: Sequence[Named]) -> Iterator[None]:
+    """While active, the modules that a plan names compute by their readings."""
+    # By what their attributes are in: a trace may call a module by a proxy that shares them.
+    own = {id(vars(each.module)): each for each in named}
+    with contextlib.ExitStack() as stack:
+        for cls in dict.fromkeys(type(each.module) for each in named):
+            stack.enter_context(mock.patch.object(cls, "forward", _forward(cls.forward, own)))
+        yield
+
+
+def _forward(original: Callable[..., Any], own: Mapping[int, Named]) -> Callable[..., Any]:
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        named = own.get(id(vars(self)))
+        if named is None:
+            return original(self, *args, **kwargs)
+        given = list(inspect.signature(original).bind(self, *args, **kwargs).arguments.values())[1:]
+        kinds = [(t.dim(), t.is_floating_point()) if isinstance(t, Tensor) else None for t in given]
+        if kinds != [(2, True), (2, False), (2, True)]:
+            shapes = [f"{t.dtype}{list(t.shape)}" if isinstance(t, Tensor) else type(t).__name__ for t in given]
+            raise PlanError(
+                f"it is called with {', '.join(shapes)}, not with hidden_states [T, h], top_k_index [T, K] and "
+                "top_k_weights [T, K]",
+                where=f"experts: {named.path}",
+                remedy=_REMEDY,
+            )
+        return named.reading.compute(self, *given)
+
+    return forward

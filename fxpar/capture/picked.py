@@ -1,0 +1,72 @@
+"""Loops over experts that a trace cannot hold: which they are, and what to do.
+
+Enters: an error of a trace, or a node whose size depends on values. Leaves: whether rows are picked there for experts,
+and an error that says so.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+from fxpar.capture.expert_modules import is_named_so
+from fxpar.capture.places import place_of
+from fxpar.errors import CaptureError
+
+_TOPK = torch.ops.aten.topk.default
+
+
+def picks_experts(node: fx.Node) -> bool:
+    """Whether a value is made of nothing but the indices of a top-k, and of numbers: so experts find their rows."""
+    pending, seen = [node], set[fx.Node]()
+    while pending:
+        each = pending.pop()
+        if each.target is _TOPK:
+            return True
+        value = each.meta.get("val")
+        if each in seen or (isinstance(value, Tensor) and value.is_floating_point()):
+            continue
+        seen.add(each)
+        pending.extend(each.all_input_nodes)
+    return False
+
+
+def loop_of_experts(where: str, path: str) -> CaptureError:
+    """Refuses a loop over experts.
+
+    Args:
+        where: the author's line.
+        path: of the module that has it; empty where that is the model.
+    """
+    named = f"name it: Plan(experts=({path!r},))" if path else "make it a module and name that in Plan(experts=…)"
+    return CaptureError(
+        "its rows are picked expert by expert, as many as the routing sends to each, which no program can hold",
+        where=f"{where} ({path})" if path else where,
+        remedy="call fxpar.ops.experts in it; or where the forward is (hidden_states, top_k_index, top_k_weights) "
+        f"{named}",
+    )
+
+
+def refuse_loop(error: BaseException, model: nn.Module, prefix: str) -> None:
+    """Refuses a loop over experts that a trace has failed in.
+
+    Args:
+        error: of the trace.
+        model: that was traced.
+        prefix: what module paths begin with besides the author's names.
+
+    Raises:
+        CaptureError: the innermost module of the author's that it was raised in is one of experts.
+    """
+    if not isinstance(error, GuardOnDataDependentSymNode):
+        return
+    # By what their attributes are in: a trace may call a module by a proxy that shares them.
+    paths = {id(vars(module)): (path, module) for path, module in model.named_modules()}
+    entry, found = error.__traceback__, None
+    while entry is not None:
+        own = entry.tb_frame.f_locals.get("self")
+        found = paths.get(id(vars(own)), found) if isinstance(own, nn.Module) else found
+        entry = entry.tb_next
+    if found is not None and is_named_so(found[1]):
+        raise loop_of_experts(place_of(error), found[0].removeprefix(prefix)) from error
