@@ -15,6 +15,7 @@ from fxpar.errors import PassError
 from fxpar.layout.symbols import Size, simplify
 from fxpar.manager import register_pass
 from fxpar.passes.chosen_matrices import recognize_chosen
+from fxpar.passes.looped_experts import recognize_loops
 from fxpar.passes.sorted_rows import recognize_rows
 from fxpar.program.program import (
     Program,
@@ -78,8 +79,8 @@ def canonicalize(program: Program) -> Program:
     sizes `-1` become numbers where they are numbers, and numbers of elements products of sizes; indexing by positions
     that are neighbours and that the author wrote down becomes a slice; biases, those of convolutions too, are separate
     additions, so that a row-split product can be reduced before its bias is added; rows that are sorted by expert for
-    grouped products, and pairs of token and expert that take a matrix each, are rows of `fxpar.ops.routed`
-    (`sorted_rows`, `chosen_matrices`). Values, gradients and the order of random nodes stay. Refuses sub-graphs: what
+    grouped products, pairs of token and expert that take a matrix each, and loops over experts are rows of
+    `fxpar.ops.routed` (`sorted_rows`, `chosen_matrices`, `looped_experts`). Values, gradients and the order of random nodes stay. Refuses sub-graphs: what
     is in them has no layout.
     """
     for module, node in _walk(program.graph_module):
@@ -91,6 +92,7 @@ def canonicalize(program: Program) -> Program:
     _slice_by_constants(program)
     recognize_rows(program.graph)
     recognize_chosen(program.graph)
+    recognize_loops(program.graph)
     _name_sizes(program)
     _remove_dead(program.graph)
     return program

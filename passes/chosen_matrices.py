@@ -19,23 +19,9 @@ from torch import fx
 from fxpar.layout.symbols import Size, product
 from fxpar.passes.choices import ChosenRows, argument, aten, choices, chosen_of, fxp, plain
 from fxpar.passes.matrix_products import Product, contraction, places_of, product_of
-from fxpar.program.program import TensorType, is_tensor, note, operands, output_types, tensor_type
+from fxpar.passes.row_operations import ALONG, along, for_all_rows, is_pointwise, is_written, pointwise, with_trail
+from fxpar.program.program import TensorType, is_tensor, note, operands, tensor_type
 from fxpar.rules import bind_arguments
-from fxpar.rules.table import rule_of
-from fxpar.signatures.pointwise import pointwise_labels
-
-# Operations along one dimension, which may be any of the trail.
-_ALONG = frozenset(
-    (
-        aten.slice.Tensor,
-        aten.select.int,
-        aten.split.Tensor,
-        aten.split_with_sizes.default,
-        aten.chunk.default,
-        aten.cat.default,
-        aten.softmax.int,
-    )
-)
 
 
 def recognize_chosen(graph: fx.Graph) -> None:
@@ -161,44 +147,31 @@ class _Pairs(ChosenRows):
         symbolic = [size for size in shape if not isinstance(size, int)]
         return len(symbolic) < 2 or all(size in tensor_type(self.choice).shape for size in symbolic)
 
-    def _trail(self, rows: fx.Node, trail: tuple[Size, ...]) -> fx.Node:
-        """Rows with another trail of as many elements."""
-        while rows.target is aten.view.default and tensor_type(rows).shape != (self.rows, *trail):
-            source = rows.args[0]
-            assert isinstance(source, fx.Node)
-            if tensor_type(source).shape[:1] != (self.rows,):
-                break
-            rows = source
-        return self.emit.view(rows, [-1, *trail], (self.rows, *trail))
-
     def rows_of(self, value: fx.Node, lead: tuple[Size, ...]) -> fx.Node | None:
         """The rows of a value with those leading dimensions, or with 1 for K: the same for all pairs of a token."""
         found, kind = self.sorted.get(value), tensor_type(value)
         if found is not None:
             return found.node if kind.shape[: found.lead] == lead else None
         count = len(lead)
-        if len(kind.shape) < count or not self._fits(kind.shape[count:]):
+        if len(kind.shape) < count or not is_written(kind.shape[count:]):
             return None
         table = self.tables.get(plain(value))
         if table is not None and kind.shape[:count] == lead:
             width = product(kind.shape[count:])
             spread = self.spread(self.emit.view(table, [self.experts, -1], (self.experts, width)))
-            return self._trail(spread, kind.shape[count:])
+            return with_trail(self, spread, kind.shape[count:])
         if kind.shape[:count] == lead:
             tokens = self._tokens(value, product(kind.shape[count:]))
             if tokens is not None:
-                return self._trail(self.taken(tokens, self.k), kind.shape[count:])
+                return with_trail(self, self.taken(tokens, self.k), kind.shape[count:])
             return self._take(value, kind.shape[count:], 1)
         if count > 1 and kind.shape[:count] == (*lead[:-1], 1):
             return self._take(value, kind.shape[count:], self.k)
         return None
 
-    def _fits(self, trail: tuple[Size, ...]) -> bool:
-        return all(isinstance(size, int) for size in trail)
-
     def _take(self, value: fx.Node, trail: tuple[Size, ...], k: int) -> fx.Node:
         width, size = product(trail), self.rows if k == 1 else self.tokens
-        return self._trail(self.taken(self.emit.view(plain(value), [-1, width], (size, width)), k), trail)
+        return with_trail(self, self.taken(self.emit.view(plain(value), [-1, width], (size, width)), k), trail)
 
     def _tokens(self, value: fx.Node, width: Size) -> fx.Node | None:
         """The tokens [T, width] that a value by pair repeats for each of their experts."""
@@ -227,7 +200,7 @@ class _Pairs(ChosenRows):
         if found.of_tokens:
             shape = tensor_type(found.vector).shape
             rows: fx.Node | None = None
-            if found.vector not in self.sorted and self._fits(shape[-1:]):
+            if found.vector not in self.sorted and is_written(shape[-1:]):
                 rows = self._take(found.vector, shape[-1:], self.k)
         else:
             rows = self.rows_of(found.vector, lead)
@@ -235,7 +208,7 @@ class _Pairs(ChosenRows):
             return False
         whole = tensor_type(matrix.source)
         wide, narrow = (whole.shape[2], whole.shape[1]) if not found.transposed else whole.shape[1:]
-        rows = self._trail(rows, (wide,))
+        rows = with_trail(self, rows, (wide,))
         weight = matrix.source
         if whole.dtype != matrix.dtype:
             cast = TensorType(matrix.dtype, whole.shape)
@@ -243,7 +216,7 @@ class _Pairs(ChosenRows):
         kind = TensorType(tensor_type(node).dtype, (self.rows, narrow))
         made = self.emit.call(fxp.grouped_linear.default, (rows, weight, self.counts, found.transposed), kind)
         trail = tensor_type(node).shape[matrix.lead :]
-        self.sorted[node] = _Sorted(self._trail(made, trail), matrix.lead)
+        self.sorted[node] = _Sorted(with_trail(self, made, trail), matrix.lead)
         return True
 
     def _table(self, node: fx.Node) -> fx.Node | None:
@@ -252,7 +225,7 @@ class _Pairs(ChosenRows):
             return None
         kind = tensor_type(argument(node, 0))
         is_own = places_of(node) in self.places and kind.shape[0] == self.experts and kind.dtype.is_floating_point
-        return argument(node, 0) if is_own and len(kind.shape) < 3 and self._fits(kind.shape[1:]) else None
+        return argument(node, 0) if is_own and len(kind.shape) < 3 and is_written(kind.shape[1:]) else None
 
     def _total(self, node: fx.Node) -> fx.Node | None:
         """What adds up the pairs of each token."""
@@ -268,7 +241,7 @@ class _Pairs(ChosenRows):
         if tensor_type(node).dtype != kind.dtype:
             return None
         width = product(kind.shape[own.lead :])
-        rows = self._trail(own.node, (width,))
+        rows = with_trail(self, own.node, (width,))
         weighed = self.weighed(rows)
         made = self.put(rows, self.tokens, self.k) if weighed is None else self.put_weighed(*weighed, kind.dtype)
         return self._shaped(made, tensor_type(node).shape)
@@ -294,10 +267,9 @@ class _Pairs(ChosenRows):
         writer = _WRITERS.get(node.target)
         if writer is not None:
             return writer(self, node, bind_arguments(node))
-        rule = rule_of(node.target)
-        if rule is not None and rule.labels is pointwise_labels and is_tensor(node):
+        if is_pointwise(node):
             return self._pointwise(node)
-        return self._along(node) if node.target in _ALONG else None
+        return self._along(node) if node.target in ALONG else None
 
     def _pointwise(self, node: fx.Node) -> _Sorted | None:
         kind = tensor_type(node)
@@ -308,40 +280,24 @@ class _Pairs(ChosenRows):
             if found is None:
                 return None
             others[operand] = found
-        made = self.emit.shifted(node, others, TensorType(kind.dtype, (self.rows, *kind.shape[lead:])), 0)
-        return _Sorted(made, lead)
+        return _Sorted(pointwise(self, node, others, lead), lead)
 
     def _aligned(self, operand: fx.Node, shape: tuple[Size, ...], lead: int) -> fx.Node | None:
         """An operand that is broadcast to values by pair of that shape, as one that is to their rows."""
-        own = tensor_type(operand).shape
-        trail = len(shape) - lead
-        if operand not in self.sorted and len(own) <= trail:
-            return operand
-        if operand not in self.sorted and all(size == 1 for size in own[: len(own) - trail]):
-            return self.emit.view(operand, list(own[len(own) - trail :]), own[len(own) - trail :])
-        return self.rows_of(operand, shape[:lead]) if len(own) == len(shape) else None
+        found = None if operand in self.sorted else for_all_rows(self, operand, len(shape) - lead)
+        if found is not None or len(tensor_type(operand).shape) != len(shape):
+            return found
+        return self.rows_of(operand, shape[:lead])
 
     def _along(self, node: fx.Node) -> _Sorted | None:
         given = operands(node)
         if any(operand not in self.sorted for operand in given):
             return None
-        first = self.sorted[given[0]]
-        rank = len(tensor_type(given[0]).shape)
-        dim = bind_arguments(node).get("dim", 0)
-        if any(self.sorted[o].lead != first.lead for o in given) or not isinstance(dim, int) or dim % rank < first.lead:
+        lead = self.sorted[given[0]].lead
+        if any(self.sorted[operand].lead != lead for operand in given):
             return None
-        kinds = tuple(TensorType(k.dtype, (self.rows, *k.shape[first.lead :])) for k in output_types(node))
-        names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
-        others = {operand: self.sorted[operand].node for operand in given}
-        args: list[Any] = list(fx.map_arg(node.args, lambda arg: others.get(arg, arg)))
-        kwargs: dict[str, Any] = fx.map_arg(node.kwargs, lambda arg: others.get(arg, arg))
-        place, own = names.index("dim"), dim % rank - first.lead + 1
-        if place < len(args):
-            args[place] = own
-        else:
-            kwargs["dim"] = own
-        is_several = not is_tensor(node)
-        return _Sorted(self.emit.call(node.target, args, kinds if is_several else kinds[0], **kwargs), first.lead)
+        made = along(self, node, {operand: self.sorted[operand].node for operand in given}, lead)
+        return None if made is None else _Sorted(made, lead)
 
 
 def _view(pairs: _Pairs, node: fx.Node, given: Mapping[str, Any]) -> _Sorted | None:
@@ -349,9 +305,9 @@ def _view(pairs: _Pairs, node: fx.Node, given: Mapping[str, Any]) -> _Sorted | N
     own, shape = pairs.sorted[given["self"]], tensor_type(node).shape
     for lead in range(1, len(shape) + 1):
         if product(shape[:lead]) == pairs.rows and (lead == 1 or shape[lead - 1] == pairs.k):
-            if not pairs._fits(shape[lead:]) or not pairs.can_shape(shape):
+            if not is_written(shape[lead:]) or not pairs.can_shape(shape):
                 return None
-            return _Sorted(pairs._trail(own.node, shape[lead:]), lead)
+            return _Sorted(with_trail(pairs, own.node, shape[lead:]), lead)
     return None
 
 
@@ -359,7 +315,7 @@ def _reshaped(pairs: _Pairs, node: fx.Node, given: Mapping[str, Any]) -> _Sorted
     """A dimension of one element more or less in the trail."""
     own, shape = pairs.sorted[given["self"]], tensor_type(node).shape
     lead = tensor_type(given["self"]).shape[: own.lead]
-    return _Sorted(pairs._trail(own.node, shape[own.lead :]), own.lead) if shape[: own.lead] == lead else None
+    return _Sorted(with_trail(pairs, own.node, shape[own.lead :]), own.lead) if shape[: own.lead] == lead else None
 
 
 def _item(pairs: _Pairs, node: fx.Node, given: Mapping[str, Any]) -> _Sorted | None:

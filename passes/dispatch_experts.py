@@ -119,8 +119,10 @@ def _check_held(program: Program, region: Routed) -> None:
     if not program.plan.axes_for(Cuts.FEATURES).keys() & set(program.mesh.holders):
         return
     for node in region.grouped:
-        stacked = next((o for o in operands(node) if o.target is torch.ops.aten.stack.default), None)
-        if stacked is not None:
+        stacked = operands(node)[node.target is torch.ops.fxpar.grouped_linear.default]
+        while stacked.target is not torch.ops.aten.stack.default and len(operands(stacked)) == 1:
+            (stacked,) = operands(stacked)
+        if stacked.target is torch.ops.aten.stack.default:
             plan = program.plan
             raise PlanError(
                 f"experts' matrices are stacked from {len(operands(stacked))} parameters, of which ranks of tp hold "

@@ -148,11 +148,11 @@ def test_experts_that_are_not_recognised_are_split_and_stay_where_they_are(even:
 
 
 class Dense(nn.Module):
-    """Every expert computes every token, in one batched product or by a loop; a router weighs what they make."""
+    """Every expert computes every token, in one batched product; a router weighs what they make."""
 
-    def __init__(self, looped: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.words, self.gate, self.looped = nn.Embedding(16, WIDTH), nn.Linear(WIDTH, EXPERTS), looped
+        self.words, self.gate = nn.Embedding(16, WIDTH), nn.Linear(WIDTH, EXPERTS)
         self.up = nn.Parameter(torch.randn(EXPERTS, WIDTH, INNER))
         self.down = nn.Parameter(torch.randn(EXPERTS, INNER, WIDTH))
 
@@ -161,23 +161,17 @@ class Dense(nn.Module):
         x = self.words(ids).view(-1, WIDTH)
         top = self.gate(x).softmax(-1).topk(2)
         weights = torch.zeros(x.shape[0], EXPERTS).scatter(1, top.indices, top.values)
-        if self.looped:
-            parts = [(x @ self.up[e]).relu() @ self.down[e] * weights[:, e : e + 1] for e in range(EXPERTS)]
-            made = torch.stack(parts).sum(0)
-        else:
-            each = (x.expand(EXPERTS, -1, -1) @ self.up).relu() @ self.down
-            made = (each * weights.t().unsqueeze(-1)).sum(0)
-        return made.square().mean()
+        each = (x.expand(EXPERTS, -1, -1) @ self.up).relu() @ self.down
+        return (each * weights.t().unsqueeze(-1)).sum(0).square().mean()
 
 
-@pytest.mark.parametrize("looped", [False, True])
-def test_experts_that_compute_every_token_are_split_as_other_matrices_are(looped: bool) -> None:
+def test_experts_that_compute_every_token_at_once_are_split_as_other_matrices_are() -> None:
     torch.manual_seed(0)
-    model = Dense(looped)
+    model = Dense()
     found = verify(model, batch(), Plan(tp=2))
     assert found.ok, found.values
     cuts = {p.fqn: str(output_layouts(found.program.node(p.node))[0]) for p in found.program.parameters}
-    assert (cuts["up"], cuts["down"]) == (("tp:S(2)", "tp:S(1)") if looped else ("tp:S(0)", "tp:S(0)"))
+    assert (cuts["up"], cuts["down"]) == ("tp:S(0)", "tp:S(0)")
     with pytest.raises(
         PlanError, match=r"ep=2: no operation of the model is recognised.*fxpar.ops.experts.*or set ep=1"
     ):

@@ -1,0 +1,201 @@
+"""What a loop over experts knows of one: which pairs are its own, their rows, and its weights of all tokens.
+
+Enters: nodes of a loop. Leaves: of which expert they speak, and of which choice. A helper of `looped_experts`.
+
+Terms: see `choices`. A mask has a dimension for each of the tokens', for K, and for E where it speaks of all experts.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from fxpar.passes.choices import argument, aten, chosen_of, plain
+from fxpar.program.program import is_tensor, tensor_type
+from fxpar.rules import bind_arguments
+
+_ZEROS = (aten.zeros_like.default, aten.zeros.default, aten.new_zeros.default)
+_K, _E = -1, -2
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Which pairs go to which expert, as ones or zeros.
+
+    Attributes:
+        choice: the experts of all pairs.
+        dims: what the dimensions are: of tokens by number, of K, of E.
+        expert: the one that it speaks of; None where it has a dimension for all.
+    """
+
+    choice: fx.Node
+    dims: tuple[int, ...]
+    expert: int | None
+
+
+@dataclass(frozen=True)
+class Column:
+    """What weighs one expert's results for tokens.
+
+    Attributes:
+        choice: the experts of all pairs.
+        weights: of all pairs, in their order.
+        expert: the one.
+        picks: the rows that it weighs; None where it is of all tokens, 0 where one has not chosen the expert.
+    """
+
+    choice: fx.Node
+    weights: fx.Node
+    expert: int
+    picks: Picks | None
+
+
+@dataclass(frozen=True)
+class Picks:
+    """The pairs of one expert.
+
+    Attributes:
+        where: what has found them.
+        tokens: which of its results are their tokens.
+        places: which are their places among a token's pairs.
+    """
+
+    where: fx.Node
+    tokens: int
+    places: int
+
+
+class Loop:
+    """What is known of the nodes of loops over experts.
+
+    Args:
+        chosen: values that are a choice, each with the top-k's own.
+    """
+
+    def __init__(self, chosen: Mapping[fx.Node, fx.Node]) -> None:
+        self._chosen = chosen
+
+    def mask(self, node: object) -> Mask | None:
+        """A mask, of all experts or of one."""
+        if not isinstance(node, fx.Node) or node.op != "call_function" or not is_tensor(node):
+            return None
+        if node.target in (aten.one_hot.default, aten.eq.Scalar):
+            return self._marks(node)
+        if node.target is aten._to_copy.default:
+            return self.mask(argument(node, 0))
+        found = self.mask(argument(node, 0)) if node.target in (aten.permute.default, aten.select.int) else None
+        if found is None:
+            return None
+        if node.target is aten.permute.default:
+            return replace(found, dims=tuple(found.dims[dim] for dim in argument(node, 1)))
+        dim, index = argument(node, 1) % len(found.dims), argument(node, 2)
+        if found.dims[dim] != _E or not isinstance(index, int):
+            return None
+        return Mask(found.choice, (*found.dims[:dim], *found.dims[dim + 1 :]), index % int(chosen_of(found.choice)))
+
+    def _marks(self, node: fx.Node) -> Mask | None:
+        given = bind_arguments(node)
+        choice = self._chosen.get(given["self"])
+        if choice is None or tensor_type(given["self"]).shape != tensor_type(choice).shape:
+            return None
+        dims, count = (*range(len(tensor_type(choice).shape) - 1), _K), int(chosen_of(choice))
+        if node.target is aten.one_hot.default:
+            return Mask(choice, (*dims, _E), None) if given.get("num_classes", -1) == count else None
+        number = given["other"]
+        return Mask(choice, dims, number) if type(number) is int and 0 <= number < count else None
+
+    def column(self, node: fx.Node) -> Column | None:
+        """The weights of one expert, [T, 1] or of the rows that it has."""
+        node = plain(node)
+        if node.op != "call_function" or not is_tensor(node):
+            return None
+        if node.target is aten.index.Tensor:
+            return self._picked(node)
+        if node.target is aten.sum.dim_IntList:
+            return self._summed(node)
+        return self._of_table(node)
+
+    def picks(self, node: object) -> tuple[Mask, Picks] | None:
+        """The pairs of one expert, where a node is what finds them."""
+        if not isinstance(node, fx.Node) or node.target is not aten.where.default:
+            return None
+        mask = self.mask(argument(node, 0))
+        if mask is None or mask.expert is None or sorted(mask.dims) != [_K, 0]:
+            return None
+        return mask, Picks(node, mask.dims.index(0), mask.dims.index(_K))
+
+    def picked(self, places: object) -> tuple[Mask, Picks] | None:
+        """The pairs of one expert, where a node says which tokens they are of."""
+        if not isinstance(places, fx.Node) or places.target is not operator.getitem:
+            return None
+        found = self.picks(argument(places, 0))
+        return found if found is not None and argument(places, 1) == found[1].tokens else None
+
+    def _picked(self, node: fx.Node) -> Column | None:
+        """`weights[tokens, places]`."""
+        given = bind_arguments(node)
+        found = self.picked(given["indices"][0]) if len(given["indices"]) == 2 else None
+        weights = plain(given["self"])
+        if found is None or tensor_type(weights).shape != tensor_type(found[0].choice).shape:
+            return None
+        if tensor_type(given["self"]).shape[:2] != tensor_type(weights).shape:
+            return None
+        mask, picks = found
+        second = given["indices"][1]
+        is_place = isinstance(second, fx.Node) and second.target is operator.getitem
+        if not is_place or second.args != (picks.where, picks.places) or mask.expert is None:
+            return None
+        return Column(mask.choice, weights, mask.expert, picks)
+
+    def _summed(self, node: fx.Node) -> Column | None:
+        """`(weights * (choice == e)).sum(-1)`."""
+        given = bind_arguments(node)
+        product = given["self"]
+        if not isinstance(product, fx.Node) or product.target is not aten.mul.Tensor:
+            return None
+        for mask, weights in (product.args, product.args[::-1]):
+            found = self.mask(mask)
+            if found is None or found.expert is None or not isinstance(weights, fx.Node):
+                continue
+            rank = len(found.dims)
+            if found.dims != (*range(rank - 1), _K) or [dim % rank for dim in given["dim"] or ()] != [rank - 1]:
+                continue
+            same = tensor_type(weights).shape == tensor_type(found.choice).shape == tensor_type(product).shape
+            if same and tensor_type(weights).dtype == tensor_type(node).dtype:
+                return Column(found.choice, weights, found.expert, None)
+        return None
+
+    def _of_table(self, node: fx.Node) -> Column | None:
+        """One expert's of a table [T, E] of zeros, into which the weights of pairs were scattered."""
+        given = bind_arguments(node)
+        if node.target is aten.select.int:
+            table, number = given["self"], given["index"]
+        elif node.target is aten.slice.Tensor and given.get("step", 1) == 1:
+            table, number = given["self"], given["start"]
+            if type(number) is not int or given["end"] != number + 1:
+                return None
+        else:
+            return None
+        if table.target is not aten.scatter.src or type(number) is not int:
+            return None
+        last, filled = len(tensor_type(table).shape) - 1, bind_arguments(table)
+        choice, weights = self._chosen.get(filled["index"]), filled["src"]
+        if choice is None or given.get("dim", 0) % (last + 1) != last or filled["dim"] % (last + 1) != last:
+            return None
+        shape, zeros = tensor_type(choice).shape, filled["self"]
+        if tensor_type(filled["index"]).shape != shape or tensor_type(weights).shape != shape or not is_zero(zeros):
+            return None
+        count = chosen_of(choice)
+        if tensor_type(table).shape != (*shape[:-1], count):
+            return None
+        return Column(choice, weights, number % int(count), None)
+
+
+def is_zero(value: object) -> bool:
+    """Whether it is a tensor of zeros."""
+    if not isinstance(value, fx.Node):
+        return False
+    return bool(value.target in _ZEROS or (value.target is aten.full.default and argument(value, 1) in (0, False)))

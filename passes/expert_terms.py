@@ -1,0 +1,121 @@
+"""What the experts of a loop add up: the terms of a sum.
+
+Enters: a graph in one spelling. Leaves: which values are an expert's results with its weights, and which sums are those
+of all experts of a choice. A helper of `looped_experts`, whose terms these are.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from fxpar.passes.choices import argument, aten, choices, chosen_of
+from fxpar.passes.expert_masks import Column, Loop
+from fxpar.program.program import is_tensor, tensor_type
+from fxpar.rules import bind_arguments
+
+
+@dataclass(frozen=True)
+class Term:
+    """What one expert adds.
+
+    Attributes:
+        node: its results, weighed.
+        made: its results.
+        column: what weighs them.
+    """
+
+    node: fx.Node
+    made: fx.Node
+    column: Column
+
+
+def terms_of(graph: fx.Graph) -> dict[fx.Node, Term]:
+    """The terms of all loops, by node."""
+    loop, found = Loop(choices(graph)), dict[fx.Node, Term]()
+    for node in graph.nodes:
+        if node.op != "call_function" or not is_tensor(node):
+            continue
+        if node.target is aten._to_copy.default and argument(node, 0) in found:
+            found[node] = found[argument(node, 0)]
+        if node.target is not aten.mul.Tensor:
+            continue
+        for made, weights in (node.args, node.args[::-1]):
+            if not isinstance(made, fx.Node) or not isinstance(weights, fx.Node):
+                continue
+            shape = tensor_type(made).shape
+            if tensor_type(weights).shape != (*shape[:-1], 1) or tensor_type(node).shape != shape:
+                continue
+            column = loop.column(weights)
+            if column is not None:
+                found[node] = Term(node, made, column)
+    return found
+
+
+def is_loop(terms: Sequence[Term]) -> bool:
+    """Whether they are one of each expert of one choice, with one table of weights."""
+    if not terms:
+        return False
+    first = terms[0].column
+    same = all((t.column.choice, t.column.weights) == (first.choice, first.weights) for t in terms)
+    is_picked = {t.column.picks is None for t in terms}
+    return (
+        same
+        and len(is_picked) == 1
+        and sorted(t.column.expert for t in terms) == [*range(int(chosen_of(first.choice)))]
+    )
+
+
+def added(node: fx.Node, terms: Mapping[fx.Node, Term], done: set[fx.Node]) -> tuple[list[Term], fx.Node | None]:
+    """The terms that a value adds up, and what else is in the sum.
+
+    Args:
+        done: filled with the sums that are parts of this one.
+    """
+    if node.target is aten.sum.dim_IntList:
+        stacked, given = argument(node, 0), bind_arguments(node)
+        is_plain = stacked.target is aten.stack.default and bind_arguments(stacked).get("dim", 0) == 0
+        values = argument(stacked, 0) if is_plain else []
+        fits = list(given["dim"] or ()) == [0] and not given.get("keepdim", False) and all(v in terms for v in values)
+        same = is_plain and tensor_type(node).dtype == tensor_type(stacked).dtype
+        return ([terms[value] for value in values], None) if fits and same else ([], None)
+    found: list[Term] = []
+    total: fx.Node | None = node
+    while total is not None:
+        step = _step(total, terms)
+        if step is None:
+            break
+        done.add(total)
+        total, own = step
+        found.extend(own)
+    return found, total
+
+
+def _step(node: fx.Node, terms: Mapping[fx.Node, Term]) -> tuple[fx.Node | None, list[Term]] | None:
+    """What a value adds to another one."""
+    given = bind_arguments(node) if node.op == "call_function" else {}
+    if given.get("alpha", 1) != 1:
+        return None
+    if node.target is aten.index_add.default:
+        term = terms.get(given["source"])
+        is_own = term is not None and term.column.picks is not None and given["dim"] == 0
+        if not is_own or term is None or term.column.picks is None:
+            return None
+        picks, places = term.column.picks, given["index"]
+        is_tokens = places.target is operator.getitem and places.args == (picks.where, picks.tokens)
+        return (given["self"], [term]) if is_tokens else None
+    if node.target is not aten.add.Tensor:
+        return None
+    left, right = given["self"], given["other"]
+    if not isinstance(left, fx.Node) or not isinstance(right, fx.Node):
+        return None
+    own = [terms[value] for value in (left, right) if value in terms]
+    shape = tensor_type(node).shape
+    if any(t.column.picks is not None for t in own) or {tensor_type(left).shape, tensor_type(right).shape} != {shape}:
+        return None
+    if len(own) == 2:
+        return None, own
+    return (right if left in terms else left, own) if own else None

@@ -1,0 +1,160 @@
+"""Loops over experts each of which computes all tokens: no operator of fxpar, and no sort."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+WORDS, WIDTH, INNER, EXPERTS, CHOICES, ROWS, LENGTH = 16, 8, 12, 4, 2, 8, 5
+
+
+class Expert(nn.Module):
+    """An MLP with biases."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[…, h] → […, h]."""
+        return self.down(functional.gelu(self.up(x)))  # type: ignore[no-any-return]
+
+
+class Looped(nn.Module):
+    """Words, a layer of experts with biases and a shared one, dropout, a head.
+
+    Args:
+        form: one of `FORMS` or of `MUTANTS`.
+    """
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.form, self.drop = {**FORMS, **MUTANTS}[form], nn.Dropout(0.2)
+        self.words, self.router, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, EXPERTS), nn.Linear(WIDTH, 7)
+        self.gate_up = nn.Parameter(torch.randn(EXPERTS, 2 * INNER, WIDTH))
+        self.gate_up_bias = nn.Parameter(torch.randn(EXPERTS, 2 * INNER))
+        self.down = nn.Parameter(torch.randn(EXPERTS, INNER, WIDTH))
+        self.down_bias = nn.Parameter(torch.randn(EXPERTS, WIDTH))
+        self.scale, self.shared = nn.Parameter(torch.randn(WIDTH)), nn.Linear(WIDTH, WIDTH)
+        self.experts = nn.ModuleList(Expert() for _ in range(EXPERTS))
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        """Both [b, s]."""
+        x = self.words(ids)
+        made = self.drop(self.form(self, x).view(x.shape))
+        return functional.cross_entropy(self.head(x + made).flatten(0, 1), labels.flatten() % 7)
+
+    def routed(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens [T, h], their experts [T, K] and the weights of these."""
+        tokens = x.view(-1, WIDTH)
+        top = self.router(tokens).softmax(-1).topk(CHOICES)
+        return tokens, top.indices, top.values
+
+    def expert(self, e: int, x: Tensor) -> Tensor:
+        """[T, h] → [T, h], of slices."""
+        gate, up = functional.linear(x, self.gate_up[e], self.gate_up_bias[e]).chunk(2, dim=-1)
+        return (functional.silu(gate) * up) @ self.down[e] + self.down_bias[e]
+
+
+def _scattered(model: Looped, x: Tensor) -> Tensor:
+    """Slices; a table of all experts' weights; on top of a shared expert."""
+    tokens, ids, weights = model.routed(x)
+    table = torch.zeros(tokens.shape[0], EXPERTS, dtype=x.dtype).scatter(1, ids, weights)
+    total = model.shared(tokens)
+    for e in range(EXPERTS):
+        total = total + table[:, e, None] * (model.expert(e, tokens) * model.scale)
+    return total  # type: ignore[no-any-return]
+
+
+def _masked(model: Looped, x: Tensor) -> Tensor:
+    """A module for each expert; masks; in place."""
+    tokens, ids, weights = model.routed(x)
+    total = torch.zeros_like(tokens)
+    for e, expert in enumerate(model.experts):
+        total += (weights * (ids == e)).sum(-1, keepdim=True) * expert(tokens)
+    return total
+
+
+def _by_row(model: Looped, x: Tensor) -> Tensor:
+    """Tokens keep rows of the batch apart; the last expert first; matrices turned and cast."""
+    top = model.router(x).topk(CHOICES)
+    weights = top.values.softmax(-1)
+    mask = functional.one_hot(top.indices, EXPERTS).permute(3, 0, 1, 2)
+    parts = []
+    for e in reversed(range(EXPERTS)):
+        inner = x.bfloat16() @ model.gate_up[e].bfloat16().t()
+        inner = inner.float() + model.gate_up_bias[e]
+        made = (inner[..., :INNER].relu() * inner[..., INNER:]) @ model.down[e]
+        parts.append(made * (weights * mask[e]).sum(-1).unsqueeze(-1))
+    total: Tensor = sum(parts)
+    return total
+
+
+def _stacked(model: Looped, x: Tensor) -> Tensor:
+    """Results stand side by side before they are added up; all matrices come from one `unbind`."""
+    tokens, ids, weights = model.routed(x)
+    table = torch.zeros(tokens.shape[0], EXPERTS, dtype=x.dtype).scatter(-1, ids, weights)
+    matrices = zip(model.gate_up.unbind(0), model.down.unbind(0), strict=True)
+    made = [(tokens @ up.t()).chunk(2, -1)[0].tanh() @ down for up, down in matrices]
+    return torch.stack([made[e] * table[:, e : e + 1] for e in range(EXPERTS)]).sum(0)
+
+
+FORMS: Mapping[str, Callable[[Looped, Tensor], Tensor]] = {
+    "scattered": _scattered,
+    "masked": _masked,
+    "by_row": _by_row,
+    "stacked": _stacked,
+}
+
+
+def _all(
+    model: Looped,
+    x: Tensor,
+    of: Callable[[int], int] = lambda e: e,
+    mark: Callable[[Tensor, int], Tensor] = lambda ids, e: ids == e,
+    experts: range = range(EXPERTS),
+    inside: Callable[[Tensor, int], Tensor] = lambda made, e: made,
+) -> Tensor:
+    tokens, ids, weights = model.routed(x)
+    total = torch.zeros_like(tokens)
+    for e in experts:
+        total = total + (weights * mark(ids, e)).sum(-1)[:, None] * inside(model.expert(of(e), tokens), e)
+    return total
+
+
+def _sorted_weights(model: Looped, x: Tensor) -> Tensor:
+    """A table that is no table of zeros beside the weights."""
+    tokens, ids, weights = model.routed(x)
+    table = torch.full((tokens.shape[0], EXPERTS), 0.1, dtype=x.dtype).scatter(1, ids, weights)
+    return sum(table[:, e, None] * model.expert(e, tokens) for e in range(EXPERTS))  # type: ignore[return-value]
+
+
+def _other_rows(model: Looped, x: Tensor) -> Tensor:
+    """A table of another choice than the one whose weights it has, by twos."""
+    tokens, ids, weights = model.routed(x)
+    table = torch.zeros(tokens.shape[0], EXPERTS, dtype=x.dtype).scatter(1, ids[:, :1], weights[:, 1:])
+    return sum(table[:, e, None] * model.expert(e, tokens) for e in range(EXPERTS))  # type: ignore[return-value]
+
+
+# What resembles such a loop and is another one.
+MUTANTS: Mapping[str, Callable[[Looped, Tensor], Tensor]] = {
+    "next": lambda model, x: _all(model, x, of=lambda e: (e + 1) % EXPERTS),
+    "one_twice": lambda model, x: _all(model, x, of=lambda e: max(e, 1)),
+    "last_left_out": lambda model, x: _all(model, x, experts=range(EXPERTS - 1)),
+    "at_least": lambda model, x: _all(model, x, mark=lambda ids, e: ids >= e),
+    "differing": lambda model, x: _all(model, x, inside=lambda made, e: made * (1.0 + e)),
+    "other_function": lambda model, x: _all(model, x, inside=lambda made, e: made.relu() if e else made),
+    "dropout": lambda model, x: _all(model, x, inside=lambda made, e: functional.dropout(made, 0.3)),
+    "mixed": lambda model, x: _all(model, x, inside=lambda made, e: made.cumsum(-1)),
+    "not_zero": _sorted_weights,
+    "other_rows": _other_rows,
+}
+
+
+def batch() -> dict[str, Tensor]:
+    """Rows of words."""
+    ids = torch.randint(0, WORDS, (ROWS, LENGTH), generator=torch.Generator().manual_seed(1))
+    return {"ids": ids, "labels": ids.roll(1, 1)}
