@@ -80,8 +80,8 @@ def canonicalize(program: Program) -> Program:
     that are neighbours and that the author wrote down becomes a slice; biases, those of convolutions too, are separate
     additions, so that a row-split product can be reduced before its bias is added; rows that are sorted by expert for
     grouped products, pairs of token and expert that take a matrix each, and loops over experts are rows of
-    `fxpar.ops.routed` (`sorted_rows`, `chosen_matrices`, `looped_experts`). Values, gradients and the order of random nodes stay. Refuses sub-graphs: what
-    is in them has no layout.
+    `fxpar.ops.routed` (`sorted_rows`, `chosen_matrices`, `looped_experts`). Values, gradients and the order of random
+    nodes stay. Refuses sub-graphs: what is in them has no layout.
     """
     for module, node in _walk(program.graph_module):
         if module is not program.graph_module or node.op == "get_attr":

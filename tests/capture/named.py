@@ -31,7 +31,7 @@ class Looped(nn.Module):
     def product(self, name: str, e: Any, x: Tensor) -> Tensor:
         """[…, in] → […, out]."""
         made = x @ (getattr(self, name)[e] if self.turned else getattr(self, name)[e].T)
-        return made + getattr(self, f"{name}_bias")[e] if self.biased else made
+        return made + getattr(self, f"{name}_bias")[e] if self.biased else made  # type: ignore[no-any-return]
 
     def activated(self, inner: Tensor) -> Tensor:
         """[…, 2 m] → […, m]."""

@@ -170,7 +170,7 @@ class Frozen(Looped):
         """As there."""
         if name == "gate_up_proj":
             return super().product(name, e, x)
-        return x @ self.down_proj[e].detach().T + self.down_proj_bias[e]
+        return x @ self.get_parameter(name)[e].detach().T + self.get_parameter(f"{name}_bias")[e]
 
 
 class Halved(Looped):

@@ -162,7 +162,8 @@ class Dense(nn.Module):
         top = self.gate(x).softmax(-1).topk(2)
         weights = torch.zeros(x.shape[0], EXPERTS).scatter(1, top.indices, top.values)
         each = (x.expand(EXPERTS, -1, -1) @ self.up).relu() @ self.down
-        return (each * weights.t().unsqueeze(-1)).sum(0).square().mean()
+        made: Tensor = (each * weights.t().unsqueeze(-1)).sum(0)
+        return made.square().mean()
 
 
 def test_experts_that_compute_every_token_at_once_are_split_as_other_matrices_are() -> None:
