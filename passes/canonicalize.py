@@ -12,11 +12,12 @@ import torch
 from torch import fx
 
 from fxpar.errors import PassError
-from fxpar.layout.symbols import Size, simplify
+from fxpar.layout.symbols import Size, names, simplify
 from fxpar.manager import register_pass
 from fxpar.passes.chosen_matrices import recognize_chosen
 from fxpar.passes.looped_experts import recognize_loops
 from fxpar.passes.sorted_rows import recognize_rows
+from fxpar.program.picked import loop_of_experts
 from fxpar.program.program import (
     Program,
     ScalarType,
@@ -81,7 +82,8 @@ def canonicalize(program: Program) -> Program:
     additions, so that a row-split product can be reduced before its bias is added; rows that are sorted by expert for
     grouped products, pairs of token and expert that take a matrix each, and loops over experts are rows of
     `fxpar.ops.routed` (`sorted_rows`, `chosen_matrices`, `looped_experts`). Values, gradients and the order of random
-    nodes stay. Refuses sub-graphs: what is in them has no layout.
+    nodes stay. Refuses sub-graphs: what is in them has no layout, and loops over
+    experts that pick rows and are not recognised.
     """
     for module, node in _walk(program.graph_module):
         if module is not program.graph_module or node.op == "get_attr":
@@ -95,7 +97,7 @@ def canonicalize(program: Program) -> Program:
     recognize_loops(program.graph)
     _name_sizes(program)
     _remove_dead(program.graph)
-    return program
+    return _without_picked(program)
 
 
 def _rewrite(graph: fx.Graph, node: fx.Node) -> None:
@@ -264,6 +266,21 @@ def _remove_dead(graph: fx.Graph) -> None:
     for node in reversed(list(graph.nodes)):
         if node.op == "call_function" and not node.users and not note(node).random:
             graph.erase_node(node)
+
+
+def _without_picked(program: Program) -> Program:
+    """The program without the numbers of rows that loops over experts pick.
+
+    Raises:
+        CaptureError: a loop is left, which was not recognised.
+    """
+    used: set[str] = set()
+    for node in program.graph.nodes:
+        if node.target is aten.where.default:
+            raise loop_of_experts(note(node).source or f"%{node.name}", note(node).fqn)
+        if node.op != "output":
+            used |= names(size for kind in output_types(node) for size in kind.shape)
+    return program.with_(counted=tuple(each for each in program.counted if each.name in used))
 
 
 def _walk(graph_module: fx.GraphModule) -> Iterator[tuple[fx.GraphModule, fx.Node]]:

@@ -234,7 +234,7 @@ class _Layer(ChosenRows):
 
     def _picked(self, nodes: tuple[fx.Node, ...]) -> _Value | None:
         """The rows of each expert: `x[tokens]`, or `x[None, tokens]`."""
-        leads, sources = set[int](), set[fx.Node]()
+        sources = set[tuple[fx.Node, int, tuple[Size, ...]]]()
         for node, term in zip(nodes, self.terms, strict=True):
             given = bind_arguments(node)
             if node.target is aten.index.Tensor:
@@ -246,12 +246,10 @@ class _Layer(ChosenRows):
                 return None
             if shape[: len(before)] != (1,) * len(before) or shape[len(before)] != self.tokens:
                 return None
-            leads.add(len(before))
-            sources.add(given["self"])
-        if len(leads) != 1 or len(sources) != 1:
+            sources.add((plain(given["self"]), len(before), shape[len(before) + 1 :]))
+        if len(sources) != 1:
             return None
-        (lead,), (source,) = leads, sources
-        trail = tensor_type(source).shape[lead + 1 :]
+        ((source, lead, trail),) = sources
         if not is_written(trail):
             return None
         width = product(trail)

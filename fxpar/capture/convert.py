@@ -6,6 +6,7 @@ call to its inputs and its outputs back to the model's own output type.
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.fx.node import map_arg
 
 from fxpar.capture.conditions import conditions
@@ -112,7 +114,7 @@ def convert(traced: Trace, model: nn.Module, plan: Plan, loss: str | None) -> tu
     paths = [_path(keys) for keys, _ in pytree.tree_flatten_with_path(_numbered(in_spec))[0]]
     parameters, inputs, constants, in_leaves = _placeholders(state, paths)
     for node in traced.exported.graph.nodes:
-        if node.op == "call_function":
+        if node.op == "call_function" and not _is_promise(node):
             mapping[node] = _copy(state, node)
             if node.target is torch.ops.aten._assert_tensor_metadata.default:  # the program runs elsewhere too
                 mapping[node].kwargs = {name: v for name, v in mapping[node].kwargs.items() if name != "device"}
@@ -127,6 +129,7 @@ def convert(traced: Trace, model: nn.Module, plan: Plan, loss: str | None) -> tu
         tuple(state.notes.symbols),
         plan,
         constants=constants,
+        counted=tuple(state.notes.counted),
     )
     program = program.with_(loss=_loss_name(program, loss))
     taken = conditions(traced, state.notes.substitution)
@@ -241,6 +244,17 @@ def _copy(state: _Conversion, node: fx.Node) -> fx.Node:
         name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", path.rpartition(".")[2]).lower()
     new = state.graph.create_node("call_function", target, args, kwargs, name=name)
     return set_note(new, state.notes.note(node))
+
+
+def _is_promise(node: fx.Node) -> bool:
+    """Whether it says of a number of rows that a loop picks in which range it is, which nothing reads."""
+    if node.target is torch.ops.aten._assert_scalar.default:
+        return isinstance(node.args[0], fx.Node) and _is_promise(node.args[0])
+    value = node.meta.get("val")
+    if node.target not in (operator.ge, operator.le) or not isinstance(value, torch.SymBool):
+        return False
+    asserts = all(user.target is torch.ops.aten._assert_scalar.default for user in node.users)
+    return asserts and bool(free_unbacked_symbols(value))
 
 
 def _outputs(state: _Conversion) -> tuple[list[str], list[tuple[str, Any]]]:

@@ -14,16 +14,17 @@ from torch import fx
 from torch.export.graph_signature import InputKind
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from fxpar.capture.picked import loop_of_experts, picks_experts
+from fxpar.capture.picked import picks_experts
 from fxpar.capture.places import module_of, source_of
 from fxpar.capture.recording import RECOMPUTE_KEY
 from fxpar.capture.sizes import SizeError, written
 from fxpar.capture.trace import Trace
 from fxpar.errors import CaptureError
-from fxpar.layout.symbols import Size, names, simplify, symbol
+from fxpar.layout.symbols import Size, evaluate, names, product, simplify, symbol
 from fxpar.program.dtypes import DTYPE_NAMES
+from fxpar.program.picked import loop_of_experts
 from fxpar.program.program import Note, ScalarType, TensorType, ValueType
-from fxpar.program.symbols import Symbol
+from fxpar.program.symbols import Counted, Symbol
 from fxpar.signatures.randomness import draws_bits
 
 
@@ -36,11 +37,13 @@ class Notes:
 
     Attributes:
         symbols: the program's, in the order in which they were declared.
+        counted: rows that a loop over experts picks.
         substitution: what stands for each symbol of the trace: one of these, or a number.
     """
 
     def __init__(self, traced: Trace) -> None:
         self.symbols: list[Symbol] = []
+        self.counted: list[Counted] = []
         self.substitution: dict[Any, Any] = {}
         self._prefix = traced.prefix
         self._random: Counter[str] = Counter()
@@ -94,6 +97,8 @@ class Notes:
         try:
             return self._type(node.meta.get("val"))
         except _DataError as error:
+            if self._declare_picked(node):
+                return self._type(node.meta.get("val"))
             where = source_of(node) or f"%{node.name}"
             if picks_experts(node):
                 raise loop_of_experts(where, module_of(node).removeprefix(self._prefix)) from None
@@ -102,6 +107,19 @@ class Notes:
             raise type(error)(
                 error.reason, where=place or source_of(node) or f"%{node.name}", remedy=error.remedy
             ) from None
+
+    def _declare_picked(self, node: fx.Node) -> bool:
+        """Names how many pairs a loop picks for an expert: `canonicalize` is to recognise it, or refuses it."""
+        if node.target is not torch.ops.aten.where.default or not picks_experts(node):
+            return False
+        (mask,) = (value.meta["val"] for value in node.all_input_nodes)
+        size = node.meta["val"][0].shape[0]
+        pairs, taken = product([self._size(each) for each in mask.shape]), {s.name for s in self.symbols}
+        name = next(n for n in (f"e{i}" for i in range(len(self.counted), 9999)) if n not in taken)
+        self.substitution[symbol(str(size.node.expr))] = symbol(name)
+        examples = {each.name: each.example for each in self.symbols}
+        self.counted.append(Counted(name, pairs, evaluate(pairs, examples)))
+        return True
 
     def declare(self, path: str, value: torch.Tensor) -> None:
         """Names the symbols that first occur in this input: `b` in front, then `s`, then by number.

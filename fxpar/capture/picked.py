@@ -1,7 +1,7 @@
 """Loops over experts that a trace cannot hold: which they are, and what to do.
 
 Enters: an error of a trace, or a node whose size depends on values. Leaves: whether rows are picked there for experts,
-and an error that says so.
+and an error that says so (`fxpar.program.picked`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from fxpar.capture.expert_modules import is_named_so
 from fxpar.capture.places import place_of
-from fxpar.errors import CaptureError
+from fxpar.program.picked import loop_of_experts
 
 _TOPK = torch.ops.aten.topk.default
 
@@ -30,22 +30,6 @@ def picks_experts(node: fx.Node) -> bool:
         seen.add(each)
         pending.extend(each.all_input_nodes)
     return False
-
-
-def loop_of_experts(where: str, path: str) -> CaptureError:
-    """Refuses a loop over experts.
-
-    Args:
-        where: the author's line.
-        path: of the module that has it; empty where that is the model.
-    """
-    named = f"name it: Plan(experts=({path!r},))" if path else "make it a module and name that in Plan(experts=…)"
-    return CaptureError(
-        "its rows are picked expert by expert, as many as the routing sends to each, which no program can hold",
-        where=f"{where} ({path})" if path else where,
-        remedy="call fxpar.ops.experts in it; or where the forward is (hidden_states, top_k_index, top_k_weights) "
-        f"{named}",
-    )
 
 
 def refuse_loop(error: BaseException, model: nn.Module, prefix: str) -> None:

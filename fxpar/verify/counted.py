@@ -1,11 +1,14 @@
 """Counted rows: each symbol of them is one exchange's, and no collective takes ranks' rows for equally many.
 
+So is each number of rows that a loop over experts picks in a program as captured.
+
 Enters: a program. Leaves: nothing, or `CheckFailed` that names the node. That operations on rows do not mix those of
 two exchanges follows from their symbols, as shapes are checked.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import fx
 
 from fxpar.errors import CheckFailed
@@ -14,7 +17,10 @@ from fxpar.ops.coercion_table import COERCION_OF
 from fxpar.ops.sent_rows import send_rows
 from fxpar.program.coercions import axes_of
 from fxpar.program.program import Program, describe, operands, output_layouts, output_types
+from fxpar.program.properties import Property
 from fxpar.program.step import is_forward
+
+_WHERE = torch.ops.aten.where.default
 
 
 def check_counted(program: Program) -> None:
@@ -45,6 +51,9 @@ def check_counted(program: Program) -> None:
                     remedy="give each exchange its own split sizes",
                 )
             cut[name] = {axis for layout in output_layouts(node) for axis, p in layout if p.is_shard}
+        if node.target is _WHERE and Property.CANONICAL not in program.properties:
+            _check_picked(node, known, sizes)
+            cut |= {name: set() for name in sizes if sizes[name] is node}
         counted = known & names(size for kind in output_types(node) for size in kind.shape) if known else set()
         if counted - sizes.keys():
             raise CheckFailed(
@@ -58,6 +67,17 @@ def check_counted(program: Program) -> None:
                 where=describe(node),
                 remedy="send rows with fxpar.send_rows and fxpar.return_rows",
             )
+
+
+def _check_picked(node: fx.Node, known: set[str], sizes: dict[str, fx.Node]) -> None:
+    """A loop over experts picks a number of rows of its own for each, until `canonicalize` has recognised it."""
+    found = names(size for kind in output_types(node) for size in kind.shape) & known
+    if len(found) != 1 or any(sizes.setdefault(name, node) is not node for name in found):
+        raise CheckFailed(
+            f"picks {', '.join(sorted(found)) or 'no'} rows, of one number that no other operation picks",
+            where=describe(node),
+            remedy="give each a symbol of its own",
+        )
 
 
 def _symbol_of(node: fx.Node, known: set[str]) -> str:

@@ -163,6 +163,8 @@ def _identity(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     """What the result of a torch operator on shapes depends on; None for calls that are to be made each time."""
     if not isinstance(node.target, torch._ops.OpOverload) or node.target._schema.is_mutable:
         return None
+    if node.target is aten.where.default:  # finds other numbers of places with each mask
+        return None
 
     def plain(value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -185,11 +187,21 @@ def _call(
     target: Any = node.target
     if isinstance(target, Operator):
         return target.on_shapes(OnShapes(node, args, kwargs, tuple(wanted), axes))
+    if target is aten.where.default:
+        return _places(args[0], wanted)
     if _makes_tensors(node) or "device" in kwargs:
         kwargs = {**kwargs, "device": "meta"}
     if target is aten.view.default:  # as it is lowered: strides are those of a kernel
         target = aten.reshape.default
     return target(*args, **kwargs)
+
+
+def _places(mask: Tensor, wanted: Sequence[Tensor]) -> list[Tensor]:
+    """Places in each dimension of a mask, as many as values decide: what a note says of them it says of all alike."""
+    found = {tuple(each.shape) for each in wanted}
+    if len(wanted) != mask.dim() or len(found) != 1 or len(next(iter(found))) != 1:
+        raise ValueError(f"gives as many places for each of {mask.dim()} dimensions")
+    return [torch.empty_like(each, dtype=torch.int64) for each in wanted]
 
 
 def _makes_tensors(node: fx.Node) -> bool:

@@ -69,7 +69,7 @@ class Plain(Looped):
     def __init__(self) -> None:
         super().__init__(inner=2 * INNER)
         self.up_proj, self.up_proj_bias = _weight(EXPERTS, 2 * INNER, WIDTH), _weight(EXPERTS, 2 * INNER)
-        self.gate_up_proj = self.gate_up_proj_bias = None  # type: ignore[assignment]
+        self.gate_up_proj = self.gate_up_proj_bias = None
         self.act_fn = nn.GELU()
 
     def product(self, name: str, e: Any, x: Tensor) -> Tensor:
@@ -120,7 +120,8 @@ class Routed(nn.Module):
         """[b, s, h]."""
         tokens = x.view(-1, WIDTH)
         top = self.router(tokens).softmax(-1).topk(CHOICES)
-        return self.experts(tokens, top.indices, top.values).view(x.shape)  # type: ignore[no-any-return]
+        made: Tensor = self.experts(tokens, top.indices, top.values)
+        return made.view(x.shape)
 
 
 class Named(nn.Module):

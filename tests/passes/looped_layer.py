@@ -1,4 +1,4 @@
-"""Loops over experts each of which computes all tokens: no operator of fxpar, and no sort."""
+"""Loops over experts each of which computes all tokens, or picks its own: no operator of fxpar, and no sort."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class Looped(nn.Module):
     """Words, a layer of experts with biases and a shared one, dropout, a head.
 
     Args:
-        form: one of `FORMS` or of `MUTANTS`.
+        form: one of `FORMS` or of mutants.
     """
 
     def __init__(self, form: str) -> None:
         super().__init__()
-        self.form, self.drop = {**FORMS, **MUTANTS}[form], nn.Dropout(0.2)
+        self.form, self.drop = {**FORMS, **MUTANTS, **PICKED_MUTANTS}[form], nn.Dropout(0.2)
         self.words, self.router, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, EXPERTS), nn.Linear(WIDTH, 7)
         self.gate_up = nn.Parameter(torch.randn(EXPERTS, 2 * INNER, WIDTH))
         self.gate_up_bias = nn.Parameter(torch.randn(EXPERTS, 2 * INNER))
@@ -102,7 +102,32 @@ def _stacked(model: Looped, x: Tensor) -> Tensor:
     return torch.stack([made[e] * table[:, e : e + 1] for e in range(EXPERTS)]).sum(0)
 
 
+def _mixtral(model: Looped, x: Tensor) -> Tensor:
+    """Each expert, a module, picks its tokens, as Mixtral's block did."""
+    tokens, ids, weights = model.routed(x)
+    total = torch.zeros_like(tokens)
+    mask = functional.one_hot(ids, num_classes=EXPERTS).permute(2, 1, 0)
+    for e, expert in enumerate(model.experts):
+        places, rows = torch.where(mask[e])
+        made = expert(tokens[None, rows].reshape(-1, WIDTH)) * weights[rows, places, None]
+        total.index_add_(0, rows, made.to(x.dtype))
+    return total
+
+
+def _picked(model: Looped, x: Tensor) -> Tensor:
+    """The same of slices, on top of a shared expert."""
+    tokens, ids, weights = model.routed(x)
+    total = model.shared(tokens)
+    for e in reversed(range(EXPERTS)):
+        rows, places = torch.where(ids == e)
+        made = model.expert(e, tokens.index_select(0, rows)) * model.scale
+        total = total.index_add(0, rows, weights[rows, places].unsqueeze(-1) * made)
+    return total  # type: ignore[no-any-return]
+
+
 FORMS: Mapping[str, Callable[[Looped, Tensor], Tensor]] = {
+    "mixtral": _mixtral,
+    "picked": _picked,
     "scattered": _scattered,
     "masked": _masked,
     "by_row": _by_row,
@@ -137,6 +162,38 @@ def _other_rows(model: Looped, x: Tensor) -> Tensor:
     tokens, ids, weights = model.routed(x)
     table = torch.zeros(tokens.shape[0], EXPERTS, dtype=x.dtype).scatter(1, ids[:, :1], weights[:, 1:])
     return sum(table[:, e, None] * model.expert(e, tokens) for e in range(EXPERTS))  # type: ignore[return-value]
+
+
+def _loop(
+    model: Looped,
+    x: Tensor,
+    of: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = lambda rows, places: (rows, places),
+    to: Callable[[Tensor], Tensor] = lambda rows: rows,
+    source: Callable[[Tensor], Tensor] = lambda tokens: tokens,
+    mark: Callable[[Tensor, int], Tensor] = lambda ids, e: ids == e,
+    inside: Callable[[Tensor], Tensor] = lambda made: made,
+) -> Tensor:
+    tokens, ids, weights = model.routed(x)
+    total = torch.zeros_like(tokens)
+    for e, expert in enumerate(model.experts):
+        rows, places = torch.where(mark(ids, e))
+        made = inside(expert(source(tokens)[rows])) * weights[of(rows, places)].unsqueeze(-1)
+        total = total.index_add(0, to(rows), made)
+    return total
+
+
+# What resembles a loop that picks rows and is another one.
+PICKED_MUTANTS: Mapping[str, Callable[[Looped, Tensor], Tensor]] = {
+    "other_weights": lambda model, x: _loop(model, x, of=lambda rows, places: (rows, 1 - places)),
+    "other_tokens": lambda model, x: _loop(model, x, of=lambda rows, places: (rows.flip(0), places)),
+    "put_elsewhere": lambda model, x: _loop(model, x, to=lambda rows: rows.flip(0)),
+    "by_place": lambda model, x: _loop(model, x, mark=lambda ids, e: ids[:, :1] == e),
+    "shifted": lambda model, x: _loop(model, x, mark=lambda ids, e: (ids + 1) % EXPERTS == e),
+    "not_own": lambda model, x: _loop(model, x, mark=lambda ids, e: ids != e),
+    "mixed_rows": lambda model, x: _loop(model, x, inside=lambda made: made - made.mean(0)),
+    "dropped": lambda model, x: _loop(model, x, inside=lambda made: functional.dropout(made, 0.3)),
+    "cumulated": lambda model, x: _loop(model, x, inside=lambda made: made.cumsum(0)),
+}
 
 
 # What resembles such a loop and is another one.
