@@ -55,8 +55,13 @@ def test_they_are_the_single_device_s(made: Any, options: dict[str, Any], plan: 
     model = Named(made(**options), made(**options)).double()
     found = verify(model, batch(), Plan(experts=ALL, **plan))
     assert found.ok, found.values
-    assert found.split_flops > 0.8
     assert made.forward.__code__.co_filename.endswith("named.py")
+
+
+def test_tensor_ranks_split_each_expert() -> None:
+    for module in (Looped(), Listed()):
+        found = verify(Named(module), batch(), Plan(tp=2, experts=ALL), level="static")
+        assert found.split_flops == 1
 
 
 def test_stacked_weights_are_held_by_expert_and_those_of_a_list_whole() -> None:

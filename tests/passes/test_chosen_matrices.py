@@ -64,7 +64,7 @@ def test_they_are_the_single_device_s(form: str, plan: dict[str, Any]) -> None:
     torch.manual_seed(0)
     found = verify(Chosen(form, drop=0.2).double(), batch(), Plan(**plan))
     assert found.ok, found.values
-    assert found.split_flops > 0.9
+    assert found.split_flops > 0.8
 
 
 @pytest.mark.parametrize("form", ["batched", "einsum", "by_token"])
