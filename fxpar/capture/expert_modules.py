@@ -29,7 +29,9 @@ from fxpar.errors import PlanError, shown
 
 _REMEDY = "call fxpar.ops.experts in its forward, or leave it out of experts"
 _FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, AssertionError, ArithmeticError)
-_ALLOWED = 1e-5  # of the largest value: a module may compute in float32 inside
+# Of the largest value, by the type of the trial: in float64 a module may compute in float32 inside; what does not run
+# in float64 is tried in float32.
+_ALLOWED = {torch.float64: 1e-5, torch.float32: 1e-4}
 _SCALES = (1.0, 40.0)  # of tokens: what is clamped, is so beyond a threshold
 _TOKENS = 11
 _MOST = 2**22  # elements of weights that are random each for itself, and whose gradients are compared
@@ -120,16 +122,34 @@ def _operands(module: nn.Module) -> list[str]:
 
 def _difference(module: nn.Module, reading: Reading) -> str:
     """In what a module's own forward and the reading differ on random values; empty where nothing was found."""
+    for dtype in _ALLOWED:
+        try:
+            return _tried(module, reading, dtype)
+        except _DoesNotRun as error:
+            reason = str(error)
+    return reason
+
+
+class _DoesNotRun(Exception):
+    """A forward raises in a trial."""
+
+
+def _tried(module: nn.Module, reading: Reading, dtype: torch.dtype) -> str:
+    """The same in one type.
+
+    Raises:
+        _DoesNotRun: the module's own forward raises.
+    """
     generator = torch.Generator().manual_seed(0)
     stored = {id(t): t for store in (module.parameters(), module.buffers()) for t in store}
     is_small = sum(t.numel() for t in stored.values()) <= _MOST
-    values = {key: _values(t, is_small, generator) for key, t in stored.items()}
+    values = {key: _values(t, dtype, is_small, generator) for key, t in stored.items()}
     with plain_surrounding(), torch.random.fork_rng(devices=[]), untouched(module), swapped(module, values):
         for scale in _SCALES:
             for k in dict.fromkeys((min(2, reading.experts), 1, min(3, reading.experts))):
-                hidden = torch.randn(_TOKENS, reading.width, generator=generator, dtype=torch.float64) * scale
+                hidden = torch.randn(_TOKENS, reading.width, generator=generator, dtype=dtype) * scale
                 scores = torch.randn(_TOKENS, reading.experts, generator=generator)
-                indices, weights = scores.topk(k).indices, torch.randn(_TOKENS, k, generator=generator).double()
+                indices, weights = scores.topk(k).indices, torch.randn(_TOKENS, k, generator=generator).to(dtype)
                 trained = [t for t in values.values() if t.requires_grad]
                 reason = _compared(module, reading, (hidden, indices, weights), trained, is_small)
                 if reason:
@@ -144,20 +164,21 @@ def _compared(
     try:
         own = module.forward(hidden, indices, weights)
     except _FAILURES as error:
-        return f"it raises {type(error).__name__} on tokens [{', '.join(map(str, hidden.shape))}]: {shown(str(error))}"
+        where = f"{hidden.dtype} tokens [{', '.join(map(str, hidden.shape))}]"
+        raise _DoesNotRun(f"it raises {type(error).__name__} on {where}: {shown(str(error))}") from None
     expected = reading.loop(module, hidden, indices, weights)
     if not isinstance(own, Tensor) or own.shape != expected.shape:
         return f"it gives {f'a tensor {list(own.shape)}' if isinstance(own, Tensor) else type(own).__name__}"
-    gap = _gap(own, expected)
-    if gap > _ALLOWED:
+    gap, allowed = _gap(own, expected), _ALLOWED[hidden.dtype]
+    if gap > allowed:
         return f"its output differs by {gap:.2g} of the largest value"
     if _reached(own) != _reached(expected):
         return "other parameters get a gradient"
     upstream, wanted = torch.randn_like(expected), [hidden, weights, *(trained if is_small else ())]
-    found = [torch.autograd.grad(t.double(), wanted, upstream, allow_unused=True) for t in (own, expected)]
+    found = [torch.autograd.grad(t.to(hidden.dtype), wanted, upstream, allow_unused=True) for t in (own, expected)]
     for value, one, other in zip(wanted, *found, strict=True):
         gap = _gap(*(torch.zeros_like(value) if each is None else each for each in (one, other)))
-        if gap > _ALLOWED:
+        if gap > allowed:
             what = {id(hidden): "its tokens", id(weights): "its weights"}.get(id(value), "a parameter")
             return f"the gradient of {what} differs by {gap:.2g} of the largest value"
     return ""
@@ -185,16 +206,16 @@ def _gap(one: Tensor, other: Tensor) -> float:
     return math.inf if gap != gap else gap / largest if largest else 0.0
 
 
-def _values(like: Tensor, is_small: bool, generator: torch.Generator) -> Tensor:
+def _values(like: Tensor, dtype: torch.dtype, is_small: bool, generator: torch.Generator) -> Tensor:
     """Random values of a shape; of many elements neighbours share them, so that they take no memory."""
     if not like.is_floating_point():
         return torch.zeros(like.shape, dtype=like.dtype) if like.is_meta else like.detach().cpu()
     if is_small:
-        made = torch.randn(like.shape, generator=generator, dtype=torch.float64) / math.sqrt(max(1, like.shape[-1]))
+        made = torch.randn(like.shape, generator=generator, dtype=dtype) / math.sqrt(max(1, like.shape[-1]))
         return nn.Parameter(made) if isinstance(like, nn.Parameter) else made
     steps = tuple(_STEPS[min(i, 2)] for i in range(like.dim()))[::-1]
     most = sum(step * (size - 1) for step, size in zip(steps, like.shape, strict=True)) + 1
-    pool = torch.randn(most, generator=generator, dtype=torch.float64) / math.sqrt(max(1, like.shape[-1]))
+    pool = torch.randn(most, generator=generator, dtype=dtype) / math.sqrt(max(1, like.shape[-1]))
     made = pool.as_strided(like.shape, steps)
     return nn.Parameter(made) if isinstance(like, nn.Parameter) else made
 

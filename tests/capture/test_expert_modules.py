@@ -188,7 +188,7 @@ class Wide(Looped):
         (Next, "its output differs by"),
         (Detached, "other parameters get a gradient"),
         (Dropping, "its output differs by"),
-        (Wide, "it raises RuntimeError on tokens"),
+        (Wide, r"it raises RuntimeError on torch.float32 tokens \[11, 8\]"),
     ],
 )
 def test_a_module_that_computes_anything_else_is_refused(module: Any, message: str) -> None:
@@ -276,6 +276,21 @@ def test_a_flag_names_them(tmp_path: Path) -> None:
     assert found.status == 2, found.out  # a dictionary of experts is none
     found = fxpar("verify", model, "--dp", "2", "--ep", "2", "--experts", "layers.*.experts", "--level", "values")
     assert found.status == 0, found.err
+
+
+class Narrow(Looped):
+    """A kernel that takes float32 alone."""
+
+    def product(self, name: str, e: Any, x: Tensor) -> Tensor:
+        """As there."""
+        if x.dtype != torch.float32:
+            raise RuntimeError("takes float32")
+        return super().product(name, e, x)
+
+
+def test_what_does_not_run_in_float64_is_tried_in_float32() -> None:
+    (named,) = expert_modules.named_experts(Named(Narrow()), ALL)
+    assert named.path == "layers.0.experts"
 
 
 def test_the_inner_features_are_those_of_the_module() -> None:

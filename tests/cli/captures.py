@@ -27,7 +27,7 @@ def remembered() -> Iterator[None]:
         model: nn.Module, batch: Any, plan: Plan | None = None, loss: Callable[..., Any] | str | None = None
     ) -> Captured:
         plan = plan or Plan()
-        if not type(model).__module__.startswith("transformers.") or callable(loss) or plan.row_wise:
+        if not type(model).__module__.startswith("transformers.") or callable(loss) or plan.row_wise or plan.experts:
             return capture(model, batch, plan, loss)
         key = _described(model), _described_batch(batch), loss, plan.data_ranks > 1
         if key not in made:
