@@ -9,12 +9,13 @@ import hashlib
 from collections import Counter
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 from torch.export.graph_signature import InputKind
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from fxpar.capture.picked import picks_experts
+from fxpar.capture.picked import choice_of
 from fxpar.capture.places import module_of, source_of
 from fxpar.capture.recording import RECOMPUTE_KEY
 from fxpar.capture.sizes import SizeError, written
@@ -100,7 +101,7 @@ class Notes:
             if self._declare_picked(node):
                 return self._type(node.meta.get("val"))
             where = source_of(node) or f"%{node.name}"
-            if picks_experts(node):
+            if choice_of(node) is not None:
                 raise loop_of_experts(where, module_of(node).removeprefix(self._prefix)) from None
             raise CaptureError(error.reason, where=place or where, remedy=error.remedy) from None
         except CaptureError as error:
@@ -110,15 +111,17 @@ class Notes:
 
     def _declare_picked(self, node: fx.Node) -> bool:
         """Names how many pairs a loop picks for an expert: `canonicalize` is to recognise it, or refuses it."""
-        if node.target is not torch.ops.aten.where.default or not picks_experts(node):
+        choice = choice_of(node) if node.target is torch.ops.aten.where.default else None
+        if choice is None:
             return False
         (mask,) = (value.meta["val"] for value in node.all_input_nodes)
-        size = node.meta["val"][0].shape[0]
+        size, experts = node.meta["val"][0].shape[0], int(choice.all_input_nodes[0].meta["val"].shape[-1])
         pairs, taken = product([self._size(each) for each in mask.shape]), {s.name for s in self.symbols}
+        share = simplify(sympy.floor((pairs + experts - 1) / sympy.Integer(experts)))
         name = next(n for n in (f"e{i}" for i in range(len(self.counted), 9999)) if n not in taken)
         self.substitution[symbol(str(size.node.expr))] = symbol(name)
         examples = {each.name: each.example for each in self.symbols}
-        self.counted.append(Counted(name, pairs, evaluate(pairs, examples)))
+        self.counted.append(Counted(name, share, max(evaluate(share, examples), 1)))
         return True
 
     def declare(self, path: str, value: torch.Tensor) -> None:

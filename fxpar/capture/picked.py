@@ -17,19 +17,19 @@ from fxpar.program.picked import loop_of_experts
 _TOPK = torch.ops.aten.topk.default
 
 
-def picks_experts(node: fx.Node) -> bool:
-    """Whether a value is made of nothing but the indices of a top-k, and of numbers: so experts find their rows."""
+def choice_of(node: fx.Node) -> fx.Node | None:
+    """The top-k of whose indices a value is made, and of nothing else but numbers: so experts find their rows."""
     pending, seen = [node], set[fx.Node]()
     while pending:
         each = pending.pop()
         if each.target is _TOPK:
-            return True
+            return each
         value = each.meta.get("val")
         if each in seen or (isinstance(value, Tensor) and value.is_floating_point()):
             continue
         seen.add(each)
         pending.extend(each.all_input_nodes)
-    return False
+    return None
 
 
 def refuse_loop(error: BaseException, model: nn.Module, prefix: str) -> None:

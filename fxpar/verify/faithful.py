@@ -22,6 +22,7 @@ from fxpar.analysis.flops import matmul_flops
 from fxpar.capture import Captured
 from fxpar.layout.symbols import evaluate
 from fxpar.program.program import Program
+from fxpar.program.symbols import with_counted
 from fxpar.text.tables import amount
 from fxpar.verify.simulate import symbol_values
 from fxpar.verify.values import call_inputs, check_capture
@@ -108,7 +109,8 @@ def _smaller(captured: Captured, whole: Mapping[str, int]) -> Iterator[dict[str,
 
 
 def _work(program: Program, sizes: Mapping[str, int]) -> float:
-    return math.fsum(evaluate(flops, sizes) for _, flops in matmul_flops(program))
+    values = with_counted(program.counted, sizes)
+    return math.fsum(evaluate(flops, values) for _, flops in matmul_flops(program))
 
 
 def _cut(program: Program, inputs: Mapping[str, Tensor], batch: Any, sizes: Mapping[str, int]) -> Any:

@@ -18,6 +18,7 @@ from fxpar.plan.plan import Plan
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
 from fxpar.verification import verify
+from fxpar.verify.faithful import compare
 from fxpar.verify.static import STATIC
 from tests.passes.looped_layer import EXPERTS, FORMS, MUTANTS, PICKED_MUTANTS, WIDTH, Looped, batch
 from tests.passes.test_chosen_matrices import operators
@@ -94,6 +95,14 @@ def test_numbers_of_picked_rows_are_each_an_operation_s() -> None:
         PassManager([], STATIC).run(parse_program(re.sub(r"\be1\b(?! =)", "e0", text)))
     with pytest.raises(CheckFailed, match=r"picks e0, e1 rows"):
         PassManager([], STATIC).run(parse_program(text.replace("(i64[e1]; i64[e1])", "(i64[e1]; i64[e0])")))
+
+
+def test_what_picks_rows_is_compared_with_the_model() -> None:
+    """Before anything is computed on real ranks, as is done with every captured program."""
+    model = Looped("mixtral").eval()
+    captured = capture(model, batch(), Plan())
+    assert [str(each.balanced) for each in captured.program.counted] == ["floor(b*s/2 + 3/4)"] * EXPERTS
+    assert compare(captured, model, batch()) == ""
 
 
 class Layers(nn.Module):
