@@ -101,6 +101,7 @@ def test_what_picks_rows_is_compared_with_the_model() -> None:
     """Before anything is computed on real ranks, as is done with every captured program."""
     model = Looped("mixtral").eval()
     captured = capture(model, batch(), Plan())
+    assert captured.unwalked == ""
     assert [str(each.balanced) for each in captured.program.counted] == ["floor(b*s/2 + 3/4)"] * EXPERTS
     assert compare(captured, model, batch()) == ""
 
