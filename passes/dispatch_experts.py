@@ -65,7 +65,8 @@ def dispatch_experts(program: Program) -> Program:
         %there = fxpar.send_rows[dp](%rows, %sizes) : f32[2, r, 64]
         %by_expert, %counts_here = fxpar.arrived_order.default(%counts_received, %r) : i64[2, r], i64[2, 4]
 
-    Refuses experts that the holders do not divide, and a plan whose ep nothing in the model consumes.
+    Refuses experts that the holders do not divide, experts of a parameter each on tensor parallel ranks that are to
+    hold different ones, and a plan whose ep nothing in the model consumes.
     """
     holders, plan = program.mesh.holders, program.plan
     is_limited = plan.capacity_factor is not None

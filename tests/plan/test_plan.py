@@ -24,6 +24,7 @@ plans = st.builds(
     tp=st.integers(1, 4096),
     split=st.dictionaries(text_keys, st.sampled_from(SPLITS), max_size=5),
     row_wise=st.lists(text_keys, max_size=3),
+    experts=st.lists(text_keys, max_size=3),
     seed=st.integers(0, 2**63 - 1),
     precision=st.sampled_from(PRECISIONS),
 )
