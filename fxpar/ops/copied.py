@@ -115,24 +115,25 @@ def arrived(token: Tensor, x: Tensor, name: str, buffer: int) -> Tensor:
 
     Args:
         token: of `send_copies`.
-        x: what that took, contiguous.
+        x: what that took.
 
     Returns:
         It, of the shape of `x`: memory into which the other will write again, for `added` alone.
     """
     line = mailbox(name)
     (other,) = line.others
-    step, end = _places(_blocks(x, _SUM, line.size))
+    held = x.contiguous()
+    step, end = _places(_blocks(held, _SUM, line.size))
     area = line.areas(buffer, end)[line.rank]
     line.join(buffer)
     line.wait(other, buffer, 0)
     line.end(buffer)
-    return _slot(area, step * other, x).view(x.shape)
+    return _slot(area, step * other, held.view(-1)).view(x.shape)
 
 
 @arrived.register_fake
 def _arrived(token: Tensor, x: Tensor, name: str, buffer: int) -> Tensor:
-    return torch.empty_like(x)
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 @torch.library.custom_op("fxpar::added", mutates_args=())

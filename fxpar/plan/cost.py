@@ -29,7 +29,7 @@ class Cost:
         least_copy: bytes from which on ranks of one machine copy into each other's memory (`Plan.exchange`); what is
             smaller they send through their process group, whose latency is less.
         copy_latency: seconds that such a copy takes besides its bytes, until what it brought can be read. A sum over
-            two ranks beside which less is computed is one kernel, however small.
+            two ranks beside which less is computed is one kernel, however small; with 0 none is.
         axes: bandwidth and latency, or one of them, of axes whose ranks have other links, by name: where data ranks
             are on different machines, `{"dp": {"bandwidth": 45e9, "latency": 2e-5}}`.
     """
@@ -57,6 +57,8 @@ class Cost:
     def problems(self) -> Iterator[str]:
         """What is wrong with the values."""
         for entry in fields(self):
+            if entry.name == "copy_latency" and self.copy_latency == 0 and not isinstance(self.copy_latency, bool):
+                continue
             if entry.name != "axes":
                 yield from _wrong_number(f"cost.{entry.name}", getattr(self, entry.name))
         yield from self._wrong_axes()

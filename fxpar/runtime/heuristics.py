@@ -7,6 +7,7 @@ Enters: nothing. Leaves: the heuristics that Inductor asks, and how it lowers su
   there.
 - Rows of up to 4096 elements are reduced in registers, read once: a norm of 8192 rows of 1536 takes 40 us on an H100
   where they are read twice.
+- What is sent is one buffer until it is taken: nothing is put there while copy engines read it.
 - What another rank copied is read by the kernel that adds it, and by no other; the sum is computed once.
 """
 
@@ -16,7 +17,7 @@ import weakref
 from typing import Any
 
 import torch
-from torch._inductor import ir, lowering
+from torch._inductor import config, ir, lowering
 from torch._inductor.choices import InductorChoices
 from torch._inductor.runtime.hints import ReductionHint
 from torch._inductor.virtualized import V
@@ -29,8 +30,9 @@ _ROW = 4096
 _ops = torch.ops.fxpar
 # Operators that wait for other ranks.
 _WAITING = (_ops.take_copies.default, _ops.arrived.default, _ops.one_shot_sum.default)
-# Of each graph that is compiled, the names of its waits.
+# Of each graph that is compiled, the names of its waits; and by what a send gives, the name of what it sends.
 _WAITS: weakref.WeakKeyDictionary[Any, frozenset[str]] = weakref.WeakKeyDictionary()
+_SENT: weakref.WeakKeyDictionary[Any, dict[str, str]] = weakref.WeakKeyDictionary()
 
 
 class Heuristics(InductorChoices):
@@ -48,7 +50,8 @@ class Heuristics(InductorChoices):
         """Whether a row is read once."""
         if InductorChoices.should_use_persistent_reduction(features, cooperative_reduction):
             return True
-        is_row = not cooperative_reduction and features.get_reduction_hint() == ReductionHint.INNER
+        is_row = config.triton.persistent_reductions and not cooperative_reduction
+        is_row = is_row and features.get_reduction_hint() == ReductionHint.INNER
         return is_row and bool(V.graph.sizevars.statically_known_leq(features.reduction_numel, _ROW))
 
 
@@ -63,10 +66,44 @@ def _is_wait(node: Any) -> bool:
     return isinstance(node, ir._WaitKernel) or getattr(node, "op_overload", None) in _WAITING
 
 
+def _extern(op: Any, *args: Any) -> Any:
+    return lowering.fallback_handler(op, add_to_fallback_set=False)(*args)
+
+
+def _held(x: Any) -> Any:
+    """A value in memory of its own, contiguous: whoever takes it has the same memory."""
+    x.realize()
+    return ir.ExternKernel.require_contiguous(x)
+
+
+@lowering.register_lowering(_ops.send_copies.default, type_promotion_kind=None)
+def _send_copies(x: Any, *more: Any) -> Any:
+    """What is sent stays as it is until it is taken, which reads the same memory."""
+    held = _held(x)
+    found = _extern(_ops.send_copies.default, held, *more)
+    _SENT.setdefault(V.graph, {})[found.get_name()] = held.get_name()
+    return found
+
+
+def _taken(token: Any, x: Any) -> Any:
+    """What was sent, as it was sent."""
+    held = _held(x)
+    sent = _SENT[V.graph][token.get_name()]
+    if sent != held.get_name():  # two copies were made of it: nothing else reads the first
+        V.graph.never_reuse_buffers.add(sent)
+    return held
+
+
+@lowering.register_lowering(_ops.take_copies.default, type_promotion_kind=None)
+def _take_copies(token: Any, x: Any, *more: Any) -> Any:
+    """The other ranks' values."""
+    return _extern(_ops.take_copies.default, token, _taken(token, x), *more)
+
+
 @lowering.register_lowering(_ops.arrived.default, type_promotion_kind=None)
-def _arrived(*args: Any) -> Any:
+def _arrived(token: Any, x: Any, *more: Any) -> Any:
     """Memory into which another rank will write again: nothing else is put there."""
-    found = lowering.fallback_handler(_ops.arrived.default, add_to_fallback_set=False)(*args)
+    found = _extern(_ops.arrived.default, token, _taken(token, x), *more)
     V.graph.never_reuse_buffers.add(found.get_name())
     return found
 

@@ -81,8 +81,8 @@ def _is_root(node: fx.Node) -> bool:
 
 
 def _is_large(node: fx.Node, total: fx.Node) -> bool:
-    """Whether a value has at least half as many bytes as the sum, at the sizes of the example."""
-    return 2 * _bytes(node) >= _bytes(total) > 0
+    """Whether a value has at least as many bytes as the sum, at the sizes of the example."""
+    return _bytes(node) >= _bytes(total) > 0
 
 
 def _bytes(node: fx.Node) -> int:

@@ -118,6 +118,7 @@ def test_what_has_nothing_beside_it_is_one_kernel() -> None:
     assert shots(beside) == [True] * 4
     cost = '{"tp": 2, "exchange": "copy", "cost": {"copy_latency": 1e-6}}'
     assert shots(beside.replace('{"tp": 2, "exchange": "copy"}', cost)) == [False, True, True, True]
+    assert shots(beside.replace('{"tp": 2, "exchange": "copy"}', cost.replace("1e-6", "0"))) == [False] * 4
 
 
 @pytest.mark.parametrize(

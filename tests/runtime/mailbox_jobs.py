@@ -24,7 +24,26 @@ _BUILDS: dict[str, Callable[[], nn.Module]] = {
     "gpt2": lambda: gpt2(60, 2),
     "llama": lambda: llama(64, 2),
     "blocks": lambda: Deep(1),
+    "norms": lambda: Norms(),
 }
+
+
+class Norms(nn.Module):
+    """Blocks behind norms: a gradient's sum travels beside a product, and lies across in one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norms = nn.Linear(8, 8), nn.ModuleList(nn.LayerNorm(8) for _ in range(2))
+        self.ups, self.downs = (nn.ModuleList(nn.Linear(*s) for _ in range(2)) for s in ((8, 32), (32, 8)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The loss of x [b, 8, 8]."""
+        x = self.first(x)
+        for i, (norm, up, down) in enumerate(zip(self.norms, self.ups, self.downs, strict=True)):
+            inside = norm(x).transpose(1, 2) if i else norm(x)
+            made = down(torch.relu(up(inside)))
+            x = x + (made.transpose(1, 2) if i else made)
+        return x.square().mean() + x.sum(-1).sin().mean()
 
 
 def trained(name: str, exchange: str, options: dict[str, Any], steps: int = 2) -> tuple[list[float], list[Tensor], int]:
@@ -33,7 +52,7 @@ def trained(name: str, exchange: str, options: dict[str, Any], steps: int = 2) -
     model = _BUILDS[name]().double().train()
     ids = torch.randint(0, VOCABULARY, (4, 8), generator=torch.Generator().manual_seed(1))
     batch = {"input_ids": ids, "labels": ids}
-    if name == "blocks":
+    if name in ("blocks", "norms"):
         batch = {"x": (ids[..., None] + torch.arange(8)).double().sin()}
     parallel = fxpar.parallelize(model, fxpar.Plan(exchange=exchange, cost=_COST, **options), batch)
     losses = []

@@ -1,4 +1,7 @@
-"""Copies between the memories of ranks give what collectives give; what was read is overwritten at once in all runs."""
+"""Copies between the memories of ranks give what collectives give.
+
+What was read is overwritten at once, but by compiled steps where a kernel of theirs reads it.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from tests.runtime.world import World
 
 PLANS: list[Any] = [
     ("blocks", {"tp": 2, "compile": True, "recompute": "full"}),
+    ("norms", {"tp": 2, "compile": True}),
     ("blocks", {"tp": 2, "sequence_parallel": True}),
 ]
 MORE_PLANS: list[Any] = [
