@@ -40,15 +40,20 @@ def plain(value: fx.Node) -> fx.Node:
 
 
 def is_choice(node: fx.Node) -> bool:
-    """Whether these are the indices of a top-k over the last dimension."""
+    """Whether these are the indices of a top-k over the last dimension, of as many as are written down.
+
+    A top-k over tokens, whose number is a size of the batch, chooses no experts.
+    """
     if node.target is not operator.getitem or argument(node, 1) != 1:
         return False
     top = argument(node, 0)
     assert isinstance(top, fx.Node)
     if top.target is not aten.topk.default:
         return False
-    rank = len(tensor_type(argument(top, 0)).shape)
-    return rank > 1 and int(bind_arguments(top).get("dim", -1)) % rank == rank - 1
+    shape = tensor_type(argument(top, 0)).shape
+    rank, sizes = len(shape), (shape[-1:], tensor_type(node).shape[-1:])
+    is_last = rank > 1 and int(bind_arguments(top).get("dim", -1)) % rank == rank - 1
+    return is_last and all(isinstance(size, int) for (size,) in sizes)
 
 
 def chosen_of(choice: fx.Node) -> Size:

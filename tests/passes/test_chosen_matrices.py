@@ -141,6 +141,25 @@ def test_and_computes_what_it_did(form: str) -> None:
     assert found.ok, found.values
 
 
+class Nearest(Chosen):
+    """A top-k over tokens, whose matrices are taken, and marks of one token."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        """As there."""
+        x = self.words(ids).view(-1, WIDTH)
+        near = (x @ x.mT).topk(CHOICES)
+        made = torch.einsum("tkoi,ti->tko", (x[:, :, None] * x[:, None])[near.indices], x).sum(1)
+        first = (near.values * (near.indices == 0)).sum(-1, keepdim=True)
+        return (x + made + first * x).square().mean()  # type: ignore[no-any-return]
+
+
+def test_tokens_are_no_experts() -> None:
+    torch.manual_seed(0)
+    assert not any(name.startswith("fxpar") for name in operators(canonical(Nearest("batched"))))
+    found = verify(Nearest("batched").double(), batch(), Plan(tp=2))
+    assert found.ok, found.values
+
+
 def test_experts_are_on_several_ranks() -> None:
     program = compile_program(capture(Chosen("batched"), batch(), Plan(dp=2, ep=2)).program)
     assert set(experts_of(program).values()) == {"dp:S(0)"}
