@@ -39,7 +39,8 @@ def terms_of(graph: fx.Graph) -> dict[fx.Node, Term]:
     for node in graph.nodes:
         if node.op != "call_function" or not is_tensor(node):
             continue
-        if node.target is aten._to_copy.default and argument(node, 0) in found:
+        is_cast = node.target is aten._to_copy.default and tensor_type(node).is_float  # integers are cut off
+        if is_cast and argument(node, 0) in found:
             found[node] = found[argument(node, 0)]
         if node.target is not aten.mul.Tensor:
             continue
@@ -86,12 +87,21 @@ def added(node: fx.Node, terms: Mapping[fx.Node, Term], done: set[fx.Node]) -> t
     total: fx.Node | None = node
     while total is not None:
         step = _step(total, terms)
-        if step is None:
+        if step is None or (found and not _continues(found, step[1])):
             break
         done.add(total)
         total, own = step
         found.extend(own)
     return found, total
+
+
+def _continues(found: Sequence[Term], own: Sequence[Term]) -> bool:
+    """Whether terms are of the same loop: those of another one may be in the sum that it starts with."""
+    first, numbers = found[0].column, {term.column.expert for term in found}
+    return all(
+        (term.column.choice, term.column.weights) == (first.choice, first.weights) and term.column.expert not in numbers
+        for term in own
+    )
 
 
 def _step(node: fx.Node, terms: Mapping[fx.Node, Term]) -> tuple[fx.Node | None, list[Term]] | None:

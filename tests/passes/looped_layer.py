@@ -164,6 +164,15 @@ def _other_rows(model: Looped, x: Tensor) -> Tensor:
     return sum(table[:, e, None] * model.expert(e, tokens) for e in range(EXPERTS))  # type: ignore[return-value]
 
 
+def _cut_off(model: Looped, x: Tensor) -> Tensor:
+    """Integers are added up."""
+    tokens, ids, weights = model.routed(x)
+    total = torch.zeros_like(tokens).long()
+    for e in range(EXPERTS):
+        total = total + ((weights * (ids == e)).sum(-1)[:, None] * (9 * model.expert(e, tokens))).long()
+    return total.to(x.dtype) * tokens
+
+
 def _loop(
     model: Looped,
     x: Tensor,
@@ -207,6 +216,7 @@ MUTANTS: Mapping[str, Callable[[Looped, Tensor], Tensor]] = {
     "dropout": lambda model, x: _all(model, x, inside=lambda made, e: functional.dropout(made, 0.3)),
     "mixed": lambda model, x: _all(model, x, inside=lambda made, e: made.cumsum(-1)),
     "not_zero": _sorted_weights,
+    "cut_off": _cut_off,
     "other_rows": _other_rows,
 }
 

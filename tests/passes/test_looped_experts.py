@@ -138,6 +138,27 @@ def test_several_layers(form: str) -> None:
     assert found.ok, found.values
 
 
+class Twice(Looped):
+    """Two loops on one another, the second of which adds to what the first one has made."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        """As there."""
+        x = self.words(ids).view(-1, WIDTH)
+        for _ in range(2):
+            tokens, chosen, weights = self.routed(x)
+            for e, expert in enumerate(self.experts):
+                x = x + (weights * (chosen == e)).sum(-1, keepdim=True) * expert(tokens)
+        return x.square().mean()  # type: ignore[no-any-return]
+
+
+def test_a_loop_may_add_to_another_one() -> None:
+    torch.manual_seed(0)
+    model = Twice("masked").double()
+    assert operators(PassManager([canonicalize]).run(capture(model, batch(), Plan()).program))["fxpar.put_weighed"] == 2
+    found = verify(model, batch(), Plan(dp=2, ep=2))
+    assert found.ok, found.values
+
+
 def test_matrices_of_a_module_each_are_stacked() -> None:
     program = PassManager([canonicalize]).run(capture(Looped("masked"), batch(), Plan()).program)
     stacks = [node for node in program.graph.nodes if "stack" in str(node.target)]
