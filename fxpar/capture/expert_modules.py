@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -145,34 +146,49 @@ def _tried(module: nn.Module, reading: Reading, dtype: torch.dtype) -> str:
     is_small = sum(t.numel() for t in stored.values()) <= _MOST
     values = {key: _values(t, dtype, is_small, generator) for key, t in stored.items()}
     with plain_surrounding(), torch.random.fork_rng(devices=[]), untouched(module), swapped(module, values):
-        for scale in _SCALES:
-            for k in dict.fromkeys((min(2, reading.experts), 1, min(3, reading.experts))):
-                hidden = torch.randn(_TOKENS, reading.width, generator=generator, dtype=dtype) * scale
-                scores = torch.randn(_TOKENS, reading.experts, generator=generator)
-                indices, weights = scores.topk(k).indices, torch.randn(_TOKENS, k, generator=generator).to(dtype)
-                trained = [t for t in values.values() if t.requires_grad]
-                reason = _compared(module, reading, (hidden, indices, weights), trained, is_small)
-                if reason:
-                    return reason
+        for scale, indices in _routings(reading.experts, generator):
+            hidden = torch.randn(len(indices), reading.width, generator=generator, dtype=dtype) * scale
+            weights = torch.randn(indices.shape, generator=generator).to(dtype)
+            trained = [t for t in values.values() if t.requires_grad]
+            reason = _compared(module, reading, (hidden, indices, weights), trained, is_small)
+            if reason:
+                return reason
     return ""
+
+
+def _routings(experts: int, generator: torch.Generator) -> Iterator[tuple[float, Tensor]]:
+    """Scales of tokens and their experts: random ones, all experts, and few that get more than a capacity has."""
+    for scale in _SCALES:
+        for k in dict.fromkeys((min(2, experts), 1, min(3, experts))):
+            yield scale, torch.randn(_TOKENS, experts, generator=generator).topk(k).indices
+    k = min(2, experts)
+    tokens = max(_TOKENS, math.ceil(experts / k))
+    yield 1.0, (torch.arange(tokens * k) % experts).view(tokens, k)
+    yield 1.0, torch.randperm(experts, generator=generator)[:k].repeat(_TOKENS, 1)
 
 
 def _compared(
     module: nn.Module, reading: Reading, given: tuple[Tensor, ...], trained: list[Tensor], is_small: bool
 ) -> str:
     hidden, indices, weights = (t.requires_grad_(t.is_floating_point()) for t in given)
+    before = _held(module)
     try:
         own = module.forward(hidden, indices, weights)
     except _FAILURES as error:
         where = f"{hidden.dtype} tokens [{', '.join(map(str, hidden.shape))}]"
         raise _DoesNotRun(f"it raises {type(error).__name__} on {where}: {shown(str(error))}") from None
+    left = _changed(before, _held(module))
+    if left:
+        return f"it changes {left}, which a program of its weights alone does not"
     expected = reading.loop(module, hidden, indices, weights)
     if not isinstance(own, Tensor) or own.shape != expected.shape:
         return f"it gives {f'a tensor {list(own.shape)}' if isinstance(own, Tensor) else type(own).__name__}"
     gap, allowed = _gap(own, expected), _ALLOWED[hidden.dtype]
     if gap > allowed:
         return f"its output differs by {gap:.2g} of the largest value"
-    if _reached(own) != _reached(expected):
+    reached, known = _reached(own), _reached(expected)
+    # A loop may leave out experts without rows, whose gradients are zeros here.
+    if not reached <= known or not known - reached <= reading.without_rows(module, indices):
         return "other parameters get a gradient"
     upstream, wanted = torch.randn_like(expected), [hidden, weights, *(trained if is_small else ())]
     found = [torch.autograd.grad(t.to(hidden.dtype), wanted, upstream, allow_unused=True) for t in (own, expected)]
@@ -182,6 +198,41 @@ def _compared(
             what = {id(hidden): "its tokens", id(weights): "its weights"}.get(id(value), "a parameter")
             return f"the gradient of {what} differs by {gap:.2g} of the largest value"
     return ""
+
+
+def _held(module: nn.Module) -> dict[str, tuple[Any, ...]]:
+    """What modules keep: attributes, what lists and the like of these hold, and which values tensors have."""
+    found = {}
+    for path, each in module.named_modules():
+        for name, value in (*vars(each).items(), *each._buffers.items(), *each._parameters.items()):
+            inner: tuple[Any, ...] = ()
+            if isinstance(value, Tensor):
+                # By `data` values change without a new version; no forward does that to what is trained.
+                is_copied = not isinstance(value, nn.Parameter) and value.numel() <= _MOST
+                inner = (value._version, value.detach().clone() if is_copied else None)
+            elif isinstance(value, dict):
+                inner = (*value.keys(), *value.values())
+            elif isinstance(value, (list, set, deque)):
+                inner = tuple(value)
+            found[f"{path}.{name}".removeprefix(".")] = (value, *inner)
+    return found
+
+
+def _changed(before: Mapping[str, tuple[Any, ...]], after: Mapping[str, tuple[Any, ...]]) -> str:
+    """The first attribute that was changed; empty where none was."""
+    for name in (*before, *after):
+        one, other = before.get(name, ()), after.get(name, ())
+        if len(one) != len(other) or not all(map(_is_same, one, other)):
+            return name
+    return ""
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        if one is other or one.is_meta or other.is_meta or one.shape != other.shape:
+            return one is other or (one.is_meta and other.is_meta)
+        return bool(((one == other) | ((one != one) & (other != other))).all())
+    return one is other or (type(one) is type(other) and isinstance(one, (bool, int, float, str)) and one == other)
 
 
 def _reached(value: Tensor) -> set[int]:
@@ -209,7 +260,7 @@ def _gap(one: Tensor, other: Tensor) -> float:
 def _values(like: Tensor, dtype: torch.dtype, is_small: bool, generator: torch.Generator) -> Tensor:
     """Random values of a shape; of many elements neighbours share them, so that they take no memory."""
     if not like.is_floating_point():
-        return torch.zeros(like.shape, dtype=like.dtype) if like.is_meta else like.detach().cpu()
+        return torch.zeros(like.shape, dtype=like.dtype) if like.is_meta else like.detach().cpu().clone()
     if is_small:
         made = torch.randn(like.shape, generator=generator, dtype=dtype) / math.sqrt(max(1, like.shape[-1]))
         return nn.Parameter(made) if isinstance(like, nn.Parameter) else made

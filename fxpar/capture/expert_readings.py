@@ -79,6 +79,15 @@ class Reading:
             total = total.index_add(0, tokens, made * weights[tokens, places, None])
         return total
 
+    def without_rows(self, module: nn.Module, indices: Tensor) -> set[int]:
+        """Identities of the parameters that belong to experts alone which none of the indices chooses."""
+        if self.listed is None:
+            return set()
+        own = [{id(p) for p in expert.parameters()} for expert in _list_of(module, self.listed)]
+        chosen = set(indices.unique().tolist())
+        with_rows = set[int]().union(*(own[number] for number in chosen))
+        return set[int]().union(*own) - with_rows
+
     def _one(self, module: nn.Module, name: str, number: int, rows: Tensor) -> Tensor:
         if self.listed is not None:
             layer: nn.Linear = getattr(_list_of(module, self.listed)[number], name)
