@@ -21,6 +21,7 @@ from torch.fx.node import map_arg
 
 from fxpar.capture.conditions import conditions
 from fxpar.capture.notes import Notes
+from fxpar.capture.picked import FINDS, FINDS_TOO
 from fxpar.capture.recording import refuse_foreign
 from fxpar.capture.trace import Trace
 from fxpar.errors import CaptureError, CheckFailed
@@ -233,6 +234,7 @@ def _copy(state: _Conversion, node: fx.Node) -> fx.Node:
 
     args, kwargs = map_arg(node.args, swap), map_arg(node.kwargs, swap)
     target: Callable[..., Any] = node.target  # type: ignore[assignment]
+    target = FINDS if target is FINDS_TOO else target
     name = node.name
     recorded = state.traced.recorder.functions.get(str(target))
     if recorded is not None:

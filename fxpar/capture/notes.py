@@ -15,7 +15,7 @@ from torch import fx
 from torch.export.graph_signature import InputKind
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from fxpar.capture.picked import choice_of
+from fxpar.capture.picked import FINDS, FINDS_TOO, choice_of
 from fxpar.capture.places import module_of, source_of
 from fxpar.capture.recording import RECOMPUTE_KEY
 from fxpar.capture.sizes import SizeError, written
@@ -111,7 +111,7 @@ class Notes:
 
     def _declare_picked(self, node: fx.Node) -> bool:
         """Names how many pairs a loop picks for an expert: `canonicalize` is to recognise it, or refuses it."""
-        choice = choice_of(node) if node.target is torch.ops.aten.where.default else None
+        choice = choice_of(node) if node.target in (FINDS, FINDS_TOO) else None
         if choice is None:
             return False
         (mask,) = (value.meta["val"] for value in node.all_input_nodes)

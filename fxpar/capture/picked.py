@@ -14,6 +14,8 @@ from fxpar.capture.expert_modules import is_named_so
 from fxpar.capture.places import place_of
 from fxpar.program.picked import loop_of_experts
 
+# `where(mask)`, and `mask.nonzero(as_tuple=True)`, which is the same.
+FINDS, FINDS_TOO = torch.ops.aten.where.default, torch.ops.aten.nonzero_numpy.default
 _TOPK = torch.ops.aten.topk.default
 
 

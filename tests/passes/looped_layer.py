@@ -125,9 +125,20 @@ def _picked(model: Looped, x: Tensor) -> Tensor:
     return total  # type: ignore[no-any-return]
 
 
+def _nonzero(model: Looped, x: Tensor) -> Tensor:
+    """Rows of a mask that are no zeros, of modules."""
+    tokens, ids, weights = model.routed(x)
+    total = torch.zeros_like(tokens)
+    for e, expert in enumerate(model.experts):
+        rows, places = (ids == e).nonzero(as_tuple=True)
+        total.index_add_(0, rows, expert(tokens[rows]) * weights[rows, places].unsqueeze(1))
+    return total
+
+
 FORMS: Mapping[str, Callable[[Looped, Tensor], Tensor]] = {
     "mixtral": _mixtral,
     "picked": _picked,
+    "nonzero": _nonzero,
     "scattered": _scattered,
     "masked": _masked,
     "by_row": _by_row,

@@ -34,7 +34,7 @@ PLANS: list[dict[str, Any]] = [
 
 
 # A module for each expert: ranks of tp hold parts of all matrices.
-LISTED = ("masked", "mixtral")
+LISTED = ("masked", "mixtral", "nonzero")
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_they_are_the_single_device_s(form: str, plan: dict[str, Any]) -> None:
 def test_all_of_it_is_of_rows(form: str) -> None:
     found = operators(PassManager([canonicalize]).run(capture(Looped(form), batch(), Plan()).program))
     each = {"fxpar.sort_by_expert": 1, "fxpar.take_rows": 1, "fxpar.grouped_linear": 2, "fxpar.put_weighed": 1}
-    biases = {"mixtral": 2, "picked": 2, "scattered": 2, "masked": 2, "by_row": 1, "stacked": 0}[form]
+    biases = {"mixtral": 2, "nonzero": 2, "picked": 2, "scattered": 2, "masked": 2, "by_row": 1, "stacked": 0}[form]
     assert found == each | ({"fxpar.spread_rows": biases} if biases else {})
 
 
