@@ -8,7 +8,7 @@ Terms: see `choices`. A mask has a dimension for each of the tokens', for K, and
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import fx
@@ -151,19 +151,17 @@ class Loop:
         return Column(mask.choice, weights, mask.expert, picks)
 
     def _summed(self, node: fx.Node) -> Column | None:
-        """`(weights * (choice == e)).sum(-1)`."""
+        """`(weights * (choice == e)).sum(-1)`, or `where(choice == e, weights, 0)` in it."""
         given = bind_arguments(node)
-        product = given["self"]
-        if not isinstance(product, fx.Node) or product.target is not aten.mul.Tensor:
-            return None
-        for mask, weights in (product.args, product.args[::-1]):
+        for mask, weights in _masked(given["self"]):
             found = self.mask(mask)
             if found is None or found.expert is None or not isinstance(weights, fx.Node):
                 continue
             rank = len(found.dims)
             if found.dims != (*range(rank - 1), _K) or [dim % rank for dim in given["dim"] or ()] != [rank - 1]:
                 continue
-            same = tensor_type(weights).shape == tensor_type(found.choice).shape == tensor_type(product).shape
+            shape = tensor_type(found.choice).shape
+            same = tensor_type(weights).shape == shape == tensor_type(given["self"]).shape
             if same and tensor_type(weights).dtype == tensor_type(node).dtype:
                 return Column(found.choice, weights, found.expert, None)
         return None
@@ -192,6 +190,17 @@ class Loop:
         if tensor_type(table).shape != (*shape[:-1], count):
             return None
         return Column(choice, weights, number % int(count), None)
+
+
+def _masked(node: fx.Node) -> Sequence[tuple[object, object]]:
+    """What may be a mask, and what it lets through."""
+    if node.target is aten.mul.Tensor:
+        return [(node.args[0], node.args[1]), (node.args[1], node.args[0])]
+    if node.target is aten.where.self and is_zero(node.args[2]):
+        return [(node.args[0], node.args[1])]
+    if node.target is aten.where.ScalarOther and node.args[2] in (0, False):
+        return [(node.args[0], node.args[1])]
+    return []
 
 
 def is_zero(value: object) -> bool:

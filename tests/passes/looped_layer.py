@@ -88,7 +88,8 @@ def _by_row(model: Looped, x: Tensor) -> Tensor:
         inner = x.bfloat16() @ model.gate_up[e].bfloat16().t()
         inner = inner.float() + model.gate_up_bias[e]
         made = (inner[..., :INNER].relu() * inner[..., INNER:]) @ model.down[e]
-        parts.append(made * (weights * mask[e]).sum(-1).unsqueeze(-1))
+        column = (weights * mask[e]).sum(-1) if e else torch.where(top.indices == e, weights, 0.0).sum(-1)
+        parts.append(made * column.unsqueeze(-1))
     total: Tensor = sum(parts)
     return total
 
@@ -168,6 +169,17 @@ def _sorted_weights(model: Looped, x: Tensor) -> Tensor:
     return sum(table[:, e, None] * model.expert(e, tokens) for e in range(EXPERTS))  # type: ignore[return-value]
 
 
+def _not_masked(model: Looped, x: Tensor) -> Tensor:
+    """Other pairs have a small weight, or this one has none."""
+    tokens, ids, weights = model.routed(x)
+    made = [model.expert(e, tokens) for e in range(EXPERTS)]
+    some = [torch.where(ids == e, weights, 0.1).sum(-1)[:, None] * made[e] for e in range(EXPERTS)]
+    others = [
+        torch.where(ids == e, torch.zeros_like(weights), weights).sum(-1)[:, None] * m for e, m in enumerate(made)
+    ]
+    return sum(some) + sum(others)  # type: ignore[return-value]
+
+
 def _other_rows(model: Looped, x: Tensor) -> Tensor:
     """A table of another choice than the one whose weights it has, by twos."""
     tokens, ids, weights = model.routed(x)
@@ -228,6 +240,7 @@ MUTANTS: Mapping[str, Callable[[Looped, Tensor], Tensor]] = {
     "mixed": lambda model, x: _all(model, x, inside=lambda made, e: made.cumsum(-1)),
     "not_zero": _sorted_weights,
     "cut_off": _cut_off,
+    "not_masked": _not_masked,
     "other_rows": _other_rows,
 }
 
