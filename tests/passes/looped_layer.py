@@ -90,7 +90,7 @@ def _by_row(model: Looped, x: Tensor) -> Tensor:
         made = (inner[..., :INNER].relu() * inner[..., INNER:]) @ model.down[e]
         column = (weights * mask[e]).sum(-1) if e else torch.where(top.indices == e, weights, 0.0).sum(-1)
         parts.append(made * column.unsqueeze(-1))
-    total: Tensor = sum(parts)
+    total: Tensor = sum(parts)  # type: ignore[assignment]
     return total
 
 
