@@ -4,8 +4,8 @@ Enters: a model, and the globs of `Plan(experts=…)`. Leaves: a reading of each
 which it computes by that in place of its own forward, whose loop depends on the routing.
 
 That a reading is what the module computes is tried: its own forward and the reading run on random weights and tokens,
-and outputs and gradients must agree. It is a trial and no proof; `fxpar verify` at the level of values compares the
-whole model.
+outputs and gradients must agree, and the forward must leave nothing behind, which a reading would not. It is a trial
+and no proof; `fxpar verify` at the level of values compares the whole model.
 """
 
 from __future__ import annotations
