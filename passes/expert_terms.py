@@ -45,8 +45,8 @@ def terms_of(graph: fx.Graph) -> dict[fx.Node, Term]:
         if node.target is not aten.mul.Tensor:
             continue
         for made, weights in (node.args, node.args[::-1]):
-            if not isinstance(made, fx.Node) or not isinstance(weights, fx.Node):
-                continue
+            if not all(isinstance(each, fx.Node) and is_tensor(each) for each in (made, weights)):
+                continue  # a size is a node too
             shape = tensor_type(made).shape
             if tensor_type(weights).shape != (*shape[:-1], 1) or tensor_type(node).shape != shape:
                 continue

@@ -121,7 +121,7 @@ def test_whatever_numbers_the_check_accepts_are_safe(seed: int) -> None:
     program = PassManager([exchange], ()).run(parse_program(step_of(random, random.randint(4, 18))))
     sums = [node for node in program.graph.nodes if node.name.startswith("s")]
     for node in sums:
-        update(node, buffer=random.choice((0, 1, 1, 2, 2, 3, 4)))
+        update(node, buffer=random.choice((0, 1, 1, 2, 2, 3, 4)), one_shot=False)
     for _ in range(len(sums)):
         try:
             check_buffers(program)

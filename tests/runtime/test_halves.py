@@ -10,9 +10,9 @@ from tests.runtime import halves_jobs
 
 PLANS: list[Any] = [
     {"tp": 2, "exchange": "copy"},
-    {"dp": 2},
 ]
 MORE_PLANS: list[Any] = [
+    {"dp": 2},
     {"tp": 2, "exchange": "copy", "compile": True},
     {"tp": 2, "sequence_parallel": True, "exchange": "copy"},
     {"tp": 2, "recompute": "full"},

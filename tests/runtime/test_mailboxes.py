@@ -15,11 +15,11 @@ from tests.runtime import mailbox_jobs
 from tests.runtime.world import World
 
 PLANS: list[Any] = [
-    ("blocks", {"tp": 2, "compile": True, "recompute": "full"}),
     ("norms", {"tp": 2, "compile": True}),
     ("blocks", {"tp": 2, "sequence_parallel": True}),
 ]
 MORE_PLANS: list[Any] = [
+    ("blocks", {"tp": 2, "compile": True, "recompute": "full"}),
     ("llama", {"tp": 2, "sequence_parallel": True}),
     ("gpt2", {"tp": 2}),
     ("gpt2", {"tp": 2, "compile": True}),
