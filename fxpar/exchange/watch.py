@@ -67,13 +67,8 @@ class Watch:
     _stop: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether it waits for no event, so that it can be given one."""
-        return self._marked is None
-
     def mark(self, event: Event) -> None:
-        """Gives it an event that was just recorded."""
+        """Gives it an event that was just recorded behind all that was queued; it looks at the last one alone."""
         self._marked = event, self.clock()
 
     def look(self) -> None:
@@ -87,9 +82,7 @@ class Watch:
         if marked is None:
             return
         event, since = marked
-        if event.query():
-            self._marked = None
-        elif self.clock() - since > self.seconds:
+        if self.clock() - since > self.seconds and not event.query():
             self.end(self._error())
 
     def _error(self) -> RankError:

@@ -137,8 +137,8 @@ class _Marks:
     watch: Watch
 
     def mark(self) -> None:
-        """One at a time, so that it costs next to nothing; none while work is recorded and not done."""
-        if self.watch.is_idle and not torch.cuda.is_current_stream_capturing():
+        """Behind all that is queued: the host may wait for it next. None while work is recorded and not done."""
+        if not torch.cuda.is_current_stream_capturing():
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(self.device))
             self.watch.mark(event)

@@ -62,17 +62,25 @@ class Looking:
 
 def test_who_comes_in_time_is_left_alone() -> None:
     looking = Looking(Signs([None, None]))
-    assert looking.watch.is_idle
     looking.look(20)
     for _ in range(3):
         event = Reached()
         looking.watch.mark(event)
-        assert not looking.watch.is_idle
         looking.look(9)
         event.done = True
-        looking.look(1)
-        assert looking.watch.is_idle
+        looking.look(20)
     assert looking.said == []
+
+
+def test_the_last_place_counts() -> None:
+    """Whatever is queued behind a place to which the device has come, or comes, is looked at too."""
+    looking = Looking(Signs([None, None]))
+    for event in (Reached(True), Reached(True), Reached()):
+        looking.watch.mark(event)
+    looking.look(10)
+    assert looking.said == []
+    looking.look(1)
+    assert len(looking.said) == 1
 
 
 @pytest.mark.parametrize(
