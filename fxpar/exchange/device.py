@@ -9,7 +9,7 @@ can be captured.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,8 +18,9 @@ import torch.distributed._symmetric_memory as symmetric
 from torch import Tensor
 
 from fxpar.errors import InputError
-from fxpar.exchange.driver import wait_value, write_value
+from fxpar.exchange.driver import copy, wait_value, write_value
 from fxpar.exchange.mailbox import Mailbox
+from fxpar.exchange.streams import current_stream, raw_stream
 
 _WORD = 4
 
@@ -38,7 +39,11 @@ class DeviceMailbox(Mailbox):
     _words: list[int] = field(default_factory=list)
     _held: list[Any] = field(default_factory=list)
     _beside: Any = None
-    _under_way: dict[int, tuple[Any, Tensor]] = field(default_factory=dict)
+    _is_beside: bool = False
+    # By buffer: what was queued in front of its copy, and the copy.
+    _events: dict[int, tuple[Any, Any]] = field(default_factory=dict)
+    _under_way: dict[int, Tensor] = field(default_factory=dict)
+    _flags: dict[int, Sequence[Tensor]] = field(default_factory=dict)
 
     def open(self) -> DeviceMailbox:
         """Makes the flags and the stream. A collective call."""
@@ -67,24 +72,39 @@ class DeviceMailbox(Mailbox):
     @contextmanager
     def beside(self, buffer: int, sent: Tensor) -> Iterator[None]:
         """On the mailbox's stream."""
-        self._beside.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._beside):
+        if buffer not in self._events:
+            self._events[buffer] = torch.cuda.Event(), torch.cuda.Event()
+        before, done = self._events[buffer]
+        before.record(current_stream(self.device))
+        self._beside.wait_event(before)
+        self._is_beside = True
+        try:
             yield
-            done = torch.cuda.Event()
-            done.record(self._beside)
-        self._under_way[buffer] = done, sent
+        finally:
+            self._is_beside = False
+        done.record(self._beside)
+        self._under_way[buffer] = sent
+
+    def copy(self, area: Tensor, begin: int, block: Tensor) -> None:
+        """By a copy engine."""
+        copy(self._stream, area.data_ptr() + begin, block.data_ptr(), block.nbytes)
+
+    def computing(self) -> AbstractContextManager[None]:
+        """On the mailbox's stream."""
+        found: AbstractContextManager[None] = torch.cuda.stream(self._beside)
+        return found
 
     def join(self, buffer: int) -> None:
         """The current stream waits for the copies; they took what they sent."""
-        done, _ = self._under_way.pop(buffer)
-        torch.cuda.current_stream(self.device).wait_event(done)
+        del self._under_way[buffer]
+        current_stream(self.device).wait_event(self._events[buffer][1])
 
     def signal(self, rank: int, buffer: int, stage: int) -> None:
-        """On the current stream."""
+        """On the mailbox's stream in `beside`, else on the current one."""
         write_value(self._stream, self._words[rank] + _WORD * self.flag(buffer, stage, self.rank), 1)
 
     def wait(self, rank: int, buffer: int, stage: int) -> None:
-        """On the current stream."""
+        """As `signal`."""
         place = self._words[self.rank] + _WORD * self.flag(buffer, stage, rank)
         wait_value(self._stream, place, 1)
         write_value(self._stream, place, 0)
@@ -94,13 +114,16 @@ class DeviceMailbox(Mailbox):
         from fxpar.exchange.push_kernels import FLAGS, push_sum
 
         (other,) = self.others
-        areas = [each[: x.nbytes].view(x.dtype) for each in self.areas(buffer, x.nbytes)]
-        flags = [each[: FLAGS * _WORD].view(torch.int32) for each in self.areas(-buffer, FLAGS * _WORD)]
-        return push_sum(x, areas[other], areas[self.rank], flags[other], flags[self.rank])
+        if buffer not in self._flags:
+            areas = self.areas(-buffer, FLAGS * _WORD)
+            self._flags[buffer] = [each[: FLAGS * _WORD].view(torch.int32) for each in areas]
+        flags = self._flags[buffer]
+        there, here = self.whole(other, buffer, x), self.whole(self.rank, buffer, x)
+        return push_sum(x, there, here, flags[other], flags[self.rank])
 
     @property
     def _stream(self) -> int:
-        found: int = torch.cuda.current_stream(self.device).cuda_stream
+        found: int = self._beside.cuda_stream if self._is_beside else raw_stream(self.device)
         return found
 
     def close(self) -> None:
@@ -112,3 +135,4 @@ class DeviceMailbox(Mailbox):
         super().close()
         self._held.clear()
         self._under_way.clear()
+        self._flags.clear()

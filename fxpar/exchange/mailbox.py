@@ -15,9 +15,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from fxpar.errors import InputError
@@ -26,6 +27,11 @@ from fxpar.errors import InputError
 _GRAIN = 1 << 12
 # Buffers of a mailbox, and stages of each: a sum over more than two ranks waits twice.
 BUFFERS, STAGES = 64, 2
+
+
+def slot(area: Tensor, begin: int, like: Tensor) -> Tensor:
+    """Memory of an area, from some byte on, as a one-dimensional tensor of the bytes and the type of another."""
+    return area[begin : begin + like.nbytes].view(like.dtype)
 
 
 def rounded(size: int) -> int:
@@ -51,6 +57,7 @@ class Mailbox(ABC):
     bytes: int = 0
     ended: Callable[[], None] = lambda: None
     _areas: dict[int, list[tuple[int, Sequence[Tensor]]]] = field(default_factory=dict)
+    _views: dict[tuple[int, int, torch.Size, torch.dtype], Tensor] = field(default_factory=dict)
     _sent: set[int] = field(default_factory=set)
 
     @property
@@ -74,6 +81,14 @@ class Mailbox(ABC):
         known.insert(0, (held, areas))
         known.sort(key=lambda each: each[0])
         return areas
+
+    def whole(self, rank: int, buffer: int, like: Tensor) -> Tensor:
+        """The begin of a rank's area, as a tensor like another, which is contiguous."""
+        key = rank, buffer, like.shape, like.dtype
+        if key not in self._views:  # made once: a step asks for each a hundred times
+            area = self.areas(buffer, like.nbytes)[rank]
+            self._views[key] = slot(area, 0, like).view(like.shape)
+        return self._views[key]
 
     def begin(self, buffer: int) -> None:
         """Notes that a buffer is sent.
@@ -107,9 +122,17 @@ class Mailbox(ABC):
     def _create(self, size: int) -> Sequence[Tensor]:
         """New areas of all ranks, uint8[size]. A collective call."""
 
+    def copy(self, area: Tensor, begin: int, block: Tensor) -> None:
+        """Writes a contiguous tensor into an area, from some byte on; called in `beside`."""
+        slot(area, begin, block).copy_(block.view(-1))
+
+    def computing(self) -> AbstractContextManager[None]:
+        """What is computed in it is done beside, as copies are; called in `beside`."""
+        return nullcontext()
+
     @abstractmethod
     def beside(self, buffer: int, sent: Tensor) -> AbstractContextManager[None]:
-        """What is done in it waits for what was computed so far, and runs beside what is computed next.
+        """Copies, signals and waits in it are behind what was computed so far, and beside what is computed next.
 
         Args:
             sent: is kept until `join`.
@@ -130,17 +153,17 @@ class Mailbox(ABC):
     def sum_of_two(self, buffer: int, x: Tensor) -> Tensor:
         """The sum of this rank's tensor [n] and the other's, of two ranks; nothing is computed beside it."""
         (other,) = self.others
-        areas = self.areas(buffer, x.nbytes)
         with self.beside(buffer, x):
-            areas[other][: x.nbytes].view(x.dtype).copy_(x, non_blocking=True)
+            self.copy(self.areas(buffer, x.nbytes)[other], 0, x)
             self.signal(other, buffer, 0)
         self.join(buffer)
         self.wait(other, buffer, 0)
-        return x + areas[self.rank][: x.nbytes].view(x.dtype)
+        return x + self.whole(self.rank, buffer, x)
 
     def close(self) -> None:
         """Frees the areas, when nothing that this rank was asked for is under way any more."""
         self._areas.clear()
+        self._views.clear()
 
 
 _OPEN: dict[str, Mailbox] = {}

@@ -16,9 +16,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fxpar.exchange.mailbox import Mailbox, mailbox
+from fxpar.exchange.mailbox import Mailbox, mailbox, slot
 from fxpar.ops import collectives as c
 from fxpar.ops.bound import Pieces
+from fxpar.ops.torch_operators import torch_operator
 
 # What is sent: `sum` and `gather` the whole, `scatter` and `exchange` to each rank its block; and what is made of it.
 _SUM, _GATHER, _SCATTER, _EXCHANGE = "sum", "gather", "scatter", "exchange"
@@ -27,7 +28,7 @@ _ALIGNED = 16
 Sent = tuple[Tensor, Tensor]
 
 
-@torch.library.custom_op("fxpar::send_copies", mutates_args=())
+@torch_operator("send_copies")
 def send_copies(x: Tensor, kind: str, name: str, buffer: int) -> Tensor:
     """Starts copies of what each other rank is to have, on the mailbox `name`.
 
@@ -40,16 +41,10 @@ def send_copies(x: Tensor, kind: str, name: str, buffer: int) -> Tensor:
     line = mailbox(name)
     line.begin(buffer)
     held = x.contiguous()
-    blocks = _blocks(held, kind, line.size)
-    step, end = _places(blocks)
-    whole = _of_blocks(kind, line.size)
-    areas = line.areas(buffer, end + (held.nbytes if whole else 0))
-    with line.beside(buffer, held):
-        for rank in line.others:
-            _slot(areas[rank], step * line.rank, blocks[rank]).copy_(blocks[rank], non_blocking=True)
-            line.signal(rank, buffer, 0)
-        if whole:
-            _share_sums(line, buffer, areas, blocks, held)
+    if kind == _SUM and line.size == 2:
+        _send_whole(line, buffer, held)
+    else:
+        _send_blocks(line, buffer, held, kind)
     return torch.empty(1, dtype=torch.uint8, device=x.device)
 
 
@@ -58,47 +53,70 @@ def _sent(x: Tensor, kind: str, name: str, buffer: int) -> Tensor:
     return torch.empty(1, dtype=torch.uint8, device=x.device)
 
 
+def _send_whole(line: Mailbox, buffer: int, held: Tensor) -> None:
+    """To the other of two ranks."""
+    (other,) = line.others
+    area = line.areas(buffer, held.nbytes)[other]
+    with line.beside(buffer, held):
+        line.copy(area, 0, held)
+        line.signal(other, buffer, 0)
+
+
+def _send_blocks(line: Mailbox, buffer: int, held: Tensor, kind: str) -> None:
+    blocks = _blocks(held, kind, line.size)
+    step, end = _places(blocks)
+    areas = line.areas(buffer, end + (held.nbytes if kind == _SUM else 0))
+    with line.beside(buffer, held):
+        for rank in line.others:
+            line.copy(areas[rank], step * line.rank, blocks[rank])
+            line.signal(rank, buffer, 0)
+        if kind == _SUM:
+            with line.computing():
+                _share_sums(line, buffer, areas, blocks, held)
+
+
 def _share_sums(line: Mailbox, buffer: int, areas: Sequence[Tensor], blocks: Sequence[Tensor], held: Tensor) -> None:
     """Adds what came of this rank's block, and sends the sum to all, behind the slots."""
     step, end = _places(blocks)
     for rank in line.others:
         line.wait(rank, buffer, 0)
     own = blocks[line.rank]
-    mine = [own if r == line.rank else _slot(areas[line.rank], step * r, own) for r in range(line.size)]
+    mine = [own if r == line.rank else slot(areas[line.rank], step * r, own) for r in range(line.size)]
     added = _added(mine)
     begin = end + sum(block.nbytes for block in blocks[: line.rank])
     for rank in (line.rank, *line.others):
-        _slot(areas[rank], begin, added).copy_(added, non_blocking=True)
+        line.copy(areas[rank], begin, added)
         if rank != line.rank:
             line.signal(rank, buffer, 1)
 
 
-@torch.library.custom_op("fxpar::take_copies", mutates_args=())
+@torch_operator("take_copies")
 def take_copies(token: Tensor, x: Tensor, kind: str, name: str, buffer: int) -> Tensor:
     """Waits for what the other ranks sent, and reads it.
 
     Args:
         token: of `send_copies`.
         x: what that took.
+        kind: as there; of a sum over two ranks see `arrived`.
 
     Returns:
-        `sum` of more than two ranks: the sum of their tensors; `gather` [n, …]: these; `scatter`: the sum of the
+        `sum`: the sum of their tensors; `gather` [n, …]: these; `scatter`: the sum of the
         blocks of this rank; `exchange` [n, …]: these blocks.
     """
     line = mailbox(name)
     held = x.contiguous()
     blocks = _blocks(held, kind, line.size)
     step, end = _places(blocks)
-    whole = _of_blocks(kind, line.size)
-    area = line.areas(buffer, end + (held.nbytes if whole else 0))[line.rank]
+    is_sum = kind == _SUM
+    area = line.areas(buffer, end + (held.nbytes if is_sum else 0))[line.rank]
     line.join(buffer)
     for rank in line.others:
-        line.wait(rank, buffer, 1 if whole else 0)
-    if whole:
-        found = _slot(area, end, held.view(-1)).clone().view(x.shape)
+        line.wait(rank, buffer, 1 if is_sum else 0)
+    if is_sum:
+        found = slot(area, end, held.view(-1)).clone().view(x.shape)
     else:
         own = blocks[line.rank]
-        came = [own if r == line.rank else _slot(area, step * r, own) for r in range(line.size)]
+        came = [own if r == line.rank else slot(area, step * r, own) for r in range(line.size)]
         if kind == _SCATTER:
             found = _added(came).view(x.shape[1:])
         else:
@@ -109,7 +127,7 @@ def take_copies(token: Tensor, x: Tensor, kind: str, name: str, buffer: int) -> 
     return found
 
 
-@torch.library.custom_op("fxpar::arrived", mutates_args=())
+@torch_operator("arrived")
 def arrived(token: Tensor, x: Tensor, name: str, buffer: int) -> Tensor:
     """Waits for what the other of two ranks sent, for their sum.
 
@@ -122,13 +140,10 @@ def arrived(token: Tensor, x: Tensor, name: str, buffer: int) -> Tensor:
     """
     line = mailbox(name)
     (other,) = line.others
-    held = x.contiguous()
-    step, end = _places(_blocks(held, _SUM, line.size))
-    area = line.areas(buffer, end)[line.rank]
     line.join(buffer)
     line.wait(other, buffer, 0)
     line.end(buffer)
-    return _slot(area, step * other, held.view(-1)).view(x.shape)
+    return line.whole(line.rank, buffer, x)
 
 
 @arrived.register_fake
@@ -136,7 +151,7 @@ def _arrived(token: Tensor, x: Tensor, name: str, buffer: int) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-@torch.library.custom_op("fxpar::added", mutates_args=())
+@torch_operator("added")
 def added(x: Tensor, came: Tensor, name: str) -> Tensor:
     """The sum of a rank's tensor and of what `arrived`, in new memory: one rounding, the same bits on both ranks."""
     found = x + came
@@ -150,7 +165,7 @@ def _sum_of_both(x: Tensor, came: Tensor, name: str) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-@torch.library.custom_op("fxpar::one_shot_sum", mutates_args=())
+@torch_operator("one_shot_sum")
 def one_shot_sum(x: Tensor, name: str, buffer: int) -> Tensor:
     """The sum over two ranks in one call, beside which nothing is computed."""
     line = mailbox(name)
@@ -180,17 +195,12 @@ def _taken(token: Tensor, x: Tensor, kind: str, name: str, buffer: int) -> Tenso
     return x.new_empty(x.shape[1:] if kind == _SCATTER else x.shape)
 
 
-def _of_blocks(kind: str, size: int) -> bool:
-    """Whether a sum is made block by block."""
-    return kind == _SUM and size > 2
-
-
 def _blocks(x: Tensor, kind: str, size: int) -> list[Tensor]:
     """What each rank is to have, one-dimensional."""
     if kind in (_SCATTER, _EXCHANGE):
         return [block.view(-1) for block in x]
     flat = x.view(-1)
-    if not _of_blocks(kind, size):
+    if kind == _GATHER:
         return [flat] * size
     length = -(-flat.numel() // size)
     return [flat[min(r * length, flat.numel()) : (r + 1) * length] for r in range(size)]
@@ -200,11 +210,6 @@ def _places(blocks: Sequence[Tensor]) -> tuple[int, int]:
     """Bytes from the slot of one sender to that of the next, and in all."""
     step = -(-max(block.nbytes for block in blocks) // _ALIGNED) * _ALIGNED
     return step, step * len(blocks)
-
-
-def _slot(area: Tensor, begin: int, like: Tensor) -> Tensor:
-    """Memory of an area, as a tensor like another."""
-    return area[begin : begin + like.nbytes].view(like.dtype)
 
 
 def _added(parts: Sequence[Tensor]) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fxpar.ops import counter
 from fxpar.ops.counter import IndexCut
+from fxpar.ops.torch_operators import torch_operator
 
 
 @torch.library.custom_op("fxpar::dropout", mutates_args=())
@@ -54,7 +55,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 _dropout.register_autograd(_backward, setup_context=_keep)
 
 
-@torch.library.custom_op("fxpar::drawn_words", mutates_args=())
+@torch_operator("drawn_words")
 def drawn_words(
     rng: Tensor,
     rank: Tensor,
@@ -86,7 +87,9 @@ def dropped(x: Tensor, words: Tensor, p: float) -> Tensor:
 
 
 def _decomposed(x: Tensor, *draw: Any) -> Tensor:
-    return dropped(x, drawn_words(*draw, x.numel()), draw[4])
+    *tensors, p, origin, run, ranks, unit = draw
+    rng, rank, offset, identity = tensors
+    return dropped(x, drawn_words(rng, rank, offset, identity, p, origin, run, ranks, unit, x.numel()), p)
 
 
 DECOMPOSITIONS = {torch.ops.fxpar.dropout.default: _decomposed}

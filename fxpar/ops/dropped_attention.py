@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fxpar.errors import InputError
 from fxpar.ops.counter import IndexCut
+from fxpar.ops.torch_operators import torch_operator
 
 _TYPES = (torch.float16, torch.bfloat16)
 _COLUMNS = 256  # of a head, the most of which tiles fit
@@ -75,7 +76,7 @@ def places(query: Tensor, key: Tensor, value: Tensor, p: float, cuts: Sequence[I
     return Places(heads, rows_before, heads_before)
 
 
-@torch.library.custom_op("fxpar::drawn_probabilities", mutates_args=())
+@torch_operator("drawn_probabilities")
 def drawn_probabilities(
     rng: Tensor,
     identity: Tensor | None,
@@ -114,7 +115,7 @@ def _words_shape(
     return rng.new_empty(batch, heads, -(-width // 32), height, dtype=torch.int32)
 
 
-@torch.library.custom_op("fxpar::dropped_attention", mutates_args=())
+@torch_operator("dropped_attention")
 def dropped_attention(
     query: Tensor,
     key: Tensor,
@@ -147,7 +148,7 @@ def _shape(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, 
     return out, query.new_empty(batch, heads, rows, dtype=torch.float32)
 
 
-@torch.library.custom_op("fxpar::dropped_attention_gradient", mutates_args=())
+@torch_operator("dropped_attention_gradient")
 def dropped_attention_gradient(
     query: Tensor,
     key: Tensor,

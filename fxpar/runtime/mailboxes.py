@@ -21,6 +21,7 @@ from fxpar.analysis.exchanges import Reach
 from fxpar.errors import PlanError
 from fxpar.exchange import mailbox
 from fxpar.exchange.host import HostMailbox, machine
+from fxpar.exchange.streams import current_stream
 from fxpar.exchange.watch import Watch
 from fxpar.mesh.purpose import joined_names
 from fxpar.ops.collectives import Group
@@ -89,7 +90,7 @@ class Mailboxes:
 
             device = self._world.device
             if not self._marks:
-                self._marks.append(_Marks(device, self._watch(device)))
+                self._marks.append(_Marks(device, self._watch(device), torch.cuda.Event()))
             ended = self._marks[0].mark
             made = DeviceMailbox(rank=rank, size=size, device=device, group=group.name, ended=ended)
             mailbox.register(name, made.open())
@@ -135,13 +136,17 @@ class _Marks:
 
     device: torch.device
     watch: Watch
+    event: torch.cuda.Event
 
     def mark(self) -> None:
         """Behind all that is queued: the host may wait for it next. None while work is recorded and not done."""
         if not torch.cuda.is_current_stream_capturing():
-            event = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(self.device))
-            self.watch.mark(event)
+            self.watch.mark(self._recorded)
+
+    def _recorded(self) -> torch.cuda.Event:
+        """The one event, at the place that is now the last."""
+        self.event.record(current_stream(self.device))
+        return self.event
 
 
 def _place(device: torch.device) -> dict[str, Any]:

@@ -1,0 +1,44 @@
+"""Operators of fxpar's own that have no gradient, for what a step calls hundreds of times.
+
+Enters: a function of tensors and numbers. Leaves: an operator of `torch.ops.fxpar`, which compilers leave whole.
+
+Where a step is launched by the host, what stands around a call counts: `torch.library.custom_op` wraps a function in
+three more, for gradients and for checks of aliasing, which take four times what the dispatcher itself takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Generic, ParamSpec, TypeVar
+
+import torch
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_LIBRARY = torch.library.Library("fxpar", "FRAGMENT")
+
+
+class TorchOperator(Generic[_P, _R]):
+    """An operator that is called like the function that computes it, and changes none of its operands."""
+
+    def __init__(self, name: str, function: Callable[_P, _R]) -> None:
+        schema = torch.library.infer_schema(function, mutates_args=())
+        _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+        _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+        self.__doc__, self._name = function.__doc__, name
+        self._overload: Any = getattr(torch.ops.fxpar, name).default
+
+    def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        """Through the dispatcher, as a graph calls it."""
+        found: _R = self._overload(*args, **kwargs)
+        return found
+
+    def register_fake(self, function: Callable[..., _R]) -> Callable[..., _R]:
+        """Tells the shapes of what it gives, by a function of the same operands."""
+        torch.library.register_fake(f"fxpar::{self._name}", function, lib=_LIBRARY)
+        return function
+
+
+def torch_operator(name: str) -> Callable[[Callable[_P, _R]], TorchOperator[_P, _R]]:
+    """Makes `torch.ops.fxpar.<name>` of a function, whose signature says what it takes."""
+    return lambda function: TorchOperator(name, function)
