@@ -175,7 +175,7 @@ def deep(sequence_parallel: bool) -> Found:
     for kind in ("eager", "compiled"):
         torch.manual_seed(0)
         plan = fxpar.Plan(tp=tp(), sequence_parallel=sequence_parallel, compile=kind == "compiled")
-        model, seen = fxpar.parallelize(Deep(2, 2), plan, batch), Seen()
+        model, seen = fxpar.parallelize(Deep(2, 1), plan, batch), Seen()
         with watched(seen, vectorized=False):
             first, codes = run_and_get_code(model.train_step, batch)
             losses = [float(first), float(model.train_step(batch))]

@@ -175,8 +175,8 @@ def account(name: str, tp: int, dp: int, sequence_parallel: bool) -> Found:
 
 def refusals(tp: int, dp: int) -> list[tuple[str, str]]:
     """Where and why calls are refused."""
-    model = module("gpt2", tp, dp, sequence_parallel=True)
-    batch = batches("gpt2")[0]
+    model = module(ONE_LAYER, tp, dp, sequence_parallel=True)
+    batch = batches(ONE_LAYER)[0]
     own = fxpar.shard_batch(batch, model)
     tensor_rank = dist.get_rank() % tp
     other_values = {key: value.clone() for key, value in own.items()}

@@ -15,10 +15,10 @@ from tests.runtime.test_training import assert_same
 from tests.runtime.world import World
 
 STEPS = 10
-EVERY_TIME = {("gpt2", 2, 2, True, 3)}
+EVERY_TIME = {(ONE_LAYER, 2, 2, True, 3)}
 TABLE = [
     (name, tp, dp, sequence, count)
-    for name in ("gpt2", "llama", "bert", "gpt_neox", "bloom")
+    for name in (ONE_LAYER, "gpt2", "llama", "bert", "gpt_neox", "bloom")
     for tp, dp in ((2, 2), (1, 4))
     for sequence in ((False, True) if tp > 1 else (False,))
     for count in (1, 3)
@@ -47,9 +47,9 @@ def test_ten_steps_are_those_of_one_process(
 
 @pytest.mark.parametrize("sequence", [True, pytest.param(False, marks=pytest.mark.matrix)])
 def test_gradients_of_microbatches_are_summed_once_a_step(world4: World, sequence: bool) -> None:
-    wanted = data_jobs.microbatches("gpt2", 1, 1, False)
+    wanted = data_jobs.microbatches(ONE_LAYER, 1, 1, False)
     # Of the joined group one sum, of data ranks one, with sequence parallelism; else the second alone.
-    for found in world4.run(data_jobs.microbatches, "gpt2", 2, 2, sequence):
+    for found in world4.run(data_jobs.microbatches, ONE_LAYER, 2, 2, sequence):
         assert found["loss"] == pytest.approx(wanted["loss"], abs=1e-5)
         assert_same(found["gradients"], wanted["gradients"], 2e-6)
         assert len(found["sums"]) == (2 if sequence else 1)
@@ -97,22 +97,18 @@ def test_what_one_layer_shares_is_summed_in_the_main_type(world4: World) -> None
 
 
 # Of the model whose programs other tests have made with sequence parallelism.
-@pytest.mark.parametrize(
-    ("name", "sequence"), [("gpt2", True), pytest.param(ONE_LAYER, False, marks=pytest.mark.matrix)]
-)
-def test_norms_by_torch_and_by_the_module_are_the_true_one(world4: World, name: str, sequence: bool) -> None:
-    wanted, _ = data_jobs.torch_clips(name, 1, 1, False)
-    for mine, torchs in world4.run(data_jobs.torch_clips, name, 2, 2, sequence):
+@pytest.mark.parametrize("sequence", [True, pytest.param(False, marks=pytest.mark.matrix)])
+def test_norms_by_torch_and_by_the_module_are_the_true_one(world4: World, sequence: bool) -> None:
+    wanted, _ = data_jobs.torch_clips(ONE_LAYER, 1, 1, False)
+    for mine, torchs in world4.run(data_jobs.torch_clips, ONE_LAYER, 2, 2, sequence):
         assert mine == pytest.approx(wanted, rel=1e-5)
         assert torchs == pytest.approx(wanted, rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("name", "sequence"), [("gpt2", True), pytest.param(ONE_LAYER, False, marks=pytest.mark.matrix)]
-)
-def test_outputs_are_tensors_of_both_axes(world4: World, name: str, sequence: bool) -> None:
-    wanted = data_jobs.outputs(name, 1, 1, False)
-    for found in world4.run(data_jobs.outputs, name, 2, 2, sequence):
+@pytest.mark.parametrize("sequence", [True, pytest.param(False, marks=pytest.mark.matrix)])
+def test_outputs_are_tensors_of_both_axes(world4: World, sequence: bool) -> None:
+    wanted = data_jobs.outputs(ONE_LAYER, 1, 1, False)
+    for found in world4.run(data_jobs.outputs, ONE_LAYER, 2, 2, sequence):
         assert found["kind"] == "DTensor"
         assert found["placements"] == "(Shard(dim=0), Shard(dim=2))"
         assert_same({"logits": found["logits"]}, {"logits": wanted["logits"]}, 1e-5)
@@ -120,7 +116,7 @@ def test_outputs_are_tensors_of_both_axes(world4: World, name: str, sequence: bo
 
 @pytest.mark.parametrize("sequence", [True, pytest.param(False, marks=pytest.mark.matrix)])
 def test_a_step_sends_and_holds_what_the_report_says(world4: World, sequence: bool) -> None:
-    report = assert_agrees(world4.run(data_jobs.account, "gpt2", 2, 2, sequence))
+    report = assert_agrees(world4.run(data_jobs.account, ONE_LAYER, 2, 2, sequence))
     axes = Counter(c["axis"] for c in report["collectives"])
     assert set(axes) == {"dp", "tp"} | ({"dp-tp"} if sequence else set())
 

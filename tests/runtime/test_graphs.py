@@ -23,8 +23,9 @@ IMPLS = ("partial", "full_iteration")
 MOSTLY_FULL = (pytest.param("partial", marks=pytest.mark.matrix), "full_iteration")
 
 
+# Evaluations are replayed in the test of scopes.
 TRAININGS: list[tuple[int, dict[str, Any]]] = [
-    (2, {"every": 2, "set_to_none": False, "precision": "bf16_weights"}),
+    (2, {"every": 2, "set_to_none": False, "precision": "bf16_weights", "evaluate": 0}),
 ]
 MORE_TRAININGS: list[tuple[int, dict[str, Any]]] = [
     (1, {}),
