@@ -51,7 +51,8 @@ def lose() -> None:
     torch.manual_seed(0)
     batch = words(1)[0]
     plan = fxpar.Plan(tp=2, exchange="copy", cost=COSTS["copies"], cuda_graphs=fxpar.CudaGraphs(sys.argv[2]))
-    model = fxpar.parallelize(gpt2(128, 2).train(), plan, batch, timeout=5.0)
+    # Inputs that are compared would end the other rank's wait before its GPU waits.
+    model = fxpar.parallelize(gpt2(128, 2).train(), plan, batch, check_inputs=False, timeout=5.0)
     for _ in range(4):
         model.train_step(batch)
     torch.cuda.synchronize()
