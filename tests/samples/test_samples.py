@@ -16,6 +16,7 @@ import torch
 import transformers
 
 from fxpar.plan.plan import Plan
+from fxpar.rules import unregister_rule
 from fxpar.state.parts import Loading
 from tests.cli.tool import fxpar
 from tests.runtime.world import World
@@ -38,7 +39,11 @@ def run_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     """As `run`, of what needs no processes: this one has everything loaded."""
     monkeypatch.setattr(sys, "argv", list(command))
     monkeypatch.setenv("COLUMNS", "100")
-    runpy.run_path(command[0], run_name="__main__")
+    try:
+        runpy.run_path(command[0], run_name="__main__")
+    except SystemExit as end:
+        if end.code:
+            raise
     return capsys.readouterr().out
 
 
@@ -153,10 +158,12 @@ def test_the_bench_of_steps_runs_on_a_cpu(world2: World) -> None:
     assert [float(loss) for loss in losses] == pytest.approx([math.log(512)], abs=0.05)
 
 
-def test_a_gpt_learns_through_a_pipeline(world4: World) -> None:
-    flags = ("--steps", "20", "--batch", "4", "--length", "32", "--microbatches", "2", "--layers", "2")
-    texts = world4.run(script, ROOT / "samples" / "train_pp.py", flags)
-    assert [re.findall(r"stages (\S+),", text) for text in texts] == [["0"], ["0"], ["1"], ["1"]]
+@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.matrix)])
+def test_a_gpt_learns_through_a_pipeline(request: pytest.FixtureRequest, tp: int) -> None:
+    size = ("--steps", "20", "--batch", "4", "--length", "32", "--microbatches", "2", "--layers", "2")
+    world: World = request.getfixturevalue(f"world{2 * tp}")
+    texts = world.run(script, ROOT / "samples" / "train_pp.py", (*size, "--tp", str(tp)))
+    assert [re.findall(r"stages (\S+),", text) for text in texts] == [["0"]] * tp + [["1"]] * tp
     first, last = (float(loss) for loss in re.findall(r"loss (\d\.\d+)", texts[0]))
     assert last < first - 1
 
@@ -204,8 +211,11 @@ def test_the_bench_of_graphs_runs_on_a_cpu(monkeypatch: pytest.MonkeyPatch, caps
     assert len({loss for _, loss in losses}) == 1
 
 
-def test_my_pass_fuses_both_layers_and_is_proved_right() -> None:
-    text = run("samples/my_pass.py")
+def test_my_pass_fuses_both_layers_and_is_proved_right(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = run_here(monkeypatch, capsys, str(ROOT / "samples" / "my_pass.py"))
+    unregister_rule(torch.ops.samples.gated.default)  # another test loads the sample too
     assert "samples.gated.default: 17 legal, 0 missed, 0 wrong" in text
     assert re.search(r"fuse_gated +2 nodes added, +4 erased", text)
     assert "model.layers.1.mlp: tp:S(2)" in text
