@@ -1,4 +1,4 @@
-"""Models of four layers and more that tests of repeated layers share, with how they are called."""
+"""Models of three layers and more that tests of repeated layers share, with how they are called."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 from tests.zoo import VOCABULARY, NanoGPT, encoder_batch, encoder_loss, nano_batch, pixels, tokens
 
-LAYERS = 4
+LAYERS = 3
 _SIZES = {"hidden_size": 48, "num_attention_heads": 4, "intermediate_size": 80, "num_hidden_layers": LAYERS}
 _GROUPED = {**_SIZES, "num_key_value_heads": 2}
 
