@@ -47,15 +47,14 @@ def assert_agrees(found: list[Any]) -> Any:
     return report
 
 
-@pytest.mark.parametrize(
-    "name", ["llama", *(pytest.param(name, marks=pytest.mark.matrix) for name in ("gpt2", "bert"))]
-)
+# On two ranks it is that of every run with checkpoints, below; on two axes in tests/runtime/test_data_parallel.py.
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
 def test_a_step_is_as_reported(world2: World, name: str) -> None:
     report = assert_agrees(world2.run(accounting.account, name))
     assert {c["phase"] for c in report["collectives"]} >= {"forward", "backward"}
 
 
-# On two axes it is that of every run, in tests/runtime/test_data_parallel.py.
 @pytest.mark.matrix
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "nanogpt"])
 def test_a_step_with_sequence_parallelism_is_as_reported(world2: World, name: str) -> None:
