@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn
+from torch._subclasses.fake_tensor import is_fake
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.fx.node import map_arg
@@ -22,6 +23,7 @@ from torch.fx.node import map_arg
 from fxpar.capture.conditions import conditions
 from fxpar.capture.notes import Notes
 from fxpar.capture.picked import FINDS, FINDS_TOO
+from fxpar.capture.places import source_of
 from fxpar.capture.recording import refuse_foreign
 from fxpar.capture.trace import Trace
 from fxpar.errors import CaptureError, CheckFailed
@@ -181,9 +183,9 @@ def _placeholders(
             mapping[node] = owned[fqn]
         elif spec.kind is InputKind.CONSTANT_TENSOR:
             fqn = str(spec.target).removeprefix(state.traced.prefix)
+            constants[fqn] = _constant(node, fqn, exported.constants[spec.target])
             mapping[node] = _placeholder(state, node, fqn)
             parameters.append(_parameter(mapping[node], fqn, "constant", False, ()))
-            constants[fqn] = _constant(fqn, exported.constants[spec.target])
         elif spec.kind is InputKind.USER_INPUT:
             path = next(shown)
             if isinstance(spec.arg, ConstantArgument):
@@ -202,8 +204,15 @@ def _placeholders(
     return parameters, inputs, constants, leaves
 
 
-def _constant(name: str, value: torch.Tensor) -> torch.Tensor:
+def _constant(node: fx.Node, name: str, value: torch.Tensor) -> torch.Tensor:
     """The value of a tensor that belongs to the trace and not to the model."""
+    if is_fake(value):
+        raise CaptureError(
+            "reads a value that the forward computes and the trace lost: torch takes it for a constant",
+            where=next(filter(None, map(source_of, node.users)), name),
+            remedy="compute it outside of torch's own contexts of tracing; and let no thread walk the frames of others "
+            "meanwhile, as profilers in Python do (sys._current_frames), since torch.export loses values beside it",
+        )
     if value.is_meta:
         raise CaptureError(
             f"the model uses a tensor {list(value.shape)} of the meta device, which has no values",

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
 from fxpar.capture import Captured, capture
 from fxpar.errors import CaptureError
@@ -73,6 +74,26 @@ def test_a_tensor_without_values_is_refused_by_name() -> None:
         model = Constants()
     with pytest.raises(CaptureError, match=r"attribute: a tensor of the meta device .*register it as a buffer"):
         capture(model, example().to("meta"))
+
+
+class Lost(Net):
+    """A value that is computed where the trace does not look, as torch loses one where a thread walks its frames."""
+
+    def __init__(self, size: int | None) -> None:
+        super().__init__()
+        self.size = size
+
+    def forward(self, x: Tensor) -> Any:
+        with disable_proxy_modes_tracing():
+            places = torch.arange(self.size or x.shape[0])
+        return (self.up(x).sum(-1) + places).sum()
+
+
+@pytest.mark.parametrize("size", [None, 4])
+def test_a_value_that_the_trace_lost_is_refused_where_it_is_read(size: int | None) -> None:
+    model = Lost(size).to("meta")
+    with pytest.raises(CaptureError, match=r"test_meta.py:\d+: reads a value .* the trace lost.*sys._current_frames"):
+        capture(model, torch.zeros(4, example().shape[-1], device="cpu", dtype=example().dtype))
 
 
 class Kin(nn.Module):
