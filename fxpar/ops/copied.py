@@ -104,10 +104,11 @@ def take_copies(token: Tensor, x: Tensor, kind: str, name: str, buffer: int) -> 
         blocks of this rank; `exchange` [n, …]: these blocks.
     """
     line = mailbox(name)
+    is_sum = kind == _SUM
+    assert not is_sum or line.size > 2, "what a sum over two ranks sends is taken by `arrived`"
     held = x.contiguous()
     blocks = _blocks(held, kind, line.size)
     step, end = _places(blocks)
-    is_sum = kind == _SUM
     area = line.areas(buffer, end + (held.nbytes if is_sum else 0))[line.rank]
     line.join(buffer)
     for rank in line.others:

@@ -8,10 +8,14 @@ three more, for gradients and for checks of aliasing, which take four times what
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
+from torch import Tensor
+
+from fxpar.errors import InputError
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -24,7 +28,7 @@ class TorchOperator(Generic[_P, _R]):
     def __init__(self, name: str, function: Callable[_P, _R]) -> None:
         schema = torch.library.infer_schema(function, mutates_args=())
         _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-        _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+        _LIBRARY.impl(name, _without_gradients(name, function), "CompositeExplicitAutograd")
         self.__doc__, self._name = function.__doc__, name
         self._overload: Any = getattr(torch.ops.fxpar, name).default
 
@@ -37,6 +41,27 @@ class TorchOperator(Generic[_P, _R]):
         """Tells the shapes of what it gives, by a function of the same operands."""
         torch.library.register_fake(f"fxpar::{self._name}", function, lib=_LIBRARY)
         return function
+
+
+def _without_gradients(name: str, function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """The function; it refuses operands that ask for a gradient, which autograd would take from what it computes.
+
+    That of a rank alone is not that of a sum over ranks, and torch only warns.
+    """
+
+    @functools.wraps(function)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if torch.is_grad_enabled() and any(
+            isinstance(x, Tensor) and x.requires_grad for x in (*args, *kwargs.values())
+        ):
+            raise InputError(
+                "an operand asks for a gradient, and the operator has none",
+                where=f"fxpar::{name}",
+                remedy="call it under torch.no_grad(), as the steps of a module do",
+            )
+        return function(*args, **kwargs)
+
+    return run
 
 
 def torch_operator(name: str) -> Callable[[Callable[_P, _R]], TorchOperator[_P, _R]]:
