@@ -2,7 +2,7 @@
 
 Enters: a stream and addresses on devices. Leaves: nothing. While the stream is captured they become nodes of the graph.
 They are asked of the driver: torch has no waits, and its copies take tensors of both ends and the stream's being the
-current one, which is ten times as long on the host.
+current one, all of which the host has to make.
 """
 
 from __future__ import annotations

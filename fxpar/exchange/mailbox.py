@@ -153,8 +153,9 @@ class Mailbox(ABC):
     def sum_of_two(self, buffer: int, x: Tensor) -> Tensor:
         """The sum of this rank's tensor [n] and the other's, of two ranks; nothing is computed beside it."""
         (other,) = self.others
+        area = self.areas(buffer, x.nbytes)[other]
         with self.beside(buffer, x):
-            self.copy(self.areas(buffer, x.nbytes)[other], 0, x)
+            self.copy(area, 0, x)
             self.signal(other, buffer, 0)
         self.join(buffer)
         self.wait(other, buffer, 0)

@@ -67,14 +67,12 @@ class Watch:
     _stop: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
 
-    def mark(self, record: Callable[[], Event]) -> None:
-        """Gives it the last place in the work that is queued; it looks at that one alone.
+    def mark(self, event: Event) -> None:
+        """Gives it an event that was just recorded behind all that was queued; it looks at the last one alone.
 
-        Args:
-            record: makes an event there; it may be the one that it made before, which is then not looked at.
+        The one before may be recorded again: it is no longer looked at.
         """
-        self._marked = None
-        self._marked = record(), self.clock()
+        self._marked = event, self.clock()
 
     def look(self) -> None:
         """Ends the process if the event is too long ago."""
@@ -87,7 +85,7 @@ class Watch:
         if marked is None:
             return
         event, since = marked
-        # An event that was recorded anew since is not late.
+        # One that is no longer the last may have been recorded again right before it was asked, and is not late.
         if self.clock() - since > self.seconds and not event.query() and self._marked is marked:
             self.end(self._error())
 

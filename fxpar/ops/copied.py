@@ -100,8 +100,8 @@ def take_copies(token: Tensor, x: Tensor, kind: str, name: str, buffer: int) -> 
         kind: as there; of a sum over two ranks see `arrived`.
 
     Returns:
-        `sum`: the sum of their tensors; `gather` [n, …]: these; `scatter`: the sum of the
-        blocks of this rank; `exchange` [n, …]: these blocks.
+        `sum`: the sum of their tensors; `gather` [n, …]: these; `scatter`: the sum of the blocks of this rank;
+        `exchange` [n, …]: these blocks.
     """
     line = mailbox(name)
     is_sum = kind == _SUM

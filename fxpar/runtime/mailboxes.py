@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
@@ -90,7 +90,8 @@ class Mailboxes:
 
             device = self._world.device
             if not self._marks:
-                self._marks.append(_Marks(device, self._watch(device), torch.cuda.Event()))
+                events = itertools.cycle((torch.cuda.Event(), torch.cuda.Event()))
+                self._marks.append(_Marks(device, self._watch(device), events))
             ended = self._marks[0].mark
             made = DeviceMailbox(rank=rank, size=size, device=device, group=group.name, ended=ended)
             mailbox.register(name, made.open())
@@ -136,17 +137,15 @@ class _Marks:
 
     device: torch.device
     watch: Watch
-    event: torch.cuda.Event
+    events: Iterator[torch.cuda.Event]
 
     def mark(self) -> None:
         """Behind all that is queued: the host may wait for it next. None while work is recorded and not done."""
         if not torch.cuda.is_current_stream_capturing():
-            self.watch.mark(self._recorded)
-
-    def _recorded(self) -> torch.cuda.Event:
-        """The one event, at the place that is now the last."""
-        self.event.record(current_stream(self.device))
-        return self.event
+            # Not the one that is looked at: a host whose queue is full waits here, and what it waits for may be lost.
+            event = next(self.events)
+            event.record(current_stream(self.device))
+            self.watch.mark(event)
 
 
 def _place(device: torch.device) -> dict[str, Any]:

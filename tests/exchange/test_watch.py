@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import pytest
 
@@ -61,15 +60,11 @@ class Looking:
             self.watch.look()
 
 
-def _same(event: Reached) -> Reached:
-    return event
-
-
 def test_who_comes_in_time_is_left_alone() -> None:
     looking = Looking(Signs([None, None]))
     looking.look(20)
     for event in (Reached(), Reached(), Reached()):
-        looking.watch.mark(partial(_same, event))
+        looking.watch.mark(event)
         looking.look(9)
         event.done = True
         looking.look(20)
@@ -80,7 +75,7 @@ def test_the_last_place_counts() -> None:
     """Whatever is queued behind a place to which the device has come, or comes, is looked at too."""
     looking = Looking(Signs([None, None]))
     for event in (Reached(True), Reached(True), Reached()):
-        looking.watch.mark(partial(_same, event))
+        looking.watch.mark(event)
     looking.look(10)
     assert looking.said == []
     looking.look(1)
@@ -88,15 +83,15 @@ def test_the_last_place_counts() -> None:
 
 
 def test_a_place_that_moves_on_while_it_is_looked_at_is_not_late() -> None:
-    """One event is recorded again and again: what was reached may be asked for right behind its next record."""
+    """Events are recorded again: what was reached may be asked for right behind its next record."""
     looking = Looking(Signs([None, None]))
 
     class Moving(Reached):
         def query(self) -> bool:
-            looking.watch.mark(partial(_same, self))
+            looking.watch.mark(self)
             return False
 
-    looking.watch.mark(Moving)
+    looking.watch.mark(Moving())
     looking.look(40)
     assert looking.said == []
 
@@ -113,7 +108,7 @@ def test_a_place_that_moves_on_while_it_is_looked_at_is_not_late() -> None:
 )
 def test_who_does_not_come_is_named(others: list[tuple[int, int] | None], alive: list[int], what: str) -> None:
     looking = Looking(Signs(others))
-    looking.watch.mark(Reached)
+    looking.watch.mark(Reached())
     looking.look(10, alive)
     assert looking.said == []
     looking.look(1, alive)
@@ -132,7 +127,7 @@ class Alone:
     def post(self, calls, look): pass
     def posted(self): return [(0, 0), None]
 watch = Watch(0, 0.2, Alone(), lambda: 0).start(lambda: None)
-watch.mark(Never)
+watch.mark(Never())
 time.sleep(60)
 """
 

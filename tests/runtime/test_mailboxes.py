@@ -5,11 +5,15 @@ What was read is overwritten at once, but by compiled steps where a kernel of th
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
+from fxpar.exchange.watch import Watch
+from fxpar.runtime import mailboxes
 from fxpar.runtime.mailboxes import why_not_copy
 from tests.runtime import mailbox_jobs
 from tests.runtime.world import World
@@ -104,3 +108,44 @@ def test_who_can_copy(places: list[dict[str, Any]], reason: str) -> None:
     found = why_not_copy([(0, 1)], places)
     assert reason in found
     assert bool(reason) == bool(found)
+
+
+class _Board:
+    def post(self, calls: int, look: int) -> None:
+        """Nobody reads it."""
+
+    def posted(self) -> list[tuple[int, int] | None]:
+        return [(0, 0), None]
+
+
+class _Event:
+    """An event of a device that comes nowhere; while it is recorded the host waits for long, its queue being full."""
+
+    def __init__(self) -> None:
+        self.during: Callable[[], None] = lambda: None
+
+    def record(self, stream: object) -> None:
+        self.during()
+
+    def query(self) -> bool:
+        return False
+
+
+def test_a_host_that_waits_to_mark_a_place_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, said = [0.0], list[Exception]()
+    watch = Watch(0, 10.0, _Board(), lambda: 0, said.append, lambda: now[0])
+    events = _Event(), _Event()
+    marks: Any = mailboxes._Marks(torch.device("cpu"), watch, itertools.cycle(events))  # type: ignore[arg-type]
+    monkeypatch.setattr(mailboxes, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+    def wait() -> None:
+        now[0] += 11.0
+        watch.look()
+
+    for event in events:
+        marks.mark()
+        assert said == []
+        event.during = wait
+    marks.mark()
+    assert len(said) == 1
