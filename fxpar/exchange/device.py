@@ -111,15 +111,26 @@ class DeviceMailbox(Mailbox):
 
     def sum_of_two(self, buffer: int, x: Tensor) -> Tensor:
         """By one kernel, on the current stream."""
-        from fxpar.exchange.push_kernels import FLAGS, push_sum
+        from fxpar.exchange.push_kernels import push_sum
+
+        return push_sum(x, *self._ends(buffer, x))
+
+    def rows_of_two(self, buffer: int, x: Tensor, text: str, operands: Sequence[Tensor]) -> list[Tensor]:
+        """By one kernel too."""
+        from fxpar.exchange.push_rows import push_rows
+
+        return push_rows(text, x, *self._ends(buffer, x), operands)
+
+    def _ends(self, buffer: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Memory like `x` of the other rank and of this one, and the flags of both."""
+        from fxpar.exchange.push_kernels import FLAGS
 
         (other,) = self.others
         if buffer not in self._flags:
             areas = self.areas(-buffer, FLAGS * _WORD)
             self._flags[buffer] = [each[: FLAGS * _WORD].view(torch.int32) for each in areas]
         flags = self._flags[buffer]
-        there, here = self.whole(other, buffer, x), self.whole(self.rank, buffer, x)
-        return push_sum(x, there, here, flags[other], flags[self.rank])
+        return self.whole(other, buffer, x), self.whole(self.rank, buffer, x), flags[other], flags[self.rank]
 
     @property
     def _stream(self) -> int:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from fxpar.errors import InputError
+from fxpar.exchange.row_programs import read
 
 # Bytes in which areas begin and grow; any element type is aligned there.
 _GRAIN = 1 << 12
@@ -160,6 +161,16 @@ class Mailbox(ABC):
         self.join(buffer)
         self.wait(other, buffer, 0)
         return x + self.whole(self.rank, buffer, x)
+
+    def rows_of_two(self, buffer: int, x: Tensor, text: str, operands: Sequence[Tensor]) -> list[Tensor]:
+        """What a `RowProgram` gives of that sum.
+
+        Args:
+            x: [rows, width].
+            text: of the program.
+            operands: of it.
+        """
+        return read(text).run(self.sum_of_two(buffer, x.view(-1)).view(x.shape), operands)
 
     def close(self) -> None:
         """Frees the areas, when nothing that this rank was asked for is under way any more."""

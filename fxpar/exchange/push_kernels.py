@@ -19,7 +19,9 @@ from torch import Tensor
 # multiprocessors, they end.
 SENDING, ADDING = 128, 128
 # Chunks, each of which has a flag: few, since a program waits until all of its chunk is there before it raises it.
-FLAGS = 768
+CHUNKS = 768
+# Words for flags of a buffer; more than this module needs (`push_rows`).
+FLAGS = 4096
 BLOCK, WARPS = 8192, 16
 
 
@@ -68,7 +70,7 @@ def push_sum(x: Tensor, there: Tensor, here: Tensor, flags_there: Tensor, flags_
         flags_there, flags_here: int32[FLAGS] of both, zero before and behind.
     """
     out = torch.empty_like(x)
-    blocks = triton.cdiv(x.numel(), FLAGS * BLOCK)
+    blocks = triton.cdiv(x.numel(), CHUNKS * BLOCK)
     chunks = triton.cdiv(x.numel(), blocks * BLOCK)
     _push_sum_kernel[(SENDING + ADDING,)](
         x,

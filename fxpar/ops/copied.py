@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fxpar.exchange.mailbox import Mailbox, mailbox, slot
+from fxpar.exchange.row_programs import Extent, read
 from fxpar.ops import collectives as c
 from fxpar.ops.bound import Pieces
 from fxpar.ops.torch_operators import torch_operator
@@ -187,6 +188,40 @@ def one_shot_sum(x: Tensor, name: str, buffer: int) -> Tensor:
 @one_shot_sum.register_fake
 def _of_one_shot(x: Tensor, name: str, buffer: int) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@torch_operator("one_shot_rows")
+def one_shot_rows(x: Tensor, operands: Sequence[Tensor], program: str, name: str, buffer: int) -> list[Tensor]:
+    """What is computed of the rows of a sum over two ranks, with the sum in one call (`fxpar.exchange.row_programs`).
+
+    Args:
+        x: [..., width], not empty.
+        operands: of the program, [..., width], [..., 1] or of `width` elements.
+        program: its text.
+
+    Returns:
+        [rows, width] or [rows, 1] each.
+    """
+    line = mailbox(name)
+    line.begin(buffer)
+    given = _operands(operands, program)
+    found = line.rows_of_two(buffer, x.contiguous().view(-1, x.shape[-1]), program, given)
+    if line.poisons:
+        line.areas(buffer, x.nbytes)[line.rank].fill_(0xFF)
+    line.end(buffer)
+    return found
+
+
+@one_shot_rows.register_fake
+def _of_rows(x: Tensor, operands: Sequence[Tensor], program: str, name: str, buffer: int) -> list[Tensor]:
+    total = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return read(program).run(total.view(-1, x.shape[-1]), _operands(operands, program))
+
+
+def _operands(operands: Sequence[Tensor], program: str) -> list[Tensor]:
+    known = read(program)
+    shapes = {Extent.FULL: (-1, known.width), Extent.ROW: (-1, 1), Extent.COLUMN: (known.width,)}
+    return [x.contiguous().view(shapes[extent]) for x, extent in zip(operands, known.operands, strict=True)]
 
 
 @take_copies.register_fake

@@ -51,9 +51,7 @@ def _without_gradients(name: str, function: Callable[_P, _R]) -> Callable[_P, _R
 
     @functools.wraps(function)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        if torch.is_grad_enabled() and any(
-            isinstance(x, Tensor) and x.requires_grad for x in (*args, *kwargs.values())
-        ):
+        if torch.is_grad_enabled() and any(map(_asks, (*args, *kwargs.values()))):
             raise InputError(
                 "an operand asks for a gradient, and the operator has none",
                 where=f"fxpar::{name}",
@@ -62,6 +60,12 @@ def _without_gradients(name: str, function: Callable[_P, _R]) -> Callable[_P, _R
         return function(*args, **kwargs)
 
     return run
+
+
+def _asks(x: object) -> bool:
+    if isinstance(x, Tensor):
+        return x.requires_grad
+    return isinstance(x, (list, tuple)) and any(map(_asks, x))
 
 
 def torch_operator(name: str) -> Callable[[Callable[_P, _R]], TorchOperator[_P, _R]]:

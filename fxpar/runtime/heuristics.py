@@ -29,7 +29,12 @@ _ROW = 4096
 
 _ops = torch.ops.fxpar
 # Operators that wait for other ranks.
-_WAITING = (_ops.take_copies.default, _ops.arrived.default, _ops.one_shot_sum.default)
+_WAITING = (
+    _ops.take_copies.default,
+    _ops.arrived.default,
+    _ops.one_shot_sum.default,
+    _ops.one_shot_rows.default,
+)
 # Of each graph that is compiled, the names of its waits; and by what a send gives, the name of what it sends.
 _WAITS: weakref.WeakKeyDictionary[Any, frozenset[str]] = weakref.WeakKeyDictionary()
 _SENT: weakref.WeakKeyDictionary[Any, dict[str, str]] = weakref.WeakKeyDictionary()

@@ -2,34 +2,97 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
 import pytest
 import torch
 from torch import Tensor
 
+from fxpar.exchange.row_programs import Extent, RowProgram, RowStep
+
 pytestmark = pytest.mark.gpu
 
+# Of a rank: its tensor, the other's memory and its own, and the flags of both.
+Sum = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], list[Tensor]]
 
-@pytest.mark.parametrize("size", [1, 8191, 8192, 8193, 1_000_003, 12_582_912])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64, torch.int64], ids=str)
-def test_both_ranks_have_the_same_sum(size: int, dtype: torch.dtype) -> None:
-    from fxpar.exchange.push_kernels import FLAGS, push_sum
 
-    device = torch.device("cuda")
-    values = [(torch.randn(size, device=device) * 9).to(dtype) for _ in range(2)]
-    areas = [[torch.full((size,), -7, device=device, dtype=dtype) for _ in range(2)] for _ in range(2)]
+def summed(values: list[Tensor], run: Sum) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+    """What both ranks have, of some sums of the same values one after the other."""
+    from fxpar.exchange.push_kernels import FLAGS
+
+    device, size = values[0].device, values[0].numel()
+    areas = [[torch.full((size,), -7, device=device, dtype=values[0].dtype) for _ in range(2)] for _ in range(2)]
     flags = [[torch.zeros(FLAGS, device=device, dtype=torch.int32) for _ in range(2)] for _ in range(2)]
     streams = [torch.cuda.Stream() for _ in range(2)]
     torch.cuda.synchronize()
-    found: list[list[Tensor]] = [[], []]
+    found: list[list[list[Tensor]]] = [[], []]
     for _ in range(3):  # two buffers in turn, as a chain of sums has them
         for turn in range(2):
             for rank, stream in enumerate(streams):
                 here, there = areas[turn][rank], areas[turn][1 - rank]
                 with torch.cuda.stream(stream):
-                    made = push_sum(values[rank], there, here, flags[turn][1 - rank], flags[turn][rank])
-                    found[rank].append(made)
+                    found[rank].append(run(values[rank], there, here, flags[turn][1 - rank], flags[turn][rank]))
     torch.cuda.synchronize()
-    for own, other in zip(*found, strict=True):
-        assert torch.equal(own, other)
-        assert torch.equal(own, values[0] + values[1])
     assert not any(bool(flag.any()) for both in flags for flag in both)
+    yield from zip(*found, strict=True)
+
+
+@pytest.mark.parametrize("size", [1, 8191, 8192, 8193, 1_000_003, 12_582_912])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64, torch.int64], ids=str)
+def test_both_ranks_have_the_same_sum(size: int, dtype: torch.dtype) -> None:
+    from fxpar.exchange.push_kernels import push_sum
+
+    values = [(torch.randn(size, device="cuda") * 9).to(dtype) for _ in range(2)]
+    for own, other in summed(values, lambda *ends: [push_sum(*ends)]):
+        assert torch.equal(own[0], other[0])
+        assert torch.equal(own[0], values[0] + values[1])
+
+
+def norm(width: int, kind: torch.dtype, wide: torch.dtype) -> RowProgram:
+    """A bias and a residual, the norm of their sum with weight and bias, and what a backward takes."""
+    full, row = Extent.FULL, Extent.ROW
+    steps = [
+        RowStep("add", (0, 1), kind, full),
+        RowStep("add", (6, 2), kind, full),
+        RowStep("to", (7,), wide, full),
+        RowStep("var", (8, 0.0), wide, row),
+        RowStep("mean", (8,), wide, row),
+        RowStep("add", (9, 1e-5), wide, row),
+        RowStep("rsqrt", (11,), wide, row),
+        RowStep("sub", (8, 10), wide, full),
+        RowStep("mul", (13, 12), wide, full),
+        RowStep("mul", (14, 3), wide, full),
+        RowStep("add", (15, 4), wide, full),
+        RowStep("to", (16,), kind, full),
+        RowStep("sum", (17,), kind, row),
+        RowStep("mul", (17, 5), kind, full),
+    ]
+    operands = (Extent.COLUMN, full, Extent.COLUMN, Extent.COLUMN, row)
+    return RowProgram(width, operands, tuple(steps), (7, 10, 12, 17, 18, 19))
+
+
+ROWS = [(1, 2), (7, 24), (1000, 1536), (8192, 1536), (513, 4096), (8500, 4096), (770, 8191), (5000, 3)]
+
+
+@pytest.mark.parametrize(("rows", "width"), ROWS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_rows_of_sums(rows: int, width: int, dtype: torch.dtype) -> None:
+    from fxpar.exchange.push_rows import push_rows
+
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    program = norm(width, dtype, wide)
+    values = [torch.randn(rows, width, device="cuda").to(dtype) for _ in range(2)]
+    shapes = {Extent.FULL: (rows, width), Extent.ROW: (rows, 1), Extent.COLUMN: (width,)}
+    operands = [torch.randn(shapes[extent], device="cuda").to(dtype) for extent in program.operands]
+    reference = program.run(values[0] + values[1], operands)
+
+    def run(x: Tensor, *ends: Tensor) -> list[Tensor]:
+        there, here, flags_there, flags_here = ends
+        return push_rows(program.text, x, there, here, flags_there, flags_here, operands)
+
+    for own, other in summed(values, run):
+        for one, two, known in zip(own, other, reference, strict=True):
+            assert torch.equal(one, two)
+            assert one.dtype == known.dtype
+            near = {torch.bfloat16: 3e-2, torch.float32: 1e-3, torch.float64: 1e-9}[dtype]
+            torch.testing.assert_close(one, known, rtol=near, atol=near * max(width**0.5, 1))

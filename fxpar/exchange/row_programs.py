@@ -1,0 +1,141 @@
+"""What is computed of each row of a sum: additions, products and norms, as a text that a kernel is made of.
+
+Enters: operations on rows. Leaves: a `RowProgram`, written as JSON and read again, and computed by torch's operators,
+which is what a kernel of it must give.
+
+Terms: a value is *full*, [rows, width], or has one number for each *row*, [rows, 1], or for each *column*, [width].
+Value 0 is the sum, then come the operands and then what each step gives.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cache
+
+import torch
+from torch import Tensor
+
+
+class Extent(StrEnum):
+    """How many numbers a value has."""
+
+    FULL = "full"
+    ROW = "row"
+    COLUMN = "column"
+
+
+@dataclass(frozen=True)
+class RowStep:
+    """One operation.
+
+    Attributes:
+        name: of it, a key of `POINTWISE` or `REDUCTIONS`.
+        operands: numbers of values, and numbers as such (float).
+        dtype: of what it gives, to which it is rounded.
+        extent: of what it gives.
+    """
+
+    name: str
+    operands: tuple[int | float, ...]
+    dtype: torch.dtype
+    extent: Extent
+
+
+@dataclass(frozen=True)
+class RowProgram:
+    """Steps on rows.
+
+    Attributes:
+        width: elements of a row.
+        operands: extents of what comes besides the sum.
+        steps: in order.
+        results: numbers of the values that are wanted, none of which is a column.
+    """
+
+    width: int
+    operands: tuple[Extent, ...]
+    steps: tuple[RowStep, ...]
+    results: tuple[int, ...]
+
+    @property
+    def text(self) -> str:
+        """As JSON."""
+        steps = [
+            [s.name, [a if isinstance(a, int) else {"number": a} for a in s.operands], _word(s.dtype), s.extent]
+            for s in self.steps
+        ]
+        return json.dumps([self.width, self.operands, steps, self.results], separators=(",", ":"))
+
+    def extent(self, value: int) -> Extent:
+        """Of a value."""
+        if value <= len(self.operands):
+            return Extent.FULL if value == 0 else self.operands[value - 1]
+        return self.steps[value - 1 - len(self.operands)].extent
+
+    def dtype(self, value: int, total: torch.dtype, operands: Sequence[torch.dtype]) -> torch.dtype:
+        """Of a value, where the sum and the operands are of these types."""
+        if value <= len(self.operands):
+            return (total, *operands)[value]
+        return self.steps[value - 1 - len(self.operands)].dtype
+
+    def run(self, total: Tensor, operands: Sequence[Tensor]) -> list[Tensor]:
+        """The results.
+
+        Args:
+            total: [rows, width], the sum.
+            operands: [rows, width], [rows, 1] or [width].
+        """
+        values = [total, *operands]
+        for step in self.steps:
+            given = [values[a] if isinstance(a, int) else a for a in step.operands]
+            made = (POINTWISE.get(step.name) or REDUCTIONS[step.name])(*given)
+            values.append(made.to(step.dtype))
+        # Each in memory of its own, as a kernel gives it.
+        return [values[i] if i > len(operands) else values[i].clone() for i in self.results]
+
+
+# By name, in torch's operators.
+POINTWISE: dict[str, Callable[..., Tensor]] = {
+    "add": torch.add,
+    "sub": torch.sub,
+    "mul": torch.mul,
+    "div": torch.div,
+    "neg": torch.neg,
+    "rsqrt": torch.rsqrt,
+    "sqrt": torch.sqrt,
+    "reciprocal": torch.reciprocal,
+    "square": torch.square,
+    "to": lambda x: x,
+}
+REDUCTIONS: dict[str, Callable[..., Tensor]] = {
+    "sum": lambda x: x.sum(-1, keepdim=True),
+    "mean": lambda x: x.mean(-1, keepdim=True),
+    "var": lambda x, correction: x.var(-1, correction=correction, keepdim=True),
+}
+
+
+@cache
+def read(text: str) -> RowProgram:
+    """The program that a text says."""
+    width, operands, steps, results = json.loads(text)
+    return RowProgram(
+        width,
+        tuple(map(Extent, operands)),
+        tuple(
+            RowStep(
+                name,
+                tuple(a["number"] if isinstance(a, dict) else a for a in given),
+                getattr(torch, word),
+                Extent(extent),
+            )
+            for name, given, word, extent in steps
+        ),
+        tuple(results),
+    )
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

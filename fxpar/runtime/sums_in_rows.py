@@ -1,0 +1,262 @@
+"""Sums over two ranks take what is computed of their rows into their kernel.
+
+Enters: the graph of a forward or of a backward, as Inductor gets it, of static shapes. Leaves: it; where a sum in one
+shot is followed by a residual connection or a norm, one call stands for all of it (`fxpar.exchange.row_programs`).
+
+What belongs to a sum: in order, each operation on rows that reads one of the group, if all else that it reads was there
+before the sum. So no call is moved, and nothing of the group waits for what waits for the group.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxpar.exchange.row_programs import Extent, RowProgram, RowStep
+
+aten, prims = torch.ops.aten, torch.ops.prims
+_ops = torch.ops.fxpar
+
+# Elements of a row that a kernel holds at once, and values as large as the sum that it reads and writes besides.
+_WIDEST, _MOST = 8192, 3
+_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+_POINTWISE: dict[Any, str] = {
+    aten.add.Tensor: "add",
+    aten.sub.Tensor: "sub",
+    aten.mul.Tensor: "mul",
+    aten.div.Tensor: "div",
+    aten.neg.default: "neg",
+    aten.rsqrt.default: "rsqrt",
+    aten.sqrt.default: "sqrt",
+    aten.reciprocal.default: "reciprocal",
+    prims.convert_element_type.default: "to",
+}
+_VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
+# Behind the sum they may stand in front of it: of no cost, or small.
+_EARLIER = (*_VIEWS, aten.unsqueeze.default, aten.expand.default, prims.convert_element_type.default)
+
+
+def sums_in_rows(graph: fx.Graph) -> int:
+    """Puts what belongs to sums into their calls; gives how many sums have taken something."""
+    taken = 0
+    for node in list(graph.nodes):
+        if node.target is _ops.one_shot_sum.default and _is_taken(node):
+            taken += _Group(node).replace()
+    if taken:
+        graph.lint()
+    return taken
+
+
+def _is_taken(total: fx.Node) -> bool:
+    held = total.meta.get("val")
+    if not isinstance(held, Tensor) or held.dtype not in _TYPES or held.dim() < 1:
+        return False
+    if not all(isinstance(size, int) for size in held.shape):
+        return False
+    return held.numel() > 0 and 2 <= held.shape[-1] <= _WIDEST
+
+
+@dataclass
+class _Group:
+    """A sum and what belongs to it; values are numbered as in `RowProgram`, but operands from -1 down."""
+
+    total: fx.Node
+    values: dict[fx.Node, int] = field(default_factory=dict)
+    moments: dict[fx.Node, tuple[int, int]] = field(default_factory=dict)
+    operands: list[tuple[fx.Node, Extent]] = field(default_factory=list)
+    steps: list[RowStep] = field(default_factory=list)
+    moved: list[fx.Node] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.shape = tuple(self.total.meta["val"].shape)
+        self.width, self.rows = self.shape[-1], prod(self.shape[:-1])
+        self.values[self.total] = 0
+        self.early = set[fx.Node]()
+        is_behind = False
+        for node in list(self.total.graph.nodes):
+            if node is self.total:
+                is_behind = True
+            elif not is_behind:
+                self.early.add(node)
+            elif node.op == "call_function":
+                self._look(node)
+
+    def _look(self, node: fx.Node) -> None:
+        reads = node.all_input_nodes
+        if not any(read in self.values or read in self.moments for read in reads):
+            if node.target in _EARLIER and all(read in self.early for read in reads) and self._is_light(node):
+                self.early.add(node)
+                self.moved.append(node)
+        elif all(read in self.values or read in self.moments or read in self.early for read in reads):
+            self._take(node)
+
+    def _is_light(self, node: fx.Node) -> bool:
+        held = node.meta.get("val")
+        return isinstance(held, Tensor) and (node.target in _VIEWS or held.numel() <= self.width)
+
+    def _take(self, node: fx.Node) -> None:
+        """Makes a node one of the group, if it can be."""
+        if node.target is operator.getitem:
+            if node.args[0] in self.moments:
+                self.values[node] = self.moments[node.args[0]][node.args[1]]  # type: ignore[index]
+            return
+        if node.target in _VIEWS:
+            if self._extent(node) is self._extent(node.args[0]) is not None:
+                self.values[node] = self.values[node.args[0]]  # type: ignore[index]
+            return
+        if node.target is aten.var_mean.correction:
+            self._take_moments(node)
+        elif node.target in (aten.mean.dim, aten.sum.dim_IntList):
+            if self._is_along_rows(node) and not set(node.kwargs) - {"dtype"}:
+                name = "mean" if node.target is aten.mean.dim else "sum"
+                self._reduce(node, name)
+        elif node.target is aten.pow.Tensor_Scalar:
+            if node.args[1] == 2:
+                self._compute(node, "square", node.args[:1])
+        elif node.target in _POINTWISE and not node.kwargs:
+            is_cast = node.target is prims.convert_element_type.default
+            self._compute(node, _POINTWISE[node.target], node.args[:1] if is_cast else node.args)
+
+    def _compute(self, node: fx.Node, name: str, args: tuple[Any, ...]) -> None:
+        extent, held = self._extent(node), node.meta["val"]
+        if extent is None:
+            return
+        before = len(self.operands)
+        given: list[int | float] = []
+        for arg in args:
+            value = self._operand(arg, held)
+            if value is None:
+                del self.operands[before:]
+                return
+            given.append(value)
+        if sum(kind is Extent.FULL for _, kind in self.operands) > _MOST:
+            del self.operands[before:]
+            return
+        self.values[node] = self._step(name, given, held.dtype, extent)
+
+    def _operand(self, arg: Any, result: Tensor) -> int | float | None:
+        """The value that an argument is, a number as such; None where a program of rows cannot read it."""
+        if isinstance(arg, (int, float)) and not isinstance(arg, bool):
+            return float(arg)
+        if not isinstance(arg, fx.Node):
+            return None
+        if arg in self.values:
+            return self.values[arg]
+        known = next((i for i, (node, _) in enumerate(self.operands) if node is arg), None)
+        if known is not None:
+            return -1 - known
+        held = arg.meta.get("val")
+        if not isinstance(held, Tensor) or held.dtype not in _TYPES or held.device != result.device:
+            return None
+        shape = tuple(held.shape)
+        if shape == tuple(result.shape) and self._extent(arg) is Extent.FULL:
+            extent = Extent.FULL
+        elif held.numel() == self.width and shape[-1:] == (self.width,):
+            extent = Extent.COLUMN
+        elif shape == (*result.shape[:-1], 1) and held.numel() == self.rows:
+            extent = Extent.ROW
+        else:
+            return None
+        self.operands.append((arg, extent))
+        return -len(self.operands)
+
+    def _extent(self, node: Any) -> Extent | None:
+        """Of what has the sum's rows; None of other shapes and types."""
+        held = node.meta.get("val")
+        if not isinstance(held, Tensor) or held.dtype not in _TYPES or held.dim() < 1:
+            return None
+        if not all(isinstance(size, int) for size in held.shape):
+            return None
+        if held.shape[-1] == self.width and held.numel() == self.width * self.rows:
+            return Extent.FULL
+        return Extent.ROW if held.shape[-1] == 1 and held.numel() == self.rows else None
+
+    def _is_along_rows(self, node: fx.Node) -> bool:
+        dims, held = node.args[1], node.args[0].meta["val"]  # type: ignore[union-attr]
+        kept = len(node.args) > 2 and node.args[2] is True
+        return kept and isinstance(dims, (list, tuple)) and [d % held.dim() for d in dims] == [held.dim() - 1]
+
+    def _reduce(self, node: fx.Node, name: str) -> None:
+        if node.args[0] in self.values and self._extent(node.args[0]) is Extent.FULL:
+            held = node.meta["val"]
+            self.values[node] = self._step(name, [self.values[node.args[0]]], held.dtype, Extent.ROW)  # type: ignore[index]
+
+    def _take_moments(self, node: fx.Node) -> None:
+        """Variance and mean."""
+        x, dims = node.args[0], node.args[1] if len(node.args) > 1 else None
+        correction = node.kwargs.get("correction", 1)
+        kept, held = node.kwargs.get("keepdim") is True, x.meta["val"]  # type: ignore[union-attr]
+        if not kept or not isinstance(dims, (list, tuple)) or [d % held.dim() for d in dims] != [held.dim() - 1]:
+            return
+        if x not in self.values or self._extent(x) is not Extent.FULL or not isinstance(correction, (int, float)):
+            return
+        value, kind = self.values[x], held.dtype  # type: ignore[index]
+        var = self._step("var", [value, float(correction)], kind, Extent.ROW)
+        self.moments[node] = var, self._step("mean", [value], kind, Extent.ROW)
+
+    def _step(self, name: str, given: list[int | float], dtype: torch.dtype, extent: Extent) -> int:
+        self.steps.append(RowStep(name, tuple(given), dtype, extent))
+        return len(self.steps)
+
+    def replace(self) -> bool:
+        """Puts one call in place of the group, if it has something to read less often."""
+        outside = self._wanted()
+        results = sorted({self.values[node] for node in outside})
+        full = sum(value == 0 or self.steps[value - 1].extent is Extent.FULL for value in results)
+        reads = any(extent is Extent.FULL for _, extent in self.operands)
+        if not (reads or any(step.extent is Extent.ROW for step in self.steps)) or full > _MOST:
+            return False
+        graph, x = self.total.graph, self.total.args[0]
+        for node in self.moved:
+            self.total.prepend(node)
+        program = self._program(results)
+        given = (x, [node for node, _ in self.operands], program.text, *self.total.args[1:])
+        with graph.inserting_before(self.total):
+            call = _made(graph, _ops.one_shot_rows.default, given)
+            parts = {value: _made(graph, operator.getitem, (call, i)) for i, value in enumerate(results)}
+            seen: dict[tuple[int, tuple[int, ...]], fx.Node] = {}
+            for node in outside:
+                key = self.values[node], tuple(node.meta["val"].shape)
+                if key not in seen:
+                    seen[key] = _made(graph, aten.view.default, (parts[key[0]], list(key[1])))
+                node.replace_all_uses_with(seen[key], delete_user_cb=lambda user: user not in self._members)
+        for node in reversed(list(graph.nodes)):
+            if node in self._members and not node.users:
+                graph.erase_node(node)
+        return True
+
+    @property
+    def _members(self) -> set[fx.Node]:
+        return {*self.values, *self.moments}
+
+    def _wanted(self) -> list[fx.Node]:
+        """Those of the group that others read."""
+        members = self._members
+        return [node for node in self.values if any(user not in members for user in node.users)]
+
+    def _program(self, results: list[int]) -> RowProgram:
+        count = len(self.operands)
+
+        def number(value: int | float) -> int | float:
+            if isinstance(value, float) or value == 0:
+                return value
+            return -value if value < 0 else value + count
+
+        steps = tuple(RowStep(s.name, tuple(map(number, s.operands)), s.dtype, s.extent) for s in self.steps)
+        kept = tuple(int(number(value)) for value in results)
+        return RowProgram(self.width, tuple(extent for _, extent in self.operands), steps, kept)
+
+
+def _made(graph: fx.Graph, target: Callable[..., Any], args: tuple[Any, ...]) -> fx.Node:
+    """A call, with the value that it gives of its operands' fakes."""
+    node = graph.call_function(target, args)
+    given = fx.map_arg(args, lambda each: each.meta["val"])
+    node.meta["val"] = target(*given)
+    return node

@@ -1,0 +1,166 @@
+"""Sums in one shot take residual connections and norms into their call, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._inductor.utils import fresh_cache
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+
+from fxpar.exchange.row_programs import Extent, RowProgram, RowStep, read
+from fxpar.ops import copied
+from fxpar.plan.plan import Plan
+from fxpar.runtime import inductor
+from fxpar.runtime.inductor import Inductor
+from fxpar.runtime.sums_in_rows import sums_in_rows
+from tests.runtime.test_sent import NAME, Pair, pair
+
+__all__ = ["pair"]  # a fixture
+
+Step = Callable[..., list[Tensor]]
+WIDTH = 24
+
+
+def total(x: Tensor) -> Tensor:
+    return copied.sum_in_one_shot(x, NAME, 1)
+
+
+def residual(x: Tensor, r: Tensor, w: Tensor, b: Tensor) -> list[Tensor]:
+    return [(total(x) + b).view(r.shape) + r]
+
+
+def layer_norm(x: Tensor, r: Tensor, w: Tensor, b: Tensor) -> list[Tensor]:
+    kept = (total(x) + b).view(r.shape) + r
+    return [kept, F.layer_norm(kept, (WIDTH,), w, b, 1e-3) @ torch.outer(w, b)]
+
+
+def native(x: Tensor, r: Tensor, w: Tensor, b: Tensor) -> list[Tensor]:
+    return [*torch.native_layer_norm(total(x), (WIDTH,), w, b, 1e-3)]  # with what a backward takes
+
+
+def rms_norm(x: Tensor, r: Tensor, w: Tensor, b: Tensor) -> list[Tensor]:
+    """As Llama has it."""
+    kept = r + total(x).view(r.shape)
+    wide = kept.to(torch.float32)
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-3)
+    return [kept, w * wide.to(kept.dtype)]
+
+
+def centred(x: Tensor, r: Tensor, w: Tensor, b: Tensor) -> list[Tensor]:
+    """Unbiased, and a sum of the row."""
+    held = total(x)
+    return [held, (held - held.mean(-1, keepdim=True)) / held.std(-1, keepdim=True), held.sum(-1, keepdim=True)]
+
+
+def functional_rms_norm(x: Tensor, r: Tensor, w: Tensor, b: Tensor) -> list[Tensor]:
+    return [F.rms_norm(total(x) + r.view(x.shape), (WIDTH,), w, 1e-3)]
+
+
+def of_a_row(x: Tensor, r: Tensor, w: Tensor, b: Tensor) -> list[Tensor]:
+    """Also takes a number of each row that was there before."""
+    scale = r.view(x.shape).amax(-1, keepdim=True)
+    return [total(x) * scale - r.view(x.shape)]
+
+
+def twice(x: Tensor, r: Tensor, w: Tensor, b: Tensor) -> list[Tensor]:
+    """Two sums, of which the second one takes what the first one's group gives."""
+    first = total(x) + r.view(x.shape)
+    second = copied.sum_in_one_shot(F.layer_norm(first, (WIDTH,)) @ torch.outer(w, b), NAME, 2)
+    return [F.layer_norm(second + first, (WIDTH,), w)]
+
+
+def relu(x: Tensor, r: Tensor, w: Tensor, b: Tensor) -> list[Tensor]:
+    return [total(x).relu() + r.view(x.shape)]
+
+
+def bias(x: Tensor, r: Tensor, w: Tensor, b: Tensor) -> list[Tensor]:
+    return [(total(x) + b) * 3]
+
+
+def over_columns(x: Tensor, r: Tensor, w: Tensor, b: Tensor) -> list[Tensor]:
+    return [F.layer_norm(total(x).t(), (x.shape[0],))]
+
+
+def later(x: Tensor, r: Tensor, w: Tensor, b: Tensor) -> list[Tensor]:
+    """What it is added to comes behind another sum."""
+    held = total(x)
+    other = copied.sum_in_one_shot(r.view(x.shape), NAME, 2)
+    return [held + other.relu()]
+
+
+def positions(x: Tensor, r: Tensor, w: Tensor, b: Tensor) -> list[Tensor]:
+    """What is added is the same for each batch."""
+    return [total(x).view(r.shape) + r[0]]
+
+
+TAKEN: list[tuple[Step, int]] = [
+    (residual, 1),
+    (layer_norm, 1),
+    (native, 1),
+    (rms_norm, 1),
+    (centred, 1),
+    (functional_rms_norm, 1),
+    (of_a_row, 1),
+    (twice, 2),
+    (relu, 0),
+    (bias, 0),
+    (over_columns, 0),
+    (later, 0),
+    (positions, 0),
+]
+
+
+def compiled(step: Step, values: Sequence[Tensor], monkeypatch: pytest.MonkeyPatch) -> tuple[Sequence[Tensor], int]:
+    """What the compiled step gives, and how many sums have taken something."""
+    taken: list[int] = []
+
+    def counted(graph: Any) -> int:
+        taken.append(before(graph))
+        return taken[-1]
+
+    before = sums_in_rows
+    monkeypatch.setattr(inductor, "sums_in_rows", counted)
+    with FakeTensorMode() as mode:
+        fakes = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype) for x in values]
+    with fresh_cache():
+        run = Inductor(Plan()).alone(step, fakes, mode, backward=False)
+    return run([*values]), sum(taken)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("step", "count"), TAKEN, ids=[step.__name__ for step, _ in TAKEN])
+def test_what_is_taken(pair: Pair, monkeypatch: pytest.MonkeyPatch, step: Step, count: int, dtype: torch.dtype) -> None:
+    shapes = [(10, WIDTH), (2, 5, WIDTH), (WIDTH,), (WIDTH,)]
+    values = [torch.randn(shape).to(dtype) for shape in shapes]
+    found, taken = compiled(step, values, monkeypatch)
+    assert taken == count
+    for own, other in zip(found, step(*values), strict=True):
+        assert own.shape == other.shape
+        assert own.dtype == other.dtype
+        near = {torch.float64: 1e-12, torch.float32: 1e-2, torch.bfloat16: 6e-2}[own.dtype]
+        torch.testing.assert_close(own, other, rtol=near, atol=near)
+
+
+def test_one_that_lies_across(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = [torch.randn(WIDTH, 10).t(), torch.randn(5, 2, WIDTH).transpose(0, 1), torch.randn(WIDTH)]
+
+    def step(x: Tensor, r: Tensor, b: Tensor) -> list[Tensor]:
+        return [F.layer_norm(total(x).view(r.shape) + r, (WIDTH,), b)]
+
+    found, taken = compiled(step, values, monkeypatch)
+    assert taken == 1
+    torch.testing.assert_close(list(found), step(*values))
+
+
+def test_a_program_is_read_as_it_was_written() -> None:
+    kind, row = torch.bfloat16, Extent.ROW
+    steps = (RowStep("add", (0, 1), kind, Extent.FULL), RowStep("var", (4, 1.0), torch.float32, row))
+    program = RowProgram(24, (Extent.FULL, row, Extent.COLUMN), steps, (0, 5))
+    assert read(program.text) == program
+    assert (program.extent(3), program.extent(5)) == (Extent.COLUMN, row)
+    assert program.dtype(5, kind, (kind, kind, kind)) == torch.float32
