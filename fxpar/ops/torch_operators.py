@@ -9,7 +9,7 @@ three more, for gradients and for checks of aliasing, and a call takes four time
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
@@ -25,9 +25,9 @@ _LIBRARY = torch.library.Library("fxpar", "FRAGMENT")
 class TorchOperator(Generic[_P, _R]):
     """An operator that is called like the function that computes it, and changes none of its operands."""
 
-    def __init__(self, name: str, function: Callable[_P, _R]) -> None:
+    def __init__(self, name: str, function: Callable[_P, _R], tags: Sequence[torch.Tag]) -> None:
         schema = torch.library.infer_schema(function, mutates_args=())
-        _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+        _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, *tags))
         _LIBRARY.impl(name, _without_gradients(name, function), "CompositeExplicitAutograd")
         self.__doc__, self._name = function.__doc__, name
         self._overload: Any = getattr(torch.ops.fxpar, name).default
@@ -68,6 +68,6 @@ def _asks(x: object) -> bool:
     return isinstance(x, (list, tuple)) and any(map(_asks, x))
 
 
-def torch_operator(name: str) -> Callable[[Callable[_P, _R]], TorchOperator[_P, _R]]:
+def torch_operator(name: str, *tags: torch.Tag) -> Callable[[Callable[_P, _R]], TorchOperator[_P, _R]]:
     """Makes `torch.ops.fxpar.<name>` of a function, whose signature says what it takes."""
-    return lambda function: TorchOperator(name, function)
+    return lambda function: TorchOperator(name, function, tags)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fxpar.ops.products import Destination
 from fxpar.runtime.placed import Placed
 from fxpar.state.sharded_parameter import leaf_of
 from fxpar.state.stage_gradient import StageGradient
@@ -50,6 +51,22 @@ class _Added:
 
 def _nothing_added() -> _Added:
     return _Added({}, False, [], Placed([]), None)
+
+
+@dataclass(frozen=True)
+class Placing:
+    """Puts gradients of these leaves into their buffers (`fxpar.runtime.calls.Place`)."""
+
+    buffers: Buffers
+    leaves: Mapping[str, Tensor]
+
+    def __call__(self, gradients: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """See `Buffers.placed`."""
+        return self.buffers.placed(self.leaves, gradients)
+
+    def destination(self, name: str) -> Destination | None:
+        """See `Buffers.destination`."""
+        return self.buffers.destination(self.leaves, name)
 
 
 class Buffers:
@@ -92,18 +109,26 @@ class Buffers:
             gradients: of some, of this rank's whole step.
         """
         found, moved, added = dict(gradients), list[str](), list[str]()
-        for name in [name for name in gradients if not leaves[name]._backward_hooks]:
-            grad = leaves[name].grad
-            if grad is None or self._is_apart(name, leaves[name]):
-                found[name] = self._buffer(name, leaves[name])
-                moved.append(name)
-            else:
-                found[name] = grad
-                added.append(name)
+        for name, gradient in gradients.items():
+            place = self.destination(leaves, name)
+            if place is None:
+                continue
+            found[name] = place.tensor
+            if place.tensor.data_ptr() != gradient.data_ptr() or not gradient.numel():  # else it was written there
+                (added if place.adds else moved).append(name)
         for names, function in ((moved, torch._foreach_copy_), (added, torch._foreach_add_)):
             if names:
                 function([found[name] for name in names], [gradients[name] for name in names])
         return found
+
+    def destination(self, leaves: Mapping[str, Tensor], name: str) -> Destination | None:
+        """Where the gradient of a parameter is to stay; None where a hook is to see it first."""
+        leaf = leaves[name]
+        if leaf._backward_hooks:
+            return None
+        if leaf.grad is None or self._is_apart(name, leaf):
+            return Destination(self._buffer(name, leaf), adds=False)
+        return Destination(leaf.grad, adds=True)
 
     def state(self, leaves: Mapping[str, Tensor], inside: bool = False) -> Hashable:
         """Equal where gradients are placed alike: over what is there or added to it, at the same addresses.

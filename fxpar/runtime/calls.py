@@ -13,12 +13,21 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from fxpar.ops.products import Destination, into
 from fxpar.runtime.parts import Part, Step
 
 Values = dict[str, Any]
 Boxed = Callable[[list[Any]], Sequence[Any]]
-# Gradients by parameter to where they are to stay.
-Place = Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
+
+
+class Place(Protocol):
+    """Where gradients are to stay."""
+
+    def __call__(self, gradients: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Puts gradients there, by parameter, but those that are there already; gives the places."""
+
+    def destination(self, name: str) -> Destination | None:
+        """Where that of a parameter may be written at once; None where something else comes first."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +101,7 @@ class Runnable(Protocol):
 
         Args:
             tangents: by name of the output.
-            place: called with gradients by parameter as soon as they are there, gives them where they are to stay.
+            place: called with gradients by parameter as soon as they are there.
         """
 
 
@@ -159,11 +168,15 @@ class StepCalls:
 
     def run_backward(self, index: int, own: Values, place: Place | None) -> None:
         """One call of the backward, behind which the gradients that are ready are placed."""
-        self.backward_calls[index](own)
-        ready = self.ready[index]
-        if place is not None and ready:
-            placed = place({fqn: own[value] for fqn, value in ready.items()})
-            own.update({value: placed[fqn] for fqn, value in ready.items()})
+        call, ready = self.backward_calls[index], self.ready[index]
+        if place is None or not ready:
+            call(own)
+            return
+        owners = {value: fqn for fqn, value in ready.items()}
+        with into([place.destination(owners[value]) if value in owners else None for value in call.gives]):
+            call(own)
+        placed = place({fqn: own[value] for fqn, value in ready.items()})
+        own.update({value: placed[fqn] for fqn, value in ready.items()})
 
     def _ready(self) -> list[dict[str, str]]:
         """Behind each call of the backward, the gradients that are there from then on, and that no later call reads.

@@ -33,6 +33,7 @@ from fxpar.program.program import output_node
 from fxpar.runtime.graphs.standin import opaque
 from fxpar.runtime.heuristics import Heuristics
 from fxpar.runtime.kept import keep_sums
+from fxpar.runtime.placed_products import place_products
 from fxpar.runtime.sums_in_rows import sums_in_rows
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
@@ -114,8 +115,11 @@ class Inductor:
 
     def _compiled(self, graph: fx.GraphModule, backward: bool) -> Boxed:
         with torch.no_grad():
-            if sums_in_rows(graph.graph):
-                graph.recompile()
+            changed = sums_in_rows(graph.graph)
+        if backward:
+            changed += place_products(graph.graph)
+        if changed:
+            graph.recompile()
         fakes = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
         # Whoever takes a result was compiled for its strides: none may be padded.
         end = output_node(graph.graph)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from fxpar.passes.reduction import COUNT
 from fxpar.program.loads import is_counted
 from fxpar.program.mixed import is_copy
 from fxpar.program.program import Parameter
-from fxpar.runtime.buffers import Buffers
+from fxpar.runtime.buffers import Buffers, Placing
 from fxpar.runtime.evaluation import Evaluation
 from fxpar.runtime.mains import Copies
 from fxpar.runtime.microbatches import Microbatch, Ran
@@ -205,7 +204,7 @@ class Runner:
         steps.check_whole(step)
         state_of_gradients = self._buffers.state(leaves) if whole else None
         pending = steps.run(sizes, step, values, whole=whole, gradients=state_of_gradients, rows=call.rows)
-        place = partial(self._buffers.placed, leaves) if whole else None
+        place = Placing(self._buffers, leaves) if whole else None
         found = pending.backward({name: tangent(pending.outputs)}, whole=whole, place=place)
         if whole:
             return Ran(pending.outputs, {}, lambda total: found, step.signature)

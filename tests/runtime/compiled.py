@@ -156,7 +156,7 @@ def beside(code: str) -> list[int]:
             assert sent is not None, line
             under_way[sent[1]] = len(found)
             found.append(0)
-        elif "extern_kernels." in line and "mm(" in line:
+        elif re.search(r"extern_kernels\.\w*mm\(|= torch\.ops\.fxpar\.placed_product", line):
             for index in under_way.values():
                 found[index] += 1
     assert not under_way

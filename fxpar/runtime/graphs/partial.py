@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fxpar.errors import InputError
+from fxpar.ops.products import Destination
 from fxpar.runtime.calls import ForwardCalls, Place, StepCalls, UnitCall, Values
 from fxpar.runtime.graphs.pool import Flight, Pool, Recording
 
@@ -180,7 +181,7 @@ class GraphedStep:
             self._own.update({names[name]: static for name, static in self._tangents.tensors.items()})
             calls = self._calls.backward_calls
             there: list[Tensor] = []
-            noting = None if place is None else partial(noted, place, there)
+            noting = None if place is None else Noting(place, there)
             self._backward = Replayed(
                 self._pool, calls, self._own, lambda index, values: self._calls.run_backward(index, values, noting)
             )
@@ -208,11 +209,22 @@ class GraphedStep:
         self._results, self._own, self._found, self._placed = {}, {}, {}, []
 
 
-def noted(place: Place, there: list[Tensor], gradients: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Places gradients, and notes which are `there`, where they stay; what is left to hooks stays in the pool."""
-    found = place(gradients)
-    there += [value for name, value in found.items() if value is not gradients[name]]
-    return found
+@dataclass(frozen=True)
+class Noting:
+    """Puts gradients where `place` does, and notes which are `there`; what is left to hooks stays in the pool."""
+
+    place: Place
+    there: list[Tensor]
+
+    def __call__(self, gradients: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """See `Place`."""
+        found = self.place(gradients)
+        self.there.extend(value for name, value in found.items() if self.destination(name) is not None)
+        return found
+
+    def destination(self, name: str) -> Destination | None:
+        """See `Place`."""
+        return self.place.destination(name)
 
 
 def copied(found: Mapping[str, Tensor], placed: Sequence[Tensor]) -> dict[str, Tensor]:

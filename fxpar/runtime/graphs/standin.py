@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from fxpar.errors import InputError
+from fxpar.ops.products import Destination, destinations, into
 from fxpar.runtime.graphs.pool import OneFlight
 
 Result = TypeVar("Result")
@@ -48,16 +49,20 @@ class Tape:
 
     def keep(self, function: Any, args: Sequence[Any], kwargs: Any) -> None:
         """Remembers what a call is about to change of the tensors of others."""
-        known = {_number(own) for own, _ in self._before}
         for i, argument in enumerate(function._schema.arguments):
             if argument.alias_info is None or not argument.alias_info.is_write:
                 continue
             value = args[i] if i < len(args) else kwargs.get(argument.name)
-            for each in pytree.tree_leaves(value):
-                if isinstance(each, Tensor) and _number(each) not in known | self.writes.keys():
-                    known.add(_number(each))
-                    whole = _bytes(each)
-                    self._before.append((whole, whole.clone()))
+            self.keep_values([each for each in pytree.tree_leaves(value) if isinstance(each, Tensor)])
+
+    def keep_values(self, values: Iterable[Tensor]) -> None:
+        """Remembers values that are about to be changed, if they are others'."""
+        known = {_number(own) for own, _ in self._before} | self.writes.keys()
+        for each in values:
+            if _number(each) not in known:
+                known.add(_number(each))
+                whole = _bytes(each)
+                self._before.append((whole, whole.clone()))
 
     def put_back(self) -> None:
         """What others have is as before the recording, which computes nothing on a GPU."""
@@ -156,11 +161,21 @@ def opaque(function: Boxed) -> Boxed:
         tape = _tape.get()
         if tape is None:
             return function(operands)
-        kept = list(operands)
+        kept, places = list(operands), [place for place in destinations() if place is not None]
         operands.clear()
+        # What it writes besides its results are operands for the tape.
+        where = [None if place is None else places.index(place) for place in destinations()]
+
+        def again(*args: Any) -> Sequence[Any]:
+            own = args[len(kept) :]
+            with into([None if i is None else Destination(own[i], places[i].adds) for i in where]):
+                return function(list(args[: len(kept)]))
+
+        written = [place.tensor for place in places]
         with _disable_current_modes():
+            tape.keep_values(written)
             found = function(list(kept))
-        tape.add(lambda *args: function(list(args)), kept, {}, found)
+        tape.add(again, [*kept, *written], {}, found)
         return found
 
     return call

@@ -9,7 +9,6 @@ It warms functions up by running them, so gradients are placed only while a grap
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 
 from fxpar.errors import InputError
 from fxpar.runtime.calls import Place, StepCalls, Values
-from fxpar.runtime.graphs.partial import copied, noted
+from fxpar.runtime.graphs.partial import Noting, copied
 from fxpar.runtime.graphs.pool import Flight, Pool
 
 _FLIGHT, _OUTPUTS = "flight", "outputs"
@@ -103,7 +102,7 @@ class EngineStep:
         own.pop(_FLIGHT)
         if self._graphed is None:
             found = self.calls.backward(own, tangents, place)
-            self.placing = None if place is None else partial(noted, place, self._placed)
+            self.placing = None if place is None else Noting(place, self._placed)
             self._capture()
             self._pool.flight = None
             return found

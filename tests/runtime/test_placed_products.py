@@ -1,0 +1,118 @@
+"""Weights' gradients of compiled steps are computed in the memory where they stay, and as they were elsewhere."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import fxpar
+from fxpar.ops import products
+from fxpar.ops.products import Destination, into, placed_product
+from fxpar.runtime.placed_products import place_products
+
+
+def traced(function: Any, *values: Tensor) -> torch.fx.GraphModule:
+    return make_fx(function)(*values)
+
+
+def test_only_what_is_nothing_but_a_result() -> None:
+    def function(a: Tensor, b: Tensor) -> list[Tensor]:
+        once, twice, read = a @ b, a @ (b * 2), a @ (b * 3)
+        return [a + 1, once, twice, twice, read, read * 2]
+
+    a, b = torch.randn(3, 4), torch.randn(4, 2)
+    graph = traced(function, a, b)
+    assert place_products(graph.graph) == 1
+    graph.recompile()
+    place = torch.ones(3, 2)
+    with into([None, Destination(place, adds=True), *[Destination(torch.empty(3, 2), adds=True)] * 4]):
+        found = graph(a, b)
+    assert found[1] is place
+    torch.testing.assert_close(place, 1 + a @ b)
+    for own, other in zip(found[2:], function(a, b)[2:], strict=True):
+        torch.testing.assert_close(own, other)
+
+
+def test_it_replaces_or_adds() -> None:
+    a, b = torch.randn(3, 4), torch.randn(4, 2)
+    place = torch.full((3, 2), torch.nan)
+    with into([Destination(place, adds=False)]):
+        assert placed_product(a, b, 0) is place
+        torch.testing.assert_close(place, a @ b)
+        assert placed_product(a, b, 1) is not place  # the result has no place
+    with into([Destination(place, adds=True)]):
+        placed_product(a, b, 0)
+    torch.testing.assert_close(place, 2 * (a @ b))
+    assert placed_product(a, b, 0) is not place
+
+
+@pytest.mark.parametrize(
+    "place",
+    [torch.zeros(3, 2, dtype=torch.float64), torch.zeros(2, 3).t(), torch.zeros(6), nn.Parameter(torch.zeros(3, 2))],
+    ids=["type", "strides", "shape", "subclass"],
+)
+def test_a_place_of_another_kind_is_left_alone(place: Tensor) -> None:
+    a, b = torch.randn(3, 4), torch.randn(4, 2)
+    with torch.no_grad(), into([Destination(place, adds=True)]):
+        torch.testing.assert_close(placed_product(a, b, 0), a @ b)
+    assert not place.any()
+
+
+class Net(nn.Module):
+    """Weights that are tied, frozen, hooked, and used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(7, 6)
+        self.up, self.down, self.frozen = nn.Linear(6, 8), nn.Linear(8, 6), nn.Linear(6, 6)
+        self.twice, self.head = nn.Linear(6, 6), nn.Linear(6, 7, bias=False)
+        self.head.weight = self.tokens.weight
+        self.frozen.weight.requires_grad_(False)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        x = self.frozen(self.down(self.up(self.tokens(ids)).tanh()))
+        x = self.twice(self.twice(x).tanh())
+        return {"loss": nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())}
+
+
+@pytest.mark.parametrize("impl", ["none", "partial", "full_iteration"])
+@pytest.mark.parametrize("hooks", [False, True], ids=["plain", "hooks"])
+def test_gradients_are_those_of_autograd(monkeypatch: pytest.MonkeyPatch, impl: str, hooks: bool) -> None:
+    written: list[bool] = []
+    before = products._fits
+
+    def fits(place: Tensor, a: Tensor, b: Tensor) -> bool:
+        written.append(before(place, a, b))
+        return written[-1]
+
+    monkeypatch.setattr(products, "_fits", fits)
+    torch.manual_seed(0)
+    reference = Net().double()
+    batch = {"ids": torch.randint(7, (3, 5)), "labels": torch.randint(7, (3, 5))}
+    plan = fxpar.Plan(tp=1, compile=True, cuda_graphs=fxpar.CudaGraphs(impl))
+    model = fxpar.parallelize(copy.deepcopy(reference), plan, batch, check_inputs=False)
+    if hooks and impl != "full_iteration":
+        for each in (model, reference):
+            dict(each.named_parameters())["up.weight"].register_hook(lambda gradient: gradient * 2)
+    for step in range(7):
+        if step == 3:
+            for each in (model, reference):
+                each.zero_grad()
+        if step == 5:
+            for each in (model, reference):
+                each.zero_grad(set_to_none=False)
+        reference(**batch)["loss"].backward()
+        model.train_step(batch)
+        own, others = dict(model.named_parameters()), dict(reference.named_parameters())
+        for name, parameter in others.items():
+            if parameter.grad is None:
+                assert own[name].grad is None
+            else:
+                torch.testing.assert_close(own[name].grad, parameter.grad, rtol=1e-12, atol=1e-12)
+    model.close()
+    assert any(written)
