@@ -20,6 +20,7 @@ from torch import Tensor
 from fxpar.errors import InputError
 from fxpar.exchange.driver import copy, wait_value, write_value
 from fxpar.exchange.mailbox import Mailbox
+from fxpar.exchange.row_programs import fits, sum_alone
 from fxpar.exchange.streams import current_stream, raw_stream
 
 _WORD = 4
@@ -110,10 +111,17 @@ class DeviceMailbox(Mailbox):
         write_value(self._stream, place, 0)
 
     def sum_of_two(self, buffer: int, x: Tensor) -> Tensor:
-        """By one kernel, on the current stream."""
+        """By one kernel, on the current stream: that of rows wherever they fit.
+
+        Whether more is computed of them, the ranks may decide differently, and kernels of two kinds do not meet.
+        """
         from fxpar.exchange.push_kernels import push_sum
 
-        return push_sum(x, *self._ends(buffer, x))
+        width = x.shape[1]
+        if fits(width, x.dtype):
+            return self.rows_of_two(buffer, x, sum_alone(width).text, ())[0]
+        there, here, flags_there, flags_here = self._ends(buffer, x)
+        return push_sum(x.view(-1), there.view(-1), here.view(-1), flags_there, flags_here).view(x.shape)
 
     def rows_of_two(self, buffer: int, x: Tensor, text: str, operands: Sequence[Tensor]) -> list[Tensor]:
         """By one kernel too."""

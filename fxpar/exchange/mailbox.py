@@ -152,7 +152,7 @@ class Mailbox(ABC):
         """What is computed next waits for another rank's flag here, and takes it down."""
 
     def sum_of_two(self, buffer: int, x: Tensor) -> Tensor:
-        """The sum of this rank's tensor [n] and the other's, of two ranks; nothing is computed beside it."""
+        """The sum of this rank's tensor [rows, width] and the other's, of two ranks; nothing is computed beside it."""
         (other,) = self.others
         area = self.areas(buffer, x.nbytes)[other]
         with self.beside(buffer, x):
@@ -170,7 +170,7 @@ class Mailbox(ABC):
             text: of the program.
             operands: of it.
         """
-        return read(text).run(self.sum_of_two(buffer, x.view(-1)).view(x.shape), operands)
+        return read(text).run(self.sum_of_two(buffer, x), operands)
 
     def close(self) -> None:
         """Frees the areas, when nothing that this rank was asked for is under way any more."""

@@ -18,6 +18,15 @@ from functools import cache
 import torch
 from torch import Tensor
 
+# Types of sums, and the most bytes of a row, of which a kernel holds all that it computes at once.
+TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_WIDEST = 16384
+
+
+def fits(width: int, dtype: torch.dtype) -> bool:
+    """Whether rows can be a program's: by the sum alone, so that two ranks never differ in it."""
+    return dtype in TYPES and 2 <= width <= _WIDEST // dtype.itemsize
+
 
 class Extent(StrEnum):
     """How many numbers a value has."""
@@ -93,8 +102,14 @@ class RowProgram:
             given = [values[a] if isinstance(a, int) else a for a in step.operands]
             made = (POINTWISE.get(step.name) or REDUCTIONS[step.name])(*given)
             values.append(made.to(step.dtype))
-        # Each in memory of its own, as a kernel gives it.
-        return [values[i] if i > len(operands) else values[i].clone() for i in self.results]
+        first = len(operands) + 1
+        own = {i for i, step in enumerate(self.steps, first) if step.name != "to"}
+        return [values[i] if i in own else values[i].clone() for i in self.results]  # memory of its own, as of a kernel
+
+
+def sum_alone(width: int) -> RowProgram:
+    """That of nothing but the sum."""
+    return RowProgram(width, (), (), (0,))
 
 
 # By name, in torch's operators.

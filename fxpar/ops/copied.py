@@ -175,7 +175,8 @@ def one_shot_sum(x: Tensor, name: str, buffer: int) -> Tensor:
     held = x.contiguous()
     if x.numel():  # a complex number is two
         real = torch.view_as_real(held) if x.is_complex() else held
-        total = line.sum_of_two(buffer, real.view(-1)).view(real.shape)
+        rows = real.view(-1, real.shape[-1] if real.dim() else 1)
+        total = line.sum_of_two(buffer, rows).view(real.shape)
         found = torch.view_as_complex(total) if x.is_complex() else total
         if line.poisons:
             line.areas(buffer, x.nbytes)[line.rank].fill_(0xFF)

@@ -4,7 +4,9 @@ Enters: the graph of a forward or of a backward, as Inductor gets it, of static 
 shot is followed by a residual connection or a norm, one call stands for all of it (`fxpar.exchange.row_programs`).
 
 What belongs to a sum: in order, each operation on rows that reads one of the group, if all else that it reads was there
-before the sum. So no call is moved, and nothing of the group waits for what waits for the group.
+before the sum. So no sum is moved, and nothing of the group waits for what waits for the group; views and small values
+behind the sum are made in front of it. Of these as many are taken as save most: a sum that nobody else reads is neither
+written nor read again, and what is only read by what could be computed with it is written for nothing.
 """
 
 from __future__ import annotations
@@ -12,23 +14,25 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from math import prod
+from math import isfinite, prod
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from fxpar.exchange.row_programs import Extent, RowProgram, RowStep
+from fxpar.exchange.row_programs import TYPES, Extent, RowProgram, RowStep, fits
 
 aten, prims = torch.ops.aten, torch.ops.prims
 _ops = torch.ops.fxpar
 
-# Elements of a row that a kernel holds at once, and values as large as the sum that it reads and writes besides.
-_WIDEST, _MOST = 8192, 3
-_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+# Values as large as the sum that a kernel reads besides, and that it writes.
+_MOST = 3
 
 _POINTWISE: dict[Any, str] = {
     aten.add.Tensor: "add",
+    aten.add.Scalar: "add",
+    aten.add_.Scalar: "add",  # as decompositions of norms have it
+    aten.mul.Scalar: "mul",
     aten.sub.Tensor: "sub",
     aten.mul.Tensor: "mul",
     aten.div.Tensor: "div",
@@ -40,7 +44,10 @@ _POINTWISE: dict[Any, str] = {
 }
 _VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 # Behind the sum they may stand in front of it: of no cost, or small.
-_EARLIER = (*_VIEWS, aten.unsqueeze.default, aten.expand.default, prims.convert_element_type.default)
+_EARLIER = (*_VIEWS, aten.unsqueeze.default, aten.expand.default)
+# What Inductor may compute in one kernel with what is pointwise.
+_FUSIBLE: tuple[Any, ...] = (aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim)
+_FUSIBLE += (aten.var.correction, aten.var_mean.correction, aten.amax.default, aten.amin.default, operator.getitem)
 
 
 def sums_in_rows(graph: fx.Graph) -> int:
@@ -55,12 +62,27 @@ def sums_in_rows(graph: fx.Graph) -> int:
 
 
 def _is_taken(total: fx.Node) -> bool:
-    held = total.meta.get("val")
-    if not isinstance(held, Tensor) or held.dtype not in _TYPES or held.dim() < 1:
-        return False
-    if not all(isinstance(size, int) for size in held.shape):
-        return False
-    return held.numel() > 0 and 2 <= held.shape[-1] <= _WIDEST
+    held = _static(total)
+    return held is not None and held.dim() > 0 and held.numel() > 0 and fits(held.shape[-1], held.dtype)
+
+
+def _static(node: Any) -> Tensor | None:
+    """The value of a node whose shape is known; nothing is asked of symbolic sizes, which would be a guard."""
+    held = node.meta.get("val")
+    is_known = isinstance(held, Tensor) and all(isinstance(size, int) for size in held.shape)
+    return held if is_known else None
+
+
+def _changes(node: fx.Node) -> bool:
+    """Whether it writes into what it reads."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _is_fusible(node: fx.Node) -> bool:
+    """Whether Inductor may compute it in the kernel that makes what it reads."""
+    target = node.target
+    is_pointwise = isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
+    return is_pointwise or target in _POINTWISE or target in _EARLIER or target in _FUSIBLE
 
 
 @dataclass
@@ -73,12 +95,16 @@ class _Group:
     operands: list[tuple[fx.Node, Extent]] = field(default_factory=list)
     steps: list[RowStep] = field(default_factory=list)
     moved: list[fx.Node] = field(default_factory=list)
+    # In order, with how many steps and operands there were then.
+    taken: list[tuple[fx.Node, int, int]] = field(default_factory=list)
+    every: frozenset[fx.Node] = frozenset()  # of these, also those that are not kept
 
     def __post_init__(self) -> None:
         self.shape = tuple(self.total.meta["val"].shape)
         self.width, self.rows = self.shape[-1], prod(self.shape[:-1])
         self.values[self.total] = 0
-        self.early = set[fx.Node]()
+        # What is there before the sum, or can be; and behind it what needs nothing else than that and the group.
+        self.early, self.fusible = set[fx.Node](), set[fx.Node]()
         is_behind = False
         for node in list(self.total.graph.nodes):
             if node is self.total:
@@ -87,22 +113,34 @@ class _Group:
                 self.early.add(node)
             elif node.op == "call_function":
                 self._look(node)
+                if _changes(node) and node not in self.values:
+                    break  # what is read behind it may not be what it was
 
     def _look(self, node: fx.Node) -> None:
         reads = node.all_input_nodes
-        if not any(read in self.values or read in self.moments for read in reads):
-            if node.target in _EARLIER and all(read in self.early for read in reads) and self._is_light(node):
+        if all(read in self.early for read in reads):
+            if (node.target in _EARLIER or node.target in _POINTWISE) and self._is_light(node):
                 self.early.add(node)
                 self.moved.append(node)
-        elif all(read in self.values or read in self.moments or read in self.early for read in reads):
+        elif all(read in self.early or read in self._members for read in reads):
             self._take(node)
+        if node not in self._members and _is_fusible(node):
+            near = (self.early, self._members, self.fusible)
+            if all(any(read in each for each in near) for read in reads):
+                self.fusible.add(node)
 
     def _is_light(self, node: fx.Node) -> bool:
-        held = node.meta.get("val")
-        return isinstance(held, Tensor) and (node.target in _VIEWS or held.numel() <= self.width)
+        held = _static(node)
+        return held is not None and not _changes(node) and (node.target in _VIEWS or held.numel() <= self.width)
 
     def _take(self, node: fx.Node) -> None:
         """Makes a node one of the group, if it can be."""
+        before = len(self.values) + len(self.moments)
+        self._try(node)
+        if len(self.values) + len(self.moments) > before:
+            self.taken.append((node, len(self.steps), len(self.operands)))
+
+    def _try(self, node: fx.Node) -> None:
         if node.target is operator.getitem:
             if node.args[0] in self.moments:
                 self.values[node] = self.moments[node.args[0]][node.args[1]]  # type: ignore[index]
@@ -111,22 +149,26 @@ class _Group:
             if self._extent(node) is self._extent(node.args[0]) is not None:
                 self.values[node] = self.values[node.args[0]]  # type: ignore[index]
             return
-        if node.target is aten.var_mean.correction:
+        if node.target in (aten.var_mean.correction, aten.var.correction):
             self._take_moments(node)
         elif node.target in (aten.mean.dim, aten.sum.dim_IntList):
-            if self._is_along_rows(node) and not set(node.kwargs) - {"dtype"}:
+            if self._is_along_rows(node) and not node.kwargs:
                 name = "mean" if node.target is aten.mean.dim else "sum"
                 self._reduce(node, name)
         elif node.target is aten.pow.Tensor_Scalar:
             if node.args[1] == 2:
                 self._compute(node, "square", node.args[:1])
-        elif node.target in _POINTWISE and not node.kwargs:
+        elif node.target in _POINTWISE and not node.kwargs and not (_changes(node) and self._is_read(node.args[0])):
             is_cast = node.target is prims.convert_element_type.default
             self._compute(node, _POINTWISE[node.target], node.args[:1] if is_cast else node.args)
 
+    def _is_read(self, value: Any) -> bool:
+        """Whether what a node changes is read by others too, or is somebody else's."""
+        return value not in self.values or value is self.total or len(value.users) > 1 or value.target in _VIEWS
+
     def _compute(self, node: fx.Node, name: str, args: tuple[Any, ...]) -> None:
         extent, held = self._extent(node), node.meta["val"]
-        if extent is None:
+        if extent is None or not held.is_contiguous():  # a result is: what reads it is compiled for its strides
             return
         before = len(self.operands)
         given: list[int | float] = []
@@ -144,7 +186,7 @@ class _Group:
     def _operand(self, arg: Any, result: Tensor) -> int | float | None:
         """The value that an argument is, a number as such; None where a program of rows cannot read it."""
         if isinstance(arg, (int, float)) and not isinstance(arg, bool):
-            return float(arg)
+            return float(arg) if isfinite(arg) else None
         if not isinstance(arg, fx.Node):
             return None
         if arg in self.values:
@@ -152,8 +194,8 @@ class _Group:
         known = next((i for i, (node, _) in enumerate(self.operands) if node is arg), None)
         if known is not None:
             return -1 - known
-        held = arg.meta.get("val")
-        if not isinstance(held, Tensor) or held.dtype not in _TYPES or held.device != result.device:
+        held = _static(arg)
+        if held is None or held.dtype not in TYPES or held.device != result.device:
             return None
         shape = tuple(held.shape)
         if shape == tuple(result.shape) and self._extent(arg) is Extent.FULL:
@@ -169,10 +211,8 @@ class _Group:
 
     def _extent(self, node: Any) -> Extent | None:
         """Of what has the sum's rows; None of other shapes and types."""
-        held = node.meta.get("val")
-        if not isinstance(held, Tensor) or held.dtype not in _TYPES or held.dim() < 1:
-            return None
-        if not all(isinstance(size, int) for size in held.shape):
+        held = _static(node)
+        if held is None or held.dtype not in TYPES or held.dim() < 1:
             return None
         if held.shape[-1] == self.width and held.numel() == self.width * self.rows:
             return Extent.FULL
@@ -189,7 +229,7 @@ class _Group:
             self.values[node] = self._step(name, [self.values[node.args[0]]], held.dtype, Extent.ROW)  # type: ignore[index]
 
     def _take_moments(self, node: fx.Node) -> None:
-        """Variance and mean."""
+        """Variance and mean, or the variance alone."""
         x, dims = node.args[0], node.args[1] if len(node.args) > 1 else None
         correction = node.kwargs.get("correction", 1)
         kept, held = node.kwargs.get("keepdim") is True, x.meta["val"]  # type: ignore[union-attr]
@@ -197,22 +237,25 @@ class _Group:
             return
         if x not in self.values or self._extent(x) is not Extent.FULL or not isinstance(correction, (int, float)):
             return
+        if correction >= self.width:
+            return
         value, kind = self.values[x], held.dtype  # type: ignore[index]
         var = self._step("var", [value, float(correction)], kind, Extent.ROW)
-        self.moments[node] = var, self._step("mean", [value], kind, Extent.ROW)
+        if node.target is aten.var.correction:
+            self.values[node] = var
+        else:
+            self.moments[node] = var, self._step("mean", [value], kind, Extent.ROW)
 
     def _step(self, name: str, given: list[int | float], dtype: torch.dtype, extent: Extent) -> int:
         self.steps.append(RowStep(name, tuple(given), dtype, extent))
         return len(self.steps)
 
     def replace(self) -> bool:
-        """Puts one call in place of the group, if it has something to read less often."""
+        """Puts one call in place of the group, if it saves reading and writing."""
+        if not self._keep_best():
+            return False
         outside = self._wanted()
         results = sorted({self.values[node] for node in outside})
-        full = sum(value == 0 or self.steps[value - 1].extent is Extent.FULL for value in results)
-        reads = any(extent is Extent.FULL for _, extent in self.operands)
-        if not (reads or any(step.extent is Extent.ROW for step in self.steps)) or full > _MOST:
-            return False
         graph, x = self.total.graph, self.total.args[0]
         for node in self.moved:
             self.total.prepend(node)
@@ -231,6 +274,53 @@ class _Group:
             if node in self._members and not node.users:
                 graph.erase_node(node)
         return True
+
+    def _keep_best(self) -> bool:
+        """Keeps the first ones that were taken, so many that most is saved; gives whether anything is."""
+        best, count = 0, 0
+        everything = dict(self.values), dict(self.moments), list(self.taken)
+        self.every = frozenset(node for node, _, _ in self.taken)
+        for kept in range(1, len(self.taken) + 1):
+            self._restrict(everything, kept)
+            saved = self._saved()
+            if saved > 0 and saved >= best and self.taken[-1][1]:  # views alone are nothing
+                best, count = saved, kept
+        self._restrict(everything, count)
+        if count:
+            _, steps, operands = self.taken[-1]
+            del self.steps[steps:], self.operands[operands:]
+        return count > 0
+
+    def _restrict(self, everything: tuple[Any, Any, Any], kept: int) -> None:
+        values, moments, taken = everything
+        own = {node for node, _, _ in taken[:kept]} | {self.total}
+        self.values = {node: value for node, value in values.items() if node in own}
+        self.moments = {node: pair for node, pair in moments.items() if node in own}
+        self.taken = taken[:kept]
+
+    def _saved(self) -> int:
+        """Bytes that are neither written nor read; less than none where the call would write too much."""
+        late, full = dict[int, bool](), set[int]()
+        members = self._members
+        for node in self._wanted():
+            value = self.values[node]
+            outside = [user for user in node.users if user not in members]
+            # Those that were taken and are left to others again can be computed with it, too.
+            late[value] = late.get(value, False) or not self.every.union(self.fusible).issuperset(outside)
+            if self._extent(node) is Extent.FULL:
+                full.add(value)
+        if not late or len(full) > _MOST or any(node in members and self._is_lost(node) for node in self.moments):
+            return -1
+        own: int = self.total.meta["val"].nbytes
+        saved = own if 0 in late else 2 * own
+        return saved - sum(2 * self._size(value) for value in full if value and not late[value])
+
+    def _is_lost(self, node: fx.Node) -> bool:
+        """Whether somebody else reads variance and mean, of which only parts can be given."""
+        return any(user not in self.values for user in node.users)
+
+    def _size(self, value: int) -> int:
+        return int(self.width * self.rows) * self.steps[value - 1].dtype.itemsize
 
     @property
     def _members(self) -> set[fx.Node]:
