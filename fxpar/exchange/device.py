@@ -2,8 +2,8 @@
 
 Enters: a process group whose GPUs reach each other's memory. Leaves: a `Mailbox` whose copies run on a stream of their
 own. Nothing of it needs a multiprocessor: copies are the copy engines', and streams wait for flags and raise them by
-the driver's stream memory operations. A sum beside which nothing is computed is a kernel (`push_kernels`). All of it
-can be captured.
+the driver's stream memory operations. A sum beside which nothing is computed is a kernel (`push_rows`, `push_kernels`).
+All of it can be captured.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ if importlib.util.find_spec("triton") is None:
     for name in ("kernels", "row_kernels", "gate_kernels", "dropped_kernels", "dropped_launches", "counter_kernels"):
         names.remove(f"fxpar.ops.{name}")
     names.remove("fxpar.exchange.push_kernels")
+    names.remove("fxpar.exchange.push_rows")
 for name in names:
     file = importlib.import_module(name).__file__
     assert file is not None and Path(file).is_relative_to(wheel), (name, file)
