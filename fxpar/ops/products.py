@@ -19,6 +19,9 @@ from torch import Tensor
 
 from fxpar.ops.torch_operators import torch_operator
 
+# Bytes on whose multiples compiled code takes results to begin: it asserts that of them.
+_ALIGNED = 16
+
 
 @dataclass(frozen=True, eq=False)
 class Destination:
@@ -77,4 +80,5 @@ def _placed(a: Tensor, b: Tensor, result: int) -> Tensor:
 
 def _fits(place: Tensor, a: Tensor, b: Tensor) -> bool:
     is_alike = place.dtype == a.dtype and place.device == a.device and type(place) is Tensor
-    return is_alike and place.shape == (a.shape[0], b.shape[1]) and place.is_contiguous()
+    is_laid_out = place.is_contiguous() and place.data_ptr() % _ALIGNED == 0
+    return is_alike and is_laid_out and place.shape == (a.shape[0], b.shape[1])

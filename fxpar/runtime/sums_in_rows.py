@@ -100,8 +100,8 @@ class _Group:
     every: frozenset[fx.Node] = frozenset()  # of these, also those that are not kept
 
     def __post_init__(self) -> None:
-        self.shape = tuple(self.total.meta["val"].shape)
-        self.width, self.rows = self.shape[-1], prod(self.shape[:-1])
+        shape = self.total.meta["val"].shape
+        self.width, self.rows = shape[-1], prod(shape[:-1])
         self.values[self.total] = 0
         # What is there before the sum, or can be; and behind it what needs nothing else than that and the group.
         self.early, self.fusible = set[fx.Node](), set[fx.Node]()

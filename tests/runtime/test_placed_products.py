@@ -53,8 +53,14 @@ def test_it_replaces_or_adds() -> None:
 
 @pytest.mark.parametrize(
     "place",
-    [torch.zeros(3, 2, dtype=torch.float64), torch.zeros(2, 3).t(), torch.zeros(6), nn.Parameter(torch.zeros(3, 2))],
-    ids=["type", "strides", "shape", "subclass"],
+    [
+        torch.zeros(3, 2, dtype=torch.float64),
+        torch.zeros(2, 3).t(),
+        torch.zeros(6),
+        nn.Parameter(torch.zeros(3, 2)),
+        torch.zeros(7)[1:].view(3, 2),
+    ],
+    ids=["type", "strides", "shape", "subclass", "alignment"],
 )
 def test_a_place_of_another_kind_is_left_alone(place: Tensor) -> None:
     a, b = torch.randn(3, 4), torch.randn(4, 2)
@@ -116,3 +122,19 @@ def test_gradients_are_those_of_autograd(monkeypatch: pytest.MonkeyPatch, impl: 
                 torch.testing.assert_close(own[name].grad, parameter.grad, rtol=1e-12, atol=1e-12)
     model.close()
     assert any(written)
+
+
+def test_gradients_that_are_parts_of_one_tensor() -> None:
+    """As users have them who keep all in one: some begin where compiled code asserts that no result begins."""
+    torch.manual_seed(0)
+    reference = Net()
+    batch = {"ids": torch.randint(7, (3, 5)), "labels": torch.randint(7, (3, 5))}
+    model = fxpar.parallelize(copy.deepcopy(reference), fxpar.Plan(tp=1, compile=True), batch, check_inputs=False)
+    for each in (model, reference):
+        for parameter in each.parameters():
+            parameter.grad = torch.zeros(parameter.numel() + 1)[1:].view_as(parameter)
+    model.train_step(batch)
+    reference(**batch)["loss"].backward()
+    own = dict(model.named_parameters())
+    for name, parameter in reference.named_parameters():
+        torch.testing.assert_close(own[name].grad, parameter.grad)
