@@ -10,7 +10,7 @@ from functools import partial
 from torch import fx
 
 from fxpar.analysis.exposed import travels
-from fxpar.analysis.handshakes import Handshakes, copyable, handshakes, is_pairwise
+from fxpar.analysis.handshakes import Handshakes, copyable, handshakes, is_sum
 from fxpar.exchange.mailbox import BUFFERS
 from fxpar.manager import Pass, register_pass
 from fxpar.program.copying import copy_node
@@ -38,9 +38,9 @@ def exchange(program: Program) -> Program:
     Copies are the work of a GPU's copy engines: products keep all multiprocessors. What is smaller than the plan's
     `cost.least_copy` stays with the process group, whose latency is less, and so does what is sent once a step.
 
-    A sum over two ranks beside which nothing is computed, or less than the plan's `cost.copy_latency`, is `one_shot`,
-    however small: one kernel writes into the other's memory, waits for what comes from there and adds. It needs
-    multiprocessors, which are free then.
+    A sum beside which nothing is computed, or less than the plan's `cost.copy_latency`, is `one_shot`, however small:
+    one kernel writes into the others' memory, waits for what comes from there and adds. It needs multiprocessors, which
+    are free then.
 
     Terms: see `fxpar.analysis.handshakes`, which says what may share a buffer. A node of a region stands for all that
     it is in the calls.
@@ -74,10 +74,10 @@ def _exchanged(program: Program, axes: Collection[str] | None) -> Program:
 
 
 def _alone(whole: Program, could: Iterable[fx.Node], origins: Mapping[fx.Node, fx.Node]) -> frozenset[fx.Node]:
-    """Sums over two ranks beside which next to nothing is computed, in any of the calls of a region."""
+    """Sums beside which next to nothing is computed, in any of the calls of a region."""
     least = whole.plan.cost.copy_latency
     beside = {each.collective.node: sum(seconds for _, seconds in each.beside) for each in travels(whole)}
-    pairs = [node for node in could if is_pairwise(node, whole.axes)]
+    pairs = [node for node in could if is_sum(node)]
     return frozenset({origins[n] for n in pairs} - {origins[n] for n in pairs if beside[n.name] >= least})
 
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 
 from torch import fx
 
@@ -110,15 +109,10 @@ def copyable(program: Program) -> dict[fx.Node, int]:
     return found
 
 
-def is_pairwise(node: fx.Node, axes: Mapping[str, int]) -> bool:
-    """Whether a node is a sum over two ranks.
-
-    Args:
-        axes: sizes of the mesh axes.
-    """
+def is_sum(node: fx.Node) -> bool:
+    """Whether a node is a sum over ranks that can be copies."""
     target = node.target
-    is_sum = isinstance(target, Operator) and target.copies and target.sends[0] == "all_reduce"
-    return is_sum and prod(axes[axis] for axis in str(node.kwargs["axis"]).split("-")) == 2
+    return isinstance(target, Operator) and target.copies and target.sends[0] == "all_reduce"
 
 
 def _alive(program: Program) -> set[fx.Node]:

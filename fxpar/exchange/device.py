@@ -2,14 +2,14 @@
 
 Enters: a process group whose GPUs reach each other's memory. Leaves: a `Mailbox` whose copies run on a stream of their
 own. Nothing of it needs a multiprocessor: copies are the copy engines', and streams wait for flags and raise them by
-the driver's stream memory operations. A sum beside which nothing is computed is a kernel (`push_rows`, `push_kernels`).
-All of it can be captured.
+the driver's stream memory operations. A sum beside which nothing is computed is a kernel (`push_rows`, `push_kernels`,
+of more than two ranks `push_blocks`). All of it can be captured.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ from fxpar.exchange.driver import copy, wait_value, write_value
 from fxpar.exchange.mailbox import Mailbox
 from fxpar.exchange.row_programs import fits, sum_alone
 from fxpar.exchange.streams import current_stream, raw_stream
+from fxpar.exchange.sums import row_blocks
 
 _WORD = 4
 
@@ -90,11 +91,6 @@ class DeviceMailbox(Mailbox):
         """By a copy engine."""
         copy(self._stream, area.data_ptr() + begin, block.data_ptr(), block.nbytes)
 
-    def computing(self) -> AbstractContextManager[None]:
-        """On the mailbox's stream."""
-        found: AbstractContextManager[None] = torch.cuda.stream(self._beside)
-        return found
-
     def join(self, buffer: int) -> None:
         """The current stream waits for the copies; they took what they sent."""
         del self._under_way[buffer]
@@ -110,35 +106,52 @@ class DeviceMailbox(Mailbox):
         wait_value(self._stream, place, 1)
         write_value(self._stream, place, 0)
 
-    def sum_of_two(self, buffer: int, x: Tensor) -> Tensor:
+    def total(self, buffer: int, x: Tensor, is_sent: bool = False) -> Tensor:
         """By one kernel, on the current stream: that of rows wherever they fit.
 
         Whether more is computed of them, the ranks may decide differently, and kernels of two kinds do not meet.
         """
-        from fxpar.exchange.push_kernels import push_sum
-
         width = x.shape[1]
         if fits(width, x.dtype):
-            return self.rows_of_two(buffer, x, sum_alone(width).text, ())[0]
+            return self.rows_of_total(buffer, x, sum_alone(width).text, (), is_sent)[0]
+        if self.size > 2:
+            return super().total(buffer, x, is_sent)
+        from fxpar.exchange.push_kernels import push_sum
+
         there, here, flags_there, flags_here = self._ends(buffer, x)
         return push_sum(x.view(-1), there.view(-1), here.view(-1), flags_there, flags_here).view(x.shape)
 
-    def rows_of_two(self, buffer: int, x: Tensor, text: str, operands: Sequence[Tensor]) -> list[Tensor]:
-        """By one kernel too."""
-        from fxpar.exchange.push_rows import push_rows
+    def rows_of_total(
+        self, buffer: int, x: Tensor, text: str, operands: Sequence[Tensor], is_sent: bool = False
+    ) -> list[Tensor]:
+        """By one kernel too, behind the copies if there are any."""
+        if self.size == 2:
+            from fxpar.exchange.push_rows import push_rows
 
-        return push_rows(text, x, *self._ends(buffer, x), operands)
+            return push_rows(text, x, *self._ends(buffer, x), operands)
+        from fxpar.exchange.push_blocks import push_blocks
+
+        areas = self.areas(buffer, row_blocks(x, self.size).bytes)
+        if is_sent:
+            self.join(buffer)
+            for rank in self.others:
+                self.wait(rank, buffer, 0)
+        return push_blocks(text, x, self.rank, areas, self._kernel_flags(buffer), operands, is_sent)
 
     def _ends(self, buffer: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Memory like `x` of the other rank and of this one, and the flags of both."""
+        """Of two ranks memory like `x` of the other and of this one, and the flags of both."""
+        (other,) = self.others
+        flags = self._kernel_flags(buffer)
+        return self.whole(other, buffer, x), self.whole(self.rank, buffer, x), flags[other], flags[self.rank]
+
+    def _kernel_flags(self, buffer: int) -> Sequence[Tensor]:
+        """Those of all ranks that kernels raise, int32[FLAGS] each."""
         from fxpar.exchange.push_kernels import FLAGS
 
-        (other,) = self.others
         if buffer not in self._flags:
             areas = self.areas(-buffer, FLAGS * _WORD)
             self._flags[buffer] = [each[: FLAGS * _WORD].view(torch.int32) for each in areas]
-        flags = self._flags[buffer]
-        return self.whole(other, buffer, x), self.whole(self.rank, buffer, x), flags[other], flags[self.rank]
+        return self._flags[buffer]
 
     @property
     def _stream(self) -> int:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -23,16 +23,12 @@ from torch import Tensor
 
 from fxpar.errors import InputError
 from fxpar.exchange.row_programs import read
+from fxpar.exchange.sums import row_blocks, send_blocks, slot, sum_of_blocks
 
 # Bytes in which areas begin and grow; any element type is aligned there.
 _GRAIN = 1 << 12
 # Buffers of a mailbox, and stages of each: a sum over more than two ranks waits twice.
 BUFFERS, STAGES = 64, 2
-
-
-def slot(area: Tensor, begin: int, like: Tensor) -> Tensor:
-    """Memory of an area, from some byte on, as a one-dimensional tensor of the bytes and the type of another."""
-    return area[begin : begin + like.nbytes].view(like.dtype)
 
 
 def rounded(size: int) -> int:
@@ -127,10 +123,6 @@ class Mailbox(ABC):
         """Writes a contiguous tensor into an area, from some byte on; called in `beside`."""
         slot(area, begin, block).copy_(block.view(-1))
 
-    def computing(self) -> AbstractContextManager[None]:
-        """What is computed in it is done beside, as copies are; called in `beside`."""
-        return nullcontext()
-
     @abstractmethod
     def beside(self, buffer: int, sent: Tensor) -> AbstractContextManager[None]:
         """Copies, signals and waits in it are behind what was computed so far, and beside what is computed next.
@@ -151,8 +143,18 @@ class Mailbox(ABC):
     def wait(self, rank: int, buffer: int, stage: int) -> None:
         """What is computed next waits for another rank's flag here, and takes it down."""
 
-    def sum_of_two(self, buffer: int, x: Tensor) -> Tensor:
-        """The sum of this rank's tensor [rows, width] and the other's, of two ranks; nothing is computed beside it."""
+    def total(self, buffer: int, x: Tensor, is_sent: bool = False) -> Tensor:
+        """The sum of the ranks' tensors x [rows, width], in new memory.
+
+        Args:
+            is_sent: whether `send_blocks` sent this one, of more than two ranks; else nothing is computed beside it.
+        """
+        if self.size > 2:
+            if not is_sent:
+                with self.beside(buffer, x):
+                    send_blocks(self, buffer, x)
+            self.join(buffer)
+            return sum_of_blocks(self, buffer, x)
         (other,) = self.others
         area = self.areas(buffer, x.nbytes)[other]
         with self.beside(buffer, x):
@@ -162,15 +164,24 @@ class Mailbox(ABC):
         self.wait(other, buffer, 0)
         return x + self.whole(self.rank, buffer, x)
 
-    def rows_of_two(self, buffer: int, x: Tensor, text: str, operands: Sequence[Tensor]) -> list[Tensor]:
+    def rows_of_total(
+        self, buffer: int, x: Tensor, text: str, operands: Sequence[Tensor], is_sent: bool = False
+    ) -> list[Tensor]:
         """What a `RowProgram` gives of that sum.
 
         Args:
             x: [rows, width].
             text: of the program.
             operands: of it.
+            is_sent: as of `total`.
         """
-        return read(text).run(self.sum_of_two(buffer, x), operands)
+        return read(text).run(self.total(buffer, x, is_sent), operands)
+
+    def poison(self, buffer: int, x: Tensor) -> None:
+        """Overwrites what came for the sum of x [rows, width], which was read."""
+        if self.poisons:
+            size = x.nbytes if self.size == 2 else row_blocks(x, self.size).bytes
+            self.areas(buffer, size)[self.rank].fill_(0xFF)
 
     def close(self) -> None:
         """Frees the areas, when nothing that this rank was asked for is under way any more."""

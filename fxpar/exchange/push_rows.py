@@ -19,20 +19,13 @@ from torch import Tensor
 from torch._inductor.codecache import PyCodeCache
 
 from fxpar.exchange.push_kernels import FLAGS
-from fxpar.exchange.row_programs import REDUCTIONS, Extent, RowProgram, RowStep, read
+from fxpar.exchange.row_programs import RowProgram, read
+from fxpar.exchange.row_source import REGISTERS, TILE, indented, parameters, results_of, row_source, warps_of
 
-# Elements that a program sends at once, and that it holds of a value: of fewer too little is read at once. A flag is
-# for two such tiles.
-_BLOCK, _TILE, _TILES = 4096, 4096, 2
-# Threads of a program: few, since those of one wait for each other behind each sum of a row.
-_WARPS, _WARPS_OF_WIDE = 8, 16
-# Of all programs that send, and of all that add: half of a GPU each. With more registers they would not fit.
-_ALL_WARPS, _REGISTERS = 2048, 64
-
-_HALF = (torch.float16, torch.bfloat16)
-_TRITON = {torch.float16: "tl.float16", torch.bfloat16: "tl.bfloat16", torch.float32: "tl.float32"}
-_TRITON |= {torch.float64: "tl.float64"}
-_INFIX = {"add": "+", "sub": "-", "mul": "*", "div": "/"}
+# Elements that a program sends at once. A flag is for two tiles.
+_BLOCK, _TILES = 4096, 2
+# Of all programs that send, and of all that add: half of a GPU each.
+_ALL_WARPS = 2048
 
 _KERNEL = """
 import triton
@@ -99,13 +92,9 @@ def push_rows(
     program = read(text)
     rows, width = x.shape
     types = tuple(each.dtype for each in operands)
-    results = [
-        x.new_empty((rows, width if program.extent(i) is Extent.FULL else 1), dtype=program.dtype(i, x.dtype, types))
-        for i in program.results
-    ]
+    results = results_of(program, x, types)
     columns = triton.next_power_of_2(width)
-    warps = _WARPS if columns <= _TILE else _WARPS_OF_WIDE
-    tile = max(_TILE // columns, 1)
+    warps, tile = warps_of(columns), max(TILE // columns, 1)
     chunk_rows = tile * max(_TILES, triton.cdiv(rows, FLAGS * tile))
     _kernel(text, x.dtype, types)[(2 * _ALL_WARPS // warps,)](
         x,
@@ -124,7 +113,7 @@ def push_rows(
         WIDTH=width,
         COLUMNS=columns,
         num_warps=warps,
-        maxnreg=_REGISTERS,
+        maxnreg=REGISTERS,
     )
     return results
 
@@ -135,63 +124,7 @@ def _kernel(text: str, total: torch.dtype, operands: tuple[torch.dtype, ...]) ->
 
 
 def source(program: RowProgram, total: torch.dtype, operands: Sequence[torch.dtype]) -> str:
-    """The kernel of a program, for these types of the sum and of the operands.
-
-    What is of half precision is computed in float32 and rounded behind each step, as torch's operators do.
-    """
-    names = [f"in{i}_ptr" for i in range(len(operands))] + [f"out{i}_ptr" for i in range(len(program.results))]
-    wide = [_wide(program.dtype(i, total, operands)) for i in range(1 + len(operands) + len(program.steps))]
-    loads = [f"in{i} = {_load(f'in{i}_ptr', extent)}" for i, extent in enumerate(program.operands)]
-    lines = [f"v{i} = {'v0' if i == 0 else f'in{i - 1}'}.to({wide[i]})" for i in range(1 + len(operands))]
-    summed: set[int | float] = set()
-    for i, step in enumerate(program.steps, 1 + len(operands)):
-        x = step.operands[0]
-        if step.name in REDUCTIONS and x not in summed:
-            summed.add(x)
-            lines.append(f"sum{x} = {_over_columns(f'v{x}')}")
-        if step.name == "var":
-            lines.append(f"apart{i} = v{x} - sum{x} / WIDTH")
-        lines.append(f"v{i} = {_rounded(_step(i, step), step.dtype, wide[i])}")
-    for i, value in enumerate(program.results):
-        kind = _TRITON[program.dtype(value, total, operands)]
-        place, mask = ("at", "mask") if program.extent(value) is Extent.FULL else ("row", "is_row")
-        lines.append(f"tl.store(out{i}_ptr + {place}, v{value}.to({kind}), mask={mask})")
-    return _KERNEL.format(pointers="".join(f"{name}, " for name in names), loads=_block(loads), body=_block(lines))
-
-
-def _block(lines: Sequence[str]) -> str:
-    return "\n".join(" " * 16 + line for line in lines)
-
-
-def _wide(dtype: torch.dtype) -> str:
-    return _TRITON[torch.float32 if dtype in _HALF else dtype]
-
-
-def _load(pointer: str, extent: Extent) -> str:
-    if extent is Extent.FULL:
-        return f"tl.load({pointer} + at, mask=mask, other=0.0)"
-    place, mask = ("row", "is_row") if extent is Extent.ROW else ("column", "is_column")
-    return f"tl.load({pointer} + {place}, mask={mask}, other=0.0)"
-
-
-def _rounded(text: str, dtype: torch.dtype, wide: str) -> str:
-    if dtype in _HALF:
-        return f"({text}).to({_TRITON[dtype]}).to({wide})"
-    return f"({text}).to({wide})"
-
-
-def _over_columns(x: str) -> str:
-    return f"tl.sum(tl.where(mask, {x}, 0.0), 1)[:, None]"
-
-
-def _step(number: int, step: RowStep) -> str:
-    given = [f"v{a}" if isinstance(a, int) else repr(float(a)) for a in step.operands]
-    x = given[0]
-    forms = {name: f" {sign} ".join(given) for name, sign in _INFIX.items()}
-    forms |= {"neg": f"-{x}", "rsqrt": f"tl.rsqrt({x})", "sqrt": f"tl.sqrt({x})", "reciprocal": f"1.0 / {x}"}
-    forms |= {"square": f"{x} * {x}", "to": x}
-    forms |= {"sum": f"sum{x[1:]}", "mean": f"sum{x[1:]} / WIDTH"}
-    if step.name == "var":
-        apart = f"apart{number}"
-        return f"{_over_columns(f'{apart} * {apart}')} / (WIDTH - {given[1]})"
-    return forms[step.name]
+    """The kernel of a program, for these types of the sum and of the operands."""
+    made = row_source(program, total, operands)
+    pointers, loads, body = parameters(made.pointers), indented(made.loads, 16), indented(made.body, 16)
+    return _KERNEL.format(pointers=pointers, loads=loads, body=body)

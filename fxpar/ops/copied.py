@@ -5,8 +5,9 @@ functions of the same names in `fxpar.ops.bound`. Each is two calls: `start_…`
 send gives what it sends along, so that it stays until it is there.
 
 Of two ranks a sum is one copy of the whole each way and an addition, which a compiler may put into the kernel that
-reads it; where nothing is computed beside it, all of that is one call (`one_shot_sum`). Of more, each rank sums one
-block: blocks go to their owners, which add them in float32 and send the sum to all.
+reads it. Of more, each rank sums one block: blocks go to their owners, which add them in float32 and send the sum to
+all (`fxpar.exchange.sums`); the first half of this way is copies, and the second belongs to what reads the sum. Where
+nothing is computed beside a sum, all of it is one call (`one_shot_sum`).
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fxpar.exchange.mailbox import Mailbox, mailbox, slot
-from fxpar.exchange.row_programs import Extent, read
+from fxpar.exchange import sums
+from fxpar.exchange.mailbox import Mailbox, mailbox
+from fxpar.exchange.row_programs import Extent, fits, read
+from fxpar.exchange.sums import send_blocks, slot
 from fxpar.ops import collectives as c
 from fxpar.ops.bound import Pieces
 from fxpar.ops.torch_operators import torch_operator
@@ -44,6 +47,9 @@ def send_copies(x: Tensor, kind: str, name: str, buffer: int) -> Tensor:
     held = x.contiguous()
     if kind == _SUM and line.size == 2:
         _send_whole(line, buffer, held)
+    elif kind == _SUM:
+        with line.beside(buffer, held):
+            send_blocks(line, buffer, _rows(held))
     else:
         _send_blocks(line, buffer, held, kind)
     return torch.empty(1, dtype=torch.uint8, device=x.device)
@@ -66,29 +72,11 @@ def _send_whole(line: Mailbox, buffer: int, held: Tensor) -> None:
 def _send_blocks(line: Mailbox, buffer: int, held: Tensor, kind: str) -> None:
     blocks = _blocks(held, kind, line.size)
     step, end = _places(blocks)
-    areas = line.areas(buffer, end + (held.nbytes if kind == _SUM else 0))
+    areas = line.areas(buffer, end)
     with line.beside(buffer, held):
         for rank in line.others:
             line.copy(areas[rank], step * line.rank, blocks[rank])
             line.signal(rank, buffer, 0)
-        if kind == _SUM:
-            with line.computing():
-                _share_sums(line, buffer, areas, blocks, held)
-
-
-def _share_sums(line: Mailbox, buffer: int, areas: Sequence[Tensor], blocks: Sequence[Tensor], held: Tensor) -> None:
-    """Adds what came of this rank's block, and sends the sum to all, behind the slots."""
-    step, end = _places(blocks)
-    for rank in line.others:
-        line.wait(rank, buffer, 0)
-    own = blocks[line.rank]
-    mine = [own if r == line.rank else slot(areas[line.rank], step * r, own) for r in range(line.size)]
-    added = _added(mine)
-    begin = end + sum(block.nbytes for block in blocks[: line.rank])
-    for rank in (line.rank, *line.others):
-        line.copy(areas[rank], begin, added)
-        if rank != line.rank:
-            line.signal(rank, buffer, 1)
 
 
 @torch_operator("take_copies")
@@ -98,31 +86,26 @@ def take_copies(token: Tensor, x: Tensor, kind: str, name: str, buffer: int) -> 
     Args:
         token: of `send_copies`.
         x: what that took.
-        kind: as there; of a sum over two ranks see `arrived`.
+        kind: as there; of sums see `arrived` and `taken_sum`.
 
     Returns:
-        `sum`: the sum of their tensors; `gather` [n, …]: these; `scatter`: the sum of the blocks of this rank;
-        `exchange` [n, …]: these blocks.
+        `gather` [n, …]: their tensors; `scatter`: the sum of the blocks of this rank; `exchange` [n, …]: these blocks.
     """
     line = mailbox(name)
-    is_sum = kind == _SUM
-    assert not is_sum or line.size > 2, "what a sum over two ranks sends is taken by `arrived`"
+    assert kind != _SUM, "sums are taken by `arrived` and `taken_sum`"
     held = x.contiguous()
     blocks = _blocks(held, kind, line.size)
     step, end = _places(blocks)
-    area = line.areas(buffer, end + (held.nbytes if is_sum else 0))[line.rank]
+    area = line.areas(buffer, end)[line.rank]
     line.join(buffer)
     for rank in line.others:
-        line.wait(rank, buffer, 1 if is_sum else 0)
-    if is_sum:
-        found = slot(area, end, held.view(-1)).clone().view(x.shape)
+        line.wait(rank, buffer, 0)
+    own = blocks[line.rank]
+    came = [own if r == line.rank else slot(area, step * r, own) for r in range(line.size)]
+    if kind == _SCATTER:
+        found = sums.added(came).view(x.shape[1:])
     else:
-        own = blocks[line.rank]
-        came = [own if r == line.rank else slot(area, step * r, own) for r in range(line.size)]
-        if kind == _SCATTER:
-            found = _added(came).view(x.shape[1:])
-        else:
-            found = torch.stack(came).view((line.size, *x.shape) if kind == _GATHER else x.shape)
+        found = torch.stack(came).view((line.size, *x.shape) if kind == _GATHER else x.shape)
     if line.poisons:
         area.fill_(0xFF)
     line.end(buffer)
@@ -169,21 +152,46 @@ def _sum_of_both(x: Tensor, came: Tensor, name: str) -> Tensor:
 
 @torch_operator("one_shot_sum")
 def one_shot_sum(x: Tensor, name: str, buffer: int) -> Tensor:
-    """The sum over two ranks in one call, beside which nothing is computed."""
+    """The sum in one call, beside which nothing is computed."""
     line = mailbox(name)
     line.begin(buffer)
+    return _total(line, x, buffer, False)
+
+
+@torch_operator("taken_sum")
+def taken_sum(token: Tensor, x: Tensor, name: str, buffer: int) -> Tensor:
+    """The sum over more than two ranks.
+
+    Args:
+        token: of `send_copies`.
+        x: what that took.
+    """
+    return _total(mailbox(name), x, buffer, True)
+
+
+def _total(line: Mailbox, x: Tensor, buffer: int, is_sent: bool) -> Tensor:
     held = x.contiguous()
-    if x.numel():  # a complex number is two
-        real = torch.view_as_real(held) if x.is_complex() else held
-        rows = real.view(-1, real.shape[-1] if real.dim() else 1)
-        total = line.sum_of_two(buffer, rows).view(real.shape)
-        found = torch.view_as_complex(total) if x.is_complex() else total
-        if line.poisons:
-            line.areas(buffer, x.nbytes)[line.rank].fill_(0xFF)
+    rows = _rows(held)
+    if rows.numel() or is_sent:
+        total = line.total(buffer, rows, is_sent)
+        line.poison(buffer, rows)
+        found = torch.view_as_complex(total.view(*x.shape, 2)) if x.is_complex() else total.view(x.shape)
     else:
         found = torch.empty_like(held)
     line.end(buffer)
     return found
+
+
+def _rows(held: Tensor) -> Tensor:
+    """A contiguous tensor as [rows, width]; a complex number is two, and a row that no kernel holds is a column."""
+    real = torch.view_as_real(held) if held.is_complex() else held
+    width = real.shape[-1] if real.dim() else 1
+    return real.view(-1, width if real.numel() and fits(width, real.dtype) else 1)
+
+
+@taken_sum.register_fake
+def _of_taken(token: Tensor, x: Tensor, name: str, buffer: int) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 @one_shot_sum.register_fake
@@ -193,7 +201,7 @@ def _of_one_shot(x: Tensor, name: str, buffer: int) -> Tensor:
 
 @torch_operator("one_shot_rows")
 def one_shot_rows(x: Tensor, operands: Sequence[Tensor], program: str, name: str, buffer: int) -> list[Tensor]:
-    """What is computed of the rows of a sum over two ranks, with the sum in one call (`fxpar.exchange.row_programs`).
+    """What is computed of the rows of a sum, with the sum in one call (`fxpar.exchange.row_programs`).
 
     Args:
         x: [..., width], not empty.
@@ -205,10 +213,23 @@ def one_shot_rows(x: Tensor, operands: Sequence[Tensor], program: str, name: str
     """
     line = mailbox(name)
     line.begin(buffer)
-    given = _operands(operands, program)
-    found = line.rows_of_two(buffer, x.contiguous().view(-1, x.shape[-1]), program, given)
-    if line.poisons:
-        line.areas(buffer, x.nbytes)[line.rank].fill_(0xFF)
+    return _rows_of_total(line, x, operands, program, buffer, False)
+
+
+@torch_operator("taken_rows")
+def taken_rows(
+    token: Tensor, x: Tensor, operands: Sequence[Tensor], program: str, name: str, buffer: int
+) -> list[Tensor]:
+    """As `one_shot_rows`, of `taken_sum`."""
+    return _rows_of_total(mailbox(name), x, operands, program, buffer, True)
+
+
+def _rows_of_total(
+    line: Mailbox, x: Tensor, operands: Sequence[Tensor], program: str, buffer: int, is_sent: bool
+) -> list[Tensor]:
+    rows = x.contiguous().view(-1, x.shape[-1])
+    found = line.rows_of_total(buffer, rows, program, _operands(operands, program), is_sent)
+    line.poison(buffer, rows)
     line.end(buffer)
     return found
 
@@ -217,6 +238,13 @@ def one_shot_rows(x: Tensor, operands: Sequence[Tensor], program: str, name: str
 def _of_rows(x: Tensor, operands: Sequence[Tensor], program: str, name: str, buffer: int) -> list[Tensor]:
     total = torch.empty_like(x, memory_format=torch.contiguous_format)
     return read(program).run(total.view(-1, x.shape[-1]), _operands(operands, program))
+
+
+@taken_rows.register_fake
+def _of_taken_rows(
+    token: Tensor, x: Tensor, operands: Sequence[Tensor], program: str, name: str, buffer: int
+) -> list[Tensor]:
+    return _of_rows(x, operands, program, name, buffer)
 
 
 def _operands(operands: Sequence[Tensor], program: str) -> list[Tensor]:
@@ -237,28 +265,13 @@ def _blocks(x: Tensor, kind: str, size: int) -> list[Tensor]:
     if kind in (_SCATTER, _EXCHANGE):
         return [block.view(-1) for block in x]
     flat = x.view(-1)
-    if kind == _GATHER:
-        return [flat] * size
-    length = -(-flat.numel() // size)
-    return [flat[min(r * length, flat.numel()) : (r + 1) * length] for r in range(size)]
+    return [flat] * size
 
 
 def _places(blocks: Sequence[Tensor]) -> tuple[int, int]:
     """Bytes from the slot of one sender to that of the next, and in all."""
     step = -(-max(block.nbytes for block in blocks) // _ALIGNED) * _ALIGNED
     return step, step * len(blocks)
-
-
-def _added(parts: Sequence[Tensor]) -> Tensor:
-    """The sum in rank order, of half precision in float32, in new memory."""
-    if len(parts) == 2:  # one rounding, and the same on both ranks
-        return parts[0] + parts[1]
-    kind = parts[0].dtype
-    wide = torch.float32 if kind in (torch.float16, torch.bfloat16) else kind
-    total = parts[0].to(wide, copy=True)
-    for part in parts[1:]:
-        total += part
-    return total.to(kind)
 
 
 # ---------------------------------------------------------------------- what a lowered graph calls
@@ -283,14 +296,15 @@ def start_sum(x: Tensor, name: str, buffer: int) -> Sent:
 def summed(sent: Sent, name: str, buffer: int) -> Tensor:
     """Of `start_sum`."""
     if mailbox(name).size > 2:
-        return _finish(sent, _SUM, name, buffer)
+        of_more: Tensor = taken_sum(sent[1], sent[0], name, buffer)
+        return of_more
     held, token = sent
     found: Tensor = added(held, arrived(token, held, name, buffer), name)
     return found
 
 
 def sum_in_one_shot(x: Tensor, name: str, buffer: int) -> Tensor:
-    """P → I, P → R, of two ranks, where nothing is computed beside it."""
+    """P → I, P → R, where nothing is computed beside it."""
     found: Tensor = one_shot_sum(x, name, buffer)
     return found
 

@@ -28,8 +28,8 @@ class Cost:
         memory: bytes a second of a rank's memory.
         least_copy: bytes from which on ranks of one machine copy into each other's memory (`Plan.exchange`); what is
             smaller they send through their process group, whose latency is less.
-        copy_latency: seconds that such a copy takes besides its bytes, until what it brought can be read. A sum over
-            two ranks beside which less is computed is one kernel, however small; with 0 none is.
+        copy_latency: seconds that such a copy takes besides its bytes, until what it brought can be read. A sum beside
+            which less is computed is one kernel, however small; with 0 none is.
         axes: bandwidth and latency, or one of them, of axes whose ranks have other links, by name: where data ranks
             are on different machines, `{"dp": {"bandwidth": 45e9, "latency": 2e-5}}`.
     """

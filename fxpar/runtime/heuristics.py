@@ -34,6 +34,8 @@ _WAITING = (
     _ops.arrived.default,
     _ops.one_shot_sum.default,
     _ops.one_shot_rows.default,
+    _ops.taken_sum.default,
+    _ops.taken_rows.default,
 )
 # Of each graph that is compiled, the names of its waits; and by what a send gives, the name of what it sends.
 _WAITS: weakref.WeakKeyDictionary[Any, frozenset[str]] = weakref.WeakKeyDictionary()
@@ -103,6 +105,18 @@ def _taken(token: Any, x: Any) -> Any:
 def _take_copies(token: Any, x: Any, *more: Any) -> Any:
     """The other ranks' values."""
     return _extern(_ops.take_copies.default, token, _taken(token, x), *more)
+
+
+@lowering.register_lowering(_ops.taken_sum.default, type_promotion_kind=None)
+def _taken_sum(token: Any, x: Any, *more: Any) -> Any:
+    """The sum over more than two ranks."""
+    return _extern(_ops.taken_sum.default, token, _taken(token, x), *more)
+
+
+@lowering.register_lowering(_ops.taken_rows.default, type_promotion_kind=None)
+def _taken_rows(token: Any, x: Any, *more: Any) -> Any:
+    """What is computed of its rows."""
+    return _extern(_ops.taken_rows.default, token, _taken(token, x), *more)
 
 
 @lowering.register_lowering(_ops.arrived.default, type_promotion_kind=None)

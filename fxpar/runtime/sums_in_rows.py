@@ -42,6 +42,11 @@ _POINTWISE: dict[Any, str] = {
     aten.reciprocal.default: "reciprocal",
     prims.convert_element_type.default: "to",
 }
+# Sums, and the calls that compute of their rows.
+_SUMS: dict[Any, Any] = {
+    _ops.one_shot_sum.default: _ops.one_shot_rows.default,
+    _ops.taken_sum.default: _ops.taken_rows.default,
+}
 _VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 # Behind the sum they may stand in front of it: of no cost, or small.
 _EARLIER = (*_VIEWS, aten.unsqueeze.default, aten.expand.default)
@@ -54,7 +59,7 @@ def sums_in_rows(graph: fx.Graph) -> int:
     """Puts what belongs to sums into their calls; gives how many sums have taken something."""
     taken = 0
     for node in list(graph.nodes):
-        if node.target is _ops.one_shot_sum.default and _is_taken(node):
+        if node.target in _SUMS and _is_taken(node):
             taken += _Group(node).replace()
     if taken:
         graph.lint()
@@ -256,13 +261,13 @@ class _Group:
             return False
         outside = self._wanted()
         results = sorted({self.values[node] for node in outside})
-        graph, x = self.total.graph, self.total.args[0]
+        graph, (*sent, name, buffer) = self.total.graph, self.total.args
         for node in self.moved:
             self.total.prepend(node)
         program = self._program(results)
-        given = (x, [node for node, _ in self.operands], program.text, *self.total.args[1:])
+        given = (*sent, [node for node, _ in self.operands], program.text, name, buffer)
         with graph.inserting_before(self.total):
-            call = _made(graph, _ops.one_shot_rows.default, given)
+            call = _made(graph, _SUMS[self.total.target], given)
             parts = {value: _made(graph, operator.getitem, (call, i)) for i, value in enumerate(results)}
             seen: dict[tuple[int, tuple[int, ...]], fx.Node] = {}
             for node in outside:

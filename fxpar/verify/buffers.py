@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 
-from fxpar.analysis.handshakes import copyable, handshakes, is_pairwise
+from fxpar.analysis.handshakes import copyable, handshakes, is_sum
 from fxpar.errors import CheckFailed
 from fxpar.exchange.mailbox import BUFFERS
 from fxpar.program.program import Program, describe, has_note, note
@@ -24,8 +24,8 @@ def check_buffers(program: Program) -> None:
             that opens or closes its part of the step has a buffer that another call may use next to it.
     """
     for node in (each for each in program.graph.nodes if has_note(each) and note(each).one_shot):
-        if not note(node).buffer or not is_pairwise(node, program.axes):
-            reason = "is one_shot and no sum over two ranks that has a buffer"
+        if not note(node).buffer or not is_sum(node):
+            reason = "is one_shot and no sum that has a buffer"
             raise CheckFailed(reason, where=describe(node), remedy="leave one_shot out")
     nodes = [node for node in program.graph.nodes if has_note(node) and note(node).buffer]
     if not nodes:

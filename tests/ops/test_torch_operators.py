@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fxpar.errors import InputError
-from fxpar.ops.copied import added, arrived, one_shot_sum, send_copies, take_copies
+from fxpar.ops.copied import added, arrived, one_shot_sum, send_copies, take_copies, taken_sum
 from fxpar.ops.dropped_attention import dropped_attention
 
 
@@ -18,9 +18,10 @@ from fxpar.ops.dropped_attention import dropped_attention
         lambda x: one_shot_sum(x, "none", 1),
         lambda x: send_copies(x, "sum", "none", 1),
         lambda x: take_copies(torch.zeros(1, dtype=torch.uint8), x, "gather", "none", 1),
+        lambda x: taken_sum(torch.zeros(1, dtype=torch.uint8), x, "none", 1),
         lambda x: dropped_attention(x, x, x, None, x.detach().int(), 0.5, False, 1.0),
     ],
-    ids=["added", "arrived", "one_shot_sum", "send_copies", "take_copies", "dropped_attention"],
+    ids=["added", "arrived", "one_shot_sum", "send_copies", "take_copies", "taken_sum", "dropped_attention"],
 )
 def test_an_operand_that_asks_for_a_gradient_is_refused(call: object) -> None:
     assert callable(call)

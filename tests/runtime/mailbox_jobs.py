@@ -175,6 +175,7 @@ def each_kind(dtype: torch.dtype, shape: tuple[int, ...]) -> list[str]:
             copied.scattered(copied.start_scatter(x, *cut, size, name, 3), name, 3),
             bound.scattered(bound.start_scatter(x, *cut, group, size)),
         ),
+        "one shot": (copied.sum_in_one_shot(x, name, 5), bound.summed(bound.start_sum(x, group, size))),
         "exchange": (
             copied.exchanged(copied.start_exchange(x, *cut, size, name, 4), 0, cut[1], name, 4),
             bound.exchanged(bound.start_exchange(x, *cut, group, size), 0, cut[1]),

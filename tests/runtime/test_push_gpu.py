@@ -1,7 +1,8 @@
-"""The sum over two GPUs in one kernel, of two ranks that are streams of one GPU."""
+"""The sum over GPUs in one kernel, of ranks that are streams of one GPU."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -96,3 +97,47 @@ def test_rows_of_sums(rows: int, width: int, dtype: torch.dtype) -> None:
             assert one.dtype == known.dtype
             near = {torch.bfloat16: 3e-2, torch.float32: 1e-3, torch.float64: 1e-9}[dtype]
             torch.testing.assert_close(one, known, rtol=near, atol=near * max(width**0.5, 1))
+
+
+@pytest.mark.parametrize(("rows", "width"), [(1, 2), (7, 24), (1000, 1536), (8190, 1536), (513, 4096), (770, 8191)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("ranks", [3, 4, 8])
+@pytest.mark.parametrize("is_sent", [False, True], ids=["alone", "copies"])
+def test_rows_of_sums_over_more_ranks(
+    monkeypatch: pytest.MonkeyPatch, rows: int, width: int, dtype: torch.dtype, ranks: int, is_sent: bool
+) -> None:
+    from fxpar.exchange import push_blocks
+    from fxpar.exchange.push_kernels import FLAGS
+    from fxpar.exchange.sums import added, row_blocks
+
+    for name in ("_SENDING", "_ADDING", "_COMPUTING"):  # one GPU has room for the programs of all of them
+        monkeypatch.setattr(push_blocks, name, 1024 // ranks)
+    program = norm(width, dtype, torch.float64 if dtype == torch.float64 else torch.float32)
+    values = [torch.randn(rows, width, device="cuda").to(dtype) for _ in range(ranks)]
+    shapes = {Extent.FULL: (rows, width), Extent.ROW: (rows, 1), Extent.COLUMN: (width,)}
+    operands = [torch.randn(shapes[extent], device="cuda").to(dtype) for extent in program.operands]
+    reference = program.run(added(values), operands)
+    blocks = row_blocks(values[0], ranks)
+    size = -(-blocks.bytes // 4096) * 4096
+    areas = [[torch.full((size,), 0xFF, dtype=torch.uint8, device="cuda") for _ in range(ranks)] for _ in range(2)]
+    flags = [[torch.zeros(FLAGS, dtype=torch.int32, device="cuda") for _ in range(ranks)] for _ in range(2)]
+    streams = [torch.cuda.Stream() for _ in range(ranks)]
+    for turn in (0, 1, 0, 1):  # two buffers in turn, as a chain of sums has them
+        for owner, sender in itertools.product(range(ranks), repeat=2):
+            if is_sent and owner != sender:
+                part = values[sender][blocks.owned(owner)].contiguous().view(torch.uint8).view(-1)
+                areas[turn][owner][blocks.stride * sender :][: part.numel()].copy_(part)
+        torch.cuda.synchronize()
+        found = []
+        for rank, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                given = (values[rank], rank, areas[turn], flags[turn], operands, is_sent)
+                found.append(push_blocks.push_blocks(program.text, *given))
+        torch.cuda.synchronize()
+        assert not any(bool(flag.any()) for flag in flags[turn])
+        for own in found:
+            for one, two, known in zip(found[0], own, reference, strict=True):
+                assert torch.equal(one, two)
+                assert one.dtype == known.dtype
+                near = {torch.bfloat16: 3e-2, torch.float32: 1e-3, torch.float64: 1e-9}[dtype]
+                torch.testing.assert_close(one, known, rtol=near, atol=near * max(width**0.5, 1))

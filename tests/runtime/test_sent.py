@@ -30,7 +30,7 @@ class Pair(Mailbox):
     _sends: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def _create(self, size: int) -> Sequence[Tensor]:
-        return [torch.full((size,), 0x3F, dtype=torch.uint8) for _ in range(2)]
+        return [torch.full((size,), 0x3F, dtype=torch.uint8) for _ in range(self.size)]
 
     def beside(self, buffer: int, sent: Tensor) -> AbstractContextManager[None]:
         self._sends[buffer] = sent, sent.clone()

@@ -164,8 +164,8 @@ def compiled(
     def counted(graph: Any) -> int:
         count = before(graph)
         for node in graph.nodes:
-            if node.target is torch.ops.fxpar.one_shot_rows.default:
-                program = read(node.args[2])
+            if node.target in (torch.ops.fxpar.one_shot_rows.default, torch.ops.fxpar.taken_rows.default):
+                program = read(node.args[-3])
                 taken.append(sum(program.extent(i) is Extent.FULL for i in program.results))
         assert len(taken) == count
         return count
@@ -193,6 +193,20 @@ def test_what_is_taken(
         assert own.dtype == other.dtype
         near = {torch.float64: 1e-12, torch.float32: 1e-2, torch.bfloat16: 6e-2}[own.dtype]
         torch.testing.assert_close(own, other, rtol=near, atol=near, equal_nan=True)
+
+
+@pytest.mark.parametrize(("step", "count"), TAKEN, ids=[step.__name__ for step, _ in TAKEN])
+def test_what_is_taken_of_sums_that_copies_began(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, step: Step, count: list[int]
+) -> None:
+    def copies(x: Tensor) -> Tensor:
+        return copied.summed(copied.start_sum(x, NAME, 1), NAME, 1)
+
+    pair.size = 4
+    monkeypatch.setitem(globals(), "total", copies)
+    test_what_is_taken(pair, monkeypatch, step, count, torch.float64)
+    assert len(pair.same) >= 2
+    assert all(pair.same)
 
 
 def test_nothing_behind_a_change(pair: Pair) -> None:
