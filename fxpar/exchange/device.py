@@ -18,7 +18,7 @@ import torch.distributed._symmetric_memory as symmetric
 from torch import Tensor
 
 from fxpar.errors import InputError
-from fxpar.exchange.driver import copy, wait_value, write_value
+from fxpar.exchange.driver import copy, take_down, write_value
 from fxpar.exchange.mailbox import Mailbox
 from fxpar.exchange.row_programs import fits, sum_alone
 from fxpar.exchange.streams import current_stream, raw_stream
@@ -100,11 +100,10 @@ class DeviceMailbox(Mailbox):
         """On the mailbox's stream in `beside`, else on the current one."""
         write_value(self._stream, self._words[rank] + _WORD * self.flag(buffer, stage, self.rank), 1)
 
-    def wait(self, rank: int, buffer: int, stage: int) -> None:
+    def wait(self, buffer: int, stage: int) -> None:
         """As `signal`."""
-        place = self._words[self.rank] + _WORD * self.flag(buffer, stage, rank)
-        wait_value(self._stream, place, 1)
-        write_value(self._stream, place, 0)
+        own = self._words[self.rank]
+        take_down(self._stream, [own + _WORD * self.flag(buffer, stage, rank) for rank in self.others])
 
     def total(self, buffer: int, x: Tensor, is_sent: bool = False) -> Tensor:
         """By one kernel, on the current stream: that of rows wherever they fit.
@@ -134,8 +133,7 @@ class DeviceMailbox(Mailbox):
         areas = self.areas(buffer, row_blocks(x, self.size).bytes)
         if is_sent:
             self.join(buffer)
-            for rank in self.others:
-                self.wait(rank, buffer, 0)
+            self.wait(buffer, 0)
         return push_blocks(text, x, self.rank, areas, self._kernel_flags(buffer), operands, is_sent)
 
     def _ends(self, buffer: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

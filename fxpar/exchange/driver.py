@@ -8,12 +8,27 @@ current one, all of which the host has to make.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 _EQUAL = 1  # CU_STREAM_WAIT_VALUE_EQ
+_WAIT, _WRITE = 1, 2  # CU_STREAM_MEM_OP_WAIT_VALUE_32, CU_STREAM_MEM_OP_WRITE_VALUE_32
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _NAME = "libcuda.so.1"
+
+
+class _Operation(ctypes.Structure):
+    """CUstreamBatchMemOpParams of a wait or a write, which is a union of 48 bytes."""
+
+    _fields_: ClassVar[list[tuple[str, Any]]] = [
+        ("operation", ctypes.c_uint64),
+        ("address", ctypes.c_uint64),
+        ("value", ctypes.c_uint64),
+        ("flags", ctypes.c_uint64),
+        ("alias", ctypes.c_uint64),
+        ("rest", ctypes.c_uint64),
+    ]
 
 
 @cache
@@ -24,9 +39,10 @@ def _driver() -> Any:
         OSError: there is none.
     """
     found = ctypes.CDLL(_NAME)
-    for function in (found.cuStreamWaitValue32_v2, found.cuStreamWriteValue32_v2):
-        function.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
-        function.restype = ctypes.c_int
+    found.cuStreamWriteValue32_v2.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
+    found.cuStreamWriteValue32_v2.restype = ctypes.c_int
+    found.cuStreamBatchMemOp_v2.argtypes = [ctypes.c_void_p, ctypes.c_uint, ctypes.c_void_p, ctypes.c_uint]
+    found.cuStreamBatchMemOp_v2.restype = ctypes.c_int
     found.cuMemcpyDtoDAsync_v2.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
     found.cuMemcpyDtoDAsync_v2.restype = ctypes.c_int
     found.cuThreadExchangeStreamCaptureMode.argtypes = [ctypes.POINTER(ctypes.c_int)]
@@ -45,13 +61,16 @@ def copy(stream: int, there: int, here: int, size: int) -> None:
         _check(_driver().cuMemcpyDtoDAsync_v2(there, here, size, stream))
 
 
-def wait_value(stream: int, address: int, value: int) -> None:
-    """The stream goes on when the word is that value.
+def take_down(stream: int, addresses: Sequence[int]) -> None:
+    """The stream goes on when all words are 1, and makes them 0: one operation of it, or one node of a graph.
 
     Raises:
         RuntimeError: the driver refuses.
     """
-    _check(_driver().cuStreamWaitValue32_v2(stream, address, value, _EQUAL))
+    waits = [_Operation(_WAIT, address, 1, _EQUAL) for address in addresses]
+    operations = waits + [_Operation(_WRITE, address, 0) for address in addresses]
+    held = (_Operation * len(operations))(*operations)
+    _check(_driver().cuStreamBatchMemOp_v2(stream, len(operations), held, 0))
 
 
 def write_value(stream: int, address: int, value: int) -> None:

@@ -91,13 +91,17 @@ class HostMailbox(Mailbox):
         """Raises the flag; stores of one processor are seen in their order."""
         self._words[rank][self.flag(buffer, stage, self.rank)] = 1
 
-    def wait(self, rank: int, buffer: int, stage: int) -> None:
-        """Looks until the flag is up.
+    def wait(self, buffer: int, stage: int) -> None:
+        """Looks until each flag is up.
 
         Raises:
             RankError: it is not within the time limit.
         """
-        own, place, looks = self._words[self.rank], self.flag(buffer, stage, rank), 0
+        for rank in self.others:
+            self._wait(rank, buffer, self.flag(buffer, stage, rank))
+
+    def _wait(self, rank: int, buffer: int, place: int) -> None:
+        own, looks = self._words[self.rank], 0
         end = time.monotonic() + self.seconds
         while not own[place]:
             looks += 1

@@ -140,8 +140,8 @@ class Mailbox(ABC):
         """Raises this rank's flag at another, behind all copies there."""
 
     @abstractmethod
-    def wait(self, rank: int, buffer: int, stage: int) -> None:
-        """What is computed next waits for another rank's flag here, and takes it down."""
+    def wait(self, buffer: int, stage: int) -> None:
+        """What is computed next waits for the flags of all other ranks here, and takes them down."""
 
     def total(self, buffer: int, x: Tensor, is_sent: bool = False) -> Tensor:
         """The sum of the ranks' tensors x [rows, width], in new memory.
@@ -161,7 +161,7 @@ class Mailbox(ABC):
             self.copy(area, 0, x)
             self.signal(other, buffer, 0)
         self.join(buffer)
-        self.wait(other, buffer, 0)
+        self.wait(buffer, 0)
         return x + self.whole(self.rank, buffer, x)
 
     def rows_of_total(

@@ -30,9 +30,8 @@ from fxpar.exchange.sums import row_blocks
 
 # Elements that a program sends at once; tiles that have one flag.
 _BLOCK, _TILES = 4096, 2
-# Warps of all programs that send, that add and that compute. About 4200 have room at once: of the last, so many more
-# come when the first have ended.
-_SENDING, _ADDING, _COMPUTING = 1024, 1536, 3072
+# Warps of all programs that send, that add and that compute: as many as have room at once.
+_SENDING, _ADDING, _COMPUTING = 768, 1024, 2304
 
 _KERNEL = """
 import triton

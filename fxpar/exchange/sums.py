@@ -86,8 +86,7 @@ def sum_of_blocks(line: Mailbox, buffer: int, x: Tensor) -> Tensor:
     """The sum of what all ranks sent by `send_blocks`, in new memory."""
     blocks = row_blocks(x, line.size)
     areas = line.areas(buffer, blocks.bytes)
-    for rank in line.others:
-        line.wait(rank, buffer, 0)
+    line.wait(buffer, 0)
     own = x[blocks.owned(line.rank)]
     parts = [
         own if rank == line.rank else slot(areas[line.rank], blocks.stride * rank, own).view(own.shape)
@@ -99,8 +98,7 @@ def sum_of_blocks(line: Mailbox, buffer: int, x: Tensor) -> Tensor:
         line.copy(areas[rank], begin, total)
         if rank != line.rank:
             line.signal(rank, buffer, 1)
-    for rank in line.others:
-        line.wait(rank, buffer, 1)
+    line.wait(buffer, 1)
     return slot(areas[line.rank], blocks.sums, x).view(x.shape).clone()
 
 

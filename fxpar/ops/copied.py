@@ -98,8 +98,7 @@ def take_copies(token: Tensor, x: Tensor, kind: str, name: str, buffer: int) -> 
     step, end = _places(blocks)
     area = line.areas(buffer, end)[line.rank]
     line.join(buffer)
-    for rank in line.others:
-        line.wait(rank, buffer, 0)
+    line.wait(buffer, 0)
     own = blocks[line.rank]
     came = [own if r == line.rank else slot(area, step * r, own) for r in range(line.size)]
     if kind == _SCATTER:
@@ -124,9 +123,8 @@ def arrived(token: Tensor, x: Tensor, name: str, buffer: int) -> Tensor:
         It, of the shape of `x`: memory into which the other will write again, for `added` alone.
     """
     line = mailbox(name)
-    (other,) = line.others
     line.join(buffer)
-    line.wait(other, buffer, 0)
+    line.wait(buffer, 0)
     line.end(buffer)
     return line.whole(line.rank, buffer, x)
 

@@ -113,8 +113,9 @@ class Plan:
         exchange: how the ranks of an axis send what is large in each microbatch of a training step. `nccl`: through
             their process group, whichever backend that has. `copy`: into each other's memory, on GPUs by copy engines,
             which leave the multiprocessors to products, or a kernel where there are none beside it; ranks that cannot
-            are refused. `auto`: so where ranks are GPUs of one machine that reach each other's memory. What is smaller
-            than `cost.least_copy`, but for such kernels, and what is sent once a step go through the process group.
+            are refused. `auto`: so between two GPUs of one machine that reach each other's memory; between more NCCL is
+            faster. What is smaller than `cost.least_copy`, but for such kernels, and what is sent once a step go
+            through the process group.
         interleave_halves: whether a rank computes the two halves of its batch in turn, so that one computes while the
             other's collectives travel (with `exchange` by copies). Losses, gradients and masks are those of the whole;
             batches of an odd number of rows, or of other numbers on other data ranks, are computed whole.

@@ -99,12 +99,21 @@ def test_rows_of_sums(rows: int, width: int, dtype: torch.dtype) -> None:
             torch.testing.assert_close(one, known, rtol=near, atol=near * max(width**0.5, 1))
 
 
-@pytest.mark.parametrize(("rows", "width"), [(1, 2), (7, 24), (1000, 1536), (8190, 1536), (513, 4096), (770, 8191)])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("ranks", [3, 4, 8])
+MORE: list[tuple[int, int, int, torch.dtype]] = [  # ranks, rows, width
+    (4, 8190, 1536, torch.bfloat16),
+    (4, 513, 4096, torch.float32),
+    (4, 1, 2, torch.float64),
+    (4, 770, 8191, torch.float16),
+    (3, 1000, 1537, torch.bfloat16),
+    (8, 7, 24, torch.float64),
+    (8, 1000, 2304, torch.bfloat16),
+]
+
+
+@pytest.mark.parametrize(("ranks", "rows", "width", "dtype"), MORE, ids=str)
 @pytest.mark.parametrize("is_sent", [False, True], ids=["alone", "copies"])
 def test_rows_of_sums_over_more_ranks(
-    monkeypatch: pytest.MonkeyPatch, rows: int, width: int, dtype: torch.dtype, ranks: int, is_sent: bool
+    monkeypatch: pytest.MonkeyPatch, ranks: int, rows: int, width: int, dtype: torch.dtype, is_sent: bool
 ) -> None:
     from fxpar.exchange import push_blocks
     from fxpar.exchange.push_kernels import FLAGS
@@ -121,6 +130,10 @@ def test_rows_of_sums_over_more_ranks(
     size = -(-blocks.bytes // 4096) * 4096
     areas = [[torch.full((size,), 0xFF, dtype=torch.uint8, device="cuda") for _ in range(ranks)] for _ in range(2)]
     flags = [[torch.zeros(FLAGS, dtype=torch.int32, device="cuda") for _ in range(ranks)] for _ in range(2)]
+    for rank in range(ranks):  # a rank's kernel cannot be loaded while another's waits for it: here all flags are up
+        up = [torch.ones(FLAGS, dtype=torch.int32, device="cuda") for _ in range(ranks)]
+        scratch = [torch.zeros_like(area) for area in areas[0]]
+        push_blocks.push_blocks(program.text, values[rank], rank, scratch, up, operands, is_sent)
     streams = [torch.cuda.Stream() for _ in range(ranks)]
     for turn in (0, 1, 0, 1):  # two buffers in turn, as a chain of sums has them
         for owner, sender in itertools.product(range(ranks), repeat=2):
@@ -139,5 +152,5 @@ def test_rows_of_sums_over_more_ranks(
             for one, two, known in zip(found[0], own, reference, strict=True):
                 assert torch.equal(one, two)
                 assert one.dtype == known.dtype
-                near = {torch.bfloat16: 3e-2, torch.float32: 1e-3, torch.float64: 1e-9}[dtype]
+                near = {torch.bfloat16: 3e-2, torch.float16: 4e-3, torch.float32: 1e-3, torch.float64: 1e-9}[dtype]
                 torch.testing.assert_close(one, known, rtol=near, atol=near * max(width**0.5, 1))

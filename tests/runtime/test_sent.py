@@ -42,7 +42,7 @@ class Pair(Mailbox):
     def signal(self, rank: int, buffer: int, stage: int) -> None:
         """Nobody waits."""
 
-    def wait(self, rank: int, buffer: int, stage: int) -> None:
+    def wait(self, buffer: int, stage: int) -> None:
         """It is there."""
 
 
