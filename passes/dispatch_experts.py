@@ -12,6 +12,7 @@ from fxpar.errors import PlanError
 from fxpar.manager import register_pass
 from fxpar.mesh.purpose import Cuts
 from fxpar.passes.exact_rows import ExactRows
+from fxpar.passes.gathered_rows import GatheredRows, gathers
 from fxpar.passes.limited_rows import count_dropped, limit_rows
 from fxpar.passes.padded_rows import PaddedRows
 from fxpar.passes.routed_rows import Routed, routed
@@ -97,7 +98,7 @@ def dispatch_experts(program: Program) -> Program:
             rows = ExactRows(program, region, holders, _new_name(program, counted))
             counted.append(rows.counted)
         else:
-            rows = (PaddedRows if plan.pad_to_capacity else StaticRows)(program, region, holders)
+            rows = _static(program, region)(program, region, holders)
         rows.run()
         if holders:
             name = load_name(note(region.sort).fqn, tuple(loads))
@@ -110,6 +111,14 @@ def dispatch_experts(program: Program) -> Program:
     end.args = ((*end.args[0], *loads.values()),)  # type: ignore[misc]
     program.graph.eliminate_dead_code()
     return program.with_(counted=tuple(counted), outputs=(*program.outputs, *loads))
+
+
+def _static(program: Program, region: Routed) -> type[StaticRows]:
+    """How rows of static sizes travel."""
+    plan, holders = program.plan, program.mesh.holders
+    if plan.pad_to_capacity:
+        return PaddedRows
+    return GatheredRows if holders and plan.dispatch != "alltoall" and gathers(program, region, holders) else StaticRows
 
 
 def _check_held(program: Program, region: Routed) -> None:

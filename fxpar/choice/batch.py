@@ -18,14 +18,13 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from fxpar.choice.demands import demands, held_over
+from fxpar.choice.demands import demanded_by, demands, held_over, without_demand
 from fxpar.choice.options import Option, value_of
 from fxpar.errors import LayoutError
 from fxpar.layout.layout import I, P, Placement, R, shard
 from fxpar.layout.nesting import peel
 from fxpar.layout.symbols import Size, simplify
 from fxpar.mesh.purpose import Cuts, leave_out
-from fxpar.ops.shard_over import demanded
 from fxpar.program.coercions import resting
 from fxpar.program.gradients import carried
 from fxpar.program.program import (
@@ -74,8 +73,8 @@ def place_batch(program: Program, axis: str, rows: Mapping[str, int]) -> dict[fx
             found[node] = Option((), (whole if dim is None else shard(dim, tensor_type(node).shape[dim]),))
             continue
         if demands(node, axis):
-            cut = demanded(call_of(node, program.axes[axis]))
-            found[node] = Option((cut,), (cut,), "batch")
+            before, behind = demanded_by(node, program.axes[axis])
+            found[node] = Option((before,), (behind,), "batch")
             continue
         values = [value_of(operand) for operand in operands(node)]
         given = [found[maker].outputs[index] for maker, index in values]
@@ -197,7 +196,8 @@ def peel_program(program: Program, axis: str, placed: Mapping[fx.Node, Option]) 
         if node.op == "call_function":
             _peel_operands(inner, node, old, own, option, n)
             if demands(node, axis):  # other axes know nothing of it
-                node.target, node.args, node.kwargs = torch.ops.aten.alias.default, node.args[:1], {}
+                node.target, node.args = without_demand(node)
+                node.kwargs = {}
         update(node, type=_peeled(note(node).type, option.outputs, n))
     return inner.with_(
         symbols=tuple(_symbol_within(s, program, own, n) for s in program.symbols),
@@ -229,6 +229,8 @@ def _peel_operands(
         held = own[maker.name].outputs[index]
         if wanted.is_shard and held.is_shard and wanted.dim != held.dim:
             operand = _exchanged(inner, node, operand, held.dim, wanted.dim)
+        if held.is_shard and not wanted.is_shard:
+            operand = _gathered(inner, node, operand, held.dim, n)
         if wanted.is_shard and not held.is_shard:
             kind = _peeled(tensor_type(operand), (wanted,), n)
             assert isinstance(kind, TensorType)
@@ -238,6 +240,15 @@ def _peel_operands(
             operand = set_note(new, replace(note(operand), type=kind))
         taken.append(operand)
     with_operands(node, taken)
+
+
+def _gathered(inner: Program, node: fx.Node, operand: fx.Node, dim: int, n: int) -> fx.Node:
+    """What ranks have that give each other all: as much of everyone."""
+    kind = tensor_type(operand)
+    shape = (*kind.shape[:dim], simplify(kind.shape[dim] * n), *kind.shape[dim + 1 :])
+    with inner.graph.inserting_before(node):
+        new = inner.graph.create_node("call_function", torch.ops.aten.cat.default, ([operand] * n, dim))
+    return set_note(new, replace(note(operand), type=TensorType(kind.dtype, shape)))
 
 
 def _exchanged(inner: Program, node: fx.Node, operand: fx.Node, source: int, target: int) -> fx.Node:

@@ -1,4 +1,4 @@
-"""What a program says itself of its layouts (`fxpar.shard_over`).
+"""What a program says itself of its layouts (`fxpar.shard_over`, `fxpar.expand_over`, `fxpar.sum_over`).
 
 Enters: a program and the name of an axis. Leaves: the operations that demand a cut there, and the parameters that are
 held so.
@@ -7,24 +7,48 @@ held so.
 from __future__ import annotations
 
 import operator
+from typing import Any
 
+import torch
 from torch import fx
 
-from fxpar.ops.shard_over import shard_over
+from fxpar.layout.layout import Placement
+from fxpar.ops.over_ranks import HELD, expand_over, sum_over
+from fxpar.ops.shard_over import demanded, shard_over
 from fxpar.program.coercions import axes_of
 from fxpar.program.program import Program, operands
+from fxpar.signatures.calls import call_of
+from fxpar.signatures.rule import Refusal
+
+aten = torch.ops.aten
 
 
 def demands(node: fx.Node, axis: str) -> bool:
-    """Whether the operation has its value cut on the axis."""
-    return node.target is shard_over and axis in axes_of(node)
+    """Whether the operation has its value held in one way on the axis."""
+    return (node.target is shard_over or node.target in HELD) and axis in axes_of(node)
+
+
+def demanded_by(node: fx.Node, n: int) -> tuple[Placement, Placement]:
+    """How an operation that demands it has its value held on an axis of n ranks, before and behind it."""
+    call = call_of(node, n)
+    if node.target is shard_over:
+        return demanded(call), demanded(call)
+    found = HELD[node.target](call)
+    assert not isinstance(found, Refusal), found.reason
+    return found
+
+
+def without_demand(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
+    """What such an operation is to other axes, over what a rank has: an operation of torch, and its arguments."""
+    target = {expand_over: aten.unsqueeze.default, sum_over: aten.squeeze.dim}.get(node.target)
+    return (aten.alias.default, node.args[:1]) if target is None else (target, node.args)
 
 
 def held_over(program: Program, axis: str) -> dict[fx.Node, int]:
     """Parameters whose first dimension the axis cuts, as what is made of each alone demands it."""
     found: dict[fx.Node, int] = {}
     for node in program.graph.nodes:
-        if demands(node, axis):
+        if node.target is shard_over and demands(node, axis):
             source = operands(node)[0]
             while source.op == "call_function" and len(operands(source)) == 1 and source.target is not operator.getitem:
                 source = operands(source)[0]

@@ -18,14 +18,13 @@ import torch
 from torch import fx
 
 from fxpar.analysis.flops import matmul_flops
-from fxpar.choice.demands import demands
+from fxpar.choice.demands import demanded_by, demands
 from fxpar.choice.follow import Trail, Weights, follow
 from fxpar.choice.heads import all_cuts, farthest, heads_of, met_heads, natural_cut, shares_attention
 from fxpar.choice.segments import met_cut
 from fxpar.choice.tokens import tokens_of
 from fxpar.layout.layout import I, Placement, R, fits, shard
 from fxpar.layout.symbols import Size, names
-from fxpar.ops.shard_over import demanded
 from fxpar.program.coercions import at_rest, resting, unsettled
 from fxpar.program.program import Program, describe, operands, output_types
 from fxpar.rules import Refusal, call_of, inferred, rule_of, seeded
@@ -160,8 +159,8 @@ def list_options(
         elif node.op == "placeholder":
             found.of[node] = own.setdefault((Option((), (R,)),), (Option((), (R,)),))
         elif demands(node, axis):
-            cut = demanded(call_of(node, n))
-            found.of[node] = (Option((cut,), (cut,)),)
+            before, behind = demanded_by(node, n)
+            found.of[node] = (Option((before,), (behind,)),)
             found.demanded.add(value_of(operands(node)[0]))
             reached.add(node)
         else:

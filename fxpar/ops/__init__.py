@@ -18,6 +18,7 @@ from fxpar.ops.expert_layer import experts
 from fxpar.ops.functions import function
 from fxpar.ops.host import item
 from fxpar.ops.operator import Operator, alike
+from fxpar.ops.over_ranks import expand_over, sum_over
 from fxpar.ops.random import attention, axis_index, dropout, part_index, uniform, uniform_like
 from fxpar.ops.sent_rows import return_rows, send_rows, split_sizes
 from fxpar.ops.shard_over import shard_over
@@ -40,7 +41,10 @@ __all__ = ["COMPOSITE_OF", "OPERATORS", "Operator", "alike", "experts"]
 _DRAWN = (axis_index, part_index, dropout, uniform, uniform_like, attention)
 _WORDS = (embedding, cross_entropy, nll_loss, log_softmax, logsumexp, argmax, topk)
 
-_OTHERS = (sum_gradients, function, size, zeros, item, transfer, shard_over, split_sizes, send_rows, return_rows)
+_OTHERS = (
+    *(sum_gradients, function, size, zeros, item, transfer, shard_over, split_sizes, send_rows, return_rows),
+    *(expand_over, sum_over),
+)
 
 _GRADIENTS = (
     *(all_reduce_coalesced, attention_forward, attention_backward, cross_entropy_forward, cross_entropy_backward),

@@ -89,7 +89,10 @@ _SAVING = ("cross_entropy_forward",)
 
 # Operators that the oracle cannot run on one rank alone, or has no freedom to try, and why.
 COMMUNICATING: Mapping[str, str] = {
-    "fxpar.shard_over": "it says what the ranks hold, and gives that: programs with it are checked by value",
+    **dict.fromkeys(
+        ("fxpar.shard_over", "fxpar.expand_over", "fxpar.sum_over"),
+        "it says what the ranks hold, and gives that: programs with it are checked by value",
+    ),
     **dict.fromkeys(
         ("fxpar.split_sizes", "fxpar.send_rows", "fxpar.return_rows"),
         "values decide how many rows travel: programs with it are checked by value",

@@ -14,7 +14,7 @@ from fxpar.plan.graphs import CudaGraphs
 if TYPE_CHECKING:
     from fxpar.plan.plan import Plan
 
-DISPATCHES = ("static", "exact")
+DISPATCHES = ("static", "alltoall", "exact")
 DROP_POLICIES = ("probs", "position")
 
 
@@ -28,7 +28,9 @@ def expert_problems(plan: Plan) -> Iterator[str]:
     if plan.dispatch == "static":
         return
     if plan.ep == 1:
-        yield "dispatch='exact' is of experts on several ranks, and ep=1: give ep of at least 2, or leave it out"
+        yield f"dispatch={plan.dispatch!r} is of experts on several ranks, and ep=1: give ep of at least 2, or leave it out"
+    if plan.dispatch != "exact":
+        return
     if isinstance(plan.cuda_graphs, CudaGraphs) and plan.cuda_graphs.is_on:
         # What stands between graphs has fixed addresses and sizes too (`fxpar.runtime.graphs.partial`).
         yield "dispatch='exact' has sizes that no CUDA graph can hold: leave cuda_graphs out, or give dispatch='static'"
@@ -43,7 +45,7 @@ def _wrong_budget(plan: Plan) -> Iterator[str]:
         return
     if type(budget) not in (int, float) or not 1 <= budget < 2**16:
         yield f"receive_budget={shown(budget)} is no multiple of a balanced load: give a number of at least 1"
-    elif plan.ep == 1 or plan.dispatch != "static":
+    elif plan.ep == 1 or plan.dispatch == "exact":
         yield f"receive_budget={budget} is of dispatch='static' with ep of at least 2: choose these, or leave it out"
     if plan.pp > 1:
         # A stage has sent gradients on before the last one knows that rows were too many.

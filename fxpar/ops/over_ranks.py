@@ -1,0 +1,177 @@
+"""A value once for each rank of an axis, and the sum of what the ranks made of it.
+
+Enters: nothing. Leaves: the records of `fxpar.expand_over` and `fxpar.sum_over`, each the other's adjoint. Neither
+moves anything: a rank has one index of the dimension, and what is summed is partial. What all ranks have of one value,
+and each computes with operands of its own, it computes so as one of a leading dimension (`passes/gathered_rows.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor, fx
+
+from fxpar.layout.layout import P, Placement, R, shard
+from fxpar.ops.onrank import OnRank
+from fxpar.ops.operator import Gradients, OnShapes, Operator, Reverse, Run
+from fxpar.program.program import TensorType, output_types, tensor_type
+from fxpar.signatures.calls import Call
+from fxpar.signatures.rule import Labelling, Refusal, Rule, Signature
+
+_Held = Callable[[Call], tuple[Placement, Placement] | Refusal]
+
+
+def expand_dim(x: Tensor, dim: int) -> Tensor:
+    """[…] → [… 1 …]: what a rank has of `expand_over`."""
+    return x.unsqueeze(dim)
+
+
+def sum_dim(x: Tensor, dim: int) -> Tensor:
+    """[… 1 …] → […]: what a rank has of `sum_over`."""
+    return x.squeeze(dim)
+
+
+# ---------------------------------------------------------------------- rules
+
+
+def _cut(call: Call, longer: TensorType) -> Placement | Refusal:
+    dim = int(call.get("dim"))
+    if longer.shape[dim] != call.n:
+        return Refusal(f"dimension {dim} of {longer} has no index for each of {call.n} ranks", structural=True)
+    return shard(dim, longer.shape[dim])
+
+
+def _expanded(call: Call) -> tuple[Placement, Placement] | Refusal:
+    cut = _cut(call, call.outputs[0])
+    return cut if isinstance(cut, Refusal) else (R, cut)
+
+
+def _summed(call: Call) -> tuple[Placement, Placement] | Refusal:
+    cut = _cut(call, call.operands[0])
+    return cut if isinstance(cut, Refusal) else (cut, P)
+
+
+def _rule(held: _Held) -> Rule:
+    """Of the axis that the operator names."""
+
+    def check(call: Call, placements: Sequence[Placement]) -> tuple[Placement, ...] | Refusal:
+        found = held(call)
+        if isinstance(found, Refusal):
+            return found
+        before, after = found
+        return (after,) if tuple(placements) == (before,) else Refusal(f"its value has to be {before}")
+
+    def seed(call: Call, index: int, placement: Placement) -> Signature | Refusal:
+        found = check(call, (placement,))
+        return found if isinstance(found, Refusal) else Signature((placement,), found)
+
+    return Rule(seed=seed, check=check)
+
+
+def _longer(call: Call) -> Labelling:
+    labels = tuple(f"d{i}" for i in range(len(call.operands[0].shape)))
+    dim = int(call.get("dim"))
+    return Labelling((labels,), ((*labels[:dim], None, *labels[dim:]),))
+
+
+def _shorter(call: Call) -> Labelling:
+    labels = tuple(f"d{i}" for i in range(len(call.outputs[0].shape)))
+    dim = int(call.get("dim"))
+    return Labelling(((*labels[:dim], None, *labels[dim:]),), (labels,))
+
+
+# ---------------------------------------------------------------------- shapes, lowering and derivatives
+
+
+def _expanded_shape(call: OnShapes) -> Tensor:
+    (x, dim), (out,) = call.args, call.outputs
+    own, wanted = list(x.shape), list(out.shape)
+    if not 0 <= dim < len(wanted) or own != [*wanted[:dim], *wanted[dim + 1 :]] or x.dtype != out.dtype:
+        raise ValueError(f"{own} of {x.dtype} with a dimension before {dim} more cannot be {wanted} of {out.dtype}")
+    return out
+
+
+def _summed_shape(call: OnShapes) -> Tensor:
+    x, dim = call.args
+    if not 0 <= dim < x.dim():
+        raise ValueError(f"{list(x.shape)} has no dimension {dim}")
+    found: Tensor = x.new_empty((*x.shape[:dim], *x.shape[dim + 1 :]))
+    return found
+
+
+def _lower_expand(node: fx.Node, rank: OnRank) -> Run:
+    return Run(expand_dim, node.args)
+
+
+def _lower_sum(node: fx.Node, rank: OnRank) -> Run:
+    return Run(sum_dim, node.args)
+
+
+def _back(call: Reverse, target: Operator) -> Gradients:
+    x, dim = call.node.args
+    assert isinstance(x, fx.Node)
+    gradient, kind = call.tangents[0], output_types(x)[0]
+    assert gradient is not None
+    return (call.call(target, gradient, dim, kind=TensorType(tensor_type(gradient).dtype, kind.shape)),)
+
+
+def _expanded_derivative(call: Reverse) -> Gradients:
+    return _back(call, sum_over)
+
+
+def _summed_derivative(call: Reverse) -> Gradients:
+    return _back(call, expand_over)
+
+
+# ---------------------------------------------------------------------- records
+
+
+@partial(Operator, rule=Rule(_longer, (("self",),)), shape=_expanded_shape, lower=_lower_expand)
+def _expand_elsewhere(self: Any, dim: int) -> Any:
+    """What expanding is on an axis that it does not name."""
+
+
+@partial(Operator, rule=Rule(_shorter, (("self",),)), shape=_summed_shape, lower=_lower_sum)
+def _sum_elsewhere(self: Any, dim: int) -> Any:
+    """What summing is on an axis that it does not name."""
+
+
+@partial(
+    Operator,
+    rule=_rule(_expanded),
+    like=_expand_elsewhere,
+    shape=_expanded_shape,
+    lower=_lower_expand,
+    derivative=_expanded_derivative,
+)
+def expand_over(self: Any, dim: int, *, axis: str) -> Any:
+    """A value once for each rank of the axis, R → S(dim): […] → [… n …], with n ranks.
+
+    Args:
+        self: what all ranks have.
+        dim: of the result, the new one.
+    """
+
+
+@partial(
+    Operator,
+    rule=_rule(_summed),
+    like=_sum_elsewhere,
+    shape=_summed_shape,
+    lower=_lower_sum,
+    derivative=_summed_derivative,
+)
+def sum_over(self: Any, dim: int, *, axis: str) -> Any:
+    """The sum of what the ranks of the axis have, S(dim) → P: [… n …] → […]. Nothing is added until P is reduced.
+
+    Args:
+        self: of n ranks, each of which has one index of `dim`.
+        dim: a dimension of it.
+    """
+
+
+# Which placements each has on the axis that it names, before and after.
+HELD: Mapping[Operator, _Held] = {expand_over: _expanded, sum_over: _summed}
+

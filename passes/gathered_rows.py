@@ -1,0 +1,197 @@
+"""Rows of one layer's experts where each holder gets all tokens of the others, and picks those of its experts.
+
+Enters: the rows of a sort by expert (`routed_rows`). Leaves: each operation on them where the experts are. A helper of
+`dispatch_experts`, which says what the terms mean.
+
+A token that chooses K of E experts has as a rule several on each of a few ranks: in blocks of rows it would travel once
+for each of them. Here it travels once, and so does what a holder makes of it: the sum over its experts.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from fractions import Fraction
+from math import prod
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxpar.layout.symbols import Size, product, simplify
+from fxpar.mesh.purpose import Cuts
+from fxpar.ops.over_ranks import expand_over, sum_over
+from fxpar.passes.limited_rows import share
+from fxpar.passes.routed_rows import Routed
+from fxpar.passes.static_rows import StaticRows
+from fxpar.program.program import Program, TensorType, output_types, tensor_type
+
+aten, fxp = torch.ops.aten, torch.ops.fxpar
+
+
+def gathers(program: Program, region: Routed, holders: Mapping[str, int]) -> bool:
+    """Whether no more travels where tokens are gathered than in blocks of rows.
+
+    A block has as many places for each token of a source as it may need there, or as a budget or a capacity leaves it:
+    it is larger than the tokens themselves where those are one or more. Tokens that tensor parallel ranks share, and
+    data ranks send, are not gathered: each would travel for every one of them.
+    """
+    plan = program.plan
+    features, batch = plan.axes_for(Cuts.FEATURES).keys(), plan.axes_for(Cuts.BATCH).keys()
+    if features and batch & holders.keys():
+        return False
+    own = Fraction(region.experts, prod(holders.values()))
+    places, part, budget = min(Fraction(region.k), own), share(program, region), plan.receive_budget
+    if part is not None:
+        places = min(places, part * own)
+    if budget is not None:
+        places = min(places, Fraction(region.k) * Fraction(str(budget)) / prod(holders.values()))
+    return places >= 1
+
+
+class GatheredRows(StaticRows):
+    """One layer's experts, being rewritten.
+
+    All that is computed of rows is computed by their holders, of the tokens of all sources; what they make of them is
+    summed over the holders.
+    """
+
+    def _is_shared(self, program: Program) -> bool:
+        """Tensor parallel ranks have all tokens of a data rank: each picks the rows of its experts."""
+        return True
+
+    def _plan(self, indices: fx.Node) -> None:
+        """Which rows a holder picks."""
+        emit, experts, integer = self.emit, self.region.experts, torch.int64
+        self._own_tokens = self.cut.apart(indices, 1, fill=experts)
+        chosen = self._of_all(self._own_tokens)
+        kind = tensor_type(chosen)
+        self._tokens, self._token_node = kind.shape[-2], emit.size(chosen, len(self.here))
+        # What is no number of an expert here goes to nobody; the number of none is beyond those of the last holder.
+        numbers = emit.call(aten.sub.Tensor, (chosen, self._first()), TensorType(integer, kind.shape))
+        rows = simplify(self._tokens * self.region.k)
+        order, counts = emit.several(
+            fxp.sort_by_expert.default,
+            (numbers, self.own),
+            (TensorType(integer, (*self.here, rows)), TensorType(integer, (*self.here, self.own))),
+        )
+        node, size = self._places_of_a_holder()
+        kind = TensorType(integer, (*self.here, size))
+        self._places = self._by_expert = emit.call(fxp.block_order.default, (order, counts, 1, node), kind)
+        self._load = self._counts = counts
+        if self.is_budgeted:
+            kind = TensorType(integer, (*self.here, 1))
+            self.excess = emit.call(fxp.block_excess.default, (counts, 1, node), kind)
+            self._counts = self._with_places(counts, node, size)
+        self._row_node = emit.size(self._by_expert, len(self.here))
+
+    def _first(self) -> fx.Node:
+        """The number of the first expert of each holder, [holders, 1, 1]."""
+        emit, sizes = self.emit, tuple(self.holders.values())
+        kind = TensorType(torch.int64, (self.blocks,))
+        made = emit.call(aten.arange.start_step, (0, self.region.experts, self.own), kind)
+        made = emit.view(made, (*sizes, 1, 1), (*sizes, 1, 1))
+        for dim, axis in enumerate(self.holders):
+            made = emit.over(made, dim, axis)
+        return made
+
+    def _places_of_a_holder(self) -> tuple[Any, Size]:
+        """As many as the tokens of all sources may need, or as the budget or the capacity has, where that is less."""
+        emit, k, limit = self.emit, self.region.k, self._limit
+        most, budget = Fraction(min(k, self.own)), self._budget
+        kept = most if limit is None else min(most, limit.part * self.own)
+        self.is_budgeted = budget is not None and k * budget < kept * self.blocks
+        if budget is not None and self.is_budgeted:
+            return emit.part(self._token_node, self._tokens, k * budget / self.blocks)
+        if limit is None or kept == most:
+            return emit.part(self._token_node, self._tokens, most)
+        node, size = limit.capacity
+        lead = tensor_type(limit.kept).shape[:-2]
+        times = int(product(lead)) // prod(self.lead[i] for i in self.outer) * self.own
+        return emit.number(operator.mul, node, times), simplify(size * times)
+
+    def _with_places(self, counts: fx.Node, node: Any, size: Size) -> fx.Node:
+        """Of the rows of each expert how many have a place."""
+        shape = (*self.here, 1, self.own)
+        one = self.emit.view(counts, shape, shape)
+        kinds = TensorType(torch.int64, (*self.here, size)), TensorType(torch.int64, (*self.here, self.own))
+        return self.emit.several(fxp.received_order.default, (one, node), kinds)[1]
+
+    @property
+    def load(self) -> fx.Node:
+        """How many rows each of a holder's experts received."""
+        return self._load
+
+    def run(self) -> None:
+        """Writes each node of the region over what a holder has."""
+        region = self.region
+        for node in region.nodes:
+            self.emit.like(node)
+            if node in region.takes:
+                self._holder[node] = self._taken(node)
+            elif node in region.puts:
+                node.replace_all_uses_with(self._put(node))
+            else:
+                self._holder[node] = self._computed(node, self._holder_operand, self._rows_here, self._many_here)
+
+    def _sent(self, value: fx.Node) -> fx.Node:
+        return self._holder[value]
+
+    def _taken(self, node: fx.Node) -> fx.Node:
+        value, _, k = node.args
+        assert isinstance(value, fx.Node)
+        all_tokens = self._of_all(self.cut.apart(value, self.region.k // int(k)))  # type: ignore[arg-type]
+        kind = TensorType(tensor_type(node).dtype, (*self._rows_here, *tensor_type(node).shape[1:]))
+        return self.emit.call(fxp.take_rows.default, (all_tokens, self._places, k), kind)
+
+    def _put(self, node: fx.Node) -> fx.Node:
+        value, given, *rest = node.args
+        assert isinstance(value, fx.Node)
+        assert isinstance(given, fx.Node)
+        emit, dtype, width = self.emit, tensor_type(node).dtype, tensor_type(node).shape[-1]
+        if node.target is fxp.put_weighed.default:
+            weights = self._of_all(self.cut.apart(given, 1))
+            args: tuple[Any, ...] = self._holder[value], weights, self._places, rest[-1]
+            made = emit.call(node.target, args, TensorType(dtype, (*self.here, self._tokens, width)))
+            return self.cut.together(self._summed(made))
+        # Of each pair alone where they are not added up: a token's stand together.
+        times = self.region.k // int(rest[-1])  # type: ignore[arg-type]
+        count = self._token_node if times == 1 else emit.number(operator.mul, self._token_node, times)
+        kind = TensorType(dtype, (*self.here, simplify(self._tokens * times), width))
+        made = emit.call(node.target, (self._holder[value], self._places, count, rest[-1]), kind)
+        wide = width * times
+        made = emit.view(made, (*self.here, -1, wide), (*self.here, self._tokens, wide))
+        return emit.view(self.cut.together(self._summed(made)), (-1, width), output_types(node)[0].shape)
+
+    def _of_all(self, value: fx.Node) -> fx.Node:
+        """[lead, n, f] → [here, sources * n, f]: what each source has, for each holder."""
+        emit, count = self.emit, len(self.lead)
+        made = emit.permute(value, [*self.outer, *self.merged, count, count + 1])
+        *_, rows, width = tensor_type(made).shape
+        outer = tuple(self.lead[i] for i in self.outer)
+        made = emit.view(made, (*outer, -1, width), (*outer, simplify(rows * self.sources), width))
+        for place, (axis, ranks) in enumerate(self.holders.items(), len(outer)):
+            shape = tensor_type(made).shape
+            kind = TensorType(tensor_type(made).dtype, (*shape[:place], ranks, *shape[place:]))
+            made = emit.call(expand_over, (made, place), kind, axis=axis)
+        return made
+
+    def _summed(self, value: fx.Node) -> fx.Node:
+        """[here, sources * n, f] → [lead, n, f]: the sums over the holders, of each source where it is."""
+        emit, outer, dtype = self.emit, tuple(self.lead[i] for i in self.outer), tensor_type(value).dtype
+        for place, axis in reversed(list(enumerate(self.holders, len(outer)))):
+            shape = tensor_type(value).shape
+            kind = TensorType(dtype, (*shape[:place], *shape[place + 1 :]))
+            value = emit.call(sum_over, (value, place), kind, axis=axis)
+        *_, rows, width = tensor_type(value).shape
+        merged = tuple(self.lead[i] for i in self.merged)
+        own = tensor_type(self._own_tokens).shape[-2]
+        made = emit.view(value, (*outer, *merged, -1, width), (*outer, *merged, own, width))
+        place_of = {dim: i for i, dim in enumerate((*self.outer, *self.merged))}
+        count = len(self.lead)
+        made = emit.permute(made, [*(place_of[i] for i in range(count)), count, count + 1])
+        for index in self.merged:
+            made = emit.over(made, index, self.axes[index])
+        return made
+
+
