@@ -12,7 +12,7 @@ from fxpar.errors import PlanError
 from fxpar.manager import register_pass
 from fxpar.mesh.purpose import Cuts
 from fxpar.passes.exact_rows import ExactRows
-from fxpar.passes.gathered_rows import GatheredRows, gathers
+from fxpar.passes.gathered_rows import GatheredRows, can_gather, gathers
 from fxpar.passes.limited_rows import count_dropped, limit_rows
 from fxpar.passes.padded_rows import PaddedRows
 from fxpar.passes.routed_rows import Routed, routed
@@ -27,7 +27,7 @@ from fxpar.program.symbols import Counted
     "dispatch_experts", requires={Property.CANONICAL}, provides={Property.EXPERTS}, invalidates={Property.LAYOUTS}
 )
 def dispatch_experts(program: Program) -> Program:
-    """Sends the rows of each token to the ranks that hold its experts.
+    """Sends each token to the ranks that hold its experts, or its rows.
 
     Before (ep 2 on dp)::
 
@@ -35,7 +35,7 @@ def dispatch_experts(program: Program) -> Program:
         %rows = fxpar.take_rows.default(%x, %order, 2) : f32[b*s*2, 64]
         %y = fxpar.grouped_linear.default(%rows, %w, %counts) : f32[b*s*2, 128]
 
-    After::
+    After, in blocks of rows::
 
         %sent = fxpar.take_rows.default(%x_own, %places, 2) : f32[2, 2*c, 64]
         %there = fxpar.shard_over[dp](%blocks, 1) : f32[2, 2, c, 64]
@@ -50,7 +50,17 @@ def dispatch_experts(program: Program) -> Program:
     share are cut among them first and gathered behind, so that none travels twice. No size depends on the routing and
     nothing waits for the host. Values and gradients stay equal.
 
-    With a `receive_budget` blocks have fewer places. Rows without one are left out, and an output says how many they
+    Where less travels so (`gathered_rows.gathers`) each holder gets the tokens of all sources instead, picks the rows of
+    its experts, and what it makes of a token, summed, goes back::
+
+        %tokens = fxpar.expand_over[dp](%x_own, 0) : f32[2, 2*b*s, 64]
+        %rows = fxpar.take_rows.default(%tokens, %by_expert, 2) : f32[2, 2*2*b*s, 64]
+        %y = fxpar.grouped_linear.default(%rows, %w_by_rank, %counts_here) : f32[2, 2*2*b*s, 128]
+
+    `insert_collectives` puts an all-gather where `expand_over` asks for it, and behind `sum_over` a reduce-scatter. A
+    token travels once to a rank, however many of its experts are there.
+
+    With a `receive_budget` buffers have fewer places. Rows without one are left out, and an output says how many they
     are (`fxpar.excess.…`): what was computed is not to be used then.
 
     With a `capacity_factor` each source drops what goes beyond an expert's capacity, before the sort (`limited_rows`):
@@ -114,11 +124,21 @@ def dispatch_experts(program: Program) -> Program:
 
 
 def _static(program: Program, region: Routed) -> type[StaticRows]:
-    """How rows of static sizes travel."""
+    """How what has static sizes travels."""
     plan, holders = program.plan, program.mesh.holders
     if plan.pad_to_capacity:
         return PaddedRows
-    return GatheredRows if holders and plan.dispatch != "alltoall" and gathers(program, region, holders) else StaticRows
+    if not holders or plan.dispatch == "alltoall":
+        return StaticRows
+    if plan.dispatch == "allgather":
+        if not can_gather(program, holders):
+            raise PlanError(
+                "each token would be gathered by every tensor parallel rank that has it",
+                where="dispatch='allgather'",
+                remedy="give dispatch='static', or spread experts over ranks of dp or of tp alone",
+            )
+        return GatheredRows
+    return GatheredRows if gathers(program, region, holders) else StaticRows
 
 
 def _check_held(program: Program, region: Routed) -> None:

@@ -29,16 +29,20 @@ from fxpar.program.program import Program, TensorType, output_types, tensor_type
 aten, fxp = torch.ops.aten, torch.ops.fxpar
 
 
+def can_gather(program: Program, holders: Mapping[str, int]) -> bool:
+    """Not tokens that tensor parallel ranks share and data ranks send: each would travel for every one of them."""
+    plan = program.plan
+    return not (plan.axes_for(Cuts.FEATURES) and plan.axes_for(Cuts.BATCH).keys() & holders.keys())
+
+
 def gathers(program: Program, region: Routed, holders: Mapping[str, int]) -> bool:
     """Whether no more travels where tokens are gathered than in blocks of rows.
 
     A block has as many places for each token of a source as it may need there, or as a budget or a capacity leaves it:
-    it is larger than the tokens themselves where those are one or more. Tokens that tensor parallel ranks share, and
-    data ranks send, are not gathered: each would travel for every one of them.
+    it is no smaller than the tokens themselves where those are one or more.
     """
     plan = program.plan
-    features, batch = plan.axes_for(Cuts.FEATURES).keys(), plan.axes_for(Cuts.BATCH).keys()
-    if features and batch & holders.keys():
+    if not can_gather(program, holders):
         return False
     own = Fraction(region.experts, prod(holders.values()))
     places, part, budget = min(Fraction(region.k), own), share(program, region), plan.receive_budget

@@ -14,7 +14,7 @@ from fxpar.plan.graphs import CudaGraphs
 if TYPE_CHECKING:
     from fxpar.plan.plan import Plan
 
-DISPATCHES = ("static", "alltoall", "exact")
+DISPATCHES = ("static", "allgather", "alltoall", "exact")
 DROP_POLICIES = ("probs", "position")
 
 
@@ -73,6 +73,8 @@ def _wrong_capacity(plan: Plan) -> Iterator[str]:
         return
     if plan.pad_to_capacity is True and plan.dispatch == "exact":
         yield "dispatch='exact' sends rows alone, and pad_to_capacity others too: leave it out, or dispatch='static'"
+    if plan.pad_to_capacity is True and plan.dispatch == "allgather":
+        yield "dispatch='allgather' sends tokens, and pad_to_capacity rows: leave it out, or give dispatch='static'"
     if budget is None or type(budget) not in (int, float):
         return
     if plan.pad_to_capacity is True:

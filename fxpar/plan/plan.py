@@ -120,14 +120,17 @@ class Plan:
             other's collectives travel (with `exchange` by copies). Losses, gradients and masks are those of the whole;
             batches of an odd number of rows, or of other numbers on other data ranks, are computed whole.
         half: 2 in a program of halves until the pass `interleave_halves` has unrolled them; not to be given.
-        dispatch: how rows travel to the ranks that hold their experts. `static`: in buffers of as many places as tokens
-            may ever need, so that no size depends on the routing and nothing waits for the host. `exact`: the rows
-            alone, as many as there are; how many each rank gets is copied to the host while rows are sorted, and
-            awaited in front of the first all-to-all. With it nothing is compiled, nor captured as CUDA graphs.
-        receive_budget: of `static` dispatch, how many places its buffers have, as a multiple, of at least 1, of what
-            they need where the load is even, and no more than tokens may ever need. A training step in which more rows
-            come is noticed behind its backward, before its gradients count, and repeated with buffers of as many places
-            as may be needed; calls outside of `train_step` have these always. None: all do.
+        dispatch: how tokens come to the ranks that hold their experts. `static`: so that no size depends on the routing
+            and nothing waits for the host, in whichever of two ways less travels. `allgather`: each of those ranks gets
+            the tokens of all of them, computes the rows of its experts, and what it makes of a token, summed, goes
+            back; not where tensor parallel ranks share tokens that data ranks send. `alltoall`: rows travel, in buffers
+            of as many places as tokens may ever need. `exact`: the rows alone, as many as there are; how many each rank
+            gets is copied to the host while rows are sorted, and awaited in front of the first all-to-all. With it
+            nothing is compiled, nor captured as CUDA graphs.
+        receive_budget: of dispatch other than `exact`, how many places its buffers have, as a multiple, of at least 1,
+            of what they need where the load is even, and no more than tokens may ever need. A training step in which
+            more rows come is noticed behind its backward, before its gradients count, and repeated with buffers of as
+            many places as may be needed; calls outside of `train_step` have these always. None: all do.
         capacity_factor: a limit of the rows that an expert takes, as a multiple of what each gets of a rank's T tokens
             where the load is even: ceil(T·K / E · capacity_factor) of each source for K of E experts a token. Sources
             are data ranks, and where `ep` has several ranks each tensor parallel rank with its part of the sequence, in

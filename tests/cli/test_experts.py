@@ -41,7 +41,7 @@ def test_the_options_win_over_the_plans_file(tmp_path: Any) -> None:
 
 
 def test_comm_lists_what_the_rows_of_experts_send() -> None:
-    sent = [c for c in _collectives() if c["op"] == "all_to_all"]
+    sent = [c for c in _collectives("--dispatch", "alltoall") if c["op"] == "all_to_all"]
     # How many rows each expert gets, i64[4] of two ranks for two others; then the rows, to experts and back. A block
     # has a place for each of a source's 3 * 16 tokens' two experts, of 96 features.
     assert [(c["phase"], c["bytes"]) for c in sent] == [
@@ -52,9 +52,21 @@ def test_comm_lists_what_the_rows_of_experts_send() -> None:
     assert {c["axis"] for c in sent} == {"dp"}
 
 
+def test_static_dispatch_sends_tokens_where_less_travels_so() -> None:
+    """Of 96 features, there and back; besides their experts' numbers and weights."""
+    sent = [c for c in _collectives() if c["axis"] == "dp" and c["phase"] != "parameter" and c["bytes"] > 2000]
+    tokens = 2 * 3 * 16 * 96 * 4
+    assert [(c["op"], c["phase"], c["bytes"]) for c in sent] == [
+        ("all_gather", "forward", tokens),
+        ("reduce_scatter", "forward", tokens),
+        ("all_gather", "backward", tokens),
+        ("reduce_scatter", "backward", tokens),
+    ]
+
+
 def test_exact_dispatch_sends_rows_alone() -> None:
     sent = [c for c in _collectives("--dispatch", "exact") if c["op"] == "all_to_all"]
-    # Half of the places of the static one: each of 2 * 3 * 16 tokens goes to two experts.
+    # Half of the places of blocks: each of 2 * 3 * 16 tokens goes to two experts.
     assert [(c["phase"], c["bytes"]) for c in sent[1:]] == [
         *([("forward", 2 * 3 * 16 * 2 * 96 * 4)] * 2),
         *([("backward", 2 * 3 * 16 * 2 * 96 * 4)] * 2),
@@ -73,7 +85,7 @@ def test_experts_of_a_capacity_are_sent_what_they_take() -> None:
 def test_a_part_of_the_data_ranks_holds_different_experts() -> None:
     found = fxpar("report", MODEL, "--dp", "4", "--ep", "2", "--etp", "1", "--json")
     assert found.status == 0, found.err
-    assert {c["axis"] for c in found.document["collectives"] if c["op"] == "all_to_all"} == {"dp_in"}
+    assert {c["axis"] for c in found.document["collectives"] if c["phase"] == "backward"} == {"dp_in"}
     summed = [c["axis"] for c in found.document["collectives"] if c["phase"] == "parameter"]
     assert summed == ["dp_out", "dp_out-dp_in"]
     ranks = found.document["ranks"]

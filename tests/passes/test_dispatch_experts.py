@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -37,32 +38,43 @@ MESHES = [
 EVERY_TIME = 3
 
 
-def plan(ep: int, etp: int, tp: int, dp: int, sequence: bool = False) -> Plan:
-    return Plan(ep=ep, etp=etp, tp=tp, dp=dp, sequence_parallel=sequence)
+# Of these the static dispatch gathers tokens, which it may too where rows are sent in blocks.
+GATHERED = [mesh for mesh in MESHES if mesh[0] > 1 and (mesh[2] == 1 or mesh[3] == 1 or mesh[4] and mesh[:4] == (2, 1, 2, 2))]
+RUNS = [(mesh, "static") for mesh in MESHES] + [(mesh, "alltoall") for mesh in GATHERED]
+
+
+def plan(ep: int, etp: int, tp: int, dp: int, sequence: bool = False, dispatch: str = "static") -> Plan:
+    return Plan(ep=ep, etp=etp, tp=tp, dp=dp, sequence_parallel=sequence, dispatch=dispatch)
 
 
 @pytest.mark.parametrize(
-    "mesh", [pytest.param(mesh, marks=[] if i < EVERY_TIME else [pytest.mark.matrix]) for i, mesh in enumerate(MESHES)]
+    ("mesh", "dispatch"),
+    [pytest.param(*run, marks=[] if i < EVERY_TIME else [pytest.mark.matrix]) for i, run in enumerate(RUNS)],
 )
-def test_every_gradient_is_the_single_device_s(mesh: tuple[int, int, int, int, bool]) -> None:
+def test_every_gradient_is_the_single_device_s(mesh: tuple[int, int, int, int, bool], dispatch: str) -> None:
     """Odd lengths, but where tensor ranks share out the sequence; a loss with the experts' load in it."""
     length = 6 if mesh[-1] else 5
-    program = dispatched(plan(*mesh), load=True, length=length)
+    program = dispatched(plan(*mesh, dispatch), load=True, length=length)
+    is_gathered = dispatch == "static" and mesh in GATHERED
+    assert ("fxpar.expand_over" in print_program(program)) == is_gathered
     report = compared(program, load=True, length=length)
     assert report.ok, report
     assert report.gradients == 9
 
 
 @pytest.mark.parametrize("routing", ["one", "some", "ties"])
-def test_routing_may_be_extreme(routing: str) -> None:
-    report = compared(dispatched(plan(4, 1, 2, 2), routing), routing)
+@pytest.mark.parametrize("mesh", [(4, 1, 2, 2), (4, 1, 1, 4)], ids=["alltoall", "allgather"])
+def test_routing_may_be_extreme(mesh: tuple[int, int, int, int], routing: str) -> None:
+    """All tokens to the experts of one rank, or none to one; of whole rows of a batch alike."""
+    report = compared(dispatched(plan(*mesh), routing), routing)
     assert report.ok, report
 
 
 @pytest.mark.parametrize("length", [1, 2, 7])
-def test_other_lengths_than_the_example_s(length: int) -> None:
+@pytest.mark.parametrize("mesh", [(4, 1, 2, 2), (2, 1, 1, 4)], ids=["alltoall", "allgather"])
+def test_other_lengths_than_the_example_s(mesh: tuple[int, int, int, int], length: int) -> None:
     """One token in each row too: of the tensor ranks one has none."""
-    report = compared(dispatched(plan(4, 1, 2, 2)), now=length)
+    report = compared(dispatched(plan(*mesh)), now=length)
     assert report.ok, report
 
 
@@ -76,16 +88,40 @@ def test_weights_are_held_by_expert_and_reduced_over_ranks_of_the_same_experts_a
 
 
 def test_no_token_travels_twice() -> None:
-    """To the experts and back as many places travel as tokens may need, whoever shares the tokens.
+    """In blocks as many places travel as tokens may need, whoever shares the tokens; gathered, tokens alone.
 
     Of tensor ranks, which all have a token, it is cheaper to let each pick the rows of its experts than to send those.
     """
     places = ROWS * 6 * min(CHOICES, EXPERTS // 2) * 2
     sent = {}
-    for name, ranks in (("tp", plan(2, 1, 2, 1)), ("dp", plan(2, 1, 1, 2))):
-        found = [c for c in collectives(dispatched(ranks, length=6)) if c.phase == "forward"]
+    for name, mesh in (("tp", (2, 1, 2, 1)), ("dp", (2, 1, 1, 2))):
+        found = [c for c in collectives(dispatched(plan(*mesh, dispatch="alltoall"), length=6)) if c.phase == "forward"]
         sent[name] = sorted(c.bytes for c in found if c.op == "all_to_all" and c.bytes > 1000)
     assert sent == {"dp": [places * WIDTH * 8] * 2, "tp": [places * WIDTH * 8]}
+    tokens = ROWS * 6 * WIDTH * 8
+    found = [c for c in collectives(dispatched(plan(2, 1, 1, 2), length=6)) if c.bytes > 1000 and c.phase != "parameter"]
+    assert [(c.op, c.phase, c.bytes) for c in found] == [
+        ("all_gather", "forward", tokens),
+        ("reduce_scatter", "forward", tokens),
+        ("all_gather", "backward", tokens),
+        ("reduce_scatter", "backward", tokens),
+    ]
+
+
+def test_tokens_are_gathered_where_a_block_has_a_place_for_each() -> None:
+    """One of two experts a rank, with half of its tokens' rows; tokens that tensor ranks share are not gathered."""
+
+    def is_gathered(**options: Any) -> bool:
+        return "fxpar.expand_over" in print_program(dispatched(Plan(etp=1, **options)))
+
+    assert is_gathered(dp=4, ep=4)
+    assert is_gathered(dp=2, ep=2, receive_budget=1)
+    assert not is_gathered(dp=4, ep=4, receive_budget=1.5)
+    assert is_gathered(dp=4, ep=4, receive_budget=1.5, dispatch="allgather")
+    assert is_gathered(tp=2, dp=2, ep=2)
+    assert not is_gathered(tp=2, dp=2, ep=4)
+    with pytest.raises(PlanError, match=r"each token would be gathered by every tensor parallel rank.*or of tp alone"):
+        is_gathered(tp=2, dp=2, ep=4, dispatch="allgather")
 
 
 def test_no_size_depends_on_the_routing() -> None:
@@ -93,17 +129,22 @@ def test_no_size_depends_on_the_routing() -> None:
     assert not re.search(r"aten\.(nonzero|item|_local_scalar_dense|unique|masked_select)|fxpar\.item", text)
 
 
-def test_a_budget_has_fewer_places_and_says_when_rows_lack_one() -> None:
+@pytest.mark.parametrize(
+    ("dispatch", "places"),
+    [("alltoall", "[2, 2, floor(3*b*s/2 + 1/2), 8]"), ("allgather", "[2, 3*b*s, 8]")],
+)
+def test_a_budget_has_fewer_places_and_says_when_rows_lack_one(dispatch: str, places: str) -> None:
     """One and a half of a balanced load is enough here; the load itself is not."""
-    program = dispatched(plan(2, 1, 1, 2).replace(receive_budget=1.5))
+    ranks = plan(2, 1, 1, 2, dispatch=dispatch)
+    program = dispatched(ranks.replace(receive_budget=1.5))
     text = print_program(program)
-    assert "[2, 2, floor(3*b*s/2 + 1/2), 8]" in text
+    assert places in text
     assert "fxpar.excess.experts=%block_excess" in text
     assert print_program(parse_program(text)) == text
     assert compared(program).ok
     with pytest.raises(CheckFailed, match=r"rows more than the plan's receive_budget has places for.*larger"):
-        compared(dispatched(plan(2, 1, 1, 2).replace(receive_budget=1)))
-    assert "excess" not in print_program(dispatched(plan(2, 1, 1, 2).replace(receive_budget=2)))  # tokens need no more
+        compared(dispatched(ranks.replace(receive_budget=1)))
+    assert "excess" not in print_program(dispatched(ranks.replace(receive_budget=2)))  # tokens need no more
 
 
 def test_rows_without_a_place_are_left_out_and_counted() -> None:
@@ -168,15 +209,17 @@ def _without(text: str, pattern: str) -> list[str]:
     return found
 
 
-def test_mutants_are_rejected_statically() -> None:
-    """A conversion that is left out, or on another axis; rows received for rows sent."""
-    program = dispatched(plan(4, 1, 2, 2))
-    text = print_program(program)
-    mutants = _without(text, r"fxpar\.all_to_all\[\w+\]") + _without(text, r"fxpar\.(?:all_gather|slice)\w*\[\w+\]")
-    for match in re.finditer(r"fxpar\.(?:all_to_all|shard_over)\[(dp|tp)\]", text):
+@pytest.mark.parametrize(("mesh", "least"), [((4, 1, 2, 2), 20), ((2, 1, 2, 2), 12)], ids=["alltoall", "allgather"])
+def test_mutants_are_rejected_statically(mesh: tuple[int, int, int, int], least: int) -> None:
+    """A conversion that is left out, or on another axis; rows received for rows sent; sums that are none."""
+    text = print_program(dispatched(plan(*mesh)))
+    mutants = _without(text, r"fxpar\.(?:all_to_all|all_gather|reduce_scatter|reduce_from|slice)\w*\[\w+\]")
+    for match in re.finditer(r"fxpar\.(?:all_to_all|shard_over|expand_over|sum_over)\[(dp|tp)\]", text):
         other = "tp" if match[1] == "dp" else "dp"
         mutants.append(text[: match.start(1)] + other + text[match.end(1) :])
-    assert len(mutants) > 20
+    for match in re.finditer(r"fxpar\.(?:expand_over|sum_over)\[\w+\]\(%\w+, (\d)\)", text):
+        mutants.append(text[: match.start(1)] + str(int(match[1]) + 1) + text[match.end(1) :])
+    assert len(mutants) >= least
     for mutant in mutants:
         with pytest.raises(FxparError):
             _checked(mutant)

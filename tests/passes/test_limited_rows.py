@@ -41,7 +41,7 @@ MESHES: list[dict[str, Any]] = [
     {"dp": 4, "ep": 4},
     {"dp": 4, "tp": 2, "ep": 2, "sequence_parallel": True},
 ]
-FORMS: list[dict[str, Any]] = [{}, {"pad_to_capacity": True}, {"dispatch": "exact"}]
+FORMS: list[dict[str, Any]] = [{}, {"pad_to_capacity": True}, {"dispatch": "exact"}, {"dispatch": "allgather"}]
 LIMITS = [{"drop_policy": "probs", "capacity_factor": 0.5}, {"drop_policy": "position", "capacity_factor": 1.25}]
 LAYOUTS = [(m, f, limit) for m in MESHES for f in FORMS if "dispatch" not in f or "ep" in m for limit in LIMITS]
 # Of these every time: each form, each limit, tokens that tensor ranks share out, and one device.
@@ -188,7 +188,7 @@ def _sent(options: dict[str, Any]) -> list[int]:
 @pytest.mark.parametrize("form", FORMS[:2])
 def test_it_sends_no_more_places_than_are_taken(form: dict[str, Any]) -> None:
     """Half of what tokens may need where the capacity is what each expert gets of a balanced load."""
-    base = {"dp": 2, "ep": 2}
+    base = {"dp": 2, "ep": 2, "dispatch": "alltoall"}
     whole = ROWS * 6 * 2 * 2 * WIDTH * 8
     assert _sent(base) == [whole] * 2
     assert _sent({**base, **form, "capacity_factor": 1}) == [whole // 2] * 2

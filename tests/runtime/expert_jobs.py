@@ -87,14 +87,14 @@ def loads(options: dict[str, Any], routing: str, parts: int) -> tuple[list[Any],
     return [*found, report.loads], str(report)
 
 
-def most_rows() -> int:
-    """The most rows that a source of two has for one of two holders, before any step."""
+def most_rows(together: bool) -> int:
+    """The most rows that a source of two, or both together, has for one of two holders, before any step."""
     torch.manual_seed(0)
     model, half = words.Routed().double(), words.ROWS // 2
     with torch.no_grad():
         chosen = [
             model.router(model.words(ids).flatten(0, 1)).topk(words.CHOICES).indices
-            for ids in words.batch(5)["ids"].split(half)
+            for ids in words.batch(5)["ids"].split(words.ROWS if together else half)
         ]
     first = [int((own < words.EXPERTS // 2).sum()) for own in chosen]
     found: int = max(max(count, own.numel() - count) for count, own in zip(first, chosen, strict=True))

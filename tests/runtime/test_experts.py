@@ -21,6 +21,8 @@ PLANS: list[Any] = [
     pytest.param({"tp": 2, "ep": 2, "etp": 1, "compile": True}, marks=pytest.mark.matrix),
     pytest.param({"dp": 2, "ep": 2, "compile": True, "recompute": "full"}, marks=pytest.mark.matrix),
     pytest.param({"dp": 2, "ep": 2}, marks=pytest.mark.matrix),
+    pytest.param({"dp": 2, "ep": 2, "dispatch": "alltoall"}, marks=pytest.mark.matrix),
+    pytest.param({"dp": 2, "ep": 2, "exchange": "copy"}, marks=pytest.mark.matrix),
     pytest.param({"dp": 2, "tp": 2, "ep": 4, "etp": 1}, marks=pytest.mark.matrix),
     pytest.param({"dp": 2, "tp": 2, "ep": 2}, marks=pytest.mark.matrix),
     pytest.param({"dp": 2, "ep": 2, "pp": 2}, marks=pytest.mark.matrix),
@@ -133,6 +135,7 @@ def test_the_report_says_how_many_rows_were_dropped(world2: World) -> None:
     ("ways", "options"),
     [
         ("plain", {}),
+        pytest.param("plain", {"dispatch": "alltoall"}, marks=pytest.mark.matrix),
         pytest.param("list", {}, marks=pytest.mark.matrix),
         pytest.param("no_sync", {}, marks=pytest.mark.matrix),
         pytest.param("plain", {"compile": True}, marks=pytest.mark.matrix),
@@ -144,13 +147,16 @@ def test_a_step_with_rows_over_the_budget_is_repeated(
 ) -> None:
     """Buffers that are exactly full are enough; with one place less the step is taken again, as if for the first time.
 
-    A balanced load are 20 rows of each of two sources for each of two holders.
+    A balanced load are 20 rows of each of two sources for each of two holders, which have places for both together
+    where they gather tokens.
     """
     plan = {"dp": 2, "ep": 2, **options}
-    most = expert_jobs.most_rows()
-    assert 21 < most < 40
+    together = "dispatch" not in options
+    even = 40 if together else 20
+    most = expert_jobs.most_rows(together)
+    assert even + 1 < most < 2 * even
     wanted = within_budget(world2, plan, ways)
-    budget = (most - over) / 20
+    budget = (most - over) / even
     for found, same in zip(
         world2.run(expert_jobs.budgeted, {**plan, "receive_budget": budget}, ways), wanted, strict=True
     ):
