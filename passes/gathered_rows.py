@@ -24,7 +24,7 @@ from fxpar.ops.over_ranks import expand_over, sum_over
 from fxpar.passes.limited_rows import share
 from fxpar.passes.routed_rows import Routed
 from fxpar.passes.static_rows import StaticRows
-from fxpar.program.program import Program, TensorType, output_types, tensor_type
+from fxpar.program.program import Program, TensorType, tensor_type
 
 aten, fxp = torch.ops.aten, torch.ops.fxpar
 
@@ -163,9 +163,11 @@ class GatheredRows(StaticRows):
         count = self._token_node if times == 1 else emit.number(operator.mul, self._token_node, times)
         kind = TensorType(dtype, (*self.here, simplify(self._tokens * times), width))
         made = emit.call(node.target, (self._holder[value], self._places, count, rest[-1]), kind)
+        if times == 1:
+            return self.cut.together(self._summed(made))
         wide = width * times
         made = emit.view(made, (*self.here, -1, wide), (*self.here, self._tokens, wide))
-        return emit.view(self.cut.together(self._summed(made)), (-1, width), output_types(node)[0].shape)
+        return emit.view(self.cut.together(self._summed(made)), (-1, width), tensor_type(node).shape)
 
     def _of_all(self, value: fx.Node) -> fx.Node:
         """[lead, n, f] → [here, sources * n, f]: what each source has, for each holder."""

@@ -43,7 +43,20 @@ MESHES: list[dict[str, Any]] = [
 ]
 FORMS: list[dict[str, Any]] = [{}, {"pad_to_capacity": True}, {"dispatch": "exact"}, {"dispatch": "allgather"}]
 LIMITS = [{"drop_policy": "probs", "capacity_factor": 0.5}, {"drop_policy": "position", "capacity_factor": 1.25}]
-LAYOUTS = [(m, f, limit) for m in MESHES for f in FORMS if "dispatch" not in f or "ep" in m for limit in LIMITS]
+
+
+def _is_refused(mesh: dict[str, Any]) -> bool:
+    """Tokens that each of several tensor parallel ranks would gather."""
+    return bool(mesh.get("tp")) and mesh["ep"] * mesh.get("etp", mesh["tp"]) > mesh["tp"]
+
+
+LAYOUTS = [
+    (mesh, form, limit)
+    for mesh in MESHES
+    for form in FORMS
+    if "dispatch" not in form or ("ep" in mesh and not (form == FORMS[3] and _is_refused(mesh)))
+    for limit in LIMITS
+]
 # Of these every time: each form, each limit, tokens that tensor ranks share out, and one device.
 LAYOUTS_EVERY_TIME = [
     (MESHES[0], FORMS[2], LIMITS[0]),
@@ -93,7 +106,7 @@ def test_routing_and_capacity_may_be_extreme(routing: tuple[str, int], extreme: 
     assert report.ok, report
 
 
-@pytest.mark.parametrize("form", thinned([(form,) for form in FORMS], []))
+@pytest.mark.parametrize("form", thinned([(form,) for form in FORMS[:3]], []))
 def test_other_lengths_than_the_example_s(form: dict[str, Any]) -> None:
     """One token in each row too: of the tensor ranks one has padding alone, and places for it."""
     program = dispatched({**MESHES[1], **form, "capacity_factor": 0.8})
