@@ -199,5 +199,3 @@ class GatheredRows(StaticRows):
         for index in self.merged:
             made = emit.over(made, index, self.axes[index])
         return made
-
-

@@ -134,7 +134,9 @@ def _request(
     etp: Annotated[int | None, number_option("ranks that split each expert, 1 or tp (default: tp)")] = None,
     dispatch: Annotated[
         str | None,
-        typer.Option(metavar="HOW", help="how tokens come to their experts, static, allgather, alltoall or exact: see fxpar.Plan"),
+        typer.Option(
+            metavar="HOW", help="how tokens come to their experts, static, allgather, alltoall or exact: see fxpar.Plan"
+        ),
     ] = None,
     receive_budget: Annotated[
         float | None,

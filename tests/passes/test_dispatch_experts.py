@@ -39,7 +39,9 @@ EVERY_TIME = 3
 
 
 # Of these the static dispatch gathers tokens, which it may too where rows are sent in blocks.
-GATHERED = [mesh for mesh in MESHES if mesh[0] > 1 and (mesh[2] == 1 or mesh[3] == 1 or mesh[4] and mesh[:4] == (2, 1, 2, 2))]
+GATHERED = [
+    mesh for mesh in MESHES if mesh[0] > 1 and (mesh[2] == 1 or mesh[3] == 1 or mesh[4] and mesh[:4] == (2, 1, 2, 2))
+]
 RUNS = [(mesh, "static") for mesh in MESHES] + [(mesh, "alltoall") for mesh in GATHERED]
 
 
@@ -99,7 +101,9 @@ def test_no_token_travels_twice() -> None:
         sent[name] = sorted(c.bytes for c in found if c.op == "all_to_all" and c.bytes > 1000)
     assert sent == {"dp": [places * WIDTH * 8] * 2, "tp": [places * WIDTH * 8]}
     tokens = ROWS * 6 * WIDTH * 8
-    found = [c for c in collectives(dispatched(plan(2, 1, 1, 2), length=6)) if c.bytes > 1000 and c.phase != "parameter"]
+    found = [
+        c for c in collectives(dispatched(plan(2, 1, 1, 2), length=6)) if c.bytes > 1000 and c.phase != "parameter"
+    ]
     assert sorted((c.op, c.phase, c.bytes) for c in found) == [
         ("all_gather", "backward", tokens),
         ("all_gather", "forward", tokens),
