@@ -50,8 +50,8 @@ def dispatch_experts(program: Program) -> Program:
     share are cut among them first and gathered behind, so that none travels twice. No size depends on the routing and
     nothing waits for the host. Values and gradients stay equal.
 
-    Where less travels so (`gathered_rows.gathers`) each holder gets the tokens of all sources instead, picks the rows of
-    its experts, and what it makes of a token, summed, goes back::
+    Where less travels so (`gathered_rows.gathers`) each holder gets the tokens of all sources instead, picks the rows
+    of its experts, and what it makes of a token, summed, goes back::
 
         %tokens = fxpar.expand_over[dp](%x_own, 0) : f32[2, 2*b*s, 64]
         %rows = fxpar.take_rows.default(%tokens, %by_expert, 2) : f32[2, 2*2*b*s, 64]

@@ -189,7 +189,7 @@ class GatheredRows(StaticRows):
             shape = tensor_type(value).shape
             kind = TensorType(dtype, (*shape[:place], *shape[place + 1 :]))
             value = emit.call(sum_over, (value, place), kind, axis=axis)
-        *_, rows, width = tensor_type(value).shape
+        width = tensor_type(value).shape[-1]
         merged = tuple(self.lead[i] for i in self.merged)
         own = tensor_type(self._own_tokens).shape[-2]
         made = emit.view(value, (*outer, *merged, -1, width), (*outer, *merged, own, width))

@@ -33,7 +33,8 @@ import fxpar
 from samples.bench_tp import Size, build, run_all, time_steps, where_time_goes
 
 FLAGS = (
-    *("learned", "balanced", "eager", "compile", "graph", "adamw", "unchecked", "selective", "full", "exact", "budget"),
+    *("learned", "balanced", "eager", "compile", "graph", "adamw", "unchecked", "selective", "full", "exact"),
+    *("alltoall", "budget"),
 )
 # Larger than any router's score.
 _FAR = 1e4
@@ -99,7 +100,7 @@ def measure(run: str, options: argparse.Namespace) -> dict[str, Any]:
         dp=world,
         ep=world,
         etp=1,
-        dispatch="exact" if "exact" in flags else "static",
+        dispatch=next((how for how in ("exact", "alltoall") if how in flags), "static"),
         receive_budget=1.5 if "budget" in flags else None,
         compile="compile" in flags,
         cuda_graphs=fxpar.CudaGraphs("full_iteration" if "graph" in flags else "none"),

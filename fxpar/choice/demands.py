@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from fxpar.layout.layout import Placement
+from fxpar.ops.operator import Operator
 from fxpar.ops.over_ranks import HELD, expand_over, sum_over
 from fxpar.ops.shard_over import demanded, shard_over
 from fxpar.program.coercions import axes_of
@@ -33,6 +34,7 @@ def demanded_by(node: fx.Node, n: int) -> tuple[Placement, Placement]:
     call = call_of(node, n)
     if node.target is shard_over:
         return demanded(call), demanded(call)
+    assert isinstance(node.target, Operator)
     found = HELD[node.target](call)
     assert not isinstance(found, Refusal), found.reason
     return found
@@ -40,8 +42,11 @@ def demanded_by(node: fx.Node, n: int) -> tuple[Placement, Placement]:
 
 def without_demand(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
     """What such an operation is to other axes, over what a rank has: an operation of torch, and its arguments."""
-    target = {expand_over: aten.unsqueeze.default, sum_over: aten.squeeze.dim}.get(node.target)
-    return (aten.alias.default, node.args[:1]) if target is None else (target, node.args)
+    if node.target is expand_over:
+        return aten.unsqueeze.default, node.args
+    if node.target is sum_over:
+        return aten.squeeze.dim, node.args
+    return aten.alias.default, node.args[:1]
 
 
 def held_over(program: Program, axis: str) -> dict[fx.Node, int]:

@@ -28,7 +28,7 @@ def expert_problems(plan: Plan) -> Iterator[str]:
     if plan.dispatch == "static":
         return
     if plan.ep == 1:
-        yield f"dispatch={plan.dispatch!r} is of experts on several ranks, and ep=1: give ep of at least 2, or leave it out"
+        yield f"dispatch={plan.dispatch!r} is of experts on several ranks, and ep=1: give ep of at least 2"
     if plan.dispatch != "exact":
         return
     if isinstance(plan.cuda_graphs, CudaGraphs) and plan.cuda_graphs.is_on:

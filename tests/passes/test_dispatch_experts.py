@@ -40,7 +40,7 @@ EVERY_TIME = 3
 
 # Of these the static dispatch gathers tokens, which it may too where rows are sent in blocks.
 GATHERED = [
-    mesh for mesh in MESHES if mesh[0] > 1 and (mesh[2] == 1 or mesh[3] == 1 or mesh[4] and mesh[:4] == (2, 1, 2, 2))
+    mesh for mesh in MESHES if mesh[0] > 1 and (mesh[2] == 1 or mesh[3] == 1 or (mesh[4] and mesh[:4] == (2, 1, 2, 2)))
 ]
 RUNS = [(mesh, "static") for mesh in MESHES] + [(mesh, "alltoall") for mesh in GATHERED]
 
