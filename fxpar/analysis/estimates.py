@@ -1,7 +1,7 @@
 """How long the parts of a step take, by the plan's constants.
 
-Enters: a step with the calls of its regions written out. Leaves: seconds of each collective and of each matrix product;
-anything else takes next to nothing.
+Enters: a step with the calls of its regions written out. Leaves: seconds of each collective, and how many of them
+products may hide, and of each matrix product, in waves of multiprocessors; anything else takes next to nothing.
 """
 
 from __future__ import annotations
@@ -16,16 +16,28 @@ from fxpar.analysis.collectives import Collective, collectives, symbol_sizes
 from fxpar.analysis.flops import matmul_flops
 from fxpar.analysis.ring import collective_seconds
 from fxpar.analysis.split import computed_part
+from fxpar.analysis.waves import filled
+from fxpar.layout.nesting import local_shape
 from fxpar.layout.symbols import evaluate
-from fxpar.program.program import Program
+from fxpar.program.program import Note, Program, note, output_layouts, tensor_type
+
+# Products whose results are cut into tiles, and those of them whose leading dimension is a number of matrices.
+_BATCHED = ("aten.bmm.default", "aten.baddbmm.default")
+_OF_TILES = ("aten.mm.default", "aten.addmm.default", "aten.linear.default", *_BATCHED)
 
 
 @dataclass(frozen=True)
 class Sending:
-    """A collective, and the seconds that it takes alone."""
+    """A collective, and the seconds that it takes alone.
+
+    Attributes:
+        hideable: of its seconds those in which products can run beside it: all of what copy engines carry, none of a
+            sum in one shot, and of what the process group sends the part `Cost.hidden`.
+    """
 
     collective: Collective
     seconds: float
+    hideable: float
 
 
 @dataclass(frozen=True)
@@ -49,14 +61,37 @@ def estimates(program: Program, sizes: Mapping[str, int] | None = None) -> Estim
         sizes: of the inputs by symbol; the example's by default.
     """
     sends: dict[str, list[Sending]] = {}
+    notes = {node.name: note(node) for node in program.graph.nodes if node.op == "call_function"}
     for each in collectives(program, sizes):
-        axes = each.axis.split("-")
-        cost, ranks = program.plan.cost.on(axes), prod(program.axes[axis] for axis in axes)
-        seconds = collective_seconds(each.op, ranks, each.bytes, cost, cost.latency)
-        sends.setdefault(each.node, []).append(Sending(each, seconds))
+        sends.setdefault(each.node, []).append(_sending(program, each, notes[each.node]))
     values = symbol_sizes(program, sizes)
+    rate = program.plan.cost.flops
     products = {
-        node: evaluate(flops, values) * computed_part(node, program.axes) / program.plan.cost.flops
+        node: evaluate(flops, values) * computed_part(node, program.axes) / (rate * _filled(program, node, values))
         for node, flops in matmul_flops(program)
     }
     return Estimates(sends, products)
+
+
+def _sending(program: Program, sent: Collective, how: Note) -> Sending:
+    """Through the process group, or where a buffer is noted by copies or in one shot, between ranks of one machine."""
+    axes = sent.axis.split("-")
+    cost, ranks = program.plan.cost.on(axes), prod(program.axes[axis] for axis in axes)
+    if not how.buffer:
+        seconds = collective_seconds(sent.op, ranks, sent.bytes, cost, cost.latency)
+        return Sending(sent, seconds, cost.hidden * seconds)
+    alone = collective_seconds(sent.op, ranks, sent.bytes, cost, 0.0)
+    if how.one_shot:
+        return Sending(sent, alone + cost.latency, 0.0)
+    return Sending(sent, alone + cost.copy_latency, alone + cost.copy_latency)
+
+
+def _filled(program: Program, node: fx.Node, values: Mapping[str, int]) -> float:
+    """The part of its time in which a product computes; 1 where it is none of two matrices."""
+    if str(node.target) not in _OF_TILES:
+        return 1.0
+    shape = local_shape(tensor_type(node).shape, output_layouts(node)[0], program.axes)
+    *leading, rows, columns = (1, *(evaluate(size, values) for size in shape))
+    if str(node.target) not in _BATCHED:
+        leading, rows = [], rows * prod(leading)
+    return filled(prod(leading), rows, columns, program.plan.cost.multiprocessors)

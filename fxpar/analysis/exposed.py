@@ -4,7 +4,8 @@ Enters: a step with the calls of its regions written out. Leaves: for each colle
 which it travels, and the seconds for which a rank waits.
 
 Time passes in matrix products and for collectives; those of an axis travel one after the other, and each is waited for
-in front of its first reader, at the latest at the end of its run (`fxpar.passes.overlap`).
+in front of its first reader, at the latest at the end of its run (`fxpar.passes.overlap`). What of a collective cannot
+be hidden, since its kernel takes the products' multiprocessors, passes where it starts.
 """
 
 from __future__ import annotations
@@ -50,7 +51,11 @@ def travels(program: Program, sizes: Mapping[str, int] | None = None) -> list[Tr
         program: a step, with property `local` and without calls of regions.
         sizes: of the inputs by symbol; the example's by default.
     """
-    seconds = estimates(program, sizes)
+    return travels_of(program, estimates(program, sizes))
+
+
+def travels_of(program: Program, seconds: Estimates) -> list[Travel]:
+    """As `travels`, by estimates that are known."""
     found = []
     for run in _runs(program):
         clock = _Clock(seconds)
@@ -94,7 +99,9 @@ class _Clock:
             end = max(self._now, self._free.get(one.axis, 0.0)) + each.seconds
             self._free[one.axis] = end
             self._under_way[node] = len(self.done)
-            self.done.append(Travel(one, each.seconds, (), 0.0))
+            stalled = each.seconds - each.hideable
+            self._now += stalled
+            self.done.append(Travel(one, each.seconds, (), stalled))
             self._ends.append(end)
 
     def _compute(self, node: fx.Node, seconds: float) -> None:
@@ -107,6 +114,6 @@ class _Clock:
         index = self._under_way.pop(node, None)
         if index is None:
             return
-        one, exposed = self.done[index], max(0.0, self._ends[index] - self._now)
-        self._now += exposed
-        self.done[index] = Travel(one.collective, one.seconds, one.beside, exposed)
+        one, waited = self.done[index], max(0.0, self._ends[index] - self._now)
+        self._now += waited
+        self.done[index] = Travel(one.collective, one.seconds, one.beside, one.exposed + waited)

@@ -15,21 +15,28 @@ from fxpar.mesh.purpose import PURPOSES
 
 # What an axis may have of its own.
 _OF_AXES = ("bandwidth", "latency")
+_MAY_BE_ZERO = ("copy_latency", "kernel_latency", "hidden")
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What the layout choice takes a machine for. Only ratios decide; the defaults are of one H200 of eight.
+    """What the layout choice takes a machine for. Only ratios decide a layout; the defaults are of one H200 of eight.
 
     Attributes:
         bandwidth: bytes a second that a rank sends in a ring.
         latency: seconds that a collective takes before its first byte.
-        flops: multiply-adds a second, times two, of a rank's matrix products.
+        flops: multiply-adds a second, times two, of a rank's matrix products, where they fill its multiprocessors.
         memory: bytes a second of a rank's memory.
         least_copy: bytes from which on ranks of one machine copy into each other's memory (`Plan.exchange`); what is
             smaller they send through their process group, whose latency is less.
         copy_latency: seconds that such a copy takes besides its bytes, until what it brought can be read. A sum beside
             which less is computed is one kernel, however small; with 0 none is.
+        multiprocessors: of a rank's GPU, which compute as many tiles of a product at a time; with 1 every product runs
+            at the full rate.
+        kernel_latency: seconds between two kernels that are queued already, as in a CUDA graph.
+        hidden: of what the process group sends, the part that products beside it can hide. Its kernels need the
+            multiprocessors, which products have: on two H200 nothing was hidden beside a product of one wave, and
+            up to a half where products of two half batches follow each other. What copy engines carry is hidden whole.
         axes: bandwidth and latency, or one of them, of axes whose ranks have other links, by name: where data ranks
             are on different machines, `{"dp": {"bandwidth": 45e9, "latency": 2e-5}}`.
     """
@@ -40,6 +47,9 @@ class Cost:
     memory: float = 4e12
     least_copy: float = 1e6
     copy_latency: float = 3e-5
+    multiprocessors: int = 132
+    kernel_latency: float = 2e-6
+    hidden: float = 0.3
     axes: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -57,10 +67,15 @@ class Cost:
     def problems(self) -> Iterator[str]:
         """What is wrong with the values."""
         for entry in fields(self):
-            if entry.name == "copy_latency" and self.copy_latency == 0 and not isinstance(self.copy_latency, bool):
+            value = getattr(self, entry.name)
+            if entry.name == "axes" or (entry.name in _MAY_BE_ZERO and value == 0 and not isinstance(value, bool)):
                 continue
-            if entry.name != "axes":
-                yield from _wrong_number(f"cost.{entry.name}", getattr(self, entry.name))
+            wrong = list(_wrong_number(f"cost.{entry.name}", value))
+            yield from wrong
+            if not wrong and entry.name == "multiprocessors" and not isinstance(value, int):
+                yield f"cost.multiprocessors={shown(value)} is no integer: give their number"
+            if not wrong and entry.name == "hidden" and value > 1:
+                yield f"cost.hidden={shown(value)} is no part: give a number from 0 to 1"
         yield from self._wrong_axes()
 
     def _wrong_axes(self) -> Iterator[str]:

@@ -13,8 +13,8 @@ from fxpar.program.program import Program, note, set_note
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
 
-# A product of two whole matrices takes 2 ms, and an all-reduce of one 2 (1 µs + 2 ms).
-_COST = '"cost": {"bandwidth": 1000000000.0, "latency": 1e-06, "flops": 1000000000000.0}'
+# A product of two whole matrices takes 2 ms, and an all-reduce of one 2 (1 µs + 2 ms), of which all can be hidden.
+_COST = '"cost": {"bandwidth": 1e9, "latency": 1e-06, "flops": 1e12, "multiprocessors": 1, "hidden": 1.0}'
 _SQUARE = "f32[1000, 1000]"
 _PRODUCT, _SUM = 1e-3, 2 * (1e-6 + 2e-3)  # a product of which a rank computes half
 

@@ -19,7 +19,7 @@ from fxpar.verify.static import STATIC
 from tests.zoo import CASES
 
 # A product, of which a rank computes half, takes 1 ms, and an all-reduce 4 ms.
-_COST = '"bandwidth": 1000000000.0, "latency": 1e-06, "flops": 1000000000000.0'
+_COST = '"bandwidth": 1e9, "latency": 1e-06, "flops": 1e12, "multiprocessors": 1, "hidden": 1.0'
 _SQUARE = "f32[1000, 1000]"
 _HEAD = f"""\
 fxpar 1
@@ -77,7 +77,7 @@ def test_a_row_weight_s_gradient_waits_for_the_next_sum() -> None:
     text += row(0, "g") + column(1, "act0") + "return w=%dw0, v=%dw1, x=%act1\n"
     assert order(text) == ["dx0", "act0", "dx1", "sum1", "dw0", "dw1", "act1"]
     # Here one product takes as long as the sum: the other would only keep what it reads.
-    fast = _COST.replace("1000000000.0,", "5000000000.0,")
+    fast = _COST.replace("1e9,", "5e9,")
     assert order(text, fast) == ["dx0", "act0", "dx1", "sum1", "dw0", "act1", "dw1"]
 
 
@@ -157,7 +157,7 @@ return w=%dw1, v=%dw2, x=%act2
 def test_of_a_model_s_step_less_stays_exposed(name: str) -> None:
     """With products that take about as long as sums; both runs are checked by the manager."""
     case = CASES[name]
-    plan = replace(case.plan(2), cost=Cost(bandwidth=1e9, latency=1e-6, flops=1e9))
+    plan = replace(case.plan(2), cost=Cost(bandwidth=1e9, latency=1e-6, flops=1e9, multiprocessors=1, hidden=1.0))
     program = compile_model(case.model(), case.example(), plan, case.loss).program
     trained = [p.fqn for p in program.parameters if p.trainable]
     passes = step_passes((program.loss,), (program.loss,), trained)
