@@ -10,6 +10,7 @@ from fxpar.manager import Pass
 from fxpar.passes.annotate import annotate
 from fxpar.passes.assign_rng import assign_rng
 from fxpar.passes.canonicalize import canonicalize
+from fxpar.passes.choose_halves import choose_halves
 from fxpar.passes.coalesce import coalesce
 from fxpar.passes.dispatch_experts import dispatch_experts
 from fxpar.passes.divide_batch import divide_batch
@@ -19,29 +20,17 @@ from fxpar.passes.insert_collectives import insert_collectives
 from fxpar.passes.interleave_halves import interleave_halves
 from fxpar.passes.localize import localize
 from fxpar.passes.partition_stages import partition_stages
+from fxpar.passes.split import SPLIT_PASSES
 from fxpar.passes.vocab_parallel import vocab_parallel
 
-DEFAULT_PASSES: tuple[Pass, ...] = (
-    canonicalize,
-    fold_masks,
-    divide_batch,
-    divide_sequence,
-    dispatch_experts,
-    annotate,
-    insert_collectives,
-    coalesce,
-    vocab_parallel,
-    assign_rng,
-    localize,
-    interleave_halves,
-    partition_stages,
-)
+DEFAULT_PASSES: tuple[Pass, ...] = (canonicalize, fold_masks, choose_halves, *SPLIT_PASSES, partition_stages)
 
 __all__ = [
     "DEFAULT_PASSES",
     "annotate",
     "assign_rng",
     "canonicalize",
+    "choose_halves",
     "coalesce",
     "dispatch_experts",
     "divide_batch",

@@ -30,6 +30,7 @@ from fxpar.ops.coercions import (
 from fxpar.ops.random import axis_index, dropout, part_index
 from fxpar.ops.sizes import size
 from fxpar.passes.half_parts import joined, taken_apart
+from fxpar.plan.halves import AUTO
 from fxpar.program.coercions import axes_of
 from fxpar.program.copying import copy_node
 from fxpar.program.halves import OF_SIZES, SIZES_ALONE
@@ -64,9 +65,12 @@ def in_halves(program: Program) -> Program:
     Where the ranks' rows are odd it is the plan without: they are computed whole.
 
     Raises:
-        PlanError: the number of rows is fixed, and even.
+        PlanError: the number of rows is fixed, and even; or the plan leaves open whether there are halves.
     """
     plan = program.plan
+    if plan.interleave_halves == AUTO:
+        remedy = "run the pass choose_halves before, or say True or False"
+        raise PlanError("whether there are halves is open", where="interleave_halves", remedy=remedy)
     if not plan.interleave_halves:
         return program
     shapes = [entry.type.shape for entry in program.inputs if entry.type.shape]

@@ -51,7 +51,7 @@ def overlap(program: Program) -> Program:
     """
     whole = inlined(program)
     seconds = estimates(whole)
-    in_turn = program.plan.interleave_halves
+    in_turn = program.plan.interleave_halves is True
     written = {node.name: node for node in whole.graph.nodes}
     by_call: dict[str, list[fx.Node]] = {}
     for node in whole.graph.nodes:

@@ -335,7 +335,8 @@ def run_passes(
     todo = list(passes[position:])
     for option, names in (("--until", [until] if until else []), ("--print-after", wanted)):
         _check_names(passes, todo, start.program, option, names)
-    tape = Tape(before or position, folder, wanted, begun=before > 0)
+    behind = sum(item.when(start.program) for item in passes[:position])  # those left out have no number
+    tape = Tape(before or behind, folder, wanted, begun=before > 0)
     if folder is not None and not before:
         _prepare(folder, start)
         save_functions(folder, start.program)

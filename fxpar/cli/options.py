@@ -71,6 +71,7 @@ PLAN_FLAGS = (
     "--batch-dim",
     "--loss-reduction",
     "--sequence-parallel",
+    "--interleave-halves",
     "--seed",
     "--precision",
     "--recompute",
@@ -110,6 +111,14 @@ def budget(text: str | int | float) -> int | float:
     if not _DECIMAL.fullmatch(text):
         raise typer.BadParameter(f"{shown(text)} is no number")
     return float(text)
+
+
+def _switch(text: str | bool) -> bool | str:
+    """The value of an option that may be left open; which words it knows the plan says.
+
+    Typer passes defaults through here too.
+    """
+    return {"true": True, "false": False}.get(text, text) if isinstance(text, str) else text
 
 
 def number_option(text: str) -> Any:
@@ -195,11 +204,13 @@ def _request(
             help="cut activations between the split matrices over the sequence (default: no)",
         ),
     ] = None,
-    halves: Annotated[
-        bool | None,
+    interleave_halves: Annotated[
+        str | None,
         typer.Option(
-            "--interleave-halves/--no-interleave-halves",
-            help="compute the two halves of a rank's batch in turn, each beside the other's collectives (default: no)",
+            metavar="true|false|auto",
+            parser=_switch,
+            help="compute the two halves of a rank's batch in turn, each beside the other's collectives, or where that "
+            "is predicted to take less time (default: false)",
         ),
     ] = None,
     seed: Annotated[int | None, number_option("seed of dropout, random weights and the example")] = None,
@@ -229,14 +240,18 @@ def _request(
     given |= {"--capacity-factor": capacity_factor, "--drop-policy": drop_policy, "--pad-to-capacity": padded}
     given |= {"--tp": tp, "--dp": dp, "--split": split, "--seed": seed, "--precision": precision}
     given |= {"--sequence-parallel": sequence, "--row-wise": row_wise, "--batch-dim": batch_dim}
-    given |= {"--interleave-halves": halves, "--experts": experts}
+    given |= {"--interleave-halves": interleave_halves, "--experts": experts}
     given |= {"--loss-reduction": loss_reduction, "--recompute": recompute, "--activation-budget": activation_budget}
     given |= {MODE_FLAG: train, "--batch": batch, "--seq": seq}
     chosen = Plan() if plan is None else Plan.load(plan)
     changes: dict[str, Any] = {"tp": tp, "dp": dp, "sequence_parallel": sequence, "seed": seed, "precision": precision}
     changes |= {"loss_reduction": loss_reduction, "recompute": recompute, "activation_budget": activation_budget}
     changes |= {"pp": pp, "virtual_stages": virtual_stages, "ep": ep, "etp": etp, "dispatch": dispatch}
-    changes |= {"receive_budget": receive_budget, "capacity_factor": capacity_factor, "interleave_halves": halves}
+    changes |= {
+        "receive_budget": receive_budget,
+        "capacity_factor": capacity_factor,
+        "interleave_halves": interleave_halves,
+    }
     changes |= {"drop_policy": drop_policy, "pad_to_capacity": padded}
     changes = {name: value for name, value in changes.items() if value is not None}
     if split:

@@ -118,7 +118,9 @@ class Plan:
             through the process group.
         interleave_halves: whether a rank computes the two halves of its batch in turn, so that one computes while the
             other's collectives travel (with `exchange` by copies). Losses, gradients and masks are those of the whole;
-            batches of an odd number of rows, or of other numbers on other data ranks, are computed whole.
+            batches of an odd number of rows, or of other numbers on other data ranks, are computed whole. `auto`: where
+            a step of the example's sizes is predicted to take less time so, by `cost` and as if all ranks could copy,
+            unless `exchange` is `nccl`; the step is compiled both ways for it. `fxpar explain MODEL halves` says why.
         half: 2 in a program of halves until the pass `interleave_halves` has unrolled them; not to be given.
         dispatch: how tokens come to the ranks that hold their experts. `static`: so that no size depends on the routing
             and nothing waits for the host, in whichever of two ways less travels. `allgather`: each of those ranks gets
@@ -179,7 +181,7 @@ class Plan:
     activation_budget: int | float | None = None
     compile: bool = False
     exchange: str = "auto"
-    interleave_halves: bool = False
+    interleave_halves: bool | str = False
     half: int = 1
     dispatch: str = "static"
     receive_budget: int | float | None = None
@@ -256,7 +258,7 @@ class Plan:
             yield f"loss_reduction={shown(self.loss_reduction)} is unknown: choose one of {choice}"
         yield from globs("row_wise", self.row_wise, "operators")
         yield from globs("experts", self.experts, "modules")
-        for name in ("sequence_parallel", "compile", "interleave_halves"):
+        for name in ("sequence_parallel", "compile"):
             if type(getattr(self, name)) is not bool:
                 yield f"{name}={shown(getattr(self, name))} is neither True nor False: write one of them"
         if type(self.seed) is not int or not 0 <= self.seed < 2**63:

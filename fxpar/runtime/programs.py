@@ -28,6 +28,7 @@ from fxpar.ops.lower import Lowered
 from fxpar.passes.annotate import annotate, keeping
 from fxpar.passes.divide_batch import of_all_ranks
 from fxpar.passes.partition_stages import holding, partition_stages
+from fxpar.plan.halves import AUTO
 from fxpar.plan.plan import Plan
 from fxpar.program.dtypes import PRECISION_DTYPES
 from fxpar.program.program import Program, TensorType, note, output_layouts
@@ -158,7 +159,9 @@ class Programs:
         self._world.agreement.agree(everything, remedy)
         self.layouts = _parameter_layouts(first.program)
         self.aliases = {other: p.fqn for p in first.program.parameters for other in p.tied}
-        whole = self._plan.interleave_halves and not first.program.plan.interleave_halves
+        if self._plan.interleave_halves == AUTO:  # what cost says of the example holds of all that is called
+            self._plan = self._plan.replace(interleave_halves=first.program.plan.interleave_halves)
+        whole = self._plan.interleave_halves is True and not first.program.plan.interleave_halves
         self._known[self._key(example, with_loss, whole)] = [first]
 
     @cached_property
@@ -212,7 +215,9 @@ class Programs:
             InputError: the batch does not fit the model, or the ranks make other calls, or batches that no program
                 takes together.
         """
-        whole = self._plan.interleave_halves and (whole or not uneven.has_halves(self.first.program, batch, shapes))
+        whole = self._plan.interleave_halves is True and (
+            whole or not uneven.has_halves(self.first.program, batch, shapes)
+        )
         if shapes is None:
             return self._bound(batch, with_loss, whole)
         compiled = self._bound(uneven.largest(batch, shapes), with_loss, whole).compiled
@@ -257,7 +262,7 @@ class Programs:
         compiled = call.compiled
         if not compiled.spare:
             program = compiled.captured.program
-            plan = program.plan.replace(receive_budget=None)
+            plan = compiled.program.plan.replace(receive_budget=None)  # with what was left to cost decided
             program = compile_program(program.with_(plan=plan), self._again())
             compiled.spare.append(replace(compiled, program=program, ready=self._ready(program), spare=[]))
         spare = compiled.spare[0]

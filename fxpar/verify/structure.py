@@ -76,7 +76,7 @@ def check_structure(program: Program, facts: Facts | None = None) -> None:
     _check_conversions(program)
     _check_random(program, facts)
     _check_outputs(program)
-    if program.plan.interleave_halves and program.plan.half == 1 and Property.LOCAL in program.properties:
+    if program.plan.interleave_halves is True and program.plan.half == 1 and Property.LOCAL in program.properties:
         check_halves(program)
 
 

@@ -12,7 +12,7 @@ from tests.cli.tool import SPLIT, TINY, Result, fxpar
 
 NAMES = [item.name for item in DEFAULT_PASSES]
 # Of a plan without a pipeline.
-RUN = [name for name in NAMES if name not in ("interleave_halves", "partition_stages")]
+RUN = [name for name in NAMES if name not in ("choose_halves", "interleave_halves", "partition_stages")]
 
 
 @pytest.fixture(scope="module")
@@ -72,10 +72,11 @@ def test_passes_lists_contracts() -> None:
     assert [entry["name"] for entry in found] == [*NAMES, *(item.name for item in STEP_PASSES)]
     assert set(found[0]) == {"name", "requires", "provides", "invalidates", "preserves", "summary", "when"}
     assert found[1]["requires"] == ["canonical"]
-    assert [found[i]["provides"] for i in (1, 3, 5)] == [["masks"], ["sequence"], ["layouts"]]
+    assert [found[i]["provides"] for i in (1, 4, 6)] == [["masks"], ["sequence"], ["layouts"]]
     by_name = {entry["name"]: entry for entry in found}
     assert by_name["localize"]["requires"] == ["collectives", "rng", "vocabulary"]
     assert {name: entry["when"] for name, entry in by_name.items() if entry["when"]} == {
+        "choose_halves": "the plan leaves halves to cost",
         "interleave_halves": "the plan computes half batches, and the rows are even",
         "partition_stages": "the plan has a pipeline",
     }
@@ -89,7 +90,7 @@ def test_passes_lists_contracts() -> None:
 def test_run_reports_each_pass() -> None:
     found = fxpar("run", TINY, *SPLIT, "--json", "--print").document
     assert [record["name"] for record in found["passes"]] == RUN
-    inserted = found["passes"][NAMES.index("insert_collectives")]
+    inserted = found["passes"][RUN.index("insert_collectives")]
     assert inserted["added"]
     assert not inserted["erased"]
     assert inserted["seconds"] >= 0

@@ -36,7 +36,7 @@ def trained(options: dict[str, Any], halves: bool) -> tuple[list[float], list[Te
             parts.append({"input_ids": mine, "labels": mine})
         losses.append(float(parallel.train_step(parts if len(parts) > 1 else parts[0])))
         gradients += [local_of(p.grad).clone() for p in parallel.parameters() if p.grad is not None]
-    kinds = [compiled.program.plan.interleave_halves for compiled in parallel._programs]
+    kinds = [compiled.program.plan.interleave_halves is True for compiled in parallel._programs]
     parallel.close()
     return losses, gradients, kinds
 
@@ -49,3 +49,22 @@ def differences(options: dict[str, Any]) -> tuple[float, float, list[bool]]:
     by_loss = max(abs(a - b) for a, b in zip(losses, wanted, strict=True))
     by_gradient = max(float((a - b).abs().max()) for a, b in zip(gradients, expected, strict=True))
     return by_loss, by_gradient, kinds
+
+
+def chosen(example_rows: int) -> tuple[Any, list[bool]]:
+    """What the plan of a model left to cost by its first program, and of which kind all of its programs are.
+
+    Halves are made to pay: sums take as long as products, and copies nothing else.
+    """
+    torch.manual_seed(0)
+    cost = {"bandwidth": 1e9, "latency": 1e-9, "flops": 1e9, "memory": 1e15, "multiprocessors": 1}
+    cost |= {"least_copy": 1.0, "copy_latency": 0.0, "kernel_latency": 0.0}
+    plan = fxpar.Plan.from_dict({"tp": 2, "interleave_halves": "auto", "cost": cost})
+    ids = torch.randint(0, VOCABULARY, (example_rows, 8))
+    model = fxpar.parallelize(gpt2(60, 1).train(), plan, {"input_ids": ids, "labels": ids})
+    for rows in (4, 3):
+        mine = torch.randint(0, VOCABULARY, (rows, 8), generator=torch.Generator().manual_seed(rows))
+        model.train_step({"input_ids": mine, "labels": mine})
+    kinds = [compiled.program.plan.interleave_halves is True for compiled in model._programs]
+    model.close()
+    return model.plan.interleave_halves, kinds

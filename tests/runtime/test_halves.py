@@ -29,3 +29,8 @@ def test_training_is_that_of_whole_batches(request: pytest.FixtureRequest, plan:
         assert losses < 1e-6  # transformers computes them in float32
         assert gradients < 1e-6
         assert kinds == [True, False]  # one program for even batches, and one for odd ones
+
+
+@pytest.mark.parametrize(("rows", "kinds"), [(4, [True, False]), (3, [False])])
+def test_what_cost_says_of_the_example_holds_of_all_steps(world2: World, rows: int, kinds: list[bool]) -> None:
+    assert world2.run(halves_jobs.chosen, rows) == [("auto", kinds)] * 2
