@@ -58,7 +58,7 @@ def choose_halves(program: Program) -> Program:
 
     Algorithm: the program is split and differentiated both ways, as by the default passes, and the step that
     `fxpar.analysis.predicted` says takes less time is chosen: whole where both take as long. Sizes are those of a
-    microbatch of the example. Ranks are taken to copy into each other's memory, unless the plan's exchange is `nccl`.
+    microbatch of the example. Two ranks are taken to reach each other's memory, unless the plan's exchange is `nccl`.
 
     The graph stays as it is. Where halves are refused the batch is whole; `weigh_halves` says why.
     """
@@ -78,7 +78,9 @@ def weigh_halves(program: Program) -> Weighed:
     others = [f"{name}={shown(getattr(plan, name))}" for name in unsupported(plan)]
     if others:
         return Weighed(f"not supported with {', '.join(others)}", is_refused=True)
-    exchange = "copy" if plan.exchange == "auto" else plan.exchange
+    exchange = plan.exchange
+    if exchange == "auto":  # which copies between two ranks alone
+        exchange = "copy" if plan.tp == 2 else "nccl"
     program = program.with_(plan=plan.replace(interleave_halves=True, half=1, exchange=exchange, microbatches=1))
     try:
         asked = _of_one(program, plan.microbatches)
