@@ -7,11 +7,11 @@
 A run is FLAG+FLAG…: `learned`, the model's own router, or `balanced`, as many tokens for each expert; `compile`;
 `graph` (the step is one CUDA graph); `adamw` (the step has torch's fused AdamW and its clipping too, behind a graph);
 `unchecked` (batches are not compared over the ranks); `selective` and `full` (recomputation); `exact` (rows travel
-alone) and `budget` (buffers have half as many places again as an even load needs). Every GPU has its own
-sequences and experts: the plan is dp = ep = their number, etp = 1. The model is transformers' Mixtral on the meta
-device, of 8 layers of width 2048 with 64 experts of width 1024, of which a token has 8, and 4 sequences of 2048 tokens
-a GPU. A step's time is the slowest rank's median. FLOPs are 6·P·T + 12·L·s·h·T, where P has of the experts' weights
-those that a token meets.
+alone), `alltoall` (rows travel in blocks) and `budget` (buffers have half as many places again as an even load needs).
+Every GPU has its own sequences and experts: the plan is dp = ep = their number, etp = 1. The model is transformers'
+Mixtral on the meta device, of 8 layers of width 2048 with 64 experts of width 1024, of which a token has 8, and 4
+sequences of 2048 tokens a GPU. A step's time is the slowest rank's median. FLOPs are 6·P·T + 12·L·s·h·T, where P has of
+the experts' weights those that a token meets.
 """
 
 from __future__ import annotations

@@ -173,4 +173,4 @@ def sum_over(self: Any, dim: int, *, axis: str) -> Any:
 
 
 # Which placements each has on the axis that it names, before and after.
-HELD: Mapping[Operator, _Held] = {expand_over: _expanded, sum_over: _summed}
+HELD: Mapping[Any, _Held] = {expand_over: _expanded, sum_over: _summed}

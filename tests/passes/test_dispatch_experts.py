@@ -39,9 +39,7 @@ EVERY_TIME = 3
 
 
 # Of these the static dispatch gathers tokens, which it may too where rows are sent in blocks.
-GATHERED = [
-    mesh for mesh in MESHES if mesh[0] > 1 and (mesh[2] == 1 or mesh[3] == 1 or (mesh[4] and mesh[:4] == (2, 1, 2, 2)))
-]
+GATHERED = [(2, 1, 1, 2, False), (2, 1, 2, 1, False), (2, 1, 1, 4, False), (2, 1, 2, 2, True), (4, 1, 1, 4, False)]
 RUNS = [(mesh, "static") for mesh in MESHES] + [(mesh, "alltoall") for mesh in GATHERED]
 
 
@@ -104,7 +102,7 @@ def test_no_token_travels_twice() -> None:
     found = [
         c for c in collectives(dispatched(plan(2, 1, 1, 2), length=6)) if c.bytes > 1000 and c.phase != "parameter"
     ]
-    assert sorted((c.op, c.phase, c.bytes) for c in found) == [
+    assert sorted((c.op, c.phase, c.bytes) for c in found if c.phase != "parameter") == [
         ("all_gather", "backward", tokens),
         ("all_gather", "forward", tokens),
         ("reduce_scatter", "backward", tokens),

@@ -296,7 +296,7 @@ def test_what_an_expert_takes_is_an_option_of_every_layout() -> None:
         ({"capacity_factor": 1.5, "dp": 2, "ep": 2, "receive_budget": 1.5}, "is no less than capacity_factor=1.5"),
         (
             {"dispatch": "some", "dp": 2, "ep": 2},
-            "dispatch='some' is unknown: choose one of static, allgather, alltoall, exact",
+            "choose one of static, allgather, alltoall, exact",
         ),
         ({"dispatch": "exact", "dp": 2}, "and ep=1: give ep of at least 2"),
         ({"dispatch": "allgather", "dp": 2}, "dispatch='allgather' is of experts on several ranks, and ep=1"),

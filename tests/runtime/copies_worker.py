@@ -1,6 +1,7 @@
 """What test_copies_gpu.py starts on each of two GPUs.
 
 `equal`: trainings whose ranks copy beside those through NCCL; rank 0 prints which are equal to the bit on all ranks.
+`experts`: the same of experts on both, eager and as one graph.
 `lost`: rank 1 makes no more calls.
 `several`: each kind of copy between more ranks than there are GPUs.
 """
@@ -18,7 +19,7 @@ import fxpar
 from fxpar.exchange import mailbox
 from fxpar.exchange.device import DeviceMailbox
 from fxpar.ops import copied
-from tests.runtime.graphed import gpt2, llama, train, words
+from tests.runtime.graphed import gpt2, llama, mixtral, train, words
 
 STEPS, MICROBATCHES = 12, 2
 PLANS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -45,6 +46,20 @@ def compare() -> None:
                 dist.all_reduce(same, op=dist.ReduceOp.MIN)
                 if dist.get_rank() == 0:
                     print(f"{name} {how} {impl}: {'equal' if int(same) else 'different'}", flush=True)
+
+
+def compare_experts() -> None:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    for way in ("allgather", "alltoall"):
+        for impl in ("none", "full_iteration"):  # each with itself: a graph multiplies all rows by each expert's matrix
+            batches = words(STEPS, MICROBATCHES)
+            plan: dict[str, Any] = {"dp": 2, "ep": 2, "dispatch": way}
+            plain = train(partial(mixtral, 128, 2), batches, impl, exchange="nccl", **plan)
+            found = train(partial(mixtral, 128, 2), batches, impl, exchange="copy", cost=COSTS["copies"], **plan)
+            same = torch.tensor(int(found == plain), device="cuda")
+            dist.all_reduce(same, op=dist.ReduceOp.MIN)
+            if dist.get_rank() == 0:
+                print(f"{way} {impl}: {'equal' if int(same) else 'different'}", flush=True)
 
 
 def lose() -> None:
@@ -92,4 +107,4 @@ def several() -> None:
 
 if __name__ == "__main__":
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
-    {"equal": compare, "lost": lose, "several": several}[sys.argv[1]]()
+    {"equal": compare, "experts": compare_experts, "lost": lose, "several": several}[sys.argv[1]]()

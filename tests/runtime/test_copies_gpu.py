@@ -38,6 +38,16 @@ def test_training_is_the_same_to_the_bit() -> None:
 
 
 @two
+def test_experts_are_the_same_to_the_bit() -> None:
+    """Tokens that holders gather, and rows that are sent in blocks."""
+    done = on_ranks(2, "experts")
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = [line for line in done.stdout.splitlines() if line.endswith(("equal", "different"))]
+    ways = [(way, impl) for way in ("allgather", "alltoall") for impl in ("none", "full_iteration")]
+    assert told == [f"{way} {impl}: equal" for way, impl in ways]
+
+
+@two
 @pytest.mark.parametrize("impl", ["none", "full_iteration"])
 def test_who_waits_in_vain_ends_and_says_for_whom(impl: str) -> None:
     done = on_ranks(2, "lost", impl)
