@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import prod
 
 from fxpar.analysis.predicted import Predicted, predicted
 from fxpar.errors import FxparError, PlanError, shown
 from fxpar.manager import PassManager, register_pass
+from fxpar.mesh.purpose import joined_names
+from fxpar.passes.exchange import exchange, exchange_over
 from fxpar.passes.interleave_halves import in_halves
 from fxpar.passes.split import SPLIT_PASSES
 from fxpar.passes.step import STEP_PASSES
@@ -78,10 +82,7 @@ def weigh_halves(program: Program) -> Weighed:
     others = [f"{name}={shown(getattr(plan, name))}" for name in unsupported(plan)]
     if others:
         return Weighed(f"not supported with {', '.join(others)}", is_refused=True)
-    exchange = plan.exchange
-    if exchange == "auto":  # which copies between two ranks alone
-        exchange = "copy" if plan.tp == 2 else "nccl"
-    program = program.with_(plan=plan.replace(interleave_halves=True, half=1, exchange=exchange, microbatches=1))
+    program = program.with_(plan=plan.replace(interleave_halves=True, half=1, microbatches=1))
     try:
         asked = _of_one(program, plan.microbatches)
         rows, halved = _rows(asked), in_halves(asked)
@@ -115,5 +116,12 @@ def _rows(program: Program) -> int:
 
 def _predicted(program: Program) -> Predicted:
     """Of a step; what a check would find is found in the program that is chosen."""
-    step = PassManager((*SPLIT_PASSES, *STEP_PASSES)).run(program)
-    return predicted(inlined(step))
+    passes = STEP_PASSES
+    if program.plan.exchange == "auto":
+        passes = tuple(exchange_over(_pairs(program.plan.axes)) if each is exchange else each for each in passes)
+    return predicted(inlined(PassManager((*SPLIT_PASSES, *passes)).run(program)))
+
+
+def _pairs(axes: Mapping[str, int]) -> list[str]:
+    """The axes, and joined ones, of two ranks each, between which `auto` copies."""
+    return [name for name in joined_names(axes) if prod(axes[axis] for axis in name.split("-")) == 2]

@@ -126,17 +126,12 @@ class GatheredRows(StaticRows):
         """How many rows each of a holder's experts received."""
         return self._load
 
-    def run(self) -> None:
-        """Writes each node of the region over what a holder has."""
-        region = self.region
-        for node in region.nodes:
-            self.emit.like(node)
-            if node in region.takes:
-                self._holder[node] = self._taken(node)
-            elif node in region.puts:
-                node.replace_all_uses_with(self._put(node))
-            else:
-                self._holder[node] = self._computed(node, self._holder_operand, self._rows_here, self._many_here)
+    def _rewrite(self, node: fx.Node) -> None:
+        """Over what a holder has."""
+        if node in self.region.takes:
+            self._holder[node] = self._taken(node)
+        else:
+            self._holder[node] = self._computed(node, self._holder_operand, self._rows_here, self._many_here)
 
     def _sent(self, value: fx.Node) -> fx.Node:
         return self._holder[value]

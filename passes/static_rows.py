@@ -151,14 +151,18 @@ class StaticRows:
         region = self.region
         for node in region.nodes:
             self.emit.like(node)
-            if node in region.takes:
-                self._source[node] = self._taken(node)
-            elif node in region.puts:
+            if node in region.puts:
                 node.replace_all_uses_with(self._put(node))
-            elif node in region.on_holders:
-                self._holder[node] = self._computed(node, self._holder_operand, self._rows_here, self._many_here)
             else:
-                self._source[node] = self._computed(node, self._source_operand, tensor_type(self._places).shape, -1)
+                self._rewrite(node)
+
+    def _rewrite(self, node: fx.Node) -> None:
+        if node in self.region.takes:
+            self._source[node] = self._taken(node)
+        elif node in self.region.on_holders:
+            self._holder[node] = self._computed(node, self._holder_operand, self._rows_here, self._many_here)
+        else:
+            self._source[node] = self._computed(node, self._source_operand, tensor_type(self._places).shape, -1)
 
     @property
     def _rows_here(self) -> tuple[Size, ...]:

@@ -31,8 +31,9 @@ class Sending:
     """A collective, and the seconds that it takes alone.
 
     Attributes:
-        hideable: of its seconds those in which products can run beside it: all of what copy engines carry, none of a
-            sum in one shot, and of what the process group sends the part `Cost.hidden`.
+        hideable: of its seconds those in which products can run beside it: all of what copy engines carry, which of
+            sums over more than two ranks is the first half of the way, none of a sum in one shot, and of what the
+            process group sends the part `Cost.hidden`.
     """
 
     collective: Collective
@@ -83,7 +84,8 @@ def _sending(program: Program, sent: Collective, how: Note) -> Sending:
     alone = collective_seconds(sent.op, ranks, sent.bytes, cost, 0.0)
     if how.one_shot:
         return Sending(sent, alone + cost.latency, 0.0)
-    return Sending(sent, alone + cost.copy_latency, alone + cost.copy_latency)
+    carried = alone / 2 if ranks > 2 and sent.op == "all_reduce" else alone
+    return Sending(sent, alone + cost.copy_latency, carried + cost.copy_latency)
 
 
 def _filled(program: Program, node: fx.Node, values: Mapping[str, int]) -> float:

@@ -24,7 +24,7 @@ _WIDEST = 16384
 
 
 def fits(width: int, dtype: torch.dtype) -> bool:
-    """Whether rows can be a program's: by the sum alone, so that two ranks never differ in it."""
+    """Whether rows can be a program's: by the sum alone, so that ranks never differ in it."""
     return dtype in TYPES and 2 <= width <= _WIDEST // dtype.itemsize
 
 

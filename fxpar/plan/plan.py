@@ -100,35 +100,30 @@ class Plan:
             this `param_dtype` and `reduce_dtype=torch.float32`): the program runs in that type on copies of float32
             parameters, cast once a step; gradients are accumulated, and summed over ranks, in float32. `fp16` needs
             loss scaling: `train_step(batch, scaler=torch.amp.GradScaler())`. Buffers and inputs keep their types.
-        recompute: what the backward computes again, so that less is kept for it, besides the regions that the author
-            checkpointed. `none`: nothing. `selective`: all that saves memory and has neither a matrix product nor a
-            collective in it; with an `activation_budget`, what costs least time to keep within that. `full`: each layer
-            from what enters it, collectives included (Megatron's full recomputation).
+        recompute: what the backward computes again besides regions that the author checkpointed. `none`: nothing.
+            `selective`: all that saves memory and has neither a matrix product nor a collective in it; with an
+            `activation_budget`, what costs least time to keep within that. `full`: each layer from what enters it.
         activation_budget: with `selective`, the most that a rank keeps for the backward, for inputs of the example's
             sizes: up to 1 a part of what `none` keeps, above it bytes. Gathers of a sequence are sent again where that
-            is cheapest, and matrix products computed again where the budget cannot be kept without. A budget that
-            cannot be kept at all is refused.
+            is cheapest, products computed again where it cannot be kept without; one that cannot be kept is refused.
         compile: whether a rank's program runs through `torch.compile`: one forward and one backward graph, compiled on
             the first call with new shapes (minutes for a large model). Otherwise it runs operator by operator.
         exchange: how the ranks of an axis send what is large in each microbatch of a training step. `nccl`: through
             their process group, whichever backend that has. `copy`: into each other's memory, on GPUs by copy engines,
             which leave the multiprocessors to products, or a kernel where there are none beside it; ranks that cannot
-            are refused. `auto`: so between two GPUs of one machine that reach each other's memory; between more NCCL is
-            faster. What is smaller than `cost.least_copy`, but for such kernels, and what is sent once a step go
-            through the process group.
-        interleave_halves: whether a rank computes the two halves of its batch in turn, so that one computes while the
-            other's collectives travel (with `exchange` by copies). Losses, gradients and masks are those of the whole;
-            batches of an odd number of rows, or of other numbers on other data ranks, are computed whole. `auto`: where
-            a step of the example's sizes is predicted to take less time so, by `cost` and as if all ranks could copy,
-            unless `exchange` is `nccl`; the step is compiled both ways for it. `fxpar explain MODEL halves` says why.
+            are refused. `auto`: so between two GPUs that reach each other's memory; between more NCCL is faster. What
+            is smaller than `cost.least_copy`, but for such kernels, and what is sent once a step the group sends.
+        interleave_halves: whether a rank computes the two halves of its batch in turn, one while the other's copies
+            travel. Losses, gradients and masks are those of the whole; batches of an odd number of rows, or of other
+            numbers on other data ranks, are computed whole. `auto`: where a step of the example's sizes is predicted to
+            take less time so, by `cost` and as if GPUs reached each other. `fxpar explain MODEL halves` says why.
         half: 2 in a program of halves until the pass `interleave_halves` has unrolled them; not to be given.
         dispatch: how tokens come to the ranks that hold their experts. `static`: so that no size depends on the routing
             and nothing waits for the host, in whichever of two ways less travels. `allgather`: each of those ranks gets
-            the tokens of all of them, computes the rows of its experts, and what it makes of a token, summed, goes
-            back; not where tensor parallel ranks share tokens that data ranks send. `alltoall`: rows travel, in buffers
-            of as many places as tokens may ever need. `exact`: the rows alone, as many as there are; how many each rank
-            gets is copied to the host while rows are sorted, and awaited in front of the first all-to-all. With it
-            nothing is compiled, nor captured as CUDA graphs.
+            the tokens of all, computes the rows of its experts, and sums of these go back; not where tensor parallel
+            ranks share tokens that data ranks send. `alltoall`: rows travel, in buffers of as many places as tokens may
+            ever need. `exact`: the rows alone; how many each rank gets is copied to the host while rows are sorted, and
+            awaited in front of the first all-to-all. With it nothing is compiled, nor captured as CUDA graphs.
         receive_budget: of dispatch other than `exact`, how many places its buffers have, as a multiple, of at least 1,
             of what they need where the load is even, and no more than tokens may ever need. A training step in which
             more rows come is noticed behind its backward, before its gradients count, and repeated with buffers of as
@@ -151,8 +146,7 @@ class Plan:
             `…_bias`, or linear layers of a list of experts, whose weights each rank of `ep` has whole. `act_fn` is the
             activation, SiLU by default, `_apply_gate` a gate of its own. When the model is captured each is run on
             random values, and refused where its own forward gives anything else. Models of transformers whose experts
-            its `ExpertsInterface` dispatches need no line. A glob that matches none is an error. The order is
-            irrelevant: they are stored sorted.
+            its `ExpertsInterface` dispatches need no line. A glob that matches none is an error.
         cuda_graphs: what of a step is replayed as CUDA graphs, eager or compiled: see `fxpar.CudaGraphs`. In YAML a
             mapping of what differs. On CPUs a stand-in replays the same calls, for tests.
         cost: constants by which layouts are chosen; in YAML a mapping of those that differ.

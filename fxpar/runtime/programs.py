@@ -215,9 +215,8 @@ class Programs:
             InputError: the batch does not fit the model, or the ranks make other calls, or batches that no program
                 takes together.
         """
-        whole = self._plan.interleave_halves is True and (
-            whole or not uneven.has_halves(self.first.program, batch, shapes)
-        )
+        asked = self._plan.interleave_halves is True
+        whole = asked and (whole or not uneven.has_halves(self.first.program, batch, shapes))
         if shapes is None:
             return self._bound(batch, with_loss, whole)
         compiled = self._bound(uneven.largest(batch, shapes), with_loss, whole).compiled

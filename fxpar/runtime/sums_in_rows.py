@@ -1,7 +1,8 @@
-"""Sums over two ranks take what is computed of their rows into their kernel.
+"""Sums take what is computed of their rows into their kernel.
 
 Enters: the graph of a forward or of a backward, as Inductor gets it, of static shapes. Leaves: it; where a sum in one
-shot is followed by a residual connection or a norm, one call stands for all of it (`fxpar.exchange.row_programs`).
+shot, or over more than two ranks, is followed by a residual connection or a norm, one call stands for all of it
+(`fxpar.exchange.row_programs`).
 
 What belongs to a sum: in order, each operation on rows that reads one of the group, if all else that it reads was there
 before the sum. So no sum is moved, and nothing of the group waits for what waits for the group; views and small values

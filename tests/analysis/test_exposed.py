@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from fxpar.analysis.estimates import estimates
 from fxpar.analysis.exposed import Travel, travels
 from fxpar.passes.overlap import overlap
 from fxpar.program.program import Program, note, set_note
@@ -91,3 +92,19 @@ def test_what_is_postponed_for_too_long_is_not_beside() -> None:
     text = print_program(backward("row", "column"))
     slow = parse_program(text.replace('"flops": 1000000000000.0', '"flops": 700000000000.0'))
     assert times(travels(overlap(slow))) == [("sum1", ("dw1",), pytest.approx(_SUM - 1e9 / 7e11))]
+
+
+@pytest.mark.parametrize(("ranks", "half"), [(2, False), (4, True)])
+def test_of_sums_over_more_than_two_ranks_copies_carry_the_first_half(ranks: int, half: bool) -> None:
+    text = f"""\
+fxpar 1
+plan {{"tp": {ranks}, "exchange": "copy", {_COST}}}
+properties canonical collectives layouts local step
+%x = input["x"] : {_SQUARE} tp:P
+%sum = fxpar.all_reduce[tp](%x) : {_SQUARE} tp:P→R {{buffer=1, phase=backward}}
+return y=%sum
+"""
+    (sent,) = estimates(parse_program(text)).sends["sum"]
+    wire = 2 * 4e6 * (ranks - 1) / ranks / 1e9
+    assert sent.seconds == pytest.approx(wire + 3e-5)
+    assert sent.hideable == pytest.approx(sent.seconds - (wire / 2 if half else 0))

@@ -105,9 +105,16 @@ def _gpu(name: str, *reaches: str) -> dict[str, Any]:
     ids=str,
 )
 def test_who_can_copy(places: list[dict[str, Any]], reason: str) -> None:
-    found = why_not_copy([(0, 1)], places)
-    assert reason in found
-    assert bool(reason) == bool(found)
+    for asked in (True, False):
+        found = why_not_copy([(0, 1)], places, asked)
+        assert reason in found
+        assert bool(reason) == bool(found)
+
+
+def test_more_than_two_copy_where_they_are_asked_to() -> None:
+    places = [_gpu(own, *(other for other in "xyz" if other != own)) for own in "xyz"]
+    assert why_not_copy([(0, 1, 2)], places, asked=True) == ""
+    assert "NCCL is faster" in why_not_copy([(0, 1, 2)], places, asked=False)
 
 
 class _Board:
