@@ -29,12 +29,14 @@ class Segment:
         region: name of the call; empty for what stands between calls.
         uncaptured: why no CUDA graph can hold it; empty where one can.
         phase: of the nodes.
+        again: those of the nodes that another segment computes too, which gives them to whoever else reads them.
     """
 
     nodes: tuple[fx.Node, ...]
     region: str
     uncaptured: str = ""
     phase: str = ""
+    again: frozenset[fx.Node] = frozenset()
 
     @cached_property
     def inner(self) -> frozenset[fx.Node]:

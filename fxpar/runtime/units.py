@@ -1,6 +1,10 @@
 """The units in which a step is compiled: which segment of the backward goes with which of the forward.
 
 Enters: a lowered step. Leaves: units in the order of their forward and of their backward, and what each gives.
+
+A backward may read what another forward made than that of its unit: a norm in front of a layer is computed by the unit
+of the layer before, with the residual connection that it reads. PyTorch's min-cut sees one unit and would keep all of
+it. So what the norm keeps is computed again where it is read, as far as that costs no memory (`fxpar.runtime.again`).
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from torch import fx
 
 from fxpar.program.program import has_note, note
 from fxpar.program.step import WEIGHT
+from fxpar.runtime.again import computing_again
 from fxpar.runtime.segments import Segment, Unit, is_number, segments
 
 
@@ -44,6 +49,9 @@ def units_of(graph: fx.Graph, phases: Collection[str], needed: Collection[str], 
     first, second = segments(graph, ("",)), segments(graph, phases)
     # What is put off is no partner: its forward's would be kept for it alone.
     pairs = _pairs(first, [each for each in second if each.phase != WEIGHT]) if paired else {}
+    partners = {backward: forward for forward, backward in pairs.items()}
+    whole = {each: computing_again(each, partners.get(each), first) for each in second}
+    second, pairs = [whole[each] for each in second], {forward: whole[each] for forward, each in pairs.items()}
     of_backward = {backward: forward for forward, backward in pairs.items()}
     place = {node: i for i, segment in enumerate(first) for node in segment.nodes if node.op == "call_function"}
 
@@ -96,7 +104,7 @@ def _results(units: Sequence[Unit], needed: Collection[str]) -> dict[Unit, tuple
         parts = used.setdefault(unit.text, (set(), set()))
         for part, segment in zip(parts, (unit.forward, unit.backward), strict=True):
             for node in segment.nodes if segment is not None else ():
-                if is_number(node):
+                if is_number(node) or (segment is not None and node in segment.again):
                     continue
                 if node.name in needed or node.name in taken:
                     part.add(unit.position(node.name))
