@@ -10,7 +10,8 @@ from dataclasses import replace
 
 from torch import fx
 
-from fxpar.analysis.periods import parts
+from fxpar.analysis.periods import behind_rows, parts
+from fxpar.analysis.row_runs import row_runs
 from fxpar.manager import register_pass
 from fxpar.passes.phase_numbers import numbers_by_phase
 from fxpar.program.copying import copy_node
@@ -62,9 +63,14 @@ def outline_layers(program: Program) -> Program:
     their identity. Parts of one canonical text are one region, whose results are what is used of any of them.
 
     Algorithm: the tokens of each phase in order are cut where they repeat and least lives (`fxpar.analysis.periods`);
-    neither a name nor a number of layers enters. A cut is a guess and texts are the proof: wrong cuts make more
-    regions, never another program. What is called once stays where it is, and so does the phase *parameter*. Numbers of
-    the inputs' sizes come first, then the forward, then the backward; of other sizes each phase has its own.
+    neither a name nor a number of layers enters. In front of a norm that is between the residual connection and what
+    reads it: the norm would read from memory what the kernel before had, and no sum of ranks could be computed in one
+    kernel with it. So the cuts are moved behind the operations on rows that follow (`fxpar.analysis.row_runs`), to
+    where fewest values are read again: in front of the next product or collective, which reads from memory in any case.
+    The first layer's norm is then outside, the last layer has that behind it; where that is none or another one, cuts
+    stay, since the last layer would be none of the region. A cut is a guess and texts are the proof: wrong cuts make
+    more regions, never another program. What is called once stays where it is, and so does the phase *parameter*.
+    Numbers of the inputs' sizes come first, then the forward, then the backward; of other sizes each phase has its own.
 
     Values stay equal: written out, the calls are what was there.
     """
@@ -74,7 +80,8 @@ def outline_layers(program: Program) -> Program:
     for phase in PHASES[:-1]:
         nodes = [node for node in order if note(node).phase == phase]
         operations = _operations(nodes)
-        for start, stop in parts([number for number, _ in operations.values()], _until(nodes), least=_LEAST):
+        tokens, until = [number for number, _ in operations.values()], _until(nodes)
+        for start, stop in behind_rows(parts(tokens, until, least=_LEAST), tokens, until, row_runs(nodes)):
             part = _Part(nodes[start:stop], operations)
             if part.is_whole:
                 known.setdefault((phase, part.text), []).append(part)

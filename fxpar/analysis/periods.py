@@ -1,7 +1,7 @@
 """Repetitions in a sequence: where equal parts follow each other.
 
-Enters: a sequence of tokens, and how long the value of each lives. Leaves: the parts. A cut is a guess that costs
-nothing when it is wrong; whether parts are equal is for others to prove.
+Enters: a sequence of tokens, how long the value of each lives, and what is computed row by row. Leaves: the parts. A
+cut is a guess that costs nothing when it is wrong; whether parts are equal is for others to prove.
 """
 
 from __future__ import annotations
@@ -20,6 +20,27 @@ class Repetition:
     start: int
     stop: int
     period: int
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Which tokens are operations on rows, and what a cut between them costs.
+
+    Attributes:
+        inside: of each token whether a cut may be moved behind it.
+        near: of each token the last one that reads its value, and that one kernel can compute with it; or itself.
+    """
+
+    inside: Sequence[bool]
+    near: Sequence[int]
+
+    def split(self, cut: int) -> int:
+        """How many values are made in front of a cut and read again behind it."""
+        begin = cut
+        while begin and self.inside[begin - 1]:
+            begin -= 1
+        # A run also reads what stands in front of it, a product or a sum.
+        return sum(last >= cut for last in self.near[max(begin - 1, 0) : cut])
 
 
 def longest(tokens: Sequence[int], least: int = 1) -> Repetition | None:
@@ -122,3 +143,55 @@ def _inside(
         inner.append((begin, end))
         at = end
     return [*inner, (at, len(tokens))] if at < len(tokens) else inner
+
+
+def behind_rows(
+    found: Sequence[tuple[int, int]], tokens: Sequence[int], until: Sequence[int], rows: Rows
+) -> list[tuple[int, int]]:
+    """Parts whose cuts are moved on in their runs of operations on rows.
+
+    Where least lives may be in such a run, as between a residual connection and the norm that reads it. Two kernels
+    compute it then, of which one reads again what the other has written. Cuts are moved to where fewest values are
+    read again, if these are fewer, and to the first of these places; what else lives there is written in any case, for
+    a product or a collective to read it. Parts that touch are moved by one distance, or not at all: each loses in
+    front what it gains behind, so that equal ones stay equal and no part is lost.
+
+    Args:
+        found: parts in order.
+        until: as for `parts`.
+    """
+    moved: list[tuple[int, int]] = []
+    free = len(tokens)  # where what stands behind begins
+    for chain in reversed(_chains(found)):
+        by = _distance([start for start, _ in chain] + [chain[-1][1]], tokens, until, rows, free)
+        moved = [(start + by, stop + by) for start, stop in chain] + moved
+        free = moved[0][0]
+    return moved
+
+
+def _chains(found: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+    """Parts that touch."""
+    chains: list[list[tuple[int, int]]] = []
+    for part in found:
+        if chains and chains[-1][-1][1] == part[0]:
+            chains[-1].append(part)
+        else:
+            chains.append([part])
+    return chains
+
+
+def _distance(cuts: Sequence[int], tokens: Sequence[int], until: Sequence[int], rows: Rows, free: int) -> int:
+    """By how much all cuts are moved; the tokens on the way are those behind any of them."""
+    inner = cuts[1:-1]
+    if not inner:
+        return 0
+    best, least = 0, max(map(rows.split, inner))
+    for by in range(1, len(tokens)):
+        passed, at = tokens[cuts[0] + by - 1], [cut + by for cut in cuts]
+        is_alike = at[-1] <= free and all(tokens[cut - 1] == passed for cut in at)
+        if not least or not is_alike or not all(rows.inside[cut - 1] for cut in at):
+            break
+        split = max(rows.split(cut + by) for cut in inner)
+        if split < least and not any(cut < len(until) and until[cut] < 0 for cut in at):
+            best, least = by, split
+    return best

@@ -8,7 +8,8 @@ import pytest
 import transformers
 
 import fxpar
-from fxpar.analysis.periods import longest, parts
+from fxpar.analysis.periods import Rows, behind_rows, longest, parts
+from fxpar.analysis.row_runs import row_runs
 from fxpar.compile import compile_model, compile_step
 from fxpar.errors import CheckFailed, TextError
 from fxpar.manager import PassManager
@@ -174,6 +175,46 @@ def test_regions_do_not_grow_with_depth() -> None:
     assert [count for _, count in _shape(many).values()] == [3, 3]
 
 
+def _llama(layers: int) -> transformers.LlamaConfig:
+    sizes: dict[str, Any] = {
+        "hidden_size": 96,
+        "intermediate_size": 160,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+    }
+    return transformers.LlamaConfig(num_hidden_layers=layers, vocab_size=VOCABULARY, use_cache=False, **sizes)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize(
+    ("config", "model"), [(_gpt2(3), transformers.GPT2LMHeadModel), (_llama(3), transformers.LlamaForCausalLM)]
+)
+def test_a_layer_ends_behind_the_norm_of_the_next(
+    config: transformers.PretrainedConfig, model: type, sequence_parallel: bool
+) -> None:
+    step = _step(config, model, sequence_parallel=sequence_parallel)
+    assert [count for _, count in _shape(step).values()] == [3, 3]
+    targets = [str(node.target) for node in regions(step)[0].body]
+    norm = ("aten.native_layer_norm.default", "aten.rsqrt.default")
+    sums = [i for i, target in enumerate(targets) if target.startswith("fxpar.reduce")]
+    norms = [i for i, target in enumerate(targets) if target in norm]
+    assert [a < b for a, b in zip(sums, norms, strict=True)] == [True, True]
+
+
+def test_cuts_stay_where_the_last_layer_would_be_another_one() -> None:
+    """Behind it there is no norm, and where a layer has none in front of it there is nothing to gain."""
+    program = parse_program(print_program(_stack(3)))
+    nodes = [node for node in program.graph.nodes if node.op == "call_function"]
+    rows = row_runs(nodes)
+    assert [node.name for node, inside in zip(nodes, rows.inside, strict=True) if not inside] == ["d0", "d1", "d2"]
+    places = {node.name: i for i, node in enumerate(nodes)}
+    assert rows.near[places["start"]] == places["a0_0"]  # and not y0, which is behind a draw
+    assert rows.near[places["d0"]] == places["y0"]
+    assert rows.near[places["y0"]] == places["a1_0"]
+    assert rows.split(places["a1_0"]) == 1
+    assert [count for _, count in _shape(outline_layers(program)).values()] == [3]
+
+
 @pytest.mark.matrix
 def test_sliding_and_full_layers_are_two_classes() -> None:
     config = transformers.Gemma3TextConfig(
@@ -233,3 +274,20 @@ def test_parts_of_a_sequence() -> None:
     assert found == [(i, i + 4) for i in range(1, 49, 4)]
     assert longest([1, 2, 3]) is None
     assert parts([1, 1, 1, 1], [0, 1, 2, 3], least=2) == [(0, 2), (2, 4)]
+
+
+def test_cuts_are_moved_behind_rows() -> None:
+    """A layer is a norm (1, 2), a product (3), and what is added (4): the norm reads the sum and the product."""
+    sequence = [0, *[1, 2, 3, 4] * 3, 1, 2, 5]
+    until = list(range(1, len(sequence) + 1))
+    inside = tuple(token in (1, 2, 4) for token in sequence)
+    near = [i + 2 if token in (0, 4) else i + 1 for i, token in enumerate(sequence)]
+    near = [i if sequence[i] == 2 or i == len(sequence) - 1 else last for i, last in enumerate(near)]
+    rows, found = Rows(inside, near), [(1, 5), (5, 9), (9, 13)]
+    assert [rows.split(cut) for cut in (5, 6, 7)] == [1, 2, 0]
+    assert behind_rows(found, sequence, until, rows) == [(3, 7), (7, 11), (11, 15)]
+    # Without a norm at the end, in other tokens, or where a tuple would be cut, they stay; so does a part alone.
+    assert behind_rows(found, sequence[:13], until[:13], Rows(inside[:13], near[:13])) == found
+    assert behind_rows(found, [*sequence[:13], 9, 2, 5], until, rows) == found
+    assert behind_rows(found, sequence, [*until[:11], -1, *until[12:]], rows) == found
+    assert behind_rows([found[0], found[2]], sequence, until, rows) == [found[0], found[2]]

@@ -7,16 +7,23 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+import transformers
+from torch import Tensor, fx
 from torch._inductor.utils import fresh_cache
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
+from fxpar.compile import compile_model, compile_step, lower_program
 from fxpar.exchange.row_programs import Extent, RowProgram, RowStep, read
+from fxpar.layout.layout import Placement
+from fxpar.layout.symbols import evaluate
 from fxpar.ops import copied
+from fxpar.ops.collectives import Group
 from fxpar.plan.plan import Plan
+from fxpar.program.program import TensorType, note
 from fxpar.runtime import inductor
+from fxpar.runtime.compiled import CompiledUnits
 from fxpar.runtime.inductor import Inductor
 from fxpar.runtime.sums_in_rows import sums_in_rows
 from tests.runtime.test_sent import NAME, Pair, pair
@@ -249,3 +256,94 @@ def test_a_program_is_read_as_it_was_written() -> None:
     assert read(program.text) == program
     assert (program.extent(3), program.extent(5)) == (Extent.COLUMN, row)
     assert program.dtype(5, kind, (kind, kind, kind)) == torch.float32
+
+
+SIZES = {"b": 2, "s": 8}
+
+
+class Sizes:
+    """Of one call, all of them numbers."""
+
+    names: tuple[str, ...] = ()
+
+    def __init__(self) -> None:
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    @property
+    def integers(self) -> list[int]:
+        """None is a symbol."""
+        return []
+
+    def fake(self, name: str, value: Tensor) -> Tensor:
+        """Of static shape."""
+        return self.mode.from_tensor(value, static_shapes=True)
+
+
+def steps_of_rows(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[list[str], int]]]:
+    """Of a training step of two ranks, of each compiled graph: what each sum takes, and how many results are as large.
+
+    Nothing is compiled: values have no elements.
+    """
+    batch, plan = {"input_ids": torch.zeros(2, 8, dtype=torch.int64)}, Plan(tp=2, exchange="copy")
+    program = compile_model(model.train(), {**batch, "labels": batch["input_ids"]}, plan).program
+    step = compile_step(program, ("loss",), ("loss",), [p.fqn for p in program.parameters if p.trainable])
+    graph = lower_program(step, {"tp": Group(NAME, 2, mailbox=NAME)}).module.graph
+    known = {node.name: node for node in step.graph.nodes if node.op == "placeholder"}
+
+    def held(node: fx.Node) -> Tensor:
+        if node.name not in known:
+            return torch.zeros((), dtype=torch.int64)  # the rank's index
+        kind, layout = note(known[node.name]).type, note(known[node.name]).layout
+        assert isinstance(kind, TensorType)
+        shape = [evaluate(size, SIZES) for size in kind.shape]
+        for _, placement in layout or ():
+            if isinstance(placement, Placement) and placement.is_shard:
+                shape[placement.dim] //= 2
+        return torch.empty(shape, dtype=kind.dtype)
+
+    values = {node.name: held(node) for node in graph.nodes if node.op == "placeholder"}
+    found: list[list[tuple[list[str], int]]] = []
+
+    def noted(module: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        calls = [node for node in module.graph.nodes if node.target is torch.ops.fxpar.one_shot_rows.default]
+        programs = [read(str(node.args[2])) for node in calls]
+        full = [sum(each.extent(i) is Extent.FULL for i in each.results) for each in programs]
+        found.append([([s.name for s in each.steps], n) for each, n in zip(programs, full, strict=True)])
+        return list
+
+    monkeypatch.setattr(inductor, "compile_fx_inner", noted)
+    sizes: Any = Sizes()
+    units = CompiledUnits(Inductor(plan), torch.device("cpu"), lambda *_: None, sizes)
+    (tangent,) = (name for name in values if "tangent" in name)
+    outputs = {name: node.name for name, node in step.output_nodes().items()}
+    early = {name: value for name, value in values.items() if name != tangent}
+    units.calls(graph, ("backward", "parameter"), early, {tangent: outputs["loss"]}, outputs.values(), paired=True)
+    return found
+
+
+def gpt2(layers: int) -> Any:
+    config = transformers.GPT2Config(n_layer=layers, n_embd=96, n_head=8, vocab_size=64, use_cache=False)
+    config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
+    return transformers.GPT2LMHeadModel(config)
+
+
+def llama(layers: int) -> Any:
+    sizes: dict[str, Any] = {
+        "hidden_size": 96,
+        "intermediate_size": 160,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+    }
+    config = transformers.LlamaConfig(num_hidden_layers=layers, vocab_size=64, use_cache=False, **sizes)
+    return transformers.LlamaForCausalLM(config)
+
+
+@pytest.mark.parametrize("model", [gpt2, llama])
+def test_both_sums_of_a_layer_take_the_norm_behind_them(
+    model: Callable[[int], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also the second one, whose norm is the next layer's; what is kept is the sum and what the norm gives."""
+    few, many = (steps_of_rows(model(layers).bfloat16(), monkeypatch) for layers in (2, 3))
+    assert few == many  # as many graphs, of a layer one forward and one backward
+    with_norms = [[count for names, count in graph if "rsqrt" in names] for graph in few]
+    assert sorted(filter(None, with_norms)) == [[2], [2, 2]]  # behind the embedding, and in a layer

@@ -15,7 +15,7 @@ import fxpar
 from fxpar.compile import compile_model, compile_step, lower_program
 from fxpar.mesh.purpose import joined_names
 from fxpar.ops.collectives import Group
-from fxpar.program.program import Note, ScalarType, TensorType, output_node, set_note
+from fxpar.program.program import Note, ScalarType, TensorType, note, output_node, set_note
 from fxpar.runtime.segments import dense, is_number
 from fxpar.runtime.units import Units, units_of
 from tests.runtime.graphed import mixtral, words
@@ -110,9 +110,46 @@ def test_every_operation_stands_in_one_unit(few: tuple[Units, frozenset[str], se
     units, _, _ = few
     distinct = dict.fromkeys((*units.forward, *units.backward))
     nodes = [node for unit in distinct for node in unit.nodes if not is_number(node)]
+    assert not any(unit.backward.again for unit in distinct if unit.backward is not None)
     assert len(nodes) == len(set(nodes))
     graph = nodes[0].graph
     assert set(nodes) == {node for node in graph.nodes if node.op == "call_function" and not is_number(node)}
+
+
+@functools.cache
+def _llama(layers: int, recompute: str) -> fx.Graph:
+    sizes: dict[str, Any] = {
+        "hidden_size": 96,
+        "intermediate_size": 160,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+    }
+    config = transformers.LlamaConfig(num_hidden_layers=layers, vocab_size=VOCABULARY, use_cache=False, **sizes)
+    model = transformers.LlamaForCausalLM(config).bfloat16().train()
+    program = compile_model(model, tokens(), fxpar.Plan(tp=2, recompute=recompute)).program
+    step = compile_step(program, ("loss",), ("loss",), [p.fqn for p in program.parameters if p.trainable])
+    graph: fx.Graph = lower_program(step, {"tp": Group("ranks", 2)}).module.graph
+    return graph
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_what_a_norm_keeps_is_computed_again_where_it_is_read(recompute: str) -> None:
+    """A layer gives the residual connection, the next one's norm, and a number of each row: no more is kept."""
+    graph = _llama(3, recompute)
+    wanted = frozenset(node.name for node in output_node(graph).all_input_nodes)
+    units = units_of(graph, ("backward", "parameter"), wanted, paired=recompute == "none")
+    layers = [unit for unit in units.forward if unit.forward is not None and unit.forward.region]
+    assert len(layers) == 3
+    assert len({unit.text for unit in units.forward}) == 3  # what is in front, a layer, the head
+    for unit in layers:
+        given = [unit.nodes[i] for i in units.results[unit][0]]
+        large = [node for node in given if note(node).type.shape[-1] == 96]  # type: ignore[union-attr]
+        assert [note(node).type.dtype for node in large[-2:]] == [torch.bfloat16] * 2  # type: ignore[union-attr]
+        assert len(large) <= 2
+    again = [unit.backward.again for unit in units.backward if unit.backward is not None]
+    made = [node for unit in units.forward for node in unit.nodes]
+    assert any(again)
+    assert set().union(*again) <= set(made)
 
 
 def test_draws_take_their_identities_as_operands(few: tuple[Units, frozenset[str], set[str]]) -> None:
