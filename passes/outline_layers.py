@@ -28,7 +28,7 @@ from fxpar.program.program import (
     set_note,
 )
 from fxpar.program.properties import Property
-from fxpar.program.regions import Region, call_region
+from fxpar.program.regions import BETWEEN_MODULES, Region, call_region
 from fxpar.program.step import BACKWARD, PHASES, RECOMPUTE, WEIGHT
 
 _LEAST = 24  # operations of a part; fewer are not worth a call
@@ -190,11 +190,16 @@ class _Class:
             identity = first.random.index(kept.random) + 1 if kept.random else 0
             set_note(new, replace(kept, random=identity))
         graph.output(tuple(made[first.nodes[i]] for i in self.used))
-        self.region = Region(name, graph, _module(first, alike[1])[0])
+        layer = _module(first, alike[1])[0]
+        self._others = _others(alike, layer)
+        self.region = Region(name, graph, self._joined(layer, first))
 
     def fqn(self, part: _Part) -> str:
-        """The author's module that a part is of."""
-        return self.region.fqn if part is self.parts[0] else _module(self.parts[0], part)[1]
+        """The author's modules that a part is of."""
+        return self.region.fqn if part is self.parts[0] else self._joined(_module(self.parts[0], part)[1], part)
+
+    def _joined(self, layer: str, part: _Part) -> str:
+        return BETWEEN_MODULES.join((layer, *(note(part.nodes[i]).fqn for i in self._others)))
 
 
 def _module(one: _Part, other: _Part) -> tuple[str, str]:
@@ -206,6 +211,20 @@ def _module(one: _Part, other: _Part) -> tuple[str, str]:
         if odd is not None:
             found[".".join(words[0][: odd + 1]), ".".join(words[1][: odd + 1])] += 1
     return found.most_common(1)[0][0] if found else ("", "")
+
+
+def _others(alike: Sequence[_Part], layer: str) -> list[int]:
+    """Positions of nodes that are of other modules than the layer, one for each module of the first part's.
+
+    Of modules one of which is inside another one the inner one comes first.
+    """
+    found: dict[str, int] = {}
+    for i, nodes in enumerate(zip(*(part.nodes for part in alike), strict=True)):
+        fqn, *there = (note(node).fqn for node in nodes)
+        is_inside = layer and f"{fqn}.".startswith(f"{layer}.")
+        if fqn and not is_inside and any(each != fqn for each in there):
+            found.setdefault(fqn, i)
+    return [found[fqn] for fqn in sorted(found, key=len, reverse=True)]
 
 
 def _rebuilt(program: Program, order: Sequence[fx.Node], classes: Sequence[_Class]) -> Program:

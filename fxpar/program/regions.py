@@ -27,6 +27,8 @@ from fxpar.program.program import (
     set_note,
 )
 
+BETWEEN_MODULES = "+"
+
 
 @dataclass(frozen=True, eq=False)
 class Region:
@@ -38,7 +40,9 @@ class Region:
     Attributes:
         name: as the text calls it.
         graph: placeholders are the operands; the output is a tuple of nodes. It is shared and never changed.
-        fqn: module of the author from whose call the notes inside are; a call's note has its own.
+        fqn: modules of the author from whose call the notes inside are, with a plus between them; a call's note has its
+            own, in the same order. The first one is that of most nodes: a layer; the others are what else is computed
+            with it, the norm of the next layer say.
     """
 
     name: str
@@ -72,9 +76,12 @@ class Region:
             call: the note of the call.
             changes: other fields of it.
         """
-        kept = note(node)
-        is_inside = self.fqn and f"{kept.fqn}.".startswith(f"{self.fqn}.")
-        fqn = call.fqn + kept.fqn[len(self.fqn) :] if is_inside else call.fqn or kept.fqn
+        kept, there = note(node), call.fqn.split(BETWEEN_MODULES)
+        fqn = there[0] or kept.fqn
+        for own, other in zip(self.fqn.split(BETWEEN_MODULES), there, strict=False):
+            if own and f"{kept.fqn}.".startswith(f"{own}."):
+                fqn = other + kept.fqn[len(own) :]
+                break
         return changed(kept, fqn=fqn, **changes)
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:

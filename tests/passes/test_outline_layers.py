@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from fxpar.errors import CheckFailed, TextError
 from fxpar.manager import PassManager
 from fxpar.ops.dataflow import has_same_dataflow
 from fxpar.passes.outline_layers import outline_layers
-from fxpar.program.program import Program
+from fxpar.program.program import Program, note
 from fxpar.program.regions import inlined, region_of, regions
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
@@ -199,6 +200,31 @@ def test_a_layer_ends_behind_the_norm_of_the_next(
     sums = [i for i, target in enumerate(targets) if target.startswith("fxpar.reduce")]
     norms = [i for i, target in enumerate(targets) if target in norm]
     assert [a < b for a, b in zip(sums, norms, strict=True)] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("config", "model", "norms"),
+    [
+        (
+            _gpt2(3),
+            transformers.GPT2LMHeadModel,
+            ("transformer.h.{}.ln_1", "transformer.ln_f"),
+        ),
+        (_llama(3), transformers.LlamaForCausalLM, ("model.layers.{}.input_layernorm", "model.norm")),
+    ],
+)
+def test_what_a_layer_computes_of_the_next_one_has_its_own_module(
+    config: transformers.PretrainedConfig, model: type, norms: tuple[str, ...]
+) -> None:
+    written = print_program(parse_program(print_program(_step(config, model))))
+    nodes = inlined(parse_program(written)).graph.nodes
+    for phase in ("", "backward"):
+        found = Counter(note(node).fqn for node in nodes if node.op == "call_function" and note(node).phase == phase)
+        for name in norms:
+            assert len({found[each] for each in (name.format(i) for i in range(3))}) == 1
+        # A backward adds the gradient of the residual connection to that of a norm; the last norm has none beside it.
+        assert found[norms[0].format(1)] - found[norms[-1]] in ((0,) if not phase else (0, 1))
+        assert found[norms[-1]] > 0
 
 
 def test_cuts_stay_where_the_last_layer_would_be_another_one() -> None:
