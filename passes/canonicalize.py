@@ -14,6 +14,7 @@ from torch import fx
 from fxpar.errors import PassError
 from fxpar.layout.symbols import Size, names, simplify
 from fxpar.manager import register_pass
+from fxpar.passes.bin_counts import count_by_comparison
 from fxpar.passes.chosen_matrices import recognize_chosen
 from fxpar.passes.looped_experts import recognize_loops
 from fxpar.passes.sorted_rows import recognize_rows
@@ -78,12 +79,12 @@ def canonicalize(program: Program) -> Program:
 
     Asserts, operations that return their operand, devices and dead code go; memory that nothing has written is zeros;
     sizes `-1` become numbers where they are numbers, and numbers of elements products of sizes; indexing by positions
-    that are neighbours and that the author wrote down becomes a slice; biases, those of convolutions too, are separate
-    additions, so that a row-split product can be reduced before its bias is added; rows that are sorted by expert for
-    grouped products, pairs of token and expert that take a matrix each, and loops over experts are rows of
-    `fxpar.ops.routed` (`sorted_rows`, `chosen_matrices`, `looped_experts`). Values, gradients and the order of random
-    nodes stay. Refuses sub-graphs: what is in them has no layout, and loops over
-    experts that pick rows and are not recognised.
+    that are neighbours and that the author wrote down becomes a slice; counts are comparisons and sums; biases, those
+    of convolutions too, are separate additions, so that a row-split product can be reduced before its bias is added;
+    rows that are sorted by expert for grouped products, pairs of token and expert that take a matrix each, and loops
+    over experts are rows of `fxpar.ops.routed` (`sorted_rows`, `chosen_matrices`, `looped_experts`). Values, gradients
+    and the order of random nodes stay. Refuses sub-graphs: what is in them has no layout, and loops over experts that
+    pick rows and are not recognised.
     """
     for module, node in _walk(program.graph_module):
         if module is not program.graph_module or node.op == "get_attr":
@@ -122,6 +123,8 @@ def _rewrite(graph: fx.Graph, node: fx.Node) -> None:
         _separate_bias(graph, node, node.args[2], (node.args[0], node.args[1]), aten.linear.default)
     elif target is aten.addmm.default and not node.kwargs:
         _separate_bias(graph, node, node.args[0], node.args[1:3], aten.mm.default)
+    elif target is torch.ops.fxpar.bin_counts.default:
+        count_by_comparison(graph, node)
     elif target is aten.sym_numel.default:
         _multiply_sizes(graph, node)
     elif target is aten.bilinear.default and node.args[3] is not None:

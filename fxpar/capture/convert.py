@@ -244,6 +244,9 @@ def _copy(state: _Conversion, node: fx.Node) -> fx.Node:
     args, kwargs = map_arg(node.args, swap), map_arg(node.kwargs, swap)
     target: Callable[..., Any] = node.target  # type: ignore[assignment]
     target = FINDS if target is FINDS_TOO else target
+    if target is torch.ops.aten.bincount.default:
+        target, args = torch.ops.fxpar.bin_counts.default, _counted(node, args)
+        kwargs = {}
     name = node.name
     recorded = state.traced.recorder.functions.get(str(target))
     if recorded is not None:
@@ -255,6 +258,24 @@ def _copy(state: _Conversion, node: fx.Node) -> fx.Node:
         name = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", path.rpartition(".")[2]).lower()
     new = state.graph.create_node("call_function", target, args, kwargs, name=name)
     return set_note(new, state.notes.note(node))
+
+
+def _counted(node: fx.Node, args: tuple[Any, ...]) -> tuple[Any, Any]:
+    """What a `bincount` counts, and how many counts the trace had (`patches.known_counts`)."""
+    if len(args) > 1 and args[1] is not None:
+        raise CaptureError(
+            "sums of weights by number are as many as values of tensors say",
+            where=source_of(node) or f"%{node.name}",
+            remedy="write weights.new_zeros(count).index_add(0, x, weights)",
+        )
+    count = node.meta["val"].shape[0]
+    if not isinstance(count, int):
+        raise CaptureError(
+            "how many counts it gives depends on values of tensors",
+            where=source_of(node) or f"%{node.name}",
+            remedy="give it a minlength that no value reaches",
+        )
+    return args[0], count
 
 
 def _is_promise(node: fx.Node) -> bool:

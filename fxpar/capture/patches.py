@@ -22,6 +22,7 @@ from torch._dynamo import trace_rules
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable, tracing_state_functions
 from torch._export.utils import _get_shape_env_from_gm
+from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.fx.experimental.proxy_tensor import _ModuleStackTracer
 from torch.utils._sympy.symbol import SymT, symbol_is_type
@@ -149,6 +150,27 @@ def loss_shapes() -> Iterator[None]:
         return aten.nll_loss_forward.default(logits, target, weight, reduction, ignore_index)[0]
 
     with mock.patch.dict(torch._decomp.decomposition_table, {aten.nll_loss.default: nll_loss}):
+        yield
+
+
+@contextlib.contextmanager
+def known_counts() -> Iterator[None]:
+    """While active, `bincount` with a `minlength` gives as many counts, not as many as its values ask for.
+
+    That no value is larger is for `canonicalize` to find out (`fxpar.passes.bin_counts`), which refuses others.
+    """
+    bincount = torch.ops.aten.bincount.default
+    original = fake_impls.op_implementations_dict[bincount]
+
+    def counts(
+        mode: FakeTensorMode, target: Any, x: Tensor, weights: Tensor | None = None, minlength: Any = 0
+    ) -> Tensor:
+        if weights is None and isinstance(minlength, int) and minlength:
+            return x.new_empty(minlength, dtype=torch.int64)
+        found: Tensor = original(mode, target, x, weights, minlength)
+        return found
+
+    with mock.patch.dict(fake_impls.op_implementations_dict, {bincount: counts}):
         yield
 
 

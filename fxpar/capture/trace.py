@@ -173,7 +173,7 @@ def trace(
     safe = separate(batch)
     with quiet(), routed_experts(experts), no_host_random(model), with_memory(model, safe) as (batch, originals):
         call = called(model, batch, loss)
-        with Blamed(_raised):
+        with patches.known_counts(), Blamed(_raised):
             found = _trace(call, symbolic, originals, others or OtherMemos(), copies)
         return replace(found, keywords=isinstance(call.module, WithKeywords))
 

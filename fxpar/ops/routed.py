@@ -46,6 +46,30 @@ def _sorted_shapes(indices: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     return indices.new_empty((*lead, tokens * k), dtype=kind), indices.new_empty((*lead, experts), dtype=kind)
 
 
+@torch.library.custom_op("fxpar::bin_counts", mutates_args=())
+def bin_counts(x: Tensor, count: int) -> Tensor:
+    """How often each of the numbers below `count` occurs: `bincount` of a size that does not depend on values.
+
+    Args:
+        x: int[M], all from 0 to below `count`.
+
+    Returns:
+        int64[count].
+
+    Raises:
+        ValueError: a number is larger.
+    """
+    found = torch.bincount(x, minlength=count)
+    if len(found) > count:
+        raise ValueError(f"{len(found) - 1} is among what is counted below {count}")
+    return found
+
+
+@bin_counts.register_fake
+def _bins(x: Tensor, count: int) -> Tensor:
+    return x.new_empty(count, dtype=torch.int64)
+
+
 @torch.library.custom_op("fxpar::take_rows", mutates_args=())
 def take_rows(x: Tensor, order: Tensor, k: int) -> Tensor:
     """Each row's token: row `order // k`; zeros where the order is -1.

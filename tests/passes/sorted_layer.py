@@ -15,7 +15,7 @@ class Sorted(nn.Module):
     Args:
         adds: how rows come together: `scatter_add`, `index_add`, `unsort` (put back at their pairs), `inverse` (taken
             from there).
-        counts: how rows are counted: `histc`, `one_hot`, `marks`.
+        counts: how rows are counted: `histc`, `one_hot`, `marks`, `bincount`.
         first: whether rows are weighed before they are computed.
         choices: experts of a token.
         dtype: of the products.
@@ -69,6 +69,8 @@ class _Layer(nn.Module):
         """[pairs] → [experts]."""
         if self.counts == "one_hot":
             return functional.one_hot(chosen, EXPERTS).sum(0)
+        if self.counts == "bincount":
+            return torch.bincount(chosen, minlength=EXPERTS)
         if self.counts == "marks":
             return (chosen.unsqueeze(-1) == torch.arange(EXPERTS)).sum(0)
         return torch.histc(chosen.float(), bins=EXPERTS, min=0, max=EXPERTS)

@@ -24,7 +24,7 @@ FORMS: list[dict[str, Any]] = [
     {"layers": 2},
     {"adds": "unsort", "counts": "one_hot", "biased": True},
     {"adds": "index_add", "counts": "marks", "first": True},
-    {"adds": "inverse", "dtype": torch.bfloat16, "layers": 2},
+    {"adds": "inverse", "counts": "bincount", "dtype": torch.bfloat16, "layers": 2},
     {"adds": "index_add", "choices": 1},
     {"adds": "unsort", "first": True, "choices": EXPERTS},
 ]
