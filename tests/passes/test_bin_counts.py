@@ -37,8 +37,8 @@ class Balanced(nn.Module):
         """[b, s]."""
         scores = self.gate(self.words(ids)).flatten(0, 1).softmax(-1)
         counts = self.count(self.choose(scores))
-        total: Tensor = (counts.to(scores.dtype) * scores.mean(0)).sum()
-        return total / scores.shape[0] * counts.shape[0]
+        loss: Tensor = (counts.to(scores.dtype) * scores.mean(0)).sum() / scores.shape[0] * counts.shape[0]
+        return loss
 
 
 def ids() -> dict[str, Tensor]:
