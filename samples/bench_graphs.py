@@ -9,8 +9,9 @@ A model is NAME or NAME:BATCHxSEQUENCE. A variant is `eager` or `compile`, with 
 `+full_iteration` behind it. Variants of one model are timed in turn, round after round, so that what drifts on the
 machine drifts for all; a step is forward and backward in bf16, from freed gradients or added to those that are there
 (`--accumulated`). Columns: the median between device events, the largest less the smallest of ten steps over that,
-what the host takes to queue a step, the most memory at one time, and the seconds of `parallelize`, of the first step
-and of recording within it.
+what the host takes to queue a step, the most memory at one time, on GPUs the time in which ranks communicated and
+nothing else ran and that in which nothing ran, and the seconds of `parallelize`, of the first step and of recording
+within it.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from rich.console import Console
 from rich.table import Table
 
 import fxpar
-from samples.bench_tp import _TINY, MODELS, Size, build, slowest, synchronize
+from samples.bench_tp import _TINY, MODELS, Size, build, slowest, synchronize, where_time_goes
 
 VARIANTS = ("eager", "compile", "compile+partial", "compile+transformer_engine", "compile+full_iteration")
 SMALL = {"n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024, "vocab_size": 51200}
@@ -167,6 +168,8 @@ def measure(name: str, options: argparse.Namespace) -> list[dict[str, Any]]:
         row |= {"spread": (max(last) - min(last)) / statistics.median(last), "peak_gib": peak}
         row |= {"build_s": build_s, "first_s": first_s}
         row["last_ms"] = [round(each, 3) for each in last]
+        device = timed.model.world.device
+        row |= where_time_goes(timed.step, device) if device.type == "cuda" else {}
         figures = timed.model.graph_figures
         rows.append(row | ({} if figures is None else {"graphs": figures.graphs, "record_s": figures.seconds}))
     for timed in made.values():
@@ -178,7 +181,13 @@ def report(rows: Sequence[Mapping[str, Any]]) -> None:
     """Prints a line for each variant, and how it compares with the model's first."""
     table = Table(title="a training step")
     columns = {"ms": "ms", "host_ms": "host ms", "spread": "spread %", "peak_gib": "peak GiB"}
-    columns |= {"build_s": "build s", "first_s": "first step s", "record_s": "of it recording"}
+    columns |= {
+        "exposed_ms": "exposed ms",
+        "idle_ms": "idle ms",
+        "build_s": "build s",
+        "first_s": "first step s",
+        "record_s": "of it recording",
+    }
     for title in ("model", "variant", *columns.values(), "graphs", "times faster", "loss"):
         table.add_column(title, justify="left" if title in ("model", "variant") else "right")
     first: dict[str, float] = {}

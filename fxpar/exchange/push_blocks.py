@@ -39,7 +39,7 @@ import triton.language as tl
 
 
 @triton.jit
-def kernel(
+def push_blocks_kernel(
     x_ptr, {areas} {flags} {pointers}
     rows, block_rows, stride, chunks, chunk_rows,
     SENDING: tl.constexpr, ADDING: tl.constexpr, COMPUTING: tl.constexpr, BLOCK: tl.constexpr,
@@ -163,7 +163,7 @@ def push_blocks(
 
 @cache
 def _kernel(text: str, kind: _Kind) -> Any:
-    return PyCodeCache.load(_source(read(text), kind)).kernel
+    return PyCodeCache.load(_source(read(text), kind)).push_blocks_kernel
 
 
 def _source(program: RowProgram, kind: _Kind) -> str:

@@ -33,7 +33,7 @@ import triton.language as tl
 
 
 @triton.jit
-def kernel(
+def push_rows_kernel(
     x_ptr, there_ptr, here_ptr, flags_there_ptr, flags_here_ptr, {pointers}
     rows, chunks, chunk_rows,
     PROGRAMS: tl.constexpr, BLOCK: tl.constexpr,
@@ -120,7 +120,7 @@ def push_rows(
 
 @cache
 def _kernel(text: str, total: torch.dtype, operands: tuple[torch.dtype, ...]) -> Any:
-    return PyCodeCache.load(source(read(text), total, operands)).kernel
+    return PyCodeCache.load(source(read(text), total, operands)).push_rows_kernel
 
 
 def source(program: RowProgram, total: torch.dtype, operands: Sequence[torch.dtype]) -> str:
