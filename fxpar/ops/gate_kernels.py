@@ -1,7 +1,7 @@
 """The gate between an expert's two products in one pass on NVIDIA GPUs: what `fxpar.ops.gates` computes in several.
 
 Enters: contiguous rows of groups, and on the device how many of each group are somebody's. Leaves: rows; those behind
-are not read, and zero. Importing this module needs Triton.
+are not read, and zero or not written. Importing this module needs Triton.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ def _gate_kernel(  # type: ignore[no-untyped-def]
     rows,
     width,
     IS_BACKWARD: tl.constexpr,
+    FILL: tl.constexpr,
     SUM: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -34,7 +35,7 @@ def _gate_kernel(  # type: ignore[no-untyped-def]
     is_row = row < total
     is_somebodys = is_row & (row % rows < tl.load(counts_ptr + row // rows, mask=is_row, other=0))
     is_read = is_somebodys[:, None] & (column < width)[None, :]
-    is_own = is_row[:, None] & (column < width)[None, :]
+    is_written = is_row[:, None] & (column < width)[None, :] if FILL else is_read
     first = row[:, None] * (2 * width) + column[None, :]
     single = row[:, None] * width + column[None, :]
     gate = tl.load(x_ptr + first, mask=is_read, other=0.0).to(SUM)
@@ -43,39 +44,40 @@ def _gate_kernel(  # type: ignore[no-untyped-def]
     if IS_BACKWARD:
         gradient = tl.load(gradient_ptr + single, mask=is_read, other=0.0).to(SUM)
         for_gate = gradient * up * share * (1.0 + gate * (1.0 - share))
-        tl.store(out_ptr + first, for_gate.to(out_ptr.dtype.element_ty), mask=is_own)
-        tl.store(out_ptr + first + width, (gradient * gate * share).to(out_ptr.dtype.element_ty), mask=is_own)
+        tl.store(out_ptr + first, for_gate.to(out_ptr.dtype.element_ty), mask=is_written)
+        tl.store(out_ptr + first + width, (gradient * gate * share).to(out_ptr.dtype.element_ty), mask=is_written)
     else:
-        tl.store(out_ptr + single, (gate * share * up).to(out_ptr.dtype.element_ty), mask=is_own)
+        tl.store(out_ptr + single, (gate * share * up).to(out_ptr.dtype.element_ty), mask=is_written)
 
 
-def gate(x: Tensor, counts: Tensor) -> Tensor:
+def gate(x: Tensor, counts: Tensor, fill: bool) -> Tensor:
     """`silu(x[..., 0, :]) * x[..., 1, :]`.
 
     Args:
         x: [g, M, 2, n].
         counts: int64[g], rows of the group that are somebody's.
+        fill: whether the others are zeros.
 
     Returns:
         [g, M, n].
     """
     out = x.new_empty((*x.shape[:2], x.shape[-1]))
-    _run(x, x, counts, out, is_backward=False)
+    _run(x, x, counts, out, fill, is_backward=False)
     return out
 
 
-def gate_backward(gradient: Tensor, x: Tensor, counts: Tensor) -> Tensor:
+def gate_backward(gradient: Tensor, x: Tensor, counts: Tensor, fill: bool) -> Tensor:
     """The gradient of `x`, [g, M, 2, n], of that of what `gate` gives, [g, M, n]."""
     out = torch.empty_like(x)
-    _run(x, gradient, counts, out, is_backward=True)
+    _run(x, gradient, counts, out, fill, is_backward=True)
     return out
 
 
-def _run(x: Tensor, gradient: Tensor, counts: Tensor, out: Tensor, *, is_backward: bool) -> None:
+def _run(x: Tensor, gradient: Tensor, counts: Tensor, out: Tensor, fill: bool, *, is_backward: bool) -> None:
     if not out.numel():
         return
     groups, rows, _, width = x.shape
     height, columns = tile(width)
     grid = (triton.cdiv(groups * rows, height), triton.cdiv(width, columns))
-    options = {"IS_BACKWARD": is_backward, "SUM": sum_type(x), "ROWS": height, "WIDTH": columns}
+    options = {"IS_BACKWARD": is_backward, "FILL": fill, "SUM": sum_type(x), "ROWS": height, "WIDTH": columns}
     _gate_kernel[grid](x, gradient, counts, out, groups * rows, rows, width, **options)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fxpar.ops.rows import kernels, promoted
+from fxpar.ops.rows import kernels, nobodys, promoted
 
 
 def halves(x: Tensor) -> Tensor:
@@ -23,7 +23,7 @@ def halves(x: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("fxpar::swiglu_rows", mutates_args=())
-def swiglu_rows(x: Tensor, counts: Tensor) -> Tensor:
+def swiglu_rows(x: Tensor, counts: Tensor, fill: bool = True) -> Tensor:
     """`silu(x[..., 0, :]) * x[..., 1, :]`; zeros in rows that are nobody's, whatever they hold.
 
     Halves are computed in float32.
@@ -31,6 +31,7 @@ def swiglu_rows(x: Tensor, counts: Tensor) -> Tensor:
     Args:
         x: rows of gates and of what they let through, [..., M, 2, n].
         counts: int64[..., E].
+        fill: False where nobody reads rows that are nobody's: they hold anything.
 
     Returns:
         [..., M, n].
@@ -39,26 +40,27 @@ def swiglu_rows(x: Tensor, counts: Tensor) -> Tensor:
     if module is not None:
         from fxpar.ops import gate_kernels
 
-        found = gate_kernels.gate(_groups(x, 3), counts.sum(-1).view(-1))
+        found = gate_kernels.gate(_groups(x, 3), counts.sum(-1).view(-1), fill)
         return found.view(*x.shape[:-2], x.shape[-1])
     gate, up = x.to(promoted(x.dtype)).unbind(-2)
-    held: Tensor = torch.where(_are_somebodys(x.shape[-3], counts), functional.silu(gate) * up, 0)
+    held: Tensor = torch.where(_are_somebodys(x.shape[-3], counts), functional.silu(gate) * up, nobodys(fill))
     return held.to(x.dtype)
 
 
 @swiglu_rows.register_fake
-def _gated_shape(x: Tensor, counts: Tensor) -> Tensor:
+def _gated_shape(x: Tensor, counts: Tensor, fill: bool = True) -> Tensor:
     return x.new_empty((*x.shape[:-2], x.shape[-1]))
 
 
 @torch.library.custom_op("fxpar::swiglu_gradient", mutates_args=())
-def swiglu_gradient(gradient: Tensor, x: Tensor, counts: Tensor) -> Tensor:
+def swiglu_gradient(gradient: Tensor, x: Tensor, counts: Tensor, fill: bool = True) -> Tensor:
     """The gradient of what `swiglu_rows` takes; zeros in rows that are nobody's.
 
     Args:
         gradient: of its result, [..., M, n].
         x: [..., M, 2, n].
         counts: int64[..., E].
+        fill: as of `swiglu_rows`.
 
     Returns:
         [..., M, 2, n].
@@ -68,16 +70,16 @@ def swiglu_gradient(gradient: Tensor, x: Tensor, counts: Tensor) -> Tensor:
         from fxpar.ops import gate_kernels
 
         own = counts.sum(-1).view(-1)
-        return gate_kernels.gate_backward(_groups(gradient, 2), _groups(x, 3), own).view(x.shape)
+        return gate_kernels.gate_backward(_groups(gradient, 2), _groups(x, 3), own, fill).view(x.shape)
     gate, up = x.to(promoted(x.dtype)).unbind(-2)
     wide, share = gradient.to(gate.dtype), gate.sigmoid()
     made = torch.stack([wide * up * share * (1 + gate * (1 - share)), wide * gate * share], dim=-2)
-    held: Tensor = torch.where(_are_somebodys(x.shape[-3], counts).unsqueeze(-1), made, 0)
+    held: Tensor = torch.where(_are_somebodys(x.shape[-3], counts).unsqueeze(-1), made, nobodys(fill))
     return held.to(x.dtype)
 
 
 @swiglu_gradient.register_fake
-def _gradient_shape(gradient: Tensor, x: Tensor, counts: Tensor) -> Tensor:
+def _gradient_shape(gradient: Tensor, x: Tensor, counts: Tensor, fill: bool = True) -> Tensor:
     return x.new_empty(x.shape)
 
 
@@ -92,14 +94,14 @@ def _are_somebodys(rows: int, counts: Tensor) -> Tensor:
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
+    ctx.save_for_backward(*inputs[:-1])
 
 
-def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-    return swiglu_gradient(gradient, *ctx.saved_tensors), None
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    return swiglu_gradient(gradient, *ctx.saved_tensors), None, None
 
 
-def _gradient_backward(ctx: Any, tangent: Tensor) -> tuple[Tensor, Tensor, None]:
+def _gradient_backward(ctx: Any, tangent: Tensor) -> tuple[Tensor, Tensor, None, None]:
     """Of the second order, which no step has: in torch's operations."""
     gradient, x, counts = ctx.saved_tensors
     (gate, up), (for_gate, for_up) = x.unbind(-2), tangent.unbind(-2)
@@ -110,7 +112,7 @@ def _gradient_backward(ctx: Any, tangent: Tensor) -> tuple[Tensor, Tensor, None]
     for_gradient = for_gate * up * first + for_up * gate * share
     parts = gradient * (for_gate * up * second + for_up * first), gradient * for_gate * first
     made = torch.where(is_row.unsqueeze(-1), torch.stack(parts, dim=-2), 0)
-    return torch.where(is_row, for_gradient, 0), made, None
+    return torch.where(is_row, for_gradient, 0), made, None, None
 
 
 swiglu_rows.register_autograd(_backward, setup_context=_keep)

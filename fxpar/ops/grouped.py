@@ -44,7 +44,7 @@ def _owners(counts: Tensor, rows: int) -> Tensor:
 
 
 @torch.library.custom_op("fxpar::grouped_linear", mutates_args=())
-def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor, transposed: bool) -> Tensor:
+def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor, transposed: bool, fill: bool = True) -> Tensor:
     """Each row times the matrix of its expert.
 
     On GPUs in bfloat16 it is one kernel that reads the counts on the device; elsewhere a product for each expert.
@@ -54,6 +54,7 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor, transposed: bool) 
         weight: experts' matrices, [..., E, o, i]; with `transposed` [..., E, i, o].
         counts: int64[..., E].
         transposed: how the matrices stand.
+        fill: False where nobody reads rows that are nobody's: they hold anything.
 
     Returns:
         [..., M, o].
@@ -61,7 +62,7 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor, transposed: bool) 
     matrices, groups = _experts_of(weight, 3), _groups(x)
     matrices = matrices if transposed else matrices.mT
     counted = counts.reshape(-1, counts.shape[-1])
-    found = [product(each, matrices[g % len(matrices)], counted[g]) for g, each in enumerate(groups)]
+    found = [product(each, matrices[g % len(matrices)], counted[g], fill) for g, each in enumerate(groups)]
     shape = (*x.shape[:-1], matrices.shape[-1])
     if not found:
         return x.new_zeros(shape)
@@ -70,7 +71,7 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor, transposed: bool) 
 
 
 @grouped_linear.register_fake
-def _product_shape(x: Tensor, weight: Tensor, counts: Tensor, transposed: bool) -> Tensor:
+def _product_shape(x: Tensor, weight: Tensor, counts: Tensor, transposed: bool, fill: bool = True) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[-1 if transposed else -2]))
 
 
@@ -170,7 +171,7 @@ def _sum_shape(y: Tensor, counts: Tensor, leading: int) -> Tensor:
 
 
 def _keep_product(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, weight, counts, ctx.transposed = inputs
+    x, weight, counts, ctx.transposed, _ = inputs
     ctx.save_for_backward(x, weight, counts)
 
 
@@ -182,7 +183,7 @@ def _product_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     if ctx.needs_input_grad[1]:
         pair = (x, gradient) if ctx.transposed else (gradient, x)
         for_weight = grouped_outer(*pair, counts, weight.dim() - 3)
-    return for_x, for_weight, None, None
+    return for_x, for_weight, None, None, None
 
 
 def _keep_outer(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

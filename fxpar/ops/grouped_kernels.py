@@ -17,25 +17,28 @@ from fxpar.ops import rows
 _ALIGNED = 16
 
 
-def product(x: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
+def product(x: Tensor, matrices: Tensor, counts: Tensor, fill: bool) -> Tensor:
     """Each row times its expert's matrix.
 
     Args:
         x: [M, i].
         matrices: [E, i, o], each laid out by rows or by columns.
         counts: int64[E].
+        fill: whether rows behind all experts' are zeros; they hold anything otherwise.
     """
     x = x.contiguous()
     if _has_kernel(x, matrices):
         ends = _ends(counts)
         found: Tensor = torch.ops.aten._grouped_mm(x, matrices, ends).contiguous()  # it may have padded rows
+        if not fill:
+            return found
         module = rows.kernels(found)  # torch's leaves the rows behind all experts' as they are
         if module is not None:
             cleared: Tensor = module.clear_behind(found, ends[-1])
             return cleared
         places = torch.arange(x.shape[0], device=x.device)
         return torch.where((places < ends[-1]).unsqueeze(-1), found, 0)
-    found = x.new_zeros(x.shape[0], matrices.shape[-1])
+    found = x.new_full((x.shape[0], matrices.shape[-1]), rows.nobodys(fill))
     if _is_recorded(x):
         for own, matrix in zip(_masks(counts, x.shape[0]), matrices, strict=True):
             found = torch.where(own, x @ matrix, found)

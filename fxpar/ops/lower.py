@@ -19,6 +19,7 @@ from torch import fx
 from fxpar.ops.collectives import Group
 from fxpar.ops.onrank import OnRank
 from fxpar.ops.operator import Operator
+from fxpar.ops.unread import leave_unread
 from fxpar.program.program import Note, Program, ScalarType, has_note, module_of, note, operands, set_note
 from fxpar.program.regions import inlined
 
@@ -98,6 +99,7 @@ def lower(
             _replace(node, node.target, rank)
         elif isinstance(node.target, torch._ops.OpOverload):
             _place(node, rank.device)
+    leave_unread(graph)
     module = module_of(graph)
     return Lowered(module, inputs, tuple(rank.indices), tuple(program.outputs), uneven_rows)
 

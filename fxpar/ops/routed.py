@@ -71,22 +71,23 @@ def _bins(x: Tensor, count: int) -> Tensor:
 
 
 @torch.library.custom_op("fxpar::take_rows", mutates_args=())
-def take_rows(x: Tensor, order: Tensor, k: int) -> Tensor:
+def take_rows(x: Tensor, order: Tensor, k: int, fill: bool = True) -> Tensor:
     """Each row's token: row `order // k`; zeros where the order is -1.
 
     Args:
         x: [..., T, h].
         order: int64[..., M].
         k: experts a token, K.
+        fill: False where nobody reads rows of order -1: they hold anything.
 
     Returns:
         [..., M, h].
     """
-    return rows.take(x, None, order, k, x.dtype)
+    return rows.take(x, None, order, k, x.dtype, fill)
 
 
 @take_rows.register_fake
-def _taken_shape(x: Tensor, order: Tensor, k: int) -> Tensor:
+def _taken_shape(x: Tensor, order: Tensor, k: int, fill: bool = True) -> Tensor:
     return x.new_empty((*order.shape, x.shape[-1]))
 
 
@@ -115,13 +116,13 @@ def _put_shape(y: Tensor, order: Tensor, tokens: int, k: int) -> Tensor:
 
 
 def _keep_taken(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, order, ctx.k = inputs
+    x, order, ctx.k, _ = inputs
     ctx.tokens = x.shape[-2]
     ctx.save_for_backward(order)
 
 
-def _taken_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-    return put_rows(gradient, *ctx.saved_tensors, ctx.tokens, ctx.k), None, None
+def _taken_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+    return put_rows(gradient, *ctx.saved_tensors, ctx.tokens, ctx.k), None, None, None
 
 
 def _keep_put(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -27,6 +27,7 @@ def _take_kernel(  # type: ignore[no-untyped-def]
     width,
     K: tl.constexpr,
     IS_WEIGHED: tl.constexpr,
+    FILL: tl.constexpr,
     SUM: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -44,7 +45,8 @@ def _take_kernel(  # type: ignore[no-untyped-def]
         weight = tl.load(weights_ptr + group * tokens * K + place, mask=is_row, other=0.0)
         value = value.to(SUM) * weight.to(SUM)[:, None]
     target = row[:, None] * width + column[None, :]
-    tl.store(out_ptr + target, value.to(out_ptr.dtype.element_ty), mask=is_own)
+    is_written = is_own if FILL else is_own & is_row[:, None]
+    tl.store(out_ptr + target, value.to(out_ptr.dtype.element_ty), mask=is_written)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -138,7 +140,7 @@ def sum_type(*operands: Tensor) -> tl.dtype:
     return tl.float64 if any(x.dtype == torch.float64 for x in operands) else tl.float32
 
 
-def take(x: Tensor, weights: Tensor | None, order: Tensor, k: int, dtype: torch.dtype) -> Tensor:
+def take(x: Tensor, weights: Tensor | None, order: Tensor, k: int, dtype: torch.dtype, fill: bool) -> Tensor:
     """Rows `order // k` of x, times the weights of their pairs; see `fxpar.ops.rows.take`.
 
     Args:
@@ -154,7 +156,7 @@ def take(x: Tensor, weights: Tensor | None, order: Tensor, k: int, dtype: torch.
         own = x if weights is None else weights
         shape = (groups * rows, rows, tokens, width)
         options = {"IS_WEIGHED": weights is not None, "SUM": sum_type(x, own), "ROWS": height, "WIDTH": columns}
-        _take_kernel[grid](x, own, order, out, *shape, K=k, **options)
+        _take_kernel[grid](x, own, order, out, *shape, K=k, FILL=fill, **options)
     return out
 
 

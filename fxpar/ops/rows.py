@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 NO_ROW = -1
+# What rows hold that nobody reads, where it costs nothing to say so; tests set a value that is no number.
+UNREAD = 0.0
 _HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -56,8 +58,8 @@ def check(y: Tensor, order: Tensor) -> None:
         raise ValueError(f"rows {list(y.shape)} in an order of {list(order.shape)}")
 
 
-def take(x: Tensor, weights: Tensor | None, order: Tensor, k: int, dtype: torch.dtype) -> Tensor:
-    """Each row's token, times its weight; zeros where the order is -1.
+def take(x: Tensor, weights: Tensor | None, order: Tensor, k: int, dtype: torch.dtype, fill: bool) -> Tensor:
+    """Each row's token, times its weight; zeros where the order is -1, or with `fill` False anything.
 
     Args:
         x: [..., T, h].
@@ -75,15 +77,20 @@ def take(x: Tensor, weights: Tensor | None, order: Tensor, k: int, dtype: torch.
     module = kernels(x)
     if module is not None:
         own = None if weights is None else _flat(weights, 2)
-        found: Tensor = module.take(_flat(x, 2), own, _flat(order, 1), k, dtype)
+        found: Tensor = module.take(_flat(x, 2), own, _flat(order, 1), k, dtype, fill)
         return found.view(shape)
     place = order.clamp_min(0)
     rows = x.gather(-2, (place // k).unsqueeze(-1).expand(shape))
     if weights is not None:
         kind = promoted(x.dtype, weights.dtype)
         rows = rows.to(kind) * weights.flatten(-2).gather(-1, place).unsqueeze(-1).to(kind)
-    held: Tensor = torch.where((order > NO_ROW).unsqueeze(-1), rows, 0).to(dtype)
+    held: Tensor = torch.where((order > NO_ROW).unsqueeze(-1), rows, nobodys(fill)).to(dtype)
     return held
+
+
+def nobodys(fill: bool) -> float:
+    """What rows hold that are nobody's."""
+    return 0.0 if fill else UNREAD
 
 
 def places_of(order: Tensor, tokens: int, k: int) -> Tensor:
@@ -150,7 +157,7 @@ def dots(x: Tensor, y: Tensor, order: Tensor, k: int, dtype: torch.dtype) -> Ten
         found: Tensor = module.dots(_flat(x, 2), _flat(y, 2), _flat(order, 1), k, dtype)
         return found.view(shape)
     kind = promoted(x.dtype, y.dtype)
-    made = (take(x, None, order, k, kind) * y.to(kind)).sum(-1)
+    made = (take(x, None, order, k, kind, True) * y.to(kind)).sum(-1)
     places = places_of(order, tokens, k).flatten(-2)
     picked = made.gather(-1, places.clamp_min(0))
     return torch.where(places > NO_ROW, picked, 0).to(dtype).view(shape)

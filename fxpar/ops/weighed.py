@@ -39,7 +39,7 @@ def _put_shape(y: Tensor, weights: Tensor, order: Tensor, dtype: torch.dtype) ->
 
 
 @torch.library.custom_op("fxpar::take_weighed", mutates_args=())
-def take_weighed(x: Tensor, weights: Tensor, order: Tensor, dtype: torch.dtype) -> Tensor:
+def take_weighed(x: Tensor, weights: Tensor, order: Tensor, dtype: torch.dtype, fill: bool = True) -> Tensor:
     """Each row's token times the weight of its pair; zeros where the order is -1.
 
     Args:
@@ -47,15 +47,16 @@ def take_weighed(x: Tensor, weights: Tensor, order: Tensor, dtype: torch.dtype) 
         weights: [..., T, K].
         order: int64[..., M].
         dtype: of the result.
+        fill: False where nobody reads rows of order -1: they hold anything.
 
     Returns:
         [..., M, h].
     """
-    return rows.take(x, weights, order, weights.shape[-1], dtype)
+    return rows.take(x, weights, order, weights.shape[-1], dtype, fill)
 
 
 @take_weighed.register_fake
-def _taken_shape(x: Tensor, weights: Tensor, order: Tensor, dtype: torch.dtype) -> Tensor:
+def _taken_shape(x: Tensor, weights: Tensor, order: Tensor, dtype: torch.dtype, fill: bool = True) -> Tensor:
     return x.new_empty((*order.shape, x.shape[-1]), dtype=dtype)
 
 
@@ -99,7 +100,7 @@ def _taken_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     for_x = put_weighed(gradient, weights, order, x.dtype) if ctx.needs_input_grad[0] else None
     k = weights.shape[-1]
     for_weights = dot_rows(x, gradient, order, k, weights.dtype) if ctx.needs_input_grad[1] else None
-    return for_x, for_weights, None, None
+    return for_x, for_weights, None, None, None
 
 
 def _dots_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:

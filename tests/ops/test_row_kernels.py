@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from fxpar.ops.blocks import block_order
+from fxpar.ops.gates import swiglu_gradient, swiglu_rows
 from fxpar.ops.grouped import grouped_linear, grouped_outer
-from fxpar.ops.routed import put_rows, take_rows
+from fxpar.ops.routed import put_rows, sort_by_expert, take_rows
 from fxpar.ops.weighed import dot_rows, put_weighed, take_weighed
 
 pytestmark = pytest.mark.gpu
@@ -97,3 +99,34 @@ def test_products_leave_zeros_behind_all_experts(counts: tuple[int, ...], width:
     assert not made[sum(counts) :].any()
     assert made.is_contiguous()
     assert not grouped_outer(rows.cuda(), rows.cuda(), own.cuda(), 0).isnan().any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_rows_that_nobody_reads_may_be_anything(dtype: torch.dtype) -> None:
+    """What an allocator gives again holds no numbers: rows, products and gates of somebody are as where zeros are."""
+    tokens, experts, k, width, places = 40, 4, 2, 64, 160
+    x, first, second = (
+        normal(*s, dtype=dtype).cuda() for s in ((tokens, width), (experts, 128, width), (4, width, 64))
+    )
+    indices = torch.randint(0, experts, (tokens, k), generator=torch.Generator().manual_seed(0)).cuda()
+    order, counts = sort_by_expert(indices, experts)
+    order = block_order(order, counts, 1, places)
+    found = []
+    for fill in (True, False):
+        for size in (width, 128, 2 * width):  # of what is made below
+            torch.full((places, size), torch.nan, dtype=dtype, device="cuda")
+        rows = take_rows(x, order, k, fill)
+        made = grouped_linear(rows, first, counts, False, fill)
+        gated = swiglu_rows(made.view(places, 2, 64), counts, fill)
+        out = put_rows(grouped_linear(gated, second, counts, False, fill), order, tokens, k)
+        back = take_weighed(out, out[:, :k], order, dtype, fill)
+        gates = swiglu_gradient(
+            grouped_linear(back, second, counts, True, fill), made.view(places, 2, 64), counts, fill
+        )
+        grads = grouped_outer(gates.view(places, 128), rows, counts, 0), dot_rows(out, back, order, k, dtype)
+        found.append(
+            (out, put_rows(grouped_linear(gates.view(places, 128), first, counts, True, fill), order, 40, k), *grads)
+        )
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+        assert one.isfinite().all()
