@@ -41,7 +41,7 @@ _PASSES_OVER: Mapping[object, tuple[tuple[int, ...], int]] = {
     fxp.put_weighed.default: ((0,), 2),
     fxp.dot_rows.default: ((1,), 2),
 }
-_SAME = (aten._to_copy.default, aten.clone.default)
+_SAME = (aten._to_copy.default, aten.clone.default, aten.view.default, aten.reshape.default)
 
 
 def leave_unread(graph: fx.Graph) -> None:
@@ -89,4 +89,4 @@ def _is_by_element(node: fx.Node) -> bool:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
         return False
-    return torch.Tag.pointwise in target.tags or target in _SAME or target is aten.view.default
+    return torch.Tag.pointwise in target.tags or target in _SAME
