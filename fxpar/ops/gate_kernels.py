@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fxpar.ops.row_kernels import sum_type, tile
+from fxpar.ops.row_kernels import PROGRAMS, sum_type, tile
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -20,7 +20,6 @@ def _gate_kernel(  # type: ignore[no-untyped-def]
     gradient_ptr,
     counts_ptr,
     out_ptr,
-    total,
     rows,
     width,
     IS_BACKWARD: tl.constexpr,
@@ -29,25 +28,29 @@ def _gate_kernel(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """A program has `WIDTH` columns of both halves of `ROWS` rows, `rows` of which belong to one group."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    """A program has `WIDTH` columns of both halves of every so many-th `ROWS` rows of a group."""
+    group = tl.program_id(2).to(tl.int64)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
-    is_row = row < total
-    is_somebodys = is_row & (row % rows < tl.load(counts_ptr + row // rows, mask=is_row, other=0))
-    is_read = is_somebodys[:, None] & (column < width)[None, :]
-    is_written = is_row[:, None] & (column < width)[None, :] if FILL else is_read
-    first = row[:, None] * (2 * width) + column[None, :]
-    single = row[:, None] * width + column[None, :]
-    gate = tl.load(x_ptr + first, mask=is_read, other=0.0).to(SUM)
-    up = tl.load(x_ptr + first + width, mask=is_read, other=0.0).to(SUM)
-    share = 1.0 / (1.0 + tl.exp(-gate))
-    if IS_BACKWARD:
-        gradient = tl.load(gradient_ptr + single, mask=is_read, other=0.0).to(SUM)
-        for_gate = gradient * up * share * (1.0 + gate * (1.0 - share))
-        tl.store(out_ptr + first, for_gate.to(out_ptr.dtype.element_ty), mask=is_written)
-        tl.store(out_ptr + first + width, (gradient * gate * share).to(out_ptr.dtype.element_ty), mask=is_written)
-    else:
-        tl.store(out_ptr + single, (gate * share * up).to(out_ptr.dtype.element_ty), mask=is_written)
+    count = tl.load(counts_ptr + group)
+    end = rows if FILL else tl.minimum(count, rows).to(tl.int32)
+    for part in range(tl.program_id(0), tl.cdiv(end, ROWS), tl.num_programs(0)):
+        place = part * ROWS + tl.arange(0, ROWS)
+        row = group * rows + place
+        is_column = (column < width)[None, :]
+        is_read = ((place < count) & (place < rows))[:, None] & is_column
+        is_written = (place < end)[:, None] & is_column
+        first = row[:, None] * (2 * width) + column[None, :]
+        single = row[:, None] * width + column[None, :]
+        gate = tl.load(x_ptr + first, mask=is_read, other=0.0).to(SUM)
+        up = tl.load(x_ptr + first + width, mask=is_read, other=0.0).to(SUM)
+        share = 1.0 / (1.0 + tl.exp(-gate))
+        if IS_BACKWARD:
+            gradient = tl.load(gradient_ptr + single, mask=is_read, other=0.0).to(SUM)
+            for_gate = gradient * up * share * (1.0 + gate * (1.0 - share))
+            tl.store(out_ptr + first, for_gate.to(out_ptr.dtype.element_ty), mask=is_written)
+            tl.store(out_ptr + first + width, (gradient * gate * share).to(out_ptr.dtype.element_ty), mask=is_written)
+        else:
+            tl.store(out_ptr + single, (gate * share * up).to(out_ptr.dtype.element_ty), mask=is_written)
 
 
 def gate(x: Tensor, counts: Tensor, fill: bool) -> Tensor:
@@ -78,6 +81,6 @@ def _run(x: Tensor, gradient: Tensor, counts: Tensor, out: Tensor, fill: bool, *
         return
     groups, rows, _, width = x.shape
     height, columns = tile(width)
-    grid = (triton.cdiv(groups * rows, height), triton.cdiv(width, columns))
+    grid = (min(triton.cdiv(rows, height), PROGRAMS), triton.cdiv(width, columns), groups)
     options = {"IS_BACKWARD": is_backward, "FILL": fill, "SUM": sum_type(x), "ROWS": height, "WIDTH": columns}
-    _gate_kernel[grid](x, gradient, counts, out, groups * rows, rows, width, **options)
+    _gate_kernel[grid](x, gradient, counts, out, rows, width, **options)

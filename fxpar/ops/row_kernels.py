@@ -13,6 +13,9 @@ from torch import Tensor
 
 # Elements of a program, and the widest part of a row that it has.
 _ELEMENTS, _WIDEST = 2048, 1024
+# Of one group: about as many as run at once. What has more rows goes to them in turn, so that rows that are nobody's,
+# which may be most of a buffer, need no programs.
+PROGRAMS = 2048
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -21,7 +24,6 @@ def _take_kernel(  # type: ignore[no-untyped-def]
     weights_ptr,
     order_ptr,
     out_ptr,
-    total,
     rows,
     tokens,
     width,
@@ -32,21 +34,33 @@ def _take_kernel(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """A program writes `WIDTH` columns of `ROWS` rows, `rows` of which belong to one group."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    """A program writes `WIDTH` columns of every so many-th `ROWS` rows of a group.
+
+    Without `FILL` rows that are somebody's stand in front of all others, with which it ends.
+    """
+    group = tl.program_id(2).to(tl.int64)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
-    place = tl.load(order_ptr + row, mask=row < total, other=-1)
-    is_row = place >= 0
-    group = row // rows
-    is_own = (row < total)[:, None] & (column < width)[None, :]
-    source = (group * tokens + place // K)[:, None] * width + column[None, :]
-    value = tl.load(x_ptr + source, mask=is_own & is_row[:, None], other=0.0)
-    if IS_WEIGHED:
-        weight = tl.load(weights_ptr + group * tokens * K + place, mask=is_row, other=0.0)
-        value = value.to(SUM) * weight.to(SUM)[:, None]
-    target = row[:, None] * width + column[None, :]
-    is_written = is_own if FILL else is_own & is_row[:, None]
-    tl.store(out_ptr + target, value.to(out_ptr.dtype.element_ty), mask=is_written)
+    tiles = tl.cdiv(rows, ROWS)
+    tile = tl.program_id(0)
+    is_open = tile < tiles
+    while is_open:
+        own = tile * ROWS + tl.arange(0, ROWS)
+        row = group * rows + own
+        place = tl.load(order_ptr + row, mask=own < rows, other=-1)
+        is_row = place >= 0
+        is_own = (own < rows)[:, None] & (column < width)[None, :]
+        source = (group * tokens + place // K)[:, None] * width + column[None, :]
+        value = tl.load(x_ptr + source, mask=is_own & is_row[:, None], other=0.0)
+        if IS_WEIGHED:
+            weight = tl.load(weights_ptr + group * tokens * K + place, mask=is_row, other=0.0)
+            value = value.to(SUM) * weight.to(SUM)[:, None]
+        target = row[:, None] * width + column[None, :]
+        is_written = is_own if FILL else is_own & is_row[:, None]
+        tl.store(out_ptr + target, value.to(out_ptr.dtype.element_ty), mask=is_written)
+        tile += tl.num_programs(0)
+        is_open = tile < tiles
+        if not FILL:
+            is_open = is_open & (tl.max(place, axis=0) >= 0)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -107,7 +121,7 @@ def _dots_kernel(  # type: ignore[no-untyped-def]
     group = row // rows
     source = (group * tokens + place // K) * width
     found = tl.zeros((ROWS,), dtype=SUM)
-    for part in range(PARTS):
+    for part in range(tl.where(tl.max(place, axis=0) >= 0, PARTS, 0)):
         column = part * WIDTH + tl.arange(0, WIDTH)
         is_own = is_row[:, None] & (column < width)[None, :]
         x = tl.load(x_ptr + source[:, None] + column[None, :], mask=is_own, other=0.0).to(SUM)
@@ -152,9 +166,9 @@ def take(x: Tensor, weights: Tensor | None, order: Tensor, k: int, dtype: torch.
     out = x.new_empty((groups, rows, width), dtype=dtype)
     if out.numel():
         height, columns = tile(width)
-        grid = (triton.cdiv(groups * rows, height), triton.cdiv(width, columns))
+        grid = (min(triton.cdiv(rows, height), PROGRAMS), triton.cdiv(width, columns), groups)
         own = x if weights is None else weights
-        shape = (groups * rows, rows, tokens, width)
+        shape = (rows, tokens, width)
         options = {"IS_WEIGHED": weights is not None, "SUM": sum_type(x, own), "ROWS": height, "WIDTH": columns}
         _take_kernel[grid](x, own, order, out, *shape, K=k, FILL=fill, **options)
     return out
