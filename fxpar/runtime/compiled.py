@@ -114,7 +114,10 @@ class CompiledUnits:
             given = [*(fakes[name] for name in takes), *self._drawn(alone)]
             with torch.no_grad(), enable_python_dispatcher(), self._mode:
                 self._shapes[key] = module(*given)
-        fakes.update(zip(gives, self._shapes[key], strict=True))
+        # What is computed again may lie in memory in another way than what the forward gives to others.
+        again = {node.name for node in segment.again}
+        found = zip(gives, self._shapes[key], strict=True)
+        fakes.update((name, fake) for name, fake in found if name not in again)
 
     def _compile_all(self, units: Units, fakes: Mapping[str, Tensor]) -> dict[Unit, Pair | Boxed]:
         keys = {unit: self._key(unit, units, fakes) for unit in (*units.forward, *units.backward)}

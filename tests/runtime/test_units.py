@@ -9,14 +9,17 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from torch import fx
+from torch import Tensor, fx
 
 import fxpar
 from fxpar.compile import compile_model, compile_step, lower_program
 from fxpar.mesh.purpose import joined_names
 from fxpar.ops.collectives import Group
 from fxpar.program.program import Note, ScalarType, TensorType, note, output_node, set_note
-from fxpar.runtime.segments import dense, is_number
+from fxpar.runtime import inductor
+from fxpar.runtime import units as units_module
+from fxpar.runtime.again import computing_again
+from fxpar.runtime.segments import Segment, dense, is_number
 from fxpar.runtime.units import Units, units_of
 from tests.runtime.graphed import mixtral, words
 from tests.zoo import VOCABULARY, tokens
@@ -150,6 +153,57 @@ def test_what_a_norm_keeps_is_computed_again_where_it_is_read(recompute: str) ->
     made = [node for unit in units.forward for node in unit.nodes]
     assert any(again)
     assert set().union(*again) <= set(made)
+
+
+class _Beside(torch.nn.Module):
+    """Layers of two blocks beside each other, each with a norm, on tokens first, of which one is left out."""
+
+    def __init__(self, layers: int, width: int = 12) -> None:
+        super().__init__()
+        linears = [(width, 2 * width), (2 * width, width)] * 2 * layers
+        self.linears = torch.nn.ModuleList(torch.nn.Linear(*sizes) for sizes in linears)
+        self.weights = torch.nn.ParameterList(torch.rand(width) for _ in range(2 * layers + 1))
+        self.head = torch.nn.Linear(width, 5)
+
+    def _norm(self, x: Tensor, i: int) -> Tensor:
+        return self.weights[i] * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6))
+
+    def _block(self, x: Tensor, i: int) -> Tensor:
+        found: Tensor = self.linears[2 * i + 1](torch.relu(self.linears[2 * i](self._norm(x, i))))
+        return found
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        x = x.transpose(0, 1)[1:]
+        for i in range(0, len(self.weights) - 1, 2):
+            x = x + self._block(x, i) + self._block(x, i + 1)
+        return {"loss": self.head(self._norm(x, -1)).square().mean()}
+
+
+def test_units_are_compiled_for_the_strides_that_others_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a norm of what has gaps: it is computed again of what has none, where its strides are others."""
+    again = 0
+
+    def checked(module: fx.GraphModule, fakes: Any, **kwargs: Any) -> Any:
+        def run(values: list[Any]) -> Any:
+            assert [each.stride() for each in values] == [each.stride() for each in fakes]
+            return module(*values)
+
+        return run
+
+    def counted(*segments: Any) -> Segment:
+        nonlocal again
+        found = computing_again(*segments)
+        again += len(found.again)
+        return found
+
+    monkeypatch.setattr(inductor, "compile_fx_inner", checked)
+    monkeypatch.setattr(units_module, "computing_again", counted)
+    batch = {"x": torch.randn(3, 5, 12)}
+    module = _Beside(3)
+    expected = module(**batch)["loss"]
+    found = fxpar.parallelize(module, fxpar.Plan(compile=True), batch).train_step(batch)
+    torch.testing.assert_close(found, expected.detach())
+    assert again
 
 
 def test_draws_take_their_identities_as_operands(few: tuple[Units, frozenset[str], set[str]]) -> None:
