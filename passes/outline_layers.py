@@ -67,9 +67,10 @@ def outline_layers(program: Program) -> Program:
     reads it: the norm would read from memory what the kernel before had, and no sum of ranks could be computed in one
     kernel with it. So the cuts are moved behind the operations on rows that follow (`fxpar.analysis.row_runs`), to
     where fewest values are read again: in front of the next product or collective, which reads from memory in any case.
-    The first layer's norm is then outside, the last layer has that behind it; where that is none or another one, cuts
-    stay, since the last layer would be none of the region. A cut is a guess and texts are the proof: wrong cuts make
-    more regions, never another program. What is called once stays where it is, and so does the phase *parameter*.
+    The first layer's norm is then outside, the last layer has that behind it; where that is none or another one, or
+    reads another value, cuts stay, since the last layer would be none of the region. A cut is a guess and texts are the
+    proof: wrong cuts make more regions, never another program. What is called once stays where it is, and so does the
+    phase *parameter*.
     Numbers of the inputs' sizes come first, then the forward, then the backward; of other sizes each phase has its own.
 
     Values stay equal: written out, the calls are what was there.
@@ -79,12 +80,8 @@ def outline_layers(program: Program) -> Program:
     known: dict[Hashable, list[_Part]] = {}
     for phase in PHASES[:-1]:
         nodes = [node for node in order if note(node).phase == phase]
-        operations = _operations(nodes)
-        tokens, until = [number for number, _ in operations.values()], _until(nodes)
-        for start, stop in behind_rows(parts(tokens, until, least=_LEAST), tokens, until, row_runs(nodes)):
-            part = _Part(nodes[start:stop], operations)
-            if part.is_whole:
-                known.setdefault((phase, part.text), []).append(part)
+        for part in _parts(nodes):
+            known.setdefault((phase, part.text), []).append(part)
     classes = _named([alike for alike in known.values() if len(alike) > 1])
     return _rebuilt(program, order, classes) if classes else program
 
@@ -132,6 +129,22 @@ def _until(nodes: Sequence[fx.Node]) -> list[int]:
     position = {node: i for i, node in enumerate(nodes)}
     last = [max((position[user] for user in node.users if user in position), default=i) for node, i in position.items()]
     return [-1 if node.target is operator.getitem else last[i] for i, node in enumerate(nodes)]
+
+
+def _parts(nodes: Sequence[fx.Node]) -> list[_Part]:
+    """What may be called of the nodes of a phase, in order."""
+    operations = _operations(nodes)
+    tokens, until = [number for number, _ in operations.values()], _until(nodes)
+    found = parts(tokens, until, least=_LEAST)
+
+    def whole(cuts: Sequence[tuple[int, int]]) -> list[_Part]:
+        made = (_Part(nodes[start:stop], operations) for start, stop in cuts)
+        return [part for part in made if part.is_whole]
+
+    own, moved = whole(found), whole(behind_rows(found, tokens, until, row_runs(nodes)))
+    # Tokens do not tell what the operations behind the last layer read: its text may be another one with them.
+    texts, others = ({part.text for part in each} for each in (own, moved))
+    return moved if len(others) <= len(texts) and len(moved) >= len(own) else own
 
 
 class _Part:

@@ -6,7 +6,9 @@ from collections import Counter
 from typing import Any
 
 import pytest
+import torch
 import transformers
+from torch import Tensor
 
 import fxpar
 from fxpar.analysis.periods import Rows, behind_rows, longest, parts
@@ -239,6 +241,32 @@ def test_cuts_stay_where_the_last_layer_would_be_another_one() -> None:
     assert rows.near[places["y0"]] == places["a1_0"]
     assert rows.split(places["a1_0"]) == 1
     assert [count for _, count in _shape(outline_layers(program)).values()] == [3]
+
+
+class _Ending(torch.nn.Module):
+    """Layers of four blocks, and behind them a norm of what they have computed, or of what was there before."""
+
+    def __init__(self, layers: int, before: bool) -> None:
+        super().__init__()
+        self.before = before
+        self.linears = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(4 * layers))
+        self.norms = torch.nn.ModuleList(torch.nn.LayerNorm(8) for _ in range(4 * layers + 1))
+        self.head = torch.nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        start = x
+        for norm, linear in zip(self.norms, self.linears, strict=False):
+            x = x + torch.relu(linear(torch.tanh(norm(x))))
+        last = torch.tanh(self.norms[-1](start if self.before else x))
+        return {"loss": self.head(last).square().mean() + x.square().mean()}
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_no_layer_is_lost_to_a_norm_that_reads_another_value(before: bool) -> None:
+    """Its tokens are those of the norm in front of a layer, and its text is not."""
+    compiled = compile_model(_Ending(2, before), {"x": torch.randn(2, 3, 8)}, fxpar.Plan())
+    found = _shape(outline_layers(compiled.program))
+    assert [count for _, count in found.values()] == [2]
 
 
 @pytest.mark.matrix
