@@ -70,8 +70,8 @@ def outline_layers(program: Program) -> Program:
     The first layer's norm is then outside, the last layer has that behind it; where that is none or another one, or
     reads another value, cuts stay, since the last layer would be none of the region. A cut is a guess and texts are the
     proof: wrong cuts make more regions, never another program. What is called once stays where it is, and so does the
-    phase *parameter*.
-    Numbers of the inputs' sizes come first, then the forward, then the backward; of other sizes each phase has its own.
+    phase *parameter*. Numbers of the inputs' sizes come first, then the forward, then the backward; of other sizes each
+    phase has its own.
 
     Values stay equal: written out, the calls are what was there.
     """

@@ -32,10 +32,10 @@ def computing_again(backward: Segment, partner: Segment | None, forward: Sequenc
     sized = {read for number in numbers for read in number.all_input_nodes}
     made = {node for each in forward if each is not partner for node in each.nodes if not is_number(node)} - sized
     order = [node for each in forward for node in each.nodes if node in made]
-    reads = set(backward.outer)
-    wanted = [node for node in order if node in reads and _is_large(node) and _owner(node) in made]
-    there = reads.difference(wanted)
-    there |= {*partner.outer, *partner.inner} if partner is not None else set()
+    reads, own = set(backward.outer), {*partner.outer, *partner.inner} if partner is not None else set()
+    needed = [node for node in order if node in reads and node not in own]
+    wanted = [node for node in needed if _is_large(node) and _owner(node) in made]
+    there = reads.difference(wanted) | own
     again: set[fx.Node] = set()
     for node in wanted:  # behind what it is made of
         copies, kept = _copies(node, made, there, numbers)

@@ -166,7 +166,8 @@ class _Beside(torch.nn.Module):
         self.head = torch.nn.Linear(width, 5)
 
     def _norm(self, x: Tensor, i: int) -> Tensor:
-        return self.weights[i] * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6))
+        found: Tensor = self.weights[i] * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6))
+        return found
 
     def _block(self, x: Tensor, i: int) -> Tensor:
         found: Tensor = self.linears[2 * i + 1](torch.relu(self.linears[2 * i](self._norm(x, i))))
