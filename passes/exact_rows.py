@@ -50,7 +50,7 @@ class ExactRows(StaticRows):
     def _plan(self, indices: fx.Node) -> None:
         self._places, counts = self._sorted(indices)
         self._received = self._exchanged(counts)
-        kind = TensorType(torch.int64, (*self.lead, 2 * self.blocks + 1))
+        kind = TensorType(torch.int64, (*self.lead, 2 * self.blocks + 1 + self.own))
         self._sizes = self.emit.call(split_sizes, (self._places, counts, self._received), kind)
         self._arrived: tuple[fx.Node, fx.Node, fx.Node] | None = None
 

@@ -3,9 +3,10 @@
 Enters: a rank's rows, and its split sizes. Leaves: the rows that it received. All of it is what a rank runs; the
 operators are in `fxpar.ops.sent_rows`.
 
-Terms: the *split sizes* of n ranks are 2n + 1 numbers, i64 [lead, 2n + 1], where every leading dimension is 1: to each
-rank how many rows go, of each how many come, and how many rows the source has, those that go nowhere included. A
-source's rows stand by rank; those that go nowhere stand last.
+Terms: the *split sizes* of n ranks with E experts each are 2n + 1 + E numbers, i64 [lead, 2n + 1 + E], where every
+leading dimension is 1: to each rank how many rows go, of each how many come, how many rows the source has, those that
+go nowhere included, and how many of those that come each of this rank's experts has. A source's rows stand by rank;
+those that go nowhere stand last.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ def split_sizes(order: Tensor, counts: Tensor, received: Tensor) -> Tensor:
     """
     ranks = received.shape[-2]
     rows = counts.new_full((*counts.shape[:-1], 1), order.shape[-1])
-    return torch.cat((counts.unflatten(-1, (ranks, -1)).sum(-1), received.sum(-1), rows), dim=-1)
+    there = counts.unflatten(-1, (ranks, -1)).sum(-1)
+    return torch.cat((there, received.sum(-1), rows, received.sum(-2)), dim=-1)
 
 
 def start_sizes(order: Tensor, counts: Tensor, received: Tensor) -> tuple[Tensor, Any]:
@@ -53,48 +55,47 @@ def sizes_there(started: tuple[Tensor, Any]) -> Tensor:
     return sizes
 
 
-def _numbers(sizes: Tensor, balanced: int) -> tuple[list[int], list[int], int]:
+def _numbers(sizes: Tensor, ranks: int, balanced: int) -> tuple[list[int], list[int], int]:
     """Rows that go to each rank and come of each, and those of a source.
 
     Args:
         balanced: those of a source where `sizes` has no values and all ranks are taken to get as many.
     """
-    ranks = (sizes.shape[-1] - 1) // 2
     if is_fake(sizes):
         each = [balanced // ranks + (rank < balanced % ranks) for rank in range(ranks)]
         return each, each, balanced
     found = sizes.flatten().tolist()
-    return found[:ranks], found[ranks:-1], found[-1]
+    return found[:ranks], found[ranks : 2 * ranks], found[2 * ranks]
 
 
 @torch.library.custom_op("fxpar::packed_rows", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
-def packed_rows(x: Tensor, sizes: Tensor) -> Tensor:
+def packed_rows(x: Tensor, sizes: Tensor, ranks: int) -> Tensor:
     """[lead, rows, h] → [rows that go somewhere, h]."""
-    sent, _, _ = _numbers(sizes, x.shape[-2])
+    sent, _, _ = _numbers(sizes, ranks, x.shape[-2])
     return x.reshape(-1, x.shape[-1])[: sum(sent)].clone(memory_format=torch.contiguous_format)
 
 
 @packed_rows.register_fake
-def _packed_shape(x: Tensor, sizes: Tensor) -> Tensor:
+def _packed_shape(x: Tensor, sizes: Tensor, ranks: int) -> Tensor:
     return x.new_empty((x.shape[-2], x.shape[-1]))
 
 
 @torch.library.custom_op("fxpar::unpacked_rows", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
-def unpacked_rows(x: Tensor, sizes: Tensor, lead: int) -> Tensor:
+def unpacked_rows(x: Tensor, sizes: Tensor, ranks: int, lead: int) -> Tensor:
     """[rows that went somewhere, h] → [lead, rows, h]: zeros for those that went nowhere."""
-    _, _, rows = _numbers(sizes, x.shape[0])
+    _, _, rows = _numbers(sizes, ranks, x.shape[0])
     return functional.pad(x, (0, 0, 0, rows - x.shape[0])).view(*[1] * lead, rows, x.shape[-1])
 
 
 @unpacked_rows.register_fake
-def _unpacked_shape(x: Tensor, sizes: Tensor, lead: int) -> Tensor:
+def _unpacked_shape(x: Tensor, sizes: Tensor, ranks: int, lead: int) -> Tensor:
     return x.new_empty((*[1] * lead, *x.shape))
 
 
-def start_there(x: Tensor, sizes: Tensor, group: str) -> Tensor:
+def start_there(x: Tensor, sizes: Tensor, group: str, ranks: int) -> Tensor:
     """The rows on their way to their experts."""
-    own = packed_rows(x, sizes)
-    sent, received, _ = _numbers(sizes, x.shape[-2])
+    own = packed_rows(x, sizes, ranks)
+    sent, received, _ = _numbers(sizes, ranks, x.shape[-2])
     return _c10d.all_to_all_single(own, received, sent, group)  # type: ignore[no-any-return]
 
 
@@ -104,14 +105,14 @@ def arrived_there(started: Tensor, lead: int) -> Tensor:
     return own.view(*[1] * lead, *own.shape)  # type: ignore[no-any-return]
 
 
-def start_back(x: Tensor, sizes: Tensor, group: str) -> Tensor:
+def start_back(x: Tensor, sizes: Tensor, group: str, ranks: int) -> Tensor:
     """The rows on their way back: all that a holder has."""
     own = x.contiguous().view(-1, x.shape[-1])
-    sent, received, _ = _numbers(sizes, x.shape[-2])
+    sent, received, _ = _numbers(sizes, ranks, x.shape[-2])
     return _c10d.all_to_all_single(own, sent, received, group)  # type: ignore[no-any-return]
 
 
-def arrived_back(started: Tensor, sizes: Tensor, lead: int) -> Tensor:
+def arrived_back(started: Tensor, sizes: Tensor, ranks: int, lead: int) -> Tensor:
     """Of `start_back`: [lead, rows, h]."""
-    own: Tensor = unpacked_rows(_c10d.wait_tensor(started), sizes, lead)
+    own: Tensor = unpacked_rows(_c10d.wait_tensor(started), sizes, ranks, lead)
     return own

@@ -83,7 +83,7 @@ def _sizes_shape(call: OnShapes) -> Tensor:
         raise ValueError(
             f"{list(order.shape)} rows and {list(counts.shape)} counts, of which {list(received.shape)} come"
         )
-    found: Tensor = counts.new_empty((*lead, 2 * ranks + 1))
+    found: Tensor = counts.new_empty((*lead, 2 * ranks + 1 + own))
     return found
 
 
@@ -111,13 +111,14 @@ def _lower_sizes(node: fx.Node, rank: OnRank) -> Run:
 
 
 def _lower_there(node: fx.Node, rank: OnRank) -> Run:
-    lead = len(tensor_type(node).shape) - 2
-    return Run(exact.start_there, (*node.args, rank.ranks(node).group), finish=exact.arrived_there, rest=(lead,))
+    lead, ranks = len(tensor_type(node).shape) - 2, rank.ranks(node)
+    return Run(exact.start_there, (*node.args, ranks.group, ranks.size), finish=exact.arrived_there, rest=(lead,))
 
 
 def _lower_back(node: fx.Node, rank: OnRank) -> Run:
-    lead, sizes = len(tensor_type(node).shape) - 2, node.args[1]
-    return Run(exact.start_back, (*node.args, rank.ranks(node).group), finish=exact.arrived_back, rest=(sizes, lead))
+    lead, sizes, ranks = len(tensor_type(node).shape) - 2, node.args[1], rank.ranks(node)
+    rest = (sizes, ranks.size, lead)
+    return Run(exact.start_back, (*node.args, ranks.group, ranks.size), finish=exact.arrived_back, rest=rest)
 
 
 def _reversed(call: Reverse, target: Operator) -> Gradients:
@@ -148,7 +149,7 @@ def _back_derivative(call: Reverse) -> Gradients:
     uncaptured="copies how many rows travel to the host; give dispatch='static'",
 )
 def split_sizes(order: Any, counts: Any, received: Any) -> Any:
-    """How many rows go where, on the host, i64[…, 2n + 1] (`fxpar.ops.exact`).
+    """How many rows go where, and how many of them each expert has, on the host (`fxpar.ops.exact`).
 
     The copy starts where the operator stands, and is awaited in front of the first reader.
 
@@ -156,6 +157,9 @@ def split_sizes(order: Any, counts: Any, received: Any) -> Any:
         order: i64[…, M]: the rows of a source.
         counts: i64[…, E]: of each expert.
         received: i64[…, n, E / n]: of each of n sources the rows for each expert of the holder.
+
+    Returns:
+        i64[…, 2n + 1 + E / n].
     """
 
 
