@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fxpar.errors import InputError
+from fxpar.ops import transformer_engine
 from fxpar.runtime.calls import Place, StepCalls, Values
 from fxpar.runtime.graphs.partial import Noting, copied
 from fxpar.runtime.graphs.pool import Flight, Pool
 
+_WHERE = "CudaGraphs('transformer_engine')"
 _FLIGHT, _OUTPUTS = "flight", "outputs"
 
 
@@ -129,15 +130,7 @@ class EngineStep:
 
 
 def _engine() -> Any:
-    try:
-        import transformer_engine.pytorch as engine  # type: ignore[import-not-found, unused-ignore]
-    except (ImportError, OSError) as error:  # a library that it needs is not there, or of another version
-        raise InputError(
-            f"Transformer Engine cannot be imported: {error}",
-            where="CudaGraphs('transformer_engine')",
-            remedy="pip install fxpar[te] beside torch's own cuDNN, or set CudaGraphs('partial')",
-        ) from error
-    return engine
+    return transformer_engine.part("pytorch", _WHERE, "CudaGraphs('partial')")
 
 
 def check_engine(device: torch.device) -> None:
@@ -146,10 +139,6 @@ def check_engine(device: torch.device) -> None:
     Raises:
         InputError: says which.
     """
-    if device.type != "cuda":
-        raise InputError(
-            f"Transformer Engine captures on GPUs, and the ranks run on {device.type}",
-            where="CudaGraphs('transformer_engine')",
-            remedy="set CudaGraphs('partial'), for which there is a stand-in",
-        )
+    remedy = "set CudaGraphs('partial'), for which there is a stand-in"
+    transformer_engine.check_device(device, "captures", _WHERE, remedy)
     _engine()
