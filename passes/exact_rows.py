@@ -21,7 +21,7 @@ from fxpar.passes.static_rows import StaticRows
 from fxpar.program.program import Program, TensorType, describe, tensor_type
 from fxpar.program.symbols import Counted, with_counted
 
-fxp = torch.ops.fxpar
+aten, fxp = torch.ops.aten, torch.ops.fxpar
 
 
 class ExactRows(StaticRows):
@@ -42,6 +42,8 @@ class ExactRows(StaticRows):
         example = with_counted((Counted(name, rows, 1),), {s.name: s.example for s in program.symbols})[name]
         self.counted = Counted(name, rows, example)
         self._axis = "-".join(holders)
+        self._is_split_on_host = program.plan.grouped_gemm == "transformer_engine"
+        self._on_host: fx.Node | None = None
 
     def _is_shared(self, program: Program) -> bool:
         """Where tensor parallel ranks split each expert all of them need all rows of it."""
@@ -71,6 +73,19 @@ class ExactRows(StaticRows):
     def counts_here(self) -> fx.Node:
         """How many rows a holder has for each of its experts."""
         return self._order()[2]
+
+    def _holder_operand(self, node: fx.Node, arg: fx.Node) -> fx.Node:
+        if arg is self.region.counts and self._is_split_on_host and node.target is fxp.grouped_linear.default:
+            return self._counts_on_host()
+        return super()._holder_operand(node, arg)
+
+    def _counts_on_host(self) -> fx.Node:
+        """The same on the host: the split sizes have them, so that no layer waits once more."""
+        if self._on_host is None:
+            dim, end = len(self.lead), int(tensor_type(self._sizes).shape[-1])
+            kind = TensorType(torch.int64, (*self.here, self.own))
+            self._on_host = self.emit.call(aten.slice.Tensor, (self._sizes, dim, end - self.own, end), kind)
+        return self._on_host
 
     def _order(self) -> tuple[fx.Node, fx.Node, fx.Node]:
         """A holder's rows: how many, by expert, and how many each expert has."""

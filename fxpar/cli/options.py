@@ -62,6 +62,7 @@ PLAN_FLAGS = (
     "--ep",
     "--etp",
     "--dispatch",
+    "--grouped-gemm",
     "--receive-budget",
     "--virtual-stages",
     "--stage",
@@ -145,6 +146,13 @@ def _request(
         str | None,
         typer.Option(
             metavar="HOW", help="how tokens come to their experts, static, allgather, alltoall or exact: see fxpar.Plan"
+        ),
+    ] = None,
+    grouped_gemm: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOW",
+            help="what multiplies rows with experts' matrices, torch or transformer_engine: see fxpar.Plan",
         ),
     ] = None,
     receive_budget: Annotated[
@@ -236,7 +244,7 @@ def _request(
     """
     given: dict[str, Any] = {"--plan": plan}
     given |= {"--pp": pp, "--virtual-stages": virtual_stages, "--stage": stage, "--ep": ep, "--etp": etp}
-    given |= {"--dispatch": dispatch, "--receive-budget": receive_budget}
+    given |= {"--dispatch": dispatch, "--grouped-gemm": grouped_gemm, "--receive-budget": receive_budget}
     given |= {"--capacity-factor": capacity_factor, "--drop-policy": drop_policy, "--pad-to-capacity": padded}
     given |= {"--tp": tp, "--dp": dp, "--split": split, "--seed": seed, "--precision": precision}
     given |= {"--sequence-parallel": sequence, "--row-wise": row_wise, "--batch-dim": batch_dim}
@@ -248,6 +256,7 @@ def _request(
     changes |= {"loss_reduction": loss_reduction, "recompute": recompute, "activation_budget": activation_budget}
     changes |= {"pp": pp, "virtual_stages": virtual_stages, "ep": ep, "etp": etp, "dispatch": dispatch}
     changes |= {
+        "grouped_gemm": grouped_gemm,
         "receive_budget": receive_budget,
         "capacity_factor": capacity_factor,
         "interleave_halves": interleave_halves,

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from fxpar.plan.plan import Plan
 
 DISPATCHES = ("static", "allgather", "alltoall", "exact")
+GROUPED_GEMMS = ("torch", "transformer_engine")
 DROP_POLICIES = ("probs", "position")
 
 
@@ -23,6 +24,7 @@ def expert_problems(plan: Plan) -> Iterator[str]:
     if plan.dispatch not in DISPATCHES:
         yield f"dispatch={shown(plan.dispatch)} is unknown: choose one of {', '.join(DISPATCHES)}"
         return
+    yield from _wrong_grouped_gemm(plan)
     yield from _wrong_budget(plan)
     yield from _wrong_capacity(plan)
     if plan.dispatch == "static":
@@ -37,6 +39,17 @@ def expert_problems(plan: Plan) -> Iterator[str]:
     if plan.compile:
         # Units are compiled for sizes of inputs (`fxpar.runtime.sizes`); rows would be further ones in each layer.
         yield "dispatch='exact' has sizes that the routing decides: give compile=False, or dispatch='static'"
+
+
+def _wrong_grouped_gemm(plan: Plan) -> Iterator[str]:
+    if plan.grouped_gemm not in GROUPED_GEMMS:
+        yield f"grouped_gemm={shown(plan.grouped_gemm)} is unknown: choose one of {', '.join(GROUPED_GEMMS)}"
+    elif plan.grouped_gemm == "transformer_engine" and plan.dispatch != "exact":
+        # Without ranks that send rows nothing is copied to the host either: there would be a wait in every layer.
+        yield (
+            "grouped_gemm='transformer_engine' takes from the host how many rows each expert has, where only "
+            "dispatch='exact' brings that: give it, with ep of at least 2, or grouped_gemm='torch'"
+        )
 
 
 def _wrong_budget(plan: Plan) -> Iterator[str]:

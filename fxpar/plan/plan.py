@@ -138,6 +138,9 @@ class Plan:
             equal ones those that stand first; `position`, those that stand first.
         pad_to_capacity: with a `capacity_factor` and `static` dispatch, whether each expert computes as many rows as
             its capacity, rows of zeros where it has fewer: products whose sizes no routing changes.
+        grouped_gemm: what multiplies rows with their experts' matrices. `torch`: its grouped kernel, which reads on the
+            device how many rows each expert has, or a product for each expert. `transformer_engine`: its grouped GEMM,
+            by cuBLAS on several streams, for `exact` dispatch on GPUs; it takes those numbers from the host.
         experts: globs on the names of modules of experts (`*.mlp.experts`) whose forward is
             `(hidden_states [T, h], top_k_index [T, K], top_k_weights [T, K]) -> [T, h]`, with a loop over experts that
             depends on the routing, and so cannot be traced. They are computed as experts on rows instead, from weights
@@ -182,6 +185,7 @@ class Plan:
     capacity_factor: int | float | None = None
     drop_policy: str = "probs"
     pad_to_capacity: bool = False
+    grouped_gemm: str = "torch"
     experts: tuple[str, ...] = ()
     cuda_graphs: CudaGraphs = field(default_factory=CudaGraphs)
     cost: Cost = field(default_factory=Cost)
@@ -247,9 +251,6 @@ class Plan:
         yield from expert_problems(self)
         yield from by_path("batch_dims", self.batch_dims, (int,), "dimension")
         yield from by_path("padding", self.padding, (int, float, bool), "number")
-        if self.loss_reduction not in LOSS_REDUCTIONS:
-            choice = ", ".join(LOSS_REDUCTIONS)
-            yield f"loss_reduction={shown(self.loss_reduction)} is unknown: choose one of {choice}"
         yield from globs("row_wise", self.row_wise, "operators")
         yield from globs("experts", self.experts, "modules")
         for name in ("sequence_parallel", "compile"):
@@ -257,10 +258,9 @@ class Plan:
                 yield f"{name}={shown(getattr(self, name))} is neither True nor False: write one of them"
         if type(self.seed) is not int or not 0 <= self.seed < 2**63:
             yield f"seed={shown(self.seed)} is no integer in [0, 2^63): choose another seed"
-        if self.precision not in PRECISIONS:
-            yield f"precision={shown(self.precision)} is unknown: choose one of {', '.join(PRECISIONS)}"
-        if self.exchange not in EXCHANGES:
-            yield f"exchange={shown(self.exchange)} is unknown: choose one of {', '.join(EXCHANGES)}"
+        for name, words in (("loss_reduction", LOSS_REDUCTIONS), ("precision", PRECISIONS), ("exchange", EXCHANGES)):
+            if getattr(self, name) not in words:
+                yield f"{name}={shown(getattr(self, name))} is unknown: choose one of {', '.join(words)}"
         yield from halves_problems(self)
         yield from recompute_problems(self)
         if isinstance(self.cuda_graphs, CudaGraphs):
@@ -295,7 +295,7 @@ class Plan:
         """The same plan for a single device: no axis has several ranks, no line splits anything, and all is kept."""
         changes: dict[str, Any] = {**dict.fromkeys(_AXES, 1), "etp": None, "split": {}, "row_wise": ()}
         changes |= {"virtual_stages": 1, "stages": (), "microbatches": 1, "schedule": "", "group_size": None}
-        changes |= {"dispatch": "static", "receive_budget": None, "capacity_factor": None}
+        changes |= {"dispatch": "static", "grouped_gemm": "torch", "receive_budget": None, "capacity_factor": None}
         changes |= {"drop_policy": "probs", "pad_to_capacity": False, "interleave_halves": False, "half": 1}
         changes |= {"recompute": "none", "activation_budget": None, "cuda_graphs": CudaGraphs()}
         return dataclasses.replace(self, **changes)

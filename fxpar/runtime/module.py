@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from fxpar.errors import InputError, shown
 from fxpar.layout.layout import Layout
 from fxpar.manager import Pass
+from fxpar.ops.engine_products import check_engine
 from fxpar.plan.plan import Plan
 from fxpar.program.dtypes import PRECISION_DTYPES
 from fxpar.program.mixed import is_mixed, main_dtype
@@ -83,6 +84,8 @@ class ParallelModule(Stateful):
         self.saved_names = list(model.state_dict().keys())
         self._shapes = {name: tuple(entry.tensor.shape) for entry in named_tensors(model) for name in entry.names}
         self._flags = StepFlags()
+        if plan.grouped_gemm == "transformer_engine":
+            check_engine(world.device)
         self._graphs = Graphs(plan.cuda_graphs, world.device) if plan.cuda_graphs.is_on else None
         self._mailboxes = Mailboxes(plan, world)
         self._programs = Programs(model, self, plan, world, loss, passes, self._graphs, self._mailboxes)
