@@ -21,6 +21,7 @@ from fxpar.errors import PlanError
 from fxpar.ops import transformer_engine
 from fxpar.ops.torch_operators import torch_operator
 from fxpar.program.program import Program, describe, tensor_type
+from fxpar.program.properties import Property
 
 fxp = torch.ops.fxpar
 
@@ -41,9 +42,12 @@ def check_engine(device: torch.device) -> None:
 
 
 def by_engine(program: Program, device: torch.device) -> Mapping[Any, Any]:
-    """The operators that Transformer Engine computes on a device, each with the one that has it do so."""
-    is_engine = program.plan.grouped_gemm == "transformer_engine" and device.type in _DEVICES
-    return _BY_ENGINE if is_engine else {}
+    """The operators that Transformer Engine computes on a device, each with the one that has it do so.
+
+    None before rows were dispatched: their counts are on the device, and a capture is compared with its model by torch.
+    """
+    is_asked = program.plan.grouped_gemm == "transformer_engine" and device.type in _DEVICES
+    return _BY_ENGINE if is_asked and Property.EXPERTS in program.properties else {}
 
 
 def check_type(node: fx.Node) -> None:
