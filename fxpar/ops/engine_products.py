@@ -63,7 +63,7 @@ def check_type(node: fx.Node) -> None:
             where=describe(node),
             remedy=f"give precision='bf16', or {_OTHERWISE}",
         )
-    if kind == torch.float32 and torch.get_float32_matmul_precision() == "highest":
+    if kind == torch.float32 and torch.backends.cuda.matmul.fp32_precision != "tf32":
         # torch does so only where it is allowed to; a training is otherwise that of one device.
         raise PlanError(
             "Transformer Engine multiplies float32 in TF32, of which 10 bits are the fraction",

@@ -123,10 +123,14 @@ def test_types_that_it_multiplies_otherwise_are_refused(dtype: torch.dtype, reas
     assert found.value.remedy.endswith("grouped_gemm='torch'")
 
 
-def test_float32_may_be_multiplied_in_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
+def test_float32_may_be_multiplied_in_tf32() -> None:
     node = set_note(torch.fx.Graph().placeholder("y"), Note(type=TensorType(torch.float32, (4, 8))))
-    check_type(node)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        check_type(node)
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def test_without_a_gpu_a_program_is_checked_by_torch_s() -> None:
