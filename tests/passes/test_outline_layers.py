@@ -345,3 +345,20 @@ def test_cuts_are_moved_behind_rows() -> None:
     assert behind_rows(found, [*sequence[:13], 9, 2, 5], until, rows) == found
     assert behind_rows(found, sequence, [*until[:11], -1, *until[12:]], rows) == found
     assert behind_rows([found[0], found[2]], sequence, until, rows) == [found[0], found[2]]
+
+
+def test_cuts_are_not_moved_into_what_stands_behind() -> None:
+    """Other parts begin with the second half of a norm: the first parts may not take it."""
+    sequence = [0, *[1, 2, 3, 4] * 3, 1, *[2, 6, 7] * 2]
+    until = list(range(1, len(sequence) + 1))
+    inside = tuple(token in (1, 2, 4) for token in sequence)
+    near = [i + 2 if token in (0, 4) else i + 1 for i, token in enumerate(sequence)]
+    near = [i if sequence[i] in (2, 6, 7) else last for i, last in enumerate(near)]
+    rows, found = Rows(inside, near), [(1, 5), (5, 9), (9, 13), (14, 17), (17, 20)]
+    assert behind_rows(found[:3], sequence, until, rows) == [(3, 7), (7, 11), (11, 15)]
+    assert behind_rows(found, sequence, until, rows) == found
+
+
+def test_a_run_reads_what_stands_in_front_of_it() -> None:
+    rows = Rows((False, True, True), (2, 1, 2))
+    assert [rows.split(cut) for cut in (1, 2, 3)] == [1, 1, 0]
