@@ -8,8 +8,8 @@
 A run is FLAG+FLAG…: `learned`, the model's own router, or `balanced`, as many tokens for each expert; `compile`;
 `graph` (the step is one CUDA graph); `adamw` (the step has torch's fused AdamW and its clipping too, behind a graph);
 `unchecked` (batches are not compared over the ranks); `selective` and `full` (recomputation); `exact` (rows travel
-alone), `te` (with `exact`: Transformer Engine multiplies), `alltoall` (rows travel in blocks) and `budget` (buffers
-have half as many places again as an even load needs).
+alone), `te` (with `exact`: Transformer Engine multiplies), `alltoall` (rows travel in blocks), `budget` (buffers have
+half as many places again as an even load needs), `copy` and `nccl` (what ranks send by, where not by what is faster).
 Every GPU has its own sequences and experts: the plan is dp = ep = their number, etp = 1. The model is transformers'
 Mixtral on the meta device, of 8 layers of width 2048 with 64 experts of width 1024, of which a token has 8, and 4
 sequences of 2048 tokens a GPU. A step's time is the slowest rank's median. FLOPs are 6·P·T + 12·L·s·h·T, where P has of
@@ -36,7 +36,7 @@ from samples.bench_tp import Size, build, run_all, time_steps, where_time_goes
 
 FLAGS = (
     *("learned", "balanced", "eager", "compile", "graph", "adamw", "unchecked", "selective", "full", "exact"),
-    *("te", "alltoall", "budget"),
+    *("te", "alltoall", "budget", "copy", "nccl"),
 )
 # Larger than any router's score.
 _FAR = 1e4
@@ -104,6 +104,7 @@ def measure(run: str, options: argparse.Namespace) -> dict[str, Any]:
         etp=1,
         dispatch=next((how for how in ("exact", "alltoall") if how in flags), "static"),
         grouped_gemm="transformer_engine" if "te" in flags else "torch",
+        exchange=next((how for how in ("copy", "nccl") if how in flags), "auto"),
         receive_budget=1.5 if "budget" in flags else None,
         compile="compile" in flags,
         cuda_graphs=fxpar.CudaGraphs("full_iteration" if "graph" in flags else "none"),
