@@ -10,7 +10,7 @@ from functools import partial
 from torch import fx
 
 from fxpar.analysis.exposed import travels
-from fxpar.analysis.handshakes import Handshakes, copyable, handshakes, is_sum
+from fxpar.analysis.handshakes import Handshakes, copyable, handshakes, is_shot, is_sum
 from fxpar.exchange.mailbox import BUFFERS
 from fxpar.manager import Pass, register_pass
 from fxpar.program.copying import copy_node
@@ -40,7 +40,7 @@ def exchange(program: Program) -> Program:
 
     A sum beside which nothing is computed, or less than the plan's `cost.copy_latency`, is `one_shot`, however small:
     one kernel writes into the others' memory, waits for what comes from there and adds. It needs multiprocessors, which
-    are free then.
+    are free then. So is what ranks send of tokens that others need, in any case: which these are a kernel alone sees.
 
     Terms: see `fxpar.analysis.handshakes`, which says what may share a buffer. A node of a region stands for all that
     it is in the calls.
@@ -74,11 +74,12 @@ def _exchanged(program: Program, axes: Collection[str] | None) -> Program:
 
 
 def _alone(whole: Program, could: Iterable[fx.Node], origins: Mapping[fx.Node, fx.Node]) -> frozenset[fx.Node]:
-    """Sums beside which next to nothing is computed, in any of the calls of a region."""
+    """Sums beside which next to nothing is computed, in any of the calls of a region, and what is one call anyway."""
     least = whole.plan.cost.copy_latency
     beside = {each.collective.node: sum(seconds for _, seconds in each.beside) for each in travels(whole)}
     pairs = [node for node in could if is_sum(node)]
-    return frozenset({origins[n] for n in pairs} - {origins[n] for n in pairs if beside[n.name] >= least})
+    alone = {origins[n] for n in pairs} - {origins[n] for n in pairs if beside[n.name] >= least}
+    return frozenset(alone | {origins[n] for n in could if is_shot(n)})
 
 
 def _origins(program: Program, whole: Program) -> dict[fx.Node, fx.Node]:
@@ -123,7 +124,7 @@ def _first(group: Handshakes, nodes: Sequence[fx.Node], others: Sequence[tuple[i
 
 
 def _with(program: Program, buffers: Mapping[fx.Node, int], alone: Collection[fx.Node]) -> Program:
-    """The program with these buffers, and these sums in one shot; regions stay, for whoever else has them."""
+    """The program with these buffers, and these in one shot; regions stay, for whoever else has them."""
     rewritten: dict[Region, Region] = {}
     for node in program.graph.nodes:
         region = region_of(node)

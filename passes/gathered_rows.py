@@ -4,7 +4,8 @@ Enters: the rows of a sort by expert (`routed_rows`). Leaves: each operation on 
 `dispatch_experts`, which says what the terms mean.
 
 A token that chooses K of E experts has as a rule several on each of a few ranks: in blocks of rows it would travel once
-for each of them. Here it travels once, and so does what a holder makes of it: the sum over its experts.
+for each of them. Here it travels once, and so does what a holder makes of it: the sum over its experts. Where many
+tokens have none on a rank, and ranks copy into each other's memory, those do not travel there (`sends_needed`).
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.layout.symbols import Size, product, simplify
+from fxpar.layout.symbols import Size, divide, product, simplify
 from fxpar.mesh.purpose import Cuts
+from fxpar.ops.needed import expand_needed, needed_part, sum_needed
 from fxpar.ops.over_ranks import expand_over, sum_over
 from fxpar.passes.limited_rows import share
 from fxpar.passes.routed_rows import Routed
@@ -27,6 +29,9 @@ from fxpar.passes.static_rows import StaticRows
 from fxpar.program.program import Program, TensorType, tensor_type
 
 aten, fxp = torch.ops.aten, torch.ops.fxpar
+# Of the tokens of others which part a rank may need, so that it is worth a kernel to leave out the rest: copy engines,
+# which carry all of them, leave the multiprocessors to whatever else is computed.
+MOST_NEEDED = Fraction(9, 10)
 
 
 def can_gather(program: Program, holders: Mapping[str, int]) -> bool:
@@ -53,12 +58,29 @@ def gathers(program: Program, region: Routed, holders: Mapping[str, int]) -> boo
     return places >= 1
 
 
+def sends_needed(program: Program, region: Routed, holders: Mapping[str, int]) -> bool:
+    """Whether holders get those tokens alone that they need, where ranks copy into each other's memory.
+
+    Between more than two ranks the plan has to ask for copies, since NCCL is faster otherwise
+    (`fxpar.runtime.mailboxes`), and its collectives know no rows.
+    """
+    plan, ranks = program.plan, prod(holders.values())
+    copies = plan.exchange == "copy" or (plan.exchange == "auto" and ranks == 2)
+    if not copies or len(holders) != 1 or not holders.keys() <= plan.axes_for(Cuts.BATCH).keys():
+        return False
+    return needed_part(region.experts, region.experts // ranks, region.k) < MOST_NEEDED
+
+
 class GatheredRows(StaticRows):
     """One layer's experts, being rewritten.
 
     All that is computed of rows is computed by their holders, of the tokens of all sources; what they make of them is
     summed over the holders.
     """
+
+    def __init__(self, program: Program, region: Routed, holders: Mapping[str, int]) -> None:
+        self._is_needed = sends_needed(program, region, holders)
+        super().__init__(program, region, holders)
 
     def _is_shared(self, program: Program) -> bool:
         """Tensor parallel ranks have all tokens of a data rank: each picks the rows of its experts."""
@@ -68,7 +90,8 @@ class GatheredRows(StaticRows):
         """Which rows a holder picks."""
         emit, experts, integer = self.emit, self.region.experts, torch.int64
         self._own_tokens = self.cut.apart(indices, 1, fill=experts)
-        chosen = self._of_all(self._own_tokens)
+        self._chosen = self._joined(self._own_tokens)
+        chosen = self._for_each(self._chosen)
         kind = tensor_type(chosen)
         self._tokens, self._token_node = kind.shape[-2], emit.size(chosen, len(self.here))
         # What is no number of an expert here goes to nobody; the number of none is beyond those of the last holder.
@@ -139,7 +162,7 @@ class GatheredRows(StaticRows):
     def _taken(self, node: fx.Node) -> fx.Node:
         value, _, k = node.args
         assert isinstance(value, fx.Node)
-        all_tokens = self._of_all(self.cut.apart(value, self.region.k // int(k)))  # type: ignore[arg-type]
+        all_tokens = self._tokens_of_all(self.cut.apart(value, self.region.k // int(k)))  # type: ignore[arg-type]
         kind = TensorType(tensor_type(node).dtype, (*self._rows_here, *tensor_type(node).shape[1:]))
         return self.emit.call(fxp.take_rows.default, (all_tokens, self._places, k), kind)
 
@@ -164,17 +187,40 @@ class GatheredRows(StaticRows):
         made = emit.view(made, (*self.here, -1, wide), (*self.here, self._tokens, wide))
         return emit.view(self.cut.together(self._summed(made)), (-1, width), tensor_type(node).shape)
 
+    def _tokens_of_all(self, value: fx.Node) -> fx.Node:
+        """[lead, n, f] → [here, sources * n, f]: those that a holder needs, or all. Of several rows a token has all."""
+        if not self._is_needed:
+            return self._of_all(value)
+        emit, (*_, rows, width) = self.emit, tensor_type(value).shape
+        own = tensor_type(self._own_tokens).shape[-2]
+        times = divide(rows, own)
+        assert times is not None
+        wide = simplify(times * width)
+        one = self._joined(emit.view(value, (*self.lead, -1, wide), (*self.lead, own, wide)))
+        ((place, (axis, ranks)),) = enumerate(self.holders.items(), len(self.outer))
+        shape = tensor_type(one).shape
+        kind = TensorType(tensor_type(one).dtype, (*shape[:place], ranks, *shape[place:]))
+        made = emit.call(expand_needed, (one, self._chosen, self.own), kind, axis=axis)
+        return emit.view(made, (*self.here, -1, width), (*self.here, simplify(rows * self.sources), width))
+
     def _of_all(self, value: fx.Node) -> fx.Node:
         """[lead, n, f] → [here, sources * n, f]: what each source has, for each holder."""
+        return self._for_each(self._joined(value))
+
+    def _joined(self, value: fx.Node) -> fx.Node:
+        """[lead, n, f] → [outer, sources * n, f]."""
         emit, count = self.emit, len(self.lead)
         made = emit.permute(value, [*self.outer, *self.merged, count, count + 1])
         *_, rows, width = tensor_type(made).shape
         outer = tuple(self.lead[i] for i in self.outer)
-        made = emit.view(made, (*outer, -1, width), (*outer, simplify(rows * self.sources), width))
-        for place, (axis, ranks) in enumerate(self.holders.items(), len(outer)):
+        return emit.view(made, (*outer, -1, width), (*outer, simplify(rows * self.sources), width))
+
+    def _for_each(self, made: fx.Node) -> fx.Node:
+        """[outer, n, f] → [here, n, f]: the same for each holder."""
+        for place, (axis, ranks) in enumerate(self.holders.items(), len(self.outer)):
             shape = tensor_type(made).shape
             kind = TensorType(tensor_type(made).dtype, (*shape[:place], ranks, *shape[place:]))
-            made = emit.call(expand_over, (made, place), kind, axis=axis)
+            made = self.emit.call(expand_over, (made, place), kind, axis=axis)
         return made
 
     def _summed(self, value: fx.Node) -> fx.Node:
@@ -183,7 +229,10 @@ class GatheredRows(StaticRows):
         for place, axis in reversed(list(enumerate(self.holders, len(outer)))):
             shape = tensor_type(value).shape
             kind = TensorType(dtype, (*shape[:place], *shape[place + 1 :]))
-            value = emit.call(sum_over, (value, place), kind, axis=axis)
+            if self._is_needed:
+                value = emit.call(sum_needed, (value, self._chosen, self.own), kind, axis=axis)
+            else:
+                value = emit.call(sum_over, (value, place), kind, axis=axis)
         width = tensor_type(value).shape[-1]
         merged = tuple(self.lead[i] for i in self.merged)
         own = tensor_type(self._own_tokens).shape[-2]

@@ -41,6 +41,7 @@ class Collective:
         node: the coercion it belongs to.
         bytes: size of the whole value (what an all-gather yields, a reduction takes in) at the given sizes.
         bytes_formula: the same in closed form, symbols as in the program.
+        part: of them what is expected to travel where the ranks copy into each other's memory.
     """
 
     op: str
@@ -49,6 +50,7 @@ class Collective:
     node: str
     bytes: int
     bytes_formula: str
+    part: float = 1.0
 
     def to_json(self) -> dict[str, Any]:
         """A plain mapping."""
@@ -83,7 +85,7 @@ def collectives(program: Program, sizes: Mapping[str, int] | None = None) -> lis
             where = str(node.kwargs["axis"]), phase, node.name
             if size not in forms:  # equal layers send as much
                 forms[size] = in_input_sizes(program, size)
-            found.append(Collective(sent.collective, *where, evaluate(size, values), forms[size]))
+            found.append(Collective(sent.collective, *where, evaluate(size, values), forms[size], float(sent.part)))
     return found
 
 

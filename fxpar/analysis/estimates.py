@@ -32,8 +32,8 @@ class Sending:
 
     Attributes:
         hideable: of its seconds those in which products can run beside it: all of what copy engines carry, which of
-            sums over more than two ranks is the first half of the way, none of a sum in one shot, and of what the
-            process group sends the part `Cost.hidden`.
+            sums over more than two ranks is the first half of the way, none of what is sent in one shot, and of what
+            the process group sends the part `Cost.hidden`.
     """
 
     collective: Collective
@@ -81,7 +81,7 @@ def _sending(program: Program, sent: Collective, how: Note) -> Sending:
     if not how.buffer:
         seconds = collective_seconds(sent.op, ranks, sent.bytes, cost, cost.latency)
         return Sending(sent, seconds, cost.hidden * seconds)
-    alone = collective_seconds(sent.op, ranks, sent.bytes, cost, 0.0)
+    alone = collective_seconds(sent.op, ranks, sent.bytes * sent.part, cost, 0.0)
     if how.one_shot:
         return Sending(sent, alone + cost.latency, 0.0)
     carried = alone / 2 if ranks > 2 and sent.op == "all_reduce" else alone

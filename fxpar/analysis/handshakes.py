@@ -115,6 +115,11 @@ def is_sum(node: fx.Node) -> bool:
     return isinstance(target, Operator) and target.copies and target.sends[0] == "all_reduce"
 
 
+def is_shot(node: fx.Node) -> bool:
+    """Whether copies of what a node sends are one call in any case."""
+    return isinstance(node.target, Operator) and node.target.copies and node.target.one_shot
+
+
 def _alive(program: Program) -> set[fx.Node]:
     """What is returned, and what that needs."""
     found: set[fx.Node] = set()

@@ -74,7 +74,7 @@ def place_batch(program: Program, axis: str, rows: Mapping[str, int]) -> dict[fx
             continue
         if demands(node, axis):
             before, behind = demanded_by(node, program.axes[axis])
-            found[node] = Option((before,), (behind,), "batch")
+            found[node] = Option(before, (behind,), "batch")
             continue
         values = [value_of(operand) for operand in operands(node)]
         given = [found[maker].outputs[index] for maker, index in values]
@@ -196,8 +196,7 @@ def peel_program(program: Program, axis: str, placed: Mapping[fx.Node, Option]) 
         if node.op == "call_function":
             _peel_operands(inner, node, old, own, option, n)
             if demands(node, axis):  # other axes know nothing of it
-                node.target, node.args = without_demand(node)
-                node.kwargs = {}
+                node.target, node.args, node.kwargs = without_demand(node)
         update(node, type=_peeled(note(node).type, option.outputs, n))
     return inner.with_(
         symbols=tuple(_symbol_within(s, program, own, n) for s in program.symbols),

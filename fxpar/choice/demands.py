@@ -1,4 +1,4 @@
-"""What a program says itself of its layouts (`fxpar.shard_over`, `fxpar.expand_over`, `fxpar.sum_over`).
+"""What a program says itself of its layouts (`fxpar.shard_over`, `fxpar.expand_over`, `fxpar.expand_needed`, …).
 
 Enters: a program and the name of an axis. Leaves: the operations that demand a cut there, and the parameters that are
 held so.
@@ -7,14 +7,15 @@ held so.
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import fx
 
-from fxpar.layout.layout import Placement
+from fxpar.ops import needed, over_ranks
 from fxpar.ops.operator import Operator
-from fxpar.ops.over_ranks import HELD, expand_over, sum_over
+from fxpar.ops.over_ranks import Demand, Held, expand_over, sum_over
 from fxpar.ops.shard_over import demanded, shard_over
 from fxpar.program.coercions import axes_of
 from fxpar.program.program import Program, operands
@@ -22,31 +23,37 @@ from fxpar.signatures.calls import call_of
 from fxpar.signatures.rule import Refusal
 
 aten = torch.ops.aten
+_HELD: Mapping[Any, Demand] = {**over_ranks.HELD, **needed.HELD}
 
 
 def demands(node: fx.Node, axis: str) -> bool:
-    """Whether the operation has its value held in one way on the axis."""
-    return (node.target is shard_over or node.target in HELD) and axis in axes_of(node)
+    """Whether the operation has its values held in one way on the axis."""
+    return (node.target is shard_over or node.target in _HELD) and axis in axes_of(node)
 
 
-def demanded_by(node: fx.Node, n: int) -> tuple[Placement, Placement]:
-    """How an operation that demands it has its value held on an axis of n ranks, before and behind it."""
+def demanded_by(node: fx.Node, n: int) -> Held:
+    """How an operation that demands it has its operands, and its result, held on an axis of n ranks."""
     call = call_of(node, n)
     if node.target is shard_over:
-        return demanded(call), demanded(call)
+        return (demanded(call),), demanded(call)
     assert isinstance(node.target, Operator)
-    found = HELD[node.target](call)
+    found = _HELD[node.target](call)
     assert not isinstance(found, Refusal), found.reason
     return found
 
 
-def without_demand(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
-    """What such an operation is to other axes, over what a rank has: an operation of torch, and its arguments."""
+def without_demand(node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """What such an operation is to other axes, over what a rank has: an operation of torch, and its arguments.
+
+    What moves tokens between ranks is no operation of torch on one of them: it stays.
+    """
+    if node.target in needed.HELD:
+        return node.target, node.args, node.kwargs
     if node.target is expand_over:
-        return aten.unsqueeze.default, node.args
+        return aten.unsqueeze.default, node.args, {}
     if node.target is sum_over:
-        return aten.squeeze.dim, node.args
-    return aten.alias.default, node.args[:1]
+        return aten.squeeze.dim, node.args, {}
+    return aten.alias.default, node.args[:1], {}
 
 
 def held_over(program: Program, axis: str) -> dict[fx.Node, int]:

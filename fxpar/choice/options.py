@@ -160,8 +160,8 @@ def list_options(
             found.of[node] = own.setdefault((Option((), (R,)),), (Option((), (R,)),))
         elif demands(node, axis):
             before, behind = demanded_by(node, n)
-            found.of[node] = (Option((before,), (behind,)),)
-            found.demanded.add(value_of(operands(node)[0]))
+            found.of[node] = (Option(before, (behind,)),)
+            found.demanded.update(map(value_of, operands(node)))
             reached.add(node)
         else:
             inputs = [value_of(o) for o in weights.operands(node)]

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from fxpar.errors import InputError
+from fxpar.exchange import needed
 from fxpar.exchange.row_programs import read
 from fxpar.exchange.sums import row_blocks, send_blocks, slot, sum_of_blocks
 
@@ -176,6 +177,14 @@ class Mailbox(ABC):
             is_sent: as of `total`.
         """
         return read(text).run(self.total(buffer, x, is_sent), operands)
+
+    def expanded(self, buffer: int, x: Tensor, chosen: Tensor, own: int) -> Tensor:
+        """Of the tokens of all ranks those that this one needs (`fxpar.exchange.needed`, whose arguments these are)."""
+        return needed.expanded(self, buffer, x, chosen, own)
+
+    def summed(self, buffer: int, x: Tensor, chosen: Tensor, own: int) -> Tensor:
+        """The sums of what the ranks made of this one's tokens (as there)."""
+        return needed.summed(self, buffer, x, chosen, own)
 
     def poison(self, buffer: int, x: Tensor) -> None:
         """Overwrites what came for the sum of x [rows, width], which was read."""

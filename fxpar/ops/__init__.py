@@ -17,6 +17,7 @@ from fxpar.ops.coercions import all_reduce_coalesced, sum_gradients
 from fxpar.ops.expert_layer import experts
 from fxpar.ops.functions import function
 from fxpar.ops.host import item
+from fxpar.ops.needed import expand_needed, sum_needed
 from fxpar.ops.operator import Operator, alike
 from fxpar.ops.over_ranks import expand_over, sum_over
 from fxpar.ops.random import attention, axis_index, dropout, part_index, uniform, uniform_like
@@ -43,7 +44,7 @@ _WORDS = (embedding, cross_entropy, nll_loss, log_softmax, logsumexp, argmax, to
 
 _OTHERS = (
     *(sum_gradients, function, size, zeros, item, transfer, shard_over, split_sizes, send_rows, return_rows),
-    *(expand_over, sum_over),
+    *(expand_over, sum_over, expand_needed, sum_needed),
 )
 
 _GRADIENTS = (

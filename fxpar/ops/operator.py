@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
+from fractions import Fraction
 from typing import Any, Protocol
 
 import torch
@@ -90,11 +91,13 @@ class Sent:
         collective: all_reduce, all_gather, reduce_scatter or all_to_all.
         phase: forward, backward or parameter, as of `fxpar.analysis.collectives.Collective`.
         bytes: of the whole value: what an all-gather yields, a reduction takes in.
+        part: of it what is expected to travel where the ranks copy into each other's memory.
     """
 
     collective: str
     phase: str
     bytes: Size
+    part: Fraction = Fraction(1)
 
 
 class Emits(Protocol):
@@ -198,6 +201,7 @@ class Operator(GraphOperator):
         stage: property of programs that have it, which the pass provides that puts it there; None for any program.
         apart: whether each of its axes cuts a dimension of its own, where it names several.
         copies: whether copies between the ranks' memories can carry what it sends.
+        one_shot: whether those are one call in any case, which sends and waits, however little it sends.
         draws: whether it draws bits of the counter generator: it has an identity and takes the generator's state.
         derivative: makes nodes of the backward and gives the gradient of each tensor operand; None where PyTorch's
             autograd is traced, or where there is no gradient.
@@ -220,6 +224,7 @@ class Operator(GraphOperator):
     stage: Property | None = None
     apart: bool = False
     copies: bool = False
+    one_shot: bool = False
     draws: bool = False
     derivative: Callable[[Reverse], Gradients] | None = None
     saving: Callable[[fx.Node], Saving] | None = None

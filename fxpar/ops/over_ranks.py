@@ -20,7 +20,9 @@ from fxpar.program.program import TensorType, output_types, tensor_type
 from fxpar.signatures.calls import Call
 from fxpar.signatures.rule import Labelling, Refusal, Rule, Signature
 
-_Held = Callable[[Call], tuple[Placement, Placement] | Refusal]
+# Placements on the axis that an operator names: of its operands, and of its result.
+Held = tuple[tuple[Placement, ...], Placement]
+Demand = Callable[[Call], Held | Refusal]
 
 
 def expand_dim(x: Tensor, dim: int) -> Tensor:
@@ -43,29 +45,36 @@ def _cut(call: Call, longer: TensorType) -> Placement | Refusal:
     return shard(dim, longer.shape[dim])
 
 
-def _expanded(call: Call) -> tuple[Placement, Placement] | Refusal:
+def _expanded(call: Call) -> Held | Refusal:
     cut = _cut(call, call.outputs[0])
-    return cut if isinstance(cut, Refusal) else (R, cut)
+    return cut if isinstance(cut, Refusal) else ((R,), cut)
 
 
-def _summed(call: Call) -> tuple[Placement, Placement] | Refusal:
+def _summed(call: Call) -> Held | Refusal:
     cut = _cut(call, call.operands[0])
-    return cut if isinstance(cut, Refusal) else (cut, P)
+    return cut if isinstance(cut, Refusal) else ((cut,), P)
 
 
-def _rule(held: _Held) -> Rule:
-    """Of the axis that the operator names."""
+def demanding(held: Demand) -> Rule:
+    """Of the axis that an operator names, whose values have to be held in one way there."""
 
     def check(call: Call, placements: Sequence[Placement]) -> tuple[Placement, ...] | Refusal:
         found = held(call)
         if isinstance(found, Refusal):
             return found
         before, after = found
-        return (after,) if tuple(placements) == (before,) else Refusal(f"its value has to be {before}")
+        if tuple(placements) == before:
+            return (after,)
+        return Refusal(f"its operands have to be {', '.join(map(str, before))}")
 
     def seed(call: Call, index: int, placement: Placement) -> Signature | Refusal:
-        found = check(call, (placement,))
-        return found if isinstance(found, Refusal) else Signature((placement,), found)
+        found = held(call)
+        if isinstance(found, Refusal):
+            return found
+        before, after = found
+        if placement != before[index]:
+            return Refusal(f"its operands have to be {', '.join(map(str, before))}")
+        return Signature(before, (after,))
 
     return Rule(seed=seed, check=check)
 
@@ -140,7 +149,7 @@ def _sum_elsewhere(self: Any, dim: int) -> Any:
 
 @partial(
     Operator,
-    rule=_rule(_expanded),
+    rule=demanding(_expanded),
     like=_expand_elsewhere,
     shape=_expanded_shape,
     lower=_lower_expand,
@@ -157,7 +166,7 @@ def expand_over(self: Any, dim: int, *, axis: str) -> Any:
 
 @partial(
     Operator,
-    rule=_rule(_summed),
+    rule=demanding(_summed),
     like=_sum_elsewhere,
     shape=_summed_shape,
     lower=_lower_sum,
@@ -173,4 +182,4 @@ def sum_over(self: Any, dim: int, *, axis: str) -> Any:
 
 
 # Which placements each has on the axis that it names, before and after.
-HELD: Mapping[Any, _Held] = {expand_over: _expanded, sum_over: _summed}
+HELD: Mapping[Any, Demand] = {expand_over: _expanded, sum_over: _summed}

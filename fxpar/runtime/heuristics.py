@@ -22,7 +22,7 @@ from torch._inductor.choices import InductorChoices
 from torch._inductor.runtime.hints import ReductionHint
 from torch._inductor.virtualized import V
 
-from fxpar.ops import copied  # noqa: F401 - defines the operators
+from fxpar.ops import copied, needed_copies  # noqa: F401 - define the operators
 
 # Elements of a row that a kernel holds at once.
 _ROW = 4096
@@ -36,6 +36,8 @@ _WAITING = (
     _ops.one_shot_rows.default,
     _ops.taken_sum.default,
     _ops.taken_rows.default,
+    _ops.gather_needed.default,
+    _ops.scatter_needed.default,
 )
 # Of each graph that is compiled, the names of its waits; and by what a send gives, the name of what it sends.
 _WAITS: weakref.WeakKeyDictionary[Any, frozenset[str]] = weakref.WeakKeyDictionary()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 
-from fxpar.analysis.handshakes import copyable, handshakes, is_sum
+from fxpar.analysis.handshakes import copyable, handshakes, is_shot, is_sum
 from fxpar.errors import CheckFailed
 from fxpar.exchange.mailbox import BUFFERS
 from fxpar.program.program import Program, describe, has_note, note
@@ -20,11 +20,11 @@ def check_buffers(program: Program) -> None:
     """Checks all that have a buffer.
 
     Raises:
-        CheckFailed: what has one cannot be copies, or not in one shot; two uses of one may be under way at once; or one
+        CheckFailed: what has one cannot be copies, or not in one shot, or in no other way; two uses of one may be under way at once; or one
             that opens or closes its part of the step has a buffer that another call may use next to it.
     """
     for node in (each for each in program.graph.nodes if has_note(each) and note(each).one_shot):
-        if not note(node).buffer or not is_sum(node):
+        if not note(node).buffer or not (is_sum(node) or is_shot(node)):
             reason = "is one_shot and no sum that has a buffer"
             raise CheckFailed(reason, where=describe(node), remedy="leave one_shot out")
     nodes = [node for node in program.graph.nodes if has_note(node) and note(node).buffer]
@@ -34,6 +34,9 @@ def check_buffers(program: Program) -> None:
     for node in nodes:
         if node not in known:
             raise CheckFailed("has a buffer and cannot be copies", where=describe(node), remedy="leave the buffer out")
+        if is_shot(node) and not note(node).one_shot:
+            reason = "has a buffer and is not one_shot, which its copies are"
+            raise CheckFailed(reason, where=describe(node), remedy="run the pass exchange again")
         if not 0 < note(node).buffer < BUFFERS:
             raise CheckFailed(f"has buffer {note(node).buffer} of {BUFFERS - 1}", where=describe(node), remedy=_REMEDY)
     for group in handshakes(program, nodes):

@@ -1,0 +1,247 @@
+"""Tokens for those ranks alone that hold experts that they chose, and the sums of what these make of them.
+
+Enters: nothing. Leaves: the records of `fxpar.expand_needed` and `fxpar.sum_needed`, each the other's adjoint. They are
+what an all-gather with `expand_over`, and `sum_over` with a reduce-scatter, would be if a rank got zeros in the place
+of tokens that chose none of its experts, and what it makes of those were left out of the sum. Where ranks copy into
+each other's memory nothing else travels; their process group carries all tokens, and what is not needed is masked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from fractions import Fraction
+from functools import partial
+from math import comb, prod
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from fxpar.exchange.needed import needs
+from fxpar.layout.layout import Placement, R, shard
+from fxpar.layout.symbols import divide, product
+from fxpar.ops import collectives as c
+from fxpar.ops import needed_copies as copies
+from fxpar.ops.onrank import OnRank
+from fxpar.ops.operator import Crossing, Gradients, OnShapes, Operator, Reverse, Run, Sent
+from fxpar.ops.over_ranks import Demand, Held, demanding
+from fxpar.program.coercions import axes_of
+from fxpar.program.program import TensorType, output_types, tensor_type
+from fxpar.signatures.calls import Call
+from fxpar.signatures.matmul import formula
+from fxpar.signatures.rule import Refusal, Rule
+
+
+def needed_part(experts: int, own: int, k: int) -> Fraction:
+    """Of all tokens, each with k of so many experts, how many chose one of the `own` of a rank, if any choice is alike.
+
+    The others chose k of those that the rank has not.
+    """
+    return Fraction(1) if k > experts - own else 1 - Fraction(comb(experts - own, k), comb(experts, k))
+
+
+# ---------------------------------------------------------------------- rules
+
+
+def _of_tokens(call: Call, lead: int) -> Placement | Refusal:
+    """How tokens are cut that stand behind so many leading dimensions: each rank has as many."""
+    tokens = call.operands[1].shape[-2]
+    if divide(tokens, call.n) is None:
+        return Refusal(f"{tokens} tokens are not those of {call.n} ranks", structural=True)
+    return shard(lead, tokens)
+
+
+def _of_ranks(call: Call, kind: TensorType) -> Placement | Refusal:
+    """How what each rank has of all tokens is cut."""
+    dim = len(kind.shape) - 3
+    if dim < 0 or kind.shape[dim] != call.n:
+        return Refusal(f"dimension {dim} of {kind} has no index for each of {call.n} ranks", structural=True)
+    return shard(dim, kind.shape[dim])
+
+
+def _expanded(call: Call) -> Held | Refusal:
+    before, after = _of_tokens(call, len(call.operands[0].shape) - 2), _of_ranks(call, call.outputs[0])
+    if isinstance(before, Refusal) or isinstance(after, Refusal):
+        return before if isinstance(before, Refusal) else after
+    return (before, R), after
+
+
+def _summed(call: Call) -> Held | Refusal:
+    before, after = _of_ranks(call, call.operands[0]), _of_tokens(call, len(call.outputs[0].shape) - 2)
+    if isinstance(before, Refusal) or isinstance(after, Refusal):
+        return before if isinstance(before, Refusal) else after
+    return (before, R), after
+
+
+def _apart(x: str, out: str) -> Rule:
+    """Of an axis that the operator does not name: leading dimensions and columns are apart, the first operand's sums."""
+    return Rule(formula(f"{x}, ... _ _ -> {out}", "self", "chosen"), (("self",),))
+
+
+# ---------------------------------------------------------------------- shapes and traffic
+
+
+def _ranks_of(call: OnShapes) -> int:
+    """How many have a part of what the shapes are of; 1 where they are the whole's."""
+    return prod(call.axes.get(axis, 1) for axis in axes_of(call.node))
+
+
+def _check_chosen(call: OnShapes, lead: tuple[int, ...], tokens: int) -> None:
+    _, chosen, own = call.args
+    if tuple(chosen.shape[:-2]) != lead or chosen.shape[-2] != tokens or chosen.is_floating_point():
+        raise ValueError(f"{list(chosen.shape)} of {chosen.dtype} are not the experts of {[*lead, tokens]} tokens")
+    if not isinstance(own, int) or own < 1:
+        raise ValueError(f"a rank has {own} experts")
+
+
+def _expanded_shape(call: OnShapes) -> Tensor:
+    (x, _, _), (out,) = call.args, call.outputs
+    *lead, own_tokens, width = x.shape
+    tokens = own_tokens * _ranks_of(call)
+    _check_chosen(call, tuple(lead), tokens)
+    if [*out.shape[:-3], *out.shape[-2:]] != [*lead, tokens, width] or out.dtype != x.dtype:
+        raise ValueError(f"tokens {list(x.shape)} of {x.dtype} cannot be {list(out.shape)} of {out.dtype}")
+    return out
+
+
+def _summed_shape(call: OnShapes) -> Tensor:
+    x = call.args[0]
+    *lead, _, tokens, width = x.shape
+    _check_chosen(call, tuple(lead), tokens)
+    found: Tensor = x.new_empty((*lead, tokens // _ranks_of(call), width))
+    return found
+
+
+def _traffic(crossing: Crossing) -> Iterator[Sent]:
+    """All tokens, of which a part is expected to travel where the ranks copy."""
+    call = crossing.call
+    tokens = min((*call.operands[:1], *call.outputs), key=lambda kind: len(kind.shape))
+    own, size = int(call.get("own")), product(tokens.shape) * tokens.dtype.itemsize
+    part = needed_part(call.n * own, own, int(call.operands[1].shape[-1]))
+    forward, backward = call.target.sends
+    yield Sent(forward, "forward", size, part)
+    if crossing.reached[0]:
+        yield Sent(backward, "backward", size, part)
+
+
+# ---------------------------------------------------------------------- what a rank runs
+
+
+def start_tokens(x: Tensor, group: str, size: int) -> Tensor:
+    """[n, …, t, f]: the tokens of all ranks, on their way."""
+    return c.start_gather(x, c.Group(group, size))
+
+
+def needed_tokens(started: Tensor, chosen: Tensor, own: int, index: Tensor) -> Tensor:
+    """Of `start_tokens` those that this rank needs, [… 1, n * t, f]."""
+    tokens = c.arrived(started).movedim(0, -3).flatten(-3, -2)
+    return _masked(tokens, chosen, own, index).unsqueeze(-3)
+
+
+def start_sums(x: Tensor, chosen: Tensor, own: int, group: str, size: int, index: Tensor) -> Tensor:
+    """[1, …, t, f]: the sums of what the ranks made of this one's tokens, on their way."""
+    made = _masked(x.squeeze(-3), chosen, own, index)
+    return c.start_scatter(made, (made.dim() - 2, [(1, None)]), c.Group(group, size))
+
+
+def needed_sums(started: Tensor) -> Tensor:
+    """Of `start_sums`."""
+    return c.arrived(started).squeeze(0)
+
+
+def _masked(x: Tensor, chosen: Tensor, own: int, index: Tensor) -> Tensor:
+    return torch.where(needs(chosen, own, index).unsqueeze(-1), x, x.new_zeros(()))
+
+
+def _lower_expand(node: fx.Node, rank: OnRank) -> Run:
+    (x, *choice), ranks = node.args, rank.ranks(node)
+    if ranks.copies is not None:
+        return Run(copies.expanded, (x, *choice, ranks.size, *ranks.copies))
+    start = (x, ranks.group, ranks.size)
+    return Run(start_tokens, start, finish=needed_tokens, rest=(*choice, ranks.index))
+
+
+def _lower_sum(node: fx.Node, rank: OnRank) -> Run:
+    ranks = rank.ranks(node)
+    if ranks.copies is not None:
+        return Run(copies.summed, (*node.args, ranks.size, *ranks.copies))
+    return Run(start_sums, (*node.args, ranks.group, ranks.size, ranks.index), finish=needed_sums)
+
+
+# ---------------------------------------------------------------------- derivatives
+
+
+def _back(call: Reverse, target: Operator) -> Gradients:
+    x, *choice = call.node.args
+    assert isinstance(x, fx.Node)
+    gradient, kind = call.tangents[0], output_types(x)[0]
+    assert gradient is not None
+    return call.call(target, gradient, *choice, kind=TensorType(tensor_type(gradient).dtype, kind.shape)), None
+
+
+def _expanded_derivative(call: Reverse) -> Gradients:
+    return _back(call, sum_needed)
+
+
+def _summed_derivative(call: Reverse) -> Gradients:
+    return _back(call, expand_needed)
+
+
+# ---------------------------------------------------------------------- records
+
+
+@partial(Operator, rule=_apart("... _ f", "... _ _ f"), shape=_expanded_shape, lower=_lower_expand)
+def _expand_elsewhere(self: Any, chosen: Any, own: int) -> Any:
+    """What expanding is on an axis that it does not name."""
+
+
+@partial(Operator, rule=_apart("... _ _ f", "... _ f"), shape=_summed_shape, lower=_lower_sum)
+def _sum_elsewhere(self: Any, chosen: Any, own: int) -> Any:
+    """What summing is on an axis that it does not name."""
+
+
+_record = partial(Operator, traffic=_traffic, copies=True, one_shot=True)
+
+
+@partial(
+    _record,
+    rule=demanding(_expanded),
+    like=_expand_elsewhere,
+    shape=_expanded_shape,
+    lower=_lower_expand,
+    sends=("all_gather", "reduce_scatter"),
+    derivative=_expanded_derivative,
+)
+def expand_needed(self: Any, chosen: Any, own: int, *, axis: str) -> Any:
+    """Tokens for each rank of the axis that needs them, S → S: [… n*t, f] → [… n, n*t, f], with n ranks.
+
+    Index r of the new dimension has the tokens that chose an expert of rank r, and zeros in the place of others.
+
+    Args:
+        self: t tokens of each rank, cut in that dimension.
+        chosen: i64[… n*t, K], of all tokens on all ranks: the experts of each. Those of rank r begin at r * own; what
+            is beyond the last rank's is nobody's.
+        own: experts of a rank.
+    """
+
+
+@partial(
+    _record,
+    rule=demanding(_summed),
+    like=_sum_elsewhere,
+    shape=_summed_shape,
+    lower=_lower_sum,
+    sends=("reduce_scatter", "all_gather"),
+    derivative=_summed_derivative,
+)
+def sum_needed(self: Any, chosen: Any, own: int, *, axis: str) -> Any:
+    """The sum of what the ranks of the axis made of each token that they needed, S → S: [… n, n*t, f] → [… n*t, f].
+
+    Args:
+        self: index r is what rank r made of all tokens; of those that it did not need it is left out.
+        chosen, own: as of `expand_needed`.
+    """
+
+
+# Which placements each has on the axis that it names, before and after.
+HELD: Mapping[Any, Demand] = {expand_needed: _expanded, sum_needed: _summed}
