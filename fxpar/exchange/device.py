@@ -1,9 +1,10 @@
 """Mailboxes between GPUs of one machine: copy engines write into the others' symmetric memory.
 
 Enters: a process group whose GPUs reach each other's memory. Leaves: a `Mailbox` whose copies run on a stream of their
-own. Nothing of it needs a multiprocessor: copies are the copy engines', and streams wait for flags and raise them by
+own. Nothing of that needs a multiprocessor: copies are the copy engines', and streams wait for flags and raise them by
 the driver's stream memory operations. A sum beside which nothing is computed is a kernel (`push_rows`, `push_kernels`,
-of more than two ranks `push_blocks`). All of it can be captured.
+of more than two ranks `push_blocks`), and so are rows of which values say where they go (`push_needed`). All of it can
+be captured.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import Tensor
 from fxpar.errors import InputError
 from fxpar.exchange.driver import copy, take_down, write_value
 from fxpar.exchange.mailbox import Mailbox
+from fxpar.exchange.needed import slot_stride
 from fxpar.exchange.row_programs import fits, sum_alone
 from fxpar.exchange.streams import current_stream, raw_stream
 from fxpar.exchange.sums import row_blocks
@@ -135,6 +137,22 @@ class DeviceMailbox(Mailbox):
             self.join(buffer)
             self.wait(buffer, 0)
         return push_blocks(text, x, self.rank, areas, self._kernel_flags(buffer), operands, is_sent)
+
+    def expanded(self, buffer: int, x: Tensor, chosen: Tensor, own: int) -> Tensor:
+        """By one kernel."""
+        from fxpar.exchange.push_needed import push_expanded
+
+        return push_expanded(x, chosen, own, self.rank, self._slots(buffer, x), self._kernel_flags(buffer))
+
+    def summed(self, buffer: int, x: Tensor, chosen: Tensor, own: int) -> Tensor:
+        """By one kernel."""
+        from fxpar.exchange.push_needed import push_summed
+
+        return push_summed(x, chosen, own, self.rank, self._slots(buffer, x[0]), self._kernel_flags(buffer))
+
+    def _slots(self, buffer: int, like: Tensor) -> Sequence[Tensor]:
+        """The areas of all ranks, with a slot like that [t, f] for each of them."""
+        return self.areas(buffer, self.size * slot_stride(len(like), like.shape[1] * like.itemsize))
 
     def _ends(self, buffer: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Of two ranks memory like `x` of the other and of this one, and the flags of both."""

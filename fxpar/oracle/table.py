@@ -98,6 +98,10 @@ COMMUNICATING: Mapping[str, str] = {
         "values decide how many rows travel: programs with it are checked by value",
     ),
     **dict.fromkeys(
+        ("fxpar.expand_needed", "fxpar.sum_needed"),
+        "it moves tokens between ranks: programs with it are checked by value",
+    ),
+    **dict.fromkeys(
         map(str, COMPOSITE_OF.values()),
         "it communicates inside: its ranks are simulated together, against the whole vocabulary (test_vocabulary)",
     ),

@@ -25,27 +25,33 @@ class Routed(nn.Module):
         routing: `learned`; `one` sends every token to the first experts; `some` none to the last ones; `ties` gives all
             experts one score.
         load: adds the squared mean load of experts to the loss, as models balance it.
+        experts, choices: how many there are, and of these of each token.
     """
 
-    def __init__(self, routing: str = "learned", load: bool = False) -> None:
+    def __init__(
+        self, routing: str = "learned", load: bool = False, experts: int = EXPERTS, choices: int = CHOICES
+    ) -> None:
         super().__init__()
-        self.routing, self.load = routing, load
-        self.words, self.router = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, EXPERTS)
-        self.gate_up = nn.Parameter(torch.randn(EXPERTS, 2 * INNER, WIDTH))
-        self.gate_up_bias = nn.Parameter(torch.randn(EXPERTS, 2 * INNER))
-        self.down = nn.Parameter(torch.randn(EXPERTS, WIDTH, INNER))
-        self.down_bias = nn.Parameter(torch.randn(EXPERTS, WIDTH))
+        self.routing, self.load, self.experts, self.choices = routing, load, experts, choices
+        self.words, self.router = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, experts)
+        self.gate_up = nn.Parameter(torch.randn(experts, 2 * INNER, WIDTH))
+        self.gate_up_bias = nn.Parameter(torch.randn(experts, 2 * INNER))
+        self.down = nn.Parameter(torch.randn(experts, WIDTH, INNER))
+        self.down_bias = nn.Parameter(torch.randn(experts, WIDTH))
         self.drop, self.head = nn.Dropout(0.2), nn.Linear(WIDTH, WORDS)
-        preferred = {"one": [9.0, 8.0, 0.0, 0.0], "some": [0.0, 0.0, 0.0, -99.0]}.get(routing, [0.0] * EXPERTS)
-        self.register_buffer("preferred", torch.tensor(preferred))
+        preferred = torch.zeros(experts)
+        if routing == "one":
+            preferred[:2] = torch.tensor([9.0, 8.0])
+        elif routing == "some":
+            preferred[-1] = -99.0
+        self.register_buffer("preferred", preferred)
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         """Both [b, s]."""
         x = self.words(ids)
         tokens = x.view(-1, WIDTH)
-        scores = self.router(tokens) * (0.0 if self.routing == "ties" else 1.0) + self.preferred
-        shares = scores.softmax(-1)
-        top = shares.topk(CHOICES)
+        shares = self.shares(tokens)
+        top = shares.topk(self.choices)
         made = experts(
             tokens,
             top.indices,
@@ -58,9 +64,14 @@ class Routed(nn.Module):
         logits = self.head(x + self.drop(made.view(x.shape)))
         loss = functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
         if self.load:
-            chosen = functional.one_hot(top.indices, EXPERTS).float().sum(1)
+            chosen = functional.one_hot(top.indices, self.experts).float().sum(1)
             loss = loss + (chosen.mean(0) * shares.mean(0)).sum()
         return loss
+
+    def shares(self, tokens: Tensor) -> Tensor:
+        """The router's, of tokens [t, WIDTH]."""
+        scores = self.router(tokens) * (0.0 if self.routing == "ties" else 1.0) + self.preferred
+        return scores.softmax(-1)
 
 
 def batch(length: int) -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 
 `equal`: trainings whose ranks copy beside those through NCCL; rank 0 prints which are equal to the bit on all ranks.
 `experts`: the same of experts on both, eager and as one graph.
+`needed`: of experts on more, whose tokens go to those GPUs alone that need them: equal to itself, near to NCCL.
 `lost`: rank 1 makes no more calls.
 `several`: each kind of copy between more ranks than there are GPUs.
 """
@@ -18,7 +19,8 @@ import torch.distributed as dist
 import fxpar
 from fxpar.exchange import mailbox
 from fxpar.exchange.device import DeviceMailbox
-from fxpar.ops import copied
+from fxpar.exchange.needed import needs
+from fxpar.ops import copied, needed_copies
 from tests.runtime.graphed import gpt2, llama, mixtral, train, words
 
 STEPS, MICROBATCHES = 12, 2
@@ -62,6 +64,21 @@ def compare_experts() -> None:
                 print(f"{way} {impl}: {'equal' if int(same) else 'different'}", flush=True)
 
 
+def compare_needed() -> None:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    size = int(os.environ["WORLD_SIZE"])
+    for impl in ("none", "full_iteration"):
+        batches = words(STEPS, MICROBATCHES)
+        plan: dict[str, Any] = {"dp": size, "ep": size, "dispatch": "allgather", "cost": COSTS["copies"]}
+        plain = train(partial(mixtral, 128, 2), batches, impl, exchange="nccl", **plan)
+        first, second = (train(partial(mixtral, 128, 2), batches, impl, exchange="copy", **plan) for _ in range(2))
+        near = all(abs(a - b) < 1e-2 * abs(b) for a, b in zip(first.losses, plain.losses, strict=True))
+        same = torch.tensor(int(first == second and near), device="cuda")
+        dist.all_reduce(same, op=dist.ReduceOp.MIN)
+        if dist.get_rank() == 0:
+            print(f"{impl}: {'equal' if int(same) else 'different'}", flush=True)
+
+
 def lose() -> None:
     torch.manual_seed(0)
     batch = words(1)[0]
@@ -94,7 +111,16 @@ def several() -> None:
         sent = copied.start_exchange(own, *cut, size, "several", 4)
         exchanged = copied.exchanged(sent, 0, cut[1], "several", 4)
         shot = copied.sum_in_one_shot(own, "several", 5)
+        # Experts of each token, two a rank and some beyond them; and what each rank made of all tokens.
+        chosen = torch.randint(0, 2 * size + 2, (len(own), 3), generator=torch.Generator().manual_seed(turn)).to(device)
+        tokens = len(own) // size  # of each rank
+        expanded = needed_copies.expanded(own[:tokens], chosen, 2, size, "several", 6)
+        summed = needed_copies.summed(own.unsqueeze(0), chosen, 2, size, "several", 7)
         torch.cuda.synchronize()
+        wanted = needs(chosen, 2, rank).unsqueeze(-1)
+        assert torch.equal(expanded[0], torch.cat([part[:tokens] for part in parts]).where(wanted, 0))
+        made = [part.where(needs(chosen, 2, r).unsqueeze(-1), 0) for r, part in enumerate(parts)]
+        assert torch.equal(summed, torch.stack(made).sum(0)[rank * tokens : (rank + 1) * tokens])
         assert torch.equal(total, whole.sum(0))
         assert torch.equal(shot, whole.sum(0))
         assert torch.equal(gathered, whole.flatten(0, 1))
@@ -107,4 +133,5 @@ def several() -> None:
 
 if __name__ == "__main__":
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
-    {"equal": compare, "experts": compare_experts, "lost": lose, "several": several}[sys.argv[1]]()
+    jobs = {"equal": compare, "experts": compare_experts, "needed": compare_needed, "lost": lose, "several": several}
+    jobs[sys.argv[1]]()
