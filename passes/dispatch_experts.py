@@ -60,6 +60,12 @@ def dispatch_experts(program: Program) -> Program:
     `insert_collectives` puts an all-gather where `expand_over` asks for it, and behind `sum_over` a reduce-scatter. A
     token travels once to a rank, however many of its experts are there.
 
+    Where ranks copy into each other's memory and enough tokens have no expert on a rank (`gathered_rows.picked_part`),
+    those do not travel there::
+
+        %tokens = fxpar.expand_needed[dp](%x_own, %indices_all, 4) : f32[2, 2*b*s, 64]
+        %sums = fxpar.sum_needed[dp](%y_summed, %indices_all, 4) : f32[2*b*s, 64]
+
     With a `receive_budget` buffers have fewer places. Rows without one are left out, and an output says how many they
     are (`fxpar.excess.…`): what was computed is not to be used then.
 

@@ -5,7 +5,7 @@ Enters: the rows of a sort by expert (`routed_rows`). Leaves: each operation on 
 
 A token that chooses K of E experts has as a rule several on each of a few ranks: in blocks of rows it would travel once
 for each of them. Here it travels once, and so does what a holder makes of it: the sum over its experts. Where many
-tokens have none on a rank, and ranks copy into each other's memory, those do not travel there (`sends_needed`).
+tokens have none on a rank, and ranks copy into each other's memory, those do not travel there (`picked_part`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fxpar.ops.over_ranks import expand_over, sum_over
 from fxpar.passes.limited_rows import share
 from fxpar.passes.routed_rows import Routed
 from fxpar.passes.static_rows import StaticRows
-from fxpar.program.program import Program, TensorType, tensor_type
+from fxpar.program.program import Program, TensorType, tensor_type, update
 
 aten, fxp = torch.ops.aten, torch.ops.fxpar
 # Of the tokens of others which part a rank may need, so that it is worth a kernel to leave out the rest: copy engines,
@@ -58,8 +58,8 @@ def gathers(program: Program, region: Routed, holders: Mapping[str, int]) -> boo
     return places >= 1
 
 
-def sends_needed(program: Program, region: Routed, holders: Mapping[str, int]) -> bool:
-    """Whether holders get those tokens alone that they need, where ranks copy into each other's memory.
+def picked_part(program: Program, region: Routed, holders: Mapping[str, int]) -> Fraction | None:
+    """Of the tokens of others which part a rank is expected to need, where copies can pick them; None elsewhere.
 
     Between more than two ranks the plan has to ask for copies, since NCCL is faster otherwise
     (`fxpar.runtime.mailboxes`), and its collectives know no rows.
@@ -67,8 +67,14 @@ def sends_needed(program: Program, region: Routed, holders: Mapping[str, int]) -
     plan, ranks = program.plan, prod(holders.values())
     copies = plan.exchange == "copy" or (plan.exchange == "auto" and ranks == 2)
     if not copies or len(holders) != 1 or not holders.keys() <= plan.axes_for(Cuts.BATCH).keys():
-        return False
-    return needed_part(region.experts, region.experts // ranks, region.k) < MOST_NEEDED
+        return None
+    return needed_part(region.experts, region.experts // ranks, region.k)
+
+
+def _why(part: Fraction) -> str:
+    few, most = part < MOST_NEEDED, f"{float(MOST_NEEDED):.0%}"
+    needs = f"a rank needs {float(part):.1%} of the tokens"
+    return f"{needs}, less than {most}: it gets these alone" if few else f"{needs}, not less than {most}: it gets all"
 
 
 class GatheredRows(StaticRows):
@@ -79,7 +85,9 @@ class GatheredRows(StaticRows):
     """
 
     def __init__(self, program: Program, region: Routed, holders: Mapping[str, int]) -> None:
-        self._is_needed = sends_needed(program, region, holders)
+        part = picked_part(program, region, holders)
+        self._is_needed = part is not None and part < MOST_NEEDED
+        self._origin = "" if part is None else _why(part)
         super().__init__(program, region, holders)
 
     def _is_shared(self, program: Program) -> bool:
@@ -190,7 +198,7 @@ class GatheredRows(StaticRows):
     def _tokens_of_all(self, value: fx.Node) -> fx.Node:
         """[lead, n, f] → [here, sources * n, f]: those that a holder needs, or all. Of several rows a token has all."""
         if not self._is_needed:
-            return self._of_all(value)
+            return self._told(self._of_all(value))
         emit, (*_, rows, width) = self.emit, tensor_type(value).shape
         own = tensor_type(self._own_tokens).shape[-2]
         times = divide(rows, own)
@@ -200,8 +208,12 @@ class GatheredRows(StaticRows):
         ((place, (axis, ranks)),) = enumerate(self.holders.items(), len(self.outer))
         shape = tensor_type(one).shape
         kind = TensorType(tensor_type(one).dtype, (*shape[:place], ranks, *shape[place:]))
-        made = emit.call(expand_needed, (one, self._chosen, self.own), kind, axis=axis)
+        made = self._told(emit.call(expand_needed, (one, self._chosen, self.own), kind, axis=axis))
         return emit.view(made, (*self.here, -1, width), (*self.here, simplify(rows * self.sources), width))
+
+    def _told(self, node: fx.Node) -> fx.Node:
+        """The node, with the reason why its tokens travel as they do where there are two ways."""
+        return update(node, origin=self._origin) if self._origin else node
 
     def _of_all(self, value: fx.Node) -> fx.Node:
         """[lead, n, f] → [here, sources * n, f]: what each source has, for each holder."""
@@ -233,6 +245,7 @@ class GatheredRows(StaticRows):
                 value = emit.call(sum_needed, (value, self._chosen, self.own), kind, axis=axis)
             else:
                 value = emit.call(sum_over, (value, place), kind, axis=axis)
+            self._told(value)
         width = tensor_type(value).shape[-1]
         merged = tuple(self.lead[i] for i in self.merged)
         own = tensor_type(self._own_tokens).shape[-2]

@@ -242,6 +242,12 @@ def _show_comm(stdout: Console, name: str, program: Program, found: Sequence[Tra
     order = "In the order of a compiled step, by the constants of the plan's cost"
     waits = "" if program.plan.compile else "; without compile=True each is waited for at once"
     stdout.print(f"\n{order}{waits}.", soft_wrap=True)
+    for part in sorted({each.collective.part for each in found} - {1.0}):
+        stdout.print(
+            "Bytes of tokens for experts are the most that may travel. Of copies "
+            f"{part:.1%} are expected to, if each choice of experts is as likely as any other; times are of these.",
+            soft_wrap=True,
+        )
 
 
 def _row(each: Travel, *, several: bool) -> tuple[str, ...]:

@@ -4,10 +4,10 @@ Enters: a rank's tensor, the experts that all tokens chose, memory of all ranks 
 of all. Leaves: what `fxpar.exchange.needed` gives, to the bit. Needs Triton.
 
 Programs of two kinds run beside each other: the first write the rows that others need into their memory, and raise a
-flag behind each chunk of rows, whether anything of it was needed or not; the others wait for a chunk and read of it what
-is needed. Which rows that is both find in the choice. So nothing waits for the host, no size depends on the routing, and
-what stands in the memory from before is never read. The first kind waits for nobody and comes first to the
-multiprocessors: the kernel ends however few of its programs run at once.
+flag behind each chunk of rows, whether anything of it was needed or not; the others wait for a chunk and read what is
+needed of it. Which rows these are both find in the choice. So nothing waits for the host, no size depends on the
+routing, and what stands in the memory from before is never read. The first kind waits for nobody and comes first to
+the multiprocessors: the kernel ends however few of its programs run at once.
 """
 
 from __future__ import annotations
@@ -219,10 +219,7 @@ def source(way: str, size: int, rank: int, dtype: torch.dtype) -> str:
 
 
 def _expanding(others: Sequence[int], size: int, rank: int) -> str:
-    stores = [
-        f"tl.store(area{i}_ptr + {rank} * slot + at, value, mask=needs{i}[:, None] & is_column)"
-        for i in others
-    ]
+    stores = [f"tl.store(area{i}_ptr + {rank} * slot + at, value, mask=needs{i}[:, None] & is_column)" for i in others]
     needed = [*_needs(others), f"any_needs = {' | '.join(f'needs{i}' for i in others)}"]
     return _EXPAND.format(
         size=size,

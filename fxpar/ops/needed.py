@@ -61,20 +61,20 @@ def _of_ranks(call: Call, kind: TensorType) -> Placement | Refusal:
 
 def _expanded(call: Call) -> Held | Refusal:
     before, after = _of_tokens(call, len(call.operands[0].shape) - 2), _of_ranks(call, call.outputs[0])
-    if isinstance(before, Refusal) or isinstance(after, Refusal):
-        return before if isinstance(before, Refusal) else after
-    return (before, R), after
+    if isinstance(before, Refusal):
+        return before
+    return after if isinstance(after, Refusal) else ((before, R), after)
 
 
 def _summed(call: Call) -> Held | Refusal:
     before, after = _of_ranks(call, call.operands[0]), _of_tokens(call, len(call.outputs[0].shape) - 2)
-    if isinstance(before, Refusal) or isinstance(after, Refusal):
-        return before if isinstance(before, Refusal) else after
-    return (before, R), after
+    if isinstance(before, Refusal):
+        return before
+    return after if isinstance(after, Refusal) else ((before, R), after)
 
 
 def _apart(x: str, out: str) -> Rule:
-    """Of an axis that the operator does not name: leading dimensions and columns are apart, the first operand's sums."""
+    """Of an axis that the operator does not name: leading dimensions and columns are apart."""
     return Rule(formula(f"{x}, ... _ _ -> {out}", "self", "chosen"), (("self",),))
 
 

@@ -75,4 +75,5 @@ def summed(x: Tensor, chosen: Tensor, own: int, size: int, name: str, buffer: in
 
 def _by_rank(x: Tensor, size: int) -> Tensor:
     """[… n * t, f] → [n, … * t, f]: what is of the tokens of each rank."""
-    return x.unflatten(-2, (size, x.shape[-2] // size)).movedim(-3, 0).flatten(1, -2)
+    apart: Tensor = x.unflatten(-2, (size, x.shape[-2] // size))
+    return apart.movedim(-3, 0).flatten(1, -2)

@@ -121,7 +121,8 @@ class Plan:
         dispatch: how tokens come to the ranks that hold their experts. `static`: so that no size depends on the routing
             and nothing waits for the host, in whichever of two ways less travels. `allgather`: each of those ranks gets
             the tokens of all, computes the rows of its experts, and sums of these go back; not where tensor parallel
-            ranks share tokens that data ranks send. `alltoall`: rows travel, in buffers of as many places as tokens may
+            ranks share tokens that data ranks send. Where they copy (`exchange`) it gets those alone that it needs, if
+            these are expected to be less than nine tenths. `alltoall`: rows travel, in buffers of as many places as tokens may
             ever need. `exact`: the rows alone; how many each rank gets is copied to the host while rows are sorted, and
             awaited in front of the first all-to-all. With it nothing is compiled, nor captured as CUDA graphs.
         receive_budget: of dispatch other than `exact`, how many places its buffers have, as a multiple, of at least 1,

@@ -80,7 +80,7 @@ class Note:
         uncaptured: why no CUDA graph can hold the node of a step, or is to; empty where one can.
         stages: of a pipeline, that of the node; of a parameter, those that read it.
         buffer: through which ranks copy into each other's memory; 0 where they send through their process group.
-        one_shot: whether one kernel copies, waits and adds, as nothing is computed beside it, or sends chosen rows.
+        one_shot: whether one kernel copies, waits and adds, as nothing is computed beside it, or picks rows.
     """
 
     type: ValueType = None

@@ -268,6 +268,7 @@ def _traffic(listed: Iterable[Collective], program: Program, why_not: Mapping[st
             sum(not why_not[c.node] for c in mine),
             sum(note(program.node(c.node)).one_shot for c in mine),
             tuple(sorted({why_not[c.node] for c in mine} - {""})),
+            round(sum(c.bytes * c.part for c in mine if c.part < 1 and not why_not[c.node])),
         )
         for (axis, phase, op), mine in groups.items()
     )

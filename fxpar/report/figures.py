@@ -41,8 +41,10 @@ class Traffic:
         bytes: of the whole values (what an all-gather yields, a reduction takes in), all together.
         formula: the same in closed form.
         copied: how many of them are copies between the ranks' memories.
-        one_shot: how many of these are one kernel, as nothing is computed beside them.
+        one_shot: how many of these are one kernel, as nothing is computed beside them, or as it picks the rows.
         reasons: why the others go through the process group.
+        needed: bytes of the copied ones that are expected to travel, where these are tokens for ranks that need them
+            alone; 0 where nothing is picked.
     """
 
     op: str
@@ -54,6 +56,7 @@ class Traffic:
     copied: int = 0
     one_shot: int = 0
     reasons: tuple[str, ...] = ()
+    needed: int = 0
 
 
 @dataclass(frozen=True)

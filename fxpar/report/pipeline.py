@@ -110,6 +110,7 @@ def _traffic(found: Sequence[Report]) -> tuple[Traffic, ...]:
             copied=sum(one.copied for one in mine),
             one_shot=sum(one.one_shot for one in mine),
             reasons=tuple(sorted({reason for one in mine for reason in one.reasons})),
+            needed=sum(one.needed for one in mine),
             formula=_sum([one.formula for one in mine]),
         )
         for mine in groups.values()

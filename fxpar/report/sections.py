@@ -156,7 +156,16 @@ def _collectives(report: Report) -> Section:
     if copied:
         notes.append(f"Copies go into {amount(report.copied_into)} of each rank's memory.")
     if shots:
-        notes.append("Of the copies those in one shot are sums of one kernel each: nothing is computed beside them.")
+        notes.append(
+            "Of the copies those in one shot are one kernel each: sums beside which nothing is computed, and tokens of "
+            "which it picks those that a rank needs."
+        )
+    notes += [
+        f"Of the bytes of {c.axis} {c.phase} {c.op} those of tokens for experts are the most that may travel; "
+        f"of copies {amount(c.needed)} are expected to, if each choice of experts is as likely as any other."
+        for c in report.collectives
+        if c.needed
+    ]
     reasons: dict[str, list[str]] = {}
     for c in report.collectives:
         for reason in c.reasons:

@@ -20,8 +20,9 @@ def check_buffers(program: Program) -> None:
     """Checks all that have a buffer.
 
     Raises:
-        CheckFailed: what has one cannot be copies, or not in one shot, or in no other way; two uses of one may be under way at once; or one
-            that opens or closes its part of the step has a buffer that another call may use next to it.
+        CheckFailed: what has one cannot be copies, or not in one shot, or in no other way; two uses of one may be under
+            way at once; or one that opens or closes its part of the step has a buffer that another call may use next to
+            it.
     """
     for node in (each for each in program.graph.nodes if has_note(each) and note(each).one_shot):
         if not note(node).buffer or not (is_sum(node) or is_shot(node)):

@@ -71,7 +71,8 @@ class Routed(nn.Module):
     def shares(self, tokens: Tensor) -> Tensor:
         """The router's, of tokens [t, WIDTH]."""
         scores = self.router(tokens) * (0.0 if self.routing == "ties" else 1.0) + self.preferred
-        return scores.softmax(-1)
+        found: Tensor = scores.softmax(-1)
+        return found
 
 
 def batch(length: int) -> dict[str, Tensor]:

@@ -119,8 +119,8 @@ def several() -> None:
         torch.cuda.synchronize()
         wanted = needs(chosen, 2, rank).unsqueeze(-1)
         assert torch.equal(expanded[0], torch.cat([part[:tokens] for part in parts]).where(wanted, 0))
-        made = [part.where(needs(chosen, 2, r).unsqueeze(-1), 0) for r, part in enumerate(parts)]
-        assert torch.equal(summed, torch.stack(made).sum(0)[rank * tokens : (rank + 1) * tokens])
+        terms = [part.where(needs(chosen, 2, r).unsqueeze(-1), 0) for r, part in enumerate(parts)]
+        assert torch.equal(summed, torch.stack(terms).sum(0)[rank * tokens : (rank + 1) * tokens])
         assert torch.equal(total, whole.sum(0))
         assert torch.equal(shot, whole.sum(0))
         assert torch.equal(gathered, whole.flatten(0, 1))

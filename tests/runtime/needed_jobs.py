@@ -112,7 +112,8 @@ def each_way(dtype: torch.dtype, lead: tuple[int, ...], tokens: int, choices: in
     )
     name, width, own = f"needed/{world.agreement.module}", 6, 3
     mailbox.register(name, made.open())
-    chosen = torch.randint(0, size * own + 2, (*lead, size * tokens, choices), generator=torch.Generator().manual_seed(7))
+    shape = (*lead, size * tokens, choices)
+    chosen = torch.randint(0, size * own + 2, shape, generator=torch.Generator().manual_seed(7))
     generator = torch.Generator().manual_seed(world.rank)
     x = torch.randint(-9, 9, (*lead, width, tokens), generator=generator).to(dtype).transpose(-1, -2)
     y = torch.randint(-9, 9, (*lead, 1, size * tokens, width), generator=generator).to(dtype)

@@ -73,7 +73,7 @@ def test_the_report_tells_which_are_copies(world2: World) -> None:
     assert sum(count for count, _ in copied) > 0 == sum(count for count, _ in sent)
     assert [count for _, count in copied] == [count for _, count in sent]
     assert "of each rank's memory" in text
-    assert "in one shot are sums of one kernel each" in text
+    assert "in one shot are one kernel each" in text
     assert "the plan's exchange is 'nccl'" in why
     assert "its ranks are no GPUs of one machine" in known
 
