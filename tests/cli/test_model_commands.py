@@ -153,7 +153,7 @@ def test_bisect_of_right_passes_finds_no_culprit(small: str) -> None:
 
 
 def test_comm_lists_megatrons_collectives(communicated: Any) -> None:
-    keys = {"op", "axis", "phase", "node", "bytes", "bytes_formula", "seconds", "beside", "exposed"}
+    keys = {"op", "axis", "phase", "node", "bytes", "bytes_formula", "part", "seconds", "beside", "exposed"}
     assert all(set(c) == keys for c in communicated)
     assert {c["op"] for c in communicated} == {"all_reduce"}
     counted = Counter((c["phase"], c["bytes"], c["bytes_formula"]) for c in communicated)
