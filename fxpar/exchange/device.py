@@ -152,7 +152,7 @@ class DeviceMailbox(Mailbox):
 
     def _slots(self, buffer: int, like: Tensor) -> Sequence[Tensor]:
         """The areas of all ranks, with a slot like that [t, f] for each of them."""
-        return self.areas(buffer, self.size * slot_stride(len(like), like.shape[1] * like.itemsize))
+        return self.areas(buffer, self.size * slot_stride(like))
 
     def _ends(self, buffer: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Of two ranks memory like `x` of the other and of this one, and the flags of both."""

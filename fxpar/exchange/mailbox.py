@@ -188,8 +188,11 @@ class Mailbox(ABC):
 
     def poison(self, buffer: int, x: Tensor) -> None:
         """Overwrites what came for the sum of x [rows, width], which was read."""
+        self.poison_area(buffer, x.nbytes if self.size == 2 else row_blocks(x, self.size).bytes)
+
+    def poison_area(self, buffer: int, size: int) -> None:
+        """Overwrites this rank's area of so many bytes, which was read."""
         if self.poisons:
-            size = x.nbytes if self.size == 2 else row_blocks(x, self.size).bytes
             self.areas(buffer, size)[self.rank].fill_(0xFF)
 
     def close(self) -> None:

@@ -12,7 +12,6 @@ on, `own` of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,9 +31,9 @@ def needs(chosen: Tensor, own: int, rank: int | Tensor) -> Tensor:
     return torch.div(chosen, own, rounding_mode="floor").eq(rank).any(-1)
 
 
-def slot_stride(tokens: int, row_bytes: int) -> int:
-    """Bytes of an area from the slot of a rank to that of the next one."""
-    return -(-tokens * row_bytes // _GRAIN) * _GRAIN
+def slot_stride(like: Tensor) -> int:
+    """Bytes of an area from the slot of a rank to that of the next one, each for rows like [t, f]."""
+    return -(-like.nbytes // _GRAIN) * _GRAIN
 
 
 def expanded(line: Mailbox, buffer: int, x: Tensor, chosen: Tensor, own: int) -> Tensor:
@@ -46,7 +45,7 @@ def expanded(line: Mailbox, buffer: int, x: Tensor, chosen: Tensor, own: int) ->
     Returns:
         [n, t, f], zero where it needs nothing.
     """
-    stride = slot_stride(len(x), x.shape[1] * x.itemsize)
+    stride = slot_stride(x)
     areas = line.areas(buffer, stride * line.size)
     with line.beside(buffer, x):
         for rank in line.others:
@@ -55,9 +54,7 @@ def expanded(line: Mailbox, buffer: int, x: Tensor, chosen: Tensor, own: int) ->
     line.join(buffer)
     line.wait(buffer, 0)
     came = [x if r == line.rank else _part(areas[line.rank], stride * r, x) for r in range(line.size)]
-    found = torch.stack([_only(part, needs(chosen[r], own, line.rank)) for r, part in enumerate(came)])
-    _poison(line, areas)
-    return found
+    return torch.stack([_only(part, needs(chosen[r], own, line.rank)) for r, part in enumerate(came)])
 
 
 def summed(line: Mailbox, buffer: int, x: Tensor, chosen: Tensor, own: int) -> Tensor:
@@ -70,7 +67,7 @@ def summed(line: Mailbox, buffer: int, x: Tensor, chosen: Tensor, own: int) -> T
         [t, f].
     """
     like = x[line.rank]
-    stride = slot_stride(len(like), like.shape[1] * x.itemsize)
+    stride = slot_stride(like)
     areas = line.areas(buffer, stride * line.size)
     with line.beside(buffer, x):
         for rank in line.others:
@@ -79,20 +76,12 @@ def summed(line: Mailbox, buffer: int, x: Tensor, chosen: Tensor, own: int) -> T
     line.join(buffer)
     line.wait(buffer, 0)
     came = [like if r == line.rank else _part(areas[line.rank], stride * r, like) for r in range(line.size)]
-    found = added([_only(part, needs(chosen[line.rank], own, r)) for r, part in enumerate(came)])
-    _poison(line, areas)
-    return found
+    return added([_only(part, needs(chosen[line.rank], own, r)) for r, part in enumerate(came)])
 
 
 def copy_rows(there: Tensor, rows: Tensor, needed: Tensor) -> None:
     """Writes the rows that are needed, bool[t], of [t, f], into memory of another rank."""
     there[needed] = rows[needed]
-
-
-def _poison(line: Mailbox, areas: Sequence[Tensor]) -> None:
-    """Overwrites what came, which was read."""
-    if line.poisons:
-        areas[line.rank].fill_(0xFF)
 
 
 def _part(area: Tensor, begin: int, like: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ import triton.language as tl
 
 
 @triton.jit
-def kernel(
+def push_needed_kernel(
     x_ptr, chosen_ptr, out_ptr, {areas} {flags}
     rows, stride, chunks, chunk_rows, own,
     SENDING: tl.constexpr, TAKING: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
@@ -189,7 +189,7 @@ def _run(
         *(area.view(x.dtype) for area in areas),
         *flags,
         rows,
-        slot_stride(rows, width * x.itemsize) // x.itemsize,
+        slot_stride(like) // x.itemsize,
         max(1, triton.cdiv(rows, chunk_rows)),  # of no tokens too the ranks wait for each other
         chunk_rows,
         own,
@@ -206,7 +206,7 @@ def _run(
 
 @cache
 def _kernel(way: str, size: int, rank: int, dtype: torch.dtype) -> Any:
-    return PyCodeCache.load(source(way, size, rank, dtype)).kernel
+    return PyCodeCache.load(source(way, size, rank, dtype)).push_needed_kernel
 
 
 def source(way: str, size: int, rank: int, dtype: torch.dtype) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from fxpar.exchange.mailbox import mailbox
+from fxpar.exchange.needed import slot_stride
 from fxpar.ops.torch_operators import torch_operator
 
 
@@ -28,6 +29,7 @@ def gather_needed(x: Tensor, chosen: Tensor, own: int, name: str, buffer: int) -
     line = mailbox(name)
     line.begin(buffer)
     found = line.expanded(buffer, x.contiguous(), chosen.contiguous(), own)
+    line.poison_area(buffer, slot_stride(x) * line.size)
     line.end(buffer)
     return found
 
@@ -51,6 +53,7 @@ def scatter_needed(x: Tensor, chosen: Tensor, own: int, name: str, buffer: int) 
     line = mailbox(name)
     line.begin(buffer)
     found = line.summed(buffer, x.contiguous(), chosen.contiguous(), own)
+    line.poison_area(buffer, slot_stride(found) * line.size)
     line.end(buffer)
     return found
 

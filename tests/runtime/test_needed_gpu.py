@@ -44,7 +44,8 @@ def test_each_rank_has_what_it_needs(
     values = [torch.randn(shape, device="cuda").to(dtype) for _ in range(ranks)]
     chosen = torch.randint(0, ranks * own + 2, (ranks, tokens, choices), device="cuda")
     run = push_needed.push_expanded if way == "expand" else push_needed.push_summed
-    size = -(-ranks * slot_stride(tokens, width * values[0].itemsize) // 4096) * 4096
+    stride = slot_stride(values[0] if way == "expand" else values[0][0])
+    size = -(-ranks * stride // 4096) * 4096
     areas = [[torch.full((size,), 0xFF, dtype=torch.uint8, device="cuda") for _ in range(ranks)] for _ in range(2)]
     flags = [[torch.zeros(FLAGS, dtype=torch.int32, device="cuda") for _ in range(ranks)] for _ in range(2)]
     for rank in range(ranks):  # a rank's kernel cannot be loaded while another's waits for it: here all flags are up
@@ -68,7 +69,7 @@ def test_each_rank_has_what_it_needs(
                 parts = [torch.where(needs(chosen[rank], own, r)[:, None], values[r][rank], zero) for r in range(ranks)]
                 assert torch.equal(made, added(parts))
         for rank, area in enumerate(areas[turn]):  # what was not sent is as it was
-            row_bytes, stride = width * values[0].itemsize, slot_stride(tokens, width * values[0].itemsize)
+            row_bytes = width * values[0].itemsize
             for r in (r for r in range(ranks) if r != rank):
                 rows = area[stride * r :][: tokens * row_bytes].view(tokens, row_bytes)
                 sent = needs(chosen[r], own, rank) if way == "expand" else needs(chosen[rank], own, r)
