@@ -120,11 +120,10 @@ class Plan:
         half: 2 in a program of halves until the pass `interleave_halves` has unrolled them; not to be given.
         dispatch: how tokens come to the ranks that hold their experts. `static`: so that no size depends on the routing
             and nothing waits for the host, in whichever of two ways less travels. `allgather`: each of those ranks gets
-            the tokens of all, computes the rows of its experts, and sums of these go back; not where tensor parallel
-            ranks share tokens that data ranks send. Where they copy (`exchange`) it gets those alone that it needs, if
-            these are expected to be less than nine tenths. `alltoall`: rows travel, in buffers of as many places as tokens may
-            ever need. `exact`: the rows alone; how many each rank gets is copied to the host while rows are sorted, and
-            awaited in front of the first all-to-all. With it nothing is compiled, nor captured as CUDA graphs.
+            the tokens of all, or where they copy (`exchange`) those that it needs if that is less than nine tenths, and
+            sums of what its experts make of them go back; not where tensor parallel ranks share tokens that data ranks
+            send. `alltoall`: rows travel, in buffers of as many places as tokens may ever need. `exact`: rows alone;
+            how many is on the host in front of the all-to-all: nothing is compiled, nor captured as CUDA graphs.
         receive_budget: of dispatch other than `exact`, how many places its buffers have, as a multiple, of at least 1,
             of what they need where the load is even, and no more than tokens may ever need. A training step in which
             more rows come is noticed behind its backward, before its gradients count, and repeated with buffers of as
