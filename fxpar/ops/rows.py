@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 NO_ROW = -1
-# What rows hold that nobody reads, where it costs nothing to say so; tests set a value that is no number.
-UNREAD = 0.0
+# What rows hold that nobody reads, where it costs nothing to say so; tests set a value that is no number. An integer,
+# which does not make floats of integers.
+UNREAD: float = 0
 _HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -90,7 +91,7 @@ def take(x: Tensor, weights: Tensor | None, order: Tensor, k: int, dtype: torch.
 
 def nobodys(fill: bool) -> float:
     """What rows hold that are nobody's."""
-    return 0.0 if fill else UNREAD
+    return 0 if fill else UNREAD
 
 
 def places_of(order: Tensor, tokens: int, k: int) -> Tensor:

@@ -141,3 +141,10 @@ def test_operators_leave_what_they_may(monkeypatch: pytest.MonkeyPatch) -> None:
         for each in made:
             assert each[:2].isfinite().all()
             assert (each[2] == 0).all() if fill else each[2].isnan().all()
+
+
+def test_integers_stay_what_they_are() -> None:
+    """As floats the last digits of large ones would be lost."""
+    x = torch.tensor([[2**53 + 1], [2**24 + 1]])
+    for fill in (True, False):
+        assert take_rows(x, torch.tensor([1, 0, -1]), 1, fill).flatten().tolist() == [2**24 + 1, 2**53 + 1, 0]
