@@ -156,31 +156,38 @@ def test_what_a_norm_keeps_is_computed_again_where_it_is_read(recompute: str) ->
 
 
 class _Beside(torch.nn.Module):
-    """Layers of two blocks beside each other, each with a norm, on tokens first, of which one is left out."""
+    """Layers of two blocks beside each other, each with a norm, on tokens first, of which one is left out.
 
-    def __init__(self, layers: int, width: int = 12) -> None:
+    Args:
+        told: whether the loss reads the norms of all layers, in front of their weights.
+    """
+
+    def __init__(self, layers: int, told: bool, width: int = 12) -> None:
         super().__init__()
+        self.told = told
         linears = [(width, 2 * width), (2 * width, width)] * 2 * layers
         self.linears = torch.nn.ModuleList(torch.nn.Linear(*sizes) for sizes in linears)
         self.weights = torch.nn.ParameterList(torch.rand(width) for _ in range(2 * layers + 1))
         self.head = torch.nn.Linear(width, 5)
 
-    def _norm(self, x: Tensor, i: int) -> Tensor:
-        found: Tensor = self.weights[i] * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6))
-        return found
+    def _norm(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
 
-    def _block(self, x: Tensor, i: int) -> Tensor:
-        found: Tensor = self.linears[2 * i + 1](torch.relu(self.linears[2 * i](self._norm(x, i))))
+    def _block(self, norm: Tensor, i: int) -> Tensor:
+        found: Tensor = self.linears[2 * i + 1](torch.relu(self.linears[2 * i](self.weights[i] * norm)))
         return found
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
-        x = x.transpose(0, 1)[1:]
+        x, norms = x.transpose(0, 1)[1:], []
         for i in range(0, len(self.weights) - 1, 2):
-            x = x + self._block(x, i) + self._block(x, i + 1)
-        return {"loss": self.head(self._norm(x, -1)).square().mean()}
+            norms.append(self._norm(x))
+            x = x + self._block(norms[-1], i) + self._block(self._norm(x), i + 1)
+        loss = self.head(self.weights[-1] * self._norm(x)).square().mean()
+        return {"loss": loss + sum(each.sin().mean() for each in norms) if self.told else loss}
 
 
-def test_units_are_compiled_for_the_strides_that_others_give(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("told", [False, True])
+def test_units_are_compiled_for_the_strides_that_others_give(told: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a norm of what has gaps: it is computed again of what has none, where its strides are others."""
     again = 0
 
@@ -200,7 +207,7 @@ def test_units_are_compiled_for_the_strides_that_others_give(monkeypatch: pytest
     monkeypatch.setattr(inductor, "compile_fx_inner", checked)
     monkeypatch.setattr(units_module, "computing_again", counted)
     batch = {"x": torch.randn(3, 5, 12)}
-    module = _Beside(3)
+    module = _Beside(3, told)
     expected = module(**batch)["loss"]
     found = fxpar.parallelize(module, fxpar.Plan(compile=True), batch).train_step(batch)
     torch.testing.assert_close(found, expected.detach())
