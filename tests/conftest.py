@@ -1,5 +1,6 @@
 import gc
 import os
+import re
 from collections.abc import Iterator
 
 # torch reads it when it is first imported; the workers of pytest-xdist share the cores.
@@ -37,12 +38,20 @@ def world4() -> Iterator[World]:
     world.stop()
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Hides GPUs from tests that are not marked `gpu`: a module takes the device that is there, and their values
+    are those of CPUs. torch asks how many there are when it first needs one, which no import does.
+    """
+    if re.search(r"(?<!not )\bgpu\b", config.option.markexpr) is None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     rooms = {name: place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: rooms.get(item.path.parent.name, len(LONG)))
     if torch.cuda.is_available():
         return
-    skip = pytest.mark.skip(reason="needs a CUDA device")
+    skip = pytest.mark.skip(reason="needs a CUDA device, and -m gpu")
     for item in items:
         if item.get_closest_marker("gpu") is not None:
             item.add_marker(skip)

@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
 from fxpar.capture import capture
@@ -32,7 +33,9 @@ _PARAMETERS = [_EVERY_TIME, *(pytest.param(m, marks=pytest.mark.matrix) for m in
 def model(spec: str) -> Built:
     built = build(spec, None, None, 0)
     config = built.model.config
-    if hasattr(config, "output_router_logits"):
+    # transformers 5.17 notes no router's logits for granitemoe, and fails to balance them.
+    balances = spec != "granitemoe" or not transformers.__version__.startswith("5.17.")
+    if balances and hasattr(config, "output_router_logits"):
         config.output_router_logits, config.router_aux_loss_coef = True, 0.3  # type: ignore[union-attr]
     built.model.train()
     return built

@@ -73,7 +73,7 @@ REFUSED: dict[str, tuple[Callable[[Any], object], str]] = {
     "plan: no text": (lambda m: fxpar.Plan.from_yaml(3), "3 is no text"),  # type: ignore[arg-type]
     "plan: digits": (lambda m: fxpar.Plan.from_yaml(f"tp: {'9' * 5000}"), "not YAML"),
     "plan: brackets": (lambda m: fxpar.Plan.from_yaml(f"tp: {'[' * 400}"), "not YAML"),
-    "plan: no file": (lambda m: fxpar.Plan.load(None), "None: expected str"),  # type: ignore[arg-type]
+    "plan: no file": (lambda m: fxpar.Plan.load(None), "os.PathLike object"),  # type: ignore[arg-type]
     "plan: a full disk": (lambda m: fxpar.Plan(seed=3).save("/dev/full"), "/dev/full: No space left on device"),
     "a pass's properties": (lambda m: fxpar.register_pass("x", requires="layouts"), "x: 'layouts' is no set of"),
     "a pass without a name": (fxpar.register_pass, "is no name; write @register_pass"),
