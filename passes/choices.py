@@ -10,6 +10,7 @@ M = T * K pairs.
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from math import prod
 from typing import Any
 
@@ -69,9 +70,21 @@ def choices(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
             continue
         if is_choice(node):
             found[node] = node
-        elif node.target in SHAPED and argument(node, 0) in found:
+        elif (node.target in SHAPED and argument(node, 0) in found) or _clamps_nothing(node, found):
             found[node] = found[argument(node, 0)]
     return found
+
+
+def _clamps_nothing(node: fx.Node, found: Mapping[fx.Node, fx.Node]) -> bool:
+    """Whether the node bounds indices of a choice by what they are within anyway, as transformers 5.17 does."""
+    if node.target != aten.clamp.default or argument(node, 0) not in found:
+        return False
+    bound = bind_arguments(node)
+    least, most = bound.get("min"), bound.get("max")
+    experts = chosen_of(found[argument(node, 0)])
+    return (least is None or (isinstance(least, int) and least <= 0)) and (
+        most is None or (isinstance(most, int) and isinstance(experts, int) and most >= experts - 1)
+    )
 
 
 class ChosenRows:

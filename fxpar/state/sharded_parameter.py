@@ -181,9 +181,13 @@ class _Whole(torch.autograd.Function):
         return ctx.place.cut(gradients[0]), None
 
 
-# What is asked of a tensor without computing with it: the getters and setters of attributes, and these.
+# What no gradient flows through: the getters and setters of attributes, and these.
 _QUERIES = frozenset(
     (
+        *("full_like", "zeros_like", "ones_like", "empty_like", "rand_like", "randn_like", "randint_like"),
+        *("new_full", "new_zeros", "new_ones", "new_empty", "equal", "eq", "ne", "lt", "le", "gt", "ge"),
+        *("__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "isnan", "isinf", "isfinite", "isclose"),
+        *("allclose", "count_nonzero", "argmax", "argmin", "signbit"),
         *("__get__", "__set__", "__delete__", "__len__", "__format__", "size", "dim", "ndimension", "stride", "type"),
         *("numel", "nelement", "element_size", "is_floating_point", "is_complex", "is_signed", "is_contiguous"),
         *("storage_offset", "detach", "is_same_size", "is_shared", "is_pinned"),

@@ -266,6 +266,15 @@ class Named(torch.autograd.Function):
         return grads[0] * ctx.scale * 2, None
 
 
+def takes_names() -> bool:
+    """Whether this version of torch passes arguments of autograd functions by name; 2.11 does not."""
+    try:
+        Named.apply(torch.ones(1), scale=2.0)  # type: ignore[no-untyped-call]
+    except TypeError:
+        return False
+    return True
+
+
 class Deciding(Kept):
     """Looks at the gradient's values."""
 

@@ -62,6 +62,8 @@ BOUND: dict[str, Callable[[], Net]] = {
     "a name and a scale by name": lambda: net(lambda m, x: m.down(bound.Named.apply(m.up(x), scale=2.0)).sum()),
     "a default of forward": lambda: net(lambda m, x: m.down(bound.Named.apply(m.up(x))).sum()),
 }
+if not bound.takes_names():
+    del BOUND["a name and a scale by name"]
 
 
 @pytest.mark.parametrize("how", BOUND)

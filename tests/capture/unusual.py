@@ -24,15 +24,6 @@ bound: Any = _bound  # torch gives `apply` no type
 functions: Any = _functions
 
 
-def _takes_names() -> bool:
-    """Whether this version of torch passes arguments of autograd functions by name; 2.11 does not."""
-    try:
-        bound.Named.apply(torch.ones(1), scale=2.0)
-    except TypeError:
-        return False
-    return True
-
-
 def around(function: Callable[[Any], Any]) -> Forward:
     """`up`, a function, `down`."""
     return lambda m, x: m.down(function(m.up(x))).square().sum()
@@ -206,7 +197,7 @@ MODELS: Mapping[str, tuple[Forward, str]] = {
     "a function of a parameter": (within(lambda m, h: functions.Product.apply(h, m.up.bias.expand_as(h))), ""),
     "a function that calls another": (around(lambda h: functions.Outer.apply(h)), ""),
     "with a result that has no gradient": (around(lambda h: functions.Largest.apply(h)[0]), ""),
-    "arguments by name": (around(lambda h: bound.Named.apply(h, scale=2.0)), "" if _takes_names() else "are lost"),
+    "arguments by name": (around(lambda h: bound.Named.apply(h, scale=2.0)), "" if bound.takes_names() else "are lost"),
     "defaults": (around(lambda h: bound.Named.apply(h)), ""),
     "clips its gradient": (around(lambda h: bound.Clipped.apply(h)), ""),
     "signs": (around(lambda h: bound.Signs.apply(h)), ""),

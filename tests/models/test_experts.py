@@ -75,6 +75,7 @@ def test_each_layers_experts_are_the_same_nodes_whatever_the_model_runs(implemen
     program = capture(built.model, built.batch).program
     assert config._experts_implementation == implementation  # type: ignore[union-attr]
     names = Counter(str(node.target) for node in program.graph.nodes if str(node.target).startswith("fxpar."))
+    names.pop("fxpar.bin_counts.default", None)  # by which transformers 5.17 balances
     assert names == {
         "fxpar.sort_by_expert.default": 2,
         "fxpar.take_rows.default": 2,

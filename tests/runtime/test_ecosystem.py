@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fxpar.state.routing import IS_DISPATCHED
 from tests.runtime import ecosystem, refused
 from tests.runtime.jobs import Found
 from tests.runtime.test_training import assert_same
@@ -108,7 +109,7 @@ def test_optimizers_that_mix_elements_are_refused_in_their_first_step(world2: Wo
     first, other = world2.run(refused.optimizers)
     assert first == other
     told = {name: what for name, what in first.items() if "unchanged" not in name}
-    assert told.keys() == {"Adafactor", "Muon", "LBFGS", "Shampoo", "ZeRO"}
+    assert told.keys() == {"Adafactor", "Muon", "LBFGS", "Shampoo"} | ({"ZeRO"} if IS_DISPATCHED else set())
     for name, (kind, where, reason, remedy) in told.items():
         assert kind == "InputError", name
         assert where in ("embed.weight", "up.weight", "up.bias", "down.weight"), name
@@ -125,7 +126,7 @@ def test_calls_that_would_differ_between_ranks_are_refused(world2: World, tmp_pa
         assert reason, name
         assert remedy, name
     assert first["random"][2].endswith("would draw numbers of each rank's own")
-    assert first["in a graph"][3] == "change it under torch.no_grad()"
+    assert "under torch.no_grad()" in first["in a graph"][3]
     assert first["vector"][1] == "embed.weight"
     assert first["exchanged"][1] == "up.weight"
     assert first["old weights"][1] == "SGD"
