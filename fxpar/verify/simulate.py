@@ -11,6 +11,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ from fxpar.program.program import Program, output_layouts, output_types
 from fxpar.program.properties import Property
 from fxpar.program.stages import Stage, stages_of
 from fxpar.program.step import is_gradient, model_outputs, output_of, parameter_gradients
+from fxpar.verify.microbatches import phases_of
 from fxpar.verify.promote import promote
 from fxpar.verify.stages import check_neighbours
 
@@ -220,6 +222,26 @@ def run_ranks(
     return ranks.runs(found, parameter_gradients(program), model_outputs(program))
 
 
+def run_microbatches(
+    program: Program,
+    state: Mapping[str, Tensor],
+    microbatches: Sequence[Mapping[str, Tensor]],
+    scales: Sequence[float],
+    sizes: Mapping[str, int],
+) -> list[list[Run]]:
+    """Runs a step of several microbatches as it trains: what each rank has of each, with the gradients of all.
+
+    Args:
+        program: a step.
+        microbatches: the inputs of each; otherwise as for `run_ranks`.
+        scales: by what the tangents of each are multiplied.
+    """
+    with _Ranks(program, state, microbatches[0], sizes, lower) as ranks:
+        outputs, gradients = ranks.run_phases(program, microbatches, scales)
+    names = parameter_gradients(program)
+    return [ranks.runs({**found, **gradients}, names, model_outputs(program)) for found in outputs]
+
+
 def _run_stages(
     program: Program,
     state: Mapping[str, Tensor],
@@ -306,20 +328,51 @@ class _Ranks:
         Args:
             given: of some placeholders what the ranks have; of the others it is the ranks' parts of whole values.
         """
-        layouts = _placeholder_layouts(program)
+        lowered = self._lowered(program)
+        with torch.no_grad():
+            results = lowered.module(*self._operands(program, lowered, given, self._inputs))
+        return dict(zip(program.outputs, results, strict=True))
+
+    def run_phases(
+        self, program: Program, microbatches: Sequence[Mapping[str, Tensor]], scales: Sequence[float]
+    ) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
+        """The outputs of each microbatch, and the gradients of all, by name; one tensor a rank."""
+        lowered = self._lowered(program)
+        calls = [
+            partial(self._operands, program, lowered, {}, inputs, scale)
+            for inputs, scale in zip(microbatches, scales, strict=True)
+        ]
+        with torch.no_grad():
+            return phases_of(lowered).run(calls)
+
+    def _lowered(self, program: Program) -> Lowered:
         lowered = self._lowering(program, self._groups)
         _run_by_rank(lowered)
+        return lowered
+
+    def _operands(
+        self,
+        program: Program,
+        lowered: Lowered,
+        given: Mapping[str, Tensor],
+        inputs: Mapping[str, Tensor],
+        scale: float = 1.0,
+    ) -> list[Tensor]:
+        """What the ranks take, in order: `given` by name of the placeholder, of all else their parts of whole values.
+
+        Args:
+            scale: by what tangents are multiplied.
+        """
+        layouts = _placeholder_layouts(program)
         whole = {p.node: self._state[p.fqn].detach() for p in program.parameters}
         for entry in program.inputs:
             output = output_of(entry.path)
             if entry.node not in given:
-                whole[entry.node] = self._cotangents[output] if output else self._inputs[entry.path]
+                whole[entry.node] = self._cotangents[output] * scale if output else inputs[entry.path]
         by_name = {**given, **{name: self._local(layouts[name], value) for name, value in whole.items()}}
         ranks = range(self._world)
         indices = [LocalTensor({r: torch.tensor(self._places[r][axis]) for r in ranks}) for axis in lowered.indices]
-        with torch.no_grad():
-            results = lowered.module(*[by_name[name] for name in lowered.inputs], *indices)
-        return dict(zip(program.outputs, results, strict=True))
+        return [*(by_name[name] for name in lowered.inputs), *indices]
 
     def runs(self, found: Mapping[str, Tensor], gradients: Mapping[str, str], outputs: Sequence[str]) -> list[Run]:
         """What each rank has.

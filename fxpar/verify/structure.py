@@ -39,13 +39,14 @@ from fxpar.program.program import (
 )
 from fxpar.program.properties import Property
 from fxpar.program.stages import is_transfer
-from fxpar.program.step import PHASES, RECOMPUTE, is_forward, output_of
+from fxpar.program.step import RECOMPUTE, is_forward
 from fxpar.program.weights import owner_of
 from fxpar.rules import bind_arguments
 from fxpar.signatures.facts import Facts, facts_of
 from fxpar.signatures.randomness import draws_bits
 from fxpar.verify.halves import check_halves
 from fxpar.verify.parts import Part, check_parts, drawn_part
+from fxpar.verify.phases import check_phases
 
 aten = torch.ops.aten
 
@@ -72,7 +73,7 @@ def check_structure(program: Program, facts: Facts | None = None) -> None:
         _check_axis(program, node)
         if note(node).type is not None and node.target is not sum_gradients:  # else others than the node are asked
             sound[number] = True
-    _check_phases(program, facts)
+    check_phases(program, facts)
     _check_conversions(program)
     _check_random(program, facts)
     _check_outputs(program)
@@ -304,38 +305,6 @@ def _check_drawn_again(node: fx.Node, first: fx.Node | None) -> None:
             where=describe(node),
             remedy="give it the identity of the node whose gradient it is",
         )
-
-
-def _check_phases(program: Program, facts: Facts) -> None:
-    """The forward reads nothing of the backward, and that nothing of the parameter phase; tangents are of the backward.
-
-    Gradients are outputs of steps alone.
-    """
-    is_step = Property.STEP in program.properties
-    known: dict[int, int] = facts.known("phases")
-    ranks: dict[fx.Node, int] = {}
-    for node, number in facts.numbers.items():
-        if number not in known:
-            known[number] = PHASES.index(note(node).phase)
-        ranks[node] = known[number]
-    for node, rank in ranks.items() if any(ranks.values()) else ():
-        later = next((read for read in facts.reads[node] if ranks[read] > rank), None)
-        if later is not None:
-            phases = [note(each).phase or "forward" for each in (node, later)]
-            raise CheckFailed(
-                f"is of the phase {phases[0]} and reads %{later.name}, which is of the phase {phases[1]}",
-                where=describe(node),
-            )
-        if rank and not is_step:
-            raise CheckFailed(
-                f"is of the phase {note(node).phase}",
-                where=describe(node),
-                remedy="differentiate: the program is no step",
-            )
-    paths = {entry.node: entry.path for entry in program.inputs}
-    for node in program.graph.nodes:
-        if node.op == "placeholder" and bool(output_of(paths.get(node.name, ""))) == is_forward(node):
-            raise CheckFailed("is a tangent in the forward, or an input in the backward", where=describe(node))
 
 
 def _check_counter(node: fx.Node, states: list[str]) -> None:

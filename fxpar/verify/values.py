@@ -38,8 +38,18 @@ from fxpar.passes.routed_rows import routed
 from fxpar.program.loads import is_excess, module_of_load
 from fxpar.program.program import Program, has_note, output_layouts, output_types
 from fxpar.program.properties import Property
+from fxpar.verify.microbatches import SCALES, with_other_rows
 from fxpar.verify.promote import promote, wide
-from fxpar.verify.simulate import Run, coordinates, cotangents, run_ranks, run_single, step_of, symbol_values
+from fxpar.verify.simulate import (
+    Run,
+    coordinates,
+    cotangents,
+    run_microbatches,
+    run_ranks,
+    run_single,
+    step_of,
+    symbol_values,
+)
 
 TOLERANCE = 1e-10
 _UNFAITHFUL = (
@@ -107,7 +117,12 @@ def rng_state(seed: int = 0, step: int = 0, microbatch: int = 0) -> Tensor:
 
 
 def reference_run(
-    captured: Program, state: Mapping[str, Tensor], inputs: Mapping[str, Tensor], *, step: int = 0
+    captured: Program,
+    state: Mapping[str, Tensor],
+    inputs: Mapping[str, Tensor],
+    *,
+    step: int = 0,
+    microbatch: int = 0,
 ) -> Run:
     """What one device computes, in float64; arguments as for `verify_values`.
 
@@ -115,7 +130,7 @@ def reference_run(
         CheckFailed: the loss is not finite, so that nothing could be compared with it.
     """
     program = reference_program(captured)
-    run = run_single(program, _weights(program, state), _given(program, inputs, step))
+    run = run_single(program, _weights(program, state), _given(program, inputs, step, microbatch))
     if program.loss and not bool(run.outputs[program.loss].isfinite().all()):
         raise CheckFailed(
             f"is {float(run.outputs[program.loss])} on one device",
@@ -130,9 +145,9 @@ def _weights(program: Program, state: Mapping[str, Tensor]) -> dict[str, Tensor]
     return {name: wide(value) for name, value in {**program.constants, **state}.items()}
 
 
-def _given(program: Program, inputs: Mapping[str, Tensor], step: int) -> dict[str, Tensor]:
+def _given(program: Program, inputs: Mapping[str, Tensor], step: int, microbatch: int = 0) -> dict[str, Tensor]:
     given = {name: wide(value) for name, value in inputs.items()}
-    given[RNG_PATH] = rng_state(program.plan.seed, step)
+    given[RNG_PATH] = rng_state(program.plan.seed, step, microbatch)
     return given
 
 
@@ -223,7 +238,8 @@ def verify_values(
 
     Args:
         captured: the program as it was captured.
-        program: the program after `localize`, which is differentiated as a training step is, or a step.
+        program: the program after `localize`, which is differentiated as a training step is, or a step, of which two
+            microbatches are compared.
         state: parameters, buffers and constants by name, whole.
         inputs: by path, whole.
         step: number of the step, which selects the dropout masks.
@@ -231,9 +247,40 @@ def verify_values(
     """
     if reference is None:
         reference = reference_run(captured, state, inputs, step=step)
-    sizes, program = symbol_values(program, inputs), step_of(program)
+    sizes = symbol_values(program, inputs)
+    if Property.STEP in program.properties:
+        return _verify_step(captured, program, state, inputs, step, reference)
+    program = step_of(program)
     ranks = run_ranks(promote(program), _weights(program, state), _given(program, inputs, step), sizes)
     return compare(reference, program, ranks, sizes)
+
+
+def _verify_step(
+    captured: Program,
+    program: Program,
+    state: Mapping[str, Tensor],
+    inputs: Mapping[str, Tensor],
+    step: int,
+    reference: Run,
+) -> ValueReport:
+    """Compares a step of two microbatches, of other rows, random bits and tangents: outputs, and the sums of gradients.
+
+    Args:
+        reference: of the first on one device; otherwise as for `verify_values`.
+    """
+    sizes, other = symbol_values(program, inputs), with_other_rows(captured, inputs)
+    references = [reference, reference_run(captured, state, other, step=step, microbatch=1)]
+    given = [_given(program, rows, step, index) for index, rows in enumerate((inputs, other))]
+    found = run_microbatches(promote(program), _weights(program, state), given, SCALES, sizes)
+    gradients: dict[str, Tensor] = {}
+    for scale, one in zip(SCALES, references, strict=True):
+        for name, value in one.gradients.items():
+            gradients[name] = value * scale + gradients[name] if name in gradients else value * scale
+    reports = [
+        compare(Run(one.outputs, gradients), program, ranks, sizes)
+        for one, ranks in zip(references, found, strict=True)
+    ]
+    return max(reports, key=lambda report: max(report.loss_error, report.output_error, report.max_grad_error))
 
 
 def check_capture(captured: Captured, model: nn.Module, batch: Any, canonical: bool = True) -> None:

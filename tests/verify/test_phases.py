@@ -1,0 +1,70 @@
+"""A wrong phase is refused: each node of three steps in each other phase, judged by values at three microbatches."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+
+from fxpar.errors import CheckFailed
+from fxpar.verify.static import verify_static
+from tests.passes.experts import Routed
+from tests.passes.test_recompute import Regions
+from tests.verify.phases import ALLOWED, CannotRunError, Microbatches, sample
+from tests.verify.steps import Small
+
+
+def _words(count: int, rows: int, length: int) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(4)
+    return [
+        {name: torch.randint(0, count, (rows, length), generator=generator) for name in ("ids", "labels")}
+        for _ in range(3)
+    ]
+
+
+@cache
+def case(name: str) -> Microbatches:
+    """A step of three microbatches."""
+    torch.manual_seed(5)
+    if name == "dense":
+        return Microbatches(Small().double(), _words(20, 4, 6), dp=2, tp=2, sequence_parallel=True)
+    if name == "experts":
+        return Microbatches(Routed("learned", True).double(), _words(16, 8, 5), dp=2, tp=2, ep=2)
+    batches = [{"x": torch.randn(4, 5, 6, dtype=torch.float64)} for _ in range(3)]
+    return Microbatches(Regions(False).double(), batches, dp=2, tp=2)
+
+
+NAMES = ("dense", "experts", "recompute")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_executor_gives_the_gradients_of_one_device(name: str) -> None:
+    verify_static(case(name).step)
+    assert case(name).is_reference()
+
+
+@pytest.mark.parametrize(
+    ("name", "count"), [*((name, 40) for name in NAMES), *(pytest.param(n, 0, marks=pytest.mark.matrix) for n in NAMES)]
+)
+def test_no_phase_that_changes_a_gradient_passes(name: str, count: int) -> None:
+    own, tally, escaped = case(name), Counter[str](), []
+    for edit in sample(own.step, count, seed=1):
+        try:
+            verify_static(edit.program)
+            verdict = "accepted"
+        except CheckFailed:
+            verdict = "refused"
+        try:
+            outcome = "differs" if own.deviation(edit.program) > ALLOWED else "same"
+        except CannotRunError:
+            outcome = "cannot run"
+        tally[f"{outcome}, {verdict}"] += 1
+        if outcome != "same" and verdict == "accepted":
+            escaped.append(edit.what)
+    print(f"\n{name}: {tally.total()} edits of phases, {dict(tally)}")
+    assert escaped == []
+    wrong = sum(count for what, count in tally.items() if not what.startswith("same"))
+    assert wrong >= 0.6 * tally.total()
