@@ -9,6 +9,8 @@ be captured.
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,7 +21,7 @@ import torch.distributed._symmetric_memory as symmetric
 from torch import Tensor
 
 from fxpar.errors import InputError
-from fxpar.exchange.driver import copy, take_down, write_value
+from fxpar.exchange.driver import allow_while_captured, copy, take_down, write_value
 from fxpar.exchange.mailbox import Mailbox
 from fxpar.exchange.needed import slot_stride
 from fxpar.exchange.row_programs import fits, sum_alone
@@ -27,6 +29,8 @@ from fxpar.exchange.streams import current_stream, raw_stream
 from fxpar.exchange.sums import row_blocks
 
 _WORD = 4
+# Seconds for which the flags of a stopped mailbox are raised again, and from one time to the next.
+_RAISING, _PAUSE = 5.0, 2e-4
 
 
 @dataclass(kw_only=True)
@@ -41,6 +45,7 @@ class DeviceMailbox(Mailbox):
     device: torch.device
     group: str = ""
     _words: list[int] = field(default_factory=list)
+    _down: Tensor = field(default_factory=lambda: torch.empty(0))
     _held: list[Any] = field(default_factory=list)
     _beside: Any = None
     _is_beside: bool = False
@@ -48,11 +53,18 @@ class DeviceMailbox(Mailbox):
     _events: dict[int, tuple[Any, Any]] = field(default_factory=dict)
     _under_way: dict[int, Tensor] = field(default_factory=dict)
     _flags: dict[int, Sequence[Tensor]] = field(default_factory=dict)
+    # A word of the host, which waiting kernels read; and what raises all flags of waits of the driver.
+    _stop: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.int32, pin_memory=True))
+    _raised: Tensor = field(default_factory=lambda: torch.empty(0))
+    _raising: Any = None
 
     def open(self) -> DeviceMailbox:
-        """Makes the flags and the stream. A collective call."""
+        """Makes the flags and the streams. A collective call."""
         self._beside = torch.cuda.Stream(self.device)
+        self._raising = torch.cuda.Stream(self.device)
         words = self._create(self.flags * _WORD)
+        self._raised = torch.ones(self.flags, dtype=torch.int32, pin_memory=True).view(torch.uint8)
+        self._down = words[self.rank]
         self._words = [each.data_ptr() for each in words]
         return self
 
@@ -120,7 +132,7 @@ class DeviceMailbox(Mailbox):
         from fxpar.exchange.push_kernels import push_sum
 
         there, here, flags_there, flags_here = self._ends(buffer, x)
-        return push_sum(x.view(-1), there.view(-1), here.view(-1), flags_there, flags_here).view(x.shape)
+        return push_sum(x.view(-1), there.view(-1), here.view(-1), flags_there, flags_here, self._stop).view(x.shape)
 
     def rows_of_total(
         self, buffer: int, x: Tensor, text: str, operands: Sequence[Tensor], is_sent: bool = False
@@ -129,26 +141,28 @@ class DeviceMailbox(Mailbox):
         if self.size == 2:
             from fxpar.exchange.push_rows import push_rows
 
-            return push_rows(text, x, *self._ends(buffer, x), operands)
+            return push_rows(text, x, *self._ends(buffer, x), self._stop, operands)
         from fxpar.exchange.push_blocks import push_blocks
 
         areas = self.areas(buffer, row_blocks(x, self.size).bytes)
         if is_sent:
             self.join(buffer)
             self.wait(buffer, 0)
-        return push_blocks(text, x, self.rank, areas, self._kernel_flags(buffer), operands, is_sent)
+        return push_blocks(text, x, self.rank, areas, self._kernel_flags(buffer), self._stop, operands, is_sent)
 
     def expanded(self, buffer: int, x: Tensor, chosen: Tensor, own: int) -> Tensor:
         """By one kernel."""
         from fxpar.exchange.push_needed import push_expanded
 
-        return push_expanded(x, chosen, own, self.rank, self._slots(buffer, x), self._kernel_flags(buffer))
+        areas = self._slots(buffer, x)
+        return push_expanded(x, chosen, own, self.rank, areas, self._kernel_flags(buffer), self._stop)
 
     def summed(self, buffer: int, x: Tensor, chosen: Tensor, own: int) -> Tensor:
         """By one kernel."""
         from fxpar.exchange.push_needed import push_summed
 
-        return push_summed(x, chosen, own, self.rank, self._slots(buffer, x[0]), self._kernel_flags(buffer))
+        areas = self._slots(buffer, x[0])
+        return push_summed(x, chosen, own, self.rank, areas, self._kernel_flags(buffer), self._stop)
 
     def _slots(self, buffer: int, like: Tensor) -> Sequence[Tensor]:
         """The areas of all ranks, with a slot like that [t, f] for each of them."""
@@ -168,6 +182,26 @@ class DeviceMailbox(Mailbox):
             areas = self.areas(-buffer, FLAGS * _WORD)
             self._flags[buffer] = [each[: FLAGS * _WORD].view(torch.int32) for each in areas]
         return self._flags[buffer]
+
+    def stop(self) -> None:
+        """Ends the waits of kernels and of streams, those of graphs too; what they compute then is nothing."""
+        super().stop()
+        self._stop.fill_(1)
+        threading.Thread(target=self._raise_flags, name="fxpar stop", daemon=True).start()
+
+    def _raise_flags(self) -> None:
+        """Waits of streams read their flags alone, and take them down: these are raised until no wait is left.
+
+        By copies from the host's memory, which need no multiprocessor.
+        """
+        torch.cuda.set_device(self.device)
+        allow_while_captured()
+        end = time.monotonic() + _RAISING
+        while time.monotonic() < end:
+            with torch.cuda.stream(self._raising):
+                self._down.copy_(self._raised, non_blocking=True)
+            self._raising.synchronize()
+            time.sleep(_PAUSE)
 
     @property
     def _stream(self) -> int:

@@ -107,6 +107,12 @@ class HostMailbox(Mailbox):
             looks += 1
             if looks > _LOOKS:
                 time.sleep(_NAP)
+            if self.is_stopped:
+                raise RankError(
+                    "the ranks have failed, and nothing is sent any more",
+                    where=f"rank {self.ranks[self.rank]}, buffer {buffer}",
+                    remedy="look at the first error",
+                )
             if time.monotonic() > end:
                 raise RankError(
                     f"rank {self.ranks[rank]} has sent nothing for {self.seconds:g} s",

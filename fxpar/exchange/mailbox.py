@@ -46,6 +46,7 @@ class Mailbox(ABC):
         size: how many ranks there are.
         poisons: whether what was read is overwritten with bytes that are no number, for tests.
         bytes: of the areas that this rank has.
+        is_stopped: whether nobody waits here any longer, as the ranks have failed.
         ended: called behind each copy that is taken.
     """
 
@@ -53,6 +54,7 @@ class Mailbox(ABC):
     size: int
     poisons: bool = False
     bytes: int = 0
+    is_stopped: bool = False
     ended: Callable[[], None] = lambda: None
     _areas: dict[int, list[tuple[int, Sequence[Tensor]]]] = field(default_factory=dict)
     _views: dict[tuple[int, int, torch.Size, torch.dtype], Tensor] = field(default_factory=dict)
@@ -195,6 +197,10 @@ class Mailbox(ABC):
         if self.poisons:
             self.areas(buffer, size)[self.rank].fill_(0xFF)
 
+    def stop(self) -> None:
+        """Ends all waits, on any thread; what they waited for did not come, and nothing more is to be done here."""
+        self.is_stopped = True
+
     def close(self) -> None:
         """Frees the areas, when nothing that this rank was asked for is under way any more."""
         self._areas.clear()
@@ -232,6 +238,12 @@ def close(names: Iterable[str]) -> None:
         found = _OPEN.pop(name, None)
         if found is not None:
             found.close()
+
+
+def stop(name: str) -> None:
+    """Ends all waits of the mailbox of that name, if it is open."""
+    if name in _OPEN:
+        _OPEN[name].stop()
 
 
 @contextmanager

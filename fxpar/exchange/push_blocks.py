@@ -36,11 +36,12 @@ _SENDING, _ADDING, _COMPUTING = 768, 1024, 2304
 _KERNEL = """
 import triton
 import triton.language as tl
+from fxpar.exchange.push_kernels import take_flag
 
 
 @triton.jit
 def push_blocks_kernel(
-    x_ptr, {areas} {flags} {pointers}
+    x_ptr, {areas} {flags} stop_ptr, {pointers}
     rows, block_rows, stride, chunks, chunk_rows,
     SENDING: tl.constexpr, ADDING: tl.constexpr, COMPUTING: tl.constexpr, BLOCK: tl.constexpr,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
@@ -79,8 +80,7 @@ def push_blocks_kernel(
 {loads}
                 if tile == 0:  # what is here already is read while the rest is under way
                     flag = (chunks + chunk) * {size} + owner
-                    while tl.atomic_cas(flags{rank}_ptr + flag, 1, 0, sem="acquire", scope="sys") != 1:
-                        pass
+                    take_flag(flags{rank}_ptr + flag, stop_ptr)
                     tl.debug_barrier()
                 v0 = tl.load(area{rank}_ptr + at{sums}, mask=mask, other=0.0, cache_modifier=".cg")
 {body}
@@ -116,6 +116,7 @@ def push_blocks(
     rank: int,
     areas: Sequence[Tensor],
     flags: Sequence[Tensor],
+    stop: Tensor,
     operands: Sequence[Tensor],
     is_sent: bool,
 ) -> list[Tensor]:
@@ -127,6 +128,7 @@ def push_blocks(
         rank: this one's number.
         areas: of all ranks, uint8[at least `row_blocks(x, ranks).bytes`].
         flags: of all ranks, int32[FLAGS], zero before and behind.
+        stop: as of `push_sum`.
         operands: of the program, contiguous.
         is_sent: whether the slots of this rank's area hold what the others sent.
     """
@@ -141,6 +143,7 @@ def push_blocks(
         x,
         *(area.view(x.dtype) for area in areas),
         *flags,
+        stop,
         *operands,
         *results,
         blocks.rows,
@@ -210,7 +213,7 @@ def _awaited(kind: _Kind, others: Sequence[int]) -> list[str]:
     lines = []
     for sender in others:
         flag = f"flags{kind.rank}_ptr + chunk * {kind.size} + {sender}"
-        lines += [f'while tl.atomic_cas({flag}, 1, 0, sem="acquire", scope="sys") != 1:', "    pass"]
+        lines.append(f"take_flag({flag}, stop_ptr)")
     return [*lines, "tl.debug_barrier()"]
 
 

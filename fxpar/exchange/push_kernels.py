@@ -26,12 +26,28 @@ BLOCK, WARPS = 8192, 16
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def take_flag(flag_ptr, stop_ptr):  # type: ignore[no-untyped-def]
+    """Waits until a flag is up, and takes it down; waits no longer where the host has set its word.
+
+    That word is far away, and is looked at once in a thousand looks at the flag.
+    """
+    taken = tl.atomic_cas(flag_ptr, 1, 0, sem="acquire", scope="sys")
+    looks = 0
+    while taken != 1:
+        taken = tl.atomic_cas(flag_ptr, 1, 0, sem="acquire", scope="sys")
+        looks += 1
+        if looks % 1024 == 0:
+            taken = tl.maximum(taken, tl.load(stop_ptr, volatile=True))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _push_sum_kernel(  # type: ignore[no-untyped-def]
     x_ptr,
     there_ptr,
     here_ptr,
     flags_there_ptr,
     flags_here_ptr,
+    stop_ptr,
     out_ptr,
     size,
     chunks,
@@ -52,8 +68,7 @@ def _push_sum_kernel(  # type: ignore[no-untyped-def]
             tl.atomic_xchg(flags_there_ptr + chunk, 1, sem="release", scope="sys")
     else:
         for chunk in range(program - SENDING, chunks, ADDING):
-            while tl.atomic_cas(flags_here_ptr + chunk, 1, 0, sem="acquire", scope="sys") != 1:
-                pass
+            take_flag(flags_here_ptr + chunk, stop_ptr)
             tl.debug_barrier()
             for block in range(blocks):
                 at = (chunk * blocks + block).to(tl.int64) * BLOCK + places
@@ -61,13 +76,14 @@ def _push_sum_kernel(  # type: ignore[no-untyped-def]
                 tl.store(out_ptr + at, tl.load(x_ptr + at, mask=at < size) + came, mask=at < size)
 
 
-def push_sum(x: Tensor, there: Tensor, here: Tensor, flags_there: Tensor, flags_here: Tensor) -> Tensor:
+def push_sum(x: Tensor, there: Tensor, here: Tensor, flags_there: Tensor, flags_here: Tensor, stop: Tensor) -> Tensor:
     """The sum of this rank's tensor and the other's, the same bits on both.
 
     Args:
         x: [n], contiguous.
         there, here: [n] of its type: the other rank's memory, and this rank's into which the other writes.
         flags_there, flags_here: int32[FLAGS] of both, zero before and behind.
+        stop: int32[1] in pinned memory of the host, which sets it where nothing comes any more.
     """
     out = torch.empty_like(x)
     blocks = triton.cdiv(x.numel(), CHUNKS * BLOCK)
@@ -78,6 +94,7 @@ def push_sum(x: Tensor, there: Tensor, here: Tensor, flags_there: Tensor, flags_
         here,
         flags_there,
         flags_here,
+        stop,
         out,
         x.numel(),
         chunks,

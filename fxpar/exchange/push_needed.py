@@ -33,11 +33,12 @@ _SENDING, _TAKING = 128, 128
 _HEAD = """
 import triton
 import triton.language as tl
+from fxpar.exchange.push_kernels import take_flag
 
 
 @triton.jit
 def push_needed_kernel(
-    x_ptr, chosen_ptr, out_ptr, {areas} {flags}
+    x_ptr, chosen_ptr, out_ptr, {areas} {flags} stop_ptr,
     rows, stride, chunks, chunk_rows, own,
     SENDING: tl.constexpr, TAKING: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
     CHOICES: tl.constexpr, PLACES: tl.constexpr,
@@ -82,8 +83,7 @@ _EXPAND = """
             sender = ({rank} + number) % {size}
             if sender != {rank}:
                 flag = flags{rank}_ptr + chunk * {size} + sender
-                while tl.atomic_cas(flag, 1, 0, sem="acquire", scope="sys") != 1:
-                    pass
+                take_flag(flag, stop_ptr)
             tl.debug_barrier()
             for tile in range(tl.cdiv(chunk_rows, ROWS)):
 {rows}
@@ -135,7 +135,7 @@ _SUM = """
 
 
 def push_expanded(
-    x: Tensor, chosen: Tensor, own: int, rank: int, areas: Sequence[Tensor], flags: Sequence[Tensor]
+    x: Tensor, chosen: Tensor, own: int, rank: int, areas: Sequence[Tensor], flags: Sequence[Tensor], stop: Tensor
 ) -> Tensor:
     """What a rank needs of the tokens of all, [n, t, f].
 
@@ -146,23 +146,24 @@ def push_expanded(
         rank: this one's number.
         areas: of all ranks, uint8[at least n * `slot_stride`].
         flags: of all ranks, int32[FLAGS], zero before and behind.
+        stop: as of `push_sum`.
     """
     out = x.new_empty((len(areas), *x.shape))
-    _run("expand", x, x, chosen, own, rank, areas, flags, out)
+    _run("expand", x, x, chosen, own, rank, areas, [*flags, stop], out)
     return out
 
 
 def push_summed(
-    x: Tensor, chosen: Tensor, own: int, rank: int, areas: Sequence[Tensor], flags: Sequence[Tensor]
+    x: Tensor, chosen: Tensor, own: int, rank: int, areas: Sequence[Tensor], flags: Sequence[Tensor], stop: Tensor
 ) -> Tensor:
     """The sums of what the ranks made of this one's tokens, [t, f].
 
     Args:
         x: [n, t, f], contiguous.
-        chosen, own, rank, areas, flags: as of `push_expanded`.
+        chosen, own, rank, areas, flags, stop: as of `push_expanded`.
     """
     out = x.new_empty(x.shape[1:])
-    _run("sum", x, x[rank], chosen, own, rank, areas, flags, out)
+    _run("sum", x, x[rank], chosen, own, rank, areas, [*flags, stop], out)
     return out
 
 
@@ -174,10 +175,10 @@ def _run(
     own: int,
     rank: int,
     areas: Sequence[Tensor],
-    flags: Sequence[Tensor],
+    words: Sequence[Tensor],
     out: Tensor,
 ) -> None:
-    """Of which `like` [t, f] is what a rank has of one rank's tokens."""
+    """Of which `like` [t, f] is what a rank has of one rank's tokens, and `words` are flags and `stop`."""
     (rows, width), size, choices = like.shape, len(areas), chosen.shape[-1]
     columns = min(triton.next_power_of_2(width), _COLUMNS)
     tile = _TILE // columns
@@ -187,7 +188,7 @@ def _run(
         chosen,
         out,
         *(area.view(x.dtype) for area in areas),
-        *flags,
+        *words,
         rows,
         slot_stride(like) // x.itemsize,
         max(1, triton.cdiv(rows, chunk_rows)),  # of no tokens too the ranks wait for each other
@@ -240,7 +241,7 @@ def _summing(others: Sequence[int], size: int, rank: int, dtype: torch.dtype) ->
         stores += [f"if owner == {i}:", f"    tl.store({there}, value, mask=mask)"]
         tell += [f"if owner == {i}:", f"    {_raised(i, size, rank)}"]
         flag = f"flags{rank}_ptr + chunk * {size} + {i}"
-        wait += [f'while tl.atomic_cas({flag}, 1, 0, sem="acquire", scope="sys") != 1:', "    pass"]
+        wait.append(f"take_flag({flag}, stop_ptr)")
     add = []
     for i in range(size):
         place = f"x_ptr + {rank} * tokens + at"

@@ -30,11 +30,12 @@ _ALL_WARPS = 2048
 _KERNEL = """
 import triton
 import triton.language as tl
+from fxpar.exchange.push_kernels import take_flag
 
 
 @triton.jit
 def push_rows_kernel(
-    x_ptr, there_ptr, here_ptr, flags_there_ptr, flags_here_ptr, {pointers}
+    x_ptr, there_ptr, here_ptr, flags_there_ptr, flags_here_ptr, stop_ptr, {pointers}
     rows, chunks, chunk_rows,
     PROGRAMS: tl.constexpr, BLOCK: tl.constexpr,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
@@ -63,8 +64,7 @@ def push_rows_kernel(
                 own = tl.load(x_ptr + at, mask=mask, other=0.0)
 {loads}
                 if tile == 0:  # what is here already is read while the rest is under way
-                    while tl.atomic_cas(flags_here_ptr + chunk, 1, 0, sem="acquire", scope="sys") != 1:
-                        pass
+                    take_flag(flags_here_ptr + chunk, stop_ptr)
                     tl.debug_barrier()
                 v0 = own + tl.load(here_ptr + at, mask=mask, other=0.0, cache_modifier=".cg")
 {body}
@@ -78,6 +78,7 @@ def push_rows(
     here: Tensor,
     flags_there: Tensor,
     flags_here: Tensor,
+    stop: Tensor,
     operands: Sequence[Tensor],
 ) -> list[Tensor]:
     """What the program gives of the sum of this rank's tensor and the other's, the same bits on both.
@@ -87,6 +88,7 @@ def push_rows(
         x: [rows, width], contiguous.
         there, here: of its size and type: the other rank's memory, and this rank's into which the other writes.
         flags_there, flags_here: int32[FLAGS] of both, zero before and behind.
+        stop: as of `push_sum`.
         operands: of the program, contiguous.
     """
     program = read(text)
@@ -102,6 +104,7 @@ def push_rows(
         here,
         flags_there,
         flags_here,
+        stop,
         *operands,
         *results,
         rows,

@@ -1,7 +1,7 @@
-"""What ends a process whose GPU waits for copies that do not come.
+"""What ends the wait of a GPU for copies that do not come.
 
-Enters: events behind what was queued, and a board on which all ranks leave signs. Leaves: nothing, or the process's
-end, with the ranks that did not come.
+Enters: events behind what was queued, and a board on which all ranks leave signs. Leaves: nothing, or an error with the
+ranks that did not come.
 
 A GPU that waits for another's copy has no limit of its own, in a replayed graph least of all, and the host that waits
 for it cannot be woken: so a thread looks on, as the one of NCCL's process groups does.
@@ -51,7 +51,7 @@ class Watch:
         seconds: in which it comes to where an event is.
         board: of all ranks.
         calls: how many calls this rank has begun, which all ranks make.
-        end: ends the process.
+        end: ends the wait, or the process.
         clock: seconds.
     """
 
@@ -59,7 +59,7 @@ class Watch:
     seconds: float
     board: Board
     calls: Callable[[], int]
-    end: Callable[[RankError], None] = field(default_factory=lambda: _end)
+    end: Callable[[RankError], None] = field(default_factory=lambda: end_process)
     clock: Callable[[], float] = time.monotonic
     _marked: tuple[Event, float] | None = None
     _look: int = 0
@@ -75,7 +75,7 @@ class Watch:
         self._marked = event, self.clock()
 
     def look(self) -> None:
-        """Ends the process if the event is too long ago."""
+        """Calls `end` if the event is too long ago, at each look."""
         self._look += 1
         self.board.post(self.calls(), self._look)
         for rank, sign in enumerate(self.board.posted()):
@@ -131,7 +131,7 @@ class Watch:
             self._thread.join(timeout=_LONGEST)
 
 
-def _end(error: RankError) -> Any:
+def end_process(error: RankError) -> Any:
     """Ends the process at once: its exit handlers would wait for the device."""
     print(f"fxpar: {error}", file=sys.stderr, flush=True)
     os._exit(1)

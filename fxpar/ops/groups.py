@@ -6,6 +6,8 @@ Enters: a mesh, and the names of groups as `Mesh.groups` takes them. Leaves: thi
 
 from __future__ import annotations
 
+import contextlib
+import weakref
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from typing import Any
@@ -15,6 +17,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed.device_mesh import DeviceMesh
 
+from fxpar.errors import RankError
 from fxpar.mesh.atoms import Groups
 from fxpar.mesh.axes import Axes
 from fxpar.mesh.mesh import Mesh
@@ -24,8 +27,9 @@ from fxpar.ops.collectives import Group
 def create_groups(mesh: Mesh, names: Iterable[str], timeout: timedelta | None = None) -> dict[str, Group]:
     """Creates process groups. A collective call: every process of the world makes it with the same mesh and names.
 
-    Names of the same ranks share one group, and a group of all processes is the one that is there already: a
-    communicator costs memory on the device and time to set up.
+    Names of the same ranks share one group. A group of all processes is the one that is there already, on GPUs: a
+    communicator costs memory there and time to set up. On CPUs it is a new one, whose connections are nobody else's and
+    may be ended.
 
     Args:
         mesh: its world is that of the processes.
@@ -54,16 +58,46 @@ def _create(ranks: Groups, name: str, timeout: timedelta | None) -> Group | None
     several = [list(group) for group in ranks if len(group) > 1]
     if not several:
         return None
-    own = dist.group.WORLD
-    if several != [list(range(dist.get_world_size()))]:
-        own, _ = dist.new_subgroups_by_enumeration(several, timeout=timeout, group_desc=name)
+    own, limit = dist.group.WORLD, limit_of_cpus()
+    is_all = several == [list(range(dist.get_world_size()))]
+    if not is_all or limit is not None:
+        limit = limit if is_all else timeout
+        own, _ = dist.new_subgroups_by_enumeration(several, timeout=limit, group_desc=name)
     return None if own is None else Group(own.group_name, own.size())
 
 
+def limit_of_cpus() -> timedelta | None:
+    """How long a collective of all processes waits where they communicate by gloo alone; None where they do not."""
+    if dist.get_backend() != "gloo":
+        return None
+    options: Any = dist.group.WORLD._get_backend(torch.device("cpu")).options  # type: ignore[union-attr]
+    limit: timedelta = options._timeout
+    return limit
+
+
+# Why nothing can be sent over a group any more.
+_REFUSED: weakref.WeakKeyDictionary[dist.ProcessGroup, RankError] = weakref.WeakKeyDictionary()
+
+
 def process_group(group: Group) -> dist.ProcessGroup:
-    """The group itself. Do not keep it: a group whose threads outlive the process's exit handlers aborts it."""
+    """The group itself. Do not keep it: a group whose threads outlive the process's exit handlers aborts it.
+
+    Raises:
+        RankError: a module whose group it is has failed.
+    """
     name: Any = group.name  # newer versions of torch want a type of their own, which is a text
-    return _resolve_process_group(name)
+    found = _resolve_process_group(name)
+    error = _REFUSED.get(found)
+    if error is not None:
+        raise RankError(error.reason, where=error.where, remedy=error.remedy)
+    return found
+
+
+def refuse_group(group: Group, error: RankError) -> None:
+    """Has every further use of a group raise an error; one that is destroyed has none."""
+    name: Any = group.name
+    with contextlib.suppress(RuntimeError, ValueError, LookupError):
+        _REFUSED[_resolve_process_group(name)] = error
 
 
 def device_mesh(

@@ -3,9 +3,13 @@
 Enters: a rank's facts (texts by name), or the error that ends it. Leaves: nothing where all ranks say the same, else an
 error that names the ranks and the reason.
 
-Ranks meet in the key-value store of the process group and not in a collective: there a rank that is missing has a
-name, waiting has a limit whatever the backend, and a rank that fails leaves its reason behind for the others. Only
-compilations meet. A call whose program is there counts itself and sends nothing here (batches: `inputs.py`).
+Compilations meet in the key-value store of the process group and not in a collective: there a rank that is missing has
+a name, waiting has a limit whatever the backend, and a rank that fails leaves its reason behind for the others.
+
+A call whose program is there meets once, in front of its first collective: a few words over a group of the hosts
+(`Meeting`), together with what `inputs.py` compares. A rank that has failed by then says so in its place, and all raise
+its error; nothing is under way, and the next call works. An error behind that leaves ranks at different points, which
+nothing brings together again: it goes to all of them by the alarm (`alarm.py`), and every further call is refused.
 """
 
 from __future__ import annotations
@@ -16,15 +20,18 @@ import json
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from fxpar import errors
 from fxpar.errors import FxparError, InputError, RankError
 from fxpar.plan.plan import Plan
+from fxpar.runtime.alarm import Alarm, alarm_of, wait_for
+from fxpar.runtime.meeting import Meeting, Met
 from fxpar.runtime.tracing import refuse_tracing
 
 if TYPE_CHECKING:
@@ -35,6 +42,8 @@ _R = TypeVar("_R")
 
 # Seconds in which ranks that fail find each other; who is not there by then is named.
 _ROLL_CALL = 2.0
+# Seconds in which the others come to where a rank says that saving or loading failed there.
+_PATIENCE = 8.0
 _LONGEST_POLL = 0.25
 _LONGEST_REASON = 2000
 # Texts up to this length are shown side by side; longer ones, digests among them, say nothing to a reader.
@@ -57,6 +66,9 @@ class Agreement:
         calls: calls so far that all ranks make. The first, 0, is `parallelize`.
         points: agreements so far in this call.
         what: the call that is under way.
+        meeting: where the hosts meet; None until there are groups.
+        step: the number of the next step that draws, which all ranks must have alike.
+        alarm: the error that ended the module, if one did.
     """
 
     rank: int
@@ -66,36 +78,186 @@ class Agreement:
     calls: int = -1
     points: int = 0
     what: str = ""
+    meeting: Meeting | None = None
+    step: Callable[[], int] = lambda: 0
+    alarm: Alarm = field(default_factory=Alarm)
+    # Whether collectives may be under way, so that ranks that fail are not at one point.
+    _entered: bool = False
+    _meetings: int = 0
+    # Of this call: whether ranks met at its begin, whether another rank told its error, and what all raise together.
+    _is_at_once: bool = False
+    _is_told: bool = False
+    _raised: BaseException | None = None
 
     # ------------------------------------------------------------------ calls
 
-    def call(self, what: str) -> _Call:
-        """A context for one call that every rank makes; an error that leaves it is told to the others."""
-        return _Call(self, what)
+    def call(self, what: str, at_once: bool = False) -> _Call:
+        """A context for one call that every rank makes; an error that leaves it is told to the others.
+
+        Args:
+            at_once: whether ranks meet at its begin, where it has no other place for that.
+        """
+        return _Call(self, what, at_once)
 
     def begin(self, what: str) -> None:
         """Counts a call."""
         self.calls, self.points, self.what = self.calls + 1, 0, what
+        self._entered, self._is_told, self._raised = False, False, None
+
+    def enter(self, place: str = "its program") -> None:
+        """Goes on to what communicates, when all ranks have come so far; within a call they meet once.
+
+        Raises:
+            FxparError: a rank failed before it came here: its error, on all ranks.
+            InputError: ranks make different calls.
+        """
+        if not self._entered:
+            self.meet(place)
+            self._entered = True
+
+    def meet(self, place: str, compared: Sequence[int] = (), more: str = "") -> Met | None:
+        """Meets the other ranks; None where there are none, or no groups yet. Raises as `enter`.
+
+        Args:
+            place: what for, which is the same on all ranks.
+            compared: of which all get the largest and the smallest.
+            more: what to say of this rank where others come for something else.
+        """
+        if self.meeting is None or self.calls < 1:
+            return None
+        met = self._met(place, compared)
+        assert met is not None
+        if met.failed is not None:
+            raise self._shared(met.failed)
+        if met.differs or met.steps_differ:
+            self._differ(f"{self.what}, {place}{more}" if met.differs else f"step {self.step()}")
+        return met
+
+    def _met(
+        self, place: str, compared: Sequence[int] = (), failed: bool = False, seconds: float | None = None
+    ) -> Met | None:
+        assert self.meeting is not None
+        step = self.step()
+        step = step if type(step) is int and 0 <= step < 2**62 else -1
+        met = self.meeting.meet((failed, self.calls, self.points, step), (self.what, place), compared, seconds)
+        if met is not None:
+            self._entered, self._meetings = False, self._meetings + 1
+            self.calls, self.points = met.calls, met.points
+        return met
+
+    def _differ(self, text: str) -> None:
+        """Raises what all ranks came for."""
+        self.points += 1
+        texts = self.told(f"at {self._meetings}", text)
+        ranks: dict[str, list[int]] = {}
+        for rank, each in enumerate(texts):
+            ranks.setdefault(each, []).append(rank)
+        raise InputError(
+            f"differs: {'; '.join(f'{_ranks(own)}: {each}' for each, own in ranks.items())}",
+            where="the call",
+            remedy="make the same calls on all ranks, with batches of the same structure and sizes",
+        )
 
     def failed(self, error: BaseException) -> None:
         """Tells the other ranks why this one stops.
 
         Raises:
-            RankError: the error is that of a collective whose partner is gone; says which, and why if it said so.
+            FxparError: all ranks raise this one, the error of the first of them; or the error is that of a collective
+                whose partner is gone: says which, and why if it said so.
         """
-        store, was_lost = self._store(), is_lost(error)
-        if self.size == 1 or store is None or isinstance(error, RankError):
+        store = self._store()
+        if self.alarm.first is not None and isinstance(error, Exception):
+            raise self.alarm.error from error
+        if self.size == 1:
             return
+        if store is None or error is self._raised:
+            return
+        if self.meeting is None or self.calls < 1:
+            self._fails_to_compile(store, error)
+        elif is_lost(error):
+            self._lost(store, error)
+        elif self._entered or not isinstance(error, Exception) or self._is_alone(error):
+            self._ends(store, error)
+        else:
+            self._share(store, error)
+
+    def _fails_to_compile(self, store: Store, error: BaseException) -> None:
+        """As all that goes wrong in `parallelize`: there is nothing yet that could be called again."""
+        if isinstance(error, RankError):
+            return
+        was_lost = is_lost(error)
         try:
             signs = self._signs(store, error) if was_lost else self._explain(store, error)
         except dist.DistError:
-            signs = f"{_first_line(error)}; the store is gone too, and so the process that kept it, most often rank 0"
+            signs = _without_store(error)
         if was_lost:
             raise RankError(
                 f"a collective failed: {signs}",
                 where=f"rank {self.rank}, {self.what}",
                 remedy="look at the output of the ranks that are named",
             ) from error
+
+    def _lost(self, store: Store, error: BaseException) -> None:
+        """Another rank is why a collective failed: it has said so, or has ended."""
+        self.alarm.hang_up()  # who waits for this rank waits for nothing
+        try:
+            if not wait_for(self.alarm, store, _ROLL_CALL / 2):
+                reason = f"a collective failed: {self._signs(store, error)}"
+                self.alarm.tell(store, f"rank {self.rank}, {self.what}", reason)
+        except dist.DistError:
+            self.alarm.tell(None, f"rank {self.rank}, {self.what}", f"a collective failed: {_without_store(error)}")
+        raise self.alarm.error from error
+
+    def _ends(self, store: Store, error: BaseException) -> None:
+        """The ranks are at different points, or about to be: no call can be made any more."""
+        with contextlib.suppress(dist.DistError):
+            self._tell(store, self._failure(error))  # for ranks that agree on a program
+        self.alarm.tell(store, f"rank {self.rank}, {self.what}", f"an earlier call failed: {self._text(error)}")
+
+    def stop(self, error: RankError) -> None:
+        """Ends all calls of the module on all ranks, on any thread."""
+        self.alarm.tell(self._store(), error.where, error.reason)
+
+    def _is_alone(self, error: BaseException) -> bool:
+        """Whether the others did not come to an agreement in time: they may be anywhere."""
+        return isinstance(error, RankError) and not self._is_told
+
+    def _share(self, store: Store, error: Exception) -> None:
+        """Nothing is under way: all ranks meet, and raise the first one's error."""
+        try:
+            if not self._is_told:
+                self._tell(store, self._failure(error))
+            store.set(self._place_of(self._meetings, self.rank), json.dumps(self._record(error)))
+            met = self._met("", (), not self._is_told, _PATIENCE if self._is_at_once else None)
+        except RuntimeError as lost:
+            if not is_lost(lost):
+                raise
+            self._lost(store, lost)
+            raise
+        if met is None:
+            self._ends(store, error)
+        elif met.failed is not None and not met.all_failed:
+            raise self._shared(met.failed) from error
+
+    def _record(self, error: Exception) -> dict[str, str]:
+        """What another rank makes the same error of."""
+        if not isinstance(error, FxparError):
+            where, remedy = f"rank {self.rank}", "its own output says more"
+            return {"kind": "RankError", "where": where, "reason": self._reason(error), "remedy": remedy}
+        where = f"rank {self.rank}{error.where and ', '}{error.where}"
+        return {"kind": type(error).__name__, "where": where, "reason": error.reason, "remedy": error.remedy}
+
+    def _shared(self, rank: int) -> FxparError:
+        """The error with which a rank came to the last meeting."""
+        store = self._store()
+        assert store is not None, "ranks have met"
+        record = json.loads(store.get(self._place_of(self._meetings - 1, rank)))
+        kind: type[FxparError] = getattr(errors, record["kind"], RankError)
+        self._raised = kind(record["reason"], where=record["where"], remedy=record["remedy"])
+        return self._raised
+
+    def _place_of(self, meeting: int, rank: int) -> str:
+        return f"fxpar/{self.module}/met/{meeting}/{rank}"
 
     def _explain(self, store: Store, error: BaseException) -> str:
         self._tell(store, self._failure(error))
@@ -151,7 +313,9 @@ class Agreement:
         except dist.DistError as error:
             raise _unreachable(error, f"rank {self.rank}, {self.what}") from error
         self.points += 1
+        self._entered = False  # all ranks are here
         if verdict:
+            self._is_told = verdict["kind"] == "failed"
             kind = InputError if verdict["kind"] == "differs" else RankError
             raise kind(verdict["reason"], where=verdict["where"], remedy=verdict["remedy"])
 
@@ -242,18 +406,24 @@ class Agreement:
         return stands
 
     def _failure(self, error: BaseException) -> dict[str, Any]:
-        was_lost = is_lost(error)
+        return {
+            "kind": "lost" if is_lost(error) else "failed",  # a loss has its cause elsewhere: others do not repeat it
+            "rank": self.rank,
+            "where": f"rank {self.rank}",
+            "reason": self._reason(error),
+            "remedy": "its own output says more",
+        }
+
+    def _reason(self, error: BaseException) -> str:
+        return f"failed in {self.what}: {self._text(error)}"
+
+    def _text(self, error: BaseException) -> str:
+        if is_lost(error):
+            return f"a collective failed: {_first_line(error)}"
         text = str(error) if isinstance(error, FxparError) else f"{type(error).__name__}: {error}"
         if isinstance(error, FxparError):
             text = text.removeprefix(f"{self.what}: ")  # the place is said
-        text = f"a collective failed: {_first_line(error)}" if was_lost else text
-        return {
-            "kind": "lost" if was_lost else "failed",  # a loss has its cause elsewhere: others do not repeat it
-            "rank": self.rank,
-            "where": f"rank {self.rank}",
-            "reason": f"failed in {self.what}: {text[:_LONGEST_REASON]}",
-            "remedy": "its own output says more",
-        }
+        return text[:_LONGEST_REASON]
 
 
 def connected(seconds: float) -> Agreement:
@@ -269,7 +439,7 @@ def connected(seconds: float) -> Agreement:
         module = dist.group.WORLD.get_group_store().add(f"fxpar/modules/{rank}", 1) if size > 1 else 0
     except dist.DistError as error:
         raise _unreachable(error, f"rank {rank}, start-up") from error
-    return Agreement(rank, size, seconds, module)
+    return Agreement(rank, size, seconds, module, alarm=alarm_of(module, size))
 
 
 def plan_facts(plan: Plan) -> dict[str, str]:
@@ -280,36 +450,65 @@ def plan_facts(plan: Plan) -> dict[str, str]:
 
 
 def together(method: Callable[Concatenate[Any, _P], _R]) -> Callable[Concatenate[Any, _P], _R]:
-    """Marks a method of `ParallelModule` that all ranks call: what ends it on one is told to the others."""
+    """Marks a method of `ParallelModule` that all ranks call, and that enters before it communicates.
 
+    What ends it on one rank is told to the others.
+    """
+    return _marked(method, False)
+
+
+def together_at_once(method: Callable[Concatenate[Any, _P], _R]) -> Callable[Concatenate[Any, _P], _R]:
+    """Marks one at whose begin all ranks meet, as it communicates in many places."""
+    return _marked(method, True)
+
+
+def _marked(method: Callable[Concatenate[Any, _P], _R], at_once: bool) -> Callable[Concatenate[Any, _P], _R]:
     @functools.wraps(method)
     def call(self: Any, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         refuse_tracing()
-        with self.world.agreement.call(method.__name__):
+        with self.world.agreement.call(method.__name__, at_once):
             return method(self, *args, **kwargs)
 
     return call
 
 
 class _Call:
-    def __init__(self, agreement: Agreement, what: str) -> None:
-        self._agreement, self._what, self._around = agreement, what, ""
+    def __init__(self, agreement: Agreement, what: str, at_once: bool) -> None:
+        self._agreement, self._what, self._around, self._at_once = agreement, what, "", at_once
 
     def __enter__(self) -> None:
-        self._around = self._agreement.what
-        self._agreement.begin(self._what)
+        agreement = self._agreement
+        agreement.alarm.check()
+        self._around = agreement.what
+        agreement.begin(self._what)
+        agreement._is_at_once = self._at_once
+        if self._at_once:
+            try:
+                agreement.meet("its begin")
+            except BaseException as error:
+                self.__exit__(type(error), error, None)
+                raise
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None:
-            self._agreement.failed(error)
-        self._agreement.what = self._around  # of the call that this one is part of
+        agreement = self._agreement
+        try:
+            if error is not None:
+                agreement.failed(error)
+            else:
+                agreement.alarm.check()  # what an aborted collective leaves is no result
+        finally:
+            agreement.what = self._around  # of the call that this one is part of
 
 
 def is_lost(error: BaseException) -> bool:
     """Whether a collective failed because of another rank: gloo's errors have no type, but name its source files."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in str(error))
+
+
+def _without_store(error: BaseException) -> str:
+    return f"{_first_line(error)}; the store is gone too, and so the process that kept it, most often rank 0"
 
 
 def _unreachable(error: BaseException, where: str) -> RankError:

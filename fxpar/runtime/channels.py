@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fxpar.ops.collectives import Group
-from fxpar.ops.groups import process_group
+from fxpar.ops.groups import process_group, refuse_group
 from fxpar.runtime.world import World
 from fxpar.schedule.messages import Kind, Message
 from fxpar.schedule.schedule import Schedule
@@ -42,9 +43,11 @@ class Channels:
         self._device = world.device
         for way in _ways(schedule):
             timeout = timedelta(seconds=world.agreement.seconds)
-            own, _ = dist.new_subgroups_by_enumeration([list(line) for line in lines], timeout=timeout)
+            with world.agreement.alarm.opening():
+                own, _ = dist.new_subgroups_by_enumeration([list(line) for line in lines], timeout=timeout)
             assert own is not None
             self._groups[way] = Group(own.group_name, own.size())
+            world.agreement.alarm.on_stop(partial(refuse_group, self._groups[way]))
             self._meet(world.place, way)
 
     def _meet(self, place: int, way: _Way) -> None:

@@ -49,6 +49,7 @@ class Evaluation:
         """
         if not torch.is_grad_enabled() or not call.ready.differentiable:
             return
+        self._world.agreement.enter("asks who trains")
         trains = torch.tensor([int(has_leaves)], device=self._world.device)
         dist.all_reduce(trains, dist.ReduceOp.MAX, process_group(self._world.groups["pp"]))
         if trains.item():
@@ -72,6 +73,7 @@ class Evaluation:
             values: what this rank has of the program's inputs, but for the random state.
             state: gives the random state; it is asked for on all ranks or on none.
         """
+        self._world.agreement.enter()
         own = dict(values)
         draws = [entry.node for entry in call.compiled.program.inputs if entry.path == RNG_PATH]
         if draws:

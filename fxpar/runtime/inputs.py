@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Mapping
-from datetime import timedelta
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,12 +20,13 @@ import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from fxpar.errors import InputError, RankError
+from fxpar.errors import InputError
 from fxpar.mesh.mesh import Mesh
 from fxpar.mesh.purpose import DENSE, PURPOSES, Cuts
 from fxpar.ops.collectives import Group
 from fxpar.ops.groups import process_group
 from fxpar.runtime import batch as calls
+from fxpar.runtime.meeting import Met
 from fxpar.runtime.world import World
 
 _REMEDY = "pass the same batch on all ranks"
@@ -45,17 +45,11 @@ Shapes = list[list[tuple[int, ...]]]
 
 
 class Inputs:
-    """Compares the calls of one module over the ranks.
-
-    Making one is a collective call.
-
-    Raises:
-        RankError: the hosts cannot reach each other.
-    """
+    """Compares the calls of one module over the ranks, which are several."""
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._hosts, self._devices, self._everyone = _hosts(world), _alike(world), _all(dist.group.WORLD)
+        self._devices, self._everyone = _alike(world), _all(dist.group.WORLD)
         places = world.coordinates.items()
         self._party = " ".join(f"{axis} {index}" for axis, index in places if PURPOSES[axis].cuts is Cuts.BATCH)
         # By rank, which part of the batch it is given.
@@ -81,20 +75,22 @@ class Inputs:
         device = self._world.device
         batch = pytree.tree_map_only(Tensor, lambda value: value.to(device), batch)
         shapes = [list(value.shape) for _, value in calls.leaves(batch) if isinstance(value, Tensor)]
-        known = torch.tensor([_digest(facts), _digest(shapes)])
+        known = [_digest(facts), _digest(shapes)]
         values = None if self._devices is None else self.checksum(batch)
         whole = {path: value for path, value in calls.leaves(batch) if path in shared} if self._party else {}
         alike = self.checksum(whole) if whole else None
         is_one = self._devices is not None and self._devices.size == self._world.size
         if device.type == "cpu" and values is not None:
             # Of ranks that are given other batches, all must know where some differ.
-            known = torch.cat([known, values if is_one else self._odd(values)])
+            known.append(int(values if is_one else self._odd(values)))
             values = None
         if device.type == "cpu" and alike is not None:
-            known, alike = torch.cat([known, alike]), None
-        extremes, others = _extremes(known, self._hosts), None
-        if not _is_equal(extremes):
-            if self._party and _is_equal(torch.cat([extremes[:, :1], extremes[:, 2:]], 1)):
+            known.append(int(alike))
+            alike = None
+        met, others = self._meet("compares the batch", known), None
+        if not met.is_equal:
+            is_equal = met.largest.eq(met.smallest)
+            if self._party and is_equal[0] and is_equal[2:].all():
                 others = self._shapes(shapes)
             if others is None:
                 self._differs(batch, facts, whole)
@@ -114,7 +110,9 @@ class Inputs:
         """By data rank, the shapes of the tensors of its batch; None where ranks of one differ."""
         mine = torch.tensor([size for shape in own for size in shape])
         found = [torch.empty_like(mine) for _ in range(self._world.size)]
-        dist.all_gather(found, mine, group=process_group(self._hosts))
+        meeting = self._world.agreement.meeting
+        assert meeting is not None, "there are several ranks"
+        dist.all_gather(found, mine, group=process_group(meeting.group))
         by_part: dict[int, list[int]] = {}
         for part, sizes in zip(self._parts, (sizes.tolist() for sizes in found), strict=True):
             if by_part.setdefault(part, sizes) != sizes:
@@ -134,7 +132,12 @@ class Inputs:
 
     def somewhere(self, is_so: bool) -> bool:
         """Whether something is so on any rank. A collective call of the hosts."""
-        return bool(_extremes(torch.tensor([int(is_so)]), self._hosts)[0].any())
+        return bool(self._meet("compares what padding gives", [int(is_so)]).largest.any())
+
+    def _meet(self, place: str, compared: Sequence[int]) -> Met:
+        met = self._world.agreement.meet(place, compared)
+        assert met is not None, "there are several ranks"
+        return met
 
     def _differs(self, batch: Any, facts: Mapping[str, str], whole: Any) -> None:
         """Finds out what differs, where ranks can say it in words."""
@@ -151,6 +154,8 @@ class Inputs:
     def _odd(self, values: Tensor) -> Tensor:
         """Zero where the ranks that are given one batch have the same values, else this rank's number."""
         assert self._devices is not None
+        if self._world.device.type == "cpu":  # on other devices the hosts have met
+            self._world.agreement.enter("compares the batch of one part")
         found = _extremes(values, self._devices)
         is_same = found[0].eq(found[1].bitwise_not()).all()
         return torch.where(is_same, 0, self._world.rank + 1).reshape(1)
@@ -212,21 +217,6 @@ def _extremes(values: Tensor, group: Group) -> Tensor:
 
 def _is_equal(found: Tensor) -> bool:
     return torch.equal(found[0], found[1].bitwise_not())
-
-
-def _hosts(world: World) -> Group:
-    """The group of all processes if it reaches CPUs, else a new one that does."""
-    own: Any = dist.group.WORLD
-    if "gloo" not in dist.get_backend():
-        try:
-            own = dist.new_group(backend="gloo", timeout=timedelta(seconds=world.agreement.seconds))
-        except RuntimeError as error:
-            raise RankError(
-                f"the hosts cannot reach each other by gloo: {str(error).splitlines()[0]}",
-                where="check_inputs",
-                remedy="set GLOO_SOCKET_IFNAME to the network's interface, or pass check_inputs=False",
-            ) from error
-    return _all(own)
 
 
 def _alike(world: World) -> Group | None:

@@ -18,11 +18,11 @@ import torch
 from torch.cuda import can_device_access_peer as can_access
 
 from fxpar.analysis.exchanges import Reach
-from fxpar.errors import PlanError
+from fxpar.errors import PlanError, RankError
 from fxpar.exchange import mailbox
 from fxpar.exchange.host import HostMailbox, machine
 from fxpar.exchange.streams import current_stream
-from fxpar.exchange.watch import Watch
+from fxpar.exchange.watch import Watch, end_process
 from fxpar.mesh.purpose import joined_names
 from fxpar.ops.collectives import Group
 from fxpar.ops.groups import process_group
@@ -103,6 +103,7 @@ class Mailboxes:
             seconds = self._world.agreement.seconds
             held = HostMailbox(rank=rank, size=size, group=process_group(group), ranks=own, seconds=seconds)
             mailbox.register(name, held.open())
+        self._world.agreement.alarm.on_stop(lambda error: mailbox.stop(name))
         return name
 
     def _watch(self, device: torch.device) -> Watch:
@@ -114,7 +115,14 @@ class Mailboxes:
             allow_while_captured()
 
         agreement = self._world.agreement
-        watch = Watch(agreement.rank, agreement.seconds, agreement, lambda: agreement.calls).start(prepare)
+
+        def end(error: RankError) -> None:
+            if agreement.alarm.first is None:
+                agreement.stop(error)
+            else:  # waits were ended by then, and the device stands still all the same
+                end_process(error)
+
+        watch = Watch(agreement.rank, agreement.seconds, agreement, lambda: agreement.calls, end).start(prepare)
         weakref.finalize(self, watch.stop)  # at the process's exit too, in front of the device's end
         return watch
 

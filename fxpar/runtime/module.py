@@ -86,7 +86,7 @@ class ParallelModule(Stateful):
         self._flags = StepFlags()
         if plan.grouped_gemm == "transformer_engine":
             check_engine(world.device)
-        self._graphs = Graphs(plan.cuda_graphs, world.device) if plan.cuda_graphs.is_on else None
+        self._graphs = Graphs(plan.cuda_graphs, world.device, world.agreement.enter) if plan.cuda_graphs.is_on else None
         self._mailboxes = Mailboxes(plan, world)
         self._programs = Programs(model, self, plan, world, loss, passes, self._graphs, self._mailboxes)
         options = {"option check_inputs": str(check_inputs)}
@@ -99,7 +99,9 @@ class ParallelModule(Stateful):
         self._copies = Copies(PRECISION_DTYPES[plan.precision]) if is_mixed(plan) else None
         self._gradients = Buffers(self._graphs is not None, plan.pp > 1)
         buffers, foreign = self._gradients, self._programs.foreign
-        runner = Runner(self, self.shape_of, self._copies, self._random, world.device, buffers, foreign)
+        agreement, random = world.agreement, self._random
+        agreement.step = lambda: random.step
+        runner = Runner(self, self.shape_of, self._copies, random, world.device, buffers, foreign, agreement)
         self._waiting = runner.waiting
         self._batches = ForwardBackward(self._programs, inputs, runner, loss)
         expire = (lambda: None) if self._copies is None else self._copies.expire
@@ -239,6 +241,7 @@ class ParallelModule(Stateful):
         What `torch.nn.utils.clip_grad_norm_` does, with one collective for all parameters. All ranks must call it.
         """
         check_norm(max_norm)
+        self.world.agreement.enter()
         return self._training.clip(max_norm)
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -113,6 +113,7 @@ class Pipeline:
             InputError: microbatches that leave other gradients, or nothing to train.
         """
         schedule = self.schedule(len(bounds))
+        self._world.agreement.enter()
         run = _Step(self, schedule, bounds, ready, self._random_state(bounds, state), scaler)
         actions = schedule.ranks[self._world.place]
         ends = {action.stage: action for action in actions if action.phase in _LAST}.values()

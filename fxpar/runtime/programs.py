@@ -244,6 +244,8 @@ class Programs:
             call = self._fit(compiled, batch)
             if call is not None:
                 return call
+        brought = ", ".join(f"{name}: {text}" for name, text in calls.batch_facts(batch, False, True).items())
+        self._world.agreement.meet("compiles a program", more=f" for {brought}")
         compiled = self._compile(batch, with_loss, whole=whole)
         facts = {**self.facts(batch), "the program": _digest(compiled)}
         self._world.agreement.agree(facts, "make the same calls on every rank, with batches of the same sizes")
@@ -362,6 +364,7 @@ class Programs:
             self._own,
             self._splits,
             mailboxes=self._mailboxes,
+            enter=self._world.agreement.enter,
         )
 
     def _compared(self, captured: Captured, batch: Any, model: nn.Module | None) -> str:

@@ -18,6 +18,7 @@ from fxpar.passes.reduction import COUNT
 from fxpar.program.loads import is_counted
 from fxpar.program.mixed import is_copy
 from fxpar.program.program import Parameter
+from fxpar.runtime.agreement import Agreement
 from fxpar.runtime.buffers import Buffers, Placing
 from fxpar.runtime.evaluation import Evaluation
 from fxpar.runtime.mains import Copies
@@ -94,6 +95,7 @@ class Runner:
         random: the state of calls that are no microbatch.
         buffers: where gradients of whole steps go.
         foreign: names of the parameters that other ranks of a pipeline hold.
+        agreement: of the ranks, who all make the same calls, and run their backwards in the same order.
 
     Attributes:
         evaluation: runs the stages of a pipeline without a backward; None without one.
@@ -110,8 +112,9 @@ class Runner:
         device: torch.device,
         buffers: Buffers,
         foreign: frozenset[str],
+        agreement: Agreement,
     ) -> None:
-        self._foreign = foreign
+        self._foreign, self._agreement = foreign, agreement
         self._module, self._shape_of, self._copies = module, shape_of, copies
         self._random, self._device, self._buffers = random, device, buffers
         self.tensors = Tensors(module)
@@ -149,6 +152,10 @@ class Runner:
         versions = {name: leaf._version for name, leaf in leaves.items()}
 
         def backward(tangents: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+            with self._agreement.call("backward"):
+                return differentiated(tangents)
+
+        def differentiated(tangents: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
             odd = next((name for name, leaf in leaves.items() if leaf._version != versions[name]), None)
             if odd is not None:
                 raise InputError(
@@ -156,6 +163,7 @@ class Runner:
                     where=odd,
                     remedy="step the optimizer behind the backward",
                 )
+            self._agreement.enter()
             names = tuple(name for name in steps.differentiable if name in tangents)
             ran = pending
             if names != tuple(pending.step.tangents):  # other outputs than last time: the forward has kept too little

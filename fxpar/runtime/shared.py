@@ -37,7 +37,8 @@ class Shared:
         for places in several:
             timeout = timedelta(seconds=world.agreement.seconds)
             found = [[line[i] for i in places] for line in lines]
-            own, _ = dist.new_subgroups_by_enumeration(found, timeout=timeout)
+            with world.agreement.alarm.opening():
+                own, _ = dist.new_subgroups_by_enumeration(found, timeout=timeout)
             if own is not None:
                 group = Group(own.group_name, own.size())
                 self._groups |= {name: group for name, held in ranks.items() if tuple(sorted(held)) == places}

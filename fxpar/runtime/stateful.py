@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fxpar.errors import InputError
 from fxpar.plan.plan import Plan
-from fxpar.runtime.agreement import together
+from fxpar.runtime.agreement import together_at_once
 from fxpar.runtime.randomness import RandomState
 from fxpar.runtime.refusals import Immovable
 from fxpar.state import distributed_state
@@ -50,7 +50,7 @@ class Stateful(Immovable):
     def step(self, value: int) -> None:
         self._random.step = value
 
-    @together
+    @together_at_once
     def full_state_dict(self) -> dict[str, Tensor]:
         """What `state_dict()` of the unsplit model would hold, on the CPU of every rank. All ranks must call it."""
         return full_state_dict(self._held())
@@ -94,7 +94,7 @@ class Stateful(Immovable):
             )
         return distributed_state.load_state_dict(self._held(), state_dict, strict)
 
-    @together
+    @together_at_once
     def save_checkpoint(self, folder: str | Path, shard_size: int | str = "5GB") -> None:
         """Writes safetensors under the author's names, as transformers' `from_pretrained` and `load_checkpoint` read.
 
@@ -111,7 +111,7 @@ class Stateful(Immovable):
         """
         save_checkpoint(self._held(), self._programs.skeleton, folder, shard_size)
 
-    @together
+    @together_at_once
     def load_checkpoint(self, checkpoint: str | Path | Checkpoint) -> None:
         """Loads safetensors; each rank reads its parts. Tied names may be left out. All ranks must call it.
 
@@ -123,7 +123,7 @@ class Stateful(Immovable):
         """
         load(self._held(), checkpoint)
 
-    @together
+    @together_at_once
     def save_training(
         self,
         folder: str | Path,
@@ -158,7 +158,7 @@ class Stateful(Immovable):
         model = (self._programs.skeleton, self.plan)
         return save_training(self._held(), *model, folder, optimizer, extras, progress, keep, shard_size)
 
-    @together
+    @together_at_once
     def resume_training(
         self,
         folder: str | Path,

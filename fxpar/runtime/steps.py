@@ -6,7 +6,7 @@ compiled.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -117,6 +117,7 @@ class Steps:
         splits: whether its schedule runs backwards in two parts.
         is_stage: whether it is of one stage.
         mailboxes: through which steps copy.
+        enter: called in front of what communicates.
         lowered: the forward alone.
         differentiable: the outputs that carry a gradient.
         stages: by number those that this rank holds, and what it runs of each.
@@ -132,6 +133,7 @@ class Steps:
     splits: bool = False
     is_stage: bool = False
     mailboxes: Mailboxes | None = None
+    enter: Callable[[], None] = lambda: None
     _made: dict[Hashable, Step] = field(default_factory=dict)
     _eager: dict[Hashable, StepCalls] = field(default_factory=dict)
     _forwards: dict[Hashable, tuple[fx.Graph, ForwardCalls]] = field(default_factory=dict)
@@ -205,6 +207,7 @@ class Steps:
         if self.graphs is not None and self.graphs.options.impl in ("partial", "transformer_engine"):
             self.check_whole(step)
             runnable = self.graphs.step(calls, values, self.moving(sources, values), (gradients, rows))
+        self.enter()
         outputs, own = runnable.forward(values, sizes)
         return Pending(step, runnable, values, sizes, outputs, own)
 
@@ -246,9 +249,11 @@ class Steps:
         """Outputs of the forward alone, for which nothing is kept; `rows` as for `run`."""
         values = self._values(sources)
         calls = self.forward_calls(sizes, wanted, values)
-        if self.graphs is None:
-            return calls(values, sizes)
-        return self.graphs.forward(calls, values, self.moving(sources, values), rows)(values, sizes)
+        runnable: Callable[[Mapping[str, Any], Mapping[str, int]], dict[str, Tensor]] = calls
+        if self.graphs is not None:
+            runnable = self.graphs.forward(calls, values, self.moving(sources, values), rows)
+        self.enter()
+        return runnable(values, sizes)
 
     def forward_calls(self, sizes: Mapping[str, int], wanted: Sequence[str], values: Mapping[str, Any]) -> ForwardCalls:
         """What a forward alone runs; as for `outputs`."""

@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 import torch.distributed as dist
@@ -20,9 +20,11 @@ from fxpar.errors import PlanError, RankError
 from fxpar.mesh.mesh import Mesh
 from fxpar.mesh.purpose import PURPOSES, Cuts, joined_names
 from fxpar.ops.collectives import Group
-from fxpar.ops.groups import create_groups, process_group
+from fxpar.ops.groups import create_groups, process_group, refuse_group
 from fxpar.plan.plan import Plan
 from fxpar.runtime.agreement import Agreement, connected, plan_facts
+from fxpar.runtime.alarm import abort_groups
+from fxpar.runtime.meeting import hosts
 from fxpar.state.held import Ranks
 
 
@@ -118,7 +120,14 @@ def join(plan: Plan, agreement: Agreement) -> World:
     several = [axis for axis in plan.axes if PURPOSES[axis].cuts is not Cuts.BATCH]
     pipeline = ["pp", "-".join([*several, "pp"])] if plan.pp > 1 else []
     names = [*joined_names(plan.axes), *pipeline]
-    groups = create_groups(mesh, names, timedelta(seconds=agreement.seconds))
+    with agreement.alarm.opening():
+        groups = create_groups(mesh, names, timedelta(seconds=agreement.seconds))
+        if size > 1:
+            agreement.meeting = hosts(rank, size, agreement.seconds)
+    for group in {group.name: group for group in groups.values()}.values():
+        agreement.alarm.on_stop(partial(refuse_group, group))
+    if device.type == "cuda" and size > 1:
+        agreement.alarm.on_stop(abort_groups)
     index = mesh.coordinates(rank)
     return World(rank, size, device, mesh, groups, {axis: index[axis] for axis in plan.axes}, agreement)
 

@@ -64,7 +64,7 @@ def test_who_waits_in_vain_ends_and_says_for_whom(impl: str) -> None:
     assert done.returncode != 0
     assert "loss" not in done.stdout
     assert "has waited for copies of other ranks for 5 s" in done.stderr
-    assert "rank 1 has begun 5 calls and this rank 6" in done.stderr
+    assert "all ranks have begun the same calls or more" in done.stderr
 
 
 @pytest.mark.parametrize("count", [4, 8])

@@ -24,6 +24,7 @@ def summed(values: list[Tensor], run: Sum) -> Iterator[tuple[list[Tensor], list[
     device, size = values[0].device, values[0].numel()
     areas = [[torch.full((size,), -7, device=device, dtype=values[0].dtype) for _ in range(2)] for _ in range(2)]
     flags = [[torch.zeros(FLAGS, device=device, dtype=torch.int32) for _ in range(2)] for _ in range(2)]
+    stop = torch.zeros(1, dtype=torch.int32, pin_memory=True)
     streams = [torch.cuda.Stream() for _ in range(2)]
     torch.cuda.synchronize()
     found: list[list[list[Tensor]]] = [[], []]
@@ -32,7 +33,7 @@ def summed(values: list[Tensor], run: Sum) -> Iterator[tuple[list[Tensor], list[
             for rank, stream in enumerate(streams):
                 here, there = areas[turn][rank], areas[turn][1 - rank]
                 with torch.cuda.stream(stream):
-                    found[rank].append(run(values[rank], there, here, flags[turn][1 - rank], flags[turn][rank]))
+                    found[rank].append(run(values[rank], there, here, flags[turn][1 - rank], flags[turn][rank], stop))
     torch.cuda.synchronize()
     assert not any(bool(flag.any()) for both in flags for flag in both)
     yield from zip(*found, strict=True)
@@ -88,8 +89,7 @@ def test_rows_of_sums(rows: int, width: int, dtype: torch.dtype) -> None:
     reference = program.run(values[0] + values[1], operands)
 
     def run(x: Tensor, *ends: Tensor) -> list[Tensor]:
-        there, here, flags_there, flags_here = ends
-        return push_rows(program.text, x, there, here, flags_there, flags_here, operands)
+        return push_rows(program.text, x, *ends, operands)
 
     for own, other in summed(values, run):
         for one, two, known in zip(own, other, reference, strict=True):
@@ -130,10 +130,11 @@ def test_rows_of_sums_over_more_ranks(
     size = -(-blocks.bytes // 4096) * 4096
     areas = [[torch.full((size,), 0xFF, dtype=torch.uint8, device="cuda") for _ in range(ranks)] for _ in range(2)]
     flags = [[torch.zeros(FLAGS, dtype=torch.int32, device="cuda") for _ in range(ranks)] for _ in range(2)]
+    stop = torch.zeros(1, dtype=torch.int32, pin_memory=True)
     for rank in range(ranks):  # a rank's kernel cannot be loaded while another's waits for it: here all flags are up
         up = [torch.ones(FLAGS, dtype=torch.int32, device="cuda") for _ in range(ranks)]
         scratch = [torch.zeros_like(area) for area in areas[0]]
-        push_blocks.push_blocks(program.text, values[rank], rank, scratch, up, operands, is_sent)
+        push_blocks.push_blocks(program.text, values[rank], rank, scratch, up, stop, operands, is_sent)
     streams = [torch.cuda.Stream() for _ in range(ranks)]
     for turn in (0, 1, 0, 1):  # two buffers in turn, as a chain of sums has them
         for owner, sender in itertools.product(range(ranks), repeat=2):
@@ -144,7 +145,7 @@ def test_rows_of_sums_over_more_ranks(
         found = []
         for rank, stream in enumerate(streams):
             with torch.cuda.stream(stream):
-                given = (values[rank], rank, areas[turn], flags[turn], operands, is_sent)
+                given = (values[rank], rank, areas[turn], flags[turn], stop, operands, is_sent)
                 found.append(push_blocks.push_blocks(program.text, *given))
         torch.cuda.synchronize()
         assert not any(bool(flag.any()) for flag in flags[turn])

@@ -118,6 +118,7 @@ class FullIteration:
             key += (id(bound.call.ready), bound.call.rows, bound.loss, each.placed)
             key += key_of(each.others, names)
         made = self._graphs.variant(key, lambda pool: Iteration(pool, self._random), None)
+        self._graphs.enter()
         if made is None:
             return run(ready, self._random.draw)
         found: Found = made(ready, moving, run)

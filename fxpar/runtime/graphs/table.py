@@ -59,12 +59,13 @@ class Graphs:
     Args:
         options: of the plan.
         device: on which they run.
+        enter: called in front of what communicates.
     """
 
-    def __init__(self, options: CudaGraphs, device: torch.device) -> None:
+    def __init__(self, options: CudaGraphs, device: torch.device, enter: Callable[[], None] = lambda: None) -> None:
         if options.impl == "transformer_engine":
             check_engine(device)
-        self.options = options
+        self.options, self.enter = options, enter
         self._device = device
         self._seen: set[Hashable] = set()
         self._pools: list[tuple[Pool, dict[Hashable, Any]]] = []
