@@ -29,6 +29,7 @@ from fxpar.plan.plan import Plan
 from fxpar.program.collector import without_collections
 from fxpar.program.gradients import carried
 from fxpar.program.program import Program
+from fxpar.signatures.defaults import write_defaults
 from fxpar.signatures.functions import forget_proofs
 
 __all__ = ["CallSpec", "Captured", "arguments", "capture", "check_model", "check_samples"]
@@ -117,6 +118,7 @@ def _traced(
         try:
             traced = trace(model, batch, loss, symbolic, others, copies=copies, experts=experts)
             program, spec = convert(traced, model, plan, name)
+            write_defaults(program.graph.nodes)
             floats_as_tensors(program)
             check_views(program)
         except SizeError:
