@@ -48,6 +48,7 @@ def compile_model(
     loss: Callable[..., Any] | str | None = None,
     passes: Sequence[Pass] = DEFAULT_PASSES,
     review: Callable[[Captured], Captured] | None = None,
+    differentiated: bool = True,
     fixed: frozenset[tuple[int, int]] = frozenset(),
 ) -> Compilation:
     """Captures the model in its current mode and compiles it.
@@ -57,6 +58,7 @@ def compile_model(
         batch: as for `parallelize`.
         loss: as for `fxpar.capture.capture`.
         review: looks at what was captured before the passes run, and may settle what is open of it.
+        differentiated: whether steps are made of it, so that it is for sizes of which PyTorch has a derivative.
         fixed: as for `capture_differentiable`, where it is known that the model needs it.
 
     Raises:
@@ -64,9 +66,14 @@ def compile_model(
     """
     captured = capture(model, batch, plan, loss, fixed)
     found = _compiled(captured, passes, review)
-    if not torch.is_grad_enabled() or sizes_needed(found.program) == Needs(found.program.conditions):
+    if not differentiated or is_differentiable(found.program):
         return found
     return _compiled(capture_differentiable(model, batch, plan, loss, fixed), passes, review)
+
+
+def is_differentiable(program: Program) -> bool:
+    """Whether PyTorch differentiates a program for all sizes that its conditions admit, as far as it does for any."""
+    return sizes_needed(program) == Needs(program.conditions)
 
 
 def _compiled(captured: Captured, passes: Sequence[Pass], review: Callable[[Captured], Captured] | None) -> Compilation:
