@@ -13,9 +13,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fxpar.capture import capture, check_samples
+from fxpar.capture import check_samples
 from fxpar.capture.precision import in_precision
-from fxpar.compile import check_arguments, compile_program
+from fxpar.compile import capture_differentiable, check_arguments, compile_program
 from fxpar.errors import FxparError
 from fxpar.manager import Pass
 from fxpar.passes import DEFAULT_PASSES
@@ -72,7 +72,7 @@ def bisect_model(
     check_samples(batch)
     check_world(prod(plan.axes.values()))
     with in_precision(model, plan):
-        captured = capture(model, batch, plan, loss)
+        captured = capture_differentiable(model, batch, plan, loss)
         state, inputs = program_state(captured.program, model), call_inputs(captured, model, batch)
         return bisect(captured.program, passes, state, inputs)
 

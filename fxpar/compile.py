@@ -8,7 +8,7 @@ together by the code that runs.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,14 +17,19 @@ from torch import nn
 from fxpar.capture import Captured, capture
 from fxpar.errors import InputError, shown
 from fxpar.manager import Pass, PassManager, Verifier
+from fxpar.mesh.purpose import Cuts, axis_that
 from fxpar.ops.collectives import Group
 from fxpar.ops.lower import Lowered, lower
 from fxpar.passes import DEFAULT_PASSES
+from fxpar.passes.canonicalize import canonicalize
+from fxpar.passes.derive import Needs
 from fxpar.passes.mark_regions import mark_regions
 from fxpar.passes.outline_layers import outline_layers
+from fxpar.passes.sizes_needed import sizes_needed
 from fxpar.passes.step import step_passes
 from fxpar.plan.plan import Plan
 from fxpar.program.program import PassRecord, Program
+from fxpar.program.rows import batch_symbol
 from fxpar.verify.static import STATIC
 
 
@@ -43,6 +48,8 @@ def compile_model(
     loss: Callable[..., Any] | str | None = None,
     passes: Sequence[Pass] = DEFAULT_PASSES,
     review: Callable[[Captured], Captured] | None = None,
+    differentiated: bool = True,
+    fixed: frozenset[tuple[int, int]] = frozenset(),
 ) -> Compilation:
     """Captures the model in its current mode and compiles it.
 
@@ -51,14 +58,63 @@ def compile_model(
         batch: as for `parallelize`.
         loss: as for `fxpar.capture.capture`.
         review: looks at what was captured before the passes run, and may settle what is open of it.
+        differentiated: whether steps are made of it, so that it is for sizes of which PyTorch has a derivative.
+        fixed: as for `capture_differentiable`, where it is known that the model needs it.
 
     Raises:
         FxparError: capture, `review`, a pass or a static check refused the model.
     """
-    captured = capture(model, batch, plan, loss)
+    captured = capture(model, batch, plan, loss, fixed)
+    found = _compiled(captured, passes, review)
+    if not differentiated or is_differentiable(found.program):
+        return found
+    return _compiled(capture_differentiable(model, batch, plan, loss, fixed), passes, review)
+
+
+def is_differentiable(program: Program) -> bool:
+    """Whether PyTorch differentiates a program for all sizes that its conditions admit, as far as it does for any."""
+    return sizes_needed(program) == Needs(program.conditions)
+
+
+def _compiled(captured: Captured, passes: Sequence[Pass], review: Callable[[Captured], Captured] | None) -> Compilation:
     if review is not None:
         captured = review(captured)
     return Compilation(captured, compile_program(captured.program, passes))
+
+
+def capture_differentiable(
+    model: nn.Module,
+    batch: Any,
+    plan: Plan,
+    loss: Callable[..., Any] | str | None = None,
+    fixed: frozenset[tuple[int, int]] = frozenset(),
+) -> Captured:
+    """Captures a model with what its sizes must satisfy so that PyTorch differentiates it.
+
+    Conditions that the example satisfies become the program's. Where PyTorch has a derivative for one size alone, that
+    size is a number in the program, which is for batches of the example's size then.
+
+    Args:
+        fixed: dimensions and sizes of inputs that are to be numbers in any case.
+
+    Raises:
+        FxparError: capture or `canonicalize` refused the model, or a number of rows that ranks share out is to be one.
+    """
+    while True:
+        captured = capture(model, batch, plan, loss, fixed)
+        needed = sizes_needed(PassManager([canonicalize]).run(captured.program))
+        program = captured.program.with_(conditions=needed.conditions)
+        symbols = [each for each in program.symbols if each.name in needed.numbers]
+        if not symbols:
+            return replace(captured, program=program)
+        rows = batch_symbol(program) if plan.data_ranks > 1 else ""
+        if rows in needed.numbers:
+            raise InputError(
+                "PyTorch differentiates it for one number of rows alone, and data ranks share out the rows",
+                where=needed.numbers[rows],
+                remedy=f"set {axis_that(Cuts.BATCH)}=1, detach its operand, or write it with other operations",
+            )
+        fixed |= {(each.dim, each.example) for each in symbols}
 
 
 def compile_program(

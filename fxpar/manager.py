@@ -304,6 +304,7 @@ def _is_same_besides(before: Program, after: Program) -> bool:
 
     def compared(program: Program) -> tuple[object, ...]:
         tables = (program.parameters, program.inputs, program.outputs, program.all_symbols, program.plan, program.loss)
+        tables += (program.conditions,)
         values = tuple((name, id(value)) for name, value in program.constants.items())
         return *tables, program.properties, values
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import combinations
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
-from fxpar.derivatives.symbols import Sizes
+from fxpar.derivatives.symbols import MORE, Assumed, Sizes
 from fxpar.derivatives.trace import Derivative, Number, Operand, trace
 from fxpar.errors import InputError
 from fxpar.passes.emit import Emitter
@@ -26,7 +28,7 @@ from fxpar.program.program import (
     operands,
     output_types,
 )
-from fxpar.program.symbols import Counted, Symbol
+from fxpar.program.symbols import Condition, Counted, Symbol
 from fxpar.signatures.functions import resolve_function
 
 aten = torch.ops.aten
@@ -62,30 +64,74 @@ _REMEDY = "detach its operand, or write it with other operations"
 # So many programs' symbols are remembered. A step is differentiated when it is made and when it is checked, and a
 # model's programs for training, for evaluation and for other batches repeat the same calls.
 _PROGRAMS = 8
+# Of one call: a trace names all that it has assumed so far, and assumes more where that is known.
+_MOST_CONDITIONS = 8
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What sizes must satisfy so that PyTorch differentiates.
+
+    Attributes:
+        conditions: that the example satisfies.
+        numbers: the symbols in whose place numbers are to stand, by name, and for each the operation that needs it.
+    """
+
+    conditions: tuple[Condition, ...] = ()
+    numbers: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call to be differentiated; see `trace`."""
+
+    function: Any
+    args: Any
+    kwargs: Any
+    operands: Sequence[Operand]
+    tangents: Sequence[bool]
+
+    def traced(self, sizes: Sizes) -> Derivative:
+        """The derivative on such sizes."""
+        return trace(self.function, self.args, self.kwargs, self.operands, self.tangents, sizes)
+
+    @property
+    def key(self) -> Any:
+        """Equal for calls whose derivatives are; numbers are of the default type."""
+        arguments = plain((self.args, self.kwargs), _unexpected)
+        return self.function, torch.get_default_dtype(), arguments, tuple(self.tangents)
 
 
 class _Traces:
-    """Traces of calls on sizes in some symbols, each distinct one once."""
+    """Traces of calls on sizes in some symbols, which satisfy some conditions, each distinct one once."""
 
-    def __init__(self, symbols: tuple[Symbol | Counted, ...]) -> None:
-        self._symbols = symbols
-        self._sizes = Sizes(symbols)
+    def __init__(self, symbols: tuple[Symbol | Counted, ...], conditions: tuple[Condition, ...]) -> None:
+        self._symbols, self._conditions = symbols, conditions
+        self._sizes: dict[int, Sizes] = {}
         self._known: dict[Any, Derivative] = {}
 
-    def of(self, function: Any, given: Any, inputs: Sequence[Operand], tangents: Sequence[bool]) -> Derivative:
+    def of(self, call: _Call) -> Derivative:
         """The derivative of a call; see `trace`."""
-        args, kwargs = given
-        # Numbers are of the default type.
-        key = (function, torch.get_default_dtype(), plain((args, kwargs), _unexpected), tuple(tangents))
+        key = call.key
         if key not in self._known:
             try:
-                self._known[key] = trace(function, args, kwargs, inputs, tangents, self._sizes)
+                self._known[key] = self._traced(call, MORE)
             except _FAILURES:
-                # What failed may have left assumptions about sizes, in which those of other traces are written.
-                self._sizes = Sizes(self._symbols)
-                self._known.clear()
-                raise
+                if not self._conditions:
+                    raise
+                self._known[key] = self._traced(call, 0)
         return self._known[key]
+
+    def _traced(self, call: _Call, more: int) -> Derivative:
+        if more not in self._sizes:
+            self._sizes[more] = Sizes(self._symbols, self._conditions, more=more)
+        try:
+            return call.traced(self._sizes[more])
+        except _FAILURES:
+            # What failed may have left assumptions about sizes, in which those of other traces are written.
+            del self._sizes[more]
+            self._known.clear()
+            raise
 
 
 def _unexpected(node: fx.Node) -> Any:
@@ -101,9 +147,10 @@ class Derivatives:
     Those of PyTorch's own operators outlive it. What an author's function computes is another thing tomorrow.
     """
 
-    def __init__(self, symbols: Sequence[Symbol | Counted]) -> None:
-        self._of_pytorch = _of_pytorch(tuple(symbols))
-        self._of_others = _Traces(tuple(symbols))
+    def __init__(self, symbols: Sequence[Symbol | Counted], conditions: Sequence[Condition] = ()) -> None:
+        self._symbols, self._conditions = tuple(symbols), tuple(conditions)
+        self._of_pytorch = _of_pytorch(self._symbols, self._conditions)
+        self._of_others = _Traces(self._symbols, self._conditions)
 
     def of(self, node: fx.Node, args: Any, kwargs: Any, wanted: Sequence[bool], tangents: Sequence[bool]) -> Derivative:
         """The derivative of a call.
@@ -117,6 +164,66 @@ class Derivatives:
         Raises:
             InputError: PyTorch has no derivative, or none for symbolic sizes.
         """
+        call = self._call(node, args, kwargs, wanted, tangents)
+        try:
+            return self._of(node, call)
+        except _FAILURES as error:
+            raise _not_differentiated(node, error) from error
+
+    def needs(self, node: fx.Node, args: Any, kwargs: Any, wanted: Sequence[bool], tangents: Sequence[bool]) -> Needs:
+        """What sizes must satisfy so that `of` has an answer; arguments as there.
+
+        Conditions that the example satisfies come first, then numbers in place of symbols, as few as do, of what is no
+        first dimension before what is one.
+
+        Where PyTorch has no derivative for any sizes, nothing helps, and nothing is needed.
+        """
+        call = self._call(node, args, kwargs, wanted, tangents)
+        try:
+            self._of(node, call)
+        except _FAILURES:
+            return self._conditions_of(call) or self._numbers_of(call, describe(node)) or Needs()
+        return Needs()
+
+    def _of(self, node: fx.Node, call: _Call) -> Derivative:
+        is_own = isinstance(node.target, torch._ops.OpOverload) and node.target.namespace in ("aten", "fxpar")
+        return (self._of_pytorch if is_own else self._of_others).of(call)
+
+    def _conditions_of(self, call: _Call) -> Needs | None:
+        examples = {each.name: each.example for each in self._symbols}
+        for more in (MORE, 0):
+            known = self._conditions
+            for _ in range(_MOST_CONDITIONS):
+                try:
+                    call.traced(Sizes(self._symbols, known, more=more))
+                except Assumed as error:
+                    new = [each for each in error.conditions if each not in known]
+                    if not new or not all(each.holds(examples) for each in new):
+                        break
+                    known = (*known, *new)
+                except _FAILURES:
+                    break
+                else:
+                    return Needs(known[len(self._conditions) :])
+        return None
+
+    def _numbers_of(self, call: _Call, place: str) -> Needs | None:
+        fixed = [each for each in self._symbols if isinstance(each, Symbol)]
+        sets = [some for count in range(1, len(fixed) + 1) for some in combinations(fixed, count)]
+        for some in sorted(sets, key=lambda some: (any(each.dim == 0 for each in some), len(some))):
+            numbers = {each.name: each.example for each in some}
+            for more in (MORE, 0):
+                try:
+                    call.traced(Sizes(self._symbols, self._conditions, numbers, more))
+                except Assumed as error:
+                    if not error.conditions:  # else they are what the program for these numbers needs
+                        continue
+                except _FAILURES:
+                    continue
+                return Needs(numbers=dict.fromkeys(numbers, place))
+        return None
+
+    def _call(self, node: fx.Node, args: Any, kwargs: Any, wanted: Sequence[bool], tangents: Sequence[bool]) -> _Call:
         unique: dict[fx.Node, Operand] = {}
         for operand, flag in zip(operands(node), wanted, strict=True):
             kind = note(operand).type
@@ -137,20 +244,17 @@ class Derivatives:
         if not isinstance(function, torch._ops.OpOverload):
             function = resolve_function(str(kwargs["path"])).apply
             kwargs = {name: item for name, item in kwargs.items() if name != "path"}
-            is_own = False
-        else:
-            is_own = function.namespace in ("aten", "fxpar")
-        given = map_arg((tuple(args), dict(kwargs)), value)
-        try:
-            traces = self._of_pytorch if is_own else self._of_others
-            return traces.of(function, given, list(unique.values()), tangents)
-        except _FAILURES as error:
-            reason = (str(error).splitlines() or [type(error).__name__])[0]
-            raise InputError(
-                f"PyTorch does not differentiate it on symbolic shapes: {reason}",
-                where=describe(node),
-                remedy="detach its operand, or write it with other operations",
-            ) from error
+        given, named = map_arg((tuple(args), dict(kwargs)), value)
+        return _Call(function, given, named, list(unique.values()), tangents)
+
+
+def _not_differentiated(node: fx.Node, error: BaseException) -> InputError:
+    reason = (str(error).splitlines() or [type(error).__name__])[0]
+    return InputError(
+        f"PyTorch does not differentiate it on symbolic shapes: {reason}",
+        where=describe(node),
+        remedy="detach its operand, or write it with other operations",
+    )
 
 
 class Derived:

@@ -54,7 +54,7 @@ from fxpar.program.weights import weights_of
 
 aten = torch.ops.aten
 
-_SAVING = {aten.scaled_dot_product_attention.default: saving_attention, attention: saving_attention}
+SAVING = {aten.scaled_dot_product_attention.default: saving_attention, attention: saving_attention}
 
 
 @register_pass("differentiate", requires={Property.CANONICAL}, provides={Property.STEP})
@@ -150,7 +150,7 @@ class _Backward:
     def __init__(self, program: Program) -> None:
         self.program, self.flags = program, carried(program)
         self.emit = Emitter(program, self.flags)
-        self.derivatives, self.repeats = Derivatives(program.all_symbols), Repeats(self.emit)
+        self.derivatives, self.repeats = Derivatives(program.all_symbols, program.conditions), Repeats(self.emit)
         self.has_decomposed = False
         self.known: dict[tuple[fx.Node, int], fx.Node] = {}
         held = program.placeholders()
@@ -220,7 +220,7 @@ class _Backward:
     def _saving(self, node: fx.Node) -> tuple[fx.Node, Operator] | None:
         """Puts the call in place that saves what the derivative reads, if the operator has one."""
         own = node.target.saving if isinstance(node.target, Operator) else None
-        maker = own or _SAVING.get(node.target)
+        maker = own or SAVING.get(node.target)
         if maker is None:
             return None
         made = maker(node)

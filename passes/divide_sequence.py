@@ -95,6 +95,7 @@ def divide(program: Program, n: int, found: Set[str], *, where: str, remedy: str
     return program.with_(
         symbols=tuple(divided.get(s.name, s) for s in program.symbols),
         inputs=tuple(Input(i.path, i.node, _tensor(i.type, sizes)) for i in program.inputs),
+        conditions=tuple(condition.with_sizes(sizes) for condition in program.conditions),
         parameters=tuple(Parameter(**{**vars(p), "type": _tensor(p.type, sizes)}) for p in program.parameters),
     )
 

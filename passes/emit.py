@@ -209,9 +209,11 @@ class Emitter:
         if node.target in COERCION_OF or any(len(output_types(operand)) != 1 for operand in inputs):
             return False
         step = next((step for step in steps(node, given) if isinstance(step.found, Refusal)), None)
-        rule = rule_for(step.call) if step is not None else None
-        if step is None or rule is None:
+        if step is None:
             return False
+        rule = rule_for(step.call)
+        if rule is None:
+            return self._summed(node, step.axis)
         whole = [i for i, placement in enumerate(step.operands) if placement == R and not given.carries[i]]
         for i in whole:
             if inputs[i] in self._zeros and self._fits(step, given, {i: P}):
@@ -226,6 +228,25 @@ class Emitter:
                 self._convert(node, changed, take, step.axis)
                 return True
         return False
+
+    def _summed(self, node: fx.Node, axis: str) -> bool:
+        """Whether summands were added up for an operation that no rule knows: it takes what all ranks hold."""
+        axes, before = self.program.axes, operands(node)
+        inputs = list(before)
+        for i, operand in enumerate(before):
+            (layout,) = output_layouts(operand)
+            if layout.on(axis) != P or not note(node).phase:
+                continue
+            way = conversions(layout, spelled(layout.with_(axis, R), axes), axes, False, self.program.plan.cost)
+            for step in way or ():
+                self.made.append(None)
+                with self.graph.inserting_before(node):
+                    args, kwargs = (inputs[i],), {"axis": "-".join(step.axes)}
+                    new = self.graph.create_node("call_function", step.row.operator, args, kwargs)
+                self._note(new, output_types(operand)[0], note(node), [step.layout], note(node).phase, 0)
+                inputs[i] = new
+        with_operands(node, inputs)
+        return inputs != before
 
     @staticmethod
     def _fits(step: Step, given: Context, changed: Mapping[int, Placement]) -> bool:

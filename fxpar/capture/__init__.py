@@ -7,8 +7,9 @@ global shapes and the `CallSpec` of its calls. Nothing is computed and no weight
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch.utils._pytree as pytree
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from fxpar.capture.convert import CallSpec, convert
 from fxpar.capture.eager import compare, walk
-from fxpar.capture.expert_modules import Named, named_experts
+from fxpar.capture.expert_modules import named_experts
 from fxpar.capture.floats import floats_as_tensors
 from fxpar.capture.guards import check_model, check_samples
 from fxpar.capture.memo import OtherMemos
@@ -46,6 +47,8 @@ class Captured:
         loss: the loss callable that was traced with the model, if any.
         unwalked: why the eager model's autograd graph could not be walked and compared; empty where it was.
         findings: what was checked of it since, as sentences.
+        fixed: sizes of the inputs that are numbers and not symbols, since PyTorch differentiates the model for one of
+            them at a time: dimensions, and the sizes that they have.
     """
 
     program: Program
@@ -54,10 +57,15 @@ class Captured:
     loss: Callable[..., Any] | None
     unwalked: str = ""
     findings: tuple[str, ...] = ()
+    fixed: frozenset[tuple[int, int]] = frozenset()
 
 
 def capture(
-    model: nn.Module, batch: Any, plan: Plan | None = None, loss: Callable[..., Any] | str | None = None
+    model: nn.Module,
+    batch: Any,
+    plan: Plan | None = None,
+    loss: Callable[..., Any] | str | None = None,
+    fixed: frozenset[tuple[int, int]] = frozenset(),
 ) -> Captured:
     """Captures a model in its current mode (`train()` or `eval()`).
 
@@ -68,22 +76,30 @@ def capture(
         plan: stored in the program; default `Plan()`.
         loss: a callable `(outputs, batch) → scalar`, the name of a scalar output, or None: the output `loss`, else
             the only scalar. An empty name asks for none.
+        fixed: dimensions and sizes of inputs that are to be numbers.
 
     Raises:
         CaptureError: the model cannot be captured with the same values and gradients; says where and what to do.
     """
     with without_collections():
-        return _capture(model, batch, plan or Plan(), loss)
+        return _capture(model, batch, plan or Plan(), loss, fixed)
 
 
-def _capture(model: nn.Module, batch: Any, plan: Plan, loss: Callable[..., Any] | str | None) -> Captured:
+def _capture(
+    model: nn.Module,
+    batch: Any,
+    plan: Plan,
+    loss: Callable[..., Any] | str | None,
+    fixed: frozenset[tuple[int, int]],
+) -> Captured:
     forget_proofs()
     function = loss if callable(loss) else None
     name = loss if isinstance(loss, str) else None
     others, experts = OtherMemos(), named_experts(model, plan.experts)
 
     def traced(copies: bool) -> tuple[Trace, Program, CallSpec]:
-        found = _traced(model, batch, plan, function, name, others, copies, experts)
+        symbolic = partial(trace, model, batch, function, others=others, copies=copies, experts=experts, fixed=fixed)
+        found = _traced(symbolic, model, batch, plan, name)
         return found[0], _with_trainable_loss(model, found[1], is_guess=loss is None), found[2]
 
     how, program, spec = traced(copies=True)
@@ -94,29 +110,21 @@ def _capture(model: nn.Module, batch: Any, plan: Plan, loss: Callable[..., Any] 
     if plan.row_wise:
         call = ((batch,), {}) if function is not None else arguments(model, batch, False)
         check_row_wise(program, {**dict(model.named_buffers()), **dict(model.named_parameters())}, spec.inputs(call))
-    return Captured(program, spec, how.how, function, eager.reason)
+    return Captured(program, spec, how.how, function, eager.reason, fixed=fixed)
 
 
 def _traced(
-    model: nn.Module,
-    batch: Any,
-    plan: Plan,
-    loss: Callable[..., Any] | None,
-    name: str | None,
-    others: OtherMemos,
-    copies: bool,
-    experts: Sequence[Named],
+    trace_with: Callable[..., Trace], model: nn.Module, batch: Any, plan: Plan, name: str | None
 ) -> tuple[Trace, Program, CallSpec]:
     """A trace with as many symbolic dimensions as the model takes, and its program.
 
     Args:
-        copies: whether a layer that repeats may be a copy; the walk of the eager model is to prove it then.
-        experts: modules that the plan names.
+        trace_with: makes a trace with `symbolic` of the leading dimensions as symbols.
     """
     ranks = [value.dim() for value in pytree.tree_leaves(batch) if isinstance(value, Tensor)]
     for symbolic in (None, *(count for count in (2, 1) if count < max(ranks, default=0)), 0):
         try:
-            traced = trace(model, batch, loss, symbolic, others, copies=copies, experts=experts)
+            traced = trace_with(symbolic=symbolic)
             program, spec = convert(traced, model, plan, name)
             write_defaults(program.graph.nodes)
             floats_as_tensors(program)

@@ -40,19 +40,32 @@ class Assumption:
     sizes: Mapping[Any, tuple[int, int]]
 
 
-def symbolic_dims(value: Tensor, symbolic: int | None) -> list[int]:
-    """The dimensions that are offered as symbolic: of the leading ones those of two and more elements."""
-    return [i for i, size in enumerate(value.shape[:symbolic]) if size > 1]
+@dataclass(frozen=True)
+class Offered:
+    """Which dimensions of tensors are offered as symbolic.
+
+    Attributes:
+        leading: how many leading dimensions are; None for all.
+        fixed: dimensions, and the sizes of theirs that are numbers.
+    """
+
+    leading: int | None = None
+    fixed: frozenset[tuple[int, int]] = frozenset()
+
+    def dims(self, value: Tensor) -> list[int]:
+        """Those of a tensor, which have two and more elements."""
+        sizes = enumerate(value.shape[: self.leading])
+        return [i for i, size in sizes if size > 1 and (i, size) not in self.fixed]
 
 
 def dynamo_graph(
-    module: nn.Module, prefix: str, args: tuple[Any, ...], kwargs: dict[str, Any], symbolic: int | None
+    module: nn.Module, prefix: str, args: tuple[Any, ...], kwargs: dict[str, Any], offered: Offered
 ) -> tuple[fx.GraphModule, tuple[Assumption, ...]]:
     """Traces a module with Dynamo; sizes of two and more stay symbolic where the module lets them.
 
     Args:
         prefix: what module paths begin with besides the author's names.
-        symbolic: how many leading dimensions are offered; None for all.
+        offered: which dimensions.
 
     Raises:
         TorchDynamoException: Dynamo cannot trace it in one graph.
@@ -60,7 +73,7 @@ def dynamo_graph(
     """
     for value in pytree.tree_leaves((args, kwargs)):
         if isinstance(value, Tensor):
-            for dim in symbolic_dims(value, symbolic):
+            for dim in offered.dims(value):
                 torch._dynamo.maybe_mark_dynamic(value, dim)
     with patches.functions_in_graph(), _assignments(module) as seen:
         graph_module = dynamo_graph_capture_for_export(module)(*args, **kwargs)

@@ -11,7 +11,7 @@ import io
 import logging
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,7 +27,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from fxpar.capture import patches
 from fxpar.capture.asked import Questions
 from fxpar.capture.decided import host_numbers
-from fxpar.capture.dynamo import Assumption, dynamo_graph, symbolic_dims
+from fxpar.capture.dynamo import Assumption, Offered, dynamo_graph
 from fxpar.capture.expert_modules import Named
 from fxpar.capture.experts import routed_experts
 from fxpar.capture.functional import functional_form
@@ -51,8 +51,8 @@ from fxpar.capture.sizes import SizeError
 from fxpar.capture.state import untouched, watched
 from fxpar.errors import CaptureError
 
-# Arguments, keyword arguments, and how many leading dimensions are symbolic.
-_Call = tuple[tuple[Any, ...], dict[str, Any], int | None]
+# Arguments, keyword arguments, and which dimensions are symbolic.
+_Call = tuple[tuple[Any, ...], dict[str, Any], Offered]
 FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, KeyError, AssertionError, TorchDynamoException)
 
 
@@ -152,6 +152,7 @@ def trace(
     *,
     copies: bool = False,
     experts: Sequence[Named] = (),
+    fixed: Collection[tuple[int, int]] = (),
 ) -> Trace:
     """Traces the model on a batch, and with `loss` also `loss(outputs, batch)`.
 
@@ -162,6 +163,7 @@ def trace(
         others: memoised functions of a capture that traces several times.
         copies: whether calls of layers that repeat may be copies of the first one's, which the caller is to prove.
         experts: modules that the plan names.
+        fixed: dimensions and sizes that are not offered.
 
     Raises:
         CaptureError: the model cannot be traced into one graph; the text says where and what to do.
@@ -174,7 +176,7 @@ def trace(
     with quiet(), routed_experts(experts), no_host_random(model), with_memory(model, safe) as (batch, originals):
         call = called(model, batch, loss)
         with patches.known_counts(), Blamed(_raised):
-            found = _trace(call, symbolic, originals, others or OtherMemos(), copies)
+            found = _trace(call, Offered(symbolic, frozenset(fixed)), originals, others or OtherMemos(), copies)
         return replace(found, keywords=isinstance(call.module, WithKeywords))
 
 
@@ -210,10 +212,8 @@ def _raised(reason: str, place: str) -> CaptureError:
     )
 
 
-def _trace(
-    run: Called, symbolic: int | None, originals: Mapping[int, Tensor], others: OtherMemos, copies: bool
-) -> Trace:
-    module, prefix, call = run.module, run.prefix, (run.args, run.kwargs, symbolic)
+def _trace(run: Called, offered: Offered, originals: Mapping[int, Tensor], others: OtherMemos, copies: bool) -> Trace:
+    module, prefix, call = run.module, run.prefix, (run.args, run.kwargs, offered)
     patches.remember_originals()
     # What trains by itself is the eager model; where its way depends on values of tensors, its compiled way is taken.
     for as_eager in (True, False):
@@ -225,7 +225,7 @@ def _trace(
             return Trace(exported, "export", recorder, prefix, originals, copied=copied)
         except (CaptureError, *FAILURES) as error:
             if copies:  # what is wrong with a model shows in a trace of each of its layers
-                return _trace(run, symbolic, originals, others, False)
+                return _trace(run, offered, originals, others, False)
             if not isinstance(error, CaptureError):
                 first = error
             elif not (as_eager and questions.asked):
@@ -247,8 +247,8 @@ def _functional(
     module: nn.Module, call: _Call, prefix: str, copies: bool
 ) -> tuple[ExportedProgram, Recorder, Mapping[Number, Number]]:
     """Exports a module in functional form; with what was recorded, and which calls of layers are copies of which."""
-    args, kwargs, symbolic = call
-    shapes = pytree.tree_map(lambda value: _offered(value, symbolic), bound_arguments(module, args, kwargs))
+    args, kwargs, offered = call
+    shapes = pytree.tree_map(lambda value: _dims(value, offered), bound_arguments(module, args, kwargs))
     watch = Watch()
     with recording() as recorder, patches.draws_stay(), patches.small_trials():
         repeats = Repeats(module, recorder)
@@ -279,9 +279,9 @@ def _functional(
     return functional, recorder, repeats.copied
 
 
-def _offered(value: Any, symbolic: int | None) -> Any:
+def _dims(value: Any, offered: Offered) -> Any:
     if isinstance(value, Tensor):
-        return dict.fromkeys(symbolic_dims(value, symbolic), Dim.AUTO)
+        return dict.fromkeys(offered.dims(value), Dim.AUTO)
     return None
 
 

@@ -20,13 +20,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from fxpar.capture import Captured, capture, check_samples
+from fxpar.capture import Captured, check_samples
 from fxpar.capture.precision import cast_parameters
 from fxpar.cli.functions import import_functions, save_functions
 from fxpar.cli.models import SAMPLES, LoadedModel, is_built, load_model
 from fxpar.cli.options import EXAMPLE_FLAGS, MODE_FLAG, PLAN_FLAGS, Request
 from fxpar.cli.output import Ui, is_file, write_text
-from fxpar.compile import compile_program
+from fxpar.compile import capture_differentiable, compile_program
 from fxpar.errors import InputError
 from fxpar.layout.symbols import evaluate
 from fxpar.manager import Pass
@@ -150,7 +150,7 @@ def open_start(ui: Ui, request: Request) -> Start:
         return Start(read_text(path), request.model, path=path)
     loaded = open_model(ui, request)
     with ui.working(f"capturing {request.model}"):
-        captured = capture(loaded.model, loaded.batch, request.plan, loaded.loss)
+        captured = capture_differentiable(loaded.model, loaded.batch, request.plan, loaded.loss)
     return Start(captured.program, request.model, captured, loaded)
 
 

@@ -1,6 +1,7 @@
 """Sizes of a program as PyTorch's symbolic integers, and back.
 
-Enters: the symbols of a program. Leaves: a symbolic integer for each of its sizes, and the size that one stands for.
+Enters: the symbols of a program, and the conditions that their sizes satisfy. Leaves: a symbolic integer for each of
+its sizes, and the size that one stands for; or what a trace has assumed of sizes beside that.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils._sympy.functions import FloorDiv, Max, Min, Mod, PythonMod
 
+from fxpar.errors import TextError
 from fxpar.layout.symbols import Size, simplify, symbol
 from fxpar.program.program import TensorType
-from fxpar.program.symbols import Counted, Symbol
+from fxpar.program.symbols import Condition, Counted, Symbol, condition_of
 
 # Arithmetic of sizes in PyTorch's integers.
 _ARITHMETIC: Mapping[Any, Callable[[Any, Any], Any]] = {
@@ -39,9 +41,22 @@ _FUNCTIONS: Mapping[Any, Callable[..., sympy.Expr]] = {
     Min: sympy.Min,
 }
 _LEAST = 2
-# Hints are so much larger than the example's sizes that no part of one, such as an expert's capacity, is taken for one
-# that is broadcast; they decide nothing else. What small numbers leave of a size is what they leave of the example's.
-_MORE = 27720
+# Hints are at first so much larger than the example's sizes that no part of one, such as an expert's capacity, is taken
+# for one that is broadcast; they decide nothing else. What small numbers leave of a size is what they leave of the
+# example's.
+MORE = 27720
+
+
+class Assumed(ValueError):
+    """A trace that is right for some sizes alone.
+
+    Attributes:
+        conditions: what it assumes; empty where it takes a size for a number, or what no condition says.
+    """
+
+    def __init__(self, text: str, conditions: Sequence[Condition] = ()) -> None:
+        super().__init__(text)
+        self.conditions = tuple(conditions)
 
 
 class Sizes:
@@ -49,10 +64,23 @@ class Sizes:
 
     Attributes:
         mode: in which tensors of such sizes are made.
+
+    Args:
+        conditions: what is known of the sizes.
+        numbers: sizes that are no symbols, by name.
+        more: by how much hints are larger than the example's sizes. Where branches on sizes go another way so far from
+            the example, 0: a trace then assumes more, of small sizes too.
     """
 
-    def __init__(self, symbols: Sequence[Symbol | Counted]) -> None:
+    def __init__(
+        self,
+        symbols: Sequence[Symbol | Counted],
+        conditions: Sequence[Condition] = (),
+        numbers: Mapping[str, int] | None = None,
+        more: int = MORE,
+    ) -> None:
         self._shapes = ShapeEnv()
+        self._conditions = conditions
         # An operation that has no function of shapes is refused, and not run on values that are none.
         self.mode = FakeTensorMode(shape_env=self._shapes, allow_non_fake_inputs=True, allow_fallback_kernels=False)
         self.mode.cache_enabled = False  # each call is traced once: to remember it takes longer than it saves
@@ -62,9 +90,12 @@ class Sizes:
         # Of the tensors of all traces: guards are of all traces as well.
         self._dimensions: set[sympy.Expr] = set()
         for each in symbols:
-            source, hint = ConstantSource(each.name), each.example + _MORE
-            made = self._shapes.create_symbol(hint, source=source, dynamic_dim=DimDynamic.DYNAMIC)
             own = symbol(each.name)
+            if numbers and each.name in numbers:
+                self._theirs[own] = numbers[each.name]
+                continue
+            source, hint = ConstantSource(each.name), each.example + more
+            made = self._shapes.create_symbol(hint, source=source, dynamic_dim=DimDynamic.DYNAMIC)
             self._theirs[own] = self._shapes.create_symintnode(made, hint=hint, source=source)
             self._ours[made] = own
 
@@ -77,19 +108,43 @@ class Sizes:
             values: what the nodes of the trace give.
 
         Raises:
-            ValueError: it holds for some sizes alone.
+            Assumed: it holds for some sizes alone.
         """
         if self._shapes.replacements:
-            fixed = ", ".join(f"{self._ours.get(s, s)} = {e}" for s, e in self._shapes.replacements.items())
-            raise ValueError(f"it is traced for one size alone ({fixed})")
+            fixed = ", ".join(sorted(str(self._ours.get(s, s)) for s in self._shapes.replacements))
+            raise Assumed(f"it takes a size for a number ({fixed})")
         if not self._shapes.guards:
             return
         shapes = [value.shape for value in values if isinstance(value, torch.Tensor)]
         self._dimensions |= {self._expression(size) for shape in shapes for size in shape if not isinstance(size, int)}
-        asked = [self._named(guard.expr) for guard in self._shapes.guards]
-        assumed = [str(each) for each in asked if not _holds(each, self._dimensions)]
+        asked = dict.fromkeys(part for guard in self._shapes.guards for part in _parts(self._named(guard.expr)))
+        assumed = [each for each in asked if not self._is_known(each)]
         if assumed:
-            raise ValueError(f"it is traced for some sizes alone ({', '.join(assumed)})")
+            text = f"it is traced for some sizes alone ({', '.join(map(str, assumed))})"
+            raise Assumed(text, self._written(assumed))
+
+    def _is_known(self, asked: sympy.Basic) -> bool:
+        if _holds(asked, self._dimensions):
+            return True
+        known = {_normal(condition.expression) for condition in self._conditions}
+        if _normal(asked) in known:
+            return True
+        # Equal sizes of another form; and bounds of one symbol.
+        equal = {c.left: c.right for c in self._conditions if c.relation == "==" and not isinstance(c.left, int)}
+        least = {own: value for c in self._conditions for own, value in _least(c).items()}
+        return _holds(asked.subs(equal), self._dimensions, least)
+
+    def _written(self, assumed: Iterable[sympy.Basic]) -> list[Condition]:
+        """The assumptions as conditions; none where one has no text form, or speaks of what values decide."""
+        ours, found = set(self._ours.values()), []
+        for each in assumed:
+            if not isinstance(each, sympy.core.relational.Relational) or not each.free_symbols <= ours:
+                return []
+            try:
+                found.append(condition_of(each))
+            except TextError:
+                return []
+        return found
 
     def integer(self, size: Size) -> Any:
         """The size as PyTorch takes it: an int, or a symbolic integer."""
@@ -152,15 +207,21 @@ class Sizes:
         return TensorType(value.dtype, tuple(self.size(size) for size in value.shape))
 
 
-def _holds(asked: sympy.Basic, dimensions: Iterable[sympy.Expr]) -> bool:
-    """Whether it is true wherever these dimensions, and all symbols, are two or more; False where that is not seen."""
+def _holds(
+    asked: sympy.Basic, dimensions: Iterable[sympy.Expr], least: Mapping[sympy.Symbol, int] | None = None
+) -> bool:
+    """Whether it is true wherever these dimensions, and all symbols, are two or more; False where that is not seen.
+
+    Args:
+        least: of symbols that are larger.
+    """
     known = set(dimensions)
     # A product as one unknown is enough to see some things, and as a product of unknowns to see others.
-    return _follows(asked, known) or _follows(asked, {size for size in known if size.is_Function})
+    return any(_follows(asked, each, least or {}) for each in (known, {size for size in known if size.is_Function}))
 
 
-def _follows(asked: sympy.Basic, dimensions: Iterable[sympy.Expr]) -> bool:
-    least = dict.fromkeys(asked.free_symbols, _LEAST)
+def _follows(asked: sympy.Basic, dimensions: Iterable[sympy.Expr], bounds: Mapping[sympy.Symbol, int]) -> bool:
+    least = {own: max(_LEAST, bounds.get(own, _LEAST)) for own in asked.free_symbols}
     for size in sorted(dimensions, key=sympy.count_ops, reverse=True):
         bound = _bound(size)
         if bound is not None:
@@ -188,3 +249,24 @@ def _bound(size: sympy.Expr) -> dict[sympy.Symbol, int] | None:
 def _from(least: int) -> sympy.Expr:
     """Any integer that is not smaller."""
     return sympy.Dummy(integer=True, nonnegative=True) + least
+
+
+def _parts(asked: sympy.Basic) -> Sequence[sympy.Basic]:
+    """What is to hold, one by one."""
+    return [part for each in asked.args for part in _parts(each)] if isinstance(asked, sympy.And) else [asked]
+
+
+def _normal(asked: sympy.Basic) -> sympy.Basic:
+    """One form of a relation and of what it says turned round."""
+    if not isinstance(asked, sympy.core.relational.Relational):
+        return asked
+    asked = asked.func(sympy.expand(asked.lhs - asked.rhs), 0)
+    return asked.canonical if isinstance(asked, sympy.core.relational.Relational) else asked
+
+
+def _least(condition: Condition) -> dict[sympy.Symbol, int]:
+    """The least value of a symbol that a condition bounds."""
+    relation = condition.expression
+    if not isinstance(relation, (sympy.Ge, sympy.Gt)) or not relation.lhs.is_Symbol or not relation.rhs.is_Integer:
+        return {}
+    return {relation.lhs: int(relation.rhs) + isinstance(relation, sympy.Gt)}

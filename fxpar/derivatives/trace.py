@@ -166,7 +166,7 @@ def trace(
         module = make_fx(run, decomposition_table=_DECOMPOSED)(made, integers)
     graph = module.graph
     sizes.check(leaf for node in graph.nodes for leaf in pytree.tree_leaves(node.meta.get("val")))
-    _functional(graph)
+    _functional(graph, forward)
     _conjugate_numbers(graph)
     given = tuple(_as_placeholder(graph, name) for name in upstream)
     nodes = list(graph.nodes)
@@ -196,10 +196,13 @@ def _as_placeholder(graph: fx.Graph, name: str) -> fx.Node:
     return place
 
 
-def _functional(graph: fx.Graph) -> None:
+def _functional(graph: fx.Graph, forward: set[str]) -> None:
     """Operations in place become those that give a new tensor; what is read later reads that.
 
     Autograd's formulas and PyTorch's composite operators write into tensors that they have just made.
+
+    Args:
+        forward: names of the nodes of the forward; those that are made are added.
 
     Raises:
         NotImplementedError: there is no such operation, or what is written to is seen through a view.
@@ -221,6 +224,35 @@ def _functional(graph: fx.Graph) -> None:
             later.add(at)
             at = at.next
         written.replace_all_uses_with(node, lambda user, later=later: user in later)
+        _write_through(graph, written, node, later, forward)
+
+
+def _write_through(
+    graph: fx.Graph, view: fx.Node, value: fx.Node | None, later: set[fx.Node], forward: set[str]
+) -> None:
+    """What is read later of the tensor that a view is of has the view's new values.
+
+    Args:
+        value: that in place of the view.
+        forward: names of the nodes of the forward.
+
+    Raises:
+        NotImplementedError: it is read, and the view is no slice of it.
+    """
+    while _is_view(view):
+        base = view.all_input_nodes[0]
+        if any(user in later for user in base.users):
+            if view.target is not aten.slice.Tensor or value is None:
+                raise NotImplementedError(f"writes in place through {view.target}")
+            with graph.inserting_after(value):
+                new = graph.call_function(aten.slice_scatter.default, (base, value, *view.args[1:]))
+            new.meta = dict(base.meta)
+            forward |= {new.name} if value.name in forward else set()
+            base.replace_all_uses_with(new, lambda user: user in later)
+            value = new
+        else:
+            value = None
+        view = base
 
 
 def _conjugate_numbers(graph: fx.Graph) -> None:

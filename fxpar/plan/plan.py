@@ -113,6 +113,8 @@ class Plan:
             which leave the multiprocessors to products, or a kernel where there are none beside it; ranks that cannot
             are refused. `auto`: so between two GPUs that reach each other's memory; between more NCCL is faster. What
             is smaller than `cost.least_copy`, but for such kernels, and what is sent once a step the group sends.
+        size_programs: how many programs a mode and a structure of batches may have, each for sizes of its own: where
+            PyTorch differentiates a model for one length at a time, each length needs one. One more is an error.
         interleave_halves: whether a rank computes the two halves of its batch in turn, one while the other's copies
             travel. Losses, gradients and masks are those of the whole; batches of an odd number of rows, or of other
             numbers on other data ranks, are computed whole. `auto`: where a step of the example's sizes is predicted to
@@ -178,6 +180,7 @@ class Plan:
     activation_budget: int | float | None = None
     compile: bool = False
     exchange: str = "auto"
+    size_programs: int = 16
     interleave_halves: bool | str = False
     half: int = 1
     dispatch: str = "static"
@@ -258,6 +261,8 @@ class Plan:
                 yield f"{name}={shown(getattr(self, name))} is neither True nor False: write one of them"
         if type(self.seed) is not int or not 0 <= self.seed < 2**63:
             yield f"seed={shown(self.seed)} is no integer in [0, 2^63): choose another seed"
+        if type(self.size_programs) is not int or not 1 <= self.size_programs <= MOST_RANKS:
+            yield f"size_programs={shown(self.size_programs)} is no number of programs: give one of at least 1"
         for name, words in (("loss_reduction", LOSS_REDUCTIONS), ("precision", PRECISIONS), ("exchange", EXCHANGES)):
             if getattr(self, name) not in words:
                 yield f"{name}={shown(getattr(self, name))} is unknown: choose one of {', '.join(words)}"

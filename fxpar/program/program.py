@@ -26,7 +26,7 @@ from fxpar.mesh.purpose import DENSE
 from fxpar.plan.plan import Plan
 from fxpar.program.copying import changed, copy_node
 from fxpar.program.dtypes import DTYPE_NAMES
-from fxpar.program.symbols import Counted, Symbol
+from fxpar.program.symbols import Condition, Counted, Symbol
 
 _KEY = "fxpar"
 
@@ -244,6 +244,7 @@ class Program:
         history: the passes that ran.
         constants: values of the parameters of kind constant, by name.
         loss: name of the output to differentiate; empty where there is none.
+        conditions: what sizes satisfy where PyTorch differentiates the program; other sizes need another program.
     """
 
     graph_module: fx.GraphModule
@@ -257,6 +258,7 @@ class Program:
     constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
     loss: str = ""
     counted: tuple[Counted, ...] = ()
+    conditions: tuple[Condition, ...] = ()
 
     @property
     def graph(self) -> fx.Graph:

@@ -1,6 +1,6 @@
 """The symbols of a program: sizes of its inputs, and numbers of rows that are counted while it runs.
 
-Enters: nothing. Leaves: `Symbol`, `Counted`, and values of both.
+Enters: nothing. Leaves: `Symbol`, `Counted`, and values of both; `Condition`, what sizes must satisfy.
 """
 
 from __future__ import annotations
@@ -10,7 +10,17 @@ from dataclasses import dataclass
 
 import sympy
 
-from fxpar.layout.symbols import Size, evaluate, names, simplify, symbol
+from fxpar.layout.symbols import Size, evaluate, names, parse_size, simplify, symbol
+
+_RELATIONS: Mapping[str, type[sympy.core.relational.Relational]] = {
+    "==": sympy.Eq,
+    "!=": sympy.Ne,
+    ">=": sympy.Ge,
+    "<=": sympy.Le,
+    ">": sympy.Gt,
+    "<": sympy.Lt,
+}
+RELATIONS = tuple(_RELATIONS)
 
 
 @dataclass(frozen=True)
@@ -67,3 +77,56 @@ def balanced(counted: Iterable[Counted], size: Size) -> Size:
     if isinstance(size, int) or not values or names((size,)).isdisjoint(map(str, values)):
         return size
     return simplify(size.subs(values))
+
+
+@dataclass(frozen=True)
+class Condition:
+    """A relation that the sizes of a call must satisfy for the program to be the model: `s >= 5`.
+
+    Attributes:
+        relation: one of `RELATIONS`.
+    """
+
+    left: Size
+    relation: str
+    right: Size
+
+    def __str__(self) -> str:
+        return f"{self.left} {self.relation} {self.right}"
+
+    @property
+    def expression(self) -> sympy.Basic:
+        """The relation as sympy has it; true or false where no symbol is left."""
+        return _RELATIONS[self.relation](sympy.sympify(self.left), sympy.sympify(self.right))
+
+    @property
+    def names(self) -> set[str]:
+        """Names of its symbols."""
+        return names((self.left, self.right))
+
+    def holds(self, sizes: Mapping[str, Size]) -> bool:
+        """Whether it is satisfied.
+
+        Args:
+            sizes: values of the symbols.
+        """
+        return bool(self.expression.subs({symbol(name): size for name, size in sizes.items()}) == sympy.true)
+
+    def with_sizes(self, sizes: Mapping[sympy.Symbol, Size]) -> Condition:
+        """The same in other symbols."""
+        left, right = (
+            side if isinstance(side, int) else simplify(side.subs(sizes, simultaneous=True))
+            for side in (self.left, self.right)
+        )
+        return Condition(left, self.relation, right)
+
+
+def condition_of(relation: sympy.core.relational.Relational) -> Condition:
+    """The condition that a relation of sizes is.
+
+    Raises:
+        TextError: a side has no text form.
+    """
+    name = next(name for name, kind in _RELATIONS.items() if isinstance(relation, kind))
+    left, right = (parse_size(str(simplify(side))) for side in relation.args)
+    return Condition(left, name, right)

@@ -57,7 +57,7 @@ class ForwardBackward:
         Raises:
             InputError: the batch does not fit the model, or what pads it matters.
         """
-        call, _ = self._bound(batch, False)
+        call, _ = self._bound(batch, False, differentiated=torch.is_grad_enabled())
         call = self._programs.with_all_places(call)
         if call.unproven:
             self._check_padding(call, self._loss_name(call, "call"))
@@ -153,12 +153,14 @@ class ForwardBackward:
         rows = {output: value for output, value in ran.outputs.items() if is_counted(output)}
         return Part(ran.outputs[name], ran, ran.outputs[COUNT] if weighs else None, rows)
 
-    def _bound(self, batch: Any, with_loss: bool, whole: bool = False) -> tuple[Call, Tensor | None]:
+    def _bound(
+        self, batch: Any, with_loss: bool, whole: bool = False, differentiated: bool = True
+    ) -> tuple[Call, Tensor | None]:
         """The program for a call, and whether the ranks' values are equal, where the device has yet to say that."""
         are_equal, shapes = None, None
         if self._inputs is not None:
             batch, are_equal, shapes = self._compared(batch)
-        return self._programs.bound(batch, with_loss, shapes, whole), are_equal
+        return self._programs.bound(batch, with_loss, shapes, whole, differentiated), are_equal
 
     def _compared(self, batch: Any) -> tuple[Any, Tensor | None, Shapes | None]:
         assert self._inputs is not None

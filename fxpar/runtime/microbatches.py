@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxpar.errors import InputError
 from fxpar.runtime.waiting import Finish
 
 
@@ -104,27 +103,25 @@ def run_microbatches(
         run: forward and backward of one.
         finished: makes gradients of what all have left (`Waiting.finished`).
 
-    Raises:
-        InputError: two microbatches leave other gradients.
+    Microbatches whose programs leave other values for the parameter phase, as of other lengths, have one of their own.
     """
     done: list[Part] = []
-    total: dict[str, Tensor] = {}
+    totals: dict[Hashable, tuple[dict[str, Tensor], Ran]] = {}
     for index, part in enumerate(parts):
         unit = done[0].counted if done else None
         found = run(part, Microbatch(index, len(parts), state, unit))
-        if done and found.ran.signature != done[0].ran.signature:
-            raise InputError(
-                "leaves other gradients than the first",
-                where=f"microbatch {index}",
-                remedy="pass microbatches of one structure and kind of sizes",
-            )
+        total, ran = totals.get(found.ran.signature, ({}, replace(found.ran, held={})))
         if not total:
             total = {name: value.clone() for name, value in found.ran.held.items()}
-        elif total:
+        else:
             torch._foreach_add_(list(total.values()), [found.ran.held[name] for name in total])
+        totals[ran.signature] = total, ran
         done.append(replace(found, ran=replace(found.ran, held={})))
-    last = done[-1].ran
-    return _averaged(done, finished(total, last.signature, last.finish))
+    gradients: dict[str, Tensor] = {}
+    for total, ran in totals.values():
+        for name, gradient in finished(total, ran.signature, ran.finish).items():
+            gradients[name] = gradients[name] + gradient if name in gradients else gradient
+    return _averaged(done, gradients)
 
 
 def _averaged(done: Sequence[Part], gradients: Mapping[str, Tensor]) -> tuple[Tensor, Mapping[str, Tensor]]:

@@ -287,6 +287,8 @@ class ParallelModule(Stateful):
         given["reach"] = self._mailboxes.reach
         figures = self.graph_figures
         told = [str(each) for each in (figures, self._training.budget) if each is not None]
+        sizes_of = self._programs.of_sizes
+        told += [f"Programs for sizes of their own: {'; '.join(sizes_of)}."] if sizes_of else []
         given["findings"] = (*compiled.captured.findings, *told)
         found = make_report(
             compiled.program, compiled.ready.counting, name=type(self._programs.skeleton).__name__, **given

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fxpar.capture import Captured, arguments
 from fxpar.capture.precision import in_precision
-from fxpar.compile import compile_model, compile_program
+from fxpar.compile import compile_model, compile_program, is_differentiable
 from fxpar.errors import InputError
 from fxpar.layout.layout import Layout
 from fxpar.layout.symbols import names
@@ -42,6 +42,7 @@ from fxpar.runtime.mailboxes import Mailboxes
 from fxpar.runtime.placement import own_stages, rank_of, schedule_of
 from fxpar.runtime.refusals import Unwrappable
 from fxpar.runtime.rows import prove_rows
+from fxpar.runtime.size_programs import check_count, fixed_sizes, has_fixed, size_programs
 from fxpar.runtime.skeleton import attach, skeleton_of
 from fxpar.runtime.steps import Steps
 from fxpar.runtime.world import World
@@ -59,6 +60,7 @@ class Compiled:
         ready: as a rank runs it where all bring as many rows; `uneven` where they do not, made on first use.
         constants: the program's constants on the device.
         indices: the rank's index on each axis, on the device.
+        differentiated: whether it was made for steps; `is_differentiable` says whether it is fit for them.
         admitted: sizes at which the trace is known to be the model.
         padded: inputs of which it is known that what pads them does not matter.
         spare: the same with buffers of as many places as rows may need, where the plan has a budget; made on first use.
@@ -69,6 +71,7 @@ class Compiled:
     ready: Steps
     constants: Mapping[str, Tensor]
     indices: tuple[Tensor, ...]
+    differentiated: bool = True
     uneven: list[Steps] = field(default_factory=list)
     admitted: set[tuple[int, ...]] = field(default_factory=set)
     padded: set[str] = field(default_factory=set)
@@ -79,11 +82,18 @@ class Compiled:
         """The module that runs where all ranks bring as many rows."""
         return self.ready.lowered
 
+    @cached_property
+    def is_differentiable(self) -> bool:
+        """Whether its steps are for all sizes that it admits."""
+        return self.differentiated or is_differentiable(self.program)
+
     def admits(self, sizes: Mapping[str, int]) -> bool:
         """Whether the program is the model for inputs of these sizes."""
         key = tuple(sizes.values())
-        if key not in self.admitted and self.captured.spec.admits(sizes):
-            self.admitted.add(key)
+        if key not in self.admitted:
+            conditions = self.captured.program.conditions
+            if self.captured.spec.admits(sizes) and all(each.holds(sizes) for each in conditions):
+                self.admitted.add(key)
         return key in self.admitted
 
 
@@ -193,23 +203,37 @@ class Programs:
     def without_rows(self) -> frozenset[str]:
         """Paths of the first program's inputs that are the same on all data ranks, and none of whose sizes varies."""
         program, axes = self.first.program, self._plan.axes_for(Cuts.BATCH)
-        found = set()
+        found = set[str]()
         for entry in calls.user_inputs(program):
             (layout,) = output_layouts(program.node(entry.node))
-            if not any(axis in axes and placement.is_shard for axis, placement in layout):
-                found |= {entry.path} if not names(entry.type.shape) else set()
+            varies = names(entry.type.shape) or has_fixed(entry, self.first.captured.fixed)
+            if not varies and not any(axis in axes and placement.is_shard for axis, placement in layout):
+                found.add(entry.path)
         return frozenset(found)
 
     def __iter__(self) -> Iterator[Compiled]:
         """All that are compiled."""
         return (compiled for known in self._known.values() for compiled in known)
 
-    def bound(self, batch: Any, with_loss: bool, shapes: Shapes | None = None, whole: bool = False) -> Call:
+    @property
+    def of_sizes(self) -> tuple[str, ...]:
+        """The sizes of each program, where some are for certain sizes alone."""
+        return size_programs(self._known)
+
+    def bound(
+        self,
+        batch: Any,
+        with_loss: bool,
+        shapes: Shapes | None = None,
+        whole: bool = False,
+        differentiated: bool = True,
+    ) -> Call:
         """The program for a call; it is compiled where none fits, on all ranks or on none.
 
         Args:
             shapes: those of all data ranks' batches, where they differ.
             whole: whether no half batches are to be computed, as where rows are odd, or differ on data ranks.
+            differentiated: whether the call may be: its program is for sizes of which PyTorch has a derivative.
 
         Raises:
             InputError: the batch does not fit the model, or the ranks make other calls, or batches that no program
@@ -218,8 +242,8 @@ class Programs:
         asked = self._plan.interleave_halves is True
         whole = asked and (whole or not uneven.has_halves(self.first.program, batch, shapes))
         if shapes is None:
-            return self._bound(batch, with_loss, whole)
-        compiled = self._bound(uneven.largest(batch, shapes), with_loss, whole).compiled
+            return self._bound(batch, with_loss, whole, differentiated)
+        compiled = self._bound(uneven.largest(batch, shapes), with_loss, whole, differentiated).compiled
         brought = uneven.brought(compiled, batch, shapes, self._world)
         inputs = self._inputs(compiled, brought.batch)
         sizes = calls.sizes_of(compiled.program, inputs)
@@ -237,16 +261,18 @@ class Programs:
             compiled.uneven.append(self._ready(compiled.program, uneven_rows=True))
         return replace(call, ready=compiled.uneven[0], places=(*compiled.indices, *brought.places), rows=brought.rows)
 
-    def _bound(self, batch: Any, with_loss: bool, whole: bool) -> Call:
+    def _bound(self, batch: Any, with_loss: bool, whole: bool, differentiated: bool) -> Call:
         calls.check(self.skeleton, batch, with_loss)
         known = self._known.setdefault(self._key(batch, with_loss, whole), [])
         for compiled in known:
             call = self._fit(compiled, batch)
-            if call is not None:
+            if call is not None and (not differentiated or compiled.is_differentiable):
                 return call
         brought = ", ".join(f"{name}: {text}" for name, text in calls.batch_facts(batch, False, True).items())
         self._world.agreement.meet("compiles a program", more=f" for {brought}")
-        compiled = self._compile(batch, with_loss, whole=whole)
+        check_count(known, batch, self._plan.size_programs)
+        fixed = fixed_sizes(known, batch) if differentiated else frozenset()
+        compiled = self._compile(batch, with_loss, whole=whole, differentiated=differentiated, fixed=fixed)
         facts = {**self.facts(batch), "the program": _digest(compiled)}
         self._world.agreement.agree(facts, "make the same calls on every rank, with batches of the same sizes")
         known.append(compiled)
@@ -298,23 +324,33 @@ class Programs:
         return calls.bind(spec, nest, self._world.device)
 
     def _compile(
-        self, batch: Any, with_loss: bool, loss: Any = "", model: nn.Module | None = None, *, whole: bool = False
+        self, batch: Any, with_loss: bool, loss: Any = "", model: nn.Module | None = None, **options: Any
     ) -> Compiled:
         """As `_compile_outside`, out of inference mode: what is made in it can neither be traced nor differentiated."""
         if not torch.is_inference_mode_enabled():
-            return self._compile_outside(batch, with_loss, loss, model, whole)
+            return self._compile_outside(batch, with_loss, loss, model, **options)
         with torch.inference_mode(False):
             batch = pytree.tree_map_only(Tensor, torch.clone, batch)
-            return self._compile_outside(batch, with_loss, loss, model, whole)
+            return self._compile_outside(batch, with_loss, loss, model, **options)
 
     def _compile_outside(
-        self, batch: Any, with_loss: bool, loss: Any, model: nn.Module | None, whole: bool
+        self,
+        batch: Any,
+        with_loss: bool,
+        loss: Any,
+        model: nn.Module | None,
+        *,
+        whole: bool = False,
+        differentiated: bool = True,
+        fixed: frozenset[tuple[int, int]] = frozenset(),
     ) -> Compiled:
         """Captures and splits the model for a batch; with an empty loss, the loss is what is there of it.
 
         Args:
             model: with values, where it is at hand.
             whole: whether no half batches are computed, by a plan that has them.
+            differentiated: as for `bound`.
+            fixed: as for `compile_model`.
         """
         calls.check(self.skeleton, batch, with_loss)
         for ghost, own in self._twins:
@@ -330,7 +366,8 @@ class Programs:
 
         asked = self._loss if with_loss else loss
         plan = self._plan.replace(interleave_halves=False) if whole else self._plan
-        compiled = compile_model(self.skeleton, calls.example(batch), plan, asked, passes, review)
+        options: dict[str, Any] = {"differentiated": differentiated, "fixed": fixed}
+        compiled = compile_model(self.skeleton, calls.example(batch), plan, asked, passes, review, **options)
         if not self.layouts and self._plan.microbatches > 1 and self._plan.dp == 1:
             prove_rows(compiled.captured.program, self._passes)
         program = compiled.program
@@ -345,7 +382,7 @@ class Programs:
         constants = {name: value.to(device) for name, value in program.constants.items()}
         places = self._world.coordinates
         indices = tuple(torch.tensor(places[axis], device=device) for axis in ready.lowered.indices)
-        return Compiled(compiled.captured, program, ready, constants, indices)
+        return Compiled(compiled.captured, program, ready, constants, indices, differentiated)
 
     def _again(self) -> list[Pass]:
         """The passes of a further program, whose parameters stay where they are."""

@@ -164,7 +164,6 @@ def brought(compiled: Compiled, batch: Any, shapes: Shapes, world: World) -> Bro
             if dim == rows_dim.get(path):
                 rows = of_ranks
             elif len(set(of_ranks)) > 1:
-                _check_length(path, dim, of_ranks, entries[path].type.shape[dim])
                 lengths[dim] = max(of_ranks)
         if lengths:
             fill, other = _filling(compiled, path, value.dtype)
@@ -193,8 +192,10 @@ def _check_alike(program: Program, paths: Sequence[str], shapes: Shapes) -> None
         known = dict[Any, tuple[int, str]]()
         for path, shape in zip(paths, of_rank, strict=True):
             for dim, size in enumerate(kinds[path].shape if path in kinds else ()):
-                first, place = known.setdefault(size, (shape[dim], f"{path} dimension {dim}"))
-                if not isinstance(size, int) and first != shape[dim]:
+                # A number is one size where it is in one dimension, as of symbols (`Notes.declare`).
+                key = (dim, size) if isinstance(size, int) else size
+                first, place = known.setdefault(key, (shape[dim], f"{path} dimension {dim}"))
+                if first != shape[dim]:
                     raise InputError(
                         f"has size {shape[dim]} in dimension {dim} on data rank {rank}, but {place} has {first}; the "
                         "example had equal sizes",
@@ -206,16 +207,6 @@ def _check_alike(program: Program, paths: Sequence[str], shapes: Shapes) -> None
 def _with(batch: Any, values: dict[int, Tensor]) -> Any:
     index = count()
     return pytree.tree_map_only(Tensor, lambda value: values.get(next(index), value), batch)
-
-
-def _check_length(path: str, dim: int, of_ranks: tuple[int, ...], size: Any) -> None:
-    if not names((size,)):
-        raise InputError(
-            f"has the sizes {', '.join(map(str, of_ranks))} in dimension {dim} on the data ranks, and the program is "
-            f"for {size}",
-            where=f"batch entry {path}",
-            remedy="pass equal sizes, or parallelize with an example in which it is not fixed",
-        )
 
 
 # ---------------------------------------------------------------------- lengths

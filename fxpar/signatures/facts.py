@@ -112,7 +112,7 @@ def facts_of(program: Program, seen: Mapping[str, Sighting] | None = None, befor
         seen: its `sightings`, where they are known.
         before: of a program that was checked; what was found sound there is so here.
     """
-    header = f"{program.plan}{program.all_symbols}"
+    header = f"{program.plan}{program.all_symbols}{program.conditions}"
     seen = sightings(program.graph) if seen is None else seen
     before = before if before is not None and before.header == header else None
     found = Facts(program, header, seen, Memory() if before is None else before.memory)
@@ -144,6 +144,7 @@ def _operations(facts: Facts, known: dict[Hashable, int]) -> Hashable:
     """The tables and outputs of a program, and how often each operation occurs, by its number in `known`."""
     program, numbers = facts.program, dict[fx.Node, int]()
     tables = program.parameters, program.inputs, program.outputs, program.all_symbols, program.plan, program.loss
+    tables += (program.conditions,)
     for node, number in facts.numbers.items():
         name = node.name if node.op == "placeholder" else ""
         key = number, name, _said(node), *[numbers[read] for read in facts.reads[node]]

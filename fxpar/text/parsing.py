@@ -25,7 +25,7 @@ from fxpar.layout.symbols import parse_size
 from fxpar.ops import OPERATORS, Operator
 from fxpar.program.program import Input, Parameter, Program, TensorType, ValueType, set_note
 from fxpar.program.regions import Region, call_region
-from fxpar.program.symbols import Counted, Symbol
+from fxpar.program.symbols import RELATIONS, Condition, Counted, Symbol
 from fxpar.text.noted import read_end, read_note
 from fxpar.text.owned import Owned, constant, read_owned
 from fxpar.text.printing import NO_LOSS, VERSION, has_scalar
@@ -47,6 +47,7 @@ _WORD = rf'({STRING}|[^\s",=]+)'
 
 _NAME = re.compile(_WORD)
 _SYMBOL = re.compile(rf"({IDENTIFIER}) = {_WORD}\.({INTEGER})(?: / ({INTEGER}))? like ({INTEGER})")
+_CONDITION = re.compile(r"([^<>=!]+?) (==|!=|>=|<=|>|<) ([^<>=!]+)")
 _COUNTED = re.compile(rf"({IDENTIFIER}) = (.+) like ({INTEGER})")
 _OUTPUT = re.compile(rf"{_WORD}=")
 _SEPARATOR = re.compile(r",\s*")
@@ -111,6 +112,7 @@ class _Reader:
         self.header: dict[str, Any] = {}
         self.symbols: list[Symbol] = []
         self.counted: list[Counted] = []
+        self.conditions: list[Condition] = []
         self.parameters: list[Parameter] = []
         self.inputs: list[Input] = []
         self.constants: dict[str, torch.Tensor] = {}
@@ -148,6 +150,8 @@ class _Reader:
             self._read_symbol(rest.strip())
         elif key == "counted":
             self._read_counted(rest.strip())
+        elif key == "condition":
+            self._read_condition(rest.strip())
         elif key not in ("plan", "properties", "loss"):
             fail(f"the line starts with {key[:20]!r}, which is unknown", "start it with %name =, a header or return")
         elif key in self.header or self.nodes:
@@ -187,6 +191,7 @@ class _Reader:
             constants=self.constants,
             loss=loss,
             counted=tuple(self.counted),
+            conditions=tuple(self.conditions),
         )
         if "loss" not in self.header and has_scalar(program):
             fail(
@@ -208,6 +213,12 @@ class _Reader:
             fail(f"'{text}' is no number of rows", "write 'counted name = size like example'")
         self._check_new(found[1])
         self.counted.append(Counted(found[1], parse_size(found[2]), int(found[3])))
+
+    def _read_condition(self, text: str) -> None:
+        found = _CONDITION.fullmatch(text)
+        if found is None:
+            fail(f"'{text}' is no condition", f"write 'condition size relation size' with {' '.join(RELATIONS)}")
+        self.conditions.append(Condition(parse_size(found[1]), found[2], parse_size(found[3])))
 
     def _check_new(self, name: str) -> None:
         if name in {known.name for known in self.symbols} | {known.name for known in self.counted}:

@@ -269,6 +269,7 @@ def print_program(program: Program) -> str:
         share = f" / {s.multiple}" if s.multiple > 1 else ""
         lines.append(f"symbol {s.name} = {word(s.path)}.{s.dim}{share} like {s.example}")
     lines += [f"counted {each.name} = {each.balanced} like {each.example}" for each in program.counted]
+    lines += [f"condition {each}" for each in program.conditions]
     if program.loss or has_scalar(program):
         lines.append(f"loss {word(program.loss) if program.loss else NO_LOSS}")
     for region in regions(program):

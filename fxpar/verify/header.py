@@ -18,6 +18,7 @@ from fxpar.ops.sent_rows import send_rows
 from fxpar.passes import DEFAULT_PASSES
 from fxpar.program.program import Program, describe, output_layouts
 from fxpar.program.properties import Property
+from fxpar.program.symbols import Condition
 from fxpar.signatures.facts import Facts, facts_of
 from fxpar.verify.counted import check_counted
 
@@ -26,6 +27,8 @@ _RESTS_ON: Mapping[str, frozenset[str]] = {name: item.requires for item in DEFAU
 
 def check_header(program: Program, facts: Facts | None = None) -> None:
     """Properties rest on each other and are those of the nodes; each symbol is the size of an input.
+
+    The example satisfies each condition.
 
     Args:
         facts: of the program, where they are known.
@@ -49,6 +52,8 @@ def check_header(program: Program, facts: Facts | None = None) -> None:
             sound[number] = True
     for entry in program.symbols:
         _check_symbol(program, entry.name)
+    for condition in program.conditions:
+        _check_condition(program, condition)
     if program.counted or any(node.target is send_rows for node in program.graph.nodes):
         check_counted(program)
 
@@ -80,3 +85,13 @@ def _check_symbol(program: Program, name: str) -> None:
         raise CheckFailed(f"{found[0].multiple} ranks share out {place}", where=f"symbol {name}")
     if found[0].example < 1:
         raise CheckFailed(f"the example has the size {found[0].example}", where=f"symbol {name}")
+
+
+def _check_condition(program: Program, condition: Condition) -> None:
+    examples = {entry.name: entry.example for entry in program.symbols}
+    unknown = condition.names - examples.keys()
+    if unknown:
+        raise CheckFailed(f"names {min(unknown)}, which is no size of an input", where=f"condition {condition}")
+    if not condition.holds(examples):
+        given = ", ".join(f"{name}={examples[name]}" for name in sorted(condition.names))
+        raise CheckFailed(f"does not hold of the example ({given})", where=f"condition {condition}")

@@ -1,0 +1,48 @@
+"""What the sizes of a program must satisfy so that PyTorch differentiates it, before a step is made of it.
+
+Enters: a program without a backward. Leaves: conditions on its sizes, or the symbols in whose place numbers are to
+stand. Traces are those that `differentiate` makes: it finds them again.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import fx
+
+from fxpar.ops import Operator
+from fxpar.passes.derive import Derivatives, Needs, items_of
+from fxpar.passes.differentiate import SAVING
+from fxpar.passes.whole import whole_call_of
+from fxpar.program.gradients import carried, reached
+from fxpar.program.program import Program, note, operands, output_types
+
+
+def sizes_needed(program: Program) -> Needs:
+    """What the sizes must satisfy, with what they satisfy by the program's conditions."""
+    flags, conditions, numbers = carried(program), program.conditions, dict[str, str]()
+    wanted = reached(program, flags)
+    derivatives = Derivatives(program.all_symbols, conditions)
+    for node in program.graph.nodes:
+        if node not in wanted or not _is_traced(node):
+            continue
+        args, kwargs = whole_call_of(program, node)
+        inputs = [any(flags[each]) and all(kind.is_float for kind in output_types(each)) for each in operands(node)]
+        items = items_of(node) if isinstance(note(node).type, tuple) else {0: node}
+        outputs = [i in items and items[i] in wanted for i in range(len(output_types(node)))]
+        found = derivatives.needs(node, args, kwargs, inputs, outputs)
+        numbers = {**found.numbers, **numbers}
+        if found.conditions:
+            conditions = (*conditions, *found.conditions)
+            derivatives = Derivatives(program.all_symbols, conditions)
+    return Needs(conditions, numbers)
+
+
+def _is_traced(node: fx.Node) -> bool:
+    """Whether its derivative is that of PyTorch, as `differentiate` decides it."""
+    if node.op != "call_function" or node.target is operator.getitem:
+        return False
+    if isinstance(node.target, Operator) and (node.target.derivative is not None or node.target.saving is not None):
+        return False
+    return node.target not in SAVING and (isinstance(node.target, torch._ops.OpOverload) or "path" in node.kwargs)
