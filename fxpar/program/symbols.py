@@ -5,12 +5,25 @@ Enters: nothing. Leaves: `Symbol`, `Counted`, and values of both.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import operator
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import sympy
+import torch
 
 from fxpar.layout.symbols import Size, evaluate, names, simplify, symbol
+
+# What computes the operations of `fxpar.layout.symbols.last_operation` in a graph.
+SIZE_FUNCTIONS: Mapping[str, Callable[[Any, Any], Any]] = {
+    "add": operator.add,
+    "mul": operator.mul,
+    "mod": operator.mod,
+    "floordiv": operator.floordiv,
+    "max": torch.sym_max,
+    "min": torch.sym_min,
+}
 
 
 @dataclass(frozen=True)
