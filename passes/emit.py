@@ -14,7 +14,7 @@ from fxpar.choice.batch import declared
 from fxpar.errors import LayoutError, PassError
 from fxpar.layout.layout import Layout, P, Placement, R, shard
 from fxpar.layout.nesting import innermost, local_shape, spelled
-from fxpar.layout.symbols import Size, divide, simplify
+from fxpar.layout.symbols import Size, divide, last_operation, simplify
 from fxpar.ops.coercion_table import COERCION_OF
 from fxpar.ops.coercions import dual_layout, mask_first, take
 from fxpar.ops.sizes import size as size_of_whole
@@ -38,6 +38,7 @@ from fxpar.program.program import (
 )
 from fxpar.program.properties import Property
 from fxpar.program.step import BACKWARD, PARAMETER
+from fxpar.program.symbols import SIZE_FUNCTIONS
 from fxpar.rules import Refusal, bind_arguments, seed_signature
 from fxpar.rules.conversion import conversions
 from fxpar.rules.inference import Context, Step, context_of, infer_node, judged, steps
@@ -362,19 +363,16 @@ class Emitter:
     def _made(self, size: sympy.Expr) -> fx.Node:
         if isinstance(size, sympy.Symbol):
             return self._symbol(str(size))
-        if isinstance(size, sympy.floor):
-            numerator, denominator = sympy.fraction(sympy.together(size.args[0]))
-            return self._arithmetic(operator.floordiv, (self.number(numerator), self.number(denominator)), size)
-        if isinstance(size, sympy.Mul):
+        if isinstance(size, (sympy.Mul, sympy.Pow)):
             for known in sorted(self._numbers, key=lambda each: -len(str(each))):
                 rest = divide(size, known)
                 if rest is not None and rest != size and str(rest) != str(size):
                     return self._arithmetic(operator.mul, (self._numbers[known], self.number(rest)), size)
-        function = {sympy.Add: operator.add, sympy.Mul: operator.mul}.get(size.func)
-        if function is None:
-            raise PassError(f"the size {size} is no sum or product of sizes of inputs", where="differentiate")
-        first, *rest = size.args
-        return self._arithmetic(function, (self.number(size.func(*rest)), self.number(first)), size)
+        operation = last_operation(size)
+        if operation is None:
+            raise PassError(f"the size {size} is no arithmetic in sizes of inputs", where="differentiate")
+        name, *sizes = operation
+        return self._arithmetic(SIZE_FUNCTIONS[name], tuple(map(self.number, sizes)), size)
 
     def _symbol(self, name: str) -> fx.Node:
         known = next(s for s in self.program.symbols if s.name == name)

@@ -6,9 +6,6 @@ its sizes, and the size that one stands for; or what a trace has assumed of size
 
 from __future__ import annotations
 
-import functools
-import math
-import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -20,18 +17,10 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils._sympy.functions import FloorDiv, Max, Min, Mod, PythonMod
 
 from fxpar.errors import TextError
-from fxpar.layout.symbols import Size, simplify, symbol
+from fxpar.layout.symbols import Size, last_operation, simplify, symbol
 from fxpar.program.program import TensorType
-from fxpar.program.symbols import Condition, Counted, Symbol, condition_of
+from fxpar.program.symbols import SIZE_FUNCTIONS, Condition, Counted, Symbol, condition_of
 
-# Arithmetic of sizes in PyTorch's integers.
-_ARITHMETIC: Mapping[Any, Callable[[Any, Any], Any]] = {
-    sympy.Add: operator.add,
-    sympy.Mul: operator.mul,
-    sympy.Mod: operator.mod,
-    sympy.Max: torch.sym_max,
-    sympy.Min: torch.sym_min,
-}
 # PyTorch's functions of sizes in those of sympy.
 _FUNCTIONS: Mapping[Any, Callable[..., sympy.Expr]] = {
     FloorDiv: lambda a, b: sympy.floor(a / b),
@@ -157,18 +146,11 @@ class Sizes:
             return int(size)
         if size.is_Symbol:
             return self._theirs[size]
-        if isinstance(size, sympy.floor):
-            numerator, denominator = sympy.fraction(sympy.together(size.args[0]))
-            return self._integer(numerator) // self._integer(denominator)
-        numerator, denominator = sympy.fraction(sympy.together(size))
-        if denominator != 1:  # a size is an integer: nothing is left over
-            return self._integer(numerator) // self._integer(denominator)
-        if isinstance(size, sympy.Pow):
-            return math.prod([self._integer(size.base)] * int(size.exp))
-        function = _ARITHMETIC.get(size.func)
-        if function is None:
+        operation = last_operation(size)
+        if operation is None:
             raise ValueError(f"no integer is made of the size {size}")
-        return functools.reduce(function, map(self._integer, size.args))
+        name, *sizes = operation
+        return SIZE_FUNCTIONS[name](*map(self.integer, sizes))
 
     def size(self, value: Any) -> Size:
         """What an integer of a trace stands for.

@@ -79,6 +79,38 @@ def names(sizes: Iterable[Size]) -> set[str]:
     return {str(s) for size in sizes if not isinstance(size, int) for s in size.free_symbols}
 
 
+_OPERATIONS: Mapping[type[sympy.Basic], str] = {
+    sympy.Add: "add",
+    sympy.Mul: "mul",
+    sympy.Max: "max",
+    sympy.Min: "min",
+}
+
+
+def last_operation(size: sympy.Expr) -> tuple[str, Size, Size] | None:
+    """The operation on two sizes whose result is `size`, a size that is neither a number nor a symbol.
+
+    Returns:
+        "add", "mul", "mod", "max", "min" or "floordiv", and what it is of; None for any other function.
+    """
+    if isinstance(size, (sympy.floor, sympy.ceiling)):
+        numerator, denominator = sympy.fraction(sympy.together(size.args[0]))
+        up = denominator - 1 if isinstance(size, sympy.ceiling) else 0
+        return "floordiv", simplify(numerator + up), simplify(denominator)
+    numerator, denominator = sympy.fraction(sympy.together(size))
+    if denominator != 1:  # a size is an integer: nothing is left over
+        return "floordiv", simplify(numerator), simplify(denominator)
+    if isinstance(size, sympy.Pow) and size.exp.is_Integer:
+        return "mul", simplify(size.base ** (size.exp - 1)), simplify(size.base)
+    if isinstance(size, sympy.Mod):
+        return "mod", simplify(size.args[0]), simplify(size.args[1])
+    name = _OPERATIONS.get(size.func)
+    if name is None:
+        return None
+    first, *rest = size.args
+    return name, simplify(size.func(*rest)), simplify(first)
+
+
 _BINARY: Mapping[type[ast.operator], Callable[[Size, Size], Size]] = {
     ast.Add: lambda a, b: a + b,
     ast.Sub: lambda a, b: a - b,
@@ -97,7 +129,7 @@ _CALLS: Mapping[str, Callable[..., Size]] = {
 }
 
 # Bounds on what is read, far above any real size: a text must not be able to exhaust stack, time or memory.
-_LONGEST_TEXT, _LARGEST_EXPONENT = 400, 8
+_LONGEST_TEXT, _LARGEST_EXPONENT, _MOST_TERMS = 400, 8, 256
 # `1if`: Python's own reader would warn on stderr.
 _MISJOINED = re.compile(r"\b\d+[A-Za-z_]")
 
@@ -115,12 +147,35 @@ def parse_size(text: str) -> Size:
     if not text.isascii() or _MISJOINED.search(text):
         raise _no_size(text)
     try:
-        size = simplify(_read(ast.parse(text, mode="eval").body, text))
+        tree = ast.parse(text, mode="eval").body
+        if _terms(tree) > _MOST_TERMS or _power(tree) > _LARGEST_EXPONENT:
+            raise _no_size(text)
+        size = simplify(_read(tree, text))
     except (SyntaxError, ValueError, TypeError, ArithmeticError):
         raise _no_size(text) from None
     if not isinstance(size, int) and (size.is_integer is False or not size.is_finite):
         raise _no_size(text)
     return size
+
+
+def _terms(node: ast.AST) -> int:
+    """Returns how many terms the expanded form has at most."""
+    parts = [_terms(child) for child in ast.iter_child_nodes(node)]
+    if not isinstance(node, ast.BinOp):
+        return max(parts, default=1)
+    left, _, right = parts
+    if isinstance(node.op, ast.Pow):
+        exponent = node.right.value if isinstance(node.right, ast.Constant) else 0
+        return left ** min(exponent, _LARGEST_EXPONENT) if isinstance(exponent, int) and left > 1 else 1
+    return left + right if isinstance(node.op, (ast.Add, ast.Sub)) else left * right
+
+
+def _power(node: ast.AST) -> int:
+    """Returns the largest exponent, of powers of powers the product."""
+    inner = max(map(_power, ast.iter_child_nodes(node)), default=1)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow) and isinstance(node.right, ast.Constant):
+        return inner * max(int(node.right.value), 1)  # type: ignore[arg-type]
+    return inner
 
 
 def _no_size(text: str) -> TextError:
@@ -134,9 +189,7 @@ def _read(node: ast.expr, text: str) -> Size:
         return symbol(node.id)
     if isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
         left, right = _read(node.left, text), _read(node.right, text)
-        if isinstance(node.op, ast.Pow) and not (
-            isinstance(node.left, (ast.Name, ast.Call)) and right in range(_LARGEST_EXPONENT + 1)
-        ):
+        if isinstance(node.op, ast.Pow) and (isinstance(left, int) or right not in range(_LARGEST_EXPONENT + 1)):
             raise _no_size(text)
         return _BINARY[type(node.op)](left, right)
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):

@@ -19,13 +19,14 @@ from torch import fx
 
 from fxpar.errors import PassError
 from fxpar.layout.layout import Placement, share_of
-from fxpar.layout.symbols import Size
+from fxpar.layout.symbols import Size, last_operation
 from fxpar.mesh.purpose import Cuts
 from fxpar.ops.collectives import Group
 from fxpar.ops.counter import IndexCut
 from fxpar.program.coercions import axes_of, inner_view
 from fxpar.program.program import Program, note, operands, output_layouts
 from fxpar.program.rows import batch_symbol
+from fxpar.program.symbols import SIZE_FUNCTIONS
 
 
 @dataclass(frozen=True)
@@ -139,12 +140,11 @@ class OnRank:
             return int(size)
         if isinstance(size, sympy.Symbol):
             return self._symbol(str(size))
-        terms = [self.size(part) for part in size.args]
-        combine = {sympy.Add: operator.add, sympy.Mul: operator.mul}[size.func]
-        result = terms[0]
-        for term in terms[1:]:
-            result = self._call(combine, (result, term))
-        return result
+        operation = last_operation(size)
+        if operation is None:
+            raise PassError(f"the size {size} is no arithmetic in sizes of inputs", where="lowering")
+        name, *sizes = operation
+        return self._call(SIZE_FUNCTIONS[name], tuple(map(self.size, sizes)))
 
     def _symbol(self, name: str) -> fx.Node:
         if name not in self._sizes:

@@ -5,10 +5,13 @@ Enters: nothing. Leaves: `Symbol`, `Counted`, and values of both; `Condition`, w
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import operator
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import sympy
+import torch
 
 from fxpar.layout.symbols import Size, evaluate, names, parse_size, simplify, symbol
 
@@ -21,6 +24,16 @@ _RELATIONS: Mapping[str, type[sympy.core.relational.Relational]] = {
     "<": sympy.Lt,
 }
 RELATIONS = tuple(_RELATIONS)
+
+# What computes the operations of `fxpar.layout.symbols.last_operation` in a graph.
+SIZE_FUNCTIONS: Mapping[str, Callable[[Any, Any], Any]] = {
+    "add": operator.add,
+    "mul": operator.mul,
+    "mod": operator.mod,
+    "floordiv": operator.floordiv,
+    "max": torch.sym_max,
+    "min": torch.sym_min,
+}
 
 
 @dataclass(frozen=True)

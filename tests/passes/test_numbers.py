@@ -10,13 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from fxpar.capture import capture
-from fxpar.errors import InputError, PlanError
+from fxpar.errors import InputError, LayoutError, PlanError
 from fxpar.manager import PassManager
 from fxpar.passes import canonicalize, divide_batch
 from fxpar.plan.plan import Plan
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
 from fxpar.verification import verify
+from fxpar.verify.simulate import step_of
 
 Loss = Callable[[Tensor], Tensor]
 
@@ -86,6 +87,29 @@ def test_ranks_compute_with_sizes_of_the_whole(name: str, plan: str) -> None:
     assert found.ok, found.values
     text = print_program(found.program)
     assert print_program(parse_program(text)) == text
+
+
+POWERS: dict[str, Loss] = {
+    "all pairs of rows": lambda z: (z.mean(1) @ z.mean(1).t()).reshape(-1).softmax(0).square().mean(),
+    "all triples of rows": lambda z: torch.einsum("ic,jc,kc->ijk", *[z.mean(1)] * 3).sigmoid().mean(),
+    "rows of the bound": lambda z: z.new_ones(max(z.shape[0], 4), 1).mul(z.mean()).square().sum() / z.shape[0] ** 3,
+}
+
+
+@pytest.mark.parametrize("name", POWERS)
+def test_powers_of_sizes_are_sizes(name: str) -> None:
+    for sizes in ((6, 10), (5, 7)):
+        found = verify(Net(POWERS[name]), batch(*sizes), Plan(tp=2))
+        assert found.ok, found.values
+    step = print_program(step_of(found.program))
+    assert "**" in step
+    assert print_program(parse_program(step)) == step
+
+
+@pytest.mark.parametrize("name", ["all pairs of rows", "all triples of rows"])
+def test_losses_of_all_pairs_of_rows_are_refused_where_ranks_have_part_of_them(name: str) -> None:
+    with pytest.raises(LayoutError, match=r"on axis dp: .* set dp=1"):
+        verify(Net(POWERS[name]), batch(), Plan(dp=2))
 
 
 @pytest.mark.parametrize("name", ["one over the rows", "over math's root", "a fill"])
