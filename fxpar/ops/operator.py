@@ -19,7 +19,7 @@ from fxpar.layout.layout import Layout, Placement
 from fxpar.layout.symbols import Size
 from fxpar.ops.onrank import OnRank
 from fxpar.program.operators import GraphOperator
-from fxpar.program.program import Note, TensorType, note, output_types
+from fxpar.program.program import Note, TensorType, note, output_types, update
 from fxpar.program.properties import Property
 from fxpar.signatures.calls import Call
 from fxpar.signatures.rule import Rule
@@ -126,6 +126,12 @@ class Emits(Protocol):
         """
         ...
 
+    def forward(
+        self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], kind: Any, at: fx.Node, random: int = 0
+    ) -> fx.Node:
+        """A call in front of a node of the forward."""
+        ...
+
 
 @dataclass(frozen=True)
 class Reverse:
@@ -153,8 +159,12 @@ class Reverse:
         """One of the node's own results, which the forward need not have taken."""
         known = (user for user in self.node.users if user.target is operator.getitem and user.args[1] == index)
         kind = output_types(self.node)[index]
-        found = next(known, None)
-        return found or self.emit.call(operator.getitem, (self.node, index), {}, kind, note(self.node))
+        item = next(known, None)
+        if item is None:  # phases hand on no tuples: their parts are of the phase that made them
+            item = self.emit.forward(operator.getitem, (self.node, index), {}, kind, self.node.next)
+            like = note(self.node)
+            update(item, fqn=like.fqn, source=like.source, recompute=like.recompute)
+        return item
 
     def items(self, source: fx.Node) -> list[fx.Node]:
         """The results of a node of several, as nodes of their own."""
