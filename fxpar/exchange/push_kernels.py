@@ -25,7 +25,7 @@ FLAGS = 4096
 BLOCK, WARPS = 8192, 16
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def take_flag(flag_ptr, stop_ptr):  # type: ignore[no-untyped-def]
     """Waits until a flag is up, and takes it down; waits no longer where the host has set its word.
 

@@ -439,7 +439,7 @@ def connected(seconds: float) -> Agreement:
         module = dist.group.WORLD.get_group_store().add(f"fxpar/modules/{rank}", 1) if size > 1 else 0
     except dist.DistError as error:
         raise _unreachable(error, f"rank {rank}, start-up") from error
-    return Agreement(rank, size, seconds, module, alarm=alarm_of(module, size))
+    return Agreement(rank, size, seconds, module, alarm=alarm_of(module, rank, size))
 
 
 def plan_facts(plan: Plan) -> dict[str, str]:
@@ -475,11 +475,13 @@ def _marked(method: Callable[Concatenate[Any, _P], _R], at_once: bool) -> Callab
 class _Call:
     def __init__(self, agreement: Agreement, what: str, at_once: bool) -> None:
         self._agreement, self._what, self._around, self._at_once = agreement, what, "", at_once
+        self._call: tuple[str, float] | None = None
 
     def __enter__(self) -> None:
         agreement = self._agreement
         agreement.alarm.check()
-        self._around = agreement.what
+        self._around, self._call = agreement.what, agreement.alarm.call
+        agreement.alarm.call = self._what, time.monotonic()
         agreement.begin(self._what)
         agreement._is_at_once = self._at_once
         if self._at_once:
@@ -499,7 +501,7 @@ class _Call:
             else:
                 agreement.alarm.check()  # what an aborted collective leaves is no result
         finally:
-            agreement.what = self._around  # of the call that this one is part of
+            agreement.what, agreement.alarm.call = self._around, self._call  # of the call that this one is part of
 
 
 def is_lost(error: BaseException) -> bool:

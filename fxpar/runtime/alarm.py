@@ -7,6 +7,9 @@ No exception reaches a rank that waits: gloo waits for a socket, NCCL and kernel
 is known to nobody. So one thread of each process looks into the store of the process group, over a connection of its
 own. What it finds there stops the module: gloo's connections are shut down, communicators of NCCL aborted, and whoever
 registered is called (`fxpar.exchange`, whose waits read a word).
+
+A process that ends says nothing more, but the system closes its connections, which is seen here: gloo fails by itself
+then, and for a rank that waits for its device the thread tells who is gone.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import contextlib
 import json
 import os
 import socket
+import sys
 import threading
 import time
 import weakref
@@ -27,13 +31,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from fxpar.errors import RankError
+from fxpar.errors import RankError, shorter
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 # Seconds between two looks into the store, and ranks of which more look less often: one process answers all of them.
 _PAUSE, _RANKS = 0.5, 512
+# Seconds after which a call lasts long, and in which ranks that miss another say that they are there.
+_LASTS, _ROLL_CALL = 3.0, 2.5
 # Exists as soon as any module has failed, so that a look is one question however many modules there are.
 _BELL = "fxpar/bell"
 
@@ -52,16 +58,23 @@ class Alarm:
 
     Attributes:
         module: its number, the same on all ranks.
+        rank: of this process.
         size: number of processes.
+        call: the one that is under way, since when; none by default.
         first: the error that stands on all ranks, once one is known here.
     """
 
     module: int = 0
+    rank: int = 0
     size: int = 1
+    call: tuple[str, float] | None = None
     first: RankError | None = None
     _sockets: set[_Socket] = field(default_factory=set)
     _stops: list[Callable[[RankError], None]] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
+    # The roll that this rank has called and when, and the last one that it has answered.
+    _roll: tuple[int, float] | None = None
+    _answered: int = 0
 
     def check(self) -> None:
         """Refuses a call of a module that failed.
@@ -94,9 +107,60 @@ class Alarm:
         record = {"where": where, "reason": reason}
         if store is not None:
             with contextlib.suppress(dist.DistError):  # without a store each rank has its own
-                record = json.loads(store.compare_set(self._key, "", json.dumps(record)))
-                store.set(_BELL, "")
+                record = self._posted(store, record)
         self._stop(record)
+
+    def leave(self, store: Store, error: BaseException | None) -> None:
+        """Says that this process ends, and of what, where nobody caught it."""
+        if error is None:
+            store.set(f"fxpar/{self.module}/left/{self.rank}", "")
+        elif self.first is None:
+            reason = f"ended by {type(error).__name__}: {error}"
+            self._posted(store, {"where": f"rank {self.rank}", "reason": shorter(reason)})
+
+    def _posted(self, store: Store, record: dict[str, str]) -> dict[str, str]:
+        stands: dict[str, str] = json.loads(store.compare_set(self._key, "", json.dumps(record)))
+        store.set(_BELL, "")
+        return stands
+
+    def look_around(self, store: Store | None) -> None:
+        """Calls the roll where a connection is gone, in a call that lasts; `store` is None where that is gone.
+
+        Without waiting: it is asked again and again, and answers others meanwhile.
+        """
+        call = self.call
+        if self.first is not None or call is None or time.monotonic() - call[1] < _LASTS:
+            self._roll = None
+        elif store is None:
+            self.tell(None, self._where, "the store is gone, and so the process that kept it, most often rank 0")
+        elif self._roll is None:
+            if self._sockets and not self._sockets <= _connections():
+                self._roll = store.add(self._rolls, 1), time.monotonic()
+                store.set(_BELL, "")
+        elif time.monotonic() - self._roll[1] > _ROLL_CALL:
+            (number, _), self._roll = self._roll, None
+            others = [rank for rank in range(self.size) if not self._answers(store, number, rank)]
+            if others:
+                ranks = f"rank{'s' if len(others) > 1 else ''} {', '.join(map(str, others))}"
+                self.tell(store, self._where, f"{ranks} gave no sign: ended, and closed its connections")
+
+    def answer(self, store: Store) -> None:
+        """Says that this rank is there, where another has called the roll."""
+        number = store.add(self._rolls, 0)
+        if number > self._answered:
+            self._answered = number
+            store.set(f"{self._rolls}/{number}/{self.rank}", "")
+
+    def _answers(self, store: Store, number: int, rank: int) -> bool:
+        return any(store.check([key]) for key in (f"{self._rolls}/{number}/{rank}", f"fxpar/{self.module}/left/{rank}"))
+
+    @property
+    def _where(self) -> str:
+        return f"rank {self.rank}" if self.call is None else f"rank {self.rank}, {self.call[0]}"
+
+    @property
+    def _rolls(self) -> str:
+        return f"fxpar/{self.module}/roll"
 
     def hear(self, store: Store) -> bool:
         """Looks whether a rank has told an error; stops if so."""
@@ -117,9 +181,9 @@ class Alarm:
             if self.first is not None:
                 return
             self.first = RankError(record["reason"], where=record["where"], remedy=_REMEDY)
-        for stop in self._stops:
-            stop(self.error)
         self.hang_up()
+        for stop in reversed(self._stops):  # communicators come last: their kernels may stand behind other waits
+            stop(self.error)
 
     @property
     def _key(self) -> str:
@@ -134,7 +198,8 @@ def abort_groups(error: RankError) -> None:
     if together:  # so that none waits for another's
         backend._group_start()
     for group in groups:
-        group.abort()
+        with contextlib.suppress(dist.DistError):  # it is broken already
+            group.abort()
     if together:
         backend._group_end()
 
@@ -166,65 +231,68 @@ class _Lookout:
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._end = threading.Event()
+        # The process group, and its store over a connection of its own: who waits for a key keeps others from asking.
+        self._group: weakref.ref[dist.ProcessGroup] | None = None
+        self._store: Store | None = None
 
     def watch(self, alarm: Alarm) -> None:
         """Looks for a module's failure as long as it lives."""
+        world = dist.group.WORLD
+        assert world is not None, "there are several ranks"
         with self._lock:
             self._alarms.add(alarm)
-            if self._thread is None or not self._thread.is_alive():
+            if self._group is None or self._group() is not world:
+                store: Any = world.get_group_store()  # torch's stubs do not know that it can be cloned
+                self._group, self._store = weakref.ref(world), store.clone()
+            if self._thread is None:
+                atexit.register(self.stop)  # now, so that it comes in front of the end of the process group
                 self._thread = threading.Thread(target=self._run, name="fxpar alarm", daemon=True)
                 self._thread.start()
 
     def stop(self) -> None:
-        """Ends the thread, in front of what the process frees at its end."""
+        """Ends the thread, in front of what the process frees at its end, and says so."""
         self._end.set()
         if self._thread is not None:
-            self._thread.join(2 * _PAUSE)
+            self._thread.join(_ROLL_CALL)
+        alarms, store = self._alive()
+        if store is not None:
+            for alarm in alarms:
+                with contextlib.suppress(RuntimeError):  # nobody can be told any more
+                    alarm.leave(store, getattr(sys, "last_value", None))
 
     def _run(self) -> None:
-        group, store = None, None
-        while not self._end.wait(self._pause()):
-            if group is None or group() is not dist.group.WORLD:
-                group, store = None, None
-                world = dist.group.WORLD
-                if world is not None:
-                    group, store = weakref.ref(world), _own_connection(world.get_group_store())
-                del world
-            if store is not None and _rings(store):
-                for alarm in self._alive():
-                    alarm.hear(store)
+        while not self._end.wait(_PAUSE * max(1.0, max((a.size for a in self._alive()[0]), default=1) / _RANKS)):
+            alarms, store = self._alive()
+            if store is not None:
+                _look(alarms, store)
 
-    def _alive(self) -> list[Alarm]:
+    def _alive(self) -> tuple[list[Alarm], Store | None]:
+        """The modules, and the store; none where the process group was left."""
         with self._lock:
-            return list(self._alarms)
+            if self._group is None or self._group() is None or self._group() is not dist.group.WORLD:
+                self._group, self._store = None, None
+            return list(self._alarms), self._store
 
-    def _pause(self) -> float:
-        return _PAUSE * max(1.0, max((alarm.size for alarm in self._alive()), default=1) / _RANKS)
 
-
-def _rings(store: Store) -> bool:
-    """Whether any module has failed; not where the store is gone, which calls find out by themselves."""
+def _look(alarms: list[Alarm], store: Store) -> None:
     try:
-        return bool(store.check([_BELL]))
-    except RuntimeError:
-        return False
-
-
-def _own_connection(store: Store) -> Store:
-    """The same store for another thread: one that waits for a key keeps others from asking."""
-    try:
-        return store.clone()
-    except RuntimeError:  # a kind of store without
-        return store
+        if store.check([_BELL]):
+            for alarm in alarms:
+                alarm.hear(store)
+                alarm.answer(store)
+        for alarm in alarms:
+            alarm.look_around(store)
+    except RuntimeError:  # the store is gone
+        for alarm in alarms:
+            alarm.look_around(None)
 
 
 _LOOKOUT = _Lookout()
-atexit.register(_LOOKOUT.stop)
 
 
-def alarm_of(module: int, size: int) -> Alarm:
+def alarm_of(module: int, rank: int, size: int) -> Alarm:
     """The alarm of a module, which is listened to from now on."""
-    made = Alarm(module, size)
+    made = Alarm(module, rank, size)
     if size > 1:
         _LOOKOUT.watch(made)
     return made

@@ -32,7 +32,7 @@ class Broken(Exception):
 def made(way: str, impl: str, batch: Any) -> fxpar.ParallelModule:
     torch.manual_seed(0)
     how: dict[str, Any] = {"exchange": "nccl"} if way == "nccl" else {"exchange": "copy", "cost": COSTS[way]}
-    plan = fxpar.Plan(tp=2, cuda_graphs=fxpar.CudaGraphs(impl), **how)  # type: ignore[arg-type]
+    plan = fxpar.Plan(tp=2, cuda_graphs=fxpar.CudaGraphs(impl), **how)
     return fxpar.parallelize(gpt2(128, 2).train(), plan, batch, check_inputs=False, timeout=60.0)
 
 
