@@ -22,6 +22,7 @@ from fxpar.capture.guards import check_model, check_samples
 from fxpar.capture.memo import OtherMemos
 from fxpar.capture.rowwise import check_row_wise
 from fxpar.capture.sizes import SizeError, check_views
+from fxpar.capture.step_count import check_step_count
 from fxpar.capture.trace import Trace, arguments, trace
 from fxpar.errors import CaptureError
 from fxpar.ops.functions import function as kept
@@ -77,6 +78,7 @@ def capture(
 
 
 def _capture(model: nn.Module, batch: Any, plan: Plan, loss: Callable[..., Any] | str | None) -> Captured:
+    check_step_count(batch, plan)
     forget_proofs()
     function = loss if callable(loss) else None
     name = loss if isinstance(loss, str) else None

@@ -203,7 +203,7 @@ def _request(
         typer.Option(metavar="PATH=DIM", help="dimension of an input that is the batch, if not the first; repeatable"),
     ] = None,
     loss_reduction: Annotated[
-        str | None, typer.Option(metavar="HOW", help="mean, token or local_mean: see fxpar.Plan")
+        str | None, typer.Option(metavar="HOW", help="mean, token, local_mean or sum: see fxpar.Plan")
     ] = None,
     sequence: Annotated[
         bool | None,

@@ -29,7 +29,7 @@ from fxpar.plan.pipeline import MOST_RANKS, pipeline_problems
 from fxpar.plan.recompute import recompute_problems
 
 SPLITS = ("column", "row", "head", "vocab", "replicate")
-LOSS_REDUCTIONS = ("mean", "token", "local_mean")
+LOSS_REDUCTIONS = ("mean", "token", "local_mean", "sum")
 PRECISIONS = ("as_is", "fp32", "bf16", "fp16", "bf16_weights")
 EXCHANGES = ("auto", "nccl", "copy")
 
@@ -85,7 +85,9 @@ class Plan:
             other lengths: 0 by itself, in a mask what masks, in targets of a loss what it ignores.
         loss_reduction: what the loss of a step is where it is a mean. `mean` is that over the rows of all data ranks of
             a microbatch, averaged over microbatches; `token` that over all that counts in the step; `local_mean` the
-            mean of the means of each data rank, as Megatron has it.
+            mean of the means of each data rank, as Megatron has it. `sum` adds the losses of all microbatches and data
+            ranks: for a loss that the author divided by what counts in the whole step (`num_items_in_batch` of
+            transformers, which no other reduction accepts).
         sequence_parallel: whether activations between the split matrices may be cut over the sequence, so that norms,
             dropout and residuals are shared out too: all-reduces become pairs of reduce-scatter and all-gather. tp must
             divide the sequence length.
