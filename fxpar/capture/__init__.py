@@ -20,6 +20,7 @@ from fxpar.capture.expert_modules import Named, named_experts
 from fxpar.capture.floats import floats_as_tensors
 from fxpar.capture.guards import check_model, check_samples
 from fxpar.capture.memo import OtherMemos
+from fxpar.capture.precision import cast_inputs, input_dtype
 from fxpar.capture.rowwise import check_row_wise
 from fxpar.capture.sizes import SizeError, check_views
 from fxpar.capture.step_count import check_step_count
@@ -89,12 +90,14 @@ def _capture(model: nn.Module, batch: Any, plan: Plan, loss: Callable[..., Any] 
         return found[0], _with_trainable_loss(model, found[1], is_guess=loss is None), found[2]
 
     how, program, spec = traced(copies=True)
-    eager = walk(model, batch, function, others, how.copied, experts)
+    eager = walk(model, batch, function, others, how.copied, experts, input_dtype(plan))
     if how.copied and (eager.reason or not eager.layers.is_proven):
         how, program, spec = traced(copies=False)
     compare(eager, Counter(str(n.kwargs["path"]) for n in program.graph.nodes if n.target is kept))
     if plan.row_wise:
-        call = ((batch,), {}) if function is not None else arguments(model, batch, False)
+        call = ((batch,), {})
+        if function is None:
+            call = cast_inputs(arguments(model, batch, False), input_dtype(plan))
         check_row_wise(program, {**dict(model.named_buffers()), **dict(model.named_parameters())}, spec.inputs(call))
     return Captured(program, spec, how.how, function, eager.reason)
 
@@ -118,7 +121,8 @@ def _traced(
     ranks = [value.dim() for value in pytree.tree_leaves(batch) if isinstance(value, Tensor)]
     for symbolic in (None, *(count for count in (2, 1) if count < max(ranks, default=0)), 0):
         try:
-            traced = trace(model, batch, loss, symbolic, others, copies=copies, experts=experts)
+            dtype = input_dtype(plan)
+            traced = trace(model, batch, loss, symbolic, others, copies=copies, experts=experts, dtype=dtype)
             program, spec = convert(traced, model, plan, name)
             write_defaults(program.graph.nodes)
             floats_as_tensors(program)

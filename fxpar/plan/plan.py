@@ -101,7 +101,9 @@ class Plan:
             gradients and optimizer state. `bf16` and `fp16` are mixed precision (FSDP2's `MixedPrecisionPolicy` with
             this `param_dtype` and `reduce_dtype=torch.float32`): the program runs in that type on copies of float32
             parameters, cast once a step; gradients are accumulated, and summed over ranks, in float32. `fp16` needs
-            loss scaling: `train_step(batch, scaler=torch.amp.GradScaler())`. Buffers and inputs keep their types.
+            loss scaling: `train_step(batch, scaler=torch.amp.GradScaler())`. Buffers keep their types.
+        cast_inputs: whether floating tensors that the forward takes, in any nest, are cast to the precision's type, as
+            FSDP2 does by `cast_forward_inputs`; of `as_is` none is. A loss callable gets the batch as it is.
         recompute: what the backward computes again besides regions that the author checkpointed. `none`: nothing.
             `selective`: all that saves memory and has neither a matrix product nor a collective in it; with an
             `activation_budget`, what costs least time to keep within that. `full`: each layer from what enters it.
@@ -176,6 +178,7 @@ class Plan:
     sequence_parallel: bool = False
     seed: int = 0
     precision: str = "as_is"
+    cast_inputs: bool = True
     recompute: str = "none"
     activation_budget: int | float | None = None
     compile: bool = False
@@ -255,7 +258,7 @@ class Plan:
         yield from by_path("padding", self.padding, (int, float, bool), "number")
         yield from globs("row_wise", self.row_wise, "operators")
         yield from globs("experts", self.experts, "modules")
-        for name in ("sequence_parallel", "compile"):
+        for name in ("sequence_parallel", "compile", "cast_inputs"):
             if type(getattr(self, name)) is not bool:
                 yield f"{name}={shown(getattr(self, name))} is neither True nor False: write one of them"
         if type(self.seed) is not int or not 0 <= self.seed < 2**63:
