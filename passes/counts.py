@@ -43,11 +43,12 @@ class Counting:
 
     Attributes:
         ranks: 1, or the data ranks, of whose own means the mean is to be taken.
+        adds: whether that is their sum.
         mean: what took the operation's place.
     """
 
-    def __init__(self, graph: fx.Graph, node: fx.Node, batch: str, ranks: int = 1) -> None:
-        self.graph, self.node, self.batch, self.ranks = graph, node, batch, ranks
+    def __init__(self, graph: fx.Graph, node: fx.Node, batch: str, ranks: int = 1, adds: bool = False) -> None:
+        self.graph, self.node, self.batch, self.ranks, self.adds = graph, node, batch, ranks, adds
         self.given = bind_arguments(node)
         self.mean: fx.Node | None = None
 
@@ -100,7 +101,7 @@ class Counting:
         return total
 
     def finish(self, total: fx.Node, count: fx.Node) -> None:
-        """The quotient takes the place of the mean; of several ranks' the mean of theirs."""
+        """The quotient takes the place of the mean; of several ranks' the mean or the sum of theirs."""
         kind = tensor_type(total)
         if self.ranks == 1:
             kind = TensorType(kind.dtype, tensor_type(self.node).shape)
@@ -108,7 +109,7 @@ class Counting:
         if self.ranks > 1:
             whole = TensorType(kind.dtype, ())
             value = self.call("means", aten.sum.default, (value,), whole)
-            value = self.call("average", aten.div.Tensor, (value, self.ranks), whole)
+            value = value if self.adds else self.call("average", aten.div.Tensor, (value, self.ranks), whole)
         self.replace(value)
 
     def replace(self, new: fx.Node) -> None:

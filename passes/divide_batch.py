@@ -15,7 +15,7 @@ from fxpar.passes.divide_sequence import divide as divide_sizes
 from fxpar.passes.interleave_halves import in_halves
 from fxpar.passes.means import MEANS
 from fxpar.passes.own_rows import keep_rows
-from fxpar.passes.reduction import add_count, check_averaged, leading_to
+from fxpar.passes.reduction import add_count, check_added, leading_to
 from fxpar.program.program import Program, operands, tensor_type
 from fxpar.program.properties import Property
 from fxpar.program.rows import batch_symbol
@@ -50,7 +50,8 @@ def divide_batch(program: Program) -> Program:
     changes.
 
     With `loss_reduction="local_mean"` a mean in the loss is that of each rank's rows, `[n, -1]`, and the mean of these;
-    with `token` the count of the loss becomes an output, `fxpar.count`, by which a step weighs its microbatches.
+    with `sum` it is the sum of these, and a term of the loss that depends on no row counts once for each rank; with
+    `token` the count of the loss becomes an output, `fxpar.count`, by which a step weighs its microbatches.
 
     Refuses models whose batch is no symbolic size, and examples whose rows the ranks do not divide.
     """
@@ -69,14 +70,14 @@ def divide_batch(program: Program) -> Program:
                 node.target, node.args, node.kwargs = size, (source, dim % len(tensor_type(source).shape)), {}
         count_numbers(program.graph, name)
     ranks = n // program.plan.half  # the mean of a rank is that of both its halves
-    own = leading_to(program) if reduction == "local_mean" and ranks > 1 else frozenset()
+    own = leading_to(program) if reduction in ("local_mean", "sum") and ranks > 1 else frozenset()
     means = []
     for node in [node for node in program.graph.nodes if node.target in MEANS]:
-        counting = Counting(program.graph, node, name, ranks if node in own else 1)
+        counting = Counting(program.graph, node, name, ranks if node in own else 1, reduction == "sum")
         MEANS[node.target](counting)
         means += [counting.mean] if counting.mean is not None and counting.ranks > 1 else []
     if own:
-        check_averaged(program, means)
+        check_added(program, means, name)
     return add_count(program) if reduction == "token" else program
 
 

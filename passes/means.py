@@ -31,7 +31,7 @@ def _mean(c: Counting) -> None:
     if c.node.target is aten.mean.default:
         total = c.total("sum", x, dtype)
     elif c.ranks > 1:
-        remedy = "take the mean of all its elements, or loss_reduction=mean"
+        remedy = "take the mean of all its elements, or another loss_reduction"
         raise PlanError("is no mean of the whole, so that ranks have none of it", where=describe(c.node), remedy=remedy)
     else:
         kind = TensorType(dtype, out.shape)

@@ -6,7 +6,7 @@ or an error where the loss is no such mean. A helper of `divide_batch`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,10 @@ import torch
 from torch import fx
 
 from fxpar.errors import PlanError
+from fxpar.layout.symbols import names
+from fxpar.passes.means import MEANS, SUM
 from fxpar.program.program import Program, TensorType, describe, note, operands, output_node, set_note, tensor_type
+from fxpar.rules import bind_arguments
 
 aten = torch.ops.aten
 
@@ -37,7 +40,9 @@ _KEEPING = frozenset(
 )
 _SCALING = frozenset({aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar})
 _SUMS = frozenset({aten.sum.default, aten.sum.dim_IntList})
-_ADDING = frozenset({aten.add.Tensor, aten.sub.Tensor, aten.sum.default, aten.stack.default})
+_ADDING = frozenset(
+    {aten.add.Tensor, aten.sub.Tensor, aten.rsub.Scalar, aten.rsub.Tensor, aten.sum.default, aten.stack.default}
+)
 
 
 def leading_to(program: Program) -> frozenset[fx.Node]:
@@ -45,30 +50,69 @@ def leading_to(program: Program) -> frozenset[fx.Node]:
     return frozenset(_ancestors(program.output_nodes()[program.loss]) if program.loss else ())
 
 
-def check_averaged(program: Program, means: Iterable[fx.Node]) -> None:
-    """Refuses a loss that is not a sum of multiples of means: the mean of ranks' losses is then not that of means.
+def check_added(program: Program, means: Iterable[fx.Node], batch: str) -> None:
+    """Sees to it that the loss is what the plan takes for it: the mean, or the sum, of the losses of all data ranks.
+
+    A mean is made of multiples of means, of which each rank takes its own; a sum of these and of sums over rows. A term
+    of a sum that depends on no row counts once for each rank.
+
+    Args:
+        means: of each rank's own.
+        batch: name of the symbol of the rows.
 
     Raises:
-        PlanError: names the operation.
+        PlanError: names the operation that is neither.
     """
+    adds, own = program.plan.loss_reduction == "sum", set(means)
+    where = f"loss_reduction={program.plan.loss_reduction}"
     remedy = "write the loss as a sum of means, or take loss_reduction=mean"
-    own, inputs = set(means), {entry.node for entry in program.inputs}
-    if not own:
-        raise PlanError("the loss is no mean over the batch", where="loss_reduction=local_mean", remedy=remedy)
+    if adds:
+        remedy = "write the loss as sums over rows, divided by numbers or num_items_in_batch, or take another reduction"
+    elif not own:
+        raise PlanError("the loss is no mean over the batch", where=where, remedy=remedy)
+    with_rows = {entry.node for entry in program.inputs if batch in names(entry.type.shape)}
 
     def is_fixed(node: fx.Node) -> bool:
-        return not any(leaf.name in inputs for leaf in _ancestors(node))
+        return not any(leaf.name in with_rows for leaf in _ancestors(node))
 
-    todo, seen = [program.output_nodes()[program.loss]], set[fx.Node]()
+    root = program.output_nodes()[program.loss]
+    if adds and is_fixed(root):
+        raise PlanError("the loss depends on no row of the batch", where=where, remedy=remedy)
+    todo, seen = [root], set[fx.Node]()
     while todo:
         node = todo.pop()
-        if node in seen or node in own or is_fixed(node):
+        if node in seen or node in own or is_fixed(node) or (adds and _sums_rows(node, batch)):
             continue
         seen.add(node)
         is_scaled = node.target in _SCALING and all(map(is_fixed, _others(node, node.args[0])))
         if not (node.target in _KEEPING | _ADDING or is_scaled):
-            raise PlanError("is no mean of each rank's own, nor made of such", where=describe(node), remedy=remedy)
+            what = "sum over rows" if adds else "mean of each rank's own"
+            raise PlanError(f"is no {what}, nor made of such", where=describe(node), remedy=remedy)
+        if adds and node.target in _ADDING:
+            _count_fixed(program, node, is_fixed)
         todo += operands(node)
+
+
+def _sums_rows(node: fx.Node, batch: str) -> bool:
+    """Returns whether a node sums over all rows: none is left."""
+    if node.op != "call_function" or not isinstance(note(node).type, TensorType):
+        return False
+    is_sum = node.target in _SUMS or (node.target in MEANS and bind_arguments(node).get("reduction") == SUM)
+    if not is_sum or batch in names(tensor_type(node).shape):
+        return False
+    return batch in names(tensor_type(operands(node)[0]).shape)
+
+
+def _count_fixed(program: Program, node: fx.Node, is_fixed: Callable[[fx.Node], bool]) -> None:
+    """Multiplies the terms of an addition that depend on no row by the number of ranks."""
+    ranks = program.plan.data_ranks // program.plan.half
+    for term in dict.fromkeys(operands(node)):
+        if is_fixed(term):
+            with program.graph.inserting_before(node):
+                made = _call(program, node, "of_ranks", aten.mul.Tensor, (term, ranks), tensor_type(term))
+            node.replace_input_with(term, made)
+    if len(node.args) > 1 and isinstance(node.args[1], int | float):
+        node.update_arg(1, node.args[1] * ranks)
 
 
 def _call(

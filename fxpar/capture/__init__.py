@@ -21,8 +21,10 @@ from fxpar.capture.expert_modules import named_experts
 from fxpar.capture.floats import floats_as_tensors
 from fxpar.capture.guards import check_model, check_samples
 from fxpar.capture.memo import OtherMemos
+from fxpar.capture.precision import cast_inputs, input_dtype
 from fxpar.capture.rowwise import check_row_wise
 from fxpar.capture.sizes import SizeError, check_views
+from fxpar.capture.step_count import check_step_count
 from fxpar.capture.trace import Trace, arguments, trace
 from fxpar.errors import CaptureError
 from fxpar.ops.functions import function as kept
@@ -92,23 +94,26 @@ def _capture(
     loss: Callable[..., Any] | str | None,
     fixed: frozenset[tuple[int, int]],
 ) -> Captured:
+    check_step_count(batch, plan)
     forget_proofs()
     function = loss if callable(loss) else None
     name = loss if isinstance(loss, str) else None
     others, experts = OtherMemos(), named_experts(model, plan.experts)
 
     def traced(copies: bool) -> tuple[Trace, Program, CallSpec]:
-        symbolic = partial(trace, model, batch, function, others=others, copies=copies, experts=experts, fixed=fixed)
-        found = _traced(symbolic, model, batch, plan, name)
+        options = {"copies": copies, "experts": experts, "fixed": fixed, "dtype": input_dtype(plan)}
+        found = _traced(partial(trace, model, batch, function, others=others, **options), model, batch, plan, name)
         return found[0], _with_trainable_loss(model, found[1], is_guess=loss is None), found[2]
 
     how, program, spec = traced(copies=True)
-    eager = walk(model, batch, function, others, how.copied, experts)
+    eager = walk(model, batch, function, others, how.copied, experts, input_dtype(plan))
     if how.copied and (eager.reason or not eager.layers.is_proven):
         how, program, spec = traced(copies=False)
     compare(eager, Counter(str(n.kwargs["path"]) for n in program.graph.nodes if n.target is kept))
     if plan.row_wise:
-        call = ((batch,), {}) if function is not None else arguments(model, batch, False)
+        call = ((batch,), {})
+        if function is None:
+            call = cast_inputs(arguments(model, batch, False), input_dtype(plan))
         check_row_wise(program, {**dict(model.named_buffers()), **dict(model.named_parameters())}, spec.inputs(call))
     return Captured(program, spec, how.how, function, eager.reason, fixed=fixed)
 

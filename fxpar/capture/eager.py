@@ -83,6 +83,7 @@ def walk(
     others: OtherMemos | None = None,
     copied: Mapping[Number, Number] | None = None,
     experts: Sequence[Named] = (),
+    dtype: torch.dtype | None = None,
 ) -> Eager:
     """Runs the model on fakes, forward and backward; it is left as it was.
 
@@ -90,6 +91,7 @@ def walk(
         others: memoised functions, where they are known from the trace.
         copied: calls of layers that are observed, as of a `Trace`.
         experts: modules that the plan names.
+        dtype: in which the forward takes floating tensors; None for their own.
 
     Raises:
         CaptureError: a hook on gradients or saved tensors, or random numbers in a backward.
@@ -105,7 +107,7 @@ def walk(
             stack.enter_context(host_numbers())
             batch = stack.enter_context(without_values(model, separate(batch)))
             hooks = stack.enter_context(hooks_watched(model, batch))
-            call = called(model, batch, loss)
+            call = called(model, batch, loss, dtype)
             with Watch(), _Calls(found), found.layers.watching(call.module):
                 outputs = call.module(*call.args, **call.kwargs)
             _differentiate(found, outputs)

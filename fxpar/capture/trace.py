@@ -44,6 +44,7 @@ from fxpar.capture.memory import with_memory
 from fxpar.capture.observed import Number
 from fxpar.capture.picked import refuse_loop
 from fxpar.capture.places import Blamed, place_of
+from fxpar.capture.precision import cast_inputs
 from fxpar.capture.recording import Recorder, Watch, recording
 from fxpar.capture.regions import refuse_mutation, replace_copies, settle
 from fxpar.capture.repeated import Repeats
@@ -59,14 +60,14 @@ FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, KeyError, Asser
 class WithLoss(nn.Module):
     """A model and a loss `(outputs, batch) → scalar` traced together; returns both."""
 
-    def __init__(self, model: nn.Module, loss: Callable[[Any, Any], Tensor]) -> None:
+    def __init__(self, model: nn.Module, loss: Callable[[Any, Any], Tensor], dtype: torch.dtype | None) -> None:
         super().__init__()
-        self.model = model
+        self.model, self._dtype = model, dtype
         self._loss = (loss,)  # in a tuple: a loss that is a module is no part of the model
 
     def forward(self, batch: Any) -> Any:
         """Outputs and loss for one batch."""
-        args, kwargs = arguments(self.model, batch, True)
+        args, kwargs = cast_inputs(arguments(self.model, batch, True), self._dtype)
         outputs = self.model(*args, **kwargs)
         loss = self._loss[0](outputs, batch)
         if not isinstance(loss, Tensor) or loss.dim() > 0 or not loss.is_floating_point():
@@ -153,6 +154,7 @@ def trace(
     copies: bool = False,
     experts: Sequence[Named] = (),
     fixed: Collection[tuple[int, int]] = (),
+    dtype: torch.dtype | None = None,
 ) -> Trace:
     """Traces the model on a batch, and with `loss` also `loss(outputs, batch)`.
 
@@ -164,6 +166,7 @@ def trace(
         copies: whether calls of layers that repeat may be copies of the first one's, which the caller is to prove.
         experts: modules that the plan names.
         fixed: dimensions and sizes that are not offered.
+        dtype: in which the forward takes floating tensors; None for their own.
 
     Raises:
         CaptureError: the model cannot be traced into one graph; the text says where and what to do.
@@ -174,7 +177,7 @@ def trace(
     bound_arguments(model, *arguments(model, batch, loss is not None))
     safe = separate(batch)
     with quiet(), routed_experts(experts), no_host_random(model), with_memory(model, safe) as (batch, originals):
-        call = called(model, batch, loss)
+        call = called(model, batch, loss, dtype)
         with patches.known_counts(), Blamed(_raised):
             found = _trace(call, Offered(symbolic, frozenset(fixed)), originals, others or OtherMemos(), copies)
         return replace(found, keywords=isinstance(call.module, WithKeywords))
@@ -194,11 +197,11 @@ class Called:
     kwargs: dict[str, Any]
 
 
-def called(model: nn.Module, batch: Any, loss: Callable[..., Any] | None) -> Called:
-    """The call of a model, and with `loss` of `loss(outputs, batch)` too."""
+def called(model: nn.Module, batch: Any, loss: Callable[..., Any] | None, dtype: torch.dtype | None = None) -> Called:
+    """The call of a model, and with `loss` of `loss(outputs, batch)` too; the forward's floating tensors in a type."""
     if loss is not None:
-        return Called(WithLoss(model, loss), "model.", (batch,), {})
-    args, kwargs = arguments(model, batch, False)
+        return Called(WithLoss(model, loss, dtype), "model.", (batch,), {})
+    args, kwargs = cast_inputs(arguments(model, batch, False), dtype)
     if any(name not in inspect.signature(model.forward).parameters for name in kwargs):
         return Called(WithKeywords(model), "model.", (kwargs,), {})
     return Called(model, "", args, kwargs)

@@ -71,6 +71,7 @@ PLAN_FLAGS = (
     "--experts",
     "--batch-dim",
     "--loss-reduction",
+    "--cast-inputs",
     "--sequence-parallel",
     "--interleave-halves",
     "--seed",
@@ -203,7 +204,7 @@ def _request(
         typer.Option(metavar="PATH=DIM", help="dimension of an input that is the batch, if not the first; repeatable"),
     ] = None,
     loss_reduction: Annotated[
-        str | None, typer.Option(metavar="HOW", help="mean, token or local_mean: see fxpar.Plan")
+        str | None, typer.Option(metavar="HOW", help="mean, token, local_mean or sum: see fxpar.Plan")
     ] = None,
     sequence: Annotated[
         bool | None,
@@ -223,6 +224,13 @@ def _request(
     ] = None,
     seed: Annotated[int | None, number_option("seed of dropout, random weights and the example")] = None,
     precision: Annotated[str | None, typer.Option(metavar="TYPE", help="as_is, fp32, bf16, …: see fxpar.Plan")] = None,
+    cast_inputs: Annotated[
+        bool | None,
+        typer.Option(
+            "--cast-inputs/--no-cast-inputs",
+            help="cast floating tensors that forward takes to the precision's type (default: yes)",
+        ),
+    ] = None,
     recompute: Annotated[
         str | None,
         typer.Option(metavar="HOW", help="what the backward computes again: none, selective or full: see fxpar.Plan"),
@@ -247,13 +255,23 @@ def _request(
     given |= {"--dispatch": dispatch, "--grouped-gemm": grouped_gemm, "--receive-budget": receive_budget}
     given |= {"--capacity-factor": capacity_factor, "--drop-policy": drop_policy, "--pad-to-capacity": padded}
     given |= {"--tp": tp, "--dp": dp, "--split": split, "--seed": seed, "--precision": precision}
-    given |= {"--sequence-parallel": sequence, "--row-wise": row_wise, "--batch-dim": batch_dim}
+    given |= {
+        "--cast-inputs": cast_inputs,
+        "--sequence-parallel": sequence,
+        "--row-wise": row_wise,
+        "--batch-dim": batch_dim,
+    }
     given |= {"--interleave-halves": interleave_halves, "--experts": experts}
     given |= {"--loss-reduction": loss_reduction, "--recompute": recompute, "--activation-budget": activation_budget}
     given |= {MODE_FLAG: train, "--batch": batch, "--seq": seq}
     chosen = Plan() if plan is None else Plan.load(plan)
     changes: dict[str, Any] = {"tp": tp, "dp": dp, "sequence_parallel": sequence, "seed": seed, "precision": precision}
-    changes |= {"loss_reduction": loss_reduction, "recompute": recompute, "activation_budget": activation_budget}
+    changes |= {
+        "cast_inputs": cast_inputs,
+        "loss_reduction": loss_reduction,
+        "recompute": recompute,
+        "activation_budget": activation_budget,
+    }
     changes |= {"pp": pp, "virtual_stages": virtual_stages, "ep": ep, "etp": etp, "dispatch": dispatch}
     changes |= {
         "grouped_gemm": grouped_gemm,

@@ -29,7 +29,7 @@ from fxpar.plan.pipeline import MOST_RANKS, pipeline_problems
 from fxpar.plan.recompute import recompute_problems
 
 SPLITS = ("column", "row", "head", "vocab", "replicate")
-LOSS_REDUCTIONS = ("mean", "token", "local_mean")
+LOSS_REDUCTIONS = ("mean", "token", "local_mean", "sum")
 PRECISIONS = ("as_is", "fp32", "bf16", "fp16", "bf16_weights")
 EXCHANGES = ("auto", "nccl", "copy")
 
@@ -85,7 +85,9 @@ class Plan:
             other lengths: 0 by itself, in a mask what masks, in targets of a loss what it ignores.
         loss_reduction: what the loss of a step is where it is a mean. `mean` is that over the rows of all data ranks of
             a microbatch, averaged over microbatches; `token` that over all that counts in the step; `local_mean` the
-            mean of the means of each data rank, as Megatron has it.
+            mean of the means of each data rank, as Megatron has it. `sum` adds the losses of all microbatches and data
+            ranks: for a loss that the author divided by what counts in the whole step (`num_items_in_batch` of
+            transformers, which no other reduction accepts).
         sequence_parallel: whether activations between the split matrices may be cut over the sequence, so that norms,
             dropout and residuals are shared out too: all-reduces become pairs of reduce-scatter and all-gather. tp must
             divide the sequence length.
@@ -99,7 +101,9 @@ class Plan:
             gradients and optimizer state. `bf16` and `fp16` are mixed precision (FSDP2's `MixedPrecisionPolicy` with
             this `param_dtype` and `reduce_dtype=torch.float32`): the program runs in that type on copies of float32
             parameters, cast once a step; gradients are accumulated, and summed over ranks, in float32. `fp16` needs
-            loss scaling: `train_step(batch, scaler=torch.amp.GradScaler())`. Buffers and inputs keep their types.
+            loss scaling: `train_step(batch, scaler=torch.amp.GradScaler())`. Buffers keep their types.
+        cast_inputs: whether floating tensors that the forward takes, in any nest, are cast to the precision's type, as
+            FSDP2 does by `cast_forward_inputs`; of `as_is` none is. A loss callable gets the batch as it is.
         recompute: what the backward computes again besides regions that the author checkpointed. `none`: nothing.
             `selective`: all that saves memory and has neither a matrix product nor a collective in it; with an
             `activation_budget`, what costs least time to keep within that. `full`: each layer from what enters it.
@@ -176,6 +180,7 @@ class Plan:
     sequence_parallel: bool = False
     seed: int = 0
     precision: str = "as_is"
+    cast_inputs: bool = True
     recompute: str = "none"
     activation_budget: int | float | None = None
     compile: bool = False
@@ -256,7 +261,7 @@ class Plan:
         yield from by_path("padding", self.padding, (int, float, bool), "number")
         yield from globs("row_wise", self.row_wise, "operators")
         yield from globs("experts", self.experts, "modules")
-        for name in ("sequence_parallel", "compile"):
+        for name in ("sequence_parallel", "compile", "cast_inputs"):
             if type(getattr(self, name)) is not bool:
                 yield f"{name}={shown(getattr(self, name))} is neither True nor False: write one of them"
         if type(self.seed) is not int or not 0 <= self.seed < 2**63:

@@ -17,6 +17,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from fxpar.capture import CallSpec
+from fxpar.capture.step_count import with_step_count
 from fxpar.capture.trace import signature_of
 from fxpar.errors import InputError
 from fxpar.layout.layout import Layout, Placement
@@ -60,7 +61,7 @@ def called_with(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, An
 def canonical(batch: Any) -> Any:
     """Mappings of any kind as a dict in the order of names, so that the order of entries means nothing."""
     if isinstance(batch, Mapping):
-        return {str(key): batch[key] for key in sorted(batch, key=str)}
+        return with_step_count({str(key): batch[key] for key in sorted(batch, key=str)})
     return tuple(batch) if type(batch) is list else batch
 
 
@@ -264,7 +265,8 @@ def own_rows(program: Program, batch: Any, coordinates: Mapping[str, int]) -> An
     found = []
     for (path, value), plain in zip(leaves(batch), values, strict=True):
         own = value if isinstance(value, Tensor) else plain
-        for axis, placement, n in _row_cuts(program, entries.get(path)) if isinstance(value, Tensor) else ():
+        has_rows = isinstance(value, Tensor) and value.dim() > 0
+        for axis, placement, n in _row_cuts(program, entries.get(path)) if has_rows else ():
             rows = own.shape[placement.dim]
             if rows < n:
                 raise InputError(

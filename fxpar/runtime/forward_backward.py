@@ -37,6 +37,11 @@ class Bound:
     loss: str
     are_equal: Tensor | None
 
+    @property
+    def adds(self) -> bool:
+        """Whether the loss of a step is the sum of those of its microbatches."""
+        return self.call.compiled.program.plan.loss_reduction == "sum"
+
 
 class ForwardBackward:
     """Runs a module on single batches.

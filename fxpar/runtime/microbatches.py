@@ -1,7 +1,7 @@
 """A training step of several microbatches.
 
-Enters: microbatches, and how one is run whose gradients stay this rank's own. Leaves: the mean of the losses, and the
-parameters' gradients of that mean, summed over the ranks once.
+Enters: microbatches, and how one is run whose gradients stay this rank's own. Leaves: the mean or the sum of the
+losses, and the parameters' gradients of that, summed over the ranks once.
 """
 
 from __future__ import annotations
@@ -26,12 +26,14 @@ class Microbatch:
         step: random state of the step, i64[3].
         unit: what counted in the loss of the first, by which the others are weighed; None where all weigh alike, or in
             the first.
+        adds: whether the loss of the step is the sum of theirs.
     """
 
     index: int
     count: int
     step: Tensor
     unit: Tensor | None = None
+    adds: bool = False
 
     @property
     def random_state(self) -> Tensor:
@@ -74,12 +76,12 @@ class Part:
 
 
 def weight(counted: Tensor | None, microbatch: Microbatch) -> Tensor | float:
-    """By what a microbatch's loss is multiplied: one over their number or, where words count, those that it has.
+    """By what a microbatch's loss is multiplied: 1 in a sum, one over their number, or where words count those it has.
 
     These are taken in units of the first's, so that half precision overflows no sooner.
     """
     if counted is None:
-        return 1 / microbatch.count
+        return 1.0 if microbatch.adds else 1 / microbatch.count
     return counted / unit_of(counted if microbatch.unit is None else microbatch.unit)
 
 
@@ -94,14 +96,16 @@ def run_microbatches(
     state: Tensor,
     run: Callable[[Any, Microbatch], Part],
     finished: Callable[[dict[str, Tensor], Hashable, Finish], Mapping[str, Tensor]],
+    adds: bool = False,
 ) -> tuple[Tensor, Mapping[str, Tensor]]:
-    """The mean loss of a step, and its gradients by name of the parameter.
+    """The loss of a step, and its gradients by name of the parameter.
 
     Args:
         parts: the microbatches.
         state: random state of the step, i64[3].
         run: forward and backward of one.
         finished: makes gradients of what all have left (`Waiting.finished`).
+        adds: whether the losses are added, in place of their mean.
 
     Microbatches whose programs leave other values for the parameter phase, as of other lengths, have one of their own.
     """
@@ -109,7 +113,7 @@ def run_microbatches(
     totals: dict[Hashable, tuple[dict[str, Tensor], Ran]] = {}
     for index, part in enumerate(parts):
         unit = done[0].counted if done else None
-        found = run(part, Microbatch(index, len(parts), state, unit))
+        found = run(part, Microbatch(index, len(parts), state, unit, adds))
         total, ran = totals.get(found.ran.signature, ({}, replace(found.ran, held={})))
         if not total:
             total = {name: value.clone() for name, value in found.ran.held.items()}
@@ -121,14 +125,20 @@ def run_microbatches(
     for total, ran in totals.values():
         for name, gradient in finished(total, ran.signature, ran.finish).items():
             gradients[name] = gradients[name] + gradient if name in gradients else gradient
-    return _averaged(done, gradients)
+    return _joined(done, gradients, adds)
 
 
-def _averaged(done: Sequence[Part], gradients: Mapping[str, Tensor]) -> tuple[Tensor, Mapping[str, Tensor]]:
+def joined_loss(losses: Sequence[Tensor], adds: bool) -> Tensor:
+    """Returns the loss of a step whose microbatches all weigh alike."""
+    stacked = torch.stack([*losses])
+    return stacked.sum() if adds else stacked.mean()
+
+
+def _joined(done: Sequence[Part], gradients: Mapping[str, Tensor], adds: bool) -> tuple[Tensor, Mapping[str, Tensor]]:
     """The loss of the step. Gradients that were weighed by counts are divided by that of all."""
-    losses = torch.stack([each.loss for each in done])
     if done[0].counted is None:
-        return losses.mean(), gradients
+        return joined_loss([each.loss for each in done], adds), gradients
+    losses = torch.stack([each.loss for each in done])
     counts = torch.stack([each.counted for each in done if each.counted is not None])
     factor = unit_of(counts[0]) / counts.sum()
     return (losses * counts).sum() / counts.sum(), {name: each * factor for name, each in gradients.items()}

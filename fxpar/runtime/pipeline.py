@@ -25,7 +25,7 @@ from fxpar.runtime.agreement import is_lost
 from fxpar.runtime.channels import Channels
 from fxpar.runtime.evaluation import Evaluation, part_of
 from fxpar.runtime.forward_backward import Bound
-from fxpar.runtime.microbatches import Microbatch, unit_of, weight
+from fxpar.runtime.microbatches import Microbatch, joined_loss, unit_of, weight
 from fxpar.runtime.placement import schedule_of
 from fxpar.runtime.runner import Prepared
 from fxpar.runtime.shared import Shared
@@ -192,14 +192,14 @@ class Pipeline:
         found = torch.ones(2, dtype=torch.float64, device=self._world.device)
         holder = run.schedule.rank_of[-1]
         if self._world.place == holder:
-            losses = torch.stack([run.done.losses[i] for i in range(len(run.bounds))])
+            losses = [run.done.losses[i] for i in range(len(run.bounds))]
             if is_counted and len(run.bounds) > 1:
                 counts = torch.stack([run.done.counts[i] for i in range(len(run.bounds))])
-                found[0] = (losses * counts).sum() / counts.sum()
+                found[0] = (torch.stack(losses) * counts).sum() / counts.sum()
                 assert run.unit is not None
                 found[1] = unit_of(run.unit) / counts.sum()
             else:
-                found[0] = losses.mean()
+                found[0] = joined_loss(losses, bound.adds)
         dist.broadcast(found, self._world.line[holder], process_group(self._world.groups["pp"]))
         return found[0].to(kind.dtype), found[1] if is_counted and len(run.bounds) > 1 else None
 
@@ -319,11 +319,11 @@ class _Step:
     def _share(self, microbatch: int, loss: Tensor) -> Tensor:
         """The gradient of a microbatch's loss, of that of the step."""
         counted = self.done.counts.get(microbatch)
-        count = len(self.bounds)
+        count, adds = len(self.bounds), self.bounds[microbatch].adds
         share = torch.ones_like(loss)
         if count > 1:
             assert self._state is not None
-            share = share * weight(counted, Microbatch(microbatch, count, self._state, self.unit))
+            share = share * weight(counted, Microbatch(microbatch, count, self._state, self.unit, adds))
             self.unit = counted if self.unit is None else self.unit
         return share if self._scaler is None else self._scaler.scale(share)
 

@@ -17,7 +17,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from fxpar.capture import Captured, arguments
-from fxpar.capture.precision import in_precision
+from fxpar.capture.precision import cast_inputs, in_precision, input_dtype
 from fxpar.compile import compile_model, compile_program, is_differentiable
 from fxpar.errors import InputError
 from fxpar.layout.layout import Layout
@@ -320,7 +320,9 @@ class Programs:
 
     def _inputs(self, compiled: Compiled, batch: Any) -> dict[str, Tensor]:
         spec = compiled.captured.spec
-        nest = ((batch,), {}) if compiled.captured.loss is not None else arguments(self.skeleton, batch, False)
+        nest: Any = ((batch,), {})
+        if compiled.captured.loss is None:
+            nest = cast_inputs(arguments(self.skeleton, batch, False), input_dtype(self._plan))
         return calls.bind(spec, nest, self._world.device)
 
     def _compile(

@@ -204,16 +204,16 @@ class Training:
             rows.append(part.rows)
             return part
 
-        finished = self._waiting.finished
+        finished, adds = self._waiting.finished, bounds[0].adds
         if self.budget is None:
-            return run_microbatches(range(len(bounds)), drawn, run, finished)
+            return run_microbatches(range(len(bounds)), drawn, run, finished, adds)
         try:
-            return run_microbatches(range(len(bounds)), drawn, run, self.budget.checked(rows, finished))
+            return run_microbatches(range(len(bounds)), drawn, run, self.budget.checked(rows, finished), adds)
         except Overflow:
             rows.clear()
         bounds = self._batches.with_all_places(bounds)
         ready = self._batches.prepare(bounds)
-        return run_microbatches(range(len(bounds)), drawn, run, finished)
+        return run_microbatches(range(len(bounds)), drawn, run, finished, adds)
 
     def _stepped(self, found: Found, parameters: Mapping[str, Tensor], ending: Ending) -> Found:
         """Clips, steps and frees the gradients."""

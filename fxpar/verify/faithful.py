@@ -52,7 +52,7 @@ def compare(captured: Captured, model: nn.Module, batch: Any, run: bool = True) 
     if isinstance(found, str):
         return found
     if run:
-        inputs = call_inputs(captured, model, batch)
+        inputs = call_inputs(captured, model, batch, as_given=True)
         check_capture(captured, model, _cut(captured.program, inputs, batch, found), canonical=False)
     return ""
 

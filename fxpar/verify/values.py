@@ -26,6 +26,7 @@ from fxpar.capture import Captured, arguments
 from fxpar.capture.memo import nothing_remembered
 from fxpar.capture.memory import plain_surrounding, swapped
 from fxpar.capture.places import Blamed
+from fxpar.capture.precision import cast_inputs, input_dtype
 from fxpar.capture.state import untouched
 from fxpar.errors import CheckFailed, InputError
 from fxpar.layout.shards import local_block, without_padding
@@ -93,12 +94,13 @@ def program_state(program: Program, model: nn.Module) -> dict[str, Tensor]:
     return {p.fqn: tensors[p.fqn].detach() for p in program.parameters}
 
 
-def call_inputs(captured: Captured, model: nn.Module, batch: Any) -> dict[str, Tensor]:
-    """The program's inputs for a call, by path."""
+def call_inputs(captured: Captured, model: nn.Module, batch: Any, *, as_given: bool = False) -> dict[str, Tensor]:
+    """The program's inputs for a call, by path; with `as_given` the very tensors of the batch, in their own types."""
     if captured.loss is not None:
         call: Any = ((batch,), {})
     else:
         call = arguments(model, batch, False)
+        call = call if as_given else cast_inputs(call, input_dtype(captured.program.plan))
     return captured.spec.inputs(call)
 
 
@@ -360,6 +362,7 @@ def _own_buffers(model: nn.Module) -> Iterator[None]:
 def _run_eagerly(captured: Captured, model: nn.Module, batch: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Outputs by name, and gradients of the parameters that they reach."""
     args, kwargs = arguments(model, batch, captured.loss is not None)
+    args, kwargs = cast_inputs((args, kwargs), input_dtype(captured.program.plan))
     with torch.enable_grad(), _eagerly(model):
         outputs = model(*args, **kwargs)
         result: Any = {"loss": captured.loss(outputs, batch), "outputs": outputs} if captured.loss else outputs
