@@ -107,29 +107,50 @@ class _Traces:
 
     def __init__(self, symbols: tuple[Symbol | Counted, ...], conditions: tuple[Condition, ...]) -> None:
         self._symbols, self._conditions = symbols, conditions
-        self._sizes: dict[int, Sizes] = {}
+        self._sizes: dict[tuple[int, bool], Sizes] = {}
         self._known: dict[Any, Derivative] = {}
+        self._examples = {each.name: each.example for each in symbols}
 
     def of(self, call: _Call) -> Derivative:
         """The derivative of a call; see `trace`."""
         key = call.key
         if key not in self._known:
-            try:
-                self._known[key] = self._traced(call, MORE)
-            except _FAILURES:
-                if not self._conditions:
-                    raise
-                self._known[key] = self._traced(call, 0)
+            self._known[key] = self._made(call)
         return self._known[key]
 
-    def _traced(self, call: _Call, more: int) -> Derivative:
-        if more not in self._sizes:
-            self._sizes[more] = Sizes(self._symbols, self._conditions, more=more)
+    def _made(self, call: _Call) -> Derivative:
+        """As the first of the ways has it that has one; the first one's error where none has."""
+        first: Exception | None = None
+        for more in (MORE, 0) if self._conditions else (MORE,):
+            for in_python in (False, True):
+                try:
+                    found = self._traced(call, more, in_python)
+                except _FAILURES as error:
+                    first = first or error
+                    continue
+                if not in_python or self._has_all(call, found):
+                    return found
+        assert first is not None
+        raise first
+
+    def _has_all(self, call: _Call, found: Derivative) -> bool:
+        """Whether there are as many gradients as where sizes are numbers: PyTorch may lose one in silence."""
         try:
-            return call.traced(self._sizes[more])
+            numbers = call.traced(Sizes(self._symbols, numbers=self._examples))
+        except _FAILURES:
+            return False
+        pairs = ((numbers.gradients[index], gradient) for index, gradient in found.gradients.items())
+        return all((one is None) == (other is None) for one, other in pairs)
+
+    def _traced(self, call: _Call, more: int, in_python: bool) -> Derivative:
+        way = more, in_python
+        if way not in self._sizes:
+            self._sizes[way] = Sizes(self._symbols, self._conditions, more=more, in_python=in_python)
+        try:
+            return call.traced(self._sizes[way])
         except _FAILURES:
             # What failed may have left assumptions about sizes, in which those of other traces are written.
-            del self._sizes[more]
+            del self._sizes[way]
             self._known.clear()
             raise
 

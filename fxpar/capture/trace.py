@@ -9,6 +9,7 @@ import contextlib
 import inspect
 import io
 import logging
+import re
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -52,6 +53,8 @@ from fxpar.capture.sizes import SizeError
 from fxpar.capture.state import untouched, watched
 from fxpar.errors import CaptureError
 
+# What PyTorch says where an operation that is written in C++ is given a symbolic size.
+_TAKES_NUMBERS = re.compile(r"expected to contain only concrete integers|Cannot call \w+\(\) on tensor with symbolic")
 # Arguments, keyword arguments, and which dimensions are symbolic.
 _Call = tuple[tuple[Any, ...], dict[str, Any], Offered]
 FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, KeyError, AssertionError, TorchDynamoException)
@@ -320,6 +323,12 @@ def _explain_now(error: BaseException, without_memory: nn.Module | None) -> None
             f"a condition on sizes cannot be decided: {_first_line(text)}",
             where=place_of(error),
             remedy="make sizes simple multiples of one another, or of one number",
+        ) from error
+    if _TAKES_NUMBERS.search(text):
+        raise SizeError(
+            f"an operation of PyTorch takes sizes that are numbers alone: {_first_line(text)}",
+            where=place_of(error),
+            remedy="write it with other operations",
         ) from error
     if isinstance(error, DynamicOutputShapeException):
         raise CaptureError(

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fxpar.derivatives.fourier import TRANSFORMS
+
 aten = torch.ops.aten
 
 
@@ -158,4 +160,5 @@ COMPOSED: Mapping[Any, Callable[..., Any]] = {
     aten.group_norm.default: group_norm,
     aten.multi_margin_loss.default: multi_margin_loss,
     aten.multilabel_margin_loss.default: multilabel_margin_loss,
+    **TRANSFORMS,
 }

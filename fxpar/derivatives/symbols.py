@@ -6,11 +6,14 @@ its sizes, and the size that one stands for; or what a trace has assumed of size
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import contextlib
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import sympy
 import torch
+from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
@@ -30,6 +33,7 @@ _FUNCTIONS: Mapping[Any, Callable[..., sympy.Expr]] = {
     Min: sympy.Min,
 }
 _LEAST = 2
+_NO_DERIVATIVE = ".*an autograd kernel was not registered"
 # Hints are at first so much larger than the example's sizes that no part of one, such as an expert's capacity, is taken
 # for one that is broadcast; they decide nothing else. What small numbers leave of a size is what they leave of the
 # example's.
@@ -59,6 +63,8 @@ class Sizes:
         numbers: sizes that are no symbols, by name.
         more: by how much hints are larger than the example's sizes. Where branches on sizes go another way so far from
             the example, 0: a trace then assumes more, of small sizes too.
+        in_python: whether operations are what PyTorch writes of them in Python, where it does: some of what is written
+            in C++ takes sizes for numbers.
     """
 
     def __init__(
@@ -67,9 +73,10 @@ class Sizes:
         conditions: Sequence[Condition] = (),
         numbers: Mapping[str, int] | None = None,
         more: int = MORE,
+        in_python: bool = False,
     ) -> None:
         self._shapes = ShapeEnv()
-        self._conditions = conditions
+        self._conditions, self._in_python = conditions, in_python
         # An operation that has no function of shapes is refused, and not run on values that are none.
         self.mode = FakeTensorMode(shape_env=self._shapes, allow_non_fake_inputs=True, allow_fallback_kernels=False)
         self.mode.cache_enabled = False  # each call is traced once: to remember it takes longer than it saves
@@ -87,6 +94,28 @@ class Sizes:
             made = self._shapes.create_symbol(hint, source=source, dynamic_dim=DimDynamic.DYNAMIC)
             self._theirs[own] = self._shapes.create_symintnode(made, hint=hint, source=source)
             self._ours[made] = own
+
+    @contextlib.contextmanager
+    def tracing(self) -> Iterator[None]:
+        """Operations on tensors of such sizes.
+
+        Raises:
+            NotImplementedError: one written in Python has no derivative, of which PyTorch only warns.
+        """
+        if not self._in_python:
+            with self.mode:
+                yield
+            return
+        always = torch.is_warn_always_enabled()
+        torch.set_warn_always(True)  # else it warns of each once in a process
+        try:
+            with warnings.catch_warnings(), enable_python_dispatcher(), self.mode:
+                warnings.filterwarnings("error", message=_NO_DERIVATIVE)
+                yield
+        except UserWarning as warning:
+            raise NotImplementedError(str(warning).split(":", 1)[0]) from warning
+        finally:
+            torch.set_warn_always(always)
 
     def check(self, values: Iterable[Any]) -> None:
         """Refuses what a trace has assumed of sizes, but that its tensors have two elements or more along a dimension.

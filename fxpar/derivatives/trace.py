@@ -162,7 +162,7 @@ def trace(
                 gradients = list(torch.autograd.grad(ends, sources, directions, allow_unused=True))
         return [o if isinstance(o, Tensor) else None for o in outputs], gradients
 
-    with sizes.mode, torch.enable_grad():
+    with sizes.tracing(), torch.enable_grad():
         module = make_fx(run, decomposition_table=_DECOMPOSED)(made, integers)
     graph = module.graph
     sizes.check(leaf for node in graph.nodes for leaf in pytree.tree_leaves(node.meta.get("val")))
