@@ -28,10 +28,10 @@ from fxpar.program.program import (
 from fxpar.program.properties import Property
 from fxpar.rules import bind_arguments, call_of
 from fxpar.rules.local import peeled_call
+from fxpar.signatures.sized import SIZED
 
 aten = torch.ops.aten
 
-_SIZED = frozenset({aten.view.default, aten.reshape.default, aten.expand.default})
 _SPLITS = frozenset({aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default, aten.split.sizes})
 
 
@@ -61,7 +61,7 @@ def localize(program: Program) -> Program:
 
 def localize_node(program: Program, node: fx.Node) -> None:
     """Rewrites the literals of one call, whose arguments are those of the whole."""
-    if node.target in _SIZED:
+    if node.target in SIZED:
         _sizes(program, node)
     elif node.target in _SPLITS:
         _split(program, node)
@@ -84,8 +84,8 @@ def _cut(layout: Layout, program: Program, dim: int) -> int:
 
 def _sizes(program: Program, node: fx.Node) -> None:
     layout, sizes = output_layouts(node)[0], []
-    local = _local(program, node)
-    given: Sequence[Any] = node.args[1]  # type: ignore[assignment]
+    local, at = _local(program, node), SIZED[node.target]  # type: ignore[index]
+    given: Sequence[Any] = node.args[at]  # type: ignore[assignment]
     for dim, size in enumerate(given):
         ranks = _cut(layout, program, dim)
         if ranks == 1 or (isinstance(size, int) and size == -1):
@@ -94,7 +94,7 @@ def _sizes(program: Program, node: fx.Node) -> None:
             sizes.append(_divided(program.graph, node, size, ranks))
         else:
             sizes.append(local[dim])
-    node.args = (node.args[0], sizes, *node.args[2:])
+    node.args = (*node.args[:at], sizes, *node.args[at + 1 :])
 
 
 def _divided(graph: fx.Graph, before: fx.Node, size: fx.Node, ranks: int) -> fx.Node:

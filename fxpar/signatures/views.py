@@ -258,6 +258,9 @@ def _scatter(call: Call) -> Labelling | Refusal:
     """A part of `dim`, or one element of it, is put in place of what is there: it cannot be sharded."""
     labels = numbered(len(call.operands[0].shape))
     dim = wrap(call.get("dim", 0), len(labels))
+    is_slice = call.target is torch.ops.aten.slice_scatter.default
+    if is_slice and call.operands[0].shape == call.operands[1].shape and call.get("step", 1) == 1:
+        return Labelling((tuple(labels),) * 2, (tuple(labels),))  # all of it is replaced
     labels[dim] = None
     part = labels[:dim] + labels[dim + 1 :] if call.target is torch.ops.aten.select_scatter.default else labels
     return Labelling((tuple(labels), tuple(part)), (tuple(labels),))
