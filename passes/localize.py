@@ -13,7 +13,7 @@ from torch import fx
 from fxpar.errors import PassError
 from fxpar.layout.layout import Layout
 from fxpar.layout.nesting import listed, local_shape
-from fxpar.layout.symbols import divide
+from fxpar.layout.symbols import Size, divide
 from fxpar.manager import register_pass
 from fxpar.program.program import (
     Note,
@@ -110,12 +110,29 @@ def _divided(graph: fx.Graph, before: fx.Node, size: fx.Node, ranks: int) -> fx.
     return set_note(new, Note(type=ScalarType(share), fqn=note(before).fqn, phase=note(before).phase))
 
 
+def _share(graph: fx.Graph, before: fx.Node, size: Any, share: Size) -> fx.Node:
+    """A rank's share of a size that a node is.
+
+    Raises:
+        PassError: it is no part of it.
+    """
+    kind = note(size).type if isinstance(size, fx.Node) else None
+    ranks = divide(kind.value, share) if isinstance(kind, ScalarType) else None
+    if not isinstance(ranks, int):
+        raise PassError(f"a part of {share} elements is no share of {kind}", where=f"%{before.name}")
+    return size if ranks == 1 else _divided(graph, before, size, ranks)  # type: ignore[no-any-return]
+
+
 def _split(program: Program, node: fx.Node) -> None:
     source = operands(node)[0]
     rank = len(output_types(source)[0].shape)
     dim = int(bind_arguments(node).get("dim", 0)) % rank
     if _cut(output_layouts(source)[0], program, dim) > 1:
-        sizes = [_local(program, node, i)[dim] for i in range(len(output_types(node)))]
+        given: Any = node.args[1]
+        sizes = []
+        for i in range(len(output_types(node))):
+            share, size = _local(program, node, i)[dim], given[i] if isinstance(given, (list, tuple)) else given
+            sizes.append(share if isinstance(share, int) else _share(program.graph, node, size, share))
         node.target, node.args, node.kwargs = aten.split_with_sizes.default, (source, sizes, dim), {}
 
 
