@@ -127,7 +127,7 @@ def _rewrite(graph: fx.Graph, node: fx.Node) -> None:
         count_by_comparison(graph, node)
     elif target is aten.sym_numel.default:
         _multiply_sizes(graph, node)
-    elif target is aten.bilinear.default and node.args[3] is not None:
+    elif target is aten.bilinear.default and len(node.args) > 3 and node.args[3] is not None:
         _separate_bias(graph, node, node.args[3], (*node.args[:3], None), target)
     elif target in _CONVOLUTIONS and len(node.args) > 2 and isinstance(node.args[2], fx.Node):
         bias = _along_channels(graph, node, node.args[2])

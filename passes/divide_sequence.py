@@ -24,6 +24,7 @@ from fxpar.program.program import (
     update,
 )
 from fxpar.program.properties import Property
+from fxpar.program.symbols import in_groups_of
 from fxpar.rules import bind_arguments
 
 aten = torch.ops.aten
@@ -85,7 +86,8 @@ def divide(program: Program, n: int, found: Set[str], *, where: str, remedy: str
     for s in program.symbols:
         if s.name in found:
             if s.example % n:
-                reason = f"{s.path} has {s.example} in dimension {s.dim}, which {n} ranks cannot share out"
+                reason = f"{s.path} has {s.example * s.multiple} in dimension {s.dim}, which {n} ranks cannot share out"
+                reason += in_groups_of(s)
                 raise PlanError(reason, where=where, remedy=remedy)
             divided[s.name] = replace(s, example=s.example // n, multiple=n * s.multiple)
     sizes = {symbol(name): n * symbol(name) for name in divided}

@@ -269,6 +269,8 @@ class Emitter:
                 if not note(node).phase:
                     self.flags[new] = (False,)
                 self._note(new, kind, note(node), [wanted], note(node).phase, 0)
+            if inputs[i] in self._zeros:  # they become summands of the next axis too
+                self._zeros.add(new)
             inputs[i] = new
         with_operands(node, inputs)
 

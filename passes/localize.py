@@ -13,7 +13,7 @@ from torch import fx
 from fxpar.errors import PassError
 from fxpar.layout.layout import Layout
 from fxpar.layout.nesting import listed, local_shape
-from fxpar.layout.symbols import divide
+from fxpar.layout.symbols import Size, divide
 from fxpar.manager import register_pass
 from fxpar.program.program import (
     Note,
@@ -28,10 +28,10 @@ from fxpar.program.program import (
 from fxpar.program.properties import Property
 from fxpar.rules import bind_arguments, call_of
 from fxpar.rules.local import peeled_call
+from fxpar.signatures.sized import SIZED
 
 aten = torch.ops.aten
 
-_SIZED = frozenset({aten.view.default, aten.reshape.default, aten.expand.default})
 _SPLITS = frozenset({aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default, aten.split.sizes})
 
 
@@ -61,7 +61,7 @@ def localize(program: Program) -> Program:
 
 def localize_node(program: Program, node: fx.Node) -> None:
     """Rewrites the literals of one call, whose arguments are those of the whole."""
-    if node.target in _SIZED:
+    if node.target in SIZED:
         _sizes(program, node)
     elif node.target in _SPLITS:
         _split(program, node)
@@ -84,8 +84,8 @@ def _cut(layout: Layout, program: Program, dim: int) -> int:
 
 def _sizes(program: Program, node: fx.Node) -> None:
     layout, sizes = output_layouts(node)[0], []
-    local = _local(program, node)
-    given: Sequence[Any] = node.args[1]  # type: ignore[assignment]
+    local, at = _local(program, node), SIZED[node.target]  # type: ignore[index]
+    given: Sequence[Any] = node.args[at]  # type: ignore[assignment]
     for dim, size in enumerate(given):
         ranks = _cut(layout, program, dim)
         if ranks == 1 or (isinstance(size, int) and size == -1):
@@ -94,7 +94,7 @@ def _sizes(program: Program, node: fx.Node) -> None:
             sizes.append(_divided(program.graph, node, size, ranks))
         else:
             sizes.append(local[dim])
-    node.args = (node.args[0], sizes, *node.args[2:])
+    node.args = (*node.args[:at], sizes, *node.args[at + 1 :])
 
 
 def _divided(graph: fx.Graph, before: fx.Node, size: fx.Node, ranks: int) -> fx.Node:
@@ -110,12 +110,29 @@ def _divided(graph: fx.Graph, before: fx.Node, size: fx.Node, ranks: int) -> fx.
     return set_note(new, Note(type=ScalarType(share), fqn=note(before).fqn, phase=note(before).phase))
 
 
+def _share(graph: fx.Graph, before: fx.Node, size: Any, share: Size) -> fx.Node:
+    """A rank's share of a size that a node is.
+
+    Raises:
+        PassError: it is no part of it.
+    """
+    kind = note(size).type if isinstance(size, fx.Node) else None
+    ranks = divide(kind.value, share) if isinstance(kind, ScalarType) else None
+    if not isinstance(ranks, int):
+        raise PassError(f"a part of {share} elements is no share of {kind}", where=f"%{before.name}")
+    return size if ranks == 1 else _divided(graph, before, size, ranks)  # type: ignore[no-any-return]
+
+
 def _split(program: Program, node: fx.Node) -> None:
     source = operands(node)[0]
     rank = len(output_types(source)[0].shape)
     dim = int(bind_arguments(node).get("dim", 0)) % rank
     if _cut(output_layouts(source)[0], program, dim) > 1:
-        sizes = [_local(program, node, i)[dim] for i in range(len(output_types(node)))]
+        given: Any = node.args[1]
+        sizes = []
+        for i in range(len(output_types(node))):
+            share, size = _local(program, node, i)[dim], given[i] if isinstance(given, (list, tuple)) else given
+            sizes.append(share if isinstance(share, int) else _share(program.graph, node, size, share))
         node.target, node.args, node.kwargs = aten.split_with_sizes.default, (source, sizes, dim), {}
 
 

@@ -13,7 +13,7 @@ from torch import fx
 
 from fxpar.errors import PlanError
 from fxpar.passes.counts import Counting, wide
-from fxpar.program.program import TensorType, describe, operands, tensor_type
+from fxpar.program.program import TensorType, describe, operands, output_types, tensor_type
 
 aten = torch.ops.aten
 
@@ -37,6 +37,54 @@ def _mean(c: Counting) -> None:
         kind = TensorType(dtype, out.shape)
         total = c.call("sum", aten.sum.dim_IntList, (x, dims, keep), kind, dtype=dtype)
     c.finish(total, c.count(x, dims, dtype))
+
+
+def _moments(c: Counting) -> None:
+    """Variance or deviation over rows, and with them the mean: sums of squares about the mean of all rows."""
+    x = operands(c.node)[0]
+    shape, outs = tensor_type(x).shape, output_types(c.node)
+    dims = c.given.get("dim")
+    dims = [d % len(shape) for d in ([dims] if isinstance(dims, int) else dims)] if dims else list(range(len(shape)))
+    if not any(c.varies(shape[d]) for d in dims):
+        return
+    if c.ranks > 1:
+        remedy = "normalise within groups of rows, or take loss_reduction=mean"
+        raise PlanError("is over all rows, and ranks have none of it", where=describe(c.node), remedy=remedy)
+    dtype, keep, correction = wide(outs[0].dtype), bool(c.given.get("keepdim")), c.given.get("correction")
+    kept = TensorType(dtype, tuple(1 if d in dims else size for d, size in enumerate(shape)))
+    scalar, full, result = TensorType(dtype, ()), TensorType(dtype, shape), TensorType(dtype, outs[0].shape)
+    count = c.count(x, dims, dtype)
+    total = c.call("sum", aten.sum.dim_IntList, (x, dims, True), kept, dtype=dtype)
+    mean = c.call("mean_kept", aten.div.Tensor, (total, count), kept)
+    apart = c.call("apart", aten.sub.Tensor, (c.cast("wide", x, dtype), mean), full)
+    squares = c.call("squares", aten.mul.Tensor, (apart, apart), full)
+    around = c.call("around", aten.sum.dim_IntList, (squares, dims, keep), result)
+    fewer = c.call("fewer", aten.sub.Tensor, (count, 1 if correction is None else correction), scalar)
+    spread = c.call("variance", aten.div.Tensor, (around, fewer), result)
+    if c.node.target in _DEVIATIONS:
+        spread = _root(c, spread)
+    if len(outs) == 1:
+        c.replace(spread)
+        return
+    if not keep:
+        mean = c.call("mean_of", aten.squeeze.dims, (mean, dims), result)
+    for item in list(c.node.users):
+        found = (spread, mean)[int(item.args[1])]  # type: ignore[arg-type]
+        item.replace_all_uses_with(c.cast(f"item_{item.args[1]}", found, outs[0].dtype))
+        c.graph.erase_node(item)
+    c.graph.erase_node(c.node)
+
+
+def _root(c: Counting, variance: fx.Node) -> fx.Node:
+    """The square root, whose gradient is 0 at 0, as PyTorch's of a deviation."""
+    kind = tensor_type(variance)
+    is_zero = c.call("is_zero", aten.eq.Scalar, (variance, 0), TensorType(torch.bool, kind.shape))
+    positive = c.call("positive", aten.where.ScalarSelf, (is_zero, 1.0, variance), kind)
+    root = c.call("root", aten.sqrt.default, (positive,), kind)
+    return c.call("deviation", aten.where.ScalarSelf, (is_zero, 0.0, root), kind)
+
+
+_DEVIATIONS = frozenset({aten.std.correction, aten.std_mean.correction})
 
 
 def _class_loss(c: Counting) -> None:
@@ -112,6 +160,7 @@ _ROW_LOSSES = frozenset({aten.multi_margin_loss.default, aten.multilabel_margin_
 MEANS: Mapping[Any, Callable[[Counting], None]] = {
     aten.mean.default: _mean,
     aten.mean.dim: _mean,
+    **dict.fromkeys((*_DEVIATIONS, aten.var.correction, aten.var_mean.correction), _moments),
     **dict.fromkeys(CLASS_LOSSES, _class_loss),
     **dict.fromkeys(_ROW_LOSSES, _row_loss),
     **dict.fromkeys(

@@ -1,12 +1,14 @@
 """What a rank that has part of the rows would read otherwise, said in a way that it reads as one device does.
 
 Enters: a program whose batch is divided. Leaves: the same values. `x[arange(b), i]` takes of each row its own part by a
-`gather` along the row: the numbers of rows say nothing of a rank's. `x.squeeze()` names the dimensions of size 1: the
+`gather` along the row: the numbers of rows say nothing of a rank's. `x[:n]` of rows that were joined is a part of a
+split. `x.squeeze()` names the dimensions of size 1: the
 one row of a rank is none of them. Called by `divide_batch`.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,8 +17,10 @@ import torch
 from torch import fx
 
 from fxpar.elements import Numbers, broadcast, elements, index
-from fxpar.layout.symbols import Size, names, product
+from fxpar.layout.symbols import Size, divide, names, product, sign, simplify
 from fxpar.program.program import Program, ScalarType, TensorType, note, set_note, tensor_type
+from fxpar.rules import call_of
+from fxpar.signatures.views import slice_bounds
 
 aten = torch.ops.aten
 
@@ -37,6 +41,84 @@ def keep_rows(program: Program, batch: str) -> None:
             dims = [dim for dim, size in enumerate(tensor_type(source).shape) if size == 1]
             node.target, node.args = aten.squeeze.dims, (source, dims)
     _take_from_own_rows(program, batch)
+    for node in list(program.graph.nodes):
+        if node.target is aten.slice.Tensor and batch in names(tensor_type(node).shape):
+            _take_apart(program, node)
+
+
+def _take_apart(program: Program, node: fx.Node) -> None:
+    """A slice between bounds that are numbers of rows becomes a part of a split, each part with a size of its own.
+
+    Before::
+
+        %both = aten.cat.default([%chosen, %rejected]) : f32[4*b]
+        %y = aten.slice.Tensor(%both, 0, %n) : f32[2*b]
+
+    After::
+
+        %y_parts = aten.split_with_sizes.default(%both, [%n, %n]) : (f32[2*b], f32[2*b])
+        %y = getitem(%y_parts, 0) : f32[2*b]
+
+    A rank's bounds would be others, and its parts are those of the whole divided by the ranks.
+    """
+    call = call_of(node, 1)
+    shape = call.operands[0].shape
+    dim = int(call.get("dim", 0)) % len(shape)
+    start, end = slice_bounds(call, shape[dim])
+    cuts = [start, simplify(end - start), simplify(shape[dim] - end)]
+    sizes = [size for size in cuts if size != 0]
+    if call.get("step", 1) != 1 or len(sizes) < 2 or any(isinstance(size, int) or sign(size) != 1 for size in sizes):
+        return
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    numbers = [_number(program, node, size) for size in sizes]
+    if None in numbers:
+        return
+    dtype, (before, after) = tensor_type(source).dtype, (shape[:dim], shape[dim + 1 :])
+    kinds = tuple(TensorType(dtype, (*before, size, *after)) for size in sizes)
+    with program.graph.inserting_before(node):
+        parts = program.graph.create_node(
+            "call_function", aten.split_with_sizes.default, (source, numbers, dim), name=f"{node.name}_parts"
+        )
+        part = program.graph.create_node("call_function", operator.getitem, (parts, int(start != 0)))
+    set_note(parts, replace(note(node), type=kinds))
+    set_note(part, note(node))
+    node.replace_all_uses_with(part)
+    name = node.name
+    program.graph.erase_node(node)
+    part.name = name
+
+
+def _number(program: Program, at: fx.Node, size: Size) -> Any:
+    """A size as an argument of a call: sums of products of sizes of inputs; None of others."""
+    if isinstance(size, int):
+        return size
+    if size.is_Add:
+        parts = [_number(program, at, term) for term in size.args]
+        if None in parts:
+            return None
+        total, known = parts[0], size.args[0]
+        for part, term in zip(parts[1:], size.args[1:], strict=True):
+            known = simplify(known + term)
+            total = _arithmetic(program, at, operator.add, (total, part), known)
+        return total
+    for symbol in program.symbols:
+        rest = divide(size, symbol.size)
+        if rest is None:
+            continue
+        entry = next(entry for entry in program.inputs if entry.path == symbol.path)
+        whole = _arithmetic(program, at, aten.sym_size.int, (program.node(entry.node), symbol.dim), symbol.size)
+        if rest == 1:
+            return whole
+        times = _number(program, at, rest)
+        return None if times is None else _arithmetic(program, at, operator.mul, (whole, times), size)
+    return None
+
+
+def _arithmetic(program: Program, at: fx.Node, target: Any, args: tuple[Any, ...], size: Size) -> fx.Node:
+    with program.graph.inserting_before(at):
+        new = program.graph.create_node("call_function", target, args)
+    return set_note(new, replace(note(at), type=ScalarType(size)))
 
 
 def _take_from_own_rows(program: Program, batch: str) -> None:

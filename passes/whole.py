@@ -14,10 +14,10 @@ from fxpar.program.program import Program, describe, operands, output_layouts, o
 from fxpar.program.properties import Property
 from fxpar.rules import Refusal, bind_arguments, call_of
 from fxpar.rules.local import whole_call
+from fxpar.signatures.sized import SIZED, name_of_sizes
 
 aten = torch.ops.aten
 
-_SIZED = frozenset({aten.view.default, aten.reshape.default, aten.expand.default})
 _SPLITS = frozenset({aten.split_with_sizes.default, aten.split.sizes})
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -31,8 +31,11 @@ def whole_call_of(program: Program, node: fx.Node) -> Arguments:
     """
     if Property.LOCAL not in program.properties:
         return node.args, dict(node.kwargs)
-    if node.target in _SIZED:
-        return (node.args[0], [_number(size) for size in output_types(node)[0].shape]), {}
+    if node.target in SIZED:
+        at = SIZED[node.target]
+        sizes = [_number(size) for size in output_types(node)[0].shape]
+        kwargs = {name: value for name, value in node.kwargs.items() if name != name_of_sizes(node.target)}
+        return (*node.args[:at], sizes, *node.args[at + 1 :]), kwargs
     if node.target in _SPLITS:
         source, dim = operands(node)[0], int(bind_arguments(node).get("dim", 0))
         return (source, [_number(kind.shape[dim]) for kind in output_types(node)], dim), {}

@@ -23,6 +23,7 @@ from torch.export import ExportedProgram
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fxpar.capture import patches
+from fxpar.rules import rule_of
 
 aten = torch.ops.aten
 
@@ -39,7 +40,8 @@ def functional_form(exported: ExportedProgram) -> ExportedProgram:
             exported.graph.erase_node(node)
     nodes = [node for node in exported.graph.nodes if node.op == "call_function"]
     if not all(_is_known(node) for node in nodes):
-        retraced: ExportedProgram = exported.run_decompositions(dict(_decompositions()))
+        composed = frozenset(target for target in {node.target for node in nodes} if _is_taken_apart(target))
+        retraced: ExportedProgram = exported.run_decompositions(dict(_decompositions(composed)))
         return retraced
     for node in nodes:
         rewrite = _REWRITES.get(node.target)
@@ -54,10 +56,29 @@ def functional_form(exported: ExportedProgram) -> ExportedProgram:
 
 
 @functools.cache
-def _decompositions() -> dict[Any, Callable[..., Any]]:
-    """Those of torch, which looks through all operators for them."""
+def _decompositions(composed: frozenset[Any]) -> dict[Any, Callable[..., Any]]:
+    """Returns torch's decompositions of what is taken apart, and of what that consists of where no rule knows it.
+
+    torch looks through all operators for them, so the answer is remembered.
+    """
     known = torch.export.default_decompositions()
-    return {target: known[target] for target in _TAKEN_APART}
+    if not composed:
+        return {}
+    wanted = [target for target in list(known.keys()) if target in composed or _is_taken_apart(target)]
+    return {target: known[target] for target in wanted}
+
+
+@functools.cache
+def _is_taken_apart(target: Any) -> bool:
+    """Whether torch composes a functional operator of others, and no rule knows it: rules know what it consists of."""
+    if target in _TAKEN_APART:
+        return True
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten" or target._schema.is_mutable:
+        return False
+    gives = {str(value.type) for value in target._schema.returns}
+    if not gives <= {"Tensor", "List[Tensor]"} or target._schema.name.removeprefix("aten::") in _STAYING:
+        return False
+    return rule_of(target) is None and _is_composite(target)
 
 
 def _is_known(node: fx.Node) -> bool:
@@ -67,7 +88,7 @@ def _is_known(node: fx.Node) -> bool:
         "torch._functorch"
     ):  # a region under vmap, which the trace resolves
         return False
-    if target in _TAKEN_APART:
+    if target not in _REWRITES and _is_taken_apart(target):
         return False
     if target is aten.chunk.default and not _is_in_equal_steps(node):
         return False
@@ -306,6 +327,8 @@ _REWRITES: Mapping[Any, _Rewrite] = {
 }
 # Operators whose result and operand are compared: are they one?
 COMPARED = frozenset(_REWRITES)
+# Composites without a rule that stay: others read how many places they find, or torch composes a loop of them.
+_STAYING = frozenset({"where", "nonzero_numpy", "batch_norm", "lstm", "gru", "rnn_tanh", "rnn_relu"})
 # What torch composes of operations that have rules: means of losses become those of `aten.mean`.
 _TAKEN_APART = frozenset(
     {

@@ -15,6 +15,7 @@ from torch import fx
 from torch.export.graph_signature import InputKind
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+from fxpar.capture.groups import of_rows
 from fxpar.capture.picked import FINDS, FINDS_TOO, choice_of
 from fxpar.capture.places import module_of, source_of
 from fxpar.capture.recording import RECOMPUTE_KEY
@@ -54,6 +55,7 @@ class Notes:
         users = [s.arg.name for s in traced.exported.graph_signature.input_specs if s.kind is InputKind.USER_INPUT]
         values = [n.meta.get("val") for n in traced.exported.graph.nodes if n.name in users]
         shapes = [value.shape for value in values if isinstance(value, torch.Tensor)]
+        self._groups = of_rows(shapes)
         self._pinned = {(dim, str(size)) for shape in shapes for dim, size in enumerate(shape)}
 
     def _size(self, value: Any) -> Size:
@@ -66,7 +68,7 @@ class Notes:
         return self._sizes[key]
 
     def _written(self, value: Any) -> Size:
-        parsed = written(value)
+        parsed = written(value, self._groups)
         if isinstance(parsed, int):
             return parsed
         unknown = names([parsed]) - {str(s) for s in self.substitution}
@@ -140,15 +142,16 @@ class Notes:
             if (dim, str(size.node.hint)) in self._pinned:
                 self.substitution[symbol(str(key))] = int(size.node.hint)
                 continue
-            known = next((s for s in self.symbols if s.dim == dim and s.example == int(size.node.hint)), None)
+            hint, group = int(size.node.hint), self._groups.get(str(key), 1)
+            known = next((s for s in self.symbols if s.dim == dim and s.example * s.multiple == hint), None)
             if known is not None:
-                self.substitution[symbol(str(key))] = symbol(known.name)
+                self.substitution[symbol(str(key))] = known.size
                 continue
             base = ("b", "s")[dim] if dim < 2 else f"d{dim}"
             taken = {s.name for s in self.symbols}
             name = next(n for n in (base, *(f"{base}{i}" for i in range(2, 99))) if n not in taken)
-            self.substitution[symbol(str(key))] = symbol(name)
-            self.symbols.append(Symbol(name, path, dim, int(size.node.hint)))
+            self.symbols.append(Symbol(name, path, dim, hint // group, group, group))
+            self.substitution[symbol(str(key))] = self.symbols[-1].size
 
     def note(self, node: fx.Node) -> Note:
         """The note of an operation.

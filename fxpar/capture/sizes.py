@@ -6,14 +6,17 @@ number.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
+from fxpar.capture.groups import divisors, in_groups
 from fxpar.errors import CaptureError, TextError
-from fxpar.layout.symbols import Size, parse_size, product, shape_text
+from fxpar.layout.symbols import Size, names, parse_size, product, shape_text, simplify, symbol
 from fxpar.program.program import Program, describe, operands, tensor_type
 
 
@@ -21,18 +24,23 @@ class SizeError(CaptureError):
     """A size that a program cannot write; with fewer symbols it could be a number."""
 
 
-def written(size: torch.SymInt) -> Size:
+def written(size: torch.SymInt, groups: Mapping[str, int] = MappingProxyType({})) -> Size:
     """The size in the symbols of the trace.
+
+    Args:
+        groups: for symbols that are multiples of a number that number: `b // 4` is `b / 4` then.
 
     Raises:
         SizeError: it is no polynomial.
     """
     try:
-        return parse_size(str(size.node.expr))
+        found = parse_size(str(in_groups(size.node.expr, groups)))
     except TextError:
         raise SizeError(
             f"the size {size.node.expr} is no polynomial in the inputs' sizes", remedy="reshape with explicit sizes"
         ) from None
+    shares = {symbol(name): symbol(name) / groups[name] for name in names((found,)) & groups.keys()}
+    return simplify(found.subs(shares)) if shares and not isinstance(found, int) else found
 
 
 def check_views(program: Program) -> None:
@@ -71,5 +79,8 @@ class Sizes:
         for value in (result,) if isinstance(result, Tensor) else pytree.tree_leaves(result):
             for size in value.shape if isinstance(value, Tensor) else ():
                 if isinstance(size, torch.SymInt) and size.node.expr not in self._known:
-                    written(size)
+                    try:
+                        written(size)
+                    except SizeError:
+                        written(size, divisors(size.node.shape_env))
                     self._known.add(size.node.expr)

@@ -94,9 +94,11 @@ def place_batch(program: Program, axis: str, rows: Mapping[str, int]) -> dict[fx
 
 def _remedy(node: fx.Node, call: Call) -> str:
     """What lets an operation have part of the rows."""
-    if call.rows is None and lacks_rule(node):
-        return f'if this operator does so too declare it, Plan(row_wise=("{name_of(node)}",)), else write it row by row'
-    return "write it row by row"
+    if call.rows is not None or not lacks_rule(node):
+        return "write it row by row"
+    if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "aten":
+        return "write it with operations that have rules"  # many of torch's own mix rows, and none is declared
+    return f'if this operator does so too declare it, Plan(row_wise=("{name_of(node)}",)), else write it row by row'
 
 
 def _signature(

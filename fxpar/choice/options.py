@@ -137,7 +137,7 @@ def list_options(
     tokens, weights = tokens_of(program, owned)
     found = Options(n, flags, weights, tokens=tokens)
     found.tables = _tables(program.graph, tokens)
-    found.shared = {s.size for s in program.symbols if s.multiple == n}
+    found.shared = {s.size for s in program.symbols if s.ranks == n}
     found.products = {node for node, _ in matmul_flops(program)}
     found.over_tokens = data_parallel
     parameters = [program.node(p.node) for p in program.parameters if p.kind == "parameter"]

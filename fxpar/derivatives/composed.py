@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fxpar.derivatives.fourier import TRANSFORMS
+from fxpar.signatures.sized import RESAMPLED
 
 aten = torch.ops.aten
 
@@ -64,6 +65,8 @@ def power_of(base: Any, exponent: Tensor) -> Tensor:
 
 def pad(x: Tensor, pads: list[Any], mode: str = "constant", value: float | None = None) -> Tensor:
     """A number around the values: PyTorch's gradient of it holds for one size alone."""
+    if mode == "circular":
+        return _wrapped(x, pads)
     if mode != "constant" or any(isinstance(each, int) and each < 0 for each in pads):
         return aten.pad.default(x, pads, mode, value)  # type: ignore[no-any-return]
     for i in range(len(pads) // 2):
@@ -74,6 +77,15 @@ def pad(x: Tensor, pads: list[Any], mode: str = "constant", value: float | None 
             around = x.new_full((*x.shape[:dim], width, *x.shape[dim + 1 :]), value or 0)
             parts.insert(place, around)
         x = torch.cat(parts, dim) if len(parts) > 1 else x
+    return x
+
+
+def _wrapped(x: Tensor, pads: list[Any]) -> Tensor:
+    """What stands at the other end around the values: PyTorch's own writes it into a tensor that it makes."""
+    for i in range(len(pads) // 2):
+        dim, (before, behind) = x.dim() - 1 - i, pads[2 * i : 2 * i + 2]
+        size = x.shape[dim]
+        x = torch.cat([x.narrow(dim, size - before, before), x, x.narrow(dim, 0, behind)], dim)
     return x
 
 
@@ -149,6 +161,102 @@ def multilabel_margin_loss(x: Tensor, target: Tensor, reduction: int = 1) -> Ten
     return _reduced(found if x.dim() > 1 else found.squeeze(0), reduction)
 
 
+def _moments(x: Tensor, dim: Any, correction: Any, keepdim: bool) -> tuple[Tensor, Tensor] | None:
+    """Variance and mean over dimensions; None where no size among them is symbolic, which PyTorch differentiates."""
+    dims = [d % x.dim() for d in ([dim] if isinstance(dim, int) else dim)] if dim else list(range(x.dim()))
+    sizes: list[Any] = [x.shape[d] for d in dims]
+    less: Any = 1 if correction is None else int(correction)
+    if not any(isinstance(size, torch.SymInt) for size in sizes) or less != (1 if correction is None else correction):
+        return None
+    wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    mean = wide.mean(dims, keepdim=True)
+    variance: Tensor = (wide - mean).square().sum(dims, keepdim=keepdim) / (math.prod(sizes) - less)
+    return variance, mean if keepdim else mean.squeeze(dims)
+
+
+def _root(variance: Tensor) -> Tensor:
+    """The square root, whose gradient is 0 at 0 as PyTorch's of a deviation."""
+    is_zero = variance == 0
+    return torch.where(is_zero, 0.0, torch.where(is_zero, 1.0, variance).sqrt())
+
+
+def var(x: Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Tensor:
+    """The variance over dimensions of symbolic sizes, whose gradient PyTorch divides by a number of sizes."""
+    found = _moments(x, dim, correction, keepdim)
+    if found is None:
+        return aten.var.correction(x, dim, correction=correction, keepdim=keepdim)  # type: ignore[no-any-return]
+    return found[0].to(x.dtype)
+
+
+def std(x: Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Tensor:
+    """As `var`."""
+    found = _moments(x, dim, correction, keepdim)
+    if found is None:
+        return aten.std.correction(x, dim, correction=correction, keepdim=keepdim)  # type: ignore[no-any-return]
+    return _root(found[0]).to(x.dtype)
+
+
+def var_mean(x: Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
+    """As `var`."""
+    found = _moments(x, dim, correction, keepdim)
+    if found is None:
+        return aten.var_mean.correction(x, dim, correction=correction, keepdim=keepdim)
+    return found[0].to(x.dtype), found[1].to(x.dtype)
+
+
+def std_mean(x: Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
+    """As `var`."""
+    found = _moments(x, dim, correction, keepdim)
+    if found is None:
+        return aten.std_mean.correction(x, dim, correction=correction, keepdim=keepdim)
+    return _root(found[0]).to(x.dtype), found[1].to(x.dtype)
+
+
+def instance_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    use_input_stats: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> Tensor:
+    """The norm of each channel of each row, [n, c, …]; PyTorch's own joins rows and channels to a batch norm's."""
+    return group_norm(x, x.shape[1], weight, bias, eps)
+
+
+def unfold(x: Tensor, dimension: int, size: int, step: int) -> Tensor:
+    """Windows of a dimension as a last one; the gradient of PyTorch's own takes the whole shape as an argument."""
+    dim = dimension % x.dim()
+    count = (x.shape[dim] - size) // step + 1
+    places = torch.arange(count, device=x.device).unsqueeze(1) * step + torch.arange(size, device=x.device)
+    windows = x.index_select(dim, places.reshape(-1)).unflatten(dim, (count, size))
+    return windows.movedim(dim + 1, -1)
+
+
+def _resampled(name: str) -> Callable[..., Tensor]:
+    """Resampling by sizes or scales as the operator of sizes: PyTorch's own reads numbers off the shape."""
+    operator = getattr(aten, name).default
+
+    def resample(x: Tensor, size: Any, *more: Any, **named: Any) -> Tensor:
+        *options, scales = (*more, *named.values())
+        space = x.shape[2:]
+        if scales is None:
+            return operator(x, size, *options)  # type: ignore[no-any-return]
+        sizes: list[Any] = [_scaled(length, scale) for length, scale in zip(space, scales, strict=True)]
+        return operator(x, sizes, *options, *scales)  # type: ignore[no-any-return]
+
+    return resample
+
+
+def _scaled(length: Any, scale: float) -> Any:
+    if scale == int(scale):
+        return length * int(scale)
+    return torch.sym_int(torch.sym_float(length) * scale)
+
+
 COMPOSED: Mapping[Any, Callable[..., Any]] = {
     aten.linear.default: linear,
     aten.matmul.default: matmul,
@@ -158,6 +266,13 @@ COMPOSED: Mapping[Any, Callable[..., Any]] = {
     aten.constant_pad_nd.default: constant_pad,
     aten._weight_norm.default: weight_norm,
     aten.group_norm.default: group_norm,
+    aten.instance_norm.default: instance_norm,
+    aten.unfold.default: unfold,
+    **{getattr(aten, name).vec: _resampled(name) for name in RESAMPLED},
+    aten.var.correction: var,
+    aten.std.correction: std,
+    aten.var_mean.correction: var_mean,
+    aten.std_mean.correction: std_mean,
     aten.multi_margin_loss.default: multi_margin_loss,
     aten.multilabel_margin_loss.default: multilabel_margin_loss,
     **TRANSFORMS,

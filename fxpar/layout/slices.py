@@ -5,12 +5,12 @@ Enters: the pieces of a cut dimension and positions. Leaves: the pieces between 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from fxpar.layout.layout import Piece
 from fxpar.layout.pieces import pieces_of
-from fxpar.layout.symbols import Size, divide, simplify
+from fxpar.layout.symbols import Size, divide, sign, simplify
 
 
 def _stride_frame(
@@ -62,32 +62,40 @@ def local_bounds(pieces: Sequence[Piece], start: int, stop: int, step: int, n: i
 
 
 def slice_pieces(pieces: Sequence[Piece], start: Size, stop: Size) -> tuple[Piece, ...] | None:
-    """The pieces between two global positions; None where a position lies inside a sharded run."""
+    """The pieces between two global positions; None where a position lies inside a sharded run.
+
+    Of symbolic positions also where it is not known on which side of the end of a piece they are.
+    """
     result: list[Piece] = []
     offset: Size = 0
     for piece in pieces:
         end = simplify(offset + piece.length)
-        if not all(isinstance(v, int) for v in (offset, end, start, stop)):
-            if (start, stop) == (offset, end):
-                result.append(piece)
-                offset = end
-                continue
+        low, high = _later(start, offset), _later(end, stop, of_two=min)
+        length = None if low is None or high is None else sign(simplify(high - low))
+        if low is None or high is None or length is None:
             return None
-        low, high = max(start, offset), min(stop, end)
-        if low < high:
+        if length > 0:
             if (low, high) == (offset, end):
                 result.append(piece)
             elif piece.padded:
                 return None
             elif piece.sharded:
-                first, last = divide(low - offset, piece.size), divide(high - offset, piece.size)
+                first, last = divide(simplify(low - offset), piece.size), divide(simplify(high - offset), piece.size)
                 if first is None or last is None:
                     return None
                 result.append(replace(piece, outer=simplify(last - first)))
             else:
-                result.append(Piece(1, high - low, False))
+                result.append(Piece(1, simplify(high - low), False))
         offset = end
     return pieces_of(result)
+
+
+def _later(a: Size, b: Size, of_two: Callable[[int, int], int] = max) -> Size | None:
+    """The later of two positions, or with `min` the earlier one; None where that is not known."""
+    difference = sign(simplify(a - b))
+    if difference is None:
+        return None
+    return a if of_two(difference, 0) == difference else b
 
 
 def local_position(pieces: Sequence[Piece], position: int, n: int) -> int:

@@ -60,6 +60,21 @@ def divide(size: Size, by: Size) -> Size | None:
     return simplify(numerator)
 
 
+def sign(size: Size) -> int | None:
+    """1, 0 or -1 where the size has that sign for all values of the symbols, which are at least 1; else None.
+
+    A size with terms of one sign alone has that sign.
+    """
+    if isinstance(size, int):
+        return (size > 0) - (size < 0)
+    expanded = sympy.expand(size)
+    terms = expanded.as_coefficients_dict()
+    if not expanded.is_polynomial():
+        return None
+    signs = {1 if coefficient > 0 else -1 for coefficient in terms.values() if coefficient != 0}
+    return signs.pop() if len(signs) == 1 else None
+
+
 def evaluate(size: Size, values: Mapping[str, int]) -> int:
     """The size for given values of the symbols."""
     return size if isinstance(size, int) else _evaluate(size, tuple(values.items()))

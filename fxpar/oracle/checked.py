@@ -5,6 +5,7 @@ Enters: nothing. Leaves: what the oracle calls in place of such operators, where
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -94,12 +95,37 @@ def _nll(target: torch._ops.OpOverload, first: int) -> Callable[..., Any]:
     return kernel
 
 
+def _pooled(target: torch._ops.OpOverload, count: int) -> Callable[..., Any]:
+    """Gradient, operand and, where a maximum was taken, the places of the last dimensions that it was taken from."""
+    is_average = "avg" in target._schema.name
+    kernel = _behind(target, count)
+
+    def checked(grad_output: Tensor, self: Tensor, *rest: Any) -> Any:
+        if is_average and rest:  # the kernel reads as many gradients as the operand has windows
+            forward = getattr(aten, target._schema.name.removeprefix("aten::").removesuffix("_backward")).default
+            _expect(grad_output.shape, forward(self, *rest).shape)
+        for places in rest[-1:] if not is_average else ():
+            _expect(places.shape, grad_output.shape)
+            _expect_below(places, math.prod(self.shape[-count:]), 0)
+        return kernel(grad_output, self, *rest)
+
+    return checked
+
+
 CHECKED: Mapping[Any, Callable[..., Any]] = {
     aten.native_layer_norm_backward.default: layer_norm_backward,
     aten.embedding_dense_backward.default: embedding_backward,
     aten._softmax_backward_data.default: _behind(aten._softmax_backward_data.default, 0),
     aten._log_softmax_backward_data.default: _behind(aten._log_softmax_backward_data.default, 0),
     aten._adaptive_avg_pool2d_backward.default: _behind(aten._adaptive_avg_pool2d_backward.default, 2),
+    **{
+        overload: _pooled(overload, int(name[name.index("pool") + 4]))
+        for name in (
+            *("avg_pool2d", "avg_pool3d", "_adaptive_avg_pool3d", "adaptive_max_pool2d", "adaptive_max_pool3d"),
+            *("max_pool2d_with_indices", "max_pool3d_with_indices"),
+        )
+        for overload in [getattr(aten, f"{name}_backward").default]
+    },
     **{
         overload: made(overload, count)
         for name, made in (("reflection", _mirrored), ("replication", _behind))

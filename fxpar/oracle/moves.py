@@ -64,7 +64,11 @@ def views(d: Draw) -> dict[str, Samples]:
             sample(x, [1, 1], "constant", 2.0),
             sample(x, [1, 0], "reflect"),
         ],
-        "slice_scatter": [sample(x, d.x(*x.shape[:-1], 1), x.dim() - 1, 0, 1), sample(d.x(a, b), d.x(a, 1), 1, 1, 2)],
+        "slice_scatter": [
+            sample(x, d.x(*x.shape[:-1], 1), x.dim() - 1, 0, 1),
+            sample(d.x(a, b), d.x(a, 1), 1, 1, 2),
+            sample(d.x(a, b), d.x(a, b), 0, 0, 2**40),
+        ],
         "select_scatter": [sample(d.x(a, b), d.x(a), 1, 0), sample(d.x(a, b), d.x(b), 0, 1)],
         "constant_pad_nd": [sample(x, [1, 1]), sample(x, [1, -1], 2.0)],
     }

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from fxpar.ops import COMPOSITE_OF, OPERATORS
-from fxpar.oracle import backward
+from fxpar.oracle import along, backward
 from fxpar.oracle.composite import composite
 from fxpar.oracle.moves import creation, indexing, parts, views
 from fxpar.oracle.ranks import Sample
@@ -69,6 +69,12 @@ _BUILDERS: Sequence[Build] = (
     backward.attention,
     complexes,
     routed,
+    along.elements,
+    along.reduced,
+    along.scans,
+    along.pooled,
+    along.sampled,
+    along.algebra,
 )
 
 # What occurs and has no tensor operand, so that nothing can be asked of a rule.

@@ -32,6 +32,7 @@ from fxpar.oracle.ranks import Sample, is_continuous, random_like, tensors_of, w
 from fxpar.program.operators import GraphOperator
 from fxpar.rules import key_of
 from fxpar.signatures.randomness import SHAPED, VALUED
+from fxpar.signatures.sized import RESAMPLED
 
 _CANNOT_RUN = (RuntimeError, IndexError, ValueError, TypeError)
 
@@ -256,6 +257,7 @@ _LITERALS: Mapping[str, Callable[[Trial, Sequence[Layout], Layout], Runner | str
     **dict.fromkeys(("aten::view", "aten::_unsafe_view", "aten::expand"), _shaped("size")),
     **{f"aten::new_{name}": _shaped("size") for name in ("ones", "zeros", "full")},
     "aten::reshape": _shaped("shape"),
+    **{f"aten::{name}_backward": _shaped("input_size") for name in RESAMPLED},
     "aten::unflatten": _unflatten,
     "aten::slice": _slice,
     **{f"aten::{name}": _split for name in ("split", "split_with_sizes", "chunk")},

@@ -42,7 +42,8 @@ class Symbol:
 
     Attributes:
         example: the symbol's value in the example.
-        multiple: ranks that share out the dimension, whose size they must divide.
+        multiple: what divides the dimension's size: the ranks that share it out, times `group`.
+        group: how many of its rows belong together, which one rank has.
     """
 
     name: str
@@ -50,11 +51,22 @@ class Symbol:
     dim: int
     example: int
     multiple: int = 1
+    group: int = 1
+
+    @property
+    def ranks(self) -> int:
+        """Ranks that share out the dimension."""
+        return self.multiple // self.group
 
     @property
     def size(self) -> Size:
         """The dimension's size."""
         return simplify(self.multiple * symbol(self.name))
+
+
+def in_groups_of(known: Symbol) -> str:
+    """Returns what a message about ranks that cannot share a size out says of its groups."""
+    return f" in whole groups of {known.group}" if known.group > 1 else ""
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ from fxpar.program.program import Parameter, Program, note, output_layouts, outp
 from fxpar.program.properties import Property
 from fxpar.program.regions import inlined
 from fxpar.program.stages import Stage, is_sent, received_name, stages_of
+from fxpar.program.symbols import in_groups_of
 from fxpar.report.figures import ModelSize, ModuleMemory, Moment, PassLine, RankMemory, Report, Traffic
 from fxpar.report.measure import Kept, Measured, Peak, measure
 from fxpar.report.pipeline import joined, most_elements, stage_lines
@@ -212,7 +213,7 @@ def input_sizes(program: Program, given: Mapping[str, int]) -> dict[str, int]:
     for s in program.symbols:
         if given.get(s.name, 0) % s.multiple:
             raise InputError(
-                f"{given[s.name]} cannot be shared out by {s.multiple} ranks",
+                f"{given[s.name]} cannot be shared out by {s.ranks} ranks" + in_groups_of(s),
                 where=f"size {s.name}",
                 remedy=f"give a multiple of {s.multiple}",
             )

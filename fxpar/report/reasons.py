@@ -74,7 +74,7 @@ def remarks(program: Program, split_flops: float) -> tuple[str, ...]:
 
 
 def _uncut_sequence(program: Program) -> list[str]:
-    shared = {s.name for s in program.symbols if s.multiple > 1}
+    shared = {s.name for s in program.symbols if s.ranks > 1}
     if not shared:
         lengths = sorted({int(size) for size in _lengths(program) if not names((size,))})
         if not lengths:

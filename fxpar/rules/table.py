@@ -17,6 +17,7 @@ from fxpar.errors import InputError, shown
 from fxpar.layout.layout import Placement
 from fxpar.ops import COMPOSITE_OF, OPERATORS, Operator
 from fxpar.program.operators import GraphOperator
+from fxpar.signatures.along import along_rules
 from fxpar.signatures.calls import Call
 from fxpar.signatures.complexes import complex_rules
 from fxpar.signatures.contraction import contraction_rules
@@ -43,6 +44,7 @@ _RULES: dict[str, Rule] = {
     **complex_rules(),
     **reduction_rules(),
     **gradient_rules(),
+    **along_rules(),
     **routed_rules(),
 }
 

@@ -230,6 +230,12 @@ def sizes_of(program: Program, inputs: Mapping[str, Tensor]) -> Sizes | None:
                 size, known = inputs[entry.path].shape[dim], symbols[wanted]
                 ranks = known.multiple // cut.get(dim, 1)
                 share, rest = divmod(size, ranks)
+                if rest and known.group > 1:
+                    raise InputError(
+                        f"has {size} rows, and the model takes them in groups of {known.group}, which one rank has",
+                        where=f"batch entry {entry.path}",
+                        remedy=f"pass a multiple of {ranks} rows on each data rank and in each microbatch",
+                    )
                 if rest:
                     raise InputError(
                         f"has size {size} in dimension {dim}, which {ranks} ranks cannot share out",

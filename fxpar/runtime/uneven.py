@@ -42,6 +42,7 @@ from fxpar.runtime import batch as calls
 from fxpar.runtime.inputs import Shapes, data_part
 from fxpar.runtime.world import World
 from fxpar.signatures.pointwise import pointwise_labels
+from fxpar.signatures.sized import SIZED
 
 if TYPE_CHECKING:
     from fxpar.runtime.programs import Compiled
@@ -82,7 +83,6 @@ _REPEATING = frozenset(
     }
 )
 _APART = frozenset({aten.embedding.default, embedding, aten.unsqueeze.default, aten.squeeze.dim, aten.expand.default})
-_SIZED = frozenset({aten.view.default, aten.reshape.default, aten.expand.default})
 
 
 @dataclass(frozen=True)
@@ -266,7 +266,7 @@ def _check_rows(program: Program, name: str, rows: tuple[int, ...]) -> None:
 def _takes_rows(node: fx.Node, name: str) -> bool:
     """Whether an operation is given the number of rows otherwise than as a size of what it makes."""
     given = [*node.args, *node.kwargs.values()]
-    if node.target in _SIZED | _REPEATING:
+    if node.target in SIZED.keys() | _REPEATING:
         given = [value for value in given if isinstance(value, fx.Node)]
     found: list[fx.Node] = []
     fx.map_arg(given, found.append)

@@ -69,6 +69,7 @@ def indexing_rules() -> dict[str, Rule]:
     """Rules by `aten` overload name."""
     return {
         "aten.index.Tensor": Rule(_index, _SELF, padding=("self",)),
+        "aten._unsafe_index.Tensor": Rule(_index, _SELF, padding=("self",)),
         "aten.gather.default": Rule(_gather, _SELF),
         "aten.one_hot.default": Rule(_one_hot),
         "aten.index_select.default": Rule(_index_select, _SELF),

@@ -72,6 +72,8 @@ abs acos acosh asin asinh atan atanh bitwise_not ceil celu cos cosh elu erf erfc
 frac gelu hardshrink hardsigmoid hardswish hardtanh isfinite isinf isnan leaky_relu log log10 log1p log2
 log_sigmoid logical_not logit mish reciprocal relu relu6 round rsqrt selu sgn sigmoid sign silu sin sinh
 softplus softshrink sqrt square tan tanh threshold trunc
+digamma i0 isneginf isposinf lgamma polygamma signbit sinc special_entr special_erfcx special_i0e special_i1
+special_i1e special_log_ndtr special_ndtri
 """.split()
 
 _BINARY = """
@@ -79,12 +81,17 @@ add.Scalar atan2 bitwise_and.Scalar bitwise_and.Tensor bitwise_or.Scalar bitwise
 __and__.Scalar __and__.Tensor __or__.Scalar __or__.Tensor __xor__.Tensor clamp clamp.Tensor clamp_max
 clamp_min div.Scalar_mode div.Tensor_mode eq.Scalar eq.Tensor floor_divide floor_divide.Scalar fmod.Scalar
 fmod.Tensor ge.Scalar ge.Tensor gt.Scalar gt.Tensor le.Scalar le.Tensor logical_and logical_or logical_xor
+copysign.Scalar copysign.Tensor fmax fmin heaviside hypot logaddexp logaddexp2 nextafter clamp_max.Tensor
+clamp_min.Tensor special_zeta
 lt.Scalar lt.Tensor max.other maximum min.other minimum ne.Scalar ne.Tensor nan_to_num pow.Scalar pow.Tensor_Scalar
 pow.Tensor_Tensor remainder.Scalar remainder.Tensor rsub.Scalar sub.Scalar where.Scalar native_dropout
 """.split()
 
 _LINEAR: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "neg": (("self",),),
+    "deg2rad": (("self",),),
+    "rad2deg": (("self",),),
+    "ldexp.Tensor": (("self",),),
     "clone": (("self",),),
     "alias": (("self",),),
     "contiguous": (("self",),),
@@ -104,6 +111,7 @@ _LINEAR: Mapping[str, tuple[tuple[str, ...], ...]] = {
     "addcmul": (("self", "tensor1"), ("self", "tensor2")),
     "addcdiv": (("self", "tensor1"),),
     "xlogy.Tensor": (("self",),),
+    "special_xlog1py": (("self",),),
 }
 
 _FILLING: Mapping[str, tuple[str, str]] = {

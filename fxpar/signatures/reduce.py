@@ -151,6 +151,9 @@ def reduction_rules() -> dict[str, Rule]:
     names = {
         "sum.default": summed,
         "sum.dim_IntList": summed,
+        "nansum.default": Rule(_reduction(True)),
+        "count_nonzero.dim_IntList": Rule(_reduction(True)),
+        "count_nonzero.default": Rule(_reduction(True)),
         "mean.default": mean,
         "mean.dim": mean,
         "topk.default": Rule(_topk),
@@ -191,6 +194,14 @@ def reduction_rules() -> dict[str, Rule]:
         "norm.ScalarOpt_dim",
         "prod.dim_int",
         "prod.default",
+        "std_mean.correction",
+        "median.dim",
+        "median.default",
+        "nanmedian.dim",
+        "nanmedian.default",
+        "mode",
+        "kthvalue",
+        "aminmax",
     ]:
         names[name if "." in name else f"{name}.default"] = whole
     return {f"aten.{name}": rule for name, rule in names.items()}

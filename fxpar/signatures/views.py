@@ -11,7 +11,7 @@ from fxpar.layout.layout import P, Piece, Placement, R
 from fxpar.layout.nesting import local_size
 from fxpar.layout.pieces import pieces_of, through_view
 from fxpar.layout.slices import slice_pieces, strided_pieces
-from fxpar.layout.symbols import Size, divide, simplify
+from fxpar.layout.symbols import Size, divide, sign, simplify
 from fxpar.signatures.calls import Call
 from fxpar.signatures.engine import seed_signature, transfer
 from fxpar.signatures.pointwise import broadcast, keeps_sums
@@ -115,15 +115,18 @@ def _repeat(call: Call, index: int, placement: Placement) -> Signature | Refusal
     return Refusal(f"{placement} is repeated an unknown number of times", structural=True)
 
 
-def _bounds(call: Call, size: Size) -> tuple[Size, Size]:
+def slice_bounds(call: Call, size: Size) -> tuple[Size, Size]:
+    """Start and end of a slice of a dimension of `size` elements, counted from its front."""
     start, end = call.get("start") or 0, call.get("end")
 
     def clamp(value: Size) -> Size:
         if isinstance(value, int) and isinstance(size, int):
             return max(0, min(size, value + size if value < 0 else value))
-        if isinstance(value, int) and value < 0:
-            return simplify(size + value)
-        return size if isinstance(value, int) and value >= _END else value
+        if isinstance(value, int) and value >= _END:
+            return size
+        if sign(value) == -1:
+            value = simplify(size + value)
+        return size if sign(simplify(value - size)) == 1 else value
 
     return clamp(start), size if end is None else clamp(end)
 
@@ -135,7 +138,7 @@ def _slice(call: Call, index: int, placement: Placement) -> Signature | Refusal:
         return Signature((placement,), (placement,))
     if placement.is_padded:
         return Refusal(f"the slice of {placement} would count its padding", structural=True)
-    start, end = _bounds(call, shape[dim])
+    start, end = slice_bounds(call, shape[dim])
     step = call.get("step", 1)
     if (start, end) == (0, shape[dim]) and step == 1:
         return Signature((placement,), (placement,))
@@ -258,6 +261,9 @@ def _scatter(call: Call) -> Labelling | Refusal:
     """A part of `dim`, or one element of it, is put in place of what is there: it cannot be sharded."""
     labels = numbered(len(call.operands[0].shape))
     dim = wrap(call.get("dim", 0), len(labels))
+    is_slice = call.target is torch.ops.aten.slice_scatter.default
+    if is_slice and call.operands[0].shape == call.operands[1].shape and call.get("step", 1) == 1:
+        return Labelling((tuple(labels),) * 2, (tuple(labels),))  # all of it is replaced
     labels[dim] = None
     part = labels[:dim] + labels[dim + 1 :] if call.target is torch.ops.aten.select_scatter.default else labels
     return Labelling((tuple(labels), tuple(part)), (tuple(labels),))

@@ -46,7 +46,9 @@ from fxpar.text.scanning import (
 _WORD = rf'({STRING}|[^\s",=]+)'
 
 _NAME = re.compile(_WORD)
-_SYMBOL = re.compile(rf"({IDENTIFIER}) = {_WORD}\.({INTEGER})(?: / ({INTEGER}))? like ({INTEGER})")
+_SYMBOL = re.compile(
+    rf"({IDENTIFIER}) = {_WORD}\.({INTEGER})(?: / ({INTEGER})(?: in groups of ({INTEGER}))?)? like ({INTEGER})"
+)
 _CONDITION = re.compile(r"([^<>=!]+?) (==|!=|>=|<=|>|<) ([^<>=!]+)")
 _COUNTED = re.compile(rf"({IDENTIFIER}) = (.+) like ({INTEGER})")
 _OUTPUT = re.compile(rf"{_WORD}=")
@@ -205,7 +207,10 @@ class _Reader:
         if found is None:
             fail(f"'{text}' is no symbol", "write 'symbol name = input.dim like example', or input.dim / ranks")
         self._check_new(found[1])
-        self.symbols.append(Symbol(found[1], unquote(found[2]), int(found[3]), int(found[5]), int(found[4] or 1)))
+        multiple, group = int(found[4] or 1), int(found[5] or 1)
+        if group < 1 or multiple % group:
+            fail(f"{multiple} is no multiple of the group {group}", "write the ranks times the group")
+        self.symbols.append(Symbol(found[1], unquote(found[2]), int(found[3]), int(found[6]), multiple, group))
 
     def _read_counted(self, text: str) -> None:
         found = _COUNTED.fullmatch(text)

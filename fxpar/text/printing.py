@@ -267,6 +267,7 @@ def print_program(program: Program) -> str:
     lines.append(" ".join(["properties", *sorted(program.properties)]))
     for s in program.symbols:
         share = f" / {s.multiple}" if s.multiple > 1 else ""
+        share += f" in groups of {s.group}" if s.group > 1 else ""
         lines.append(f"symbol {s.name} = {word(s.path)}.{s.dim}{share} like {s.example}")
     lines += [f"counted {each.name} = {each.balanced} like {each.example}" for each in program.counted]
     lines += [f"condition {each}" for each in program.conditions]

@@ -20,10 +20,10 @@ from fxpar.layout.layout import Placement
 from fxpar.program.program import operands, output_layouts
 from fxpar.rules import Refusal, bind_arguments, call_of
 from fxpar.rules.local import whole_call
+from fxpar.signatures.sized import SIZED, name_of_sizes
 
 aten = torch.ops.aten
 
-SIZED = frozenset({aten.view.default, aten.reshape.default, aten.expand.default})
 SPLITS = frozenset({aten.split_with_sizes.default, aten.split.sizes})
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -45,7 +45,7 @@ def whole_arguments(
         ValueError: the bounds of a slice are those of no slice of the whole.
     """
     if node.target in SIZED:
-        return _sized(node, args, kwargs, "size" if node.target is not aten.reshape.default else "shape", outputs)
+        return _sized(node, args, kwargs, outputs)
     if node.target in SPLITS:
         return _split(node, args, kwargs, outputs)
     if node.target is aten.slice.Tensor:
@@ -57,18 +57,18 @@ def _cuts(node: fx.Node) -> list[tuple[str, Placement]]:
     return [(axis, placement) for axis, placement in output_layouts(node)[0] if placement.is_shard]
 
 
-def _sized(
-    node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], name: str, outputs: Sequence[Tensor]
-) -> Arguments:
+def _sized(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Sequence[Tensor]) -> Arguments:
     """Sizes of dimensions that are cut are the note's; others, -1 too, stand as they are."""
+    target: Any = node.target
+    name, at = name_of_sizes(target), SIZED[target]
     cut = {placement.dim for _, placement in _cuts(node)}
-    given = kwargs[name] if name in kwargs else args[1]
+    given = kwargs[name] if name in kwargs else args[at]
     if len(given) != outputs[0].dim():
         raise ValueError(f"{len(given)} sizes are given for {outputs[0].dim()} dimensions")
     sizes = [outputs[0].shape[dim] if dim in cut and size != -1 else size for dim, size in enumerate(given)]
     if name in kwargs:
         return args, {**kwargs, name: sizes}
-    return (args[0], sizes, *args[2:]), kwargs
+    return (*args[:at], sizes, *args[at + 1 :]), kwargs
 
 
 def _split(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Sequence[Tensor]) -> Arguments:

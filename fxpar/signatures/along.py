@@ -1,0 +1,308 @@
+"""Rules of operations that run along some dimensions and leave the others apart.
+
+Order statistics and scans along one dimension, pooling and resampling of the last ones, linear algebra on matrices of a
+batch, distances between rows. A dimension that an operation runs along is needed whole; every other one may be cut.
+Beside each forward stand the operators of its derivative that models do not call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from fxpar.layout.layout import Placement
+from fxpar.layout.pieces import through_view
+from fxpar.signatures.calls import Call
+from fxpar.signatures.pointwise import broadcast
+from fxpar.signatures.rule import Labelling, Labels, Refusal, Rule, Signature
+from fxpar.signatures.scattering import ignoring
+from fxpar.signatures.sized import RESAMPLED
+from fxpar.signatures.views import numbered, wrap
+
+_SELF = (("self",),)
+_GRADIENT = (("grad_output",),)
+
+# How many dimensions at the end each of these mixes, by the end of its name.
+_SPACES = {"1d": 1, "2d": 2, "3d": 3}
+
+
+def space_of(name: str) -> int:
+    """How many dimensions at the end an operator mixes that is named after them."""
+    return next(count for ending, count in _SPACES.items() if ending in name)
+
+
+def _behind(count: int) -> Callable[[Call], Labelling | Refusal]:
+    """The last dimensions of all operands and results are mixed, those in front are apart."""
+
+    def labels(call: Call) -> Labelling | Refusal:
+        def apart(rank: int) -> Labels:
+            return (*numbered(rank - count), *(None,) * count)
+
+        ins, outs = (tuple(apart(len(kind.shape)) for kind in kinds) for kinds in (call.operands, call.outputs))
+        return Labelling(ins, outs)
+
+    return labels
+
+
+def _along(*names: str) -> Callable[[Call], Labelling | Refusal]:
+    """All operands are aligned with the result, broadcast to it, and the dimensions that arguments name are whole."""
+
+    def labels(call: Call) -> Labelling | Refusal:
+        out = call.outputs[0].shape
+        own = numbered(len(out))
+        for name in names:
+            dims = call.get(name)
+            for dim in dims if isinstance(dims, (list, tuple)) else [dims]:
+                if own and dim is not None:
+                    own[wrap(dim, len(own))] = None
+        ins = tuple(broadcast(kind.shape, out, tuple(own)) for kind in call.operands)
+        return Labelling(ins, tuple(tuple(own) for _ in call.outputs))
+
+    return labels
+
+
+def _resized(call: Call) -> Labelling | Refusal:
+    """A dimension gets another length in the result (glu, quantiles of a row): it is whole in both."""
+    own = numbered(len(call.operands[0].shape))
+    own[wrap(call.get("dim", -1), len(own))] = None
+    return Labelling((tuple(own),) * len(call.operands), tuple(tuple(own) for _ in call.outputs))
+
+
+def _one_apart(call: Call) -> Labelling | Refusal:
+    """Slices along `dim` are apart, and whole in all other dimensions (renorm)."""
+    rank = len(call.operands[0].shape)
+    dim = wrap(call.get("dim"), rank)
+    own: Labels = tuple("d" if i == dim else None for i in range(rank))
+    return Labelling((own,), (own,))
+
+
+def _unfold(call: Call) -> Labelling | Refusal:
+    """Windows along a dimension, whose elements are a new last one."""
+    rank = len(call.operands[0].shape)
+    own = numbered(rank)
+    if own:
+        own[wrap(call.get("dimension"), rank)] = None
+    return Labelling((tuple(own),), ((*own[: max(rank, 1)], None) if own else (None,),))
+
+
+def _repeat_interleave(call: Call, index: int, placement: Placement) -> Signature | Refusal:
+    """Each element stands several times, one behind the other: a block of elements is a block of what becomes of it."""
+    shape, times, dim = call.operands[0].shape, call.get("repeats"), call.get("dim")
+    if call.get("output_size") is not None:
+        return Refusal("the length of the result is a number in the call, which is that of the whole")
+    at = len(shape) if dim is None else wrap(dim, len(shape)) + 1
+    moved = placement.at(placement.dim + (placement.dim >= at))
+    after = through_view(moved, (*shape[:at], times, *shape[at:]), call.outputs[0].shape, call.n)
+    if after is None:
+        reason = f"repeating {times} times to {call.outputs[0]} tears {placement} over {call.n} ranks"
+        return Refusal(reason, structural=True)
+    return Signature((placement,), (after,))
+
+
+def _searched(call: Call) -> Labelling | Refusal:
+    """Rows of sorted values with rows of what is looked up there; of one sorted row all elements are apart."""
+    known = dict(zip(call.names, call.operands, strict=True))
+    if "self" not in known:  # a number is looked up
+        return Refusal("a number is looked up in all of it")
+    own, row = numbered(len(known["self"].shape)), len(known["sorted_sequence"].shape)
+    lead = [] if row == 1 else own[:-1]
+    labels: dict[str, Labels] = {"self": tuple(own), **dict.fromkeys(("sorted_sequence", "sorter"), (*lead, None))}
+    return Labelling(tuple(labels[name] for name in call.names), (labels["self"],))
+
+
+def _bucketize(call: Call) -> Labelling | Refusal:
+    own = tuple(numbered(len(call.operands[0].shape)))
+    return Labelling((own, (None,)), (own,))
+
+
+def _is_in(call: Call) -> Labelling | Refusal:
+    """Each element is looked up among all test elements."""
+    known = dict(zip(call.names, call.operands, strict=True))
+    own = tuple(numbered(len(call.outputs[0].shape)))
+    ins = tuple(own if name == "elements" else (None,) * len(known[name].shape) for name in call.names)
+    return Labelling(ins, (own,))
+
+
+def _matrices(call: Call) -> Labelling | Refusal:
+    """One operand, of matrices: the dimensions in front are apart, in results of any rank."""
+    lead = numbered(len(call.operands[0].shape) - 2)
+    outs = tuple((*lead, *(None,) * (len(kind.shape) - len(lead))) for kind in call.outputs)
+    if any(
+        len(kind.shape) < len(lead) or kind.shape[: len(lead)] != call.operands[0].shape[:-2] for kind in call.outputs
+    ):
+        return Refusal("a result has no matrix for each of the batch")
+    return Labelling(((*lead, None, None),), outs)
+
+
+def _triangular(call: Call) -> Labelling | Refusal:
+    """`… _ _, … _ c -> … _ c`: right-hand sides, of which columns are apart, or rows where the matrix stands right."""
+    out = call.outputs[0].shape
+    lead = numbered(len(out) - 2)
+    matrix, right = call.operands
+    sides: Labels = (None, "c") if call.get("left", True) else ("c", None)
+
+    def spread(shape: tuple[object, ...], ends: Labels) -> Labels:
+        return (*broadcast(shape[:-2], out[:-2], tuple(lead)), *ends)  # type: ignore[arg-type]
+
+    return Labelling((spread(matrix.shape, (None, None)), spread(right.shape, sides)), ((*lead, *sides),))
+
+
+def _solve(call: Call) -> Labelling | Refusal:
+    """Matrices, [… m n], with their right-hand sides, [… m k] or [… m]: leading dimensions of one size are apart."""
+    matrix, right = (kind.shape for kind in call.operands[:2])
+    rank = len(matrix) - 2
+    lead = numbered(rank)
+    if right[:rank] != matrix[:rank] or len(right) - rank not in (1, 2):
+        return Refusal("right-hand sides that are broadcast have no rule for shards")
+    ins = tuple((*lead, *(None,) * (len(kind.shape) - rank)) for kind in call.operands)
+    return Labelling(ins, tuple((*lead, *(None,) * (len(kind.shape) - rank)) for kind in call.outputs))
+
+
+def _distances(call: Call) -> Labelling | Refusal:
+    """`… p _, … r _ -> … p r`."""
+    out = call.outputs[0].shape
+    lead = tuple(numbered(len(out) - 2))
+    left, right = (broadcast(kind.shape[:-2], out[:-2], lead) for kind in call.operands)
+    return Labelling(((*left, "p", None), (*right, "r", None)), ((*lead, "p", "r"),))
+
+
+def _distances_backward(call: Call) -> Labelling | Refusal:
+    """`… p r, … p _, … r _, … p r -> … p _`: each row gets a sum over those that it was compared with."""
+    lead = tuple(numbered(len(call.outputs[0].shape) - 2))
+    if any(kind.shape[:-2] != call.outputs[0].shape[:-2] for kind in call.operands):
+        return Refusal("distances of rows that are broadcast have no rule for shards")
+    pairs, rows, others = (*lead, "p", "r"), (*lead, "p", None), (*lead, "r", None)
+    return Labelling((pairs, rows, others, pairs), (rows,), frozenset("r"))
+
+
+def _sampled(call: Call) -> Labelling | Refusal:
+    """An image and where to read it: `n c …, n … _ -> n c …`; all of an image is read."""
+    image, grid = (kind.shape for kind in call.operands)
+    space = (None,) * (len(image) - 2)
+    return Labelling((("n", "c", *space), ("n", *(None,) * (len(grid) - 1))), (("n", "c", *space),))
+
+
+def _sampled_backward(call: Call) -> Labelling | Refusal:
+    """Gradients of image and grid, of which the latter is a sum over channels."""
+    ins = tuple(("n", *(None,) * (len(kind.shape) - 1)) for kind in call.operands)
+    mask = call.get("output_mask") or [True] * len(call.outputs)
+    if not all(mask):
+        return Refusal("one gradient alone of a sampled image has no rule for shards")
+    return Labelling(ins, tuple(("n", *(None,) * (len(kind.shape) - 1)) for kind in call.outputs))
+
+
+def _columns(call: Call) -> Labelling | Refusal:
+    """Windows of an image as columns, or back: `n … -> n …`, channels and windows being one dimension."""
+    rank = len(call.operands[0].shape)
+    if rank != len(call.outputs[0].shape) + (1 if call.target._schema.name == "aten::im2col" else -1):
+        return Refusal("windows of an image have no rule for these shapes")
+    first: Labels = ("n",) if rank == (4 if call.target._schema.name == "aten::im2col" else 3) else (None,)
+    return Labelling(((*first, *(None,) * (rank - 1)),), ((*first, *(None,) * (len(call.outputs[0].shape) - 1)),))
+
+
+def _instance_norm(call: Call) -> Labelling | Refusal:
+    """`n c …, c, c -> n c …`, the norm of each channel of each row; with running statistics rows are mixed."""
+    if not call.get("use_input_stats") or {"running_mean", "running_var"} & set(call.names):
+        return Refusal("running statistics are those of all rows")
+    space = (None,) * (len(call.operands[0].shape) - 2)
+    ins = tuple(("n", "c", *space) if name == "input" else ("c",) for name in call.names)
+    return Labelling(ins, (("n", "c", *space),))
+
+
+def _indexed(*wide: str) -> Callable[[Call], Labelling | Refusal]:
+    """Elements along `dim` are replaced at places that one index gives for all rows; `dim` stays whole.
+
+    Args:
+        wide: names of the operands that have all dimensions.
+    """
+
+    def labels(call: Call) -> Labelling | Refusal:
+        own = numbered(len(call.operands[0].shape))
+        if own:
+            own[wrap(call.get("dim"), len(own))] = None
+        ins = tuple(
+            tuple(own) if name in wide else (None,) * len(kind.shape)
+            for name, kind in zip(call.names, call.operands, strict=True)
+        )
+        return Labelling(ins, (tuple(own),))
+
+    return labels
+
+
+def _scatter_reduce(call: Call) -> Labelling | Refusal:
+    """`dim` stays whole, as of `scatter`; the others go along where all operands have them whole."""
+    shapes = [kind.shape for kind in call.operands]
+    own = numbered(len(shapes[0]))
+    dim = int(call.get("dim")) % max(len(own), 1)
+    labels = tuple(
+        None if i == dim or any(shape[i] != shapes[0][i] for shape in shapes) else label for i, label in enumerate(own)
+    )
+    return Labelling((labels,) * len(shapes), (labels,))
+
+
+def _unread(*names: str) -> Callable[[Call], tuple[str, ...]]:
+    return lambda call: names
+
+
+def _pooling() -> dict[str, Rule]:
+    """Pooling and resampling, with their gradients."""
+    found: dict[str, Rule] = {}
+    for name in ("avg_pool2d", "avg_pool3d", "_adaptive_avg_pool3d"):
+        found[name] = Rule(_behind(space_of(name)), _SELF)
+        found[f"{name}_backward"] = ignoring(_unread("self"), Rule(_behind(space_of(name)), _GRADIENT))
+    for name in ("max_pool2d_with_indices", "max_pool3d_with_indices", "adaptive_max_pool2d", "adaptive_max_pool3d"):
+        found[name] = Rule(_behind(space_of(name)))
+        found[f"{name}_backward"] = ignoring(_unread("self"), Rule(_behind(space_of(name)), _GRADIENT))
+    for name in RESAMPLED:
+        found[name] = Rule(_behind(space_of(name)), _SELF)
+        found[f"{name}.vec"] = Rule(_behind(space_of(name)), (("input",),))
+        found[f"{name}_backward"] = Rule(_behind(space_of(name)), _GRADIENT)
+    for name in ("grid_sampler_2d", "grid_sampler_3d"):
+        found[name] = Rule(_sampled, (("input",),))
+        found[f"{name}_backward"] = Rule(_sampled_backward, _GRADIENT)
+    return found
+
+
+_MATRICES = """
+linalg_inv linalg_inv_ex linalg_cholesky linalg_cholesky_ex cholesky_inverse linalg_qr _linalg_svd _linalg_eigh
+_linalg_det _linalg_slogdet linalg_matrix_exp linalg_lu_factor_ex
+""".split()
+_SOLVERS = "linalg_solve _linalg_solve_ex cholesky_solve linalg_lu_solve".split()
+
+
+def _algebra() -> dict[str, Rule]:
+    """Matrices of a batch, and distances between their rows."""
+    found = {name: Rule(_matrices) for name in _MATRICES}
+    found |= {name: Rule(_solve) for name in _SOLVERS}
+    return found | {
+        "linalg_solve_triangular": Rule(_triangular, (("B",),)),
+        "linalg_cross": Rule(_along("dim"), (("self",), ("other",))),
+        "_cdist_forward": Rule(_distances),
+        "_euclidean_dist": Rule(_distances),
+        "_cdist_backward": Rule(_distances_backward, (("grad",),)),
+    }
+
+
+def along_rules() -> dict[str, Rule]:
+    """Rules by `aten` overload name."""
+    keeping = Rule(_along("dim", "dims"))
+    names = {
+        **_pooling(),
+        **_algebra(),
+        **dict.fromkeys(("cummax", "cummin", "logcumsumexp", "argsort", "argsort.stable", "sort.stable"), keeping),
+        "rot90": Rule(_along("dims"), _SELF),
+        "renorm": Rule(_one_apart),
+        "glu": Rule(_resized),
+        "glu_backward": Rule(_resized, _GRADIENT),
+        "unfold": Rule(_unfold, _SELF),
+        "repeat_interleave.self_int": Rule(partial=_SELF, seed=_repeat_interleave),
+        "searchsorted.Tensor": Rule(_searched),
+        "bucketize.Tensor": Rule(_bucketize),
+        "isin.Tensor_Tensor": Rule(_is_in),
+        "im2col": Rule(_columns, _SELF),
+        "col2im": Rule(_columns, _SELF),
+        "instance_norm": Rule(_instance_norm),
+        "index_copy": Rule(_indexed("self", "source"), (("self", "source"),)),
+        "index_fill.int_Scalar": Rule(_indexed("self")),
+        "scatter_reduce.two": Rule(_scatter_reduce),
+    }
+    return {f"aten.{name if '.' in name else f'{name}.default'}": rule for name, rule in names.items()}
