@@ -17,6 +17,7 @@ from fxpar.passes import DEFAULT_PASSES
 from fxpar.plan.plan import Plan
 from fxpar.runtime.module import ParallelModule
 from fxpar.runtime.prefetch import Prefetched
+from fxpar.runtime.refusals import Unwrappable
 from fxpar.runtime.workers import start_workers
 from fxpar.runtime.world import connect, join
 from fxpar.state.checkpoint import Checkpoint
@@ -91,7 +92,7 @@ def _check(model: nn.Module, loss: Any) -> None:
     if loss is not None and not callable(loss) and (not isinstance(loss, str) or not loss):
         raise InputError(f"{shown(loss)} is no loss", where="loss", remedy="pass an output's name or a callable")
     check_model(model)
-    if any(isinstance(module, ParallelModule) for module in model.modules()):
+    if any(isinstance(module, Unwrappable) for module in model.modules()):
         raise InputError(
             "the model is parallelised already", where="parallelize", remedy="pass the author's model, once"
         )

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from fxpar.program.mixed import is_mixed, main_dtype
 from fxpar.runtime.mains import MainParameter
+from fxpar.runtime.parameters import Elsewhere, WholeParameter
+from fxpar.runtime.skeleton import attach
 from fxpar.state.checkpoint import Checkpoint
 from fxpar.state.held import Held, Line
 from fxpar.state.initial import Named, named_tensors
@@ -59,42 +61,39 @@ def line_of(module: ParallelModule, model: nn.Module, places: Mapping[str, Colle
 
 
 def adopt(
-    module: ParallelModule, model: nn.Module, dtype: torch.dtype | None, checkpoint: Checkpoint | None
-) -> Loading:
-    """Gives a module its parts of the model's parameters, and the model's buffers whole; see `parts`.
+    module: ParallelModule,
+    model: nn.Module,
+    skeleton: nn.Module,
+    dtype: torch.dtype | None,
+    checkpoint: Checkpoint | None,
+) -> tuple[Loading, dict[str, Any]]:
+    """Gives a module the modules of a model, its parts of the parameters, and the buffers whole; see `parts`.
 
     Args:
         model: is left as it is.
+        skeleton: the model without memory.
+
+    Returns:
+        What loading took, and the author's attributes of the module; see `seal`.
 
     Raises:
-        InputError, CheckpointError: see `parts`.
+        InputError, CheckpointError: see `parts` and `attach`.
     """
     loading = Loading()
     held = held_by(module, model)
-    _register(module, model, parts(model, held, module.plan.seed, module.world.device, dtype, checkpoint, loading))
-    return loading
-
-
-def _register(module: ParallelModule, model: nn.Module, found: Mapping[str, Tensor]) -> None:
-    """Puts the parts under all their names, in the model's order."""
-    first = {name: entry.first for entry in named_tensors(model) for name in entry.names}
-    parameters: dict[str, nn.Parameter] = {}
-    for name, value in model.named_parameters(remove_duplicate=False):
-        path, _, leaf = name.rpartition(".")
-        if first[name] in module.foreign:
-            module.get_submodule(path).register_parameter(leaf, None)
+    found = parts(model, held, module.plan.seed, module.world.device, dtype, checkpoint, loading)
+    taken: dict[int, Any] = {}
+    for entry in named_tensors(skeleton):
+        name = entry.first
+        if name in module.foreign:
+            taken[id(entry.tensor)] = Elsewhere(entry.tensor, name, module.world.device)
             continue
-        if first[name] not in parameters:
-            part, place = found[first[name]], _place_of(module, first[name])
-            parameters[first[name]] = _parameter(part, place, value.requires_grad, is_mixed(module.plan))
-        module.get_submodule(path).register_parameter(leaf, parameters[first[name]])
-    saved = set(module.saved_names)
-    buffers: dict[str, Tensor] = {}
-    for name, _ in model.named_buffers(remove_duplicate=False):
-        part, place = found[first[name]], _place_of(module, first[name])
-        buffer = buffers.setdefault(first[name], part if place is None else Sharded(part, place))
-        path, _, leaf = name.rpartition(".")
-        module.get_submodule(path).register_buffer(leaf, buffer, persistent=name in saved)
+        part, place = found[name], _place_of(module, name)
+        if entry.is_parameter:
+            taken[id(entry.tensor)] = _parameter(part, place, entry.tensor.requires_grad, module)
+        else:
+            taken[id(entry.tensor)] = part if place is None else Sharded(part, place)
+    return loading, attach(module, skeleton, taken, module.world.device)
 
 
 def _place_of(module: ParallelModule, name: str) -> Place | None:
@@ -104,7 +103,9 @@ def _place_of(module: ParallelModule, name: str) -> Place | None:
     return Place(name, torch.Size(module.shape_of(name)), layout, module.world.ranks) if is_cut else None
 
 
-def _parameter(part: Tensor, place: Place | None, requires_grad: bool, has_copy: bool) -> nn.Parameter:
-    kind = MainParameter if has_copy and part.is_floating_point() else nn.Parameter
+def _parameter(part: Tensor, place: Place | None, requires_grad: bool, module: ParallelModule) -> nn.Parameter:
+    kind: Any = MainParameter if is_mixed(module.plan) and part.is_floating_point() else nn.Parameter
+    if kind is nn.Parameter and module.world.size > 1:
+        kind = WholeParameter
     made: Any = ShardedParameter(part, place, requires_grad) if place else kind(part, requires_grad)
     return made  # type: ignore[no-any-return]

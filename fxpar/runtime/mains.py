@@ -14,31 +14,26 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from fxpar.errors import InputError
+from fxpar.runtime.parameters import Undrawn, WholeParameter, check_replaced
 from fxpar.state.sharded import local_of
 from fxpar.state.sharded_parameter import leaf_of
 
 
-class MainParameter(nn.Parameter):
+class MainParameter(WholeParameter):
     """A parameter of which copies are made: writes through `data` are counted as all others are."""
 
     @property
     def data(self) -> Tensor:
         """The values without their history. A write to them counts, which one to torch's own `data` does not."""
-        return self.detach()
+        return self.detach().as_subclass(Undrawn)
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        if value.shape != self.shape or value.dtype != self.dtype or value.device != self.device:
-            raise InputError(
-                f"{value.dtype}{list(value.shape)} on {value.device} cannot take the place of "
-                f"{self.dtype}{list(self.shape)} on {self.device}",
-                where="data of a parameter",
-                remedy="write values of the same type and shape; Plan(precision=…) sets the type",
-            )
+        check_replaced(self, value)
         Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
         torch.autograd.graph.increment_version(self)
 

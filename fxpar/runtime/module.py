@@ -43,6 +43,8 @@ from fxpar.runtime.programs import Programs
 from fxpar.runtime.randomness import RandomState
 from fxpar.runtime.runner import Runner
 from fxpar.runtime.scaling import join
+from fxpar.runtime.settings import Settings
+from fxpar.runtime.skeleton import seal
 from fxpar.runtime.stateful import Stateful
 from fxpar.runtime.training import StepFlags, Training, check_norm
 from fxpar.runtime.world import World
@@ -83,19 +85,20 @@ class ParallelModule(Stateful):
         self._random = RandomState(plan.seed, world.device)
         self.saved_names = list(model.state_dict().keys())
         self._shapes = {name: tuple(entry.tensor.shape) for entry in named_tensors(model) for name in entry.names}
-        self._flags = StepFlags()
         if plan.grouped_gemm == "transformer_engine":
             check_engine(world.device)
         self._graphs = Graphs(plan.cuda_graphs, world.device, world.agreement.enter) if plan.cuda_graphs.is_on else None
         self._mailboxes = Mailboxes(plan, world)
-        self._programs = Programs(model, self, plan, world, loss, passes, self._graphs, self._mailboxes)
+        self._programs = Programs(model, plan, world, loss, passes, self._graphs, self._mailboxes)
         options = {"option check_inputs": str(check_inputs)}
         self._takes_lists = isinstance(example, list)
         self._programs.start(model, calls.canonical(example), {**options, **fingerprints(model)})
         inputs = Inputs(world) if check_inputs and world.size > 1 else None
         with torch.device("cpu"):  # and not that of a context in which the model was built
             self.line = line_of(self, model, self._programs.places)
-            self.loading = adopt(self, model, main_dtype(plan), checkpoint)
+            skeleton = self._programs.skeleton
+            self.loading, settings = adopt(self, model, skeleton, main_dtype(plan), checkpoint)
+        self._programs.follow(self)
         self._copies = Copies(PRECISION_DTYPES[plan.precision]) if is_mixed(plan) else None
         self._gradients = Buffers(self._graphs is not None, plan.pp > 1)
         buffers, foreign = self._gradients, self._programs.foreign
@@ -112,6 +115,9 @@ class ParallelModule(Stateful):
         training = (self._random, self._gradients, self._graphs, expire, self._pipeline, gather, budget)
         self._training = Training(runner.tensors, self._batches, runner.waiting, *training)
         Optimizers(model).watch(self)
+        self._flags = StepFlags()
+        self._settings = Settings(self, settings)
+        seal(self, settings, world.device)
 
     @property
     def layouts(self) -> dict[str, Layout]:
@@ -158,6 +164,7 @@ class ParallelModule(Stateful):
         Raises:
             InputError: an argument that the model's forward does not take, or a value that no program can.
         """
+        self._settings.check()
         call, outputs = self._batches.forward(calls.called_with(self._programs.skeleton, args, kwargs))
         self._mailboxes.mark()
         return returned(call, outputs, self.world)
@@ -191,6 +198,7 @@ class ParallelModule(Stateful):
             raise InputError("the module is in evaluation mode", where="train_step", remedy="call train() before")
         if not torch.is_grad_enabled():
             raise InputError("gradients are off", where="train_step", remedy="leave torch.no_grad()")
+        self._settings.check()
         check_scaler(scaler, self.plan.precision, self.world.device)
         parts = calls.microbatches(batch, self._takes_lists)
         is_list = type(batch) is list and not self._takes_lists

@@ -40,10 +40,9 @@ from fxpar.runtime.graphs.table import Graphs
 from fxpar.runtime.inputs import Shapes
 from fxpar.runtime.mailboxes import Mailboxes
 from fxpar.runtime.placement import own_stages, rank_of, schedule_of
-from fxpar.runtime.refusals import Unwrappable
 from fxpar.runtime.rows import prove_rows
 from fxpar.runtime.size_programs import check_count, fixed_sizes, has_fixed, size_programs
-from fxpar.runtime.skeleton import attach, skeleton_of
+from fxpar.runtime.skeleton import skeleton_of
 from fxpar.runtime.steps import Steps
 from fxpar.runtime.world import World
 from fxpar.text.printing import print_program
@@ -133,7 +132,6 @@ class Programs:
     def __init__(
         self,
         model: nn.Module,
-        root: Unwrappable,
         plan: Plan,
         world: World,
         loss: Callable[[Any, Any], Tensor] | str | None,
@@ -141,15 +139,14 @@ class Programs:
         graphs: Graphs | None = None,
         mailboxes: Mailboxes | None = None,
     ) -> None:
-        """Gives `root` empty modules under the names of the model's, whose modes decide which program runs."""
         self.skeleton = skeleton_of(model, PRECISION_DTYPES[plan.precision])
         self.layouts: dict[str, Layout] = {}
         self.aliases: dict[str, str] = {}
         self._plan, self._world, self._loss, self._passes = plan, world, loss, tuple(passes)
         self._graphs, self._own, self._mailboxes = graphs, own_stages(plan, world.place), mailboxes
         self._splits = plan.pp > 1 and schedule_of(plan, plan.microbatches).split_backward
-        self._twins = ((self.skeleton, root), *attach(root, self.skeleton))
-        self._modules = [own for _, own in self._twins]
+        self._modules = [*self.skeleton.modules()]
+        self._twins: tuple[tuple[nn.Module, nn.Module], ...] = ()
         self._known: dict[Any, list[Compiled]] = {}
 
     def start(self, model: nn.Module, example: Any, facts: Mapping[str, str]) -> None:
@@ -173,6 +170,11 @@ class Programs:
             self._plan = self._plan.replace(interleave_halves=first.program.plan.interleave_halves)
         whole = self._plan.interleave_halves is True and not first.program.plan.interleave_halves
         self._known[self._key(example, with_loss, whole)] = [first]
+
+    def follow(self, root: nn.Module) -> None:
+        """From now on the modes of the modules in `root`, which are as the skeleton's, decide which program runs."""
+        self._modules = [*root.modules()]
+        self._twins = tuple(zip(self.skeleton.modules(), self._modules, strict=True))
 
     @cached_property
     def foreign(self) -> frozenset[str]:

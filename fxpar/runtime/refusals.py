@@ -9,17 +9,15 @@ No wrapper asks whether it may. Each looks for an attribute of its own first; th
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
 from fxpar.errors import InputError
-from fxpar.runtime.world import World
+from fxpar.runtime.writes import FREE, RECORD, TABLES, check_free
 
 _HOOKS = "the compiled program calls no hooks: it runs operators and no modules"
-_PLAIN = (bool, int, float, str, type(None))
 _FSDP = "parameters are split and sharded by the plan"
 
 
@@ -50,31 +48,127 @@ def _hook_method(name: str) -> Any:
     return method
 
 
-# Attributes of a parallel module itself, which may have names of the author's.
-_OURS = frozenset(("plan", "world", "step", "saved_names", "loading", "training"))
+def _state_hook_method(name: str) -> Any:
+    def method(module: nn.Module, hook: Any) -> NoReturn:
+        _refuse(name, "state_dict() of a parallel module calls no hooks", "change the dict that state_dict() returns")
+
+    method.__name__ = method.__qualname__ = name
+    method.__doc__ = "Refused: `state_dict` and `load_state_dict` are fxpar's."
+    return method
+
+
+def _place_of(module: nn.Module) -> str:
+    """What errors name a module."""
+    return vars(module)[RECORD].path or type(module).__name__
+
+
+def _refuse_copy(module: nn.Module) -> NoReturn:
+    remedy = "copy its parameters (p.detach().clone()), or parallelize another copy of the model"
+    _refuse(_place_of(module), "cannot be copied", remedy)
 
 
 class Unwrappable(nn.Module):
-    """A module that runs as a part of a compiled program, and by itself not at all."""
+    """A module that runs as a part of a compiled program, and by itself not at all.
 
-    _authors: Mapping[str, Any] = MappingProxyType({})
+    Its instances become those of the author's classes too, whose methods they have: what these read is there, and what
+    no program would see of what they write is refused. Without a record it is still being made.
+    """
 
-    def keep_settings(self, module: nn.Module) -> None:
-        """From now on refuses to change the settings that the author's module has: its programs are compiled."""
-        settings = {name: v for name, v in vars(module).items() if not name.startswith("_") and name not in _OURS}
-        object.__setattr__(self, "_authors", settings)
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Ends here: the author's own would take a part's class for one of the author's."""
+
+    # Hooks and what authors do around a call are in the trace.
+    __call__ = nn.Module.__call__
+    _call_impl = nn.Module._call_impl
 
     def __setattr__(self, name: str, value: Any) -> None:
-        known = self._authors.get(name, value)
-        same = known is value or (isinstance(known, _PLAIN) and type(known) is type(value) and known == value)
-        part = self.__dict__.get("_modules", {}).get(name, value)
-        if not same or (isinstance(part, Submodule) and part is not value):
-            _refuse(
-                f"{type(self).__name__}.{name} = …",
-                "the programs are compiled, and would not see another value",
-                "change the model before parallelize; pass what changes from call to call as an argument",
-            )
-        super().__setattr__(name, value)
+        record = self.__dict__.get(RECORD)
+        if record is None:
+            check_free(self, name)
+            nn.Module.__setattr__(self, name, value)
+        elif name in record.ours or name in FREE:
+            object.__setattr__(self, name, value)
+        else:
+            if not any(name in self.__dict__[table] for table in TABLES):
+                record.check(name, value)
+            super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        record = self.__dict__[RECORD]
+        if name in record.settings:
+            record.refuse(name)
+        super().__delattr__(name)
+
+    def __getattr__(self, name: str) -> Any:
+        record = self.__dict__.get(RECORD)
+        if record is not None and name in record.elsewhere:
+            return record.elsewhere[name]
+        return super().__getattr__(name)
+
+    # ------------------------------------------------------------------ moves and copies
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns the module itself where it has the device and type already.
+
+        Raises:
+            InputError: it has not.
+        """
+        device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+        here = self.__dict__[RECORD].device
+        stays = device is None or (device.type == here.type and device.index in (None, here.index))
+        if stays and (dtype is None or {p.dtype for p in self.parameters()} <= {dtype}):
+            return self
+        return self._apply(lambda tensor: tensor)
+
+    def cpu(self) -> Any:
+        """Moves as `to`."""
+        return self.to("cpu")
+
+    def cuda(self, device: int | torch.device | None = None) -> Any:
+        """Moves as `to`."""
+        return self.to(torch.device("cuda", device) if device is None or isinstance(device, int) else device)
+
+    def float(self) -> Any:
+        """Casts as `to`."""
+        return self.to(torch.float32)
+
+    def double(self) -> Any:
+        """Casts as `to`."""
+        return self.to(torch.float64)
+
+    def half(self) -> Any:
+        """Casts as `to`."""
+        return self.to(torch.float16)
+
+    def bfloat16(self) -> Any:
+        """Casts as `to`."""
+        return self.to(torch.bfloat16)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> NoReturn:
+        _refuse(
+            _place_of(self),
+            "cannot be moved or cast: its programs are compiled for one device and element type",
+            "leave out .to(), .half(), .cuda() and share_memory(): it is on the process group's device, and "
+            "Plan(precision=…) casts; a trainer that moves or wraps its model (transformers' Trainer, accelerate) "
+            "cannot drive it: write the loop, loss = model.train_step(batch)",
+        )
+
+    def __copy__(self) -> NoReturn:
+        _refuse_copy(self)
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        _refuse_copy(self)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        _refuse(_place_of(self), "cannot be copied or pickled", "save full_state_dict() of the whole model")
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused: transformers' own would write this rank's parts."""
+        _refuse("save_pretrained()", "would write one rank's parts", "call save_checkpoint(folder) on all ranks")
+
+    push_to_hub = save_pretrained
+
+    # ------------------------------------------------------------------ wrappers
 
     # DistributedDataParallel reads it first, FullyShardedDataParallel and torch.compile set or read theirs.
     _ddp_params_and_buffers_to_ignore = _attribute(
@@ -104,61 +198,46 @@ class Unwrappable(nn.Module):
         _refuse("DataParallel", "would copy one rank's part to other devices", "use the module as it is")
 
 
-class Immovable(Unwrappable):
-    """A module that stays where its programs run, in the types that they were compiled for."""
-
-    world: World
+class Root(Unwrappable):
+    """The model itself; its modules are of the class `Submodule`."""
 
     def generate(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refused: generation needs caches."""
-        raise InputError("is not supported", where="generate()", remedy="load full_state_dict() into the plain model")
+        _refuse("generate()", "is not supported", "load full_state_dict() into the plain model")
 
-    def to(self, *args: Any, **kwargs: Any) -> Any:
-        """The module itself where it has the device and type already.
-
-        Raises:
-            InputError: it has not.
-        """
-        device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
-        own = self.world.device
-        stays = device is None or (device.type == own.type and device.index in (None, own.index))
-        if stays and ({p.dtype for p in self.parameters()} <= {dtype} or dtype is None):
-            return self
-        return self._apply(lambda tensor: tensor)
-
-    def _apply(self, fn: Any, recurse: bool = True) -> NoReturn:
-        raise InputError(
-            "cannot be moved or cast: its programs are compiled for one device and element type",
-            where="ParallelModule",
-            remedy="leave out .to(), .half(), .cuda() and share_memory(): it is on the process group's device, and "
-            "Plan(precision=…) casts; a trainer that moves or wraps its model (transformers' Trainer, accelerate) "
-            "cannot drive it: write the loop, loss = model.train_step(batch)",
-        )
-
-    def __deepcopy__(self, memo: Any) -> NoReturn:
-        raise InputError(
-            "cannot be copied",
-            where="ParallelModule",
-            remedy="copy its parameters (p.detach().clone()), or parallelize another copy of the model",
-        )
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise InputError("cannot be copied or pickled", where="ParallelModule", remedy="save full_state_dict()")
+    register_state_dict_pre_hook = _state_hook_method("register_state_dict_pre_hook")
+    register_state_dict_post_hook = _state_hook_method("register_state_dict_post_hook")
+    register_load_state_dict_pre_hook = _state_hook_method("register_load_state_dict_pre_hook")
+    register_load_state_dict_post_hook = _state_hook_method("register_load_state_dict_post_hook")
 
 
 class Submodule(Unwrappable):
-    """Holds the parameters of one of the author's modules, under its name."""
+    """One of the modules in a parallel model."""
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refused: parts of a program do not run alone."""
         _refuse(
-            "forward of a submodule",
+            f"forward of {_place_of(self)}",
             "the program runs the model as a whole",
             "call the parallel module, and return what you need from the model's forward",
         )
 
-    def __deepcopy__(self, memo: Any) -> NoReturn:
-        _refuse("copy.deepcopy", "a part of a parallel module cannot be copied", "copy its parameters")
+    # Before the author's hooks run.
+    __call__ = forward
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        _refuse("pickle", "a part of a parallel module cannot be pickled", "save full_state_dict() of the whole")
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Copies whole tensors in place, of which this rank takes its parts; what other ranks hold is left to them.
+
+        Raises:
+            InputError: `assign` is true.
+        """
+        if assign:
+            remedy = "leave it out: values are copied"
+            _refuse(
+                f"load_state_dict() of {_place_of(self)}",
+                "assign=True would exchange the memory of the programs",
+                remedy,
+            )
+        modules = self.named_modules(remove_duplicate=False)
+        elsewhere = {f"{path}.{name}".lstrip(".") for path, m in modules for name in vars(m)[RECORD].elsewhere}
+        return super().load_state_dict({n: v for n, v in state_dict.items() if n not in elsewhere}, strict)

@@ -1,18 +1,23 @@
 """The shape of a model without its memory, to trace it again in another mode or for another batch.
 
-Enters: a model. Leaves: a copy whose parameters and buffers are on the meta device, and its modules' tree by name.
+Enters: a model. Leaves: a copy whose parameters and buffers are on the meta device, and modules of a parallel model
+that are as its modules are.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from fxpar.errors import InputError
-from fxpar.runtime.refusals import Submodule, Unwrappable
+from fxpar.runtime.classes import class_of, original_of
+from fxpar.runtime.parameters import Elsewhere
+from fxpar.runtime.refusals import Root, Submodule, Unwrappable
+from fxpar.runtime.writes import BOOKKEEPING, RECORD, Record, Table, check_free, names_of
 
 
 def skeleton_of(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
@@ -43,34 +48,75 @@ def skeleton_of(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
         ) from error
 
 
-def attach(root: Unwrappable, skeleton: nn.Module) -> list[tuple[nn.Module, nn.Module]]:
-    """Gives `root` empty modules under all names of the skeleton's, in their modes; returns the pairs without the root.
+def attach(root: Root, skeleton: nn.Module, tensors: Mapping[int, Any], device: torch.device) -> dict[str, Any]:
+    """Gives `root` modules as the skeleton has them, and makes it and them instances of the author's classes.
+
+    What the skeleton's modules have in attributes is copied, and tensors are replaced wherever they stand there: in a
+    list that an author made of the weights that decay, too. A module under two names is one.
+
+    Args:
+        root: of no class of the author's yet.
+        tensors: what takes the place of the skeleton's parameters and buffers, by identity.
+        device: on which programs run.
+
+    Returns:
+        What `root` has of the author's attributes, for `seal`.
 
     Raises:
-        InputError: a name is taken by an attribute of `root`.
+        InputError: a name is taken by an attribute of `root`, or a module cannot be copied or change its class.
     """
-    root.training = skeleton.training
-    pairs: list[tuple[nn.Module, nn.Module]] = []
-    for name, module in skeleton.named_modules(remove_duplicate=False):
-        for leaf in (*module._parameters, *module._buffers) if module is skeleton else ():
-            _check_free(root, leaf)
-        if not name:
-            continue
-        path, _, leaf = name.rpartition(".")
-        parent = root.get_submodule(path)
-        if parent is root:
-            _check_free(root, leaf)
-        own = Submodule()
-        own.training = module.training
-        own.keep_settings(module)
-        parent.add_module(leaf, own)
-        pairs.append((module, own))
-    root.keep_settings(skeleton)
-    return pairs
+    kind, ours = type(root), frozenset(vars(root)) - BOOKKEEPING | names_of(type(root))
+    classes: dict[tuple[type, type], type] = {}
+    state = copy.deepcopy(skeleton.__getstate__(), {**tensors, id(skeleton): root})
+    if isinstance(state, dict):
+        state = {name: value for name, value in state.items() if name not in ours}
+    _become(root, kind, type(skeleton), classes)
+    root.__setstate__(state)
+    for name in ours:
+        check_free(root, name)
+    copies = dict(root.named_modules())
+    shared = {id(module) for module in skeleton.modules()}
+    for path, module in copies.items():
+        if id(module) in shared:
+            raise InputError("copies itself as itself", where=path, remedy="leave __deepcopy__ out of its class")
+        if module is not root:
+            _become(module, Submodule, type(module), classes)
+            _record(module, path, _settings(module, frozenset()), frozenset(), device)
+    return _settings(root, ours)
 
 
-def _check_free(root: nn.Module, name: str) -> None:
-    if hasattr(type(root), name) or name in vars(root):
+def seal(root: Root, settings: Mapping[str, Any], device: torch.device) -> None:
+    """From now on `root` refuses what no program would see, as its modules do; it has all attributes of ours."""
+    authors = {name: value for name, value in settings.items() if vars(root)[name] is value}
+    ours = frozenset(vars(root)) - BOOKKEEPING - authors.keys()
+    _record(root, "", authors, ours | names_of(type(root)), device)
+
+
+def _settings(module: nn.Module, ours: frozenset[str]) -> dict[str, Any]:
+    return {name: value for name, value in vars(module).items() if name not in ours and name not in BOOKKEEPING}
+
+
+def _become(module: nn.Module, ours: type[Unwrappable], author: type, classes: dict[tuple[type, type], type]) -> None:
+    if (ours, author) not in classes:
+        classes[ours, author] = class_of(ours, author)
+    try:
+        object.__setattr__(module, "__class__", classes[ours, author])
+    except TypeError as error:
+        remedy = "leave __slots__ and base classes that are no modules out of it"
         raise InputError(
-            f"the name is taken by {type(root).__name__}.{name}", where=name, remedy="rename it in the model"
-        )
+            f"cannot be a part of a parallel model: {error}", where=author.__name__, remedy=remedy
+        ) from None
+
+
+def _record(
+    module: nn.Module, path: str, settings: Mapping[str, Any], ours: frozenset[str], device: torch.device
+) -> None:
+    """From now on the module refuses what no program would see. Hooks are in the trace, and nobody else calls them."""
+    state, fresh = vars(module), vars(nn.Module())
+    state.update({name: hooks for name, hooks in fresh.items() if name.startswith(("_forward_", "_backward_"))})
+    elsewhere = {name: p for name, p in state["_parameters"].items() if isinstance(p, Elsewhere)}
+    entries = {name: None if name in elsewhere else p for name, p in state["_parameters"].items()}
+    state["_parameters"] = Table(entries, path, elsewhere)
+    state["_buffers"] = Table(state["_buffers"], path, {}, exchanged=True)
+    state["_modules"] = Table(state["_modules"], path, {})
+    state[RECORD] = Record(path, original_of(type(module)), settings, ours, elsewhere, device)

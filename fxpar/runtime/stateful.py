@@ -17,7 +17,7 @@ from fxpar.errors import InputError
 from fxpar.plan.plan import Plan
 from fxpar.runtime.agreement import together_at_once
 from fxpar.runtime.randomness import RandomState
-from fxpar.runtime.refusals import Immovable
+from fxpar.runtime.refusals import Root
 from fxpar.state import distributed_state
 from fxpar.state.checkpoint import Checkpoint
 from fxpar.state.export import save_checkpoint
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from fxpar.runtime.programs import Programs
 
 
-class Stateful(Immovable):
+class Stateful(Root):
     """What of a parallel module saves and loads."""
 
     plan: Plan

@@ -27,11 +27,7 @@ def test_settings_that_programs_do_not_see_are_refused(world2: World) -> None:
     assert first == other
     assert first.pop("note") == "a word of the script's own"
     assert first.pop("shared memory")[1] == "up.weight.share_memory_()"
-    assert [where for _, where, _, _ in first.values()] == [
-        "Submodule.p = …",
-        "ParallelModule.drop = …",
-        "Submodule.eps = …",
-    ]
+    assert [where for _, where, _, _ in first.values()] == ["drop.p = …", "drop", "norm.eps = …"]
 
 
 def test_steps_by_hand_are_those_of_one_process(world2: World) -> None:
