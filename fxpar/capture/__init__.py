@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
@@ -23,6 +24,7 @@ from fxpar.capture.memo import OtherMemos
 from fxpar.capture.rowwise import check_row_wise
 from fxpar.capture.sizes import SizeError, check_views
 from fxpar.capture.trace import Trace, arguments, trace
+from fxpar.capture.written import check_written
 from fxpar.errors import CaptureError
 from fxpar.ops.functions import function as kept
 from fxpar.plan.plan import Plan
@@ -71,7 +73,8 @@ def capture(
     Raises:
         CaptureError: the model cannot be captured with the same values and gradients; says where and what to do.
     """
-    with without_collections():
+    # A program may be differentiated later: regions of no_grad show where gradients are on around them.
+    with without_collections(), torch.enable_grad():
         return _capture(model, batch, plan or Plan(), loss)
 
 
@@ -83,6 +86,7 @@ def _capture(model: nn.Module, batch: Any, plan: Plan, loss: Callable[..., Any] 
 
     def traced(copies: bool) -> tuple[Trace, Program, CallSpec]:
         found = _traced(model, batch, plan, function, name, others, copies, experts)
+        check_written(found[1], found[0].norms)
         return found[0], _with_trainable_loss(model, found[1], is_guess=loss is None), found[2]
 
     how, program, spec = traced(copies=True)

@@ -71,6 +71,7 @@ PLAN_FLAGS = (
     "--experts",
     "--batch-dim",
     "--loss-reduction",
+    "--batch-norm",
     "--sequence-parallel",
     "--interleave-halves",
     "--seed",
@@ -205,6 +206,9 @@ def _request(
     loss_reduction: Annotated[
         str | None, typer.Option(metavar="HOW", help="mean, token or local_mean: see fxpar.Plan")
     ] = None,
+    batch_norm: Annotated[
+        str | None, typer.Option(metavar="HOW", help="over data ranks: refuse or global: see fxpar.Plan")
+    ] = None,
     sequence: Annotated[
         bool | None,
         typer.Option(
@@ -250,6 +254,7 @@ def _request(
     given |= {"--sequence-parallel": sequence, "--row-wise": row_wise, "--batch-dim": batch_dim}
     given |= {"--interleave-halves": interleave_halves, "--experts": experts}
     given |= {"--loss-reduction": loss_reduction, "--recompute": recompute, "--activation-budget": activation_budget}
+    given |= {"--batch-norm": batch_norm}
     given |= {MODE_FLAG: train, "--batch": batch, "--seq": seq}
     chosen = Plan() if plan is None else Plan.load(plan)
     changes: dict[str, Any] = {"tp": tp, "dp": dp, "sequence_parallel": sequence, "seed": seed, "precision": precision}
@@ -261,7 +266,7 @@ def _request(
         "capacity_factor": capacity_factor,
         "interleave_halves": interleave_halves,
     }
-    changes |= {"drop_policy": drop_policy, "pad_to_capacity": padded}
+    changes |= {"batch_norm": batch_norm, "drop_policy": drop_policy, "pad_to_capacity": padded}
     changes = {name: value for name, value in changes.items() if value is not None}
     if split:
         changes["split"] = {**chosen.split, **_split_lines(split)}
