@@ -21,6 +21,7 @@ from fxpar.program.program import (
     with_operands,
 )
 from fxpar.program.properties import Property
+from fxpar.program.written import is_buffer
 from fxpar.rules.conversion import Conversion, conversions
 
 # The conversions that are there: of a value, to a layout.
@@ -47,7 +48,8 @@ def insert_collectives(program: Program) -> Program:
     value.
     Partial sums are reduced right after they are made, everything else is converted right before its first use.
     Values and gradients stay equal; afterwards every operation's operands have the layouts it needs. The loss ends
-    invariant on every axis; other outputs do too, or stay shards. Refuses conversions that the table lacks.
+    invariant on every axis; other outputs do too, or stay shards; new
+    values of buffers end whole. Refuses conversions that the table lacks.
     """
     flags = carried(program)
     made: Made = {}
@@ -106,7 +108,7 @@ def _insert(program: Program, node: fx.Node, step: Conversion, user: fx.Node) ->
 
 
 def _finish_outputs(program: Program, made: Made, flags: dict[fx.Node, tuple[bool, ...]]) -> None:
-    """The loss becomes invariant, other outputs too or stay shards.
+    """The loss becomes invariant, and a buffer whole on every rank; other outputs too or stay shards.
 
     No caller could add the ranks' summands of a partial value, nor give each rank its share of a gradient.
     """
@@ -115,7 +117,7 @@ def _finish_outputs(program: Program, made: Made, flags: dict[fx.Node, tuple[boo
     for name, node in program.output_nodes().items():
         layout = output_layouts(node)[0]
         for axis in program.axes:
-            if name == program.loss or not layout.on(axis).is_shard:
+            if name == program.loss or is_buffer(name) or not layout.on(axis).is_shard:
                 layout = layout.with_(axis, resting(I, any(flags[node])))
         values.append(_converted(program, made, node, layout, any(flags[node]), final))
     final.args = (tuple(values),)

@@ -10,7 +10,7 @@ from torch import fx
 from fxpar.analysis.divisible import Divisible, divisible
 from fxpar.choice.cuts import stage_ends
 from fxpar.choice.stages import choose_stages, cuts_as_held
-from fxpar.errors import PassError
+from fxpar.errors import PassError, PlanError
 from fxpar.manager import Pass, register_pass
 from fxpar.ops.coercions import sum_gradients
 from fxpar.ops.transfers import transfer
@@ -21,6 +21,7 @@ from fxpar.program.copying import copy_node
 from fxpar.program.program import Note, Program, TensorType, describe, note, set_note, update
 from fxpar.program.properties import Property
 from fxpar.program.stages import is_one_stage, stage_of
+from fxpar.program.written import buffer_name, is_buffer
 
 
 def _has_stages(program: Program) -> bool:
@@ -109,9 +110,12 @@ class _Stages:
         last = max(self.stage.values())
         # By the count the last stage, which has the loss, weighs microbatches.
         count = self.program.output_nodes().get(COUNT)
+        new = {node for name, node in self.program.output_nodes().items() if is_buffer(name)}
         for value in end.all_input_nodes:
             if value.op == "call_function" and (value not in self.stage or value is count):
-                end.replace_input_with(value, self._on(value, last, end))
+                # The new value of a buffer stays where it is read.
+                read = [stage for made, stage in self.made if made is value and value in new]
+                end.replace_input_with(value, self._on(value, min(read, default=last), end))
         for node in reversed(nodes):
             if node not in self.stage and not node.users:
                 self.graph.erase_node(node)
@@ -169,8 +173,24 @@ class _Stages:
         return update(new, stages=(stage,))
 
     def _hold(self) -> None:
-        """Parameters are held by the stages that read them; what nothing reads by the first."""
+        """Parameters are held by the stages that read them, and buffers by that which writes them; others by the first.
+
+        Raises:
+            PlanError: a buffer is written by one stage and read by another, which would not know the new value.
+        """
+        ends = self.program.output_nodes()
         for parameter in self.program.parameters:
-            node = self.program.node(parameter.node)
+            node, new = self.program.node(parameter.node), ends.get(buffer_name(parameter.fqn))
             stages = {stage_of(user) for user in node.users if user.op == "call_function"}
+            if new is not None and new.op == "call_function":
+                others = stages - {stage_of(new)}
+                if others:
+                    raise PlanError(
+                        f"stage {stage_of(new)} writes this buffer, and stage {min(others)} reads it, which would not "
+                        "know its new value",
+                        where=parameter.fqn,
+                        remedy="begin stages so that one has both (Plan(stages=…)), or give each module a buffer of "
+                        "its own",
+                    )
+                stages.add(stage_of(new))
             update(node, stages=tuple(sorted(stages)) or (0,))

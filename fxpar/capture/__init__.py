@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
@@ -26,6 +27,7 @@ from fxpar.capture.rowwise import check_row_wise
 from fxpar.capture.sizes import SizeError, check_views
 from fxpar.capture.step_count import check_step_count
 from fxpar.capture.trace import Trace, arguments, trace
+from fxpar.capture.written import check_written
 from fxpar.errors import CaptureError
 from fxpar.ops.functions import function as kept
 from fxpar.plan.plan import Plan
@@ -83,7 +85,8 @@ def capture(
     Raises:
         CaptureError: the model cannot be captured with the same values and gradients; says where and what to do.
     """
-    with without_collections():
+    # A program may be differentiated later: regions of no_grad show where gradients are on around them.
+    with without_collections(), torch.enable_grad():
         return _capture(model, batch, plan or Plan(), loss, fixed)
 
 
@@ -103,6 +106,7 @@ def _capture(
     def traced(copies: bool) -> tuple[Trace, Program, CallSpec]:
         options = {"copies": copies, "experts": experts, "fixed": fixed, "dtype": input_dtype(plan)}
         found = _traced(partial(trace, model, batch, function, others=others, **options), model, batch, plan, name)
+        check_written(found[1], found[0].norms)
         return found[0], _with_trainable_loss(model, found[1], is_guess=loss is None), found[2]
 
     how, program, spec = traced(copies=True)

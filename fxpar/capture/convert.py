@@ -10,6 +10,7 @@ import operator
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ from fxpar.program.program import (
     set_note,
     tensor_type,
 )
+from fxpar.program.written import buffer_name, is_buffer
 
 
 @dataclass(frozen=True)
@@ -91,11 +93,17 @@ class _Conversion:
     graph: fx.Graph
     mapping: dict[fx.Node, fx.Node]
 
+    @cached_property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Parameters and buffers of the model by all their names."""
+        found: dict[str, torch.Tensor] = dict(self.model.named_parameters(remove_duplicate=False))
+        found.update(self.model.named_buffers(remove_duplicate=False))
+        return found
 
-def _tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
-    found.update(model.named_buffers(remove_duplicate=False))
-    return found
+    @cached_property
+    def names(self) -> dict[int, str]:
+        """The first name of each of these, by identity."""
+        return {id(tensor): fqn for fqn, tensor in reversed(list(self.tensors.items()))}
 
 
 def _path(keys: Any) -> str:
@@ -140,6 +148,17 @@ def convert(traced: Trace, model: nn.Module, plan: Plan, loss: str | None) -> tu
     return program, spec
 
 
+def _name_of(state: _Conversion, target: Any) -> str:
+    """The first name that the author's model has for a parameter or buffer of the trace."""
+    exported = state.traced.exported
+    actual = exported.state_dict.get(target, exported.constants.get(target))
+    actual = state.traced.originals.get(id(actual), actual)
+    fqn = state.names.get(id(actual)) or str(target).removeprefix(state.traced.prefix)
+    if fqn not in state.tensors:
+        refuse_foreign(fqn)
+    return state.names[id(state.tensors[fqn])]
+
+
 def _numbered(spec: pytree.TreeSpec) -> Any:
     return pytree.tree_unflatten(list(range(spec.num_leaves)), spec)
 
@@ -156,25 +175,18 @@ def _placeholders(
     state: _Conversion, paths: list[str]
 ) -> tuple[list[Parameter], list[Input], dict[str, torch.Tensor], list[tuple[str, Any]]]:
     exported, mapping = state.traced.exported, state.mapping
-    tensors = _tensors_of(state.model)
-    first: dict[int, str] = {}
+    tensors = state.tensors
     aliases: dict[str, list[str]] = {}
     for fqn, tensor in tensors.items():
-        aliases.setdefault(first.setdefault(id(tensor), fqn), []).append(fqn)
+        aliases.setdefault(state.names[id(tensor)], []).append(fqn)
     owned: dict[str, fx.Node] = {}
     parameters, inputs, constants, leaves = [], [], {}, []
     shown = iter(_clean(paths))
     holders = [n for n in exported.graph.nodes if n.op == "placeholder"]
-    by_identity = {id(t): fqn for fqn, t in reversed(list(tensors.items()))}
     pending: list[tuple[fx.Node, str]] = []
     for node, spec in zip(holders, exported.graph_signature.input_specs, strict=True):
         if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
-            actual = exported.state_dict.get(spec.target, exported.constants.get(spec.target))
-            actual = state.traced.originals.get(id(actual), actual)
-            fqn = by_identity.get(id(actual)) or str(spec.target).removeprefix(state.traced.prefix)
-            if fqn not in tensors:
-                refuse_foreign(fqn)
-            fqn = first.get(id(tensors[fqn]), fqn)
+            fqn = _name_of(state, spec.target)
             if fqn not in owned:
                 owned[fqn] = _placeholder(state, node, fqn)
                 kind = "parameter" if spec.kind is InputKind.PARAMETER else "buffer"
@@ -295,7 +307,10 @@ def _outputs(state: _Conversion) -> tuple[list[str], list[tuple[str, Any]]]:
     out_spec = exported.call_spec.out_spec
     paths = [_path(keys) or "output" for keys, _ in pytree.tree_flatten_with_path(_numbered(out_spec))[0]]
     names, leaves, nodes = [], [], []
-    for path, spec, value in zip(paths, exported.graph_signature.output_specs, values, strict=True):
+    specs = list(zip(exported.graph_signature.output_specs, values, strict=True))
+    new = {_name_of(state, spec.target): value for spec, value in specs if spec.kind is OutputKind.BUFFER_MUTATION}
+    rest = [pair for pair in specs if pair[0].kind is not OutputKind.BUFFER_MUTATION]
+    for path, (spec, value) in zip(paths, rest, strict=True):
         if spec.kind is not OutputKind.USER_OUTPUT:
             raise CaptureError(
                 f"an output of kind {spec.kind.name} is not supported", where=path, remedy="return tensors"
@@ -310,7 +325,8 @@ def _outputs(state: _Conversion) -> tuple[list[str], list[tuple[str, Any]]]:
             leaves.append(("constant", value))
     if not nodes:
         raise CaptureError("the model returns no tensor", where="outputs", remedy="return the loss, or outputs")
-    state.graph.output(tuple(nodes))
+    names += [buffer_name(fqn) for fqn in new]
+    state.graph.output((*nodes, *(state.mapping[value] for value in new.values())))
     return names, leaves
 
 
@@ -318,7 +334,10 @@ def _loss_name(program: Program, wanted: str | None) -> str:
     scalars = [
         name
         for name, node in program.output_nodes().items()
-        if isinstance(kind := node.meta["custom"]["fxpar"].type, TensorType) and kind.is_float and not kind.shape
+        if not is_buffer(name)
+        and isinstance(kind := node.meta["custom"]["fxpar"].type, TensorType)
+        and kind.is_float
+        and not kind.shape
     ]
     if wanted == "":
         return ""

@@ -23,6 +23,7 @@ from torch.export import ExportedProgram
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fxpar.capture import patches
+from fxpar.capture.norms import write_norms
 from fxpar.rules import rule_of
 
 aten = torch.ops.aten
@@ -34,13 +35,11 @@ def functional_form(exported: ExportedProgram) -> ExportedProgram:
     Args:
         exported: a flat graph.
     """
-    for node in list(exported.graph.nodes):
-        if node.target is aten.batch_norm.default and not node.args[5]:
-            node.replace_all_uses_with(_norm_by_constants(exported.graph, node))
-            exported.graph.erase_node(node)
+    write_norms(exported.graph)
     nodes = [node for node in exported.graph.nodes if node.op == "call_function"]
     if not all(_is_known(node) for node in nodes):
         composed = frozenset(target for target in {node.target for node in nodes} if _is_taken_apart(target))
+        _forget_annotations(exported.graph)
         retraced: ExportedProgram = exported.run_decompositions(dict(_decompositions(composed)))
         return retraced
     for node in nodes:
@@ -53,6 +52,14 @@ def functional_form(exported: ExportedProgram) -> ExportedProgram:
     with patches.late_code():
         exported.graph_module.recompile()
     return exported
+
+
+def _forget_annotations(graph: fx.Graph) -> None:
+    """Takes away what torch notes of its own functions: it takes a node for the buffer of its name, and compares."""
+    for node in graph.nodes:
+        if "custom" in node.meta:
+            custom = node.meta["custom"]
+            node.meta["custom"] = {k: v for k, v in custom.items() if not k.startswith("_torchdynamo_disable")}
 
 
 @functools.cache
@@ -280,36 +287,6 @@ def _dropout(graph: fx.Graph, node: fx.Node) -> fx.Node:
         item = graph.call_function(operator.getitem, (new, 0))
     item.meta = dict(node.meta)
     return item
-
-
-def _norm_by_constants(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """`batch_norm` with the statistics that it has, `[C]` each: a product and a sum for each channel.
-
-    torch's own operator gives two statistics besides, whose shapes differ between kernels.
-    """
-    x, weight, bias, mean, variance, _, _, epsilon, _ = node.args
-    result = _value(node)
-
-    def call(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        new = _made(graph, node, target, *args, **kwargs)
-        values, options = torch.fx.node.map_arg((args, kwargs), _value)
-        new.meta["val"] = target(*values, **options)
-        return new
-
-    def along(value: Any) -> fx.Node:
-        return call(aten.view.default, value, [-1, *[1] * (result.dim() - 2)])
-
-    if _value(x).dtype != _value(mean).dtype:
-        x = call(aten._to_copy.default, x, dtype=_value(mean).dtype)
-    scale = call(aten.rsqrt.default, call(aten.add.Tensor, variance, epsilon))
-    if weight is not None:
-        scale = call(aten.mul.Tensor, scale, weight)
-    found = call(aten.mul.Tensor, call(aten.sub.Tensor, x, along(mean)), along(scale))
-    if bias is not None:
-        found = call(aten.add.Tensor, found, along(bias))
-    if _value(found).dtype != result.dtype:
-        found = call(aten._to_copy.default, found, dtype=result.dtype)
-    return found
 
 
 _Rewrite = Callable[[fx.Graph, fx.Node], fx.Node]

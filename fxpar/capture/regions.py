@@ -1,7 +1,7 @@
 """Regions and mutation in an exported graph: what must be settled before the graph is made functional.
 
 Enters: graphs with higher-order operators (`no_grad`, autocast, checkpoints) and in-place operators. Leaves: flat
-graphs with the same gradients; errors where functional form would lose a gradient or a changed buffer.
+graphs with the same gradients; errors where functional form would lose a gradient or a changed parameter.
 """
 
 from __future__ import annotations
@@ -19,14 +19,11 @@ from fxpar.capture.places import source_of
 from fxpar.errors import CaptureError
 
 aten = torch.ops.aten
-_OWNED = {InputKind.PARAMETER: "parameter", InputKind.BUFFER: "buffer"}
 _CHANGED = {
-    OutputKind.BUFFER_MUTATION: "buffer",
     OutputKind.PARAMETER_MUTATION: "parameter",
     OutputKind.USER_INPUT_MUTATION: "input",
 }
 _REMEDIES = {
-    "buffer": "use layers without running statistics (LayerNorm for BatchNorm), or put them in eval mode",
     "parameter": "change it outside of the forward",
     "input": "work on a copy",
 }
@@ -91,6 +88,8 @@ def _inline(
                 _refuse_hidden(where)
     with graph.inserting_before(node):
         outputs = graph.graph_copy(inner.graph, mapping)
+        if detach:
+            _detach_writes([mapping[each] for each in inner.graph.nodes if each in mapping])
         outputs = list(outputs) if isinstance(outputs, (tuple, list)) else [outputs]
         if detach:
             outputs = [value if value in args else _detached(graph, value) for value in map(_itself, outputs)]
@@ -118,6 +117,19 @@ def _itself(value: Any) -> Any:
             break
         value = source
     return value
+
+
+def _detach_writes(nodes: list[Any]) -> None:
+    """Detaches what a `no_grad` region writes into memory from outside: it is read there without a gradient."""
+    for node in nodes:
+        changed = _mutated(node) if isinstance(node, fx.Node) else []
+        if not changed:
+            continue
+        with node.graph.inserting_before(node):
+            for operand in [each for each in node.all_input_nodes if each not in changed]:
+                detached = _detached(node.graph, operand)
+                if detached is not operand:
+                    node.replace_input_with(operand, detached)
 
 
 def _detached(graph: fx.Graph, value: Any) -> Any:
@@ -198,7 +210,7 @@ def settle(exported: ExportedProgram, prefix: str) -> None:
         prefix: what names begin with besides the author's.
 
     Raises:
-        CaptureError: names the line, or the parameter or buffer that changes.
+        CaptureError: names the line, or the parameter that changes.
     """
     specs = {s.arg.name: s for s in exported.graph_signature.input_specs}
     parameters = frozenset(name for name, s in specs.items() if s.kind is InputKind.PARAMETER)
@@ -209,9 +221,9 @@ def settle(exported: ExportedProgram, prefix: str) -> None:
             base, detached = _base(value)
             if detached and _has_gradient(base, parameters):
                 _refuse_hidden(source_of(node))
-            if base.op == "placeholder" and specs[base.name].kind in _OWNED:
+            if base.op == "placeholder" and specs[base.name].kind is InputKind.PARAMETER:
                 name = str(specs[base.name].target).removeprefix(prefix)
-                _refuse_change(_OWNED[specs[base.name].kind], name, source_of(node))
+                _refuse_change("parameter", name, source_of(node))
 
 
 def _free(graph: fx.Graph, parameters: frozenset[str]) -> None:
@@ -256,10 +268,10 @@ def _refuse_change(kind: str, name: str, source: str) -> NoReturn:
 
 
 def refuse_mutation(exported: ExportedProgram, prefix: str) -> None:
-    """Refuses a functional program that returns new values of what it was given; arguments as for `settle`.
+    """Refuses a functional program that returns new values of parameters or inputs; arguments as for `settle`.
 
     Raises:
-        CaptureError: names the parameter, buffer or input.
+        CaptureError: names the parameter or input.
     """
     for spec in exported.graph_signature.output_specs:
         if spec.kind in _CHANGED:

@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from fxpar.capture.copies import Copied, Surrounding, node_of
 from fxpar.capture.memo import Memory
+from fxpar.capture.norms import changes_statistics
 from fxpar.capture.observed import Number
 from fxpar.capture.reads import Reads, has_hooks
 from fxpar.capture.recording import RECOMPUTE_KEY, Recorder
@@ -185,6 +186,8 @@ class Repeats:
             nodes.append(node)
         try:
             if [tensor._version for tensor in inputs] != versions or not memory.is_unchanged():
+                raise UnknownValueError
+            if any(changes_statistics(node) for node in nodes):  # which change without a new version
                 raise UnknownValueError
             if [node_of(tracer, tensor) for tensor in inputs] != before:
                 raise UnknownValueError

@@ -42,6 +42,7 @@ from fxpar.capture.guards import (
 )
 from fxpar.capture.memo import OtherMemos, nothing_remembered
 from fxpar.capture.memory import with_memory
+from fxpar.capture.norms import normed_batches
 from fxpar.capture.observed import Number
 from fxpar.capture.picked import refuse_loop
 from fxpar.capture.places import Blamed, place_of
@@ -135,6 +136,7 @@ class Trace:
         assumptions: branches on sizes that Dynamo took before the export.
         keywords: the model was called with keyword arguments and traced with one mapping of them.
         copied: calls of layers that are copies, each with that which it repeats.
+        norms: modules that norm by statistics of the batch, each with its line.
     """
 
     exported: ExportedProgram
@@ -145,6 +147,7 @@ class Trace:
     assumptions: tuple[Assumption, ...] = ()
     keywords: bool = False
     copied: Mapping[Number, Number] = field(default_factory=dict)
+    norms: tuple[str, ...] = ()
 
 
 def trace(
@@ -227,8 +230,8 @@ def _trace(run: Called, offered: Offered, originals: Mapping[int, Tensor], other
         try:
             with untouched(module), nothing_remembered(module, others), questions:
                 # Another way than the eager one is not what the walk of the eager model goes.
-                exported, recorder, copied = _functional(module, call, prefix, copies and as_eager)
-            return Trace(exported, "export", recorder, prefix, originals, copied=copied)
+                exported, recorder, copied, norms = _functional(module, call, prefix, copies and as_eager)
+            return Trace(exported, "export", recorder, prefix, originals, copied=copied, norms=norms)
         except (CaptureError, *FAILURES) as error:
             if copies:  # what is wrong with a model shows in a trace of each of its layers
                 return _trace(run, offered, originals, others, False)
@@ -243,16 +246,20 @@ def _trace(run: Called, offered: Offered, originals: Mapping[int, Tensor], other
     try:
         with untouched(module), nothing_remembered(module, others, plain=True):
             graph_module, assumptions = dynamo_graph(module, prefix, *call)
-        exported, recorder, _ = _functional(graph_module, call, prefix, False)
-        return Trace(exported, "dynamo", recorder, prefix, originals, assumptions)
+        exported, recorder, _, norms = _functional(graph_module, call, prefix, False)
+        return Trace(exported, "dynamo", recorder, prefix, originals, assumptions, norms=norms)
     except FAILURES as error:
         raise _explained(first, error) from first
 
 
 def _functional(
     module: nn.Module, call: _Call, prefix: str, copies: bool
-) -> tuple[ExportedProgram, Recorder, Mapping[Number, Number]]:
-    """Exports a module in functional form; with what was recorded, and which calls of layers are copies of which."""
+) -> tuple[ExportedProgram, Recorder, Mapping[Number, Number], tuple[str, ...]]:
+    """Exports a module in functional form.
+
+    Returns:
+        Besides it what was recorded, which calls of layers are copies of which, and the norms of the batch.
+    """
     args, kwargs, offered = call
     shapes = pytree.tree_map(lambda value: _dims(value, offered), bound_arguments(module, args, kwargs))
     watch = Watch()
@@ -278,11 +285,12 @@ def _functional(
             raise type(error)(error.reason, where=place_of(error), remedy=error.remedy) from error
         with patches.late_code():
             settle(exported, prefix)
+        norms = normed_batches(exported.graph, prefix)
         with patches.loss_shapes():
             functional = functional_form(exported)
         refuse_mutation(functional, prefix)
         replace_copies(functional)
-    return functional, recorder, repeats.copied
+    return functional, recorder, repeats.copied, norms
 
 
 def _dims(value: Any, offered: Offered) -> Any:

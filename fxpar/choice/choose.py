@@ -21,6 +21,7 @@ from fxpar.layout.layout import I, Layout, Placement, shard
 from fxpar.program.coercions import resting
 from fxpar.program.gradients import carried
 from fxpar.program.program import Program, describe, operands, tensor_type
+from fxpar.program.written import is_buffer
 
 
 @dataclass(frozen=True)
@@ -85,13 +86,13 @@ def choose(program: Program, axis: str, lines: Lines, layouts: Mapping[str, Layo
 
 
 def _ends(program: Program, options: Options) -> dict[Value, tuple[Placement, ...]]:
-    """The loss ends whole, with its gradient on every rank; other outputs may stay shards."""
+    """The loss ends whole, with its gradient on every rank, and so do buffers; other outputs may stay shards."""
     found: dict[Value, tuple[Placement, ...]] = {}
     for name, node in program.output_nodes().items():
         value = value_of(node)
         whole = resting(I, options.carries(value))
         shards = [p for p in options.placements(value) if p.is_shard and not p.is_shared]
-        allowed = (whole,) if name == program.loss else (whole, *shards)
+        allowed = (whole,) if name == program.loss or is_buffer(name) else (whole, *shards)
         found[value] = min(found.get(value, allowed), allowed, key=len)
     return found
 

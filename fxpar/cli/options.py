@@ -72,6 +72,7 @@ PLAN_FLAGS = (
     "--batch-dim",
     "--loss-reduction",
     "--cast-inputs",
+    "--batch-norm",
     "--sequence-parallel",
     "--interleave-halves",
     "--seed",
@@ -206,6 +207,9 @@ def _request(
     loss_reduction: Annotated[
         str | None, typer.Option(metavar="HOW", help="mean, token, local_mean or sum: see fxpar.Plan")
     ] = None,
+    batch_norm: Annotated[
+        str | None, typer.Option(metavar="HOW", help="over data ranks: refuse or global: see fxpar.Plan")
+    ] = None,
     sequence: Annotated[
         bool | None,
         typer.Option(
@@ -263,6 +267,7 @@ def _request(
     }
     given |= {"--interleave-halves": interleave_halves, "--experts": experts}
     given |= {"--loss-reduction": loss_reduction, "--recompute": recompute, "--activation-budget": activation_budget}
+    given |= {"--batch-norm": batch_norm}
     given |= {MODE_FLAG: train, "--batch": batch, "--seq": seq}
     chosen = Plan() if plan is None else Plan.load(plan)
     changes: dict[str, Any] = {"tp": tp, "dp": dp, "sequence_parallel": sequence, "seed": seed, "precision": precision}
@@ -279,7 +284,7 @@ def _request(
         "capacity_factor": capacity_factor,
         "interleave_halves": interleave_halves,
     }
-    changes |= {"drop_policy": drop_policy, "pad_to_capacity": padded}
+    changes |= {"batch_norm": batch_norm, "drop_policy": drop_policy, "pad_to_capacity": padded}
     changes = {name: value for name, value in changes.items() if value is not None}
     if split:
         changes["split"] = {**chosen.split, **_split_lines(split)}

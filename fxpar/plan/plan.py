@@ -30,6 +30,7 @@ from fxpar.plan.recompute import recompute_problems
 
 SPLITS = ("column", "row", "head", "vocab", "replicate")
 LOSS_REDUCTIONS = ("mean", "token", "local_mean", "sum")
+BATCH_NORMS = ("refuse", "global")
 PRECISIONS = ("as_is", "fp32", "bf16", "fp16", "bf16_weights")
 EXCHANGES = ("auto", "nccl", "copy")
 
@@ -88,6 +89,9 @@ class Plan:
             mean of the means of each data rank, as Megatron has it. `sum` adds the losses of all microbatches and data
             ranks: for a loss that the author divided by what counts in the whole step (`num_items_in_batch` of
             transformers, which no other reduction accepts).
+        batch_norm: what a norm by statistics of the batch does in training where data ranks share out the batch:
+            `refuse`, for its statistics would be of a rank's rows, or `global`, statistics of all ranks' rows of a
+            microbatch, which one device has.
         sequence_parallel: whether activations between the split matrices may be cut over the sequence, so that norms,
             dropout and residuals are shared out too: all-reduces become pairs of reduce-scatter and all-gather. tp must
             divide the sequence length.
@@ -176,6 +180,7 @@ class Plan:
     batch_dims: Mapping[str, int] = field(default_factory=dict)
     padding: Mapping[str, int | float | bool] = field(default_factory=dict)
     loss_reduction: str = "mean"
+    batch_norm: str = "refuse"
     row_wise: tuple[str, ...] = ()
     sequence_parallel: bool = False
     seed: int = 0
@@ -268,7 +273,8 @@ class Plan:
             yield f"seed={shown(self.seed)} is no integer in [0, 2^63): choose another seed"
         if type(self.size_programs) is not int or not 1 <= self.size_programs <= MOST_RANKS:
             yield f"size_programs={shown(self.size_programs)} is no number of programs: give one of at least 1"
-        for name, words in (("loss_reduction", LOSS_REDUCTIONS), ("precision", PRECISIONS), ("exchange", EXCHANGES)):
+        words_of = {"loss_reduction": LOSS_REDUCTIONS, "precision": PRECISIONS, "exchange": EXCHANGES}
+        for name, words in (words_of | {"batch_norm": BATCH_NORMS}).items():
             if getattr(self, name) not in words:
                 yield f"{name}={shown(getattr(self, name))} is unknown: choose one of {', '.join(words)}"
         yield from halves_problems(self)

@@ -16,6 +16,7 @@ from torch import Tensor
 from fxpar.errors import InputError
 from fxpar.passes.reduction import COUNT
 from fxpar.program.loads import is_counted
+from fxpar.program.written import is_buffer
 from fxpar.runtime import batch as calls
 from fxpar.runtime.inputs import Inputs, Shapes
 from fxpar.runtime.microbatches import Microbatch, Part, weight
@@ -66,7 +67,8 @@ class ForwardBackward:
         call = self._programs.with_all_places(call)
         if call.unproven:
             self._check_padding(call, self._loss_name(call, "call"))
-        wanted = tuple(name for name in call.compiled.program.outputs if name != COUNT and not is_counted(name))
+        outputs = call.compiled.program.outputs
+        wanted = tuple(n for n in outputs if n != COUNT and not is_counted(n) and not is_buffer(n))
         return call, self._runner.outputs(call, wanted)
 
     def bind(self, batch: Any, whole: bool = False) -> Bound:

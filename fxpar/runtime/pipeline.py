@@ -21,6 +21,7 @@ from fxpar.passes.reduction import COUNT
 from fxpar.plan.plan import Plan
 from fxpar.program.program import Program, tensor_type
 from fxpar.program.stages import Stage, holders, received_name
+from fxpar.program.written import buffer_name, is_buffer, written
 from fxpar.runtime.agreement import is_lost
 from fxpar.runtime.channels import Channels
 from fxpar.runtime.evaluation import Evaluation, part_of
@@ -32,6 +33,7 @@ from fxpar.runtime.shared import Shared
 from fxpar.runtime.steps import Pending, Steps
 from fxpar.runtime.waiting import Waiting
 from fxpar.runtime.world import World
+from fxpar.runtime.written import Written
 from fxpar.schedule.actions import Action, Phase
 from fxpar.schedule.messages import Kind, received, sent
 from fxpar.schedule.schedule import Schedule
@@ -100,6 +102,7 @@ class Pipeline:
         ready: Sequence[Prepared],
         state: Callable[[], Tensor],
         scaler: torch.amp.GradScaler | None,
+        new: Written,
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
         """Forward and backward of all microbatches, and the gradients of this rank's parameters by name.
 
@@ -108,13 +111,14 @@ class Pipeline:
             ready: what each takes of this rank's own.
             state: gives the random state of the step.
             scaler: scales what is differentiated.
+            new: takes the values of the buffers that any stage writes.
 
         Raises:
             InputError: microbatches that leave other gradients, or nothing to train.
         """
         schedule = self.schedule(len(bounds))
         self._world.agreement.enter()
-        run = _Step(self, schedule, bounds, ready, self._random_state(bounds, state), scaler)
+        run = _Step(self, schedule, bounds, ready, self._random_state(bounds, state), scaler, new)
         actions = schedule.ranks[self._world.place]
         ends = {action.stage: action for action in actions if action.phase in _LAST}.values()
         for action in actions:
@@ -130,6 +134,7 @@ class Pipeline:
         if self._side is not None:
             torch.cuda.current_stream(self._world.device).wait_stream(self._side)
         gradients = self._finished(run)
+        self._share(bounds, ready[0], new)
         loss, factor = self._loss(run, bounds[0])
         return loss, {name: g if factor is None else g * factor for name, g in gradients.items()}
 
@@ -185,6 +190,19 @@ class Pipeline:
 
         return dict(self._waiting.finished(held, signature, finish))
 
+    def _share(self, bounds: Sequence[Bound], ready: Prepared, new: Written) -> None:
+        """Gives all ranks of the pipeline the new values of buffers; all have the same programs."""
+        like: dict[str, Tensor] = {}
+        maker: dict[str, int] = {}
+        for bound in bounds:
+            rank_of = self.schedule(len(bounds)).rank_of
+            program = bound.call.compiled.program
+            nodes = written(program)
+            for number, (stage, _) in bound.call.ready.stages.items():
+                maker |= {fqn: rank_of[number] for fqn in nodes if buffer_name(fqn) in stage.program.outputs}
+            like |= {fqn: ready.values[node] for fqn, node in nodes.items()}
+        new.share(self._world, maker, like)
+
     def _loss(self, run: _Step, bound: Bound) -> tuple[Tensor, Tensor | None]:
         """The loss of the step on all ranks; where gradients were weighed by counts, what they are multiplied by."""
         kind = tensor_type(bound.call.compiled.program.output_nodes()[bound.loss])
@@ -226,8 +244,10 @@ class _Step:
         ready: Sequence[Prepared],
         state: Tensor | None,
         scaler: torch.amp.GradScaler | None,
+        new: Written,
     ) -> None:
         self._channels, self.schedule, self.bounds = pipeline._channels, schedule, bounds
+        self._new = new
         self.ready, self._state, self._scaler = ready, state, scaler
         self.done = _Done()
         # What counted in the microbatch whose loss was there first.
@@ -274,7 +294,8 @@ class _Step:
             taken = self._take(action, Kind.ACTIVATION, stage.number - 1, shapes)
             values |= dict(zip(stage.received.values(), taken, strict=True))
         leaves = frozenset(self.ready[action.microbatch].leaves) & {p.fqn for p in stage.program.parameters}
-        own = (*stage.sent, *(n for n in (bound.loss, COUNT) if n in stage.program.outputs))
+        new = filter(is_buffer, stage.program.outputs)
+        own = (*stage.sent, *(n for n in (bound.loss, COUNT) if n in stage.program.outputs), *new)
         step = steps.step(stage.tangents, leaves, own)
         pending = steps.run(bound.call.sizes, step, values, whole=False, rows=bound.call.rows)
         if bound.loss in stage.program.outputs:
@@ -283,12 +304,14 @@ class _Step:
                 self.done.counts[action.microbatch] = pending.outputs[COUNT]
         if stage.sent:
             self._give(action, Kind.ACTIVATION, [pending.outputs[name] for name in stage.sent])
+        self._new.add(pending.outputs)
         pending.release(stage.sent)
         self._flying[action.stage, action.microbatch] = pending
 
     def _sources(self, action: Action, stage: Stage, steps: Steps) -> dict[str, Any]:
         """What a stage takes besides what it receives."""
-        ready, call = self.ready[action.microbatch], self.bounds[action.microbatch].call
+        call = self.bounds[action.microbatch].call
+        ready = self._new.read(call.compiled.program, self.ready[action.microbatch])
         found: dict[str, Any] = {}
         for entry in stage.program.inputs:
             if entry.path == RNG_PATH:

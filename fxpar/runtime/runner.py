@@ -18,6 +18,7 @@ from fxpar.passes.reduction import COUNT
 from fxpar.program.loads import is_counted
 from fxpar.program.mixed import is_copy
 from fxpar.program.program import Parameter
+from fxpar.program.written import is_buffer, written
 from fxpar.runtime.agreement import Agreement
 from fxpar.runtime.buffers import Buffers, Placing
 from fxpar.runtime.evaluation import Evaluation
@@ -29,6 +30,7 @@ from fxpar.runtime.programs import Call
 from fxpar.runtime.randomness import RandomState
 from fxpar.runtime.tensors import Tensors
 from fxpar.runtime.waiting import Waiting
+from fxpar.runtime.written import Written
 from fxpar.state.sharded import Sharded
 from fxpar.state.sharded_parameter import leaf_of
 
@@ -138,17 +140,21 @@ class Runner:
 
     def _outputs(self, call: Call, wanted: tuple[str, ...]) -> dict[str, Tensor]:
         ready = self.prepared(call, torch.is_grad_enabled())
+        every = (*wanted, *filter(is_buffer, call.compiled.program.outputs))
         if self.evaluation is not None:
             self.evaluation.check(call, bool(ready.leaves))
-            return self.evaluation.outputs(call, wanted, ready.values, self._random.draw)
+            return self._committed(self.evaluation.outputs(call, every, ready.values, self._random.draw))
         values, leaves = ready.drawing(self._random.draw), ready.leaves
         steps, trained, sizes = call.ready, frozenset(leaves), call.sizes
         if not torch.is_grad_enabled() or not leaves or not steps.differentiable:
             with torch.no_grad():
-                return steps.outputs(sizes, wanted, values, call.rows)
+                return self._committed(steps.outputs(sizes, every, values, call.rows))
         with torch.no_grad():
+            # The backward is to read what the forward has read.
+            values |= {node: values[node].clone() for node in written(call.compiled.program).values()}
             step = steps.step(steps.expected, trained)
             pending = steps.run(sizes, step, values, whole=self._waiting.is_idle, rows=call.rows)
+            self._committed(pending.outputs)
         versions = {name: leaf._version for name, leaf in leaves.items()}
 
         def backward(tangents: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -179,6 +185,13 @@ class Runner:
         made = differentiable({name: pending.outputs[name] for name in wanted}, names, leaves, backward)
         return {name: made[name] for name in wanted}
 
+    def _committed(self, outputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The outputs of a forward, behind which the buffers are what it has made of them."""
+        new = Written()
+        new.add(outputs)
+        new.commit(self.tensors.all)
+        return {name: value for name, value in outputs.items() if not is_buffer(name)}
+
     @torch.no_grad()
     def step(
         self,
@@ -207,7 +220,7 @@ class Runner:
                 "no parameter that the loss reaches requires a gradient", where="train_step", remedy="unfreeze some"
             )
         whole = microbatch is None and self._waiting.is_idle
-        wanted = tuple(output for output in steps.program.outputs if output in (name, COUNT) or is_counted(output))
+        wanted = tuple(n for n in steps.program.outputs if n in (name, COUNT) or is_counted(n) or is_buffer(n))
         step, sizes = steps.step((name,), frozenset(leaves), wanted), call.sizes
         steps.check_whole(step)
         state_of_gradients = self._buffers.state(leaves) if whole else None
@@ -219,17 +232,19 @@ class Runner:
         return Ran(pending.outputs, found, pending.parameter, step.signature)
 
     def gradients(self, call: Call, name: str) -> list[Tensor | None]:
-        """An output, and what this rank has of its gradients, with the bits of a step that is not counted."""
+        """An output, new values of buffers, and what this rank has of gradients, with the bits of no counted step."""
         microbatch = Microbatch(0, 1, self._random.peek())
         ready = self.prepared(call, True)
         if not ready.leaves or name not in call.ready.differentiable:
             with torch.no_grad():
                 values = ready.drawing(self._random.peek)
-                return [call.ready.outputs(call.sizes, (name,), values, call.rows)[name]]
+                new = filter(is_buffer, call.compiled.program.outputs)
+                return list(call.ready.outputs(call.sizes, (name, *new), values, call.rows).values())
         ran = self.step(
             call, ready, name, lambda outputs: torch.ones_like(outputs[name]), self._random.peek, microbatch
         )
-        return [ran.outputs[name], *ran.held.values()]
+        new = [value for output, value in ran.outputs.items() if is_buffer(output)]
+        return [ran.outputs[name], *new, *ran.held.values()]
 
     def prepared(self, call: Call, differentiated: bool) -> Prepared:
         """What a call takes.

@@ -24,6 +24,7 @@ from fxpar.plan.plan import Plan
 from fxpar.program.program import Program, describe, note, output_layouts, output_node
 from fxpar.program.stages import Stage, stages_of
 from fxpar.program.step import is_gradient, is_input_gradient, output_of, parameter_gradients
+from fxpar.program.written import written
 from fxpar.runtime.batch import user_inputs
 from fxpar.runtime.calls import ForwardCalls, Place, Runnable, StepCalls, Values, eager_calls, part_call
 from fxpar.runtime.graphs.table import Graphs
@@ -226,12 +227,14 @@ class Steps:
             raise InputError(f"is no part of a CUDA graph: it {reason}", where=describe(node), remedy=remedy)
 
     def moving(self, sources: Mapping[str, Any], values: Mapping[str, Any]) -> tuple[str, ...]:
-        """Names of the values whose addresses change from call to call: inputs, and what was made dense.
+        """Names of the values whose addresses change from call to call.
+
+        Those are inputs, buffers that are written, and what was made dense.
 
         Args:
             values: as what runs takes `sources`.
         """
-        inputs = {*(entry.node for entry in self.program.inputs), *ROWS}
+        inputs = {*(entry.node for entry in self.program.inputs), *written(self.program).values(), *ROWS}
         return tuple(name for name, value in values.items() if name in inputs or value is not sources[name])
 
     def calls(self, sizes: Mapping[str, int], step: Step, values: Mapping[str, Any], *, whole: bool) -> StepCalls:

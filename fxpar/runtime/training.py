@@ -30,6 +30,7 @@ from fxpar.runtime.randomness import RandomState
 from fxpar.runtime.runner import Prepared
 from fxpar.runtime.tensors import Tensors
 from fxpar.runtime.waiting import Waiting
+from fxpar.runtime.written import Written
 from fxpar.state.sharded import Sharded, local_of
 from fxpar.state.sharded_reduce import norms
 
@@ -174,14 +175,17 @@ class Training:
     ) -> Found:
         """What a step does, on the device alone."""
         rows: list[Mapping[str, Tensor]] = []
+        new = Written()
         if self._pipeline is not None:
-            loss, gradients = self._pipeline.step(bounds, ready, state, ending.scaler)
+            loss, gradients = self._pipeline.step(bounds, ready, state, ending.scaler, new)
         elif len(bounds) == 1 and self.budget is None:
             done = self._batches.train(bounds[0], ready[0], state, None, ending.scaler)
             rows.append(done.rows)
+            new.add(done.ran.outputs)
             loss, gradients = done.loss, self._waiting.finished(done.ran.held, done.ran.signature, done.ran.finish)
         else:
-            loss, gradients = self._microbatches(bounds, ready, state(), rows, ending)
+            loss, gradients = self._microbatches(bounds, ready, state(), rows, ending, new)
+        new.commit(self._tensors.all)
         self._gradients.add(parameters, gradients, self._full is not None and ending.optimizer is None)
         names = tuple(gradients)
         if ending.optimizer is None:
@@ -196,12 +200,16 @@ class Training:
         drawn: Tensor,
         rows: list[Mapping[str, Tensor]],
         ending: Ending,
+        new: Written,
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
         """Loss and gradients of several; with a budget of one too, whose gradients are then in no buffer yet."""
 
         def run(index: int, microbatch: Any) -> Any:
-            part = self._batches.train(bounds[index], ready[index], lambda: drawn, microbatch, ending.scaler)
+            bound = bounds[index]
+            own = new.read(bound.call.compiled.program, ready[index])
+            part = self._batches.train(bound, own, lambda: drawn, microbatch, ending.scaler)
             rows.append(part.rows)
+            new.add(part.ran.outputs)
             return part
 
         finished, adds = self._waiting.finished, bounds[0].adds
@@ -211,6 +219,7 @@ class Training:
             return run_microbatches(range(len(bounds)), drawn, run, self.budget.checked(rows, finished), adds)
         except Overflow:
             rows.clear()
+            new.clear()
         bounds = self._batches.with_all_places(bounds)
         ready = self._batches.prepare(bounds)
         return run_microbatches(range(len(bounds)), drawn, run, finished, adds)

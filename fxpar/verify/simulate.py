@@ -36,6 +36,7 @@ from fxpar.program.program import Program, output_layouts, output_types
 from fxpar.program.properties import Property
 from fxpar.program.stages import Stage, stages_of
 from fxpar.program.step import is_gradient, model_outputs, output_of, parameter_gradients
+from fxpar.program.written import is_buffer
 from fxpar.verify.microbatches import phases_of
 from fxpar.verify.promote import promote
 from fxpar.verify.stages import check_neighbours
@@ -150,7 +151,7 @@ def cotangents(program: Program, sizes: Mapping[str, int]) -> dict[str, Tensor]:
         shape = [evaluate(size, sizes) for size in kind.shape]
         if name == program.loss:
             found[name] = torch.ones(shape, dtype=kind.dtype)
-        elif not program.loss and kind.is_float and not is_gradient(name):
+        elif not program.loss and kind.is_float and not is_gradient(name) and not is_buffer(name):
             generator = torch.Generator().manual_seed(index)
             wide = torch.complex128 if kind.dtype.is_complex else torch.float64
             found[name] = torch.randn(shape, dtype=wide, generator=generator).to(kind.dtype)

@@ -41,6 +41,7 @@ from fxpar.program.properties import Property
 from fxpar.program.stages import is_transfer
 from fxpar.program.step import RECOMPUTE, is_forward
 from fxpar.program.weights import owner_of
+from fxpar.program.written import buffer_of, is_buffer
 from fxpar.rules import bind_arguments
 from fxpar.signatures.facts import Facts, facts_of
 from fxpar.signatures.randomness import draws_bits
@@ -319,6 +320,20 @@ def _check_counter(node: fx.Node, states: list[str]) -> None:
         raise CheckFailed(f"takes the indices {shown}", where=describe(node), remedy="pass one index for each axis")
 
 
+def _check_buffer(program: Program, name: str, value: fx.Node) -> None:
+    """The new value of a buffer is the forward's, of the buffer's type, and nothing differentiates it."""
+    owner = next((p for p in program.parameters if p.fqn == buffer_of(name)), None)
+    if owner is None or owner.kind != "buffer":
+        what = "nothing" if owner is None else f"a {owner.kind}"
+        raise CheckFailed(f"is the new value of {what}", where=f"output {name}", remedy="name a buffer of the program")
+    if note(value).type != owner.type:
+        raise CheckFailed(f"is {note(value).type}, and the buffer is {owner.type}", where=f"output {name}")
+    if not is_forward(value):
+        raise CheckFailed("is computed in the backward", where=f"output {name} = {describe(value)}")
+    if program.outputs.count(name) > 1:
+        raise CheckFailed("is returned twice", where=f"output {name}")
+
+
 def _check_outputs(program: Program) -> None:
     values = output_node(program.graph).args[0]
     if not isinstance(values, (tuple, list)) or len(values) != len(program.outputs):
@@ -326,6 +341,8 @@ def _check_outputs(program: Program) -> None:
     for name, value in zip(program.outputs, values, strict=True):
         if not isinstance(value, fx.Node) or not isinstance(note(value).type, TensorType):
             raise CheckFailed(f"returns {value}, which is no tensor", where=f"output {name}")
+        if is_buffer(name):
+            _check_buffer(program, name, value)
     if program.loss:
         if program.loss not in program.outputs:
             raise CheckFailed("the loss is not returned", where=program.loss)

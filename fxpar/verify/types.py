@@ -26,6 +26,7 @@ from fxpar.program.program import Program, describe, note, operands, output_layo
 from fxpar.program.properties import Property
 from fxpar.program.stages import is_sent, received_name
 from fxpar.program.step import gradient_name, input_gradient_name, is_forward, is_gradient, output_of
+from fxpar.program.written import is_buffer
 from fxpar.rules import bind_arguments
 from fxpar.rules.inference import Context, context_of, infer_node, remedy_of, shown
 from fxpar.rules.memo import Answers
@@ -250,7 +251,10 @@ def _conversion(node: fx.Node, given: Context, axis: str, mine: Placement, wante
 def _check_outputs(
     program: Program, found: dict[fx.Node, tuple[Layout, ...]], flags: dict[fx.Node, tuple[bool, ...]]
 ) -> None:
-    """Callers differentiate outputs as if there were one rank: they are invariant (R without gradient) or shards."""
+    """Callers differentiate outputs as if there were one rank: they are invariant (R without gradient) or shards.
+
+    New values of buffers are whole, as the buffers are.
+    """
     if program.loss and any(p.trainable for p in program.parameters):
         node = program.output_nodes()[program.loss]
         if not flags[node][0]:
@@ -272,11 +276,12 @@ def _check_outputs(
                     where=f"output {name} = {describe(node)}",
                     remedy="return the segments as outputs of their own",
                 )
-            if placement == whole or (placement.is_shard and name != program.loss):
+            if placement == whole or (placement.is_shard and name != program.loss and not is_buffer(name)):
                 continue
             row = coercion(placement, whole)
+            why = "every rank holds the buffer" if is_buffer(name) else "each rank would differentiate something else"
             raise CheckFailed(
-                f"on axis {axis}: is {placement} and must be {whole}: each rank would differentiate something else",
+                f"on axis {axis}: is {placement} and must be {whole}: {why}",
                 where=f"{'loss' if name == program.loss else 'output'} {name} = {describe(node)}",
                 remedy=f"insert fxpar.{row.operator.__name__}[{axis}](%{node.name})" if row else "",
             )

@@ -41,6 +41,7 @@ from fxpar.passes.routed_rows import routed
 from fxpar.program.loads import is_excess, module_of_load
 from fxpar.program.program import Program, output_layouts
 from fxpar.program.properties import Property
+from fxpar.program.written import buffer_name, written
 from fxpar.verify.microbatches import SCALES, with_other_rows
 from fxpar.verify.promote import promote, wide
 from fxpar.verify.rounding import FACTOR, UNITS, OtherOrder, epsilon
@@ -305,6 +306,7 @@ def check_capture(captured: Captured, model: nn.Module, batch: Any, canonical: b
     Raises:
         CheckFailed: something differs by more, or rounding decides what comes out; names the tensor.
     """
+    new = written(captured.program)
     device = next((t.device for t in model.parameters()), torch.device("cpu"))
     batch = pytree.tree_map_only(Tensor, lambda t: t.to(device), batch)
     with contextlib.ExitStack() as stack:
@@ -312,9 +314,12 @@ def check_capture(captured: Captured, model: nn.Module, batch: Any, canonical: b
             stack.enter_context(context)
         stack.enter_context(_own_buffers(model))
         _seed(device)
+        inputs, state = call_inputs(captured, model, batch), program_state(captured.program, model)
+        state = {name: value.clone() if name in new else value for name, value in state.items()}
         with nothing_remembered(model):  # what the forward sets for functions to read is not set where the graph runs
             eager, gradients = _run_eagerly(captured, model, batch)
-        inputs, state = call_inputs(captured, model, batch), program_state(captured.program, model)
+            tensors = dict(model.named_buffers())
+            eager |= {buffer_name(fqn): tensors[fqn].detach() for fqn in new}
         state = {name: value.to(device) for name, value in state.items()}
         programs = {"captured": captured.program}
         if canonical:

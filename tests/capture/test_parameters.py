@@ -275,8 +275,6 @@ class Renormed(Net):
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        (Statistics, r"norm\.num_batches_tracked: the forward changes this buffer \(test_parameters.py:\d+\)"),
-        (Counter, r"steps: the forward changes this buffer"),
         (Cache, r"mask: the forward changes this buffer"),
         (Renormed, r"up\.weight: the forward changes this parameter"),
     ],
@@ -288,8 +286,8 @@ def test_what_a_forward_changes_is_refused_by_name(kind: type[nn.Module], reason
 
 
 def test_a_changed_buffer_has_the_authors_name_under_a_loss_too() -> None:
-    with pytest.raises(CaptureError, match=r"^steps: the forward changes this buffer"):
-        capture(seeded(Counter), {"x": example()}, loss=lambda outputs, batch: outputs)
+    captured = capture(seeded(Counter), {"x": example()}, loss=lambda outputs, batch: outputs)
+    assert captured.program.outputs[-1] == "fxpar.buffer.steps"
 
 
 def test_statistics_that_are_fixed_are_no_obstacle() -> None:

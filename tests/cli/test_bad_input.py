@@ -47,6 +47,7 @@ CASES = {
     "batch dim without =": (f"trace {TINY} --batch-dim x", "--batch-dim x: is no dimension of an input; write"),
     "batch dim that is no number": (f"trace {TINY} --batch-dim x=b", "--batch-dim x=b: is no dimension of an input"),
     "batch dim of nothing": (f"run {TINY} --dp 2 --batch-dim moon=0", "batch_dims['moon']: names no input"),
+    "norm by a strange way": (f"trace {TINY} --batch-norm local", "batch_norm='local' is unknown: choose one of"),
     "loss by a strange way": (f"trace {TINY} --loss-reduction max", "loss_reduction='max' is unknown: choose one of"),
     "split of nothing": ("run {small}:build --tp 2 --split moon=row", "split['moon']: matches no module"),
     "plan file": (f"trace {TINY} --plan {{tmp}}/missing.yaml", "missing.yaml: No such file"),

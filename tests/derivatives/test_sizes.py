@@ -3,19 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-from fxpar.compile import capture_differentiable, compile_model
-from fxpar.plan.plan import Plan
-from fxpar.program.program import Program
-from fxpar.text.parsing import parse_program
-from fxpar.text.printing import print_program
-from fxpar.verification import expect, verify
 
 ROWS, LENGTH, WIDTH = 4, 24, 12
 
