@@ -105,6 +105,7 @@ def of_outputs(tangents: Sequence[str], outputs: Sequence[str], trained: Collect
 def _differentiated(
     program: Program, names: Sequence[str], outputs: Sequence[str], trained: Collection[str]
 ) -> Program:
+    _take_once(program)
     left_out = [replace(p, left_out=p.trainable and p.fqn not in trained) for p in program.parameters]
     backward = _Backward(program.with_(parameters=tuple(left_out)))
     program = backward.run(names)
@@ -118,6 +119,17 @@ def _differentiated(
     kept = [(name, value) for name, value in pairs if name in outputs or is_gradient(name)]
     end.args = (tuple(value for _, value in kept),)
     return prune(program.with_(outputs=tuple(name for name, _ in kept)))
+
+
+def _take_once(program: Program) -> None:
+    """Takes each part of a tuple by one node: an operation is replaced part by part."""
+    seen: dict[tuple[object, ...], fx.Node] = {}
+    for node in list(program.graph.nodes):
+        if node.target is operator.getitem:
+            first = seen.setdefault(node.args, node)
+            if first is not node:
+                node.replace_all_uses_with(first)
+                program.graph.erase_node(node)
 
 
 def differentiable(program: Program) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
+import operator
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
@@ -289,6 +290,8 @@ def check_call(name: str, target: Any, args: Sequence[Any], kwargs: Mapping[str,
             fits = False
         except ValueError:  # a builtin without a signature
             fits = not kwargs
+    if target is operator.getitem and not (fits and isinstance(args[0], fx.Node)):
+        fail(f"{name} does not take these arguments", "write operator.getitem(%node, 0)")
     if not fits:
         fail(f"{name} does not take these arguments", "compare them with the operator's signature")
 

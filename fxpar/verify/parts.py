@@ -20,9 +20,21 @@ Part = tuple[Any, ...]
 
 
 def drawn_part(node: fx.Node) -> Part | None:
-    """Number, count and dimension of the part that a draw is for; None for the whole."""
+    """Number, count and dimension of the part that a draw is for; None for the whole.
+
+    Raises:
+        CheckFailed: its indices are no list, or these are no numbers.
+    """
     indices = bind_arguments(node).get("indices") or ()
-    return next((tuple(index.args) for index in indices if getattr(index, "target", None) is part_index), None)
+    if not isinstance(indices, (list, tuple)):
+        raise CheckFailed(f"takes the indices {indices}", where=describe(node), remedy="pass a list, one for each axis")
+    part = next((tuple(index.args) for index in indices if getattr(index, "target", None) is part_index), None)
+    if part is not None and (len(part) != 3 or not all(type(number) is int for number in part)):
+        shown = ", ".join(map(str, part))
+        raise CheckFailed(
+            f"draws for the part ({shown})", where=describe(node), remedy="write number, count, dimension"
+        )
+    return part
 
 
 def check_parts(drawn: Mapping[tuple[int, Part | None], fx.Node]) -> None:

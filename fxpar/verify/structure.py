@@ -75,6 +75,7 @@ def check_structure(program: Program, facts: Facts | None = None) -> None:
         if note(node).type is not None and node.target is not sum_gradients:  # else others than the node are asked
             sound[number] = True
     check_phases(program, facts)
+    _check_items(program)
     _check_conversions(program)
     _check_random(program, facts)
     _check_outputs(program)
@@ -232,6 +233,24 @@ def _check_axis(program: Program, node: fx.Node) -> None:
     if node.target is axis_index and len(axes_of(node)) != 1:
         reason = f"is the index of a rank on {len(axes_of(node))} axes at once"
         raise CheckFailed(reason, where=describe(node), remedy="make one index for each axis")
+
+
+def _check_items(program: Program) -> None:
+    """In a step each part of a tuple is taken once, and nothing else reads tuples.
+
+    An operation that is differentiated may be replaced by another one, part by part.
+    """
+    seen: dict[tuple[object, object], fx.Node] = {}
+    for node in program.graph.nodes if Property.STEP in program.properties else ():
+        if node.target is not operator.getitem:
+            read = next((read for read in node.all_input_nodes if isinstance(note(read).type, tuple)), None)
+            if read is not None and node.op == "call_function":
+                raise CheckFailed(f"reads the tuple %{read.name}", where=describe(node), remedy="take its parts apart")
+        elif note(node).origin != RECOMPUTE:
+            first = seen.setdefault(node.args, node)  # type: ignore[arg-type]
+            if first is not node:
+                reason = f"takes item {node.args[1]} of %{node.args[0]} a second time"
+                raise CheckFailed(reason, where=describe(node), remedy=f"use %{first.name}, or take another item")
 
 
 def _check_conversions(program: Program) -> None:
