@@ -126,23 +126,19 @@ class Agreement:
         if self.meeting is None or self.calls < 1:
             return None
         met = self._met(place, compared)
-        assert met is not None
         if met.failed is not None:
             raise self._shared(met.failed)
         if met.differs or met.steps_differ:
             self._differ(f"{self.what}, {place}{more}" if met.differs else f"step {self.step()}")
         return met
 
-    def _met(
-        self, place: str, compared: Sequence[int] = (), failed: bool = False, seconds: float | None = None
-    ) -> Met | None:
+    def _met(self, place: str, compared: Sequence[int] = (), failed: bool = False, seconds: float | None = None) -> Met:
         assert self.meeting is not None
         step = self.step()
         step = step if type(step) is int and 0 <= step < 2**62 else -1
         met = self.meeting.meet((failed, self.calls, self.points, step), (self.what, place), compared, seconds)
-        if met is not None:
-            self._entered, self._meetings = False, self._meetings + 1
-            self.calls, self.points = met.calls, met.points
+        self._entered, self._meetings = False, self._meetings + 1
+        self.calls, self.points = met.calls, met.points
         return met
 
     def _differ(self, text: str) -> None:
@@ -227,16 +223,17 @@ class Agreement:
         try:
             if not self._is_told:
                 self._tell(store, self._failure(error))
+                store.add(f"{self._point}/read", 1)  # those who read it wait for this rank no longer
             store.set(self._place_of(self._meetings, self.rank), json.dumps(self._record(error)))
             met = self._met("", (), not self._is_told, _PATIENCE if self._is_at_once else None)
         except RuntimeError as lost:
             if not is_lost(lost):
                 raise
-            self._lost(store, lost)
-            raise
-        if met is None:
-            self._ends(store, error)
-        elif met.failed is not None and not met.all_failed:
+            if not self._is_at_once:
+                self._lost(store, lost)
+            self._ends(store, error)  # the others wait for this rank, in what it does no more
+            return
+        if met.failed is not None and not met.all_failed:
             raise self._shared(met.failed) from error
 
     def _record(self, error: Exception) -> dict[str, str]:

@@ -1,13 +1,13 @@
 """Where the hosts of all ranks meet: a few words of each, of which all get the largest and the smallest.
 
-Enters: a rank's words. Leaves: those of all ranks at once. One collective of one size, whatever ranks come for, so that
-ranks that come for different things meet too and find that out.
+Enters: a rank's words. Leaves: those of all ranks at once. The messages are the same whatever ranks come for, so that
+ranks that come for different things meet too and find that out. There are as many rounds as the number of ranks has
+binary digits: gloo's all-reduce goes twice round a ring, which takes longer even between two.
 """
 
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -37,7 +37,7 @@ class Met:
         points: the most agreements in it.
         differs: whether ranks came for different things: other calls, or other places in them.
         steps_differ: whether they are at other steps.
-        largest, smallest: of what is compared, i64[6].
+        largest, smallest: of what is compared, six words.
     """
 
     failed: int | None
@@ -46,13 +46,13 @@ class Met:
     points: int
     differs: bool
     steps_differ: bool
-    largest: Tensor
-    smallest: Tensor
+    largest: list[int]
+    smallest: list[int]
 
     @property
     def is_equal(self) -> bool:
         """Whether all ranks have the same to compare."""
-        return torch.equal(self.largest, self.smallest)
+        return self.largest == self.smallest
 
 
 @dataclass(frozen=True)
@@ -73,37 +73,44 @@ class Meeting:
         place: tuple[str, str],
         compared: Sequence[int] = (),
         seconds: float | None = None,
-    ) -> Met | None:
+    ) -> Met:
         """Meets the other ranks. A collective call.
 
         Args:
             state: whether this rank has failed, its calls, its agreements in this one, and its step.
             place: what is called, and where in it the rank is.
             compared: six numbers at most.
-            seconds: after which it does not wait any longer, and gives None.
+            seconds: for which it waits; as long as the group's collectives by default.
         """
         size, (failed, *counts) = self.group.size, state
         head = [size - self.rank if failed else 0, *counts, *map(_number, place)]
-        own = torch.tensor([*head, *compared, *[0] * (_PAYLOAD - len(compared))])
-        both = torch.stack([own, own.bitwise_not()])
-        group = process_group(self.group)
-        if seconds is None:
-            dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
-        elif not _done(dist.all_reduce(both, dist.ReduceOp.MAX, group=group, async_op=True), seconds):
-            return None
-        largest, smallest = both[0], both[1].bitwise_not()
-        (most, calls, points, *_), (least, *_) = largest.tolist(), smallest.tolist()
-        same = largest.eq(smallest).tolist()
+        own = [*head, *compared, *[0] * (_PAYLOAD - len(compared))]
+        both = self._largest(torch.tensor([*own, *(~word for word in own)]), seconds).tolist()
+        largest, smallest = both[: len(own)], [~word for word in both[len(own) :]]
         return Met(
-            size - most if most else None,
-            bool(least),
-            calls,
-            points,
-            not (same[4] and same[5]),
-            not same[3],
+            size - largest[0] if largest[0] else None,
+            bool(smallest[0]),
+            largest[1],
+            largest[2],
+            largest[4:_HEAD] != smallest[4:_HEAD],
+            largest[3] != smallest[3],
             largest[_HEAD:],
             smallest[_HEAD:],
         )
+
+    def _largest(self, words: Tensor, seconds: float | None) -> Tensor:
+        """The largest of all ranks' words: each round, a rank has those of twice as many."""
+        group, size = process_group(self.group), self.group.size
+        limit = () if seconds is None else (timedelta(seconds=seconds),)
+        distance = 1
+        while distance < size:
+            other = torch.empty_like(words)
+            sent = group.send([words], (self.rank + distance) % size, distance)
+            group.recv([other], (self.rank - distance) % size, distance).wait(*limit)
+            sent.wait()
+            words = torch.maximum(words, other)
+            distance *= 2
+        return words
 
 
 def hosts(rank: int, size: int, seconds: float) -> Meeting:
@@ -127,14 +134,3 @@ def hosts(rank: int, size: int, seconds: float) -> Meeting:
 @cache
 def _number(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
-
-
-def _done(work: dist.Work | None, seconds: float) -> bool:
-    assert work is not None
-    end = time.monotonic() + seconds
-    while not work.is_completed():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.01)
-    work.wait()
-    return True
