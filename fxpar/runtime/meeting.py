@@ -11,6 +11,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from enum import Enum
 from functools import cache
 
 import torch
@@ -26,13 +27,26 @@ from fxpar.ops.groups import limit_of_cpus, process_group
 _HEAD, _PAYLOAD = 6, 6
 
 
+class Failed(Enum):
+    """Whether a rank failed: in front of its first collective, or behind it."""
+
+    NOT = 0
+    EARLY = 1
+    LATE = 2
+
+    def __bool__(self) -> bool:
+        return self is not Failed.NOT
+
+
 @dataclass(frozen=True)
 class Met:
     """What the ranks came with.
 
     Attributes:
-        failed: the first rank that failed, None where none did.
+        failed: the first rank that failed, None where none did; one that was late comes first.
         all_failed: whether no rank did not.
+        is_late: whether a rank failed behind its first collective.
+        all_late: whether all of them did.
         calls: the most that a rank has begun.
         points: the most agreements in it.
         differs: whether ranks came for different things: other calls, or other places in them.
@@ -42,6 +56,8 @@ class Met:
 
     failed: int | None
     all_failed: bool
+    is_late: bool
+    all_late: bool
     calls: int
     points: int
     differs: bool
@@ -69,7 +85,7 @@ class Meeting:
 
     def meet(
         self,
-        state: tuple[bool, int, int, int],
+        state: tuple[Failed, int, int, int],
         place: tuple[str, str],
         compared: Sequence[int] = (),
         seconds: float | None = None,
@@ -83,13 +99,15 @@ class Meeting:
             seconds: for which it waits; as long as the group's collectives by default.
         """
         size, (failed, *counts) = self.group.size, state
-        head = [size - self.rank if failed else 0, *counts, *map(_number, place)]
+        head = [(size - self.rank if failed else 0) + size * (failed is Failed.LATE), *counts, *map(number, place)]
         own = [*head, *compared, *[0] * (_PAYLOAD - len(compared))]
         both = self._largest(torch.tensor([*own, *(~word for word in own)]), seconds).tolist()
         largest, smallest = both[: len(own)], [~word for word in both[len(own) :]]
         return Met(
-            size - largest[0] if largest[0] else None,
-            bool(smallest[0]),
+            -largest[0] % size if largest[0] else None,
+            smallest[0] > 0,
+            largest[0] > size,
+            smallest[0] > size,
             largest[1],
             largest[2],
             largest[4:_HEAD] != smallest[4:_HEAD],
@@ -132,5 +150,6 @@ def hosts(rank: int, size: int, seconds: float) -> Meeting:
 
 
 @cache
-def _number(text: str) -> int:
+def number(text: str) -> int:
+    """One that stands for a text."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
