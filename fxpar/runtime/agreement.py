@@ -31,7 +31,7 @@ from fxpar import errors
 from fxpar.errors import FxparError, InputError, RankError
 from fxpar.plan.plan import Plan
 from fxpar.runtime.alarm import Alarm, alarm_of, wait_for
-from fxpar.runtime.meeting import Meeting, Met
+from fxpar.runtime.meeting import Failed, Meeting, Met, number
 from fxpar.runtime.tracing import refuse_tracing
 
 if TYPE_CHECKING:
@@ -126,23 +126,21 @@ class Agreement:
         if self.meeting is None or self.calls < 1:
             return None
         met = self._met(place, compared)
-        assert met is not None
         if met.failed is not None:
-            raise self._shared(met.failed)
+            raise self._shared(met)
         if met.differs or met.steps_differ:
             self._differ(f"{self.what}, {place}{more}" if met.differs else f"step {self.step()}")
         return met
 
     def _met(
-        self, place: str, compared: Sequence[int] = (), failed: bool = False, seconds: float | None = None
-    ) -> Met | None:
+        self, place: str, compared: Sequence[int] = (), failed: Failed = Failed.NOT, seconds: float | None = None
+    ) -> Met:
         assert self.meeting is not None
         step = self.step()
         step = step if type(step) is int and 0 <= step < 2**62 else -1
         met = self.meeting.meet((failed, self.calls, self.points, step), (self.what, place), compared, seconds)
-        if met is not None:
-            self._entered, self._meetings = False, self._meetings + 1
-            self.calls, self.points = met.calls, met.points
+        self._entered, self._meetings = False, self._meetings + 1
+        self.calls, self.points = met.calls, met.points
         return met
 
     def _differ(self, text: str) -> None:
@@ -176,10 +174,10 @@ class Agreement:
             self._fails_to_compile(store, error)
         elif is_lost(error):
             self._lost(store, error)
-        elif self._entered or not isinstance(error, Exception) or self._is_alone(error):
-            self._ends(store, error)
-        else:
+        elif isinstance(error, Exception) and self._may_be_shared(error):
             self._share(store, error)
+        else:
+            self._ends(store, error)
 
     def _fails_to_compile(self, store: Store, error: BaseException) -> None:
         """As all that goes wrong in `parallelize`: there is nothing yet that could be called again."""
@@ -218,26 +216,38 @@ class Agreement:
         """Ends all calls of the module on all ranks, on any thread."""
         self.alarm.tell(self._store(), error.where, error.reason)
 
-    def _is_alone(self, error: BaseException) -> bool:
-        """Whether the others did not come to an agreement in time: they may be anywhere."""
-        return isinstance(error, RankError) and not self._is_told
+    def _may_be_shared(self, error: Exception) -> bool:
+        """Whether the other ranks come to where this one says its error; not who did not come to an agreement."""
+        is_alone = isinstance(error, RankError) and not self._is_told
+        return not is_alone and (isinstance(error, FxparError) or not self._entered)
 
     def _share(self, store: Store, error: Exception) -> None:
-        """Nothing is under way: all ranks meet, and raise the first one's error."""
+        """All ranks meet, and raise the first one's error.
+
+        In front of the collectives of a call nothing is under way. Behind the first of them an error of fxpar may be
+        that of all ranks, who come with the same words then; else the others are somewhere else, and wait for this one.
+        """
+        failed = Failed.LATE if self._entered else Failed.NOT if self._is_told else Failed.EARLY
+        seconds = _PATIENCE if self._entered or self._is_at_once else None
+        record = json.dumps(self._record(error))
+        words = [number(self._text(error))] if failed is Failed.LATE else []
         try:
-            if not self._is_told:
+            if failed is Failed.EARLY:
                 self._tell(store, self._failure(error))
-            store.set(self._place_of(self._meetings, self.rank), json.dumps(self._record(error)))
-            met = self._met("", (), not self._is_told, _PATIENCE if self._is_at_once else None)
+                store.add(f"{self._point}/read", 1)  # those who read it wait for this rank no longer
+            store.set(self._place_of(self._meetings, self.rank), record)
+            met = self._met("", words, failed, seconds)
         except RuntimeError as lost:
             if not is_lost(lost):
                 raise
-            self._lost(store, lost)
-            raise
-        if met is None:
+            if seconds is None:
+                self._lost(store, lost)
+            self._ends(store, error)
+            return
+        if failed is Failed.LATE and not (met.all_late and met.is_equal):
             self._ends(store, error)
         elif met.failed is not None and not met.all_failed:
-            raise self._shared(met.failed) from error
+            raise self._shared(met) from error
 
     def _record(self, error: Exception) -> dict[str, str]:
         """What another rank makes the same error of."""
@@ -247,11 +257,13 @@ class Agreement:
         where = f"rank {self.rank}{error.where and ', '}{error.where}"
         return {"kind": type(error).__name__, "where": where, "reason": error.reason, "remedy": error.remedy}
 
-    def _shared(self, rank: int) -> FxparError:
+    def _shared(self, met: Met) -> FxparError:
         """The error with which a rank came to the last meeting."""
         store = self._store()
         assert store is not None, "ranks have met"
-        record = json.loads(store.get(self._place_of(self._meetings - 1, rank)))
+        if met.is_late and wait_for(self.alarm, store, _ROLL_CALL):
+            return self.alarm.error
+        record = json.loads(store.get(self._place_of(self._meetings - 1, met.failed or 0)))
         kind: type[FxparError] = getattr(errors, record["kind"], RankError)
         self._raised = kind(record["reason"], where=record["where"], remedy=record["remedy"])
         return self._raised

@@ -49,10 +49,8 @@ class Evaluation:
         """
         if not torch.is_grad_enabled() or not call.ready.differentiable:
             return
-        self._world.agreement.enter("asks who trains")
-        trains = torch.tensor([int(has_leaves)], device=self._world.device)
-        dist.all_reduce(trains, dist.ReduceOp.MAX, process_group(self._world.groups["pp"]))
-        if trains.item():
+        met = self._world.agreement.meet("asks who trains", [int(has_leaves)])
+        if has_leaves if met is None else met.largest[0]:
             raise InputError(
                 "a plain call is not differentiated through the stages of a pipeline",
                 where="forward",

@@ -89,8 +89,8 @@ class Inputs:
             alike = None
         met, others = self._meet("compares the batch", known), None
         if not met.is_equal:
-            is_equal = met.largest.eq(met.smallest)
-            if self._party and is_equal[0] and is_equal[2:].all():
+            most, least = met.largest, met.smallest
+            if self._party and most[0] == least[0] and most[2:] == least[2:]:
                 others = self._shapes(shapes)
             if others is None:
                 self._differs(batch, facts, whole)
@@ -132,7 +132,7 @@ class Inputs:
 
     def somewhere(self, is_so: bool) -> bool:
         """Whether something is so on any rank. A collective call of the hosts."""
-        return bool(self._meet("compares what padding gives", [int(is_so)]).largest.any())
+        return bool(self._meet("compares what padding gives", [int(is_so)]).largest[0])
 
     def _meet(self, place: str, compared: Sequence[int]) -> Met:
         met = self._world.agreement.meet(place, compared)

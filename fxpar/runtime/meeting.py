@@ -1,16 +1,17 @@
 """Where the hosts of all ranks meet: a few words of each, of which all get the largest and the smallest.
 
-Enters: a rank's words. Leaves: those of all ranks at once. One collective of one size, whatever ranks come for, so that
-ranks that come for different things meet too and find that out.
+Enters: a rank's words. Leaves: those of all ranks at once. The messages are the same whatever ranks come for, so that
+ranks that come for different things meet too and find that out. There are as many rounds as the number of ranks has
+binary digits: gloo's all-reduce goes twice round a ring, which takes longer even between two.
 """
 
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from enum import Enum
 from functools import cache
 
 import torch
@@ -26,33 +27,48 @@ from fxpar.ops.groups import limit_of_cpus, process_group
 _HEAD, _PAYLOAD = 6, 6
 
 
+class Failed(Enum):
+    """Whether a rank failed: in front of its first collective, or behind it."""
+
+    NOT = 0
+    EARLY = 1
+    LATE = 2
+
+    def __bool__(self) -> bool:
+        return self is not Failed.NOT
+
+
 @dataclass(frozen=True)
 class Met:
     """What the ranks came with.
 
     Attributes:
-        failed: the first rank that failed, None where none did.
+        failed: the first rank that failed, None where none did; one that was late comes first.
         all_failed: whether no rank did not.
+        is_late: whether a rank failed behind its first collective.
+        all_late: whether all of them did.
         calls: the most that a rank has begun.
         points: the most agreements in it.
         differs: whether ranks came for different things: other calls, or other places in them.
         steps_differ: whether they are at other steps.
-        largest, smallest: of what is compared, i64[6].
+        largest, smallest: of what is compared, six words.
     """
 
     failed: int | None
     all_failed: bool
+    is_late: bool
+    all_late: bool
     calls: int
     points: int
     differs: bool
     steps_differ: bool
-    largest: Tensor
-    smallest: Tensor
+    largest: list[int]
+    smallest: list[int]
 
     @property
     def is_equal(self) -> bool:
         """Whether all ranks have the same to compare."""
-        return torch.equal(self.largest, self.smallest)
+        return self.largest == self.smallest
 
 
 @dataclass(frozen=True)
@@ -69,41 +85,50 @@ class Meeting:
 
     def meet(
         self,
-        state: tuple[bool, int, int, int],
+        state: tuple[Failed, int, int, int],
         place: tuple[str, str],
         compared: Sequence[int] = (),
         seconds: float | None = None,
-    ) -> Met | None:
+    ) -> Met:
         """Meets the other ranks. A collective call.
 
         Args:
             state: whether this rank has failed, its calls, its agreements in this one, and its step.
             place: what is called, and where in it the rank is.
             compared: six numbers at most.
-            seconds: after which it does not wait any longer, and gives None.
+            seconds: for which it waits; as long as the group's collectives by default.
         """
         size, (failed, *counts) = self.group.size, state
-        head = [size - self.rank if failed else 0, *counts, *map(_number, place)]
-        own = torch.tensor([*head, *compared, *[0] * (_PAYLOAD - len(compared))])
-        both = torch.stack([own, own.bitwise_not()])
-        group = process_group(self.group)
-        if seconds is None:
-            dist.all_reduce(both, dist.ReduceOp.MAX, group=group)
-        elif not _done(dist.all_reduce(both, dist.ReduceOp.MAX, group=group, async_op=True), seconds):
-            return None
-        largest, smallest = both[0], both[1].bitwise_not()
-        (most, calls, points, *_), (least, *_) = largest.tolist(), smallest.tolist()
-        same = largest.eq(smallest).tolist()
+        head = [(size - self.rank if failed else 0) + size * (failed is Failed.LATE), *counts, *map(number, place)]
+        own = [*head, *compared, *[0] * (_PAYLOAD - len(compared))]
+        both = self._largest(torch.tensor([*own, *(~word for word in own)]), seconds).tolist()
+        largest, smallest = both[: len(own)], [~word for word in both[len(own) :]]
         return Met(
-            size - most if most else None,
-            bool(least),
-            calls,
-            points,
-            not (same[4] and same[5]),
-            not same[3],
+            -largest[0] % size if largest[0] else None,
+            smallest[0] > 0,
+            largest[0] > size,
+            smallest[0] > size,
+            largest[1],
+            largest[2],
+            largest[4:_HEAD] != smallest[4:_HEAD],
+            largest[3] != smallest[3],
             largest[_HEAD:],
             smallest[_HEAD:],
         )
+
+    def _largest(self, words: Tensor, seconds: float | None) -> Tensor:
+        """The largest of all ranks' words: each round, a rank has those of twice as many."""
+        group, size = process_group(self.group), self.group.size
+        limit = () if seconds is None else (timedelta(seconds=seconds),)
+        distance = 1
+        while distance < size:
+            other = torch.empty_like(words)
+            sent = group.send([words], (self.rank + distance) % size, distance)
+            group.recv([other], (self.rank - distance) % size, distance).wait(*limit)
+            sent.wait()
+            words = torch.maximum(words, other)
+            distance *= 2
+        return words
 
 
 def hosts(rank: int, size: int, seconds: float) -> Meeting:
@@ -125,16 +150,6 @@ def hosts(rank: int, size: int, seconds: float) -> Meeting:
 
 
 @cache
-def _number(text: str) -> int:
+def number(text: str) -> int:
+    """One that stands for a text."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7])
-
-
-def _done(work: dist.Work | None, seconds: float) -> bool:
-    assert work is not None
-    end = time.monotonic() + seconds
-    while not work.is_completed():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.01)
-    work.wait()
-    return True

@@ -133,3 +133,21 @@ def later(options: dict[str, Any], how: str, folder: Path) -> Found:
         time.sleep(0.05)
         first = attempt(lambda: model.world.agreement.alarm.check())
     return {"first": first, "behind": {name: attempt(call) for name, call in calls.items()}}
+
+
+def late(options: dict[str, Any], alone: bool) -> Found:
+    """An error of fxpar behind the first collective: of all ranks, or of one."""
+    model = made(options)
+    batch = whole(model)
+    model.train_step(batch)
+    found: Found = {}
+    plain = Pending.backward
+
+    def refuse(*arguments: Any, **options: Any) -> Any:
+        raise fxpar.errors.InputError("no such thing", where="here", remedy="none")
+
+    Pending.backward = plain if alone and not is_odd() else refuse  # type: ignore[method-assign]
+    found["refused"] = attempt(lambda: model.train_step(batch))
+    Pending.backward = plain  # type: ignore[method-assign]
+    found["behind"] = attempt(lambda: model.train_step(batch))
+    return found

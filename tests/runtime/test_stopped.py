@@ -55,3 +55,15 @@ def test_a_later_error_is_what_every_call_says(plan: str, how: str, world2: Worl
         assert found["first"][1] < LIMIT
         assert {text for text, _ in found["behind"].values()} == {first["first"][0]}
         assert all(seconds < 1.0 for _, seconds in found["behind"].values())
+
+
+@pytest.mark.parametrize("alone", [False, pytest.param(True, marks=pytest.mark.matrix)], ids=["all", "one"])
+def test_what_all_ranks_refuse_behind_a_collective_ends_nothing(alone: bool, world2: World) -> None:
+    first, odd = world2.run(stopped.late, {**PLANS["tp"], "check_inputs": False}, alone)
+    own = "InputError: here: no such thing; none"
+    ended = "RankError: rank 1, train_step: an earlier call failed: here: no such thing"
+    assert odd["refused"][0] == own
+    assert first["refused"][0].startswith(ended if alone else own)
+    for found in (first, odd):
+        assert found["refused"][1] < LIMIT
+        assert found["behind"][0] == (first["refused"][0] if alone else "")
