@@ -25,6 +25,7 @@ from fxpar.layout.layout import I, P, Placement, R, shard
 from fxpar.layout.nesting import peel
 from fxpar.layout.symbols import Size, simplify
 from fxpar.mesh.purpose import Cuts, leave_out
+from fxpar.ops.functions import function
 from fxpar.program.coercions import resting
 from fxpar.program.gradients import carried
 from fxpar.program.program import (
@@ -95,7 +96,13 @@ def place_batch(program: Program, axis: str, rows: Mapping[str, int]) -> dict[fx
 def _remedy(node: fx.Node, call: Call) -> str:
     """What lets an operation have part of the rows."""
     if call.rows is None and lacks_rule(node):
-        return f'if this operator does so too declare it, Plan(row_wise=("{name_of(node)}",)), else write it row by row'
+        kinds = [tensor_type(x) for x in operands(node)]
+        added = f'if it adds the gradient of a scalar loss declare that, Plan(added_losses=("{name_of(node)}",)), '
+        added = (
+            added if node.target is function and len(kinds) == 2 and kinds[1].is_float and not kinds[1].shape else ""
+        )
+        rows = f'if this operator does so too declare it, Plan(row_wise=("{name_of(node)}",)), else write it row by row'
+        return added + rows
     return "write it row by row"
 
 
