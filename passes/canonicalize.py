@@ -14,6 +14,7 @@ from torch import fx
 from fxpar.errors import PassError
 from fxpar.layout.symbols import Size, names, simplify
 from fxpar.manager import register_pass
+from fxpar.passes.added_losses import add_losses
 from fxpar.passes.bin_counts import count_by_comparison
 from fxpar.passes.chosen_matrices import recognize_chosen
 from fxpar.passes.looped_experts import recognize_loops
@@ -82,13 +83,15 @@ def canonicalize(program: Program) -> Program:
     that are neighbours and that the author wrote down becomes a slice; counts are comparisons and sums; biases, those
     of convolutions too, are separate additions, so that a row-split product can be reduced before its bias is added;
     rows that are sorted by expert for grouped products, pairs of token and expert that take a matrix each, and loops
-    over experts are rows of `fxpar.ops.routed` (`sorted_rows`, `chosen_matrices`, `looped_experts`). Values, gradients
+    over experts are rows of `fxpar.ops.routed` (`sorted_rows`, `chosen_matrices`, `looped_experts`); losses that
+    functions add by the plan's word are terms of the loss (`added_losses`). Values, gradients
     and the order of random nodes stay. Refuses sub-graphs: what is in them has no layout, and loops over experts that
     pick rows and are not recognised.
     """
     for module, node in _walk(program.graph_module):
         if module is not program.graph_module or node.op == "get_attr":
             raise PassError("the graph has a sub-graph", where=f"%{node.name}", remedy="inline it before")
+    add_losses(program)
     for node in list(program.graph.nodes):
         if node.op == "call_function":
             _rewrite(program.graph, node)

@@ -15,6 +15,7 @@ from torch import fx
 
 from fxpar.errors import PlanError
 from fxpar.layout.symbols import names
+from fxpar.passes.added_losses import is_gradient_alone
 from fxpar.passes.means import MEANS, SUM
 from fxpar.program.program import Program, TensorType, describe, note, operands, output_node, set_note, tensor_type
 from fxpar.rules import bind_arguments
@@ -30,6 +31,7 @@ _KEEPING = frozenset(
         aten._to_copy.default,
         aten.alias.default,
         aten.clone.default,
+        aten.detach.default,
         aten.neg.default,
         aten.reshape.default,
         aten.squeeze.default,
@@ -130,6 +132,9 @@ def _quotient(program: Program) -> fx.Node:
     """
     node = program.output_nodes()[program.loss]
     while True:
+        if node.target is aten.add.Tensor and is_gradient_alone(node.args[1]):
+            node = node.args[0]  # type: ignore[assignment]
+            continue
         if node.target is aten.div.Tensor and _others(node, node.args[0]) and not tensor_type(node).shape:
             _check_count(program, node.args[1])  # type: ignore[arg-type]
             return node

@@ -34,6 +34,7 @@ from fxpar.plan.plan import Plan
 from fxpar.program.collector import without_collections
 from fxpar.program.gradients import carried
 from fxpar.program.program import Program
+from fxpar.signatures.added_losses import check_added_losses
 from fxpar.signatures.defaults import write_defaults
 from fxpar.signatures.functions import forget_proofs
 
@@ -114,6 +115,8 @@ def _capture(
     if how.copied and (eager.reason or not eager.layers.is_proven):
         how, program, spec = traced(copies=False)
     compare(eager, Counter(str(n.kwargs["path"]) for n in program.graph.nodes if n.target is kept))
+    if program.loss and model.training:
+        check_added_losses(program)
     if plan.row_wise:
         call = ((batch,), {})
         if function is None:

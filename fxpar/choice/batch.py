@@ -25,6 +25,7 @@ from fxpar.layout.layout import I, P, Placement, R, shard
 from fxpar.layout.nesting import peel
 from fxpar.layout.symbols import Size, simplify
 from fxpar.mesh.purpose import Cuts, leave_out
+from fxpar.ops.functions import function
 from fxpar.program.coercions import resting
 from fxpar.program.gradients import carried
 from fxpar.program.program import (
@@ -98,7 +99,11 @@ def _remedy(node: fx.Node, call: Call) -> str:
         return "write it row by row"
     if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "aten":
         return "write it with operations that have rules"  # many of torch's own mix rows, and none is declared
-    return f'if this operator does so too declare it, Plan(row_wise=("{name_of(node)}",)), else write it row by row'
+    kinds = [tensor_type(operand) for operand in operands(node)]
+    adds = node.target is function and len(kinds) == 2 and kinds[1].is_float and not kinds[1].shape
+    added = f'if it adds the gradient of a scalar loss declare that, Plan(added_losses=("{name_of(node)}",)), '
+    rows = f'if this operator does so too declare it, Plan(row_wise=("{name_of(node)}",)), else write it row by row'
+    return (added if adds else "") + rows
 
 
 def _signature(

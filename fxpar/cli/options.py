@@ -68,6 +68,7 @@ PLAN_FLAGS = (
     "--stage",
     "--split",
     "--row-wise",
+    "--added-loss",
     "--experts",
     "--batch-dim",
     "--loss-reduction",
@@ -193,6 +194,13 @@ def _request(
             help="operators without a rule that compute the rows of the batch apart, by name; repeatable",
         ),
     ] = None,
+    added_loss: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="GLOB",
+            help="autograd functions that pass a value and add the gradient of a scalar loss, by name; repeatable",
+        ),
+    ] = None,
     experts: Annotated[
         list[str] | None,
         typer.Option(
@@ -263,6 +271,7 @@ def _request(
         "--cast-inputs": cast_inputs,
         "--sequence-parallel": sequence,
         "--row-wise": row_wise,
+        "--added-loss": added_loss,
         "--batch-dim": batch_dim,
     }
     given |= {"--interleave-halves": interleave_halves, "--experts": experts}
@@ -294,6 +303,8 @@ def _request(
         changes["stages"] = _stages(stage)
     if row_wise:
         changes["row_wise"] = (*chosen.row_wise, *row_wise)
+    if added_loss:
+        changes["added_losses"] = (*chosen.added_losses, *added_loss)
     if experts:
         changes["experts"] = (*chosen.experts, *experts)
     flags = tuple(name for name, value in given.items() if value not in (None, []))

@@ -37,7 +37,7 @@ EXCHANGES = ("auto", "nccl", "copy")
 # Options that are mappings, which are kept sorted and cannot be written to.
 _MAPPINGS = ("split", "batch_dims", "padding")
 # Options that are globs, which are kept sorted.
-_GLOBS = ("row_wise", "experts")
+_GLOBS = ("row_wise", "added_losses", "experts")
 # Options that have options of their own, and an example of each.
 _PARTS: Mapping[str, tuple[type, str]] = {
     "cuda_graphs": (CudaGraphs, "{impl: partial}"),
@@ -101,6 +101,11 @@ class Plan:
             dimension 0 of an operand or output whose size is a multiple of the batch is rows, other operands serve all
             rows. Data parallel ranks can run an operator without a rule only so. That it is true is checked when the
             model is captured. A glob that matches none is an error. The order is irrelevant: they are stored sorted.
+        added_losses: globs on the names of autograd functions (`mymodel.moe.AddLoss`) that return their first operand,
+            and whose backward gives their other one, a scalar loss, a fixed gradient: router losses are added so. That
+            one is then a term of the model's loss, without its value, and weighed as that is: over microbatches, words
+            and data ranks. What the function multiplies by is for a step of one microbatch, and read when the model is
+            captured, with a trial that the function does this and nothing else.
         precision: element types. `as_is` takes the model's own; `fp32` and `bf16_weights` cast the model, and with it
             gradients and optimizer state. `bf16` and `fp16` are mixed precision (FSDP2's `MixedPrecisionPolicy` with
             this `param_dtype` and `reduce_dtype=torch.float32`): the program runs in that type on copies of float32
@@ -182,6 +187,7 @@ class Plan:
     loss_reduction: str = "mean"
     batch_norm: str = "refuse"
     row_wise: tuple[str, ...] = ()
+    added_losses: tuple[str, ...] = ()
     sequence_parallel: bool = False
     seed: int = 0
     precision: str = "as_is"
@@ -265,6 +271,7 @@ class Plan:
         yield from by_path("batch_dims", self.batch_dims, (int,), "dimension")
         yield from by_path("padding", self.padding, (int, float, bool), "number")
         yield from globs("row_wise", self.row_wise, "operators")
+        yield from globs("added_losses", self.added_losses, "autograd functions")
         yield from globs("experts", self.experts, "modules")
         for name in ("sequence_parallel", "compile", "cast_inputs"):
             if type(getattr(self, name)) is not bool:
