@@ -18,6 +18,7 @@ from fxpar.passes.added_losses import add_losses
 from fxpar.passes.bin_counts import count_by_comparison
 from fxpar.passes.chosen_matrices import recognize_chosen
 from fxpar.passes.looped_experts import recognize_loops
+from fxpar.passes.masked_writes import choose_by_masks
 from fxpar.passes.sorted_rows import recognize_rows
 from fxpar.program.picked import loop_of_experts
 from fxpar.program.program import (
@@ -80,7 +81,8 @@ def canonicalize(program: Program) -> Program:
 
     Asserts, operations that return their operand, devices and dead code go; memory that nothing has written is zeros;
     sizes `-1` become numbers where they are numbers, and numbers of elements products of sizes; indexing by positions
-    that are neighbours and that the author wrote down becomes a slice; counts are comparisons and sums; biases, those
+    that are neighbours and that the author wrote down becomes a slice; a value that is written at a mask is a choice
+    (`masked_writes`); counts are comparisons and sums; biases, those
     of convolutions too, are separate additions, so that a row-split product can be reduced before its bias is added;
     rows that are sorted by expert for grouped products, pairs of token and expert that take a matrix each, and loops
     over experts are rows of `fxpar.ops.routed` (`sorted_rows`, `chosen_matrices`, `looped_experts`); losses that
@@ -99,6 +101,7 @@ def canonicalize(program: Program) -> Program:
     recognize_rows(program.graph)
     recognize_chosen(program.graph)
     recognize_loops(program.graph)
+    choose_by_masks(program)
     _name_sizes(program)
     _remove_dead(program.graph)
     return _without_picked(program)
