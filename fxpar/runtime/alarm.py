@@ -263,8 +263,14 @@ class _Lookout:
     def _run(self) -> None:
         while not self._end.wait(_PAUSE * max(1.0, max((a.size for a in self._alive()[0]), default=1) / _RANKS)):
             alarms, store = self._alive()
-            if store is not None:
-                _look(alarms, store)
+            try:
+                if store is not None:
+                    _look(alarms, store)
+            except RuntimeError:  # the store is gone: it is asked no more, as torch logs each time
+                self._store = None
+            if self._group is not None and self._store is None:
+                for alarm in alarms:
+                    alarm.look_around(None)
 
     def _alive(self) -> tuple[list[Alarm], Store | None]:
         """The modules, and the store; none where the process group was left."""
@@ -275,16 +281,12 @@ class _Lookout:
 
 
 def _look(alarms: list[Alarm], store: Store) -> None:
-    try:
-        if store.check([_BELL]):
-            for alarm in alarms:
-                alarm.hear(store)
-                alarm.answer(store)
+    if store.check([_BELL]):
         for alarm in alarms:
-            alarm.look_around(store)
-    except RuntimeError:  # the store is gone
-        for alarm in alarms:
-            alarm.look_around(None)
+            alarm.hear(store)
+            alarm.answer(store)
+    for alarm in alarms:
+        alarm.look_around(store)
 
 
 _LOOKOUT = _Lookout()
