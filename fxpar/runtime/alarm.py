@@ -145,11 +145,10 @@ class Alarm:
                 self.tell(store, self._where, f"{ranks} gave no sign: ended, and closed its connections")
 
     def answer(self, store: Store) -> None:
-        """Says that this rank is there, where another has called the roll."""
-        number = store.add(self._rolls, 0)
-        if number > self._answered:
-            self._answered = number
-            store.set(f"{self._rolls}/{number}/{self.rank}", "")
+        """Says that this rank is there, where others have called the roll."""
+        while self._answered < store.add(self._rolls, 0):
+            self._answered += 1
+            store.set(f"{self._rolls}/{self._answered}/{self.rank}", "")
 
     def _answers(self, store: Store, number: int, rank: int) -> bool:
         return any(store.check([key]) for key in (f"{self._rolls}/{number}/{rank}", f"fxpar/{self.module}/left/{rank}"))
