@@ -55,7 +55,8 @@ def parallelize(
             model's types and the plan's precision. Buffers that are not saved keep the model's values.
         check_inputs: whether every call compares the ranks' batches, modes and kinds of call. Values are compared by a
             checksum on the device: on GPUs the loss of a call whose batches differ is NaN, and the next call raises
-            the error. Without it, calls that differ can hang or give wrong results.
+            the error. Without it, batches that differ give wrong results; that ranks make the same calls at the same
+            step is compared in any case.
         timeout: seconds that ranks wait for each other to compile, here and when a call needs another program. Also the
             timeout of the process groups' collectives, where groups are created here and not by the caller.
 

@@ -145,11 +145,10 @@ class Alarm:
                 self.tell(store, self._where, f"{ranks} gave no sign: ended, and closed its connections")
 
     def answer(self, store: Store) -> None:
-        """Says that this rank is there, where another has called the roll."""
-        number = store.add(self._rolls, 0)
-        if number > self._answered:
-            self._answered = number
-            store.set(f"{self._rolls}/{number}/{self.rank}", "")
+        """Says that this rank is there, where others have called the roll."""
+        while self._answered < store.add(self._rolls, 0):
+            self._answered += 1
+            store.set(f"{self._rolls}/{self._answered}/{self.rank}", "")
 
     def _answers(self, store: Store, number: int, rank: int) -> bool:
         return any(store.check([key]) for key in (f"{self._rolls}/{number}/{rank}", f"fxpar/{self.module}/left/{rank}"))
@@ -263,8 +262,14 @@ class _Lookout:
     def _run(self) -> None:
         while not self._end.wait(_PAUSE * max(1.0, max((a.size for a in self._alive()[0]), default=1) / _RANKS)):
             alarms, store = self._alive()
-            if store is not None:
-                _look(alarms, store)
+            try:
+                if store is not None:
+                    _look(alarms, store)
+            except RuntimeError:  # the store is gone: it is asked no more, as torch logs each time
+                self._store = None
+            if self._group is not None and self._store is None:
+                for alarm in alarms:
+                    alarm.look_around(None)
 
     def _alive(self) -> tuple[list[Alarm], Store | None]:
         """The modules, and the store; none where the process group was left."""
@@ -275,16 +280,12 @@ class _Lookout:
 
 
 def _look(alarms: list[Alarm], store: Store) -> None:
-    try:
-        if store.check([_BELL]):
-            for alarm in alarms:
-                alarm.hear(store)
-                alarm.answer(store)
+    if store.check([_BELL]):
         for alarm in alarms:
-            alarm.look_around(store)
-    except RuntimeError:  # the store is gone
-        for alarm in alarms:
-            alarm.look_around(None)
+            alarm.hear(store)
+            alarm.answer(store)
+    for alarm in alarms:
+        alarm.look_around(store)
 
 
 _LOOKOUT = _Lookout()

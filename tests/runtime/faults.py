@@ -16,6 +16,7 @@ from torch import Tensor
 import fxpar
 from fxpar.errors import InputError
 from fxpar.ops import collectives
+from fxpar.runtime.steps import Pending
 from tests.runtime import models
 from tests.runtime.jobs import Found, refusal, tp
 
@@ -138,6 +139,16 @@ def ends_in_a_step() -> None:
             return plain(x, group)
 
         collectives.start_sum = dying
+    model.train_step(batch)
+
+
+def ends_between_copies() -> None:
+    """The odd rank is killed where the other waits for what it writes into its memory, and for no connection."""
+    made = models.plan(tp(), exchange="copy", cost=fxpar.Cost(least_copy=1.0, copy_latency=1e-12))
+    model, batch = fxpar.parallelize(models.tiny(), made, models.batch(), check_inputs=False), models.batch()
+    model.train_step(batch)
+    if is_odd():
+        Pending.backward = lambda *arguments, **options: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment,return-value,method-assign]
     model.train_step(batch)
 
 

@@ -110,6 +110,13 @@ ENDS = [
     ),
     pytest.param(
         2,
+        faults.ends_between_copies,
+        r"RankError: rank 0, train_step: rank 1 gave no sign: ended, and closed its connections",
+        "died",
+        marks=pytest.mark.matrix,
+    ),
+    pytest.param(
+        2,
         faults.is_refused,
         r"InputError: rank 1, batch entry mask: ",
         "died",
@@ -131,7 +138,7 @@ ENDS = [
         marks=pytest.mark.matrix,
     ),
 ]
-IDS = ["in a step", "while it compiles", "refused", "compiles alone", "stays away", "busy"]
+IDS = ["in a step", "while it compiles", "between copies", "refused", "compiles alone", "stays away", "busy"]
 
 
 @pytest.mark.parametrize(("size", "job", "reason", "odd"), ENDS, ids=IDS)

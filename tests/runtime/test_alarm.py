@@ -1,0 +1,92 @@
+"""The first error of a module: which stands, and how a rank that waits for its device learns of one that is gone."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch.distributed as dist
+
+from fxpar.errors import RankError
+from fxpar.runtime import alarm
+from fxpar.runtime.alarm import Alarm
+
+
+def waiting(rank: int) -> Alarm:
+    """One in a long call, of whose connections one is gone."""
+    made = Alarm(7, rank, 2)
+    made.call = "train_step", time.monotonic() - 60.0
+    made._sockets = {(-1, "socket:[0]")}
+    return made
+
+
+def test_the_first_of_two_errors_stands_on_all_ranks() -> None:
+    store, alarms, seen = dist.HashStore(), [Alarm(7, rank, 3) for rank in range(3)], list[str]()
+    for each in alarms:
+        each.on_stop(lambda error: seen.append(error.reason))
+    assert not alarms[0].hear(store)
+    alarms[1].tell(store, "rank 1", "one")
+    alarms[2].tell(store, "rank 2", "other")
+    assert alarms[0].hear(store)
+    for each in alarms:
+        with pytest.raises(RankError, match=r"^rank 1: one; .*a new process group on all ranks"):
+            each.check()
+    assert seen == ["one"] * 3
+
+
+@pytest.mark.parametrize("sign", ["none", "there", "left"])
+def test_who_is_gone_is_called_by_name(sign: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, first, second = dist.HashStore(), waiting(0), Alarm(7, 1, 2)
+    first.look_around(store)
+    first.answer(store)
+    if sign == "there":
+        second.answer(store)
+    if sign == "left":
+        second.leave(store, None)
+    first.look_around(store)
+    assert first.first is None  # there is time to answer
+    monkeypatch.setattr(alarm, "_ROLL_CALL", 0.0)
+    first.look_around(store)
+    if sign == "none":
+        assert first.first is not None
+        assert str(first.first).startswith("rank 0, train_step: rank 1 gave no sign: ended")
+        assert second.hear(store)
+    else:
+        assert first.first is None
+
+
+def test_two_ranks_that_call_the_roll_answer_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, both = dist.HashStore(), [waiting(0), waiting(1)]
+    for each in both:
+        each.look_around(store)
+    for each in both:
+        each.answer(store)
+    monkeypatch.setattr(alarm, "_ROLL_CALL", 0.0)
+    for each in both:
+        each.look_around(store)
+    assert [each.first for each in both] == [None, None]
+
+
+def test_short_calls_and_none_look_for_nobody() -> None:
+    store, made = dist.HashStore(), waiting(0)
+    for call in (None, ("train_step", time.monotonic())):
+        made.call = call
+        made.look_around(store)
+        made.look_around(None)
+    assert store.num_keys() == 0
+    assert made.first is None
+
+
+def test_a_store_that_is_gone_ends_a_long_call() -> None:
+    made = waiting(1)
+    made.look_around(None)
+    assert made.first is not None
+    assert "the store is gone, and so the process that kept it" in made.first.reason
+
+
+def test_an_error_that_nobody_caught_is_told_at_the_end() -> None:
+    store, made, other = dist.HashStore(), Alarm(7, 0, 2), Alarm(7, 1, 2)
+    made.leave(store, ValueError("no file"))
+    assert other.hear(store)
+    assert other.error.reason == "ended by ValueError: no file"
+    assert other.error.where == "rank 0"
