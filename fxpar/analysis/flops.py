@@ -192,6 +192,9 @@ _NO_PRODUCTS = (
 # Those that multiply matrices of one operand.
 _OF_ONE = ("linalg_", "matrix_", "cov", "corrcoef", "inverse", "pinverse", "pdist", "cdist", "chain_matmul")
 
+# What begins like these and multiplies no matrices.
+_NORMS = ("linalg_vector_norm", "linalg_norm", "linalg_cross", "linalg_diagonal", "linalg_vecdot")
+
 
 def unknown_product(node: fx.Node) -> str:
     """Name of an operator that may multiply matrices and that no formula knows; empty for others."""
@@ -206,14 +209,14 @@ def unknown_product(node: fx.Node) -> str:
 
 
 def _is_unknown(node: fx.Node, call: Call) -> bool:
-    if rule_of(node.target) is not None or key_of(node.target) in _FORMULAS:
+    if not isinstance(node.target, torch._ops.OpOverload) or key_of(node.target) in _FORMULAS:
         return False
-    if not isinstance(node.target, torch._ops.OpOverload):
+    name = node.target._schema.name.partition("::")[2].lstrip("_")
+    if node.target.namespace in ("aten", "prims") and name.startswith(_OF_ONE) and name not in _NORMS:
+        return True  # a rule says how matrices are shared out, and not what one costs
+    if rule_of(node.target) is not None:
         return False
     if node.target.namespace not in ("aten", "prims"):
-        return True
-    name = node.target._schema.name.partition("::")[2].lstrip("_")
-    if name.startswith(_OF_ONE):
         return True
     is_elementwise = torch.Tag.pointwise in node.target.tags
     several = sum(kind.is_float for kind in call.operands) > 1

@@ -78,8 +78,8 @@ class Place:
         """Whether the ranks hold the same elements of both."""
         if self is other:
             return True
-        here, there = self.ranks, other.ranks
-        same_ranks = here is there or (here.groups, here.coordinates) == (there.groups, there.coordinates)
+        here, there = self.ranks, other.ranks  # two modules have groups of their own, of the same ranks
+        same_ranks = here is there or (here.mesh, here.coordinates) == (there.mesh, there.coordinates)
         return same_ranks and self.shape == other.shape and self.layout == other.layout
 
     def cut(self, value: Tensor) -> Tensor:

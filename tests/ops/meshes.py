@@ -70,7 +70,7 @@ def joined() -> dict[str, Any]:
     made = world.device_mesh
     return {
         "same": {axis: group is dist.group.WORLD for axis, group in world.process_groups.items()},
-        "mesh": made.get_group("tp") is dist.group.WORLD,
+        "mesh": made.get_group("tp") is world.process_groups["tp"],
         "coordinates": dict(world.coordinates),
         "groups": {axis: group.size for axis, group in world.groups.items()},
     }

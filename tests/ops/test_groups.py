@@ -22,14 +22,14 @@ def test_groups_hold_the_ranks_of_the_mesh_and_are_shared(world4: World) -> None
                 assert groups[name]["total"] == sum(ranks)
         assert groups["etp"]["name"] == groups["tp"]["name"]
         assert groups["edp"]["name"] == groups["dp-cp"]["name"] == groups["dp"]["name"]
-        assert groups["tp-dp-cp"]["name"] == groups["tp-dp"]["name"] == found["world"]
+        assert groups["tp-dp-cp"]["name"] == groups["tp-dp"]["name"] != found["world"]  # it may be ended
         assert len({group["name"] for group in groups.values()}) == 3
 
 
 def test_ranks_between_the_ends_of_a_pipeline_have_no_embedding_group(world4: World) -> None:
     answers = world4.run(meshes.groups_of, Mesh(pp=4), ("embedding", "pp"))
     assert [found["groups"].get("embedding", {}).get("ranks") for found in answers] == [(0, 3), None, None, (0, 3)]
-    assert all(found["groups"]["pp"]["name"] == found["world"] for found in answers)
+    assert len({found["groups"]["pp"]["name"] for found in answers}) == 1
 
 
 def test_device_meshes_use_the_same_groups(world4: World) -> None:
@@ -47,7 +47,7 @@ def test_device_meshes_use_the_same_groups(world4: World) -> None:
         assert dense["slices"] == found["torch"]
 
 
-def test_a_world_that_one_axis_fills_has_no_second_group(world2: World) -> None:
+def test_a_world_that_one_axis_fills_has_one_group_that_may_be_ended(world2: World) -> None:
     assert world2.run(meshes.joined) == [
-        {"same": {"tp": True}, "mesh": True, "coordinates": {"tp": rank}, "groups": {"tp": 2}} for rank in range(2)
+        {"same": {"tp": False}, "mesh": True, "coordinates": {"tp": rank}, "groups": {"tp": 2}} for rank in range(2)
     ]

@@ -77,7 +77,7 @@ NORMED_HEADS_ANNOTATED = """\
 %s = aten.sym_size.int(%x, 1) : s
 %linear = aten.linear.default(%x, %q_weight) : f32[b, s, 96] tp:S(2) {needs=tp:R ; tp:S(0), role="head", origin="follows operand weight"}
 %view = aten.view.default(%linear, [%b, %s, 8, 12]) : f32[b, s, 8, 12] tp:S(2) {needs=tp:S(2), origin="follows operand self"}
-%rms_norm = aten.rms_norm.default(%view, [12], %norm_weight) : f32[b, s, 8, 12] tp:S(2) {needs=tp:S(2) ; tp:R, origin="follows operand input"}
+%rms_norm = aten.rms_norm.default(%view, [12], %norm_weight, eps=1.1920928955078125e-07) : f32[b, s, 8, 12] tp:S(2) {needs=tp:S(2) ; tp:R, origin="follows operand input"}
 %view_1 = aten.view.default(%rms_norm, [%b, %s, 96]) : f32[b, s, 96] tp:S(2) {needs=tp:S(2), origin="follows operand self"}
 %linear_1 = aten.linear.default(%view_1, %out_weight) : f32[b, s, 96] tp:P {needs=tp:S(2) ; tp:S(1), role="row", origin="follows operand input"}
 %square = aten.square.default(%linear_1) : f32[b, s, 96] tp:I {needs=tp:I}

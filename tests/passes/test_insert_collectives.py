@@ -101,14 +101,14 @@ NORMED_WITH_COLLECTIVES = """\
 %linear = aten.linear.default(%x, %q_weight) : f32[b, s, 96] tp:S(2) {role="head"}
 %view = aten.view.default(%linear, [%b, %s, 8, 12]) : f32[b, s, 8, 12] tp:S(2)
 %norm_weight_copy_to = fxpar.copy_to[tp](%norm_weight) : f32[12] tp:I→R
-%rms_norm = aten.rms_norm.default(%view, [12], %norm_weight_copy_to) : f32[b, s, 8, 12] tp:S(2)
+%rms_norm = aten.rms_norm.default(%view, [12], %norm_weight_copy_to, eps=1.1920928955078125e-07) : f32[b, s, 8, 12] tp:S(2)
 %view_1 = aten.view.default(%rms_norm, [%b, %s, 96]) : f32[b, s, 96] tp:S(2)
 %linear_1 = aten.linear.default(%view_1, %out_weight) : f32[b, s, 96] tp:P {role="row"}
 %linear_1_reduce_from = fxpar.reduce_from[tp](%linear_1) : f32[b, s, 96] tp:P→I
 %square = aten.square.default(%linear_1_reduce_from) : f32[b, s, 96] tp:I
 %sum_1 = aten.sum.default(%square) : f32[] tp:I
 return output=%sum_1
-"""
+"""  # noqa: E501
 
 
 def test_golden_mlp() -> None:

@@ -105,7 +105,7 @@ REFUSED: dict[str, tuple[Callable[[Any], object], str]] = {
     "step: a text": (_step("3"), "step: '3' is no number of steps"),
     "step: huge": (_step(HUGE), "step: an integer of 16610 bits is no number of steps"),
     "a sparse batch": (lambda m: m.train_step((X.to_sparse(),)), "has the layout torch.sparse_coo"),
-    "torch.export": (lambda m: torch.export.export(m, (X,)), "its programs are graphs already"),
+    "torch.export": (lambda m: torch.export.export(m, (X,)), "the programs are compiled"),
     "half": (lambda m: m.half(), "transformers' Trainer, accelerate"),
 }
 

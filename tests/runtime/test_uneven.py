@@ -103,7 +103,7 @@ MORE_REFUSED = (
     "takes together rows that every rank makes for all",
     "takes the number of rows as a number",
     "the model takes another branch for the rows of all data ranks",
-    "the loss or its gradient depends on what pads it",
+    "the loss, its gradient or a buffer depends on what pads it",
     "has size 3 in dimension 0 on data rank 1, but ids dimension 0 has 2",
 )
 
