@@ -241,14 +241,14 @@ def _check_items(program: Program) -> None:
 
     An operation that is differentiated may be replaced by another one, part by part.
     """
-    seen: dict[tuple[object, object], fx.Node] = {}
+    seen: dict[tuple[object, ...], fx.Node] = {}
     for node in program.graph.nodes if Property.STEP in program.properties else ():
         if node.target is not operator.getitem:
             read = next((read for read in node.all_input_nodes if isinstance(note(read).type, tuple)), None)
             if read is not None and node.op == "call_function":
                 raise CheckFailed(f"reads the tuple %{read.name}", where=describe(node), remedy="take its parts apart")
         elif note(node).origin != RECOMPUTE:
-            first = seen.setdefault(node.args, node)  # type: ignore[arg-type]
+            first = seen.setdefault(node.args, node)
             if first is not node:
                 reason = f"takes item {node.args[1]} of %{node.args[0]} a second time"
                 raise CheckFailed(reason, where=describe(node), remedy=f"use %{first.name}, or take another item")
