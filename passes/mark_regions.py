@@ -50,10 +50,19 @@ def mark_regions(program: Program) -> Program:
         if node.op != "call_function" or isinstance(note(node).type, ScalarType):
             continue
         is_outside = bool(wanted) and scope_of.get(node) not in wanted
-        reason = why_not_capturable(node) or _of_counted_rows(node, counted) or (outside if is_outside else "")
+        reason = reason_of(node, counted) or (outside if is_outside else "")
         if reason != note(node).uncaptured:
             update(node, uncaptured=reason)
     return program
+
+
+def reason_of(node: fx.Node, counted: Collection[str]) -> str:
+    """Why no CUDA graph can hold a node; empty where one can.
+
+    Args:
+        counted: names of the numbers of rows that are counted.
+    """
+    return why_not_capturable(node) or _of_counted_rows(node, counted)
 
 
 def _of_counted_rows(node: fx.Node, counted: Collection[str]) -> str:

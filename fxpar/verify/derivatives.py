@@ -74,7 +74,8 @@ def _is_differentiated(node: fx.Node, flags: Mapping[fx.Node, tuple[bool, ...]],
         args, kwargs = map_arg((node.args, node.kwargs), value)
         with torch.enable_grad():
             found = node.target(*args, **kwargs)  # type: ignore[operator]
-        results = [r for r in (found if isinstance(found, (tuple, list)) else [found]) if r.requires_grad]
+        made_of_it = found if isinstance(found, (tuple, list)) else [found]
+        results = [r for r in made_of_it if isinstance(r, Tensor) and r.requires_grad]
         torch.autograd.grad(results, tracked, [torch.empty_like(r) for r in results], allow_unused=True)
     except _FAILURES as error:
         if missing := _MISSING.search(str(error)):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import replace
+from typing import NoReturn
 
 from torch import fx
 
@@ -190,7 +191,7 @@ class _ParameterPhase:
         if names([kind.value]):
             self._refuse(reader or number, number, f"a size of {_FORWARD}")
 
-    def _refuse(self, node: fx.Node, read: fx.Node, reason: str) -> None:
+    def _refuse(self, node: fx.Node, read: fx.Node, reason: str) -> NoReturn:
         raise CheckFailed(
             f"is of the phase parameter, which runs once behind all microbatches, and %{read.name} is {reason}",
             where=describe(node),

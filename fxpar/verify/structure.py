@@ -23,6 +23,7 @@ from fxpar.ops.coercion_table import COERCION_OF
 from fxpar.ops.coercions import sum_gradients
 from fxpar.ops.random import axis_index, part_index
 from fxpar.passes.assign_rng import RNG_PATH
+from fxpar.passes.mark_regions import reason_of
 from fxpar.program.coercions import axes_of, misnamed
 from fxpar.program.program import (
     Program,
@@ -76,6 +77,7 @@ def check_structure(program: Program, facts: Facts | None = None) -> None:
             sound[number] = True
     check_phases(program, facts)
     _check_items(program)
+    _check_marks(program)
     _check_conversions(program)
     _check_random(program, facts)
     _check_outputs(program)
@@ -240,17 +242,43 @@ def _check_items(program: Program) -> None:
 
     An operation that is differentiated may be replaced by another one, part by part.
     """
-    seen: dict[tuple[object, object], fx.Node] = {}
+    seen: dict[tuple[object, ...], fx.Node] = {}
     for node in program.graph.nodes if Property.STEP in program.properties else ():
         if node.target is not operator.getitem:
             read = next((read for read in node.all_input_nodes if isinstance(note(read).type, tuple)), None)
             if read is not None and node.op == "call_function":
                 raise CheckFailed(f"reads the tuple %{read.name}", where=describe(node), remedy="take its parts apart")
         elif note(node).origin != RECOMPUTE:
-            first = seen.setdefault(node.args, node)  # type: ignore[arg-type]
+            first = seen.setdefault(node.args, node)
             if first is not node:
                 reason = f"takes item {node.args[1]} of %{node.args[0]} a second time"
                 raise CheckFailed(reason, where=describe(node), remedy=f"use %{first.name}, or take another item")
+
+
+def _check_marks(program: Program) -> None:
+    """What a note says of how a node runs: its buffer, whether it computes again, and where CUDA graphs end."""
+    is_step = Property.STEP in program.properties
+    counted = {each.name for each in program.counted}
+    for node in program.graph.nodes:
+        if node.op != "call_function":
+            continue
+        kept = note(node)
+        if (kept.buffer or kept.one_shot) and not is_step:
+            raise CheckFailed("has a buffer, and the program is no step", where=describe(node), remedy="leave it out")
+        if kept.origin == RECOMPUTE and is_forward(node):
+            raise CheckFailed(
+                "computes again what the forward has, and is of the forward",
+                where=describe(node),
+                remedy="write phase=backward",
+            )
+        if Property.REGIONS in program.properties and not kept.uncaptured and not isinstance(kept.type, ScalarType):
+            reason = reason_of(node, counted)
+            if reason:
+                raise CheckFailed(
+                    f"{reason}, and no mark says that CUDA graphs end there",
+                    where=describe(node),
+                    remedy='write uncaptured="…", or run the pass mark_regions before outline_layers',
+                )
 
 
 def _check_conversions(program: Program) -> None:

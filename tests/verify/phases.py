@@ -75,7 +75,7 @@ class Microbatches:
                 known = dict(self._sources(index))
                 for node in graph.nodes:
                     if node.op == "call_function":
-                        known[node.name] = _called(node, lambda read, known=known: known[read.name])
+                        known[node.name] = _called(node, _Named(known))
                 self.values.append(known)
         self.gradients = self.run(self.step)
 
@@ -180,6 +180,16 @@ class Microbatches:
             yield name, LocalTensor({rank: block.detach().clone() for rank, block in enumerate(blocks)})
         for axis in self.axes:
             yield f"{axis}_rank", LocalTensor({r: torch.tensor(place[axis]) for r, place in enumerate(self.places)})
+
+
+class _Named:
+    """Looks values up by name of the node."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._values = values
+
+    def __call__(self, node: fx.Node) -> Any:
+        return self._values[node.name]
 
 
 class _Late:

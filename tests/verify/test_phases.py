@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxpar.errors import CheckFailed
+from fxpar.errors import FxparError
 from fxpar.verify.static import verify_static
 from tests.passes.experts import Routed
 from tests.passes.test_recompute import Regions
@@ -47,7 +47,7 @@ def test_the_executor_gives_the_gradients_of_one_device(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "count"), [*((name, 40) for name in NAMES), *(pytest.param(n, 0, marks=pytest.mark.matrix) for n in NAMES)]
+    ("name", "count"), [*((name, 10) for name in NAMES), *(pytest.param(n, 0, marks=pytest.mark.matrix) for n in NAMES)]
 )
 def test_no_phase_that_changes_a_gradient_passes(name: str, count: int) -> None:
     own, tally, escaped = case(name), Counter[str](), []
@@ -55,7 +55,7 @@ def test_no_phase_that_changes_a_gradient_passes(name: str, count: int) -> None:
         try:
             verify_static(edit.program)
             verdict = "accepted"
-        except CheckFailed:
+        except FxparError:
             verdict = "refused"
         try:
             outcome = "differs" if own.deviation(edit.program) > ALLOWED else "same"
