@@ -127,9 +127,7 @@ class Unwrappable(nn.Module):
 
     def cuda(self, device: int | torch.device | None = None) -> Any:
         """Moves as `to`."""
-        return self.to(
-            "cuda" if device is None else torch.device("cuda", device) if isinstance(device, int) else device
-        )
+        return self.to(f"cuda:{device}" if isinstance(device, int) else device or "cuda")
 
     def float(self) -> Any:
         """Casts as `to`."""

@@ -117,10 +117,11 @@ def dropout_probability_as_it_is(m: Any, b: Any) -> Any:
             x.p = 0.0
 
 
-@row(places=("tp",))
-def frozen_norm_in_evaluation(m: Any, b: Any) -> Any:
+@row()
+def parts_in_evaluation(m: Any, b: Any) -> Any:
     m.norm.eval()
-    return step(m, b)
+    m.blocks[0].train(False)
+    return m.norm.training, m.blocks[0].mlp[0].training, m.training
 
 
 @row()
@@ -498,7 +499,7 @@ def hooks_of_parameters(m: Any, b: Any) -> Any:
     return seen
 
 
-@row()
+@row(places=("dp", "pp"))
 def evaluated_without_gradients(m: Any, b: Any) -> Any:
     m.train(False)
     with torch.no_grad():
