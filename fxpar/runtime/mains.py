@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from fxpar.errors import InputError
@@ -25,6 +25,8 @@ from fxpar.state.sharded_parameter import leaf_of
 
 class MainParameter(WholeParameter):
     """A parameter of which copies are made: writes through `data` are counted as all others are."""
+
+    _stands_for = nn.Parameter
 
     @property
     def data(self) -> Tensor:

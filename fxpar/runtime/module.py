@@ -57,9 +57,17 @@ from fxpar.state.initial import named_tensors
 class ParallelModule(Stateful):
     """One rank's part of a model. Made by `fxpar.parallelize`.
 
-    Parameters are this rank's shards under the author's names. Programs are compiled on first use for each mode of the
-    modules (training, evaluation), each structure of the batch, and sizes for which the model takes other branches;
-    sizes of one, for example a batch of one sample, have programs of their own.
+    It and its modules are instances of the author's classes too: `isinstance`, containers, attributes and methods are
+    the author's, where this class has none of the name. Methods that look at modules, names, shapes and modes, or treat
+    each element by itself, give what they give on the model. What would run a part of it, write what no program would
+    see, draw random numbers into weights, or read values that this rank has not, raises an error.
+
+    Parameters are this rank's shards, of the whole's shapes, under the author's names. With a pipeline `parameters()`
+    has those of this rank's stages, and one of another stage, `model.norm.weight`, has a shape and no values.
+
+    Programs are compiled on first use for each mode of the modules (training, evaluation), each structure of the batch,
+    and sizes for which the model takes other branches; sizes of one, for example a batch of one sample, have programs
+    of their own.
 
     Attributes:
         plan: how the model is split.

@@ -15,25 +15,27 @@ from torch import Tensor, nn
 from fxpar.errors import InputError
 from fxpar.runtime.classes import Alike
 
+# What says on which device a tensor is.
+_OF_DEVICE = (
+    *(getattr(Tensor, name).__get__ for name in ("device", "is_cuda", "is_cpu", "is_meta")),
+    *(Tensor.type, Tensor.get_device),
+)
 _DRAW = "draw before parallelize, or draw a whole tensor, the same on every rank, and copy_ it"
 
 
 def _refuse(name: str) -> Any:
-    def method(tensor: Tensor, *args: Any, generator: torch.Generator | None = None, **options: Any) -> Tensor:
-        if generator is None:
-            raise InputError(f"{name} would draw numbers of each rank's own", where="a parameter", remedy=_DRAW)
-        drawn: Tensor = getattr(Tensor, name)(tensor, *args, generator=generator, **options)
-        return drawn
+    def method(tensor: Tensor, *args: Any, **options: Any) -> NoReturn:
+        raise InputError(f"{name} would draw numbers of each rank's own", where="a parameter", remedy=_DRAW)
 
     method.__name__ = method.__qualname__ = name
-    method.__doc__ = "Refused without a generator: other ranks would draw other numbers."
+    method.__doc__ = "Refused: other ranks would draw other numbers."
     return method
 
 
 class Undrawn(Tensor):
     """A tensor that takes no random numbers of this process: what initialisers call is refused."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     normal_ = _refuse("normal_")
     uniform_ = _refuse("uniform_")
@@ -44,6 +46,9 @@ class Undrawn(Tensor):
     log_normal_ = _refuse("log_normal_")
     random_ = _refuse("random_")
 
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return repr(self.as_subclass(Tensor))
+
     def new_empty(self, *size: Any, **options: Any) -> Tensor:
         """Makes a tensor that takes none either: `nn.init.orthogonal_` draws into one and copies."""
         return Tensor.new_empty(self, *size, **options).as_subclass(Undrawn)
@@ -53,10 +58,13 @@ class _ParameterKind(Alike, type(nn.Parameter)):  # type: ignore[misc]
     """Makes classes of parameters equal to `nn.Parameter`: torch's optimizers ask `type(p)` for their fast ways."""
 
 
-class WholeParameter(Undrawn, nn.Parameter, metaclass=_ParameterKind):
+class WholeParameter(Undrawn, nn.Parameter, metaclass=_ParameterKind):  # type: ignore[metaclass]
     """A parameter that this rank has whole, as other ranks have."""
 
     _stands_for = nn.Parameter
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return repr(nn.Parameter(self.detach(), self.requires_grad))
 
     @property
     def data(self) -> Tensor:
@@ -87,6 +95,7 @@ class Elsewhere(WholeParameter):
     Writes to it have no effect here, as they have theirs on the ranks that hold it; reading its values is refused.
     """
 
+    _stands_for = nn.Parameter
     place: tuple[str, torch.device]
 
     @staticmethod
@@ -102,36 +111,65 @@ class Elsewhere(WholeParameter):
         made.place = name, device
         return made
 
+    @property
+    def data(self) -> Tensor:
+        """Its shape and type without a history."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        check_replaced(self, value)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"Parameter on another rank of the pipeline: {self.place[0]}, {self.dtype}{list(self.shape)}"
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        values = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, Elsewhere)]
-        name, device = values[0].place
-        if func is Tensor.device.__get__:  # type: ignore[attr-defined]
-            return device
-        if func in (Tensor.numpy, Tensor.__array__):
-            _refuse_values(name, func.__name__)
+        kwargs = kwargs or {}
+        own = next(value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, Elsewhere))
+        what = getattr(func, "__name__", "reading it")
+        if func in _OF_DEVICE and len(args) == 1:
+            return func(torch.empty(0, dtype=own.dtype, device=own.place[1]))
+        is_written = bool(args) and isinstance(args[0], Elsewhere) and what.endswith("_") and not what.endswith("__")
+        if is_written:  # here the values that are written are of no effect
+            args, kwargs = pytree.tree_map_only(Tensor, _without_values, (args, kwargs))
+        if func in _READS or any(isinstance(v, Tensor) and not v.is_meta for v in _others((args, kwargs))):
+            own.refuse(what)
         with torch._C.DisableTorchFunctionSubclass():
             try:
-                result = func(*args, **(kwargs or {}))
+                result = func(*args, **kwargs)
             except RuntimeError as error:
-                if not values or "meta" not in str(error):
+                if "meta" not in str(error).lower():
                     raise
-                _refuse_values(name, getattr(func, "__name__", "reading"))
-        return pytree.tree_map_only(Tensor, lambda tensor: _placed(tensor, values[0]), result)
+                own.refuse(what)
+        if type(result) in (list, tuple):  # and no torch.Size
+            return type(result)(_placed(item, own) for item in result)
+        return _placed(result, own)
+
+    def refuse(self, what: str) -> NoReturn:
+        """Refuses to read values."""
+        raise InputError(
+            f"{what} needs values that other ranks of the pipeline hold",
+            where=self.place[0],
+            remedy="read it on a rank that has it: named_parameters() lists those of a rank, and full_state_dict() "
+            "gives all to every rank",
+        )
 
 
-def _placed(tensor: Tensor, like: Elsewhere) -> Tensor:
-    if isinstance(tensor, Elsewhere) or not tensor.is_meta:
-        return tensor
-    made: Any = tensor.as_subclass(Elsewhere)
+_READS = (Tensor.numpy, Tensor.__array__, Tensor.__format__)
+
+
+def _others(nest: Any) -> list[Any]:
+    return [value for value in pytree.tree_leaves(nest) if not isinstance(value, Elsewhere)]
+
+
+def _without_values(value: Tensor) -> Tensor:
+    return value if isinstance(value, Elsewhere) or value.is_meta else value.detach().to("meta")
+
+
+def _placed(value: Any, like: Elsewhere) -> Any:
+    if not isinstance(value, Tensor) or isinstance(value, Elsewhere) or not value.is_meta:
+        return value
+    made: Any = value.as_subclass(Elsewhere)
     made.place = like.place
-    return made  # type: ignore[no-any-return]
-
-
-def _refuse_values(name: str, what: str) -> NoReturn:
-    raise InputError(
-        f"{what} needs values that other ranks of the pipeline hold",
-        where=name,
-        remedy="read it on a rank that has it: named_parameters() lists those of a rank, and full_state_dict() gives "
-        "all to every rank",
-    )
+    return made

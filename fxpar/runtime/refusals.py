@@ -116,7 +116,8 @@ class Unwrappable(nn.Module):
         device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
         here = self.__dict__[RECORD].device
         stays = device is None or (device.type == here.type and device.index in (None, here.index))
-        if stays and (dtype is None or {p.dtype for p in self.parameters()} <= {dtype}):
+        parameters = [*self.parameters(), *(p for m in self.modules() for p in vars(m)[RECORD].elsewhere.values())]
+        if stays and (dtype is None or {p.dtype for p in parameters if p.is_floating_point()} <= {dtype}):
             return self
         return self._apply(lambda tensor: tensor)
 
@@ -126,7 +127,7 @@ class Unwrappable(nn.Module):
 
     def cuda(self, device: int | torch.device | None = None) -> Any:
         """Moves as `to`."""
-        return self.to(torch.device("cuda", device) if device is None or isinstance(device, int) else device)
+        return self.to(f"cuda:{device}" if isinstance(device, int) else device or "cuda")
 
     def float(self) -> Any:
         """Casts as `to`."""

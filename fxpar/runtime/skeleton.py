@@ -69,9 +69,9 @@ def attach(root: Root, skeleton: nn.Module, tensors: Mapping[int, Any], device: 
     classes: dict[tuple[type, type], type] = {}
     state = copy.deepcopy(skeleton.__getstate__(), {**tensors, id(skeleton): root})
     if isinstance(state, dict):
-        state = {name: value for name, value in state.items() if name not in ours}
+        state = {name: value for name, value in state.items() if name not in ours and name != RECORD}
     _become(root, kind, type(skeleton), classes)
-    root.__setstate__(state)
+    root.__setstate__(state)  # type: ignore[no-untyped-call]
     for name in ours:
         check_free(root, name)
     copies = dict(root.named_modules())

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import torch
 import torch.utils._pytree as pytree
-from torch import Tensor
+from torch import Tensor, nn
 
 from fxpar.errors import InputError
 from fxpar.state.operand import part_of
@@ -55,7 +55,8 @@ class ShardedParameter(Sharded):
         kwargs = kwargs or {}
         if func is torch.autograd.grad:
             return _grad(*args, **kwargs)
-        if torch.is_grad_enabled() and getattr(func, "__name__", "") not in _QUERIES:
+        computes = getattr(func, "__name__", "") not in _QUERIES and getattr(func, "__module__", "") != nn.init.__name__
+        if computes and torch.is_grad_enabled():
             args, kwargs = _in_graph(args), {key: _in_graph(value) for key, value in kwargs.items()}
         with routed(Sharded):
             return func(*args, **kwargs)
