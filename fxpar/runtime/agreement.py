@@ -68,6 +68,7 @@ class Agreement:
         what: the call that is under way.
         meeting: where the hosts meet; None until there are groups.
         step: the number of the next step that draws, which all ranks must have alike.
+        stepping: class of the optimizer whose step has begun on this rank and has not ended; empty without one.
         alarm: the error that ended the module, if one did.
     """
 
@@ -80,6 +81,7 @@ class Agreement:
     what: str = ""
     meeting: Meeting | None = None
     step: Callable[[], int] = lambda: 0
+    stepping: str = ""
     alarm: Alarm = field(default_factory=Alarm)
     # Whether collectives may be under way, so that ranks that fail are not at one point.
     _entered: bool = False
@@ -103,6 +105,22 @@ class Agreement:
         """Counts a call."""
         self.calls, self.points, self.what = self.calls + 1, 0, what
         self._entered, self._is_told, self._raised = False, False, None
+
+    def check_steps(self) -> None:
+        """Refuses a call behind an optimizer's step that an error ended, and somebody caught.
+
+        Raises:
+            InputError: there was one. Where it was not on all ranks, no call can be made any more.
+        """
+        if self.stepping and self.size > 1:
+            name, self.stepping = self.stepping, ""
+            self._entered = True  # the ranks stand at different points as behind a collective
+            raise InputError(
+                f"a step of {name} was broken off, so that parameters of this rank may be of another step than those "
+                "of others",
+                where="the optimizer",
+                remedy="let an error of optimizer.step() end the training, and resume from the last save",
+            )
 
     def enter(self, place: str = "its program") -> None:
         """Goes on to what communicates, when all ranks have come so far; within a call they meet once.
@@ -479,6 +497,7 @@ def _marked(method: Callable[Concatenate[Any, _P], _R], at_once: bool) -> Callab
     def call(self: Any, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         refuse_tracing()
         with self.world.agreement.call(method.__name__, at_once):
+            self.world.agreement.check_steps()
             return method(self, *args, **kwargs)
 
     return call

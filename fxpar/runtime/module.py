@@ -122,7 +122,7 @@ class ParallelModule(Stateful):
         budget = None if plan.receive_budget is None else Budget(plan, world)
         training = (self._random, self._gradients, self._graphs, expire, self._pipeline, gather, budget)
         self._training = Training(runner.tensors, self._batches, runner.waiting, *training)
-        Optimizers(model).watch(self)
+        Optimizers(model, world.agreement).watch(self)
         self._flags = StepFlags()
         self._settings = Settings(self, settings)
         seal(self, settings, world.device)

@@ -13,32 +13,57 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fxpar.errors import InputError
+from fxpar.runtime.agreement import Agreement
 from fxpar.state.operand import part_of
 from fxpar.state.sharded import Sharded
 from fxpar.state.sharded_parameter import ShardedParameter
 
 
 class Optimizers:
-    """What is done before an optimizer's first step and after it has loaded state.
+    """What is done before an optimizer's first step and after it has loaded state; and which step never ended.
 
     Args:
         model: the unsplit one; an optimizer of its parameters would train nothing.
+        agreement: is told of the steps that begin and end on this rank.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, agreement: Agreement) -> None:
+        self._agreement = agreement
         self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._owner: Callable[[], nn.Module | None] = lambda: None
+        self._steps_own: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
         self._originals = {id(parameter): weakref.ref(parameter) for parameter in model.parameters()}
 
     def watch(self, owner: Any) -> None:
         """Sees all optimizers for as long as `owner` lives."""
-        handle = register_optimizer_step_pre_hook(self)
-        remove: Callable[[], None] = handle.remove
-        weakref.finalize(owner, remove)
+        self._owner = weakref.ref(owner)
+        for handle in (register_optimizer_step_pre_hook(self._begins), register_optimizer_step_post_hook(self._ends)):
+            remove: Callable[[], None] = handle.remove
+            weakref.finalize(owner, remove)
 
-    def __call__(self, optimizer: Optimizer, *arguments: Any) -> None:
+    def _begins(self, optimizer: Optimizer, arguments: Any, options: Any) -> None:
+        self(optimizer)
+        # A closure makes calls of its own within the step.
+        if len(arguments) <= 1 and not options and self._is_own(optimizer):
+            self._agreement.stepping = type(optimizer).__name__
+
+    def _ends(self, optimizer: Optimizer, arguments: Any, options: Any) -> None:
+        if self._is_own(optimizer):
+            self._agreement.stepping = ""
+
+    def _is_own(self, optimizer: Optimizer) -> bool:
+        """Whether it steps a parameter of the module."""
+        if optimizer not in self._steps_own:
+            owner = self._owner()
+            own = set() if owner is None else {id(parameter) for parameter in owner.parameters()}
+            stepped = (id(parameter) for group in optimizer.param_groups for parameter in group["params"])
+            self._steps_own[optimizer] = any(parameter in own for parameter in stepped)
+        return self._steps_own[optimizer]
+
+    def __call__(self, optimizer: Optimizer) -> None:
         """Prepares an optimizer, once.
 
         Raises:

@@ -35,6 +35,12 @@ def made(options: dict[str, Any]) -> fxpar.ParallelModule:
     return fxpar.parallelize(models.tiny().double(), fxpar.Plan(**plan), models.batch(), **calls)
 
 
+def stop_odd() -> None:
+    """Ends a step of the odd rank's optimizer."""
+    if is_odd():
+        raise Broken("no memory for the optimizer")
+
+
 def is_odd() -> bool:
     """Whether this is the rank that fails."""
     return dist.get_rank() == ODD
@@ -110,6 +116,9 @@ def later(options: dict[str, Any], how: str, folder: Path) -> Found:
             parameter.register_post_accumulate_grad_hook(hook)
     if how == "backward":
         loss = model(**batch)["loss"]
+    if how == "optimizer":
+        optimizer.register_step_pre_hook(lambda *arguments: stop_odd())
+        attempt(optimizer.step)
     kinds = {"interrupted": KeyboardInterrupt, "between": Broken, "backward": Broken}
     action = loss.backward if how == "backward" else lambda: model.train_step(batch)
     if how in kinds:

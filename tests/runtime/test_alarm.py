@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
-import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from fxpar.errors import RankError
 from fxpar.runtime import alarm
@@ -21,7 +21,7 @@ def waiting(rank: int) -> Alarm:
 
 
 def test_the_first_of_two_errors_stands_on_all_ranks() -> None:
-    store, alarms, seen = dist.HashStore(), [Alarm(7, rank, 3) for rank in range(3)], list[str]()
+    store, alarms, seen = HashStore(), [Alarm(7, rank, 3) for rank in range(3)], list[str]()
     for each in alarms:
         each.on_stop(lambda error: seen.append(error.reason))
     assert not alarms[0].hear(store)
@@ -36,7 +36,7 @@ def test_the_first_of_two_errors_stands_on_all_ranks() -> None:
 
 @pytest.mark.parametrize("sign", ["none", "there", "left"])
 def test_who_is_gone_is_called_by_name(sign: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, first, second = dist.HashStore(), waiting(0), Alarm(7, 1, 2)
+    store, first, second = HashStore(), waiting(0), Alarm(7, 1, 2)
     first.look_around(store)
     first.answer(store)
     if sign == "there":
@@ -56,7 +56,7 @@ def test_who_is_gone_is_called_by_name(sign: str, monkeypatch: pytest.MonkeyPatc
 
 
 def test_two_ranks_that_call_the_roll_answer_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    store, both = dist.HashStore(), [waiting(0), waiting(1)]
+    store, both = HashStore(), [waiting(0), waiting(1)]
     for each in both:
         each.look_around(store)
     for each in both:
@@ -68,7 +68,7 @@ def test_two_ranks_that_call_the_roll_answer_each_other(monkeypatch: pytest.Monk
 
 
 def test_short_calls_and_none_look_for_nobody() -> None:
-    store, made = dist.HashStore(), waiting(0)
+    store, made = HashStore(), waiting(0)
     for call in (None, ("train_step", time.monotonic())):
         made.call = call
         made.look_around(store)
@@ -85,7 +85,7 @@ def test_a_store_that_is_gone_ends_a_long_call() -> None:
 
 
 def test_an_error_that_nobody_caught_is_told_at_the_end() -> None:
-    store, made, other = dist.HashStore(), Alarm(7, 0, 2), Alarm(7, 1, 2)
+    store, made, other = HashStore(), Alarm(7, 0, 2), Alarm(7, 1, 2)
     made.leave(store, ValueError("no file"))
     assert other.hear(store)
     assert other.error.reason == "ended by ValueError: no file"

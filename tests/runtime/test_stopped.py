@@ -68,3 +68,12 @@ def test_what_all_ranks_refuse_behind_a_collective_ends_nothing(alone: bool, wor
     for found in (first, odd):
         assert found["refused"][1] < LIMIT
         assert found["behind"][0] == (first["refused"][0] if alone else "")
+
+
+def test_an_optimizer_that_fails_on_one_rank_is_no_silent_step(world2: World, tmp_path: Path) -> None:
+    first, odd = world2.run(stopped.later, {**PLANS["dp"], "check_inputs": False}, "optimizer", tmp_path)
+    assert odd["first"][0].startswith("InputError: the optimizer: a step of SGD was broken off")
+    assert first["first"][0].startswith("RankError: rank 1, train_step: an earlier call failed: the optimizer: a step")
+    for found in (first, odd):
+        assert found["first"][1] < LIMIT
+        assert {text for text, _ in found["behind"].values()} == {first["first"][0]}
