@@ -118,7 +118,7 @@ def _capture(
     if program.loss and model.training:
         check_added_losses(program)
     if plan.row_wise:
-        call = ((batch,), {})
+        call: Any = ((batch,), {})
         if function is None:
             call = cast_inputs(arguments(model, batch, False), input_dtype(plan))
         check_row_wise(program, {**dict(model.named_buffers()), **dict(model.named_parameters())}, spec.inputs(call))

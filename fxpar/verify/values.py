@@ -450,15 +450,15 @@ def _expect(label: str, gaps: _Gaps, unit: float, again: Callable[[], Run], foun
     Raises:
         CheckFailed: a gap is larger, or so much of a result is rounding that nothing can be said.
     """
-    large = {name: gap for name, gap in gaps.items() if gap > UNITS * unit}
+    large = {key: gap for key, gap in gaps.items() if gap > UNITS * unit}
     if not large:
         return
     noise: dict[tuple[str, str], float] = {}
     for seed in range(_RUNS):
         with OtherOrder(seed):
             other = again()
-        for name, gap in _gaps(label, (found.outputs, found.gradients), (other.outputs, other.gradients)).items():
-            noise[name] = max(noise.get(name, 0.0), gap)
+        for key, gap in _gaps(label, (found.outputs, found.gradients), (other.outputs, other.gradients)).items():
+            noise[key] = max(noise.get(key, 0.0), gap)
     for (what, name), gap in large.items():
         allowed = UNITS * unit + FACTOR * noise[what, name]
         if gap > allowed:

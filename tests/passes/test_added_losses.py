@@ -78,13 +78,13 @@ REFUSED = {
 
 
 def test_a_loss_is_a_term_of_the_model_s() -> None:
-    captured = capture(Squared(), {"x": torch.randn(4, 6)}, Plan(added_losses=(NAME,)))
+    captured = capture(Squared().double(), {"x": torch.randn(4, 6).double()}, Plan(added_losses=(NAME,)))
     lines = print_program(PassManager([canonicalize]).run(captured.program)).splitlines()
     assert [line.split("  #")[0] for line in lines if " = " in line][-4:] == [
-        "%mean_value = aten.detach.default(%mean) : f32[]",
-        "%mean_gradient = aten.sub.Tensor(%mean, %mean_value) : f32[]",
-        "%mean_term = aten.mul.Tensor(%mean_gradient, 0.1) : f32[]",
-        "%sum_1_added = aten.add.Tensor(%sum_1, %mean_term) : f32[]",
+        "%mean_value = aten.detach.default(%mean) : f64[]",
+        "%mean_gradient = aten.sub.Tensor(%mean, %mean_value) : f64[]",
+        "%mean_term = aten.mul.Tensor(%mean_gradient, 0.1) : f64[]",
+        "%sum_1_added = aten.add.Tensor(%sum_1, %mean_term) : f64[]",
     ]
 
 

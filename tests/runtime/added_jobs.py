@@ -81,7 +81,7 @@ def by_hand(reduction: str, parts: Sequence[Sequence[int]]) -> tuple[float, dict
     return total, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def train(reduction: str, options: dict[str, int]) -> Found:
+def train(reduction: str, options: dict[str, Any]) -> Found:
     """A step of two microbatches."""
     plan = fxpar.Plan(microbatches=2, loss_reduction=reduction, added_losses=(NAME,), **options)
     model = fxpar.parallelize(Routed().double(), plan, batch())

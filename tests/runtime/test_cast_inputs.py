@@ -60,7 +60,7 @@ def test_floating_inputs_have_the_plan_s_type(precision: str) -> None:
     unit = 16 * torch.finfo(DTYPES[precision]).eps
     torch.testing.assert_close(plain(**batch()), outputs, rtol=unit, atol=unit)
     torch.testing.assert_close(with_loss(**batch()), outputs, rtol=unit, atol=unit)
-    scaler = torch.amp.GradScaler("cpu") if precision == "fp16" else None  # type: ignore[attr-defined]
+    scaler = torch.amp.GradScaler("cpu") if precision == "fp16" else None
     torch.testing.assert_close(with_loss.train_step(batch(), scaler=scaler), value, rtol=unit, atol=unit)
 
 

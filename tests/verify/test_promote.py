@@ -80,8 +80,8 @@ def test_defaults_are_numbers_that_torch_takes(dtype: torch.dtype) -> None:
     program = capture(model, {name: value.to(dtype) for name, value in batch().items()}).program
     (eps,) = {n.kwargs["eps"] for n in program.graph.nodes if n.target is torch.ops.aten.rms_norm.default}
     x = torch.full((HIDDEN,), 1e-4, dtype=dtype)
-    assert torch.equal(functional.rms_norm(x, (HIDDEN,)), functional.rms_norm(x, (HIDDEN,), eps=float(eps)))  # type: ignore[arg-type]
-    assert not torch.equal(functional.rms_norm(x, (HIDDEN,)), functional.rms_norm(x, (HIDDEN,), eps=2 * float(eps)))  # type: ignore[arg-type]
+    assert torch.equal(functional.rms_norm(x, (HIDDEN,)), functional.rms_norm(x, (HIDDEN,), eps=float(eps)))
+    assert not torch.equal(functional.rms_norm(x, (HIDDEN,)), functional.rms_norm(x, (HIDDEN,), eps=2 * float(eps)))
 
 
 def test_a_text_may_leave_them_out() -> None:
