@@ -22,10 +22,9 @@ from fxpar.ops.collectives import Group
 from fxpar.ops.lower import Lowered, lower
 from fxpar.passes import DEFAULT_PASSES
 from fxpar.passes.canonicalize import canonicalize
-from fxpar.passes.derive import Needs
 from fxpar.passes.mark_regions import mark_regions
 from fxpar.passes.outline_layers import outline_layers
-from fxpar.passes.sizes_needed import sizes_needed
+from fxpar.passes.sizes_needed import is_differentiable, sizes_needed
 from fxpar.passes.step import step_passes
 from fxpar.plan.plan import Plan
 from fxpar.program.program import PassRecord, Program
@@ -69,11 +68,6 @@ def compile_model(
     if not differentiated or is_differentiable(found.program):
         return found
     return _compiled(capture_differentiable(model, batch, plan, loss, fixed), passes, review)
-
-
-def is_differentiable(program: Program) -> bool:
-    """Whether PyTorch differentiates a program for all sizes that its conditions admit, as far as it does for any."""
-    return sizes_needed(program) == Needs(program.conditions)
 
 
 def _compiled(captured: Captured, passes: Sequence[Pass], review: Callable[[Captured], Captured] | None) -> Compilation:

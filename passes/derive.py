@@ -191,6 +191,14 @@ class Derivatives:
         except _FAILURES as error:
             raise _not_differentiated(node, error) from error
 
+    def has(self, node: fx.Node, args: Any, kwargs: Any, wanted: Sequence[bool], tangents: Sequence[bool]) -> bool:
+        """Whether `of` has an answer; arguments as there."""
+        try:
+            self._of(node, self._call(node, args, kwargs, wanted, tangents))
+        except _FAILURES:
+            return False
+        return True
+
     def needs(self, node: fx.Node, args: Any, kwargs: Any, wanted: Sequence[bool], tangents: Sequence[bool]) -> Needs:
         """What sizes must satisfy so that `of` has an answer; arguments as there.
 
@@ -199,12 +207,10 @@ class Derivatives:
 
         Where PyTorch has no derivative for any sizes, nothing helps, and nothing is needed.
         """
+        if self.has(node, args, kwargs, wanted, tangents):
+            return Needs()
         call = self._call(node, args, kwargs, wanted, tangents)
-        try:
-            self._of(node, call)
-        except _FAILURES:
-            return self._conditions_of(call) or self._numbers_of(call, describe(node)) or Needs()
-        return Needs()
+        return self._conditions_of(call) or self._numbers_of(call, describe(node)) or Needs()
 
     def _of(self, node: fx.Node, call: _Call) -> Derivative:
         is_own = isinstance(node.target, torch._ops.OpOverload) and node.target.namespace in ("aten", "fxpar")
