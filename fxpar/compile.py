@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from fxpar.capture import Captured, capture
-from fxpar.errors import InputError, shown
+from fxpar.errors import FxparError, InputError, shown
 from fxpar.manager import Pass, PassManager, Verifier
 from fxpar.mesh.purpose import Cuts, axis_that
 from fxpar.ops.collectives import Group
@@ -92,11 +92,14 @@ def capture_differentiable(
         fixed: dimensions and sizes of inputs that are to be numbers in any case.
 
     Raises:
-        FxparError: capture or `canonicalize` refused the model, or a number of rows that ranks share out is to be one.
+        FxparError: capture refused the model, or a number of rows that ranks share out is to be a number.
     """
     while True:
         captured = capture(model, batch, plan, loss, fixed)
-        needed = sizes_needed(PassManager([canonicalize]).run(captured.program))
+        try:
+            needed = sizes_needed(PassManager([canonicalize]).run(captured.program))
+        except FxparError:
+            return captured  # the pass says so where it has its turn
         program = captured.program.with_(conditions=needed.conditions)
         symbols = [each for each in program.symbols if each.name in needed.numbers]
         if not symbols:
