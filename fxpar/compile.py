@@ -101,8 +101,8 @@ def capture_differentiable(
         except FxparError:
             return captured  # the pass says so where it has its turn
         program = captured.program.with_(conditions=needed.conditions)
-        symbols = [each for each in program.symbols if each.name in needed.numbers]
-        if not symbols:
+        sizes = {(each.dim, each.example) for each in program.symbols if each.name in needed.numbers}
+        if sizes <= fixed:
             return replace(captured, program=program)
         rows = batch_symbol(program) if plan.data_ranks > 1 else ""
         if rows in needed.numbers:
@@ -111,7 +111,7 @@ def capture_differentiable(
                 where=needed.numbers[rows],
                 remedy=f"set {axis_that(Cuts.BATCH)}=1, detach its operand, or write it with other operations",
             )
-        fixed |= {(each.dim, each.example) for each in symbols}
+        fixed |= sizes
 
 
 def compile_program(

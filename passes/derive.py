@@ -15,7 +15,7 @@ from torch.fx.node import map_arg
 
 from fxpar.derivatives.symbols import MORE, Assumed, Sizes
 from fxpar.derivatives.trace import Derivative, Number, Operand, trace
-from fxpar.errors import InputError
+from fxpar.errors import FxparError, InputError
 from fxpar.passes.emit import Emitter
 from fxpar.passes.forms import BY_ITEM, form_of
 from fxpar.program.keys import plain
@@ -192,9 +192,13 @@ class Derivatives:
             raise _not_differentiated(node, error) from error
 
     def has(self, node: fx.Node, args: Any, kwargs: Any, wanted: Sequence[bool], tangents: Sequence[bool]) -> bool:
-        """Whether `of` has an answer; arguments as there."""
+        """Whether `of` has an answer, or gives another reason than PyTorch's; arguments as there."""
         try:
-            self._of(node, self._call(node, args, kwargs, wanted, tangents))
+            call = self._call(node, args, kwargs, wanted, tangents)
+        except (FxparError, AssertionError):
+            return True
+        try:
+            self._of(node, call)
         except _FAILURES:
             return False
         return True
