@@ -221,7 +221,7 @@ class Derivatives:
         return (self._of_pytorch if is_own else self._of_others).of(call)
 
     def _conditions_of(self, call: _Call) -> Needs | None:
-        examples = {each.name: each.example for each in self._symbols}
+        examples = {each.name: each.example for each in self._symbols if isinstance(each, Symbol)}
         for more in (MORE, 0):
             known = self._conditions
             for _ in range(_MOST_CONDITIONS):

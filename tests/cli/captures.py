@@ -15,8 +15,6 @@ from torch import Tensor, nn
 from fxpar.capture import Captured, capture
 from fxpar.plan.plan import Plan
 
-_USERS = ("fxpar.cli.files.capture", "fxpar.compile.capture", "fxpar.bisection.capture")
-
 
 @contextlib.contextmanager
 def remembered() -> Iterator[None]:
@@ -24,20 +22,22 @@ def remembered() -> Iterator[None]:
     made: dict[Any, Captured] = {}
 
     def once(
-        model: nn.Module, batch: Any, plan: Plan | None = None, loss: Callable[..., Any] | str | None = None
+        model: nn.Module,
+        batch: Any,
+        plan: Plan | None = None,
+        loss: Callable[..., Any] | str | None = None,
+        fixed: frozenset[tuple[int, int]] = frozenset(),
     ) -> Captured:
         plan = plan or Plan()
         if not type(model).__module__.startswith("transformers.") or callable(loss) or plan.row_wise or plan.experts:
-            return capture(model, batch, plan, loss)
-        key = _described(model), _described_batch(batch), loss, plan.data_ranks > 1
+            return capture(model, batch, plan, loss, fixed)
+        key = _described(model), _described_batch(batch), loss, plan.data_ranks > 1, fixed
         if key not in made:
-            made[key] = capture(model, batch, plan, loss)
+            made[key] = capture(model, batch, plan, loss, fixed)
         found = made[key]
         return replace(found, program=found.program.copy().with_(plan=plan))
 
-    with contextlib.ExitStack() as stack:
-        for user in _USERS:
-            stack.enter_context(mock.patch(user, once))
+    with mock.patch("fxpar.compile.capture", once):
         yield
 
 
