@@ -15,17 +15,16 @@ import torch
 from torch import nn
 
 from fxpar.capture import Captured, capture
-from fxpar.errors import InputError, shown
+from fxpar.errors import FxparError, InputError, shown
 from fxpar.manager import Pass, PassManager, Verifier
 from fxpar.mesh.purpose import Cuts, axis_that
 from fxpar.ops.collectives import Group
 from fxpar.ops.lower import Lowered, lower
 from fxpar.passes import DEFAULT_PASSES
 from fxpar.passes.canonicalize import canonicalize
-from fxpar.passes.derive import Needs
 from fxpar.passes.mark_regions import mark_regions
 from fxpar.passes.outline_layers import outline_layers
-from fxpar.passes.sizes_needed import sizes_needed
+from fxpar.passes.sizes_needed import is_differentiable, sizes_needed
 from fxpar.passes.step import step_passes
 from fxpar.plan.plan import Plan
 from fxpar.program.program import PassRecord, Program
@@ -71,11 +70,6 @@ def compile_model(
     return _compiled(capture_differentiable(model, batch, plan, loss, fixed), passes, review)
 
 
-def is_differentiable(program: Program) -> bool:
-    """Whether PyTorch differentiates a program for all sizes that its conditions admit, as far as it does for any."""
-    return sizes_needed(program) == Needs(program.conditions)
-
-
 def _compiled(captured: Captured, passes: Sequence[Pass], review: Callable[[Captured], Captured] | None) -> Compilation:
     if review is not None:
         captured = review(captured)
@@ -98,14 +92,17 @@ def capture_differentiable(
         fixed: dimensions and sizes of inputs that are to be numbers in any case.
 
     Raises:
-        FxparError: capture or `canonicalize` refused the model, or a number of rows that ranks share out is to be one.
+        FxparError: capture refused the model, or a number of rows that ranks share out is to be a number.
     """
     while True:
         captured = capture(model, batch, plan, loss, fixed)
-        needed = sizes_needed(PassManager([canonicalize]).run(captured.program))
+        try:
+            needed = sizes_needed(PassManager([canonicalize]).run(captured.program))
+        except FxparError:
+            return captured  # the pass says so where it has its turn
         program = captured.program.with_(conditions=needed.conditions)
-        symbols = [each for each in program.symbols if each.name in needed.numbers]
-        if not symbols:
+        sizes = {(each.dim, each.example) for each in program.symbols if each.name in needed.numbers}
+        if sizes <= fixed:
             return replace(captured, program=program)
         rows = batch_symbol(program) if plan.data_ranks > 1 else ""
         if rows in needed.numbers:
@@ -114,7 +111,7 @@ def capture_differentiable(
                 where=needed.numbers[rows],
                 remedy=f"set {axis_that(Cuts.BATCH)}=1, detach its operand, or write it with other operations",
             )
-        fixed |= {(each.dim, each.example) for each in symbols}
+        fixed |= sizes
 
 
 def compile_program(

@@ -304,9 +304,8 @@ def _is_same_besides(before: Program, after: Program) -> bool:
 
     def compared(program: Program) -> tuple[object, ...]:
         tables = (program.parameters, program.inputs, program.outputs, program.all_symbols, program.plan, program.loss)
-        tables += (program.conditions,)
         values = tuple((name, id(value)) for name, value in program.constants.items())
-        return *tables, program.properties, values
+        return *tables, program.conditions, program.properties, values
 
     return compared(before) == compared(after)
 

@@ -15,7 +15,7 @@ from torch.fx.node import map_arg
 
 from fxpar.derivatives.symbols import MORE, Assumed, Sizes
 from fxpar.derivatives.trace import Derivative, Number, Operand, trace
-from fxpar.errors import InputError
+from fxpar.errors import FxparError, InputError
 from fxpar.passes.emit import Emitter
 from fxpar.passes.forms import BY_ITEM, form_of
 from fxpar.program.keys import plain
@@ -191,6 +191,18 @@ class Derivatives:
         except _FAILURES as error:
             raise _not_differentiated(node, error) from error
 
+    def has(self, node: fx.Node, args: Any, kwargs: Any, wanted: Sequence[bool], tangents: Sequence[bool]) -> bool:
+        """Whether `of` has an answer, or gives another reason than PyTorch's; arguments as there."""
+        try:
+            call = self._call(node, args, kwargs, wanted, tangents)
+        except (FxparError, AssertionError):
+            return True
+        try:
+            self._of(node, call)
+        except _FAILURES:
+            return False
+        return True
+
     def needs(self, node: fx.Node, args: Any, kwargs: Any, wanted: Sequence[bool], tangents: Sequence[bool]) -> Needs:
         """What sizes must satisfy so that `of` has an answer; arguments as there.
 
@@ -199,19 +211,17 @@ class Derivatives:
 
         Where PyTorch has no derivative for any sizes, nothing helps, and nothing is needed.
         """
+        if self.has(node, args, kwargs, wanted, tangents):
+            return Needs()
         call = self._call(node, args, kwargs, wanted, tangents)
-        try:
-            self._of(node, call)
-        except _FAILURES:
-            return self._conditions_of(call) or self._numbers_of(call, describe(node)) or Needs()
-        return Needs()
+        return self._conditions_of(call) or self._numbers_of(call, describe(node)) or Needs()
 
     def _of(self, node: fx.Node, call: _Call) -> Derivative:
         is_own = isinstance(node.target, torch._ops.OpOverload) and node.target.namespace in ("aten", "fxpar")
         return (self._of_pytorch if is_own else self._of_others).of(call)
 
     def _conditions_of(self, call: _Call) -> Needs | None:
-        examples = {each.name: each.example for each in self._symbols}
+        examples = {each.name: each.example for each in self._symbols if isinstance(each, Symbol)}
         for more in (MORE, 0):
             known = self._conditions
             for _ in range(_MOST_CONDITIONS):

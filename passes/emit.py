@@ -242,8 +242,8 @@ class Emitter:
             for step in way or ():
                 self.made.append(None)
                 with self.graph.inserting_before(node):
-                    args, kwargs = (inputs[i],), {"axis": "-".join(step.axes)}
-                    new = self.graph.create_node("call_function", step.row.operator, args, kwargs)
+                    axis_name = "-".join(step.axes)
+                    new = self.graph.create_node("call_function", step.row.operator, (inputs[i],), {"axis": axis_name})
                 self._note(new, output_types(operand)[0], note(node), [step.layout], note(node).phase, 0)
                 inputs[i] = new
         with_operands(node, inputs)

@@ -7,6 +7,8 @@ stand. Traces are those that `differentiate` makes: it finds them again.
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import fx
@@ -20,23 +22,39 @@ from fxpar.program.program import Program, note, operands, output_types
 
 
 def sizes_needed(program: Program) -> Needs:
-    """What the sizes must satisfy, with what they satisfy by the program's conditions."""
-    flags, conditions, numbers = carried(program), program.conditions, dict[str, str]()
-    wanted = reached(program, flags)
+    """What the sizes must satisfy, with what they satisfy by the program's conditions.
+
+    Numbers are those of the first operation that needs some: of what is captured with them more may be needed.
+    """
+    conditions = program.conditions
     derivatives = Derivatives(program.all_symbols, conditions)
+    for call in _calls(program):
+        found = derivatives.needs(*call)
+        if found.numbers:
+            return Needs(conditions, found.numbers)
+        if found.conditions:
+            conditions = (*conditions, *found.conditions)
+            derivatives = Derivatives(program.all_symbols, conditions)
+    return Needs(conditions)
+
+
+def is_differentiable(program: Program) -> bool:
+    """Whether PyTorch differentiates a program for all sizes that its conditions admit."""
+    derivatives = Derivatives(program.all_symbols, program.conditions)
+    return all(derivatives.has(*call) for call in _calls(program))
+
+
+def _calls(program: Program) -> Iterator[tuple[fx.Node, Any, Any, list[bool], list[bool]]]:
+    """What `differentiate` asks PyTorch for, as `Derivatives.of` takes it."""
+    flags = carried(program)
+    wanted = reached(program, flags)
     for node in program.graph.nodes:
         if node not in wanted or not _is_traced(node):
             continue
         args, kwargs = whole_call_of(program, node)
         inputs = [any(flags[each]) and all(kind.is_float for kind in output_types(each)) for each in operands(node)]
         items = items_of(node) if isinstance(note(node).type, tuple) else {0: node}
-        outputs = [i in items and items[i] in wanted for i in range(len(output_types(node)))]
-        found = derivatives.needs(node, args, kwargs, inputs, outputs)
-        numbers = {**found.numbers, **numbers}
-        if found.conditions:
-            conditions = (*conditions, *found.conditions)
-            derivatives = Derivatives(program.all_symbols, conditions)
-    return Needs(conditions, numbers)
+        yield node, args, kwargs, inputs, [i in items and items[i] in wanted for i in range(len(output_types(node)))]
 
 
 def _is_traced(node: fx.Node) -> bool:

@@ -7,6 +7,7 @@ its sizes, and the size that one stands for; or what a trace has assumed of size
 from __future__ import annotations
 
 import contextlib
+import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -85,6 +86,8 @@ class Sizes:
         self._read: dict[sympy.Basic, Size] = {}
         # Of the tensors of all traces: guards are of all traces as well.
         self._dimensions: set[sympy.Expr] = set()
+        # Of what they ask that which is known to hold: with more dimensions it does too.
+        self._sound: set[sympy.Basic] = set()
         for each in symbols:
             own = symbol(each.name)
             if numbers and each.name in numbers:
@@ -102,10 +105,17 @@ class Sizes:
         Raises:
             NotImplementedError: one written in Python has no derivative, of which PyTorch only warns.
         """
-        if not self._in_python:
-            with self.mode:
+        logger = logging.getLogger("torch._subclasses.fake_tensor")  # it prints what is an error here
+        was, logger.disabled = logger.disabled, True
+        try:
+            with self._differentiable() if self._in_python else self.mode:
                 yield
-            return
+        finally:
+            logger.disabled = was
+
+    @contextlib.contextmanager
+    def _differentiable(self) -> Iterator[None]:
+        """PyTorch's operations in Python; one that has no derivative there is an error."""
         always = torch.is_warn_always_enabled()
         torch.set_warn_always(True)  # else it warns of each once in a process
         try:
@@ -136,7 +146,8 @@ class Sizes:
         shapes = [value.shape for value in values if isinstance(value, torch.Tensor)]
         self._dimensions |= {self._expression(size) for shape in shapes for size in shape if not isinstance(size, int)}
         asked = dict.fromkeys(part for guard in self._shapes.guards for part in _parts(self._named(guard.expr)))
-        assumed = [each for each in asked if not self._is_known(each)]
+        assumed = [each for each in asked if each not in self._sound and not self._is_known(each)]
+        self._sound |= asked.keys() - set(assumed)
         if assumed:
             text = f"it is traced for some sizes alone ({', '.join(map(str, assumed))})"
             raise Assumed(text, self._written(assumed))

@@ -121,11 +121,19 @@ def run_microbatches(
             torch._foreach_add_(list(total.values()), [found.ran.held[name] for name in total])
         totals[ran.signature] = total, ran
         done.append(replace(found, ran=replace(found.ran, held={})))
-    gradients: dict[str, Tensor] = {}
-    for total, ran in totals.values():
-        for name, gradient in finished(total, ran.signature, ran.finish).items():
-            gradients[name] = gradients[name] + gradient if name in gradients else gradient
-    return _joined(done, gradients, adds)
+    if len(totals) == 1:
+        return _joined(done, finished(total, ran.signature, ran.finish), adds)
+
+    def finish(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        gradients: dict[str, Tensor] = {}
+        for index, (own, ran) in enumerate(totals.values()):
+            for name, gradient in ran.finish({key: values[f"{index} {key}"] for key in own}).items():
+                gradients[name] = gradients[name] + gradient if name in gradients else gradient
+        return gradients
+
+    groups = enumerate(total for total, _ in totals.values())
+    held = {f"{index} {name}": value for index, total in groups for name, value in total.items()}
+    return _joined(done, finished(held, tuple(totals), finish), adds)
 
 
 def joined_loss(losses: Sequence[Tensor], adds: bool) -> Tensor:

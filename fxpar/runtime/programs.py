@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fxpar.capture import Captured, arguments
 from fxpar.capture.precision import cast_inputs, in_precision, input_dtype
-from fxpar.compile import compile_model, compile_program, is_differentiable
+from fxpar.compile import compile_model, compile_program
 from fxpar.errors import InputError
 from fxpar.layout.layout import Layout
 from fxpar.layout.symbols import names
@@ -28,6 +28,7 @@ from fxpar.ops.lower import Lowered
 from fxpar.passes.annotate import annotate, keeping
 from fxpar.passes.divide_batch import of_all_ranks
 from fxpar.passes.partition_stages import holding, partition_stages
+from fxpar.passes.sizes_needed import is_differentiable
 from fxpar.plan.halves import AUTO
 from fxpar.plan.plan import Plan
 from fxpar.program.dtypes import PRECISION_DTYPES

@@ -144,14 +144,13 @@ def _operations(facts: Facts, known: dict[Hashable, int]) -> Hashable:
     """The tables and outputs of a program, and how often each operation occurs, by its number in `known`."""
     program, numbers = facts.program, dict[fx.Node, int]()
     tables = program.parameters, program.inputs, program.outputs, program.all_symbols, program.plan, program.loss
-    tables += (program.conditions,)
     for node, number in facts.numbers.items():
         name = node.name if node.op == "placeholder" else ""
         key = number, name, _said(node), *[numbers[read] for read in facts.reads[node]]
         numbers[node] = known.setdefault(key, len(known))
     ends = plain(output_node(program.graph).args, numbers.__getitem__)
     constants = frozenset((name, id(value)) for name, value in program.constants.items())
-    return tables, constants, ends, frozenset(Counter(numbers.values()).items())
+    return (*tables, program.conditions), constants, ends, frozenset(Counter(numbers.values()).items())
 
 
 def _said(node: fx.Node) -> Hashable:

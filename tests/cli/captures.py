@@ -15,8 +15,6 @@ from torch import Tensor, nn
 from fxpar.capture import Captured, capture
 from fxpar.plan.plan import Plan
 
-_USERS = ("fxpar.compile.capture",)
-
 
 @contextlib.contextmanager
 def remembered() -> Iterator[None]:
@@ -39,9 +37,7 @@ def remembered() -> Iterator[None]:
         found = made[key]
         return replace(found, program=found.program.copy().with_(plan=plan))
 
-    with contextlib.ExitStack() as stack:
-        for user in _USERS:
-            stack.enter_context(mock.patch(user, once))
+    with mock.patch("fxpar.compile.capture", once):
         yield
 
 

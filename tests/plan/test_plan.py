@@ -280,6 +280,8 @@ def test_what_an_expert_takes_is_an_option_of_every_layout() -> None:
             {"receive_budget": 2, "dp": 2, "ep": 2, "cuda_graphs": fxpar.CudaGraphs("full_iteration")},
             r"leave it out, or give CudaGraphs\('partial'\)",
         ),
+        ({"size_programs": 0}, "size_programs=0 is no number of programs: give one of at least 1"),
+        ({"size_programs": True}, "size_programs=True is no number of programs: give one of at least 1"),
         ({"capacity_factor": 0}, "capacity_factor=0 is no multiple of a balanced load: give a number above 0"),
         ({"capacity_factor": True}, "capacity_factor=True is no multiple of a balanced load"),
         ({"capacity_factor": float("nan")}, "capacity_factor=nan is no multiple of a balanced load"),

@@ -67,12 +67,26 @@ def test_a_step_is_the_mean_of_all_and_sums_over_ranks_once(lengths: tuple[int, 
     assert REDUCED == [("w_gradient",)]
 
 
-def test_microbatches_of_another_program_have_a_parameter_phase_of_their_own() -> None:
-    loss, gradients = stepped(leaf(), (2, 2, 2), counts=False, odd=True)
-    wanted = gradient((2, 2, 2), counts=False)
-    torch.testing.assert_close(loss, wanted[0])
-    torch.testing.assert_close(gradients["w"], wanted[1])
-    assert REDUCED == [("w_gradient",), ("w_gradient",)]
+@pytest.mark.parametrize("counts", [False, True])
+def test_a_microbatch_that_leaves_something_else_is_summed_by_itself(counts: bool) -> None:
+    loss, wanted = gradient((1, 2, 3), counts=counts)
+    found, gradients = stepped(leaf(), (1, 2, 3), counts=counts, odd=True)
+    torch.testing.assert_close(found, loss)
+    torch.testing.assert_close(gradients["w"], wanted)
+    assert REDUCED == [("w_gradient",)] * 2
+
+
+def test_what_waits_of_several_kinds_is_summed_with_the_next_of_these() -> None:
+    waiting = Waiting()
+    waiting.holds = True
+    _, first = stepped(leaf(), (1, 3), counts=False, odd=True, waiting=waiting)
+    assert (first, REDUCED) == ({}, [])
+    waiting.holds = False
+    with pytest.raises(InputError, match="no_sync"):
+        stepped(leaf(), (1, 3), counts=False, waiting=waiting)
+    _, both = stepped(leaf(), (1, 3), counts=False, odd=True, waiting=waiting)
+    torch.testing.assert_close(both["w"], 2 * gradient((1, 3), counts=False)[1])
+    assert REDUCED == [("w_gradient",)] * 2
 
 
 def test_what_waits_is_summed_with_the_next() -> None:
