@@ -79,12 +79,12 @@ def canonicalize(program: Program) -> Program:
 
     Asserts, operations that return their operand, devices and dead code go; memory that nothing has written is zeros;
     sizes `-1` become numbers where they are numbers, and numbers of elements products of sizes; indexing by positions
-    that are neighbours and that the author wrote down becomes a slice; counts are comparisons and sums; biases, those
-    of convolutions too, are separate additions, so that a row-split product can be reduced before its bias is added;
-    rows that are sorted by expert for grouped products, pairs of token and expert that take a matrix each, and loops
-    over experts are rows of `fxpar.ops.routed` (`sorted_rows`, `chosen_matrices`, `looped_experts`). Values, gradients
-    and the order of random nodes stay. Refuses sub-graphs: what is in them has no layout, and loops over experts that
-    pick rows and are not recognised.
+    that are neighbours and that the author wrote down becomes a slice; counts are comparisons and sums; a number at the
+    places of a mask is a fill; biases, those of convolutions too, are separate additions, so that a row-split product
+    can be reduced before its bias is added; rows that are sorted by expert for grouped products, pairs of token and
+    expert that take a matrix each, and loops over experts are rows of `fxpar.ops.routed` (`sorted_rows`,
+    `chosen_matrices`, `looped_experts`). Values, gradients and the order of random nodes stay. Refuses sub-graphs: what
+    is in them has no layout, and loops over experts that pick rows and are not recognised.
     """
     for module, node in _walk(program.graph_module):
         if module is not program.graph_module or node.op == "get_attr":
@@ -96,6 +96,9 @@ def canonicalize(program: Program) -> Program:
     recognize_rows(program.graph)
     recognize_chosen(program.graph)
     recognize_loops(program.graph)
+    for node in list(program.graph.nodes):
+        if node.target is aten.index_put.default:
+            _fill_by_mask(program.graph, node)
     _name_sizes(program)
     _remove_dead(program.graph)
     return _without_picked(program)
@@ -135,6 +138,23 @@ def _rewrite(graph: fx.Graph, node: fx.Node) -> None:
     elif node.target in (aten.view.default, aten.expand.default, aten.reshape.default):
         sizes = [_literal(given, size) for given, size in zip(node.args[1], tensor_type(node).shape, strict=True)]  # type: ignore[arg-type]
         node.args = (node.args[0], sizes)
+
+
+def _fill_by_mask(graph: fx.Graph, node: fx.Node) -> None:
+    """`x[mask] = number` is a fill: each element is replaced or stays, whatever the others are."""
+    source, indices, value, *more = (*node.args, *node.kwargs.values())
+    (mask, *others), accumulate = indices, bool(more and more[0])  # type: ignore[misc]
+    if accumulate or others or not isinstance(mask, fx.Node) or tensor_type(mask).dtype != torch.bool:
+        return
+    if tensor_type(value).shape:  # one for each place that is chosen
+        return
+    known, rank = tensor_type(mask), len(tensor_type(node).shape)
+    with graph.inserting_before(node):
+        for dim in range(len(known.shape), rank):
+            known = TensorType(known.dtype, (*known.shape, 1))
+            wider = graph.create_node("call_function", aten.unsqueeze.default, (mask, dim))
+            mask = set_note(wider, replace(note(node), type=known))
+    node.target, node.args, node.kwargs = aten.masked_fill.Tensor, (source, mask, value), {}
 
 
 def _multiply_sizes(graph: fx.Graph, node: fx.Node) -> None:
