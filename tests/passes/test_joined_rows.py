@@ -148,3 +148,17 @@ def test_groups_that_no_rank_has_whole_are_refused() -> None:
 def test_deviations_of_equal_rows_have_gradients_of_zero() -> None:
     alike = {"x": torch.ones(8, 6), "rewards": torch.ones(8)}
     expect(verify(Grouped(lambda r: (r - r.mean()) / (r.std() + 1e-4)), alike, Plan(dp=2)))
+
+
+def test_a_question_about_the_number_of_rows_makes_no_groups() -> None:
+    class Asking(Grouped):
+        def forward(self, x: Tensor, rewards: Tensor) -> Tensor:
+            return self.up(x).sum() if x.shape[0] % 4 == 0 else self.up(x).mean()
+
+    asked, grouped = (capture(kind(normalised), rewarded()) for kind in (Asking, Grouped))
+    assert [(s.multiple, s.group) for s in asked.program.symbols] == [(1, 1)]
+    assert [(s.multiple, s.group) for s in grouped.program.symbols] == [(4, 4)]
+    assert not asked.spec.admits({"b": 5})
+    assert asked.spec.admits({"b": 8})
+    assert grouped.spec.admits({"b": 2})
+    assert grouped.spec.admits({"b": 3})
