@@ -142,8 +142,9 @@ def _rewrite(graph: fx.Graph, node: fx.Node) -> None:
 
 def _fill_by_mask(graph: fx.Graph, node: fx.Node) -> None:
     """`x[mask] = number` is a fill: each element is replaced or stays, whatever the others are."""
-    source, indices, value, *more = (*node.args, *node.kwargs.values())
-    (mask, *others), accumulate = indices, bool(more and more[0])  # type: ignore[misc]
+    given: Any = (*node.args, *node.kwargs.values())
+    source, (mask, *others), value, *more = given
+    accumulate = bool(more and more[0])
     if accumulate or others or not isinstance(mask, fx.Node) or tensor_type(mask).dtype != torch.bool:
         return
     if tensor_type(value).shape:  # one for each place that is chosen

@@ -232,7 +232,7 @@ def unfold(x: Tensor, dimension: int, size: int, step: int) -> Tensor:
     dim = dimension % x.dim()
     count = (x.shape[dim] - size) // step + 1
     places = torch.arange(count, device=x.device).unsqueeze(1) * step + torch.arange(size, device=x.device)
-    windows = x.index_select(dim, places.reshape(-1)).unflatten(dim, (count, size))
+    windows: Tensor = x.index_select(dim, places.reshape(-1)).unflatten(dim, (count, size))
     return windows.movedim(dim + 1, -1)
 
 

@@ -81,7 +81,8 @@ def test_halves_of_what_one_input_brings_are_other_ranks_rows() -> None:
     class Half(Preferred):
         def forward(self, chosen: Tensor, rejected: Tensor) -> Tensor:
             n = chosen.shape[0] // 2
-            return (self.up(chosen)[:n] - self.up(rejected)[n:]).square().mean()
+            loss: Tensor = (self.up(chosen)[:n] - self.up(rejected)[n:]).square().mean()
+            return loss
 
     with pytest.raises(FxparError):
         verify(Half(HALVES["slices"]), pairs(8), Plan(dp=2), level="static")
@@ -99,7 +100,8 @@ class Grouped(nn.Module):
     def forward(self, x: Tensor, rewards: Tensor) -> Tensor:
         """The loss."""
         scores = self.down(torch.tanh(self.up(x)))[:, 0]
-        return -(self.advantages(rewards + scores) * scores).mean()
+        loss: Tensor = -(self.advantages(rewards + scores) * scores).mean()
+        return loss
 
 
 def rewarded(rows: int = 16) -> dict[str, Tensor]:
@@ -153,7 +155,8 @@ def test_deviations_of_equal_rows_have_gradients_of_zero() -> None:
 def test_a_question_about_the_number_of_rows_makes_no_groups() -> None:
     class Asking(Grouped):
         def forward(self, x: Tensor, rewards: Tensor) -> Tensor:
-            return self.up(x).sum() if x.shape[0] % 4 == 0 else self.up(x).mean()
+            loss: Tensor = self.up(x).sum() if x.shape[0] % 4 == 0 else self.up(x).mean()
+            return loss
 
     asked, grouped = (capture(kind(normalised), rewarded()) for kind in (Asking, Grouped))
     assert [(s.multiple, s.group) for s in asked.program.symbols] == [(1, 1)]

@@ -26,7 +26,8 @@ class Along(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The loss."""
-        return self.down(self.function(self.mid(torch.tanh(self.up(x))))).square().mean()
+        loss: Tensor = self.down(self.function(self.mid(torch.tanh(self.up(x))))).square().mean()
+        return loss
 
 
 def batch() -> dict[str, Tensor]:
@@ -79,6 +80,8 @@ def test_torchs_operations_that_mix_rows_are_not_to_be_declared_row_wise() -> No
 class Biased(nn.Module):
     """Rows of a table at fixed places, as of relative positions, beside values that all axes cut."""
 
+    places: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -90,7 +93,8 @@ class Biased(nn.Module):
         """The loss."""
         query = self.query(self.up(x)).unflatten(-1, (4, 2)).transpose(1, 2)
         bias = self.table[self.places.view(-1)].view(5, 5, -1).permute(2, 0, 1)
-        return ((query @ query.mT + bias).softmax(-1) @ query).square().mean()
+        loss: Tensor = ((query @ query.mT + bias).softmax(-1) @ query).square().mean()
+        return loss
 
 
 def test_zeros_are_summands_of_each_axis_whose_summands_they_meet() -> None:
