@@ -120,7 +120,7 @@ def _share(graph: fx.Graph, before: fx.Node, size: Any, share: Size) -> fx.Node:
     ranks = divide(kind.value, share) if isinstance(kind, ScalarType) else None
     if not isinstance(ranks, int):
         raise PassError(f"a part of {share} elements is no share of {kind}", where=f"%{before.name}")
-    return size if ranks == 1 else _divided(graph, before, size, ranks)  # type: ignore[no-any-return]
+    return size if ranks == 1 else _divided(graph, before, size, ranks)
 
 
 def _split(program: Program, node: fx.Node) -> None:

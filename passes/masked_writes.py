@@ -1,18 +1,16 @@
 """Values that are written where a mask is true, as a choice between two values.
 
-Enters: a program. Leaves: its graph without `x[mask] = v` where `v` is the same at all true places and has a gradient,
-or more than one element. How many places are true depends on values, and the backward of the write has as many rows.
+Enters: a program. Leaves: its graph without `x[mask] = v` where `v` is the same at all true places. How many places are
+true depends on values, and the backward of the write has as many rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
 from torch import fx
 
-from fxpar.program.gradients import carried
 from fxpar.program.program import Program, TensorType, note, set_note, tensor_type
 from fxpar.rules import bind_arguments
 
@@ -32,11 +30,10 @@ def choose_by_masks(program: Program) -> None:
         %put = aten.where.self(%at, %v, %x) : f32[b, s, 96]
     """
     writes = list(program.graph.find_nodes(op="call_function", target=aten.index_put.default))
-    flags: Mapping[fx.Node, tuple[bool, ...]] = carried(program) if writes else {}
     for node in writes:
         arguments = bind_arguments(node)
         x, values, mask = arguments["self"], arguments["values"], _mask(node)
-        if mask is None or not (tensor_type(values).shape or any(flags[values])):
+        if mask is None:
             continue
         before = next(dim for dim, each in enumerate(arguments["indices"]) if each is not None)
         behind = len(tensor_type(x).shape) - before - len(tensor_type(mask).shape)

@@ -31,10 +31,11 @@ def whole_call_of(program: Program, node: fx.Node) -> Arguments:
     """
     if Property.LOCAL not in program.properties:
         return node.args, dict(node.kwargs)
-    if node.target in SIZED:
-        at = SIZED[node.target]
+    target: Any = node.target
+    if target in SIZED:
+        at = SIZED[target]
         sizes = [_number(size) for size in output_types(node)[0].shape]
-        kwargs = {name: value for name, value in node.kwargs.items() if name != name_of_sizes(node.target)}
+        kwargs = {name: value for name, value in node.kwargs.items() if name != name_of_sizes(target)}
         return (*node.args[:at], sizes, *node.args[at + 1 :]), kwargs
     if node.target in _SPLITS:
         source, dim = operands(node)[0], int(bind_arguments(node).get("dim", 0))

@@ -44,20 +44,35 @@ def _divided(relation: Any) -> Iterator[tuple[Any, Any]]:
             yield one, by
 
 
-def of_rows(shapes: Iterable[Any]) -> dict[str, int]:
+def of_rows(shapes: Iterable[Any], values: Iterable[Any]) -> dict[str, int]:
     """Returns for each symbol that counts rows, the first dimension of inputs, how many rows are a group.
+
+    A number that the author's code asks about and that no size is divided by is a branch, and no group.
 
     Args:
         shapes: of the inputs. Those that have as many rows in the example have one number of rows.
+        values: of all nodes of the trace.
     """
     rows = [shape[0] for shape in shapes if len(shape) and isinstance(shape[0], torch.SymInt)]
     known = divisors(rows[0].node.shape_env) if rows else {}
+    if known:
+        divided = set(_divided_in(values))
+        known = {name: by for name, by in known.items() if name in divided}
     groups: dict[int, int] = {}
     for size in rows:
         hint = int(size.node.hint)
         groups[hint] = math.lcm(groups.get(hint, 1), known.get(str(size.node.expr), 1))
     found = {str(size.node.expr): groups[int(size.node.hint)] for size in rows if size.node.expr.is_Symbol}
     return {name: group for name, group in found.items() if group > 1}
+
+
+def _divided_in(values: Iterable[Any]) -> Iterator[str]:
+    """Symbols that sizes of values are divided parts of."""
+    for value in values:
+        for size in value.shape if isinstance(value, torch.Tensor) else ():
+            if isinstance(size, torch.SymInt) and not size.node.expr.is_Symbol:
+                parts = (part for part in sympy.preorder_traversal(size.node.expr) if type(part).__name__ == "FloorDiv")
+                yield from (str(part.args[0]) for part in parts)
 
 
 def in_groups(expression: Any, groups: Mapping[str, int]) -> Any:

@@ -55,7 +55,7 @@ class Notes:
         users = [s.arg.name for s in traced.exported.graph_signature.input_specs if s.kind is InputKind.USER_INPUT]
         values = [n.meta.get("val") for n in traced.exported.graph.nodes if n.name in users]
         shapes = [value.shape for value in values if isinstance(value, torch.Tensor)]
-        self._groups = of_rows(shapes)
+        self._groups = of_rows(shapes, (node.meta.get("val") for node in traced.exported.graph.nodes))
         self._pinned = {(dim, str(size)) for shape in shapes for dim, size in enumerate(shape)}
 
     def _size(self, value: Any) -> Size:

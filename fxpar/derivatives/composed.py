@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._decomp import decomposition_table
 
 from fxpar.derivatives.fourier import TRANSFORMS
 from fxpar.signatures.sized import RESAMPLED
@@ -232,21 +233,36 @@ def unfold(x: Tensor, dimension: int, size: int, step: int) -> Tensor:
     dim = dimension % x.dim()
     count = (x.shape[dim] - size) // step + 1
     places = torch.arange(count, device=x.device).unsqueeze(1) * step + torch.arange(size, device=x.device)
-    windows = x.index_select(dim, places.reshape(-1)).unflatten(dim, (count, size))
+    windows: Tensor = x.index_select(dim, places.reshape(-1)).unflatten(dim, (count, size))
     return windows.movedim(dim + 1, -1)
+
+
+def _resampled_to(name: str) -> Callable[..., Tensor]:
+    """Resampling by sizes, of symbolic ones by indices: few gradients of PyTorch's own have a function of shapes."""
+    operator = getattr(aten, name).default
+
+    def resample(x: Tensor, size: Any, *more: Any, **named: Any) -> Tensor:
+        is_symbolic = any(isinstance(length, torch.SymInt) for length in x.shape)
+        found = decomposition_table.get(operator) if is_symbolic and name not in _WITH_SHAPES else None
+        return operator(x, size, *more, **named) if found is None else found(x, size, *more, **named)  # type: ignore[no-any-return]
+
+    return resample
+
+
+# Whose gradients PyTorch has functions of symbolic shapes for.
+_WITH_SHAPES = ("upsample_nearest2d", "_upsample_nearest_exact2d", "_upsample_bilinear2d_aa")
 
 
 def _resampled(name: str) -> Callable[..., Tensor]:
     """Resampling by sizes or scales as the operator of sizes: PyTorch's own reads numbers off the shape."""
-    operator = getattr(aten, name).default
+    sized = _resampled_to(name)
 
     def resample(x: Tensor, size: Any, *more: Any, **named: Any) -> Tensor:
         *options, scales = (*more, *named.values())
-        space = x.shape[2:]
         if scales is None:
-            return operator(x, size, *options)  # type: ignore[no-any-return]
-        sizes: list[Any] = [_scaled(length, scale) for length, scale in zip(space, scales, strict=True)]
-        return operator(x, sizes, *options, *scales)  # type: ignore[no-any-return]
+            return sized(x, size, *options)
+        sizes: list[Any] = [_scaled(length, scale) for length, scale in zip(x.shape[2:], scales, strict=True)]
+        return sized(x, sizes, *options, *scales)
 
     return resample
 
@@ -269,6 +285,7 @@ COMPOSED: Mapping[Any, Callable[..., Any]] = {
     aten.instance_norm.default: instance_norm,
     aten.unfold.default: unfold,
     **{getattr(aten, name).vec: _resampled(name) for name in RESAMPLED},
+    **{getattr(aten, name).default: _resampled_to(name) for name in RESAMPLED},
     aten.var.correction: var,
     aten.std.correction: std,
     aten.var_mean.correction: var_mean,

@@ -111,11 +111,11 @@ def pooled(d: Draw) -> dict[str, Samples]:
         *((f"upsample_{name}2d", image, (False,)) for name in ("bilinear", "bicubic")),
         *((f"_upsample_{name}2d_aa", image, (False,)) for name in ("bilinear", "bicubic")),
     ]
-    for name, x, options in resampled:
+    for name, x, flags in resampled:
         size = [3, 5, 7][: x.dim() - 2]
-        found[name] = [sample(x, size, *options)]
-        found[f"{name}.vec"] = [sample(x, None, *options, [1.5, 2.0, 2.5][: x.dim() - 2])]
-        found[f"{name}_backward"] = [fixed(d.normal(a, b, *size), size, list(x.shape), *options)]
+        found[name] = [sample(x, size, *flags)]
+        found[f"{name}.vec"] = [sample(x, None, *flags, [1.5, 2.0, 2.5][: x.dim() - 2])]
+        found[f"{name}_backward"] = [fixed(d.normal(a, b, *size), size, list(x.shape), *flags)]
     return found
 
 

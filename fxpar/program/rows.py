@@ -33,9 +33,13 @@ def batch_symbol(program: Program) -> str:
     listed = ", ".join(f"{entry.path} {entry.type}" for entry in program.inputs)
     reason, sizes_stay = f"inputs differ in their rows ({listed})", ""
     if not sizes:
+        fixed = sorted({int(entry.type.shape[dim]) for entry, dim in chosen})
         reason = "no input has rows whose number may vary"
+        if fixed:
+            reason += f": the trace holds for {' and '.join(map(str, fixed))} alone"
         sizes_stay = (
-            "where forward asks Python for a number of rows write x.shape[0] for len(x), b * 1.0 for float(b); "
+            "where forward asks Python for a number of rows write x.shape[0] for len(x), b * 1.0 for float(b); a "
+            "constant with an element for each row (torch.tensor([…]), a buffer) is to be an input; "
         )
     remedy = f"pass inputs whose first dimension is the batch, name it (batch_dims={{path: dim}}), or set {_AXIS}=1"
     raise PlanError(reason, where="batch_dims" if said else _AXIS, remedy=sizes_stay + remedy)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from fxpar.layout.layout import Placement
 from fxpar.layout.pieces import through_view
+from fxpar.layout.symbols import Size
 from fxpar.signatures.calls import Call
 from fxpar.signatures.pointwise import broadcast
 from fxpar.signatures.rule import Labelling, Labels, Refusal, Rule, Signature
@@ -140,8 +141,8 @@ def _triangular(call: Call) -> Labelling | Refusal:
     matrix, right = call.operands
     sides: Labels = (None, "c") if call.get("left", True) else ("c", None)
 
-    def spread(shape: tuple[object, ...], ends: Labels) -> Labels:
-        return (*broadcast(shape[:-2], out[:-2], tuple(lead)), *ends)  # type: ignore[arg-type]
+    def spread(shape: tuple[Size, ...], ends: Labels) -> Labels:
+        return (*broadcast(shape[:-2], out[:-2], tuple(lead)), *ends)
 
     return Labelling((spread(matrix.shape, (None, None)), spread(right.shape, sides)), ((*lead, *sides),))
 
