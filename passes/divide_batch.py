@@ -10,6 +10,7 @@ from fxpar.layout.symbols import names
 from fxpar.manager import register_pass
 from fxpar.mesh.purpose import Cuts, axis_that
 from fxpar.ops.sizes import size
+from fxpar.passes.batch_norms import divide_norms
 from fxpar.passes.counts import Counting, count_numbers, scalar
 from fxpar.passes.divide_sequence import divide as divide_sizes
 from fxpar.passes.interleave_halves import in_halves
@@ -46,8 +47,8 @@ def divide_batch(program: Program) -> Program:
     Terms: the *batch* is the symbolic size of the inputs' rows (`batch_symbol`). A mean over it divides by a number
     that no rank knows alone; as sum and count both are summed over the ranks, each of which counts what it has. The
     mean of a loss counts the targets that are not ignored, or their weights. So do numbers that depend on the batch and
-    meet values: `x / b` becomes `x / count`. Values and gradients stay equal. Without data parallel ranks nothing
-    changes.
+    meet values: `x / b` becomes `x / count`. A norm by statistics of the batch sums its
+    moments and counts. Values and gradients stay equal. Without data parallel ranks nothing changes.
 
     With `loss_reduction="local_mean"` a mean in the loss is that of each rank's rows, `[n, -1]`, and the mean of these;
     with `sum` it is the sum of these, and a term of the loss that depends on no row counts once for each rank; with
@@ -68,6 +69,7 @@ def divide_batch(program: Program) -> Program:
             if node.target is aten.sym_size.int and name in names((scalar(node),)):
                 (source,), dim = operands(node), int(bind_arguments(node)["dim"])
                 node.target, node.args, node.kwargs = size, (source, dim % len(tensor_type(source).shape)), {}
+        divide_norms(program.graph, name)
         count_numbers(program.graph, name)
     ranks = n // program.plan.half  # the mean of a rank is that of both its halves
     own = leading_to(program) if reduction in ("local_mean", "sum") and ranks > 1 else frozenset()

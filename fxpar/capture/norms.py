@@ -1,8 +1,8 @@
-"""Batch and instance norms as sums, products and changes of buffers, which rules know.
+"""Batch and instance norms as operations that say what they change.
 
-Enters: an exported graph. Leaves: one without `batch_norm`, nor an `instance_norm` that keeps statistics. A mean is a
-sum over a number, so that ranks that share out what is counted sum both. torch's own operators change the statistics
-without a word in their schema, and give results whose shapes differ between kernels.
+Enters: an exported graph. Leaves: one without `batch_norm`, nor an `instance_norm` that keeps statistics, for torch's
+operators change these without a word in their schema. What norms a batch by its own statistics gives them beside its
+result; the buffers are changed by operations of their own.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ class _Sizes:
 
     def product(self, node: fx.Node, x: fx.Node, dims: Sequence[int]) -> Any:
         """The number of elements of `x` over some dimensions, in front of `node`."""
-        number, rest = 1, []
+        number: Any = 1
+        rest: list[fx.Node] = []
         for dim in dims:
             size = _value(x).shape[dim]
             if isinstance(size, torch.SymInt):
@@ -87,7 +88,8 @@ class _Sizes:
         return self._made[key]
 
     def _size(self, node: fx.Node, x: fx.Node, dim: int) -> fx.Node:
-        expression = _value(x).shape[dim].node.expr
+        found: Any = _value(x).shape[dim]
+        expression = found.node.expr
         for place in self._graph.find_nodes(op="placeholder"):
             value = place.meta.get("val")
             for own, size in enumerate(value.shape if isinstance(value, Tensor) else ()):
@@ -105,7 +107,8 @@ class _Calls:
 
     def __init__(self, node: fx.Node, sizes: _Sizes) -> None:
         self.node, self.sizes = node, sizes
-        self.x, self.weight, self.bias, self.mean, self.variance, _, self.momentum, self.epsilon, _ = node.args
+        args: tuple[Any, ...] = node.args
+        self.x, self.weight, self.bias, self.mean, self.variance, _, self.momentum, self.epsilon, _ = args
         types = {_value(each).dtype for each in (self.x, self.mean) if isinstance(each, fx.Node)} - {*_NARROW}
         self.dtype = torch.float64 if torch.float64 in types else torch.float32
         self._rank = _value(self.x).dim()
@@ -119,7 +122,7 @@ class _Calls:
         new.meta["val"] = target(*values, **options)
         return new
 
-    def cast(self, x: Any, dtype: torch.dtype) -> Any:
+    def cast(self, x: fx.Node, dtype: torch.dtype) -> fx.Node:
         """`x` in a type."""
         return x if _value(x).dtype == dtype else self(aten._to_copy.default, x, dtype=dtype)
 
@@ -133,7 +136,10 @@ class _Calls:
         return value
 
     def moments(self, dims: Sequence[int]) -> tuple[fx.Node, fx.Node, fx.Node, Any]:
-        """What deviates from the mean, the mean, the sum of the squares of that, and how many elements there are."""
+        """What deviates from the mean, the mean, the sum of squares of what deviates, and how many elements there are.
+
+        A mean is a sum over a number, so that ranks that share out what is counted sum both.
+        """
         x, count = self.cast(self.x, self.dtype), self.sizes.product(self.node, self.x, dims)
         mean = self(aten.div.Tensor, self(aten.sum.dim_IntList, x, [*dims]), count)
         centered = self(aten.sub.Tensor, x, self.along(mean))
@@ -165,11 +171,19 @@ class _Calls:
 
 
 def _by_batch(call: _Calls) -> fx.Node:
-    dims = [dim for dim in range(_value(call.x).dim()) if dim != 1]
-    centered, mean, squares, count = call.moments(dims)
+    x, affine = call.x, [call.weight, call.bias]
+    if _value(x).dtype in _NARROW:  # statistics are of the weights' type
+        x = x if any(affine) else call.cast(x, call.dtype)
+        affine = [None if each is None else call.cast(each, call.dtype) for each in affine]
+    norm = call(aten._native_batch_norm_legit.no_stats, x, *affine, True, 0.0, call.epsilon)
+    result, mean, scale = (call(operator.getitem, norm, index) for index in range(3))
     if call.mean is not None:
+        dims = [dim for dim in range(_value(call.x).dim()) if dim != 1]
+        count = call.sizes.product(call.node, call.x, dims)
+        moment = call(aten.reciprocal.default, call(aten.mul.Tensor, scale, scale))
+        squares = call(aten.mul.Tensor, call(aten.sub.Tensor, moment, call.epsilon), count)
         call.update(mean, call.unbiased(squares, count))
-    return call.scaled(centered, call(aten.div.Tensor, squares, count))
+    return call.cast(result, _value(call.node).dtype)
 
 
 def _by_constants(call: _Calls) -> fx.Node:

@@ -37,6 +37,6 @@ def check_written(program: Program, norms: Sequence[str]) -> None:
         raise PlanError(
             f"norms by statistics of the batch, which {program.plan.data_ranks} data ranks share out",
             where=norms[0],
-            remedy="set batch_norm='global' for statistics of all ranks' rows, as one device has them (two more "
-            "reductions a layer), put it in eval mode, or use a norm of each row (GroupNorm, LayerNorm)",
+            remedy="set batch_norm='global' for statistics of all ranks' rows, as one device has them (some "
+            "small reductions a layer), put it in eval mode, or use a norm of each row (GroupNorm, LayerNorm)",
         )

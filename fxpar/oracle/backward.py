@@ -86,6 +86,12 @@ def losses_and_norms(d: Draw) -> dict[str, Samples]:
         sample(g, x, [c], mean, rstd, weight, None, [True, True, False]),
         sample(g, x, [c], mean, rstd, None, None, [True, False, False]),
     ]
+    x, g = d.normal(n, c, 2), d.normal(n, c, 2)
+    mean, rstd = x.mean((0, 2)), x.std((0, 2), correction=0).reciprocal()
+    found["native_batch_norm_backward"] = [
+        sample(g, x, d.x(c), None, None, mean, rstd, True, 1e-5, [True, True, True]),
+        sample(g, x, None, None, None, mean, rstd, True, 1e-5, [True, False, False]),
+    ]
     words = d.i(5, n, s)
     found["embedding_dense_backward"] = [
         sample(d.normal(n, s, c), words, 5, 2, False),

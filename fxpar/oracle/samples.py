@@ -333,6 +333,10 @@ def reductions(d: Draw) -> dict[str, Samples]:
         "layer_norm": [sample(x, [c], *weight), sample(x, [c]), sample(x, [c], weight[0]), sample(y, [a, b])],
         "native_layer_norm": [sample(x, [c], *weight, 1e-5)],
         "rms_norm": [sample(x, [c], weight[0]), sample(x, [c])],
+        "_native_batch_norm_legit.no_stats": [
+            sample(d.normal(a, 6, c), d.x(6), d.x(6), True, 0.0, 1e-5),
+            sample(d.normal(a, 6), None, None, True, 0.0, 1e-5),
+        ],
         "group_norm": [sample(d.normal(a, 6, c), 3, d.x(6), d.x(6))],
     }
 

@@ -238,8 +238,8 @@ class Runner:
         if not ready.leaves or name not in call.ready.differentiable:
             with torch.no_grad():
                 values = ready.drawing(self._random.peek)
-                new = filter(is_buffer, call.compiled.program.outputs)
-                return list(call.ready.outputs(call.sizes, (name, *new), values, call.rows).values())
+                names = (name, *filter(is_buffer, call.compiled.program.outputs))
+                return list(call.ready.outputs(call.sizes, names, values, call.rows).values())
         ran = self.step(
             call, ready, name, lambda outputs: torch.ones_like(outputs[name]), self._random.peek, microbatch
         )

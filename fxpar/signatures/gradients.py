@@ -93,6 +93,18 @@ def _layer_norm_backward(call: Call) -> Labelling | Refusal:
     return Labelling(ins, outs, frozenset(label for label in rows if label is not None))
 
 
+def _batch_norm_backward(call: Call) -> Labelling | Refusal:
+    """Channels are apart, and everything else is summed."""
+    full: Labels = tuple("c" if i == 1 else None for i in range(_rank(call)))
+    ins = tuple(full if name in ("grad_out", "input") else ("c",) for name in call.names)
+    known = list(zip((full, ("c",), ("c",)), call.get("output_mask"), strict=True))
+    # What is not asked for has no elements, of which there is any sum, or is not there.
+    there = known if len(call.outputs) == len(known) else [pair for pair in known if pair[1]]
+    pairs = zip(there, call.outputs, strict=True)
+    outs = tuple(labels if asked else (None,) * len(kind.shape) for (labels, asked), kind in pairs)
+    return Labelling(ins, outs, frozenset() if all(asked for _, asked in there) else frozenset({"c"}))
+
+
 def _embedding_backward(call: Call) -> Labelling | Refusal:
     """`… h, … -> _ h`, the words summed."""
     lead: Labels = tuple(f"d{i}" for i in range(_rank(call, 1)))
@@ -184,6 +196,9 @@ def gradient_rules() -> dict[str, Rule]:
         **scattering_rules(),
         "aten.native_layer_norm_backward.default": Rule(
             _layer_norm_backward, (("grad_out",),), check=_norm_backward_partial
+        ),
+        "aten.native_batch_norm_backward.default": Rule(
+            _batch_norm_backward, (("grad_out",),), check=_norm_backward_partial
         ),
         "aten.log_sigmoid_forward.default": Rule(pointwise_labels),
         "aten._prelu_kernel.default": Rule(pointwise_labels),

@@ -53,6 +53,12 @@ def _norm(normalized: Callable[[Call], int]) -> Callable[[Call], Labelling | Ref
     return labels
 
 
+def _batch_norm(call: Call) -> Labelling | Refusal:
+    """`_ c …, c, c -> _ c …, c, c`: channels are apart, and everything else is counted."""
+    full: Labels = tuple("c" if i == 1 else None for i in range(len(call.operands[0].shape)))
+    return Labelling((full, *(("c",) for _ in call.operands[1:])), (full, ("c",), ("c",)))
+
+
 def norm_of_summands(call: Call, placements: Sequence[Placement]) -> tuple[Placement, ...] | None:
     """The result is linear in weight and bias together, and the statistics do not depend on them."""
     affine = [p for name, p in zip(call.names, placements, strict=True) if name in ("weight", "bias")]
@@ -164,6 +170,7 @@ def reduction_rules() -> dict[str, Rule]:
         "native_layer_norm.default": Rule(
             _norm(lambda call: len(call.get("normalized_shape"))), check=norm_of_summands
         ),
+        "_native_batch_norm_legit.no_stats": Rule(_batch_norm, check=norm_of_summands),
         "group_norm.default": Rule(_norm(lambda call: len(call.operands[0].shape) - 1), (("weight", "bias?"),)),
         "cross_entropy_loss.default": Rule(_loss, check=_no_partial_target),
         "nll_loss.default": Rule(_loss, (("self",),)),
