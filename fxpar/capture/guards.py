@@ -237,22 +237,29 @@ def no_host_random(model: nn.Module) -> Iterator[None]:
     """Refuses a forward that draws from Python's or numpy's generator: a trace would repeat that draw for ever.
 
     Raises:
-        CaptureError: at the end; both generators are then as they were.
+        CaptureError: at the end, in place of what arrays of such numbers led to; both generators are then as they
+            were.
     """
     python, array = random.getstate(), np.random.get_state(legacy=False)
+    drawn: list[str] = []
+    failure: CaptureError | None = None
     try:
         yield
-        unchanged = {"random": random.getstate() == python, "numpy": _same_state(array)}
+    except CaptureError as error:
+        failure = error
     finally:
+        unchanged = {"random": random.getstate() == python, "numpy": _same_state(array)}
         random.setstate(python)
         np.random.set_state(array)
-    drawn = [name for name, same in unchanged.items() if not same]
+        drawn = [name for name, same in unchanged.items() if not same]
+    if failure is not None and "numpy" not in drawn:
+        raise failure
     if drawn:
         raise CaptureError(
             f"the forward draws random numbers on the host ({' and '.join(drawn)}), which a trace would make constants",
             where=type(model).__name__,
             remedy="switch that augmentation or layer dropping off, or draw in the data loader and pass the result",
-        )
+        ) from failure
 
 
 def _same_state(before: Any) -> bool:

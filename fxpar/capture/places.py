@@ -22,6 +22,8 @@ _FOREIGN = (
     f"{Path(__file__).parents[1]}/",
     *(f"{Path(str(package.__file__)).parent}/" for package in (torch, sympy)),  # sizes are sympy's
 )
+# What authors call, and write no models in: what an error or a node is blamed on is the line that called it.
+_CALLED = re.compile(r"-packages/(?:torch|sympy|numpy|einops|opt_einsum|jaxtyping|beartype)/")
 _STANDARD_LIBRARY = f"{sysconfig.get_path('stdlib')}/"
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _INDEX = re.compile(r"\[['\"]?([^\]'\"]+)['\"]?\]")
@@ -40,9 +42,14 @@ def is_foreign_file(file: str) -> bool:
     return not standard and not file.startswith(_FOREIGN)
 
 
+def _is_blamed(file: str) -> bool:
+    """Whether a line of a file is one to name."""
+    return is_own(file) and _CALLED.search(file) is None
+
+
 def source_of(node: fx.Node) -> str:
     """The innermost line of the author's own code that made the node; empty where none did."""
-    frames = [(file, line) for file, line in _FRAME.findall(node.meta.get("stack_trace") or "") if is_own(file)]
+    frames = [(file, line) for file, line in _FRAME.findall(node.meta.get("stack_trace") or "") if _is_blamed(file)]
     if not frames:
         return ""
     file, line = frames[-1]
@@ -54,7 +61,7 @@ def place_of(error: BaseException) -> str:
     found, entry = "", error.__traceback__
     while entry is not None:
         file = entry.tb_frame.f_code.co_filename
-        if is_own(file):
+        if _is_blamed(file):
             found = f"{Path(file).name}:{entry.tb_lineno}"
         entry = entry.tb_next
     return found

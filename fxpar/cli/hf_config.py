@@ -185,11 +185,18 @@ def first_line(error: BaseException) -> str:
     return " ".join(lines)[:300].rstrip(".") or type(error).__name__
 
 
+def _is_pair(value: Any) -> bool:
+    """Whether a size is written as height and width."""
+    return isinstance(value, (list, tuple)) and len(value) == 2 and all(type(each) is int for each in value)
+
+
 def _defaults(fields: _Fields, length: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     defaults = fields.defaults
     for name, size in _SIZES.items():
         field = fields.own(name)
+        if field is not None and name in ("image_size", "patch_size") and _is_pair(defaults[field]):
+            found[field] = [size, size]
         if field is None or type(defaults[field]) not in (int, type(None)):
             continue
         if name == field or field not in found:

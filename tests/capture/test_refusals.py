@@ -80,14 +80,30 @@ class NumpyDraw(Net):
         return self.down(self.up(x)[:, np.random.permutation(5)]).sum() * 1.5
 
 
+class NumpyArray(Net):
+    """What is drawn makes numpy raise where sizes are symbolic, before the forward is at its end."""
+
+    def forward(self, x: Tensor) -> Any:
+        np.put_along_axis(np.zeros((2, x.shape[1])), np.random.rand(2, 1), -1, 1)
+        return self.down(self.up(x)).sum()
+
+
+class WrongIndex(Net):
+    def forward(self, x: Tensor) -> Any:
+        np.put_along_axis(np.zeros((2, 5)), np.full((2, 1), 0.5), -1, 1)
+        return self.down(self.up(x)).sum()
+
+
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
         (PythonDraw, r"test_refusals.py:\d+: the forward draws random numbers on the host, which"),
         (NumpyDraw, r"NumpyDraw: the forward draws random numbers on the host \(numpy\)"),
+        (NumpyArray, r"NumpyArray: the forward draws random numbers on the host \(numpy\)"),
+        (WrongIndex, r"test_refusals.py:\d+: the model cannot be traced, it raises IndexError"),
     ],
 )
-def test_random_numbers_of_the_host_are_refused(kind: type[Net], text: str) -> None:
+def test_random_numbers_of_the_host_and_errors_of_numpy_are_refused(kind: type[Net], text: str) -> None:
     python, array = random.getstate(), np.random.get_state(legacy=False)
     with pytest.raises(CaptureError, match=text):
         capture(seeded(kind), example())
