@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxpar.errors import FxparError
+from fxpar.errors import CheckFailed, FxparError
+from fxpar.program.program import note, update
 from fxpar.verify.static import verify_static
+from fxpar.verify.values import verify_values
 from tests.passes.experts import Routed
 from tests.passes.test_recompute import Regions
 from tests.verify.phases import ALLOWED, CannotRunError, Microbatches, sample
@@ -68,3 +70,19 @@ def test_no_phase_that_changes_a_gradient_passes(name: str, count: int) -> None:
     assert escaped == []
     wrong = sum(count for what, count in tally.items() if not what.startswith("same"))
     assert wrong >= 0.6 * tally.total()
+
+
+def test_a_product_that_waits_is_named_and_seen_by_value() -> None:
+    """One microbatch alone gives the right gradient."""
+    own = case("dense")
+    mm = torch.ops.aten.mm.default
+    products = [n for n in own.step.graph.nodes if n.target is mm and note(n).phase == "backward"]
+    last = next(n for n in reversed(products) if all(note(user).phase == "parameter" for user in n.users))
+    made = own.step.copy()
+    update(made.node(last.name), phase="parameter")
+    message = rf"%{last.name} .*: is of the phase parameter and not linear in what it reads .*; write phase=backward"
+    with pytest.raises(CheckFailed, match=message):
+        verify_static(made)
+    inputs = own.inputs[0]
+    assert verify_values(own.captured.program, own.step, own.state, inputs).ok
+    assert verify_values(own.captured.program, made, own.state, inputs).max_grad_error > 1e-3
