@@ -318,8 +318,6 @@ def check_capture(captured: Captured, model: nn.Module, batch: Any, canonical: b
         state = {name: value.clone() if name in new else value for name, value in state.items()}
         with nothing_remembered(model):  # what the forward sets for functions to read is not set where the graph runs
             eager, gradients = _run_eagerly(captured, model, batch)
-            tensors = dict(model.named_buffers())
-            eager |= {buffer_name(fqn): tensors[fqn].detach() for fqn in new}
         state = {name: value.to(device) for name, value in state.items()}
         programs = {"captured": captured.program}
         if canonical:
@@ -365,12 +363,17 @@ def _own_buffers(model: nn.Module) -> Iterator[None]:
 
 
 def _run_eagerly(captured: Captured, model: nn.Module, batch: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Outputs by name, and gradients of the parameters that they reach."""
+    """Outputs by name, new values of buffers too, and gradients of the parameters that outputs reach.
+
+    Buffers are what the forward makes of them: a checkpoint of the author's writes them once more in the backward.
+    """
     args, kwargs = arguments(model, batch, captured.loss is not None)
     args, kwargs = cast_inputs((args, kwargs), input_dtype(captured.program.plan))
     with torch.enable_grad(), _eagerly(model):
         outputs = model(*args, **kwargs)
         result: Any = {"loss": captured.loss(outputs, batch), "outputs": outputs} if captured.loss else outputs
+    tensors = dict(model.named_buffers())
+    new = {buffer_name(fqn): tensors[fqn].detach().clone() for fqn in written(captured.program)}
     leaves = pytree.tree_leaves(result)
     if any(isinstance(leaf, FakeTensor) for leaf in leaves):
         raise InputError(
@@ -388,7 +391,7 @@ def _run_eagerly(captured: Captured, model: nn.Module, batch: Any) -> tuple[dict
         trained = {p.fqn: parameters[p.fqn] for p in captured.program.parameters if p.trainable}
         with _eagerly(model):
             gradients = _gradients(roots, {n: u.to(found[n].device) for n, u in upstream.items()}, trained)
-    return {name: leaf.detach() for name, leaf in found.items()}, gradients
+    return {**{name: leaf.detach() for name, leaf in found.items()}, **new}, gradients
 
 
 def _eagerly(model: nn.Module) -> Blamed:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from fxpar.capture import capture
 from fxpar.errors import CaptureError, PlanError
@@ -93,6 +94,11 @@ def normed_twice(net: Any, h: Tensor) -> Any:
     return net.norm(net.norm(h.flatten(0, 1)) * 2).view_as(h)
 
 
+def normed_again(net: Any, h: Tensor) -> Any:
+    """The author's checkpoint runs the norm once more in the backward, which is no further batch."""
+    return checkpoint(net.norm, h.transpose(1, 2), use_reentrant=False).transpose(1, 2)
+
+
 def instances(net: Any, h: Tensor) -> Any:
     return net.instance(h.transpose(1, 2)).transpose(1, 2)
 
@@ -109,6 +115,7 @@ CASES = [
     (counted, {"counts"}),
     (normed, {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}),
     (normed_twice, {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}),
+    (normed_again, {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}),
     (instances, {"instance.running_mean", "instance.running_var"}),
 ]
 

@@ -25,7 +25,7 @@ class ConvNet(nn.Module):
         self.body, self.again = nn.Conv2d(8, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8, momentum=0.3)
         self.head = nn.Linear(8, 5)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         h = functional.relu(self.norm(self.stem(x)))
         h = self.again(checkpoint(self.body, h, use_reentrant=False))
         return self.head(h.mean((2, 3))).square().mean()
@@ -45,7 +45,7 @@ class Codebook(nn.Module):
         self.register_buffer("sizes", torch.ones(5))
         self.register_buffer("sums", self.embed.clone())
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         h = self.up(x).flatten(0, 1)
         distances = h.square().sum(1, keepdim=True) - 2 * h @ self.embed.t() + self.embed.square().sum(1)
         code = functional.one_hot(distances.argmin(1), 5).to(h.dtype)
@@ -71,7 +71,7 @@ class Counted(nn.Module):
         self.register_buffer("counts", torch.zeros(3))
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64), persistent=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         h = self.up(x)
         scores = self.router(h).sigmoid()
         top = scores.topk(1, -1)
