@@ -21,7 +21,7 @@ from fxpar.capture.floats import floats_as_tensors
 from fxpar.capture.guards import check_model, check_samples
 from fxpar.capture.memo import OtherMemos
 from fxpar.capture.rowwise import check_row_wise
-from fxpar.capture.sizes import SizeError, check_views
+from fxpar.capture.sizes import SizeError, check_splits, check_views
 from fxpar.capture.trace import Trace, arguments, trace
 from fxpar.errors import CaptureError
 from fxpar.ops.functions import function as kept
@@ -119,6 +119,7 @@ def _traced(
             program, spec = convert(traced, model, plan, name)
             floats_as_tensors(program)
             check_views(program)
+            check_splits(program)
         except SizeError:
             if symbolic == 0 or (symbolic == 1 and plan.data_ranks > 1):  # rows that ranks share out are no number
                 raise
