@@ -119,11 +119,22 @@ def _stretched(derived: Derived, own: fx.Node, dim: int, step: int, place: int) 
 
 
 def _clamped(derived: Derived, bound: Any, size: Any) -> Any:
+    """Returns where a slice begins, counted from the front: a bound below zero counts from the end.
+
+    The sign of a symbolic bound is that of the trace, which has made sure that it is the same for all sizes.
+    """
     value = bound.meta["val"] if isinstance(bound, fx.Node) else bound
-    found = derived.derivative.sizes.size(value) if value is not None else size
-    if isinstance(found, int) and found < 0:
-        return size + found
-    return found
+    if value is None:
+        return size
+    sizes = derived.derivative.sizes
+    found = sizes.size(value)
+    if not _is_negative(value):
+        return found
+    return 0 if _is_negative(sizes.integer(size) + value) else simplify(size + found)
+
+
+def _is_negative(value: Any) -> bool:
+    return bool((value if isinstance(value, int) else value.node.hint) < 0)
 
 
 def _between(

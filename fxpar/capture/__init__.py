@@ -24,7 +24,7 @@ from fxpar.capture.guards import check_model, check_samples
 from fxpar.capture.memo import OtherMemos
 from fxpar.capture.precision import cast_inputs, input_dtype
 from fxpar.capture.rowwise import check_row_wise
-from fxpar.capture.sizes import SizeError, check_views
+from fxpar.capture.sizes import SizeError, check_splits, check_views
 from fxpar.capture.step_count import check_step_count
 from fxpar.capture.trace import Trace, arguments, trace
 from fxpar.capture.written import check_written
@@ -105,7 +105,7 @@ def _capture(
     others, experts = OtherMemos(), named_experts(model, plan.experts)
 
     def traced(copies: bool) -> tuple[Trace, Program, CallSpec]:
-        options = {"copies": copies, "experts": experts, "fixed": fixed, "dtype": input_dtype(plan)}
+        options: dict[str, Any] = {"copies": copies, "experts": experts, "fixed": fixed, "dtype": input_dtype(plan)}
         found = _traced(partial(trace, model, batch, function, others=others, **options), model, batch, plan, name)
         check_written(found[1], found[0].norms)
         return found[0], _with_trainable_loss(model, found[1], is_guess=loss is None), found[2]
@@ -141,6 +141,7 @@ def _traced(
             write_defaults(program.graph.nodes)
             floats_as_tensors(program)
             check_views(program)
+            check_splits(program)
         except SizeError:
             if symbolic == 0 or (symbolic == 1 and plan.data_ranks > 1):  # rows that ranks share out are no number
                 raise

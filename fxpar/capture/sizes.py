@@ -18,6 +18,7 @@ from fxpar.capture.groups import divisors, in_groups
 from fxpar.errors import CaptureError, TextError
 from fxpar.layout.symbols import Size, names, parse_size, product, shape_text, simplify, symbol
 from fxpar.program.program import Program, describe, operands, tensor_type
+from fxpar.signatures.calls import bind_arguments
 
 
 class SizeError(CaptureError):
@@ -61,6 +62,24 @@ def check_views(program: Program) -> None:
                     f"a view of {shape_text(before)} with sizes written as numbers is right for one size alone",
                     where=describe(node),
                     remedy="take sizes from the inputs' shapes",
+                )
+
+
+def check_splits(program: Program) -> None:
+    """Checks that tensors are split into as many parts at all sizes.
+
+    Raises:
+        SizeError: how many there are is that of one batch (`split(16)` of a size that varies).
+    """
+    for node in program.graph.nodes:
+        if node.target is torch.ops.aten.split.Tensor and isinstance(node.args[1], int):
+            shape, dim = tensor_type(operands(node)[0]).shape, bind_arguments(node)["dim"]
+            if not isinstance(shape[dim], int):
+                raise SizeError(
+                    f"a dimension of {shape[dim]} is split into parts of {node.args[1]}, whose number is that of one "
+                    "size alone",
+                    where=describe(node),
+                    remedy="split it into a number of parts (chunk), or give batches of one size",
                 )
 
 

@@ -238,3 +238,23 @@ def test_conditions_on_sizes_that_sympy_cannot_solve_pin_them() -> None:
     captured = capture(Undecided(), {"x": torch.randn(3, 3, 32)})
     assert {(s.path, s.dim) for s in captured.program.symbols} == {("x", 0), ("x", 1)}
     assert captured.how == "export"
+
+
+class Chunked(nn.Module):
+    """A loss in parts of eight tokens, however many those are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(32, 8), nn.Linear(8, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = zip(self.words(x).flatten(0, 1).split(8), x.flatten(0, 1).split(8), strict=True)
+        total = sum(functional.cross_entropy(self.head(h), t, reduction="sum") for h, t in parts)
+        return total / x.numel()  # type: ignore[operator]
+
+
+def test_parts_whose_number_depends_on_a_size_pin_it() -> None:
+    batch = {"x": torch.randint(32, (4, 6), generator=torch.Generator().manual_seed(0))}
+    found = verify(seeded(Chunked), batch, Plan(tp=2))
+    assert found.ok
+    assert not found.program.symbols

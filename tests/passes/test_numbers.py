@@ -106,6 +106,19 @@ def test_powers_of_sizes_are_sizes(name: str) -> None:
     assert print_program(parse_program(step)) == step
 
 
+BEHIND: dict[str, Loss] = {
+    "all": lambda z: (z[:, -z.shape[1] :] * torch.arange(1.0, z.shape[1] + 1)[:, None]).square().mean() + z.mean(),
+    "all but one": lambda z: (z[:, -(z.shape[1] - 1) :] * z[:, : z.shape[1] - 1]).square().mean(),
+    "more than there are": lambda z: z[:, -2 * z.shape[1] :].square().mean(),
+}
+
+
+@pytest.mark.parametrize("name", BEHIND)
+def test_slices_that_begin_at_a_size_from_the_end_have_their_gradient(name: str) -> None:
+    found = verify(Net(BEHIND[name]), batch(4, 7), Plan(tp=2))
+    assert found.ok, found.values
+
+
 @pytest.mark.parametrize("name", ["all pairs of rows", "all triples of rows"])
 def test_losses_of_all_pairs_of_rows_are_refused_where_ranks_have_part_of_them(name: str) -> None:
     with pytest.raises(LayoutError, match=r"on axis dp: .* set dp=1"):
