@@ -84,7 +84,7 @@ class NumpyArray(Net):
     """What is drawn makes numpy raise where sizes are symbolic, before the forward is at its end."""
 
     def forward(self, x: Tensor) -> Any:
-        np.put_along_axis(np.zeros((2, x.shape[1])), np.random.rand(2, 1), -1, 1)
+        np.put_along_axis(np.zeros((2, x.shape[1])), np.random.rand(2, 1), -1, 1)  # type: ignore[arg-type]
         return self.down(self.up(x)).sum()
 
 

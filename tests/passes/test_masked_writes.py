@@ -35,7 +35,7 @@ class Net(nn.Module):
 
 def _set(mask: Callable[[Tensor], object], value: Callable[[Net], object]) -> Write:
     def write(net: Net, h: Tensor, x: Tensor) -> None:
-        h[mask(x)] = value(net)  # type: ignore[index, call-overload]
+        h[mask(x)] = value(net)  # type: ignore[index, assignment]
 
     return write
 

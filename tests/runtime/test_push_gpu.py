@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +14,8 @@ from fxpar.exchange.row_programs import Extent, RowProgram, RowStep
 
 pytestmark = pytest.mark.gpu
 
-# Of a rank: its tensor, the other's memory and its own, and the flags of both.
-Sum = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], list[Tensor]]
+# Of a rank: its tensor, the other's memory and its own, the flags of both, and the word that ends waits.
+Sum = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], list[Tensor]]
 
 
 def summed(values: list[Tensor], run: Sum) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
@@ -88,7 +89,7 @@ def test_rows_of_sums(rows: int, width: int, dtype: torch.dtype) -> None:
     operands = [torch.randn(shapes[extent], device="cuda").to(dtype) for extent in program.operands]
     reference = program.run(values[0] + values[1], operands)
 
-    def run(x: Tensor, *ends: Tensor) -> list[Tensor]:
+    def run(x: Tensor, *ends: Any) -> list[Tensor]:
         return push_rows(program.text, x, *ends, operands)
 
     for own, other in summed(values, run):
