@@ -92,11 +92,11 @@ def _check_options(check_inputs: Any) -> None:
 def _check(model: nn.Module, loss: Any) -> None:
     if loss is not None and not callable(loss) and (not isinstance(loss, str) or not loss):
         raise InputError(f"{shown(loss)} is no loss", where="loss", remedy="pass an output's name or a callable")
-    check_model(model)
-    if any(isinstance(module, Unwrappable) for module in model.modules()):
+    if isinstance(model, nn.Module) and any(isinstance(module, Unwrappable) for module in model.modules()):
         raise InputError(
             "the model is parallelised already", where="parallelize", remedy="pass the author's model, once"
         )
+    check_model(model)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if isinstance(tensor, DTensor):
             raise InputError("is a DTensor, split already", where=name, remedy="pass the unsplit model")

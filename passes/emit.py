@@ -204,6 +204,8 @@ class Emitter:
     def _helped(self, node: fx.Node, given: Context) -> bool:
         """Whether an operand was converted: zeros to summands, what all ranks hold to the blocks that fit the others.
 
+        Where nothing else is left, summands are added up.
+
         In the backward nothing carries a gradient: each rank may take its block of what all of them made.
         """
         inputs = operands(node)
@@ -228,10 +230,10 @@ class Emitter:
             if changed and self._fits(step, given, changed):
                 self._convert(node, changed, take, step.axis)
                 return True
-        return False
+        return self._summed(node, step.axis)
 
     def _summed(self, node: fx.Node, axis: str) -> bool:
-        """Whether summands were added up for an operation that no rule knows: it takes what all ranks hold."""
+        """Whether summands were added up for an operation of the backward that takes what all ranks hold alone."""
         axes, before = self.program.axes, operands(node)
         inputs = list(before)
         for i, operand in enumerate(before):
@@ -240,12 +242,16 @@ class Emitter:
                 continue
             way = conversions(layout, spelled(layout.with_(axis, R), axes), axes, False, self.program.plan.cost)
             for step in way or ():
+                axis_name = "-".join(step.axes)
+                key = (step.row.operator, (inputs[i],), axis_name, (step.layout,), True)
+                if key in self._conversions:
+                    inputs[i] = self._again(self._conversions[key], note(node).phase)
+                    continue
                 self.made.append(None)
                 with self.graph.inserting_before(node):
-                    axis_name = "-".join(step.axes)
                     new = self.graph.create_node("call_function", step.row.operator, (inputs[i],), {"axis": axis_name})
                 self._note(new, output_types(operand)[0], note(node), [step.layout], note(node).phase, 0)
-                inputs[i] = new
+                self._conversions[key] = inputs[i] = new
         with_operands(node, inputs)
         return inputs != before
 

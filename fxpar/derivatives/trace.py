@@ -227,6 +227,14 @@ def _functional(graph: fx.Graph, forward: set[str]) -> None:
         _write_through(graph, written, node, later, forward)
 
 
+# What a tensor is whose part has other values, by the view that takes the part.
+_SCATTERS: Mapping[Any, Any] = {
+    aten.slice.Tensor: aten.slice_scatter.default,
+    aten.select.int: aten.select_scatter.default,
+    aten.diagonal.default: aten.diagonal_scatter.default,
+}
+
+
 def _write_through(
     graph: fx.Graph, view: fx.Node, value: fx.Node | None, later: set[fx.Node], forward: set[str]
 ) -> None:
@@ -237,15 +245,16 @@ def _write_through(
         forward: names of the nodes of the forward.
 
     Raises:
-        NotImplementedError: it is read, and the view is no slice of it.
+        NotImplementedError: it is read, and the view is no part of it that can be written.
     """
     while _is_view(view):
         base = view.all_input_nodes[0]
         if any(user in later for user in base.users):
-            if view.target is not aten.slice.Tensor or value is None:
+            scatter = _SCATTERS.get(view.target)
+            if scatter is None or value is None:
                 raise NotImplementedError(f"writes in place through {view.target}")
             with graph.inserting_after(value):
-                new = graph.call_function(aten.slice_scatter.default, (base, value, *view.args[1:]))
+                new = graph.call_function(scatter, (base, value, *view.args[1:]), dict(view.kwargs))
             new.meta = dict(base.meta)
             forward |= {new.name} if value.name in forward else set()
             base.replace_all_uses_with(new, lambda user: user in later)

@@ -70,6 +70,7 @@ class Alarm:
     call: tuple[str, float] | None = None
     first: RankError | None = None
     _sockets: set[_Socket] = field(default_factory=set)
+    _refusals: list[Callable[[RankError], None]] = field(default_factory=list)
     _stops: list[Callable[[RankError], None]] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     # The roll that this rank has called and when, and the last one that it has answered.
@@ -101,6 +102,10 @@ class Alarm:
     def on_stop(self, stop: Callable[[RankError], None]) -> None:
         """Has something called, on any thread, when the module fails: it must end waits and may not wait itself."""
         self._stops.append(stop)
+
+    def on_failure(self, refuse: Callable[[RankError], None]) -> None:
+        """Has something called before anybody learns that the module failed: it may take no time."""
+        self._refusals.append(refuse)
 
     def tell(self, store: Store | None, where: str, reason: str) -> None:
         """Tells all ranks an error, and stops; of several errors the first one stands."""
@@ -179,7 +184,10 @@ class Alarm:
         with self._lock:
             if self.first is not None:
                 return
-            self.first = RankError(record["reason"], where=record["where"], remedy=_REMEDY)
+            error = RankError(record["reason"], where=record["where"], remedy=_REMEDY)
+            for refuse in self._refusals:
+                refuse(error)
+            self.first = error
         self.hang_up()
         for stop in reversed(self._stops):  # communicators come last: their kernels may stand behind other waits
             stop(self.error)

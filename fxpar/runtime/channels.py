@@ -47,7 +47,7 @@ class Channels:
                 own, _ = dist.new_subgroups_by_enumeration([list(line) for line in lines], timeout=timeout)
             assert own is not None
             self._groups[way] = Group(own.group_name, own.size())
-            world.agreement.alarm.on_stop(partial(refuse_group, self._groups[way]))
+            world.agreement.alarm.on_failure(partial(refuse_group, self._groups[way]))
             self._meet(world.place, way)
 
     def _meet(self, place: int, way: _Way) -> None:

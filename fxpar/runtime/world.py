@@ -125,7 +125,7 @@ def join(plan: Plan, agreement: Agreement) -> World:
         if size > 1:
             agreement.meeting = hosts(rank, size, agreement.seconds)
     for group in {group.name: group for group in groups.values()}.values():
-        agreement.alarm.on_stop(partial(refuse_group, group))
+        agreement.alarm.on_failure(partial(refuse_group, group))
     if device.type == "cuda" and size > 1:
         agreement.alarm.on_stop(abort_groups)
     index = mesh.coordinates(rank)

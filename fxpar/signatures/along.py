@@ -147,17 +147,6 @@ def _triangular(call: Call) -> Labelling | Refusal:
     return Labelling((spread(matrix.shape, (None, None)), spread(right.shape, sides)), ((*lead, *sides),))
 
 
-def _solve(call: Call) -> Labelling | Refusal:
-    """Matrices, [… m n], with their right-hand sides, [… m k] or [… m]: leading dimensions of one size are apart."""
-    matrix, right = (kind.shape for kind in call.operands[:2])
-    rank = len(matrix) - 2
-    lead = numbered(rank)
-    if right[:rank] != matrix[:rank] or len(right) - rank not in (1, 2):
-        return Refusal("right-hand sides that are broadcast have no rule for shards")
-    ins = tuple((*lead, *(None,) * (len(kind.shape) - rank)) for kind in call.operands)
-    return Labelling(ins, tuple((*lead, *(None,) * (len(kind.shape) - rank)) for kind in call.outputs))
-
-
 def _distances(call: Call) -> Labelling | Refusal:
     """`… p _, … r _ -> … p r`."""
     out = call.outputs[0].shape
@@ -176,10 +165,13 @@ def _distances_backward(call: Call) -> Labelling | Refusal:
 
 
 def _sampled(call: Call) -> Labelling | Refusal:
-    """An image and where to read it: `n c …, n … _ -> n c …`; all of an image is read."""
+    """An image and where to read it: `n _ …, n … _ -> n _ …`; all of an image is read.
+
+    Channels are not cut, since the gradient of the places is a sum over them.
+    """
     image, grid = (kind.shape for kind in call.operands)
-    space = (None,) * (len(image) - 2)
-    return Labelling((("n", "c", *space), ("n", *(None,) * (len(grid) - 1))), (("n", "c", *space),))
+    behind = (None,) * (len(image) - 1)
+    return Labelling((("n", *behind), ("n", *(None,) * (len(grid) - 1))), (("n", *behind),))
 
 
 def _sampled_backward(call: Call) -> Labelling | Refusal:
@@ -207,26 +199,6 @@ def _instance_norm(call: Call) -> Labelling | Refusal:
     space = (None,) * (len(call.operands[0].shape) - 2)
     ins = tuple(("n", "c", *space) if name == "input" else ("c",) for name in call.names)
     return Labelling(ins, (("n", "c", *space),))
-
-
-def _indexed(*wide: str) -> Callable[[Call], Labelling | Refusal]:
-    """Elements along `dim` are replaced at places that one index gives for all rows; `dim` stays whole.
-
-    Args:
-        wide: names of the operands that have all dimensions.
-    """
-
-    def labels(call: Call) -> Labelling | Refusal:
-        own = numbered(len(call.operands[0].shape))
-        if own:
-            own[wrap(call.get("dim"), len(own))] = None
-        ins = tuple(
-            tuple(own) if name in wide else (None,) * len(kind.shape)
-            for name, kind in zip(call.names, call.operands, strict=True)
-        )
-        return Labelling(ins, (tuple(own),))
-
-    return labels
 
 
 def _scatter_reduce(call: Call) -> Labelling | Refusal:
@@ -263,17 +235,13 @@ def _pooling() -> dict[str, Rule]:
     return found
 
 
-_MATRICES = """
-linalg_inv linalg_inv_ex linalg_cholesky linalg_cholesky_ex cholesky_inverse linalg_qr _linalg_svd _linalg_eigh
-_linalg_det _linalg_slogdet linalg_matrix_exp linalg_lu_factor_ex
-""".split()
-_SOLVERS = "linalg_solve _linalg_solve_ex cholesky_solve linalg_lu_solve".split()
+# Of which the backward has rules too. Of other factorings it writes into diagonals and unpacks them.
+_MATRICES = "linalg_inv linalg_inv_ex linalg_cholesky linalg_cholesky_ex cholesky_inverse".split()
 
 
 def _algebra() -> dict[str, Rule]:
     """Matrices of a batch, and distances between their rows."""
     found = {name: Rule(_matrices) for name in _MATRICES}
-    found |= {name: Rule(_solve) for name in _SOLVERS}
     return found | {
         "linalg_solve_triangular": Rule(_triangular, (("B",),)),
         "linalg_cross": Rule(_along("dim"), (("self",), ("other",))),
@@ -289,7 +257,7 @@ def along_rules() -> dict[str, Rule]:
     names = {
         **_pooling(),
         **_algebra(),
-        **dict.fromkeys(("cummax", "cummin", "logcumsumexp", "argsort", "argsort.stable", "sort.stable"), keeping),
+        **dict.fromkeys(("cummax", "cummin", "argsort", "argsort.stable", "sort.stable"), keeping),
         "rot90": Rule(_along("dims"), _SELF),
         "renorm": Rule(_one_apart),
         "glu": Rule(_resized),
@@ -302,8 +270,6 @@ def along_rules() -> dict[str, Rule]:
         "im2col": Rule(_columns, _SELF),
         "col2im": Rule(_columns, _SELF),
         "instance_norm": Rule(_instance_norm),
-        "index_copy": Rule(_indexed("self", "source"), (("self", "source"),)),
-        "index_fill.int_Scalar": Rule(_indexed("self")),
         "scatter_reduce.two": Rule(_scatter_reduce),
     }
     return {f"aten.{name if '.' in name else f'{name}.default'}": rule for name, rule in names.items()}
