@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -89,8 +88,8 @@ def test_rows_of_sums(rows: int, width: int, dtype: torch.dtype) -> None:
     operands = [torch.randn(shapes[extent], device="cuda").to(dtype) for extent in program.operands]
     reference = program.run(values[0] + values[1], operands)
 
-    def run(x: Tensor, *ends: Any) -> list[Tensor]:
-        return push_rows(program.text, x, *ends, operands)
+    def run(x: Tensor, there: Tensor, here: Tensor, up: Tensor, down: Tensor, stop: Tensor) -> list[Tensor]:
+        return push_rows(program.text, x, there, here, up, down, stop, operands)
 
     for own, other in summed(values, run):
         for one, two, known in zip(own, other, reference, strict=True):
