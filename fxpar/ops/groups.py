@@ -100,6 +100,32 @@ def refuse_group(group: Group, error: RankError) -> None:
         _REFUSED[_resolve_process_group(name)] = error
 
 
+# Who may still send something over groups of gloo that fxpar made.
+_HOLDERS: weakref.WeakKeyDictionary[dist.ProcessGroup, list[weakref.ref[Any]]] = weakref.WeakKeyDictionary()
+
+
+def hold(holder: object, groups: Iterable[Group]) -> None:
+    """Keeps groups from being closed as long as an object lives; those that torch.distributed made are never closed."""
+    for group in groups:
+        name: Any = group.name
+        found = _resolve_process_group(name)
+        if found is not dist.group.WORLD and found.name() == "gloo":
+            _HOLDERS.setdefault(found, []).append(weakref.ref(holder))
+
+
+def close_abandoned() -> None:
+    """Ends groups that nobody holds any more: each has connections, threads and a loop that wakes up all the time.
+
+    All ranks call it where nothing is under way between them, as a connection that closes takes with it what was sent.
+    Communicators of NCCL stay: graphs may have recorded them.
+    """
+    for group, holders in list(_HOLDERS.items()):
+        if all(holder() is None for holder in holders):
+            del _HOLDERS[group]
+            with contextlib.suppress(ValueError):  # the user has destroyed it
+                dist.destroy_process_group(group)
+
+
 def device_mesh(
     axes: Axes, groups: Mapping[str, Group], device: torch.device, at: Mapping[str, int] | None = None
 ) -> DeviceMesh:
@@ -120,4 +146,6 @@ def device_mesh(
         ranks = ranks.select(dim, at[axis]) if axis in at else ranks
     names = tuple(axis for axis, _ in wide if axis not in at)
     own = [process_group(groups[axis]) for axis in names]
-    return DeviceMesh.from_group(own, device.type, mesh=ranks, mesh_dim_names=names)
+    made = DeviceMesh.from_group(own, device.type, mesh=ranks, mesh_dim_names=names)
+    hold(made, [groups[axis] for axis in names])
+    return made

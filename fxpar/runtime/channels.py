@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fxpar.ops.collectives import Group
-from fxpar.ops.groups import process_group, refuse_group
+from fxpar.ops.groups import hold, process_group, refuse_group
 from fxpar.runtime.world import World
 from fxpar.schedule.messages import Kind, Message
 from fxpar.schedule.schedule import Schedule
@@ -47,6 +47,7 @@ class Channels:
                 own, _ = dist.new_subgroups_by_enumeration([list(line) for line in lines], timeout=timeout)
             assert own is not None
             self._groups[way] = Group(own.group_name, own.size())
+            hold(self, [self._groups[way]])
             world.agreement.alarm.on_failure(partial(refuse_group, self._groups[way]))
             self._meet(world.place, way)
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fxpar.ops.collectives import Group
-from fxpar.ops.groups import process_group
+from fxpar.ops.groups import hold, process_group
 from fxpar.runtime.world import World
 
 
@@ -41,6 +41,7 @@ class Shared:
                 own, _ = dist.new_subgroups_by_enumeration(found, timeout=timeout)
             if own is not None:
                 group = Group(own.group_name, own.size())
+                hold(self, [group])
                 self._groups |= {name: group for name, held in ranks.items() if tuple(sorted(held)) == places}
 
     def summed(

@@ -20,7 +20,7 @@ from fxpar.errors import PlanError, RankError
 from fxpar.mesh.mesh import Mesh
 from fxpar.mesh.purpose import PURPOSES, Cuts, joined_names
 from fxpar.ops.collectives import Group
-from fxpar.ops.groups import create_groups, process_group, refuse_group
+from fxpar.ops.groups import close_abandoned, create_groups, hold, process_group, refuse_group
 from fxpar.plan.plan import Plan
 from fxpar.runtime.agreement import Agreement, connected, plan_facts
 from fxpar.runtime.alarm import abort_groups
@@ -68,7 +68,9 @@ class World:
     @cached_property
     def ranks(self) -> Ranks:
         """What tensors of which each rank holds a part know of it; one record for all of them."""
-        return Ranks(self.device, self.mesh, self.groups, self.coordinates)
+        ranks = Ranks(self.device, self.mesh, self.groups, self.coordinates)
+        hold(ranks, self.groups.values())
+        return ranks
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -120,16 +122,20 @@ def join(plan: Plan, agreement: Agreement) -> World:
     several = [axis for axis in plan.axes if PURPOSES[axis].cuts is not Cuts.BATCH]
     pipeline = ["pp", "-".join([*several, "pp"])] if plan.pp > 1 else []
     names = [*joined_names(plan.axes), *pipeline]
+    close_abandoned()  # all ranks are here, so that nothing is under way
     with agreement.alarm.opening():
         groups = create_groups(mesh, names, timedelta(seconds=agreement.seconds))
         if size > 1:
             agreement.meeting = hosts(rank, size, agreement.seconds)
+            hold(agreement.meeting, [agreement.meeting.group])
     for group in {group.name: group for group in groups.values()}.values():
         agreement.alarm.on_failure(partial(refuse_group, group))
     if device.type == "cuda" and size > 1:
         agreement.alarm.on_stop(abort_groups)
     index = mesh.coordinates(rank)
-    return World(rank, size, device, mesh, groups, {axis: index[axis] for axis in plan.axes}, agreement)
+    world = World(rank, size, device, mesh, groups, {axis: index[axis] for axis in plan.axes}, agreement)
+    hold(world, groups.values())
+    return world
 
 
 def _initialise(seconds: float) -> None:

@@ -5,6 +5,7 @@ Every function runs alike in a rank and in the test's own process, where no grou
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 
 import fxpar
@@ -332,6 +334,32 @@ def disagreeing(what: str) -> tuple[str, str, str, str]:
     model = models.Tiny()
     split = {"up": "column"} if what == "plan" and rank else models.SPLIT
     return refusal(lambda: fxpar.parallelize(model, fxpar.Plan(tp=tp(), split=split), models.batch()))
+
+
+def abandoned() -> Found:
+    """Groups of this process while modules come and go, and what is computed with what a dead one left behind."""
+
+    def build() -> ParallelModule:
+        return fxpar.parallelize(models.tiny(models.Tiny), models.plan(tp()), models.batch())
+
+    alive = build()
+    first = alive.train_step(models.batch()).item()
+    counts = []
+    for _ in range(3):
+        build()
+        gc.collect()
+        counts.append(len(distributed_c10d._world.pg_map))
+    parts = build().state_dict()
+    gc.collect()
+    again = build()
+    again.load_state_dict(parts)
+    alive.step = 0
+    whole = {name: whole_of(part) for name, part in parts.items()}
+    return {
+        "counts": counts,
+        "losses": (first, alive.train_step(models.batch()).item(), again.train_step(models.batch()).item()),
+        "same": all(torch.equal(whole_of(part), whole[name]) for name, part in again.state_dict().items()),
+    }
 
 
 def fail_on(rank: int) -> int:
