@@ -1,4 +1,4 @@
-"""What the author's code asks torch about itself: whether it is compiled or exported.
+"""What the author's code asks torch about itself: whether it is compiled or exported, whether a tensor has values.
 
 Enters: a trace. Leaves: whether such a question was put, and the answer of an eager run where that is wanted. Some
 models compute something else in a compiled run, or leave out what they need (a mask of ones, say) and cannot be traced.
@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fxpar.capture import patches
+from fxpar.capture.known import known
 from fxpar.capture.places import is_own
 
 
@@ -32,7 +33,15 @@ class Questions(contextlib.ExitStack):
     def __enter__(self) -> Questions:
         super().__enter__()
         self.enter_context(patches.questions(self._answering))
+        self.enter_context(patches.question_of_fakes(self._is_fake))
         return self
+
+    def _is_fake(self, value: Any, is_fake: bool) -> bool:
+        """What depends on sizes alone is known: a branch on it is the eager one."""
+        if is_fake and self._as_eager and is_own(sys._getframe(2).f_code.co_filename) and known(value) is not None:
+            self.asked = True
+            return False
+        return is_fake
 
     def _answering(self, original: Callable[[], Any]) -> Callable[[], Any]:
         def answer() -> Any:

@@ -276,6 +276,20 @@ def questions(answering: Callable[[Callable[[], Any]], Callable[[], Any]]) -> It
         yield
 
 
+def question_of_fakes(answer: Callable[[Any, bool], bool]) -> Any:
+    """Answers whether a tensor is a fake, where that is asked by torch's public name of its class.
+
+    Args:
+        answer: given what was asked about, and the true answer.
+    """
+
+    class Asked(type(FakeTensor)):  # type: ignore[misc]  # torch's metaclass of tensors
+        def __instancecheck__(cls, value: Any) -> bool:
+            return answer(value, isinstance(value, FakeTensor))
+
+    return mock.patch.object(torch._subclasses, "FakeTensor", Asked("FakeTensor", (FakeTensor,), {}))
+
+
 @contextlib.contextmanager
 def host_random(number: Callable[[], Any], uniform: Callable[[float, float], Any]) -> Iterator[None]:
     """Draws the host's `random.random` and `random.uniform` otherwise."""

@@ -24,7 +24,7 @@ from torch.fx.traceback import annotate, preserve_node_meta
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fxpar.capture import patches
+from fxpar.capture import known, patches
 from fxpar.capture.decided import Decided
 from fxpar.capture.places import is_foreign_file
 from fxpar.capture.sizes import Sizes
@@ -216,6 +216,7 @@ class Watch(TorchFunctionMode):
         if func == torch.div and all(isinstance(v, (int, torch.SymInt)) for v in args):
             return _divided(*args, **(kwargs or {}))
         decided = self._decided.branch(func, args)
+        decided = known.branch(func, args) if decided is None else decided
         if decided is not None:
             return decided
         tensors = _tensors((*args, *(kwargs or {}).values()))

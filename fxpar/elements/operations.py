@@ -29,18 +29,18 @@ from fxpar.elements.numbers import (
     is_equal,
     where,
 )
-from fxpar.elements.predicate import Predicate, at_least_zero, both, either, negated
+from fxpar.elements.predicate import FALSE, TRUE, Predicate, at_least_zero, both, either, negated
 from fxpar.elements.shaping import SHAPING
 from fxpar.layout.symbols import Size, simplify
 from fxpar.program.program import Program, is_tensor, tensor_type
 from fxpar.rules import bind_arguments
 
 
-def elements(program: Program, nodes: Iterable[fx.Node]) -> dict[fx.Node, Element]:
+def elements(program: Program | None, nodes: Iterable[fx.Node]) -> dict[fx.Node, Element]:
     """What is known of the nodes' elements, by node; `nodes` are in graph order and complete with their operands.
 
     Inputs, parameters and buffers are unknown, and so is all that depends on their values. A program's constants are
-    known where they have one value everywhere.
+    known where they have one value everywhere; without a program there are none.
     """
     found: dict[fx.Node, Element] = {}
     for node in nodes:
@@ -64,7 +64,9 @@ def broadcast(element: Element, shape: Sequence[Size], onto: Sequence[Size]) -> 
         return None
 
 
-def _constant(program: Program, node: fx.Node) -> Element:
+def _constant(program: Program | None, node: fx.Node) -> Element:
+    if program is None:
+        raise UnknownElements
     owned = program.parameter(node)
     value = program.constants.get(owned.fqn) if owned is not None and owned.kind == "constant" else None
     if value is None or value.is_meta or value.is_complex() or not value.numel():
@@ -199,6 +201,14 @@ def _chosen(condition: str, yes: str, no: str) -> Callable[[Call], Element]:
     return operation
 
 
+def _everywhere(call: Call) -> Element:
+    """`all` and `any` of what is the same everywhere: no size is 0."""
+    element, kind = call.own()
+    if as_predicate(element, kind.shape) not in (TRUE, FALSE):
+        raise UnknownElements
+    return element
+
+
 _BOTH, _EITHER = (_joined(both, True), _joined(both, False)), (_joined(either, True), _joined(either, False))
 _OPERATIONS: Mapping[str, Callable[[Call], Element]] = {
     **SHAPING,
@@ -220,5 +230,7 @@ _OPERATIONS: Mapping[str, Callable[[Call], Element]] = {
     **{"bitwise_xor": _joined(_differs, True), "logical_xor": _joined(_differs, False)},
     **{"bitwise_not": _opposite, "logical_not": _opposite},
     "where": _chosen("condition", "self", "other"),
+    "all": _everywhere,
+    "any": _everywhere,
     "masked_fill": _chosen("mask", "value", "self"),
 }

@@ -131,6 +131,42 @@ def looks_when_eager(h: Tensor) -> Tensor:
     return h if not torch.compiler.is_compiling() and (h == 1).all() else h.square()
 
 
+def _later(positions: Tensor) -> Tensor:
+    """Which positions begin a sequence of their own: none of those that are counted."""
+    return (positions.diff(prepend=positions[:, :1] - 1) != 1).cumsum(-1)
+
+
+def looks_where_there_are_values(h: Tensor) -> Tensor:
+    later = _later(torch.arange(h.shape[1]).unsqueeze(0).expand(h.shape[0], -1))
+    if not isinstance(later, torch._subclasses.FakeTensor) and (later[:, -1] == 0).all():
+        return h.sin()
+    return h * later.unsqueeze(-1)
+
+
+def looks_at_what_is_written(h: Tensor) -> Tensor:
+    positions = torch.zeros(h.shape[0], h.shape[1], dtype=torch.int64) + torch.arange(h.shape[1])
+    positions[:, 1:].add_(1)
+    later = _later(positions)
+    if not isinstance(later, torch._subclasses.FakeTensor) and (later[:, -1] == 0).all():
+        return h.sin()
+    return h * later.unsqueeze(-1)
+
+
+def looks_at_inputs(h: Tensor) -> Tensor:
+    places = (h > 0).any(-1).long().cumsum(-1)
+    if not isinstance(places, torch._subclasses.FakeTensor) and (places == 0).all():
+        return torch.zeros_like(h)
+    return h * places.unsqueeze(-1)
+
+
+def looks_at_sizes(h: Tensor) -> Tensor:
+    if (torch.arange(h.shape[1]) < 1).all():
+        return h.sin()
+    if (torch.arange(h.shape[1]) >= 0).all().item():
+        return h * 3
+    return h
+
+
 def logs_when_eager(h: Tensor) -> Tensor:
     if not torch.compiler.is_compiling():
         h.register_hook(lambda g: None)
@@ -237,6 +273,10 @@ MODELS: Mapping[str, tuple[Forward, str]] = {
     "a mask that is left out when compiled": (around(asks), ""),
     "another way when compiled": (around(differs_when_compiled), ""),
     "a look at values where it is not compiled": (around(looks_when_eager), ""),
+    "a look at positions where there are values": (around(looks_where_there_are_values), ""),
+    "a look at positions that were written to": (around(looks_at_what_is_written), ""),
+    "a look at inputs where there are values": (around(looks_at_inputs), ""),
+    "a look at what sizes decide": (around(looks_at_sizes), "branches on values"),
     "a hook where it is not compiled": (around(logs_when_eager), "hook"),
     "a size that torch divides": (
         around(lambda h: h.view(h.shape[0], torch.div(h.shape[1], 1, rounding_mode="trunc"), -1) * 2),
