@@ -65,7 +65,7 @@ def _copied(graph: fx.Graph, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> f
 
 
 def _kind(node: fx.Node) -> TensorType | ScalarType | None:
-    value = node.meta.get("val")
+    value: Any = node.meta.get("val")
     if isinstance(value, Tensor):
         return TensorType(value.dtype, tuple(_size(size) for size in value.shape))
     return ScalarType(_size(value)) if type(value) in (int, torch.SymInt) else None

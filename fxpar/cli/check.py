@@ -141,7 +141,9 @@ def _show_verification(stdout: Console, name: str, found: Verification) -> None:
             rows.add_row(f"{v.gradients} gradients", _error(v.max_grad_error))
         else:
             rows.add_row("gradients", "none: no parameter is trainable")
-        rows.add_row("largest error", f"{v.worst} (tolerance {TOLERANCE:g} of the largest reference value)")
+        is_rounding = v.ok and max(v.loss_error, v.output_error, v.max_grad_error) > TOLERANCE
+        more = "; above it only what rounding of its sums explains" if is_rounding else ""
+        rows.add_row("largest error", f"{v.worst} (tolerance {TOLERANCE:g} of the largest reference value{more})")
     ranks = found.program.plan.splitting
     rows.add_row("matrix FLOPs split", f"{found.split_flops:.1%} over {ranks} ranks" if ranks > 1 else "one rank")
     rows.add_row("verdict", f"{'ok' if found.ok else 'FAILED'} at level {found.level}")
