@@ -18,6 +18,7 @@ import torch
 import torch.export._trace as export_trace
 import torch.utils.checkpoint
 from torch import Tensor, fx, nn
+from torch._decomp import decompositions
 from torch._dynamo import trace_rules
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable, tracing_state_functions
@@ -134,6 +135,41 @@ def roots_of_sizes() -> Any:
         return x**0.5 if isinstance(x, (torch.SymInt, torch.SymFloat)) else original(x)
 
     return mock.patch.object(math, "sqrt", sqrt)
+
+
+@contextlib.contextmanager
+def orders_of_products() -> Iterator[None]:
+    """While active, the order in which `einsum` multiplies follows from the sizes of the example.
+
+    opt_einsum, where it is installed, finds it by comparing sizes: each comparison would fix them.
+    """
+    backend = torch.backends.opt_einsum
+    original = backend.get_opt_einsum()
+
+    class Orders:
+        @staticmethod
+        def contract_path(equation: str, *operands: Any, **options: Any) -> Any:
+            shapes = [tuple(map(_example, operand.shape)) for operand in operands]
+            return original.contract_path(equation, *shapes, shapes=True, **options)
+
+    with mock.patch.object(backend, "get_opt_einsum", return_value=original and Orders):
+        yield
+
+
+def _example(size: Any) -> int:
+    """A size in the example; reading it fixes nothing."""
+    return size if isinstance(size, int) else int(size.node.hint)
+
+
+def recurrent_shapes() -> Any:
+    """While active, states of an LSTM have their shape: torch 2.11 has a dimension of 1 more in a trace."""
+    original = decompositions.one_layer_lstm
+
+    def one_layer(*args: Any, **kwargs: Any) -> Any:
+        out, states = original(*args, **kwargs)
+        return out, tuple(state.squeeze(0) if state.dim() > 2 else state for state in states)
+
+    return mock.patch.object(decompositions, "one_layer_lstm", one_layer)
 
 
 @contextlib.contextmanager

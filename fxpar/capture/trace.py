@@ -272,6 +272,8 @@ def _functional(
                 watch,
                 patches.plain_distributions(),
                 patches.roots_of_sizes(),
+                patches.orders_of_products(),
+                patches.recurrent_shapes(),
                 patches.late_code(),
                 patches.bindings_where_there_are_any(),
                 host_numbers(),

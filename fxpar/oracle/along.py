@@ -50,7 +50,6 @@ def reduced(d: Draw) -> dict[str, Samples]:
     return found | {
         "mode": [fixed(d.i(3, a, b).double())],
         "kthvalue": [sample(x, 2), sample(y, 1, 0, True)],
-        "aminmax": [sample(x, dim=-1), sample(y, dim=0, keepdim=True), sample(y)],
         "std_mean.correction": [sample(x, [-1], keepdim=True), sample(y, [0], correction=0)],
         "nansum": [sample(x, [-1], True), sample(y)],
         "count_nonzero.dim_IntList": [fixed(d.i(2, a, b, c).double(), [1])],

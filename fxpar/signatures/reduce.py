@@ -208,7 +208,6 @@ def reduction_rules() -> dict[str, Rule]:
         "nanmedian.default",
         "mode",
         "kthvalue",
-        "aminmax",
     ]:
         names[name if "." in name else f"{name}.default"] = whole
     return {f"aten.{name}": rule for name, rule in names.items()}

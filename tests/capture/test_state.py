@@ -121,7 +121,14 @@ class Inner(nn.Module):
         return self.part(x)
 
 
-@pytest.mark.parametrize(("kind", "name"), [(Average, "mean"), (Counts, "steps")])
+# Dynamo of torch 2.11 cannot trace an average.
+OLD = torch.__version__ < (2, 12)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [pytest.param(Average, "mean", marks=pytest.mark.skipif(OLD, reason="needs torch 2.12")), (Counts, "steps")],
+)
 def test_dynamo_is_watched_too(kind: type[Net], name: str) -> None:
     with pytest.raises(CaptureError, match=rf"^part\.{name}: the forward changes this"):
         capture(Inner(seeded(kind)), example())
