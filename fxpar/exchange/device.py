@@ -1,10 +1,11 @@
 """Mailboxes between GPUs of one machine: copy engines write into the others' symmetric memory.
 
 Enters: a process group whose GPUs reach each other's memory. Leaves: a `Mailbox` whose copies run on a stream of their
-own. Nothing of that needs a multiprocessor: copies are the copy engines', and streams wait for flags and raise them by
-the driver's stream memory operations. A sum beside which nothing is computed is a kernel (`push_rows`, `push_kernels`,
-of more than two ranks `push_blocks`), and so are rows of which values say where they go (`push_needed`). All of it can
-be captured.
+own. In a graph nothing of that needs a multiprocessor: copies are the copy engines', and streams wait for flags and
+raise them by the driver's stream memory operations. Outside, a kernel of one warp waits, which sees a word of the host:
+where a rank waits for one that failed, its queue is full, and nothing that is asked of the driver gets through. A sum
+beside which nothing is computed is a kernel (`push_rows`, `push_kernels`, of more than two ranks `push_blocks`), and so
+are rows of which values say where they go (`push_needed`). All of it can be captured.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -116,6 +117,12 @@ class DeviceMailbox(Mailbox):
 
     def wait(self, buffer: int, stage: int) -> None:
         """As `signal`."""
+        if not torch.cuda.is_current_stream_capturing():
+            from fxpar.exchange.push_kernels import take_flags
+
+            with torch.cuda.stream(self._beside) if self._is_beside else nullcontext():
+                take_flags(self._down.view(torch.int32), self._stop, self.flag(buffer, stage, 0), self.rank, self.size)
+            return
         own = self._words[self.rank]
         take_down(self._stream, [own + _WORD * self.flag(buffer, stage, rank) for rank in self.others])
 

@@ -69,6 +69,7 @@ class Agreement:
         meeting: where the hosts meet; None until there are groups.
         step: the number of the next step that draws, which all ranks must have alike.
         stepping: class of the optimizer whose step has begun on this rank and has not ended; empty without one.
+        leaves_work: whether calls end while a device still computes.
         alarm: the error that ended the module, if one did.
     """
 
@@ -82,6 +83,7 @@ class Agreement:
     meeting: Meeting | None = None
     step: Callable[[], int] = lambda: 0
     stepping: str = ""
+    leaves_work: bool = False
     alarm: Alarm = field(default_factory=Alarm)
     # Whether collectives may be under way, so that ranks that fail are not at one point.
     _entered: bool = False
@@ -532,6 +534,8 @@ class _Call:
             else:
                 agreement.alarm.check()  # what an aborted collective leaves is no result
         finally:
+            if agreement.leaves_work and self._call is None:
+                agreement.alarm.queued = agreement.alarm.call
             agreement.what, agreement.alarm.call = self._around, self._call  # of the call that this one is part of
 
 

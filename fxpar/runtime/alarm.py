@@ -44,8 +44,8 @@ _LASTS, _ROLL_CALL = 3.0, 2.5
 _BELL = "fxpar/bell"
 
 _REMEDY = (
-    "the ranks stopped at different points and cannot go on: make a new process group on all ranks "
-    "(destroy_process_group, init_process_group) and the module again, and resume from the last save"
+    "the ranks stopped at different points and cannot go on: close() the module, make a new process group on all "
+    "ranks (destroy_process_group, init_process_group) and the module again, and resume from the last save"
 )
 
 # A connection by its number and what the system calls it.
@@ -61,6 +61,7 @@ class Alarm:
         rank: of this process.
         size: number of processes.
         call: the one that is under way, since when; none by default.
+        queued: the last one that left work to a device, since when: who asks for a result waits for that, in no call.
         first: the error that stands on all ranks, once one is known here.
     """
 
@@ -68,6 +69,7 @@ class Alarm:
     rank: int = 0
     size: int = 1
     call: tuple[str, float] | None = None
+    queued: tuple[str, float] | None = None
     first: RankError | None = None
     _sockets: set[_Socket] = field(default_factory=set)
     _refusals: list[Callable[[RankError], None]] = field(default_factory=list)
@@ -131,9 +133,10 @@ class Alarm:
     def look_around(self, store: Store | None) -> None:
         """Calls the roll where a connection is gone, in a call that lasts; `store` is None where that is gone.
 
-        Without waiting: it is asked again and again, and answers others meanwhile.
+        Without waiting: it is asked again and again, and answers others meanwhile. Of a store that is gone behind a
+        call nothing is said: at the end of a program one process is the first to end.
         """
-        call = self.call
+        call = self.call or (self.queued if store is not None else None)
         if self.first is not None or call is None or time.monotonic() - call[1] < _LASTS:
             self._roll = None
         elif store is None:
@@ -160,7 +163,8 @@ class Alarm:
 
     @property
     def _where(self) -> str:
-        return f"rank {self.rank}" if self.call is None else f"rank {self.rank}, {self.call[0]}"
+        call = self.call or self.queued
+        return f"rank {self.rank}" if call is None else f"rank {self.rank}, {call[0]}"
 
     @property
     def _rolls(self) -> str:
@@ -198,7 +202,14 @@ class Alarm:
 
 
 def abort_groups(error: RankError) -> None:
-    """Ends what GPUs wait for in communicators of NCCL: of all groups, as one's kernels wait behind another's."""
+    """Ends what GPUs wait for in communicators of NCCL: of all groups, as one's kernels wait behind another's.
+
+    On a thread of its own: kernels end at once, but NCCL goes on when the last graph is gone that recorded some.
+    """
+    threading.Thread(target=_abort_groups, name="fxpar abort", daemon=True).start()
+
+
+def _abort_groups() -> None:
     groups = sorted(c10d._world.pg_names, key=lambda group: c10d._world.pg_names[group], reverse=True)
     backend: Any = dist.group.WORLD and dist.group.WORLD._get_backend(torch.device("cuda"))
     together = hasattr(backend, "_group_start")
@@ -263,9 +274,7 @@ class _Lookout:
             self._thread.join(_ROLL_CALL)
         alarms, store = self._alive()
         if store is not None:
-            for alarm in alarms:
-                with contextlib.suppress(RuntimeError):  # nobody can be told any more
-                    alarm.leave(store, getattr(sys, "last_value", None))
+            _leave(alarms, store, getattr(sys, "last_value", None))
 
     def _run(self) -> None:
         while not self._end.wait(_PAUSE * max(1.0, max((a.size for a in self._alive()[0]), default=1) / _RANKS)):
@@ -280,11 +289,20 @@ class _Lookout:
                     alarm.look_around(None)
 
     def _alive(self) -> tuple[list[Alarm], Store | None]:
-        """The modules, and the store; none where the process group was left."""
+        """The modules, and the store; none where the process group was left, which the others are told."""
         with self._lock:
+            alarms = list(self._alarms)
             if self._group is None or self._group() is None or self._group() is not dist.group.WORLD:
-                self._group, self._store = None, None
-            return list(self._alarms), self._store
+                store, self._group, self._store = self._store, None, None
+                if store is not None:
+                    _leave(alarms, store, None)
+            return alarms, self._store
+
+
+def _leave(alarms: list[Alarm], store: Store, error: BaseException | None) -> None:
+    for alarm in alarms:
+        with contextlib.suppress(RuntimeError):  # nobody can be told any more
+            alarm.leave(store, error)
 
 
 def _look(alarms: list[Alarm], store: Store) -> None:

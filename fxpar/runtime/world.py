@@ -131,6 +131,7 @@ def join(plan: Plan, agreement: Agreement) -> World:
     for group in {group.name: group for group in groups.values()}.values():
         agreement.alarm.on_failure(partial(refuse_group, group))
     if device.type == "cuda" and size > 1:
+        agreement.leaves_work = True
         agreement.alarm.on_stop(abort_groups)
     index = mesh.coordinates(rank)
     world = World(rank, size, device, mesh, groups, {axis: index[axis] for axis in plan.axes}, agreement)

@@ -23,6 +23,10 @@ from tests.runtime.copies_worker import COSTS
 from tests.runtime.graphed import gpt2, words
 
 ODD = 1
+METHODS = [
+    (kind, name, getattr(kind, name))
+    for kind, name in ((Pending, "backward"), (Iteration, "__call__"), (GraphedStep, "backward"))
+]
 
 
 class Broken(Exception):
@@ -68,7 +72,7 @@ def odd(model: fxpar.ParallelModule, batch: Any, what: str) -> str:
         next(p for p in model.parameters() if p.requires_grad).register_post_accumulate_grad_hook(hook)
         return attempt(model, batch)
     action = kill if what == "killed" else fail
-    for kind, name in ((Pending, "backward"), (Iteration, "__call__"), (GraphedStep, "backward")):
+    for kind, name, _ in METHODS:
         setattr(kind, name, action)
     return attempt(model, batch)
 
@@ -86,6 +90,18 @@ def main(way: str, impl: str, what: str) -> None:
         torch.cuda.synchronize()
         print(f"rank {rank}: the device goes on: {float(torch.ones(8, device='cuda').sum())}", flush=True)
     model.close()
+    if what in ("between", "behind"):
+        print(f"rank {rank} anew: {anew(way, impl, what, batch)}", flush=True)
+
+
+def anew(way: str, impl: str, what: str, batch: Any) -> str:
+    """A step behind what the error says to do."""
+    dist.destroy_process_group()
+    for kind, name, method in METHODS:
+        setattr(kind, name, method)
+    os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
+    dist.init_process_group("nccl")
+    return attempt(made(way, impl, batch), batch)
 
 
 if __name__ == "__main__":

@@ -77,6 +77,18 @@ def test_short_calls_and_none_look_for_nobody() -> None:
     assert made.first is None
 
 
+def test_who_waits_for_the_result_of_a_call_that_is_over_looks_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, made = HashStore(), waiting(0)
+    made.queued, made.call = made.call, None
+    made.look_around(None)  # as at the end of a program, whose processes end one after another
+    assert made.first is None
+    made.look_around(store)
+    made.answer(store)
+    monkeypatch.setattr(alarm, "_ROLL_CALL", 0.0)
+    made.look_around(store)
+    assert str(made.first).startswith("rank 0, train_step: rank 1 gave no sign: ended")
+
+
 def test_a_store_that_is_gone_ends_a_long_call() -> None:
     made = waiting(1)
     made.look_around(None)
