@@ -163,7 +163,7 @@ def _example(size: Any) -> int:
 
 def recurrent_shapes() -> Any:
     """While active, states of an LSTM have their shape: torch 2.11 has a dimension of 1 more in a trace."""
-    original = decompositions.one_layer_lstm
+    original: Any = decompositions.one_layer_lstm
 
     def one_layer(*args: Any, **kwargs: Any) -> Any:
         out, states = original(*args, **kwargs)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.torch_version import TorchVersion
 
 from fxpar.capture import capture
 from fxpar.errors import CaptureError
@@ -122,7 +123,7 @@ class Inner(nn.Module):
 
 
 # Dynamo of torch 2.11 cannot trace an average.
-OLD = torch.__version__ < (2, 12)
+OLD = TorchVersion(torch.__version__) < "2.12"
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -117,6 +118,22 @@ BEHIND: dict[str, Loss] = {
 def test_slices_that_begin_at_a_size_from_the_end_have_their_gradient(name: str) -> None:
     found = verify(Net(BEHIND[name]), batch(4, 7), Plan(tp=2))
     assert found.ok, found.values
+
+
+class Orders:
+    """opt_einsum, which compares sizes."""
+
+    @staticmethod
+    def contract_path(equation: str, *shapes: Any, **options: Any) -> Any:
+        sizes = [size for shape in shapes for size in getattr(shape, "shape", shape)]
+        return ([(0, 1), (0, 1)] if max(sizes) > 1 else [(1, 2), (0, 1)]), ""
+
+
+def test_sizes_by_which_products_are_ordered_stay_symbols(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.opt_einsum, "is_available", lambda: True)
+    monkeypatch.setattr(torch.backends.opt_einsum, "get_opt_einsum", lambda: Orders)
+    program = verify(Net(POWERS["all triples of rows"]), batch(6, 10), Plan(tp=2)).program
+    assert len(program.symbols) == 2
 
 
 @pytest.mark.parametrize("name", ["all pairs of rows", "all triples of rows"])
