@@ -125,13 +125,14 @@ class Orders:
 
     @staticmethod
     def contract_path(equation: str, *shapes: Any, **options: Any) -> Any:
-        sizes = [size for shape in shapes for size in getattr(shape, "shape", shape)]
+        sizes = [int(size) for shape in shapes for size in getattr(shape, "shape", shape)]
         return ([(0, 1), (0, 1)] if max(sizes) > 1 else [(1, 2), (0, 1)]), ""
 
 
 def test_sizes_by_which_products_are_ordered_stay_symbols(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.opt_einsum, "is_available", lambda: True)
     monkeypatch.setattr(torch.backends.opt_einsum, "get_opt_einsum", lambda: Orders)
+    monkeypatch.setattr(torch.backends.opt_einsum, "enabled", True)
     program = verify(Net(POWERS["all triples of rows"]), batch(6, 10), Plan(tp=2)).program
     assert len(program.symbols) == 2
 
