@@ -1,11 +1,10 @@
 """Mailboxes between GPUs of one machine: copy engines write into the others' symmetric memory.
 
 Enters: a process group whose GPUs reach each other's memory. Leaves: a `Mailbox` whose copies run on a stream of their
-own. In a graph nothing of that needs a multiprocessor: copies are the copy engines', and streams wait for flags and
-raise them by the driver's stream memory operations. Outside, a kernel of one warp waits, which sees a word of the host:
-where a rank waits for one that failed, its queue is full, and nothing that is asked of the driver gets through. A sum
-beside which nothing is computed is a kernel (`push_rows`, `push_kernels`, of more than two ranks `push_blocks`), and so
-are rows of which values say where they go (`push_needed`). All of it can be captured.
+own. Nothing of that needs a multiprocessor: copies are the copy engines', and streams wait for flags and raise them by
+the driver's stream memory operations. A sum beside which nothing is computed is a kernel (`push_rows`, `push_kernels`,
+of more than two ranks `push_blocks`), and so are rows of which values say where they go (`push_needed`). All of it can
+be captured.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,17 +20,19 @@ import torch
 import torch.distributed._symmetric_memory as symmetric
 from torch import Tensor
 
-from fxpar.errors import InputError
+from fxpar.errors import InputError, RankError
 from fxpar.exchange.driver import allow_while_captured, copy, take_down, write_value
 from fxpar.exchange.mailbox import Mailbox
 from fxpar.exchange.needed import slot_stride
 from fxpar.exchange.row_programs import fits, sum_alone
 from fxpar.exchange.streams import current_stream, raw_stream
 from fxpar.exchange.sums import row_blocks
+from fxpar.exchange.watch import end_process
 
 _WORD = 4
-# Seconds for which the flags of a stopped mailbox are raised again, and from one time to the next.
-_RAISING, _PAUSE = 5.0, 2e-4
+# Seconds for which the flags of a stopped mailbox are raised again, and from one time to the next; and within which the
+# first copy gets through.
+_RAISING, _PAUSE, _THROUGH = 5.0, 2e-4, 3.0
 
 
 @dataclass(kw_only=True)
@@ -46,7 +47,7 @@ class DeviceMailbox(Mailbox):
     device: torch.device
     group: str = ""
     _words: list[int] = field(default_factory=list)
-    _down: Tensor = field(default_factory=lambda: torch.empty(0))
+    _down: Sequence[Tensor] = ()
     _held: list[Any] = field(default_factory=list)
     _beside: Any = None
     _is_beside: bool = False
@@ -65,7 +66,7 @@ class DeviceMailbox(Mailbox):
         self._raising = torch.cuda.Stream(self.device)
         words = self._create(self.flags * _WORD)
         self._raised = torch.ones(self.flags, dtype=torch.int32, pin_memory=True).view(torch.uint8)
-        self._down = words[self.rank]
+        self._down = [words[self.rank], *(words[rank] for rank in self.others)]
         self._words = [each.data_ptr() for each in words]
         return self
 
@@ -117,12 +118,6 @@ class DeviceMailbox(Mailbox):
 
     def wait(self, buffer: int, stage: int) -> None:
         """As `signal`."""
-        if not torch.cuda.is_current_stream_capturing():
-            from fxpar.exchange.push_kernels import take_flags
-
-            with torch.cuda.stream(self._beside) if self._is_beside else nullcontext():
-                take_flags(self._down.view(torch.int32), self._stop, self.flag(buffer, stage, 0), self.rank, self.size)
-            return
         own = self._words[self.rank]
         take_down(self._stream, [own + _WORD * self.flag(buffer, stage, rank) for rank in self.others])
 
@@ -190,24 +185,29 @@ class DeviceMailbox(Mailbox):
             self._flags[buffer] = [each[: FLAGS * _WORD].view(torch.int32) for each in areas]
         return self._flags[buffer]
 
-    def stop(self) -> None:
+    def stop(self, error: RankError) -> None:
         """Ends the waits of kernels and of streams, those of graphs too; what they compute then is nothing."""
-        super().stop()
+        super().stop(error)
         self._stop.fill_(1)
-        threading.Thread(target=self._raise_flags, name="fxpar stop", daemon=True).start()
+        through = threading.Event()
+        threading.Thread(target=self._raise_flags, args=(through,), name="fxpar stop", daemon=True).start()
+        threading.Thread(target=_expect, args=(through, error), name="fxpar stuck", daemon=True).start()
 
-    def _raise_flags(self) -> None:
+    def _raise_flags(self, through: threading.Event) -> None:
         """Waits of streams read their flags alone, and take them down: these are raised until no wait is left.
 
-        By copies from the host's memory, which need no multiprocessor.
+        By copies from the host's memory, which need no multiprocessor. Those of other ranks too: the host of a rank
+        whose queue is full, as it waits for this one, gets nothing through to its device.
         """
         torch.cuda.set_device(self.device)
         allow_while_captured()
         end = time.monotonic() + _RAISING
         while time.monotonic() < end:
             with torch.cuda.stream(self._raising):
-                self._down.copy_(self._raised, non_blocking=True)
+                for flags in self._down:
+                    flags.copy_(self._raised, non_blocking=True)
             self._raising.synchronize()
+            through.set()
             time.sleep(_PAUSE)
 
     @property
@@ -225,3 +225,9 @@ class DeviceMailbox(Mailbox):
         self._held.clear()
         self._under_way.clear()
         self._flags.clear()
+
+
+def _expect(through: threading.Event, error: RankError) -> None:
+    """Ends this process where nothing gets through to its device, as the rank that it waits for is gone."""
+    if not through.wait(_THROUGH):
+        end_process(error)

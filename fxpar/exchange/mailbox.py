@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fxpar.errors import InputError
+from fxpar.errors import InputError, RankError
 from fxpar.exchange import needed
 from fxpar.exchange.row_programs import read
 from fxpar.exchange.sums import row_blocks, send_blocks, slot, sum_of_blocks
@@ -197,7 +197,7 @@ class Mailbox(ABC):
         if self.poisons:
             self.areas(buffer, size)[self.rank].fill_(0xFF)
 
-    def stop(self) -> None:
+    def stop(self, error: RankError) -> None:
         """Ends all waits, on any thread; what they waited for did not come, and nothing more is to be done here."""
         self.is_stopped = True
 
@@ -240,10 +240,10 @@ def close(names: Iterable[str]) -> None:
             found.close()
 
 
-def stop(name: str) -> None:
-    """Ends all waits of the mailbox of that name, if it is open."""
+def stop(name: str, error: RankError) -> None:
+    """Ends all waits of the mailbox of that name, if it is open, for an error that all ranks know."""
     if name in _OPEN:
-        _OPEN[name].stop()
+        _OPEN[name].stop(error)
 
 
 @contextmanager

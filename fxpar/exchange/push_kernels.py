@@ -40,26 +40,6 @@ def take_flag(flag_ptr, stop_ptr):  # type: ignore[no-untyped-def]
             taken = tl.maximum(taken, tl.load(stop_ptr, volatile=True))
 
 
-@triton.jit
-def _take_flags_kernel(flags_ptr, stop_ptr, first, own, size):  # type: ignore[no-untyped-def]
-    for rank in range(size):
-        if rank != own:
-            take_flag(flags_ptr + first + rank, stop_ptr)
-
-
-def take_flags(flags: Tensor, stop: Tensor, first: int, own: int, size: int) -> None:
-    """The current stream waits until the flags of all other ranks are up, and takes them down.
-
-    Args:
-        flags: int32[n] of this rank.
-        stop: as for `push_sum`.
-        first: place of the first rank's flag; those of the others follow.
-        own: this rank, which has none.
-        size: number of ranks.
-    """
-    _take_flags_kernel[(1,)](flags, stop, first, own, size, num_warps=1)
-
-
 @triton.jit  # type: ignore[untyped-decorator]
 def _push_sum_kernel(  # type: ignore[no-untyped-def]
     x_ptr,

@@ -6,6 +6,7 @@ program with the mailboxes that it names.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import weakref
@@ -103,7 +104,7 @@ class Mailboxes:
             seconds = self._world.agreement.seconds
             held = HostMailbox(rank=rank, size=size, group=process_group(group), ranks=own, seconds=seconds)
             mailbox.register(name, held.open())
-        self._world.agreement.alarm.on_stop(lambda error: mailbox.stop(name))
+        self._world.agreement.alarm.on_stop(functools.partial(mailbox.stop, name))
         return name
 
     def _watch(self, device: torch.device) -> Watch:

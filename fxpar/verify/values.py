@@ -62,7 +62,7 @@ from fxpar.verify.simulate import (
 TOLERANCE = 1e-10
 _UNFAITHFUL = (
     "the model does what a trace does not see: keep state, clocks, other generators and questions whether it is traced "
-    "out of its forward (masks of transformers ask, where no attention_mask is passed)"
+    "out of its forward (masks of transformers ask of position_ids, where no attention_mask is passed)"
 )
 _FAILURES = (RuntimeError, ValueError, TypeError, IndexError, KeyError)
 _RUNS = 2  # by which rounding is measured

@@ -64,7 +64,7 @@ def test_nobody_waits_for_a_rank_that_fails(way: str, impl: str, what: str) -> N
     told = {
         (int(r), int(c)): (float(s), t) for r, c, s, t in re.findall(r"rank (\d), call (\d): (\S+) s: (.*)", output)
     }
-    assert told, output
+    assert told or what == "killed", output
     assert all(seconds < LIMIT for seconds, _ in told.values()), output
     if what == "before":
         assert len(told) == 6, output
@@ -79,6 +79,9 @@ def test_nobody_waits_for_a_rank_that_fails(way: str, impl: str, what: str) -> N
         assert "the device goes on: 8.0" in output
         assert len(re.findall(r"rank \d anew: \S+ s: loss", output)) == 2, output
     else:
+        if (way, impl) == ("copies", "none"):  # of a full queue nobody is left who could end the waits
+            assert "fxpar: rank 0, train_step: rank 1 gave no sign: ended" in output
+            return
         assert (0, 1) in told, output
         assert told[0, 1][1].startswith("RankError: rank 0, train_step: "), output
         assert "rank 1 gave no sign" in told[0, 1][1], output
