@@ -79,17 +79,16 @@ def _size(size: int | torch.SymInt) -> Size:
 
 
 def _is_written(graph: fx.Graph, above: list[fx.Node]) -> bool:
-    """Whether an operator writes into one of them, or into a view of it."""
-    own = set(above)
+    """Whether an operator writes into the memory of one of them, be it through a view."""
+    own = {_memory(node) for node in above} - {None}
     for node in graph.nodes:
         schema = getattr(node.target, "_schema", None)
-        if node.op == "call_function" and schema is not None and schema.is_mutable:
-            waiting = list(node.all_input_nodes)
-            while waiting:
-                operand = waiting.pop()
-                if operand in own:
-                    return True
-                returns = getattr(getattr(operand.target, "_schema", None), "returns", ())
-                if any(result.alias_info is not None for result in returns):
-                    waiting += operand.all_input_nodes
+        if schema is not None and schema.is_mutable and any(_memory(x) in own for x in node.all_input_nodes):
+            return True
     return False
+
+
+def _memory(node: fx.Node) -> int | None:
+    """What tensors have in common that share memory; None of what is no single tensor."""
+    value = node.meta.get("val")
+    return value.untyped_storage()._cdata if isinstance(value, Tensor) else None

@@ -323,6 +323,15 @@ def question_of_fakes(answer: Callable[[Any, bool], bool]) -> Any:
         def __instancecheck__(cls, value: Any) -> bool:
             return answer(value, isinstance(value, FakeTensor))
 
+        def __subclasscheck__(cls, kind: type) -> bool:
+            return issubclass(kind, FakeTensor)
+
+        def __eq__(cls, other: object) -> bool:
+            return other is FakeTensor or other is cls
+
+        def __hash__(cls) -> int:
+            return hash(FakeTensor)
+
     return mock.patch.object(torch._subclasses, "FakeTensor", Asked("FakeTensor", (FakeTensor,), {}))
 
 

@@ -206,6 +206,8 @@ def _defaults(fields: _Fields, length: int) -> dict[str, Any]:
         found["depths"] = [1] * len(defaults["depths"])
         if type(defaults.get("window_size")) is int:  # the last stage has one window
             found |= {"window_size": 2, "image_size": 2 ** (len(defaults["depths"]) + 2)}
+    if isinstance(defaults.get("num_block_repeats"), (list, tuple)) and "depth_coefficient" in defaults:
+        found |= {"num_block_repeats": [1] * len(defaults["num_block_repeats"]), "depth_coefficient": 1.0}
     for name, default in defaults.items():
         is_rate = "dropout" in name or name.endswith("pdrop")
         if is_rate and "layer" not in name and isinstance(default, (int, float)) and not isinstance(default, bool):

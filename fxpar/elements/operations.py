@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.elements.affine import UnknownElements, index
+from fxpar.elements.affine import UnknownElements, index, never_negative
 from fxpar.elements.calls import Call, exactly, filled, normal, spread
 from fxpar.elements.numbers import (
     Element,
@@ -202,11 +202,13 @@ def _chosen(condition: str, yes: str, no: str) -> Callable[[Call], Element]:
 
 
 def _everywhere(call: Call) -> Element:
-    """`all` and `any` of what is the same everywhere: no size is 0."""
+    """`all` and `any` of what is the same everywhere, and not empty."""
     element, kind = call.own()
-    if as_predicate(element, kind.shape) not in (TRUE, FALSE):
+    found = as_predicate(element, kind.shape)
+    is_there = all(never_negative(simplify(size - 1), ()) for size in kind.shape)
+    if found not in (TRUE, FALSE) or not is_there or call.dtype != torch.bool:
         raise UnknownElements
-    return element
+    return found
 
 
 _BOTH, _EITHER = (_joined(both, True), _joined(both, False)), (_joined(either, True), _joined(either, False))

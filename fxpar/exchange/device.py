@@ -203,11 +203,13 @@ class DeviceMailbox(Mailbox):
         allow_while_captured()
         end = time.monotonic() + _RAISING
         while time.monotonic() < end:
-            with torch.cuda.stream(self._raising):
-                for flags in self._down:
-                    flags.copy_(self._raised, non_blocking=True)
-            self._raising.synchronize()
-            through.set()
+            try:
+                with torch.cuda.stream(self._raising):
+                    for flags in self._down:
+                        flags.copy_(self._raised, non_blocking=True)
+                self._raising.synchronize()
+            finally:
+                through.set()  # a device with an error lets nobody wait
             time.sleep(_PAUSE)
 
     @property

@@ -159,7 +159,10 @@ class Alarm:
             store.set(f"{self._rolls}/{self._answered}/{self.rank}", "")
 
     def _answers(self, store: Store, number: int, rank: int) -> bool:
-        return any(store.check([key]) for key in (f"{self._rolls}/{number}/{rank}", f"fxpar/{self.module}/left/{rank}"))
+        """Whether a rank is there, or ended as it should; in no call, whether it has done with the module."""
+        keys = [f"{self._rolls}/{number}/{rank}", f"fxpar/{self.module}/left/{rank}"]
+        keys += [_done(self.module, rank)] if self.call is None else []
+        return any(store.check([key]) for key in keys)
 
     @property
     def _where(self) -> str:
@@ -210,7 +213,7 @@ def abort_groups(error: RankError) -> None:
 
 
 def _abort_groups() -> None:
-    groups = sorted(c10d._world.pg_names, key=lambda group: c10d._world.pg_names[group], reverse=True)
+    groups = [group for group, _ in sorted(dict(c10d._world.pg_names).items(), key=lambda each: each[1], reverse=True)]
     backend: Any = dist.group.WORLD and dist.group.WORLD._get_backend(torch.device("cuda"))
     together = hasattr(backend, "_group_start")
     if together:  # so that none waits for another's
@@ -252,6 +255,8 @@ class _Lookout:
         # The process group, and its store over a connection of its own: who waits for a key keeps others from asking.
         self._group: weakref.ref[dist.ProcessGroup] | None = None
         self._store: Store | None = None
+        # Modules that this rank has done with, and its rank, of which the others are not told yet.
+        self._done: list[tuple[int, int]] = []
 
     def watch(self, alarm: Alarm) -> None:
         """Looks for a module's failure as long as it lives."""
@@ -281,6 +286,7 @@ class _Lookout:
             alarms, store = self._alive()
             try:
                 if store is not None:
+                    self._say_done(store)
                     _look(alarms, store)
             except RuntimeError:  # the store is gone: it is asked no more, as torch logs each time
                 self._store = None
@@ -294,9 +300,24 @@ class _Lookout:
             alarms = list(self._alarms)
             if self._group is None or self._group() is None or self._group() is not dist.group.WORLD:
                 store, self._group, self._store = self._store, None, None
-                if store is not None:
-                    _leave(alarms, store, None)
+                self._done += [(alarm.module, alarm.rank) for alarm in alarms]
+                self._say_done(store)
             return alarms, self._store
+
+    def forget(self, module: int, rank: int) -> None:
+        """Has the others told that this rank has a module no longer; takes no time."""
+        self._done.append((module, rank))
+
+    def _say_done(self, store: Store | None) -> None:
+        while self._done:
+            module, rank = self._done.pop()
+            if store is not None:
+                with contextlib.suppress(RuntimeError):  # nobody can be told any more
+                    store.set(_done(module, rank), "")
+
+
+def _done(module: int, rank: int) -> str:
+    return f"fxpar/{module}/done/{rank}"
 
 
 def _leave(alarms: list[Alarm], store: Store, error: BaseException | None) -> None:
@@ -322,6 +343,7 @@ def alarm_of(module: int, rank: int, size: int) -> Alarm:
     made = Alarm(module, rank, size)
     if size > 1:
         _LOOKOUT.watch(made)
+        weakref.finalize(made, _LOOKOUT.forget, module, rank).atexit = False
     return made
 
 

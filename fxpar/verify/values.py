@@ -17,7 +17,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -319,7 +319,8 @@ def _verify_step(
         compare(one, program, ranks, sizes, functools.partial(again, index))
         for index, (one, ranks) in enumerate(zip(both(references), found, strict=True))
     ]
-    return max(reports, key=lambda report: max(report.loss_error, report.output_error, report.max_grad_error))
+    worst = max(reports, key=lambda report: max(report.loss_error, report.output_error, report.max_grad_error))
+    return replace(worst, ok=all(report.ok for report in reports))
 
 
 def check_capture(captured: Captured, model: nn.Module, batch: Any, canonical: bool = True) -> None:
@@ -357,15 +358,18 @@ class _RoundingDecides(CheckFailed):
 @contextlib.contextmanager
 def _widened(model: nn.Module) -> Iterator[None]:
     """The model in float64 for a while; afterwards it holds the very tensors that it held."""
-    kept = [(parameter, parameter.data) for parameter in model.parameters()]
+    kept = [(parameter, parameter.data, parameter.grad) for parameter in model.parameters()]
     try:
-        for parameter, data in kept:
+        for parameter, data, _ in kept:
+            parameter.grad = None
             parameter.data = wide(data)
         with swapped(model, {id(b): wide(b) for b in model.buffers()}):
             yield
     finally:
-        for parameter, data in kept:
+        for parameter, data, gradient in kept:
+            parameter.grad = None
             parameter.data = data
+            parameter.grad = gradient
 
 
 def _check_capture(

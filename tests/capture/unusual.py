@@ -152,6 +152,20 @@ def looks_at_what_is_written(h: Tensor) -> Tensor:
     return h * later.unsqueeze(-1)
 
 
+def looks_at_what_is_written_through_a_part(h: Tensor) -> Tensor:
+    m = torch.zeros(2, h.shape[1], dtype=torch.int64)
+    m.unbind(0)[0].fill_(1)
+    if not isinstance(m, torch._subclasses.FakeTensor) and (m == 0).all():
+        return h.sin()
+    return h * m.sum()
+
+
+def looks_at_numbers(h: Tensor) -> Tensor:
+    if torch.full((h.shape[1],), 3).all() == True:  # noqa: E712
+        return h.sin()
+    return h * 3
+
+
 def looks_at_inputs(h: Tensor) -> Tensor:
     places = (h > 0).any(-1).long().cumsum(-1)
     if not isinstance(places, torch._subclasses.FakeTensor) and (places == 0).all():
@@ -275,6 +289,8 @@ MODELS: Mapping[str, tuple[Forward, str]] = {
     "a look at values where it is not compiled": (around(looks_when_eager), ""),
     "a look at positions where there are values": (around(looks_where_there_are_values), ""),
     "a look at positions that were written to": (around(looks_at_what_is_written), ""),
+    "a look at positions whose part was written to": (around(looks_at_what_is_written_through_a_part), ""),
+    "a look at numbers": (around(looks_at_numbers), ""),
     "a look at inputs where there are values": (around(looks_at_inputs), ""),
     "a look at what sizes decide": (around(looks_at_sizes), "branches on values"),
     "a hook where it is not compiled": (around(logs_when_eager), "hook"),

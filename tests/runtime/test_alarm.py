@@ -77,6 +77,24 @@ def test_short_calls_and_none_look_for_nobody() -> None:
     assert made.first is None
 
 
+def test_who_has_done_with_a_module_is_not_missed_behind_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, made = HashStore(), waiting(0)
+    made.queued, made.call = made.call, None
+    lookout = alarm._Lookout()
+    lookout.forget(7, 1)
+    lookout._say_done(store)
+    monkeypatch.setattr(alarm, "_ROLL_CALL", 0.0)
+    for _ in range(2):
+        made.look_around(store)
+        made.answer(store)
+    assert made.first is None
+    made.call = made.queued  # in one it is
+    for _ in range(2):
+        made.look_around(store)
+        made.answer(store)
+    assert made.first is not None
+
+
 def test_who_waits_for_the_result_of_a_call_that_is_over_looks_too(monkeypatch: pytest.MonkeyPatch) -> None:
     store, made = HashStore(), waiting(0)
     made.queued, made.call = made.call, None

@@ -103,10 +103,13 @@ def test_a_model_is_put_back_after_float64() -> None:
     model = Cancelling(1e-5, torch.float32)
     model.register_buffer("table", torch.ones(2))
     before = {name: (id(t), t.dtype, t.data_ptr()) for name, t in [*model.named_parameters(), *model.named_buffers()]}
+    gradient = model.weight.grad = torch.ones(TERMS)
     with values._widened(model):
+        assert model.weight.grad is None
         assert {t.dtype for t in (*model.parameters(), *model.buffers())} == {torch.float64}
     after = {name: (id(t), t.dtype, t.data_ptr()) for name, t in [*model.named_parameters(), *model.named_buffers()]}
     assert after == before
+    assert model.weight.grad is gradient
 
 
 def test_sums_of_whole_numbers_and_what_moves_values_are_exact() -> None:
