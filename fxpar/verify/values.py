@@ -67,7 +67,6 @@ _UNFAITHFUL = (
 _FAILURES = (RuntimeError, ValueError, TypeError, IndexError, KeyError)
 _RUNS = 2  # by which rounding is measured
 _MOST = 1e-7  # of a deviation that rounding may explain in float64
-_KINDS = {"output": "output", "gradient": "gradient of"}
 _Results = tuple[Mapping[str, Tensor], Mapping[str, Tensor]]
 _Gaps = Mapping[tuple[str, str], float]
 
@@ -239,7 +238,8 @@ def compare(
             error = _deviation(found, own, scale)
             errors[what] = max(errors[what], error)
             if error > TOLERANCE:
-                large[what, name] = max(large.get((what, name), 0.0), error)
+                key = ("gradient of" if what == "gradient" else what), name
+                large[key] = max(large.get(key, 0.0), error)
             if what == "output" and name == program.loss:
                 errors["loss"] = max(errors["loss"], error)
             if error > peak:
@@ -251,7 +251,7 @@ def compare(
 def _is_rounding(large: _Gaps, reference: Run, again: Callable[[], Run]) -> bool:
     """Whether deviations are such as the reference has from itself where its sums are rounded otherwise."""
     noise = _noise("reference", reference, again)
-    return all(gap <= TOLERANCE + FACTOR * noise[_KINDS[what], name] for (what, name), gap in large.items())
+    return all(gap <= TOLERANCE + FACTOR * noise[key] for key, gap in large.items())
 
 
 def verify_values(
@@ -499,8 +499,8 @@ def _gaps(label: str, wanted: _Results, found: _Results) -> _Gaps:
     Raises:
         CheckFailed: one side alone has a result.
     """
-    gaps, results = {}, list(zip(wanted, found, strict=True))
-    for what, mine, others in ((_KINDS["output"], *results[0]), (_KINDS["gradient"], *results[1])):
+    gaps = {}
+    for what, mine, others in (("output", wanted[0], found[0]), ("gradient of", wanted[1], found[1])):
         largest = max((_scale(value) for value in mine.values()), default=0.0)
         for name in sorted(mine.keys() | others.keys()):
             if name not in mine or name not in others:
