@@ -304,9 +304,14 @@ class _Lookout:
                 self._say_done(store)
             return alarms, self._store
 
-    def forget(self, module: int, rank: int) -> None:
-        """Has the others told that this rank has a module no longer; takes no time."""
-        self._done.append((module, rank))
+    def forget(self, module: int, rank: int, group: Any) -> None:
+        """Has the others told that this rank has a module no longer; takes no time.
+
+        Args:
+            group: the process group that it was made in: one that came later counts its own modules.
+        """
+        if group is self._group:
+            self._done.append((module, rank))
 
     def _say_done(self, store: Store | None) -> None:
         while self._done:
@@ -343,7 +348,7 @@ def alarm_of(module: int, rank: int, size: int) -> Alarm:
     made = Alarm(module, rank, size)
     if size > 1:
         _LOOKOUT.watch(made)
-        weakref.finalize(made, _LOOKOUT.forget, module, rank).atexit = False
+        weakref.finalize(made, _LOOKOUT.forget, module, rank, _LOOKOUT._group).atexit = False
     return made
 
 

@@ -81,8 +81,10 @@ def test_who_has_done_with_a_module_is_not_missed_behind_a_call(monkeypatch: pyt
     store, made = HashStore(), waiting(0)
     made.queued, made.call = made.call, None
     lookout = alarm._Lookout()
-    lookout.forget(7, 1)
+    lookout.forget(7, 0, object())  # of a process group before this one
+    lookout.forget(7, 1, lookout._group)
     lookout._say_done(store)
+    assert store.num_keys() == 1
     monkeypatch.setattr(alarm, "_ROLL_CALL", 0.0)
     for _ in range(2):
         made.look_around(store)
