@@ -30,6 +30,11 @@ _SIZES: Mapping[str, int] = {
     "num_key_value_heads": _KV_HEADS,
     **dict.fromkeys(("intermediate_size", "n_inner", "d_ff", "ffn_dim"), _INTERMEDIATE),
     **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim", "ffn_hidden_size"), _INTERMEDIATE),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 80),
+    **dict.fromkeys(("linear_num_heads", "linear_num_value_heads"), _HEADS),
+    "linear_num_key_heads": _KV_HEADS,
+    **dict.fromkeys(("linear_head_dim", "linear_key_head_dim"), 12),
+    "linear_value_head_dim": 20,
     "vocab_size": _VOCABULARY,
     "max_position_embeddings": _POSITIONS,
     **dict.fromkeys(("chunk_size", "mamba_chunk_size"), 8),
@@ -38,6 +43,8 @@ _SIZES: Mapping[str, int] = {
     "max_source_positions": 16,
     "num_labels": 7,
 }
+# Groups of experts of which each token takes some (8 of DeepSeek's) still have several experts each.
+_EXPERTS, _MOST_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 32
 _TOKENS: Mapping[str, int] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
 _DROPOUT = 0.1
 
@@ -201,6 +208,9 @@ def _defaults(fields: _Fields, length: int) -> dict[str, Any]:
             continue
         if name == field or field not in found:
             found[field] = max(size, length) if name == "max_position_embeddings" else size
+    for name in _EXPERTS:
+        if type(number := defaults.get(name)) is int and number > _MOST_EXPERTS:
+            found[name] = _MOST_EXPERTS
     if isinstance(defaults.get("depths"), (list, tuple)):  # stages, each of half the resolution
         found = {name: size for name, size in found.items() if name not in ("num_stages", "patch_size")}
         found["depths"] = [1] * len(defaults["depths"])
