@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
@@ -214,6 +214,8 @@ def settle(exported: ExportedProgram, prefix: str) -> None:
     """
     specs = {s.arg.name: s for s in exported.graph_signature.input_specs}
     parameters = frozenset(name for name, s in specs.items() if s.kind is InputKind.PARAMETER)
+    for module in exported.graph_module.modules():
+        _note_readers(module)
     inline_modes(exported.graph_module, parameters)
     _free(exported.graph, parameters)
     for node in exported.graph.nodes:
@@ -224,6 +226,16 @@ def settle(exported: ExportedProgram, prefix: str) -> None:
             if base.op == "placeholder" and specs[base.name].kind is InputKind.PARAMETER:
                 name = str(specs[base.name].target).removeprefix(prefix)
                 _refuse_change("parameter", name, source_of(node))
+
+
+def _note_readers(module: nn.Module) -> None:
+    """Notes who reads each value: where torch inlines the part between two regions that has one result
+    (`torch._export.utils.node_inline_`), it forgets who reads that result within the part.
+    """
+    if isinstance(module, fx.GraphModule):
+        for node in module.graph.nodes:
+            for operand in node.all_input_nodes:
+                operand.users.setdefault(node)
 
 
 def _free(graph: fx.Graph, parameters: frozenset[str]) -> None:

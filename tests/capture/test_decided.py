@@ -62,3 +62,28 @@ def test_what_may_drop_is_refused(name: str) -> None:
     skips, reason = ON[name]
     with pytest.raises(CaptureError, match=reason):
         capture(Dropping(skips), {"x": torch.randn(3, 5, 8)})
+
+
+class Counting(nn.Module):
+    """In front of the first region stands one result, and what is computed of it beside for a branch alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.up = nn.Embedding(19, 8), nn.Linear(8, 12)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        positions = torch.arange(ids.shape[1])[None]
+        if not (positions.expand(ids.shape[0], -1) == torch.arange(ids.shape[1])).all():
+            raise ValueError("positions are not counted one by one")
+        with torch.no_grad():
+            waves = positions.to(torch.float32).cos()
+        result: Tensor = self.up(self.words(ids) + waves[..., None]).square().sum()
+        return result
+
+
+def test_what_a_branch_alone_reads_is_no_part_of_the_program() -> None:
+    torch.manual_seed(0)
+    model, example = Counting(), {"ids": torch.randint(19, (3, 5))}
+    captured = capture(model, example)
+    check_capture(captured, model, example)
+    assert not any("eq" in str(node.target) for node in captured.program.graph.nodes)
