@@ -224,6 +224,7 @@ def _raised(reason: str, place: str) -> CaptureError:
 def _trace(run: Called, offered: Offered, originals: Mapping[int, Tensor], others: OtherMemos, copies: bool) -> Trace:
     module, prefix, call = run.module, run.prefix, (run.args, run.kwargs, offered)
     patches.remember_originals()
+    refused: CaptureError | None = None
     # What trains by itself is the eager model; where its way depends on values of tensors, its compiled way is taken.
     for as_eager in (True, False):
         questions = Questions(as_eager)
@@ -237,7 +238,11 @@ def _trace(run: Called, offered: Offered, originals: Mapping[int, Tensor], other
                 return _trace(run, offered, originals, others, False)
             if not isinstance(error, CaptureError):
                 first = error
-            elif not (as_eager and questions.asked):
+            elif as_eager and questions.asked:
+                refused = error
+            elif refused is not None:
+                raise refused
+            else:
                 raise
         if not questions.asked:
             break
@@ -249,6 +254,8 @@ def _trace(run: Called, offered: Offered, originals: Mapping[int, Tensor], other
         exported, recorder, _, norms = _functional(graph_module, call, prefix, False)
         return Trace(exported, "dynamo", recorder, prefix, originals, assumptions, norms=norms)
     except FAILURES as error:
+        if refused is not None:  # it may say that there are programs of given sizes
+            raise refused
         raise _explained(first, error) from first
 
 

@@ -35,7 +35,7 @@ _SIZES: Mapping[str, int] = {
     "linear_num_key_heads": _KV_HEADS,
     **dict.fromkeys(("linear_head_dim", "linear_key_head_dim"), 12),
     "linear_value_head_dim": 20,
-    "vocab_size": _VOCABULARY,
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), _VOCABULARY),
     "max_position_embeddings": _POSITIONS,
     **dict.fromkeys(("chunk_size", "mamba_chunk_size"), 8),
     "image_size": 32,

@@ -87,3 +87,27 @@ def test_what_a_branch_alone_reads_is_no_part_of_the_program() -> None:
     captured = capture(model, example)
     check_capture(captured, model, example)
     assert not any("eq" in str(node.target) for node in captured.program.graph.nodes)
+
+
+class Padding(nn.Module):
+    """Traces of itself go another way, which fails; what trains by itself has sizes that need a program each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 12)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        if mask is None and not torch.compiler.is_compiling():
+            mask = torch.ones(x.shape[:2])
+        assert mask is not None
+        missing = -x.shape[1] % 4
+        hidden = functional.pad(self.up(x) * mask[..., None], (0, 0, 0, missing)).unflatten(1, (-1, 4))
+        result: Tensor = hidden.amax(2).square().sum()
+        return result
+
+
+def test_the_reason_of_the_way_that_trains_is_told() -> None:
+    torch.manual_seed(0)
+    model, example = Padding(), {"x": torch.randn(3, 6, 8)}
+    captured = capture(model, example)
+    check_capture(captured, model, example)
