@@ -241,7 +241,7 @@ def _trace(run: Called, offered: Offered, originals: Mapping[int, Tensor], other
             elif as_eager and questions.asked:
                 refused = error
             elif refused is not None:
-                raise refused
+                raise refused from error
             else:
                 raise
         if not questions.asked:
@@ -255,7 +255,7 @@ def _trace(run: Called, offered: Offered, originals: Mapping[int, Tensor], other
         return Trace(exported, "dynamo", recorder, prefix, originals, assumptions, norms=norms)
     except FAILURES as error:
         if refused is not None:  # it may say that there are programs of given sizes
-            raise refused
+            raise refused from error
         raise _explained(first, error) from first
 
 
