@@ -55,8 +55,8 @@ class DeviceMailbox(Mailbox):
     _events: dict[int, tuple[Any, Any]] = field(default_factory=dict)
     _under_way: dict[int, Tensor] = field(default_factory=dict)
     _flags: dict[int, Sequence[Tensor]] = field(default_factory=dict)
-    # A word of the host, which waiting kernels read; and what raises all flags of waits of the driver.
-    _stop: Tensor = field(default_factory=lambda: torch.zeros(1, dtype=torch.int32, pin_memory=True))
+    # Words of this device and of the host, which waiting kernels read; and what raises all flags of the driver's waits.
+    _stop: Sequence[Tensor] = ()
     _raised: Tensor = field(default_factory=lambda: torch.empty(0))
     _raising: Any = None
 
@@ -64,6 +64,8 @@ class DeviceMailbox(Mailbox):
         """Makes the flags and the streams. A collective call."""
         self._beside = torch.cuda.Stream(self.device)
         self._raising = torch.cuda.Stream(self.device)
+        word = torch.zeros(1, dtype=torch.int32)
+        self._stop = word.to(self.device), word.pin_memory()
         words = self._create(self.flags * _WORD)
         self._raised = torch.ones(self.flags, dtype=torch.int32, pin_memory=True).view(torch.uint8)
         self._down = [words[self.rank], *(words[rank] for rank in self.others)]
@@ -188,7 +190,7 @@ class DeviceMailbox(Mailbox):
     def stop(self, error: RankError) -> None:
         """Ends the waits of kernels and of streams, those of graphs too; what they compute then is nothing."""
         super().stop(error)
-        self._stop.fill_(1)
+        self._stop[1].fill_(1)
         through = threading.Event()
         threading.Thread(target=self._raise_flags, args=(through,), name="fxpar stop", daemon=True).start()
         threading.Thread(target=_expect, args=(through, error), name="fxpar stuck", daemon=True).start()

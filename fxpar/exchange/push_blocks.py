@@ -41,7 +41,7 @@ from fxpar.exchange.push_kernels import take_flag
 
 @triton.jit
 def push_blocks_kernel(
-    x_ptr, {areas} {flags} stop_ptr, {pointers}
+    x_ptr, {areas} {flags} stop_ptr, far_ptr, {pointers}
     rows, block_rows, stride, chunks, chunk_rows,
     SENDING: tl.constexpr, ADDING: tl.constexpr, COMPUTING: tl.constexpr, BLOCK: tl.constexpr,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
@@ -80,7 +80,7 @@ def push_blocks_kernel(
 {loads}
                 if tile == 0:  # what is here already is read while the rest is under way
                     flag = (chunks + chunk) * {size} + owner
-                    take_flag(flags{rank}_ptr + flag, stop_ptr)
+                    take_flag(flags{rank}_ptr + flag, stop_ptr, far_ptr)
                     tl.debug_barrier()
                 v0 = tl.load(area{rank}_ptr + at{sums}, mask=mask, other=0.0, cache_modifier=".cg")
 {body}
@@ -116,7 +116,7 @@ def push_blocks(
     rank: int,
     areas: Sequence[Tensor],
     flags: Sequence[Tensor],
-    stop: Tensor,
+    stop: Sequence[Tensor],
     operands: Sequence[Tensor],
     is_sent: bool,
 ) -> list[Tensor]:
@@ -143,7 +143,7 @@ def push_blocks(
         x,
         *(area.view(x.dtype) for area in areas),
         *flags,
-        stop,
+        *stop,
         *operands,
         *results,
         blocks.rows,
@@ -213,7 +213,7 @@ def _awaited(kind: _Kind, others: Sequence[int]) -> list[str]:
     lines = []
     for sender in others:
         flag = f"flags{kind.rank}_ptr + chunk * {kind.size} + {sender}"
-        lines.append(f"take_flag({flag}, stop_ptr)")
+        lines.append(f"take_flag({flag}, stop_ptr, far_ptr)")
     return [*lines, "tl.debug_barrier()"]
 
 

@@ -10,6 +10,8 @@ under way.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -26,10 +28,11 @@ BLOCK, WARPS = 8192, 16
 
 
 @triton.jit
-def take_flag(flag_ptr, stop_ptr):  # type: ignore[no-untyped-def]
+def take_flag(flag_ptr, stop_ptr, far_ptr):  # type: ignore[no-untyped-def]
     """Waits until a flag is up, and takes it down; waits no longer where the host has set its word.
 
-    That word is far away, and is looked at once in a thousand looks at the flag.
+    That word is far away: hundreds of programs that read it all the time hold up what else crosses the bus, for tens of
+    milliseconds. Each reads it a few times a second, and tells the others of its device by a word that is near.
     """
     taken = tl.atomic_cas(flag_ptr, 1, 0, sem="acquire", scope="sys")
     looks = 0
@@ -37,6 +40,8 @@ def take_flag(flag_ptr, stop_ptr):  # type: ignore[no-untyped-def]
         taken = tl.atomic_cas(flag_ptr, 1, 0, sem="acquire", scope="sys")
         looks += 1
         if looks % 1024 == 0:
+            if looks % 262144 == 0:
+                tl.atomic_max(stop_ptr, tl.load(far_ptr, volatile=True), sem="relaxed")
             taken = tl.maximum(taken, tl.load(stop_ptr, volatile=True))
 
 
@@ -48,6 +53,7 @@ def _push_sum_kernel(  # type: ignore[no-untyped-def]
     flags_there_ptr,
     flags_here_ptr,
     stop_ptr,
+    far_ptr,
     out_ptr,
     size,
     chunks,
@@ -68,7 +74,7 @@ def _push_sum_kernel(  # type: ignore[no-untyped-def]
             tl.atomic_xchg(flags_there_ptr + chunk, 1, sem="release", scope="sys")
     else:
         for chunk in range(program - SENDING, chunks, ADDING):
-            take_flag(flags_here_ptr + chunk, stop_ptr)
+            take_flag(flags_here_ptr + chunk, stop_ptr, far_ptr)
             tl.debug_barrier()
             for block in range(blocks):
                 at = (chunk * blocks + block).to(tl.int64) * BLOCK + places
@@ -76,14 +82,16 @@ def _push_sum_kernel(  # type: ignore[no-untyped-def]
                 tl.store(out_ptr + at, tl.load(x_ptr + at, mask=at < size) + came, mask=at < size)
 
 
-def push_sum(x: Tensor, there: Tensor, here: Tensor, flags_there: Tensor, flags_here: Tensor, stop: Tensor) -> Tensor:
+def push_sum(
+    x: Tensor, there: Tensor, here: Tensor, flags_there: Tensor, flags_here: Tensor, stop: Sequence[Tensor]
+) -> Tensor:
     """The sum of this rank's tensor and the other's, the same bits on both.
 
     Args:
         x: [n], contiguous.
         there, here: [n] of its type: the other rank's memory, and this rank's into which the other writes.
         flags_there, flags_here: int32[FLAGS] of both, zero before and behind.
-        stop: int32[1] in pinned memory of the host, which sets it where nothing comes any more.
+        stop: int32[1] of this device, and in pinned memory of the host, which sets it where nothing comes any more.
     """
     out = torch.empty_like(x)
     blocks = triton.cdiv(x.numel(), CHUNKS * BLOCK)
@@ -94,7 +102,7 @@ def push_sum(x: Tensor, there: Tensor, here: Tensor, flags_there: Tensor, flags_
         here,
         flags_there,
         flags_here,
-        stop,
+        *stop,
         out,
         x.numel(),
         chunks,

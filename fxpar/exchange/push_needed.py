@@ -38,7 +38,7 @@ from fxpar.exchange.push_kernels import take_flag
 
 @triton.jit
 def push_needed_kernel(
-    x_ptr, chosen_ptr, out_ptr, {areas} {flags} stop_ptr,
+    x_ptr, chosen_ptr, out_ptr, {areas} {flags} stop_ptr, far_ptr,
     rows, stride, chunks, chunk_rows, own,
     SENDING: tl.constexpr, TAKING: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
     CHOICES: tl.constexpr, PLACES: tl.constexpr,
@@ -83,7 +83,7 @@ _EXPAND = """
             sender = ({rank} + number) % {size}
             if sender != {rank}:
                 flag = flags{rank}_ptr + chunk * {size} + sender
-                take_flag(flag, stop_ptr)
+                take_flag(flag, stop_ptr, far_ptr)
             tl.debug_barrier()
             for tile in range(tl.cdiv(chunk_rows, ROWS)):
 {rows}
@@ -135,7 +135,13 @@ _SUM = """
 
 
 def push_expanded(
-    x: Tensor, chosen: Tensor, own: int, rank: int, areas: Sequence[Tensor], flags: Sequence[Tensor], stop: Tensor
+    x: Tensor,
+    chosen: Tensor,
+    own: int,
+    rank: int,
+    areas: Sequence[Tensor],
+    flags: Sequence[Tensor],
+    stop: Sequence[Tensor],
 ) -> Tensor:
     """What a rank needs of the tokens of all, [n, t, f].
 
@@ -149,12 +155,18 @@ def push_expanded(
         stop: as of `push_sum`.
     """
     out = x.new_empty((len(areas), *x.shape))
-    _run("expand", x, x, chosen, own, rank, areas, [*flags, stop], out)
+    _run("expand", x, x, chosen, own, rank, areas, [*flags, *stop], out)
     return out
 
 
 def push_summed(
-    x: Tensor, chosen: Tensor, own: int, rank: int, areas: Sequence[Tensor], flags: Sequence[Tensor], stop: Tensor
+    x: Tensor,
+    chosen: Tensor,
+    own: int,
+    rank: int,
+    areas: Sequence[Tensor],
+    flags: Sequence[Tensor],
+    stop: Sequence[Tensor],
 ) -> Tensor:
     """The sums of what the ranks made of this one's tokens, [t, f].
 
@@ -163,7 +175,7 @@ def push_summed(
         chosen, own, rank, areas, flags, stop: as of `push_expanded`.
     """
     out = x.new_empty(x.shape[1:])
-    _run("sum", x, x[rank], chosen, own, rank, areas, [*flags, stop], out)
+    _run("sum", x, x[rank], chosen, own, rank, areas, [*flags, *stop], out)
     return out
 
 
@@ -241,7 +253,7 @@ def _summing(others: Sequence[int], size: int, rank: int, dtype: torch.dtype) ->
         stores += [f"if owner == {i}:", f"    tl.store({there}, value, mask=mask)"]
         tell += [f"if owner == {i}:", f"    {_raised(i, size, rank)}"]
         flag = f"flags{rank}_ptr + chunk * {size} + {i}"
-        wait.append(f"take_flag({flag}, stop_ptr)")
+        wait.append(f"take_flag({flag}, stop_ptr, far_ptr)")
     add = []
     for i in range(size):
         place = f"x_ptr + {rank} * tokens + at"

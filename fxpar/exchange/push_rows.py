@@ -35,7 +35,7 @@ from fxpar.exchange.push_kernels import take_flag
 
 @triton.jit
 def push_rows_kernel(
-    x_ptr, there_ptr, here_ptr, flags_there_ptr, flags_here_ptr, stop_ptr, {pointers}
+    x_ptr, there_ptr, here_ptr, flags_there_ptr, flags_here_ptr, stop_ptr, far_ptr, {pointers}
     rows, chunks, chunk_rows,
     PROGRAMS: tl.constexpr, BLOCK: tl.constexpr,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
@@ -64,7 +64,7 @@ def push_rows_kernel(
                 own = tl.load(x_ptr + at, mask=mask, other=0.0)
 {loads}
                 if tile == 0:  # what is here already is read while the rest is under way
-                    take_flag(flags_here_ptr + chunk, stop_ptr)
+                    take_flag(flags_here_ptr + chunk, stop_ptr, far_ptr)
                     tl.debug_barrier()
                 v0 = own + tl.load(here_ptr + at, mask=mask, other=0.0, cache_modifier=".cg")
 {body}
@@ -78,7 +78,7 @@ def push_rows(
     here: Tensor,
     flags_there: Tensor,
     flags_here: Tensor,
-    stop: Tensor,
+    stop: Sequence[Tensor],
     operands: Sequence[Tensor],
 ) -> list[Tensor]:
     """What the program gives of the sum of this rank's tensor and the other's, the same bits on both.
@@ -104,7 +104,7 @@ def push_rows(
         here,
         flags_there,
         flags_here,
-        stop,
+        *stop,
         *operands,
         *results,
         rows,

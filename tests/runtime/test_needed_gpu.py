@@ -49,7 +49,8 @@ def test_each_rank_has_what_it_needs(
     size = -(-ranks * stride // 4096) * 4096
     areas = [[torch.full((size,), 0xFF, dtype=torch.uint8, device="cuda") for _ in range(ranks)] for _ in range(2)]
     flags = [[torch.zeros(FLAGS, dtype=torch.int32, device="cuda") for _ in range(ranks)] for _ in range(2)]
-    stop = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+    word = torch.zeros(1, dtype=torch.int32)
+    stop = word.cuda(), word.pin_memory()
     for rank in range(ranks):  # a rank's kernel cannot be loaded while another's waits for it: here all flags are up
         up = [torch.ones(FLAGS, dtype=torch.int32, device="cuda") for _ in range(ranks)]
         run(values[rank], chosen, own, rank, [torch.zeros_like(area) for area in areas[0]], up, stop)

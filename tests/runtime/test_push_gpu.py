@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
@@ -13,8 +14,14 @@ from fxpar.exchange.row_programs import Extent, RowProgram, RowStep
 
 pytestmark = pytest.mark.gpu
 
-# Of a rank: its tensor, the other's memory and its own, the flags of both, and the word that ends waits.
-Sum = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], list[Tensor]]
+# Of a rank: its tensor, the other's memory and its own, the flags of both, and the words that end waits.
+Sum = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Sequence[Tensor]], list[Tensor]]
+
+
+def words() -> tuple[Tensor, Tensor]:
+    """The words that end waits: the device's, and the host's."""
+    word = torch.zeros(1, dtype=torch.int32)
+    return word.cuda(), word.pin_memory()
 
 
 def summed(values: list[Tensor], run: Sum) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
@@ -24,7 +31,7 @@ def summed(values: list[Tensor], run: Sum) -> Iterator[tuple[list[Tensor], list[
     device, size = values[0].device, values[0].numel()
     areas = [[torch.full((size,), -7, device=device, dtype=values[0].dtype) for _ in range(2)] for _ in range(2)]
     flags = [[torch.zeros(FLAGS, device=device, dtype=torch.int32) for _ in range(2)] for _ in range(2)]
-    stop = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+    stop = words()
     streams = [torch.cuda.Stream() for _ in range(2)]
     torch.cuda.synchronize()
     found: list[list[list[Tensor]]] = [[], []]
@@ -48,6 +55,28 @@ def test_both_ranks_have_the_same_sum(size: int, dtype: torch.dtype) -> None:
     for own, other in summed(values, lambda *ends: [push_sum(*ends)]):
         assert torch.equal(own[0], other[0])
         assert torch.equal(own[0], values[0] + values[1])
+
+
+def test_the_host_ends_waits_for_a_rank_that_never_comes() -> None:
+    from fxpar.exchange.push_kernels import FLAGS, push_sum
+
+    value = torch.randn(12_582_912, device="cuda").bfloat16()
+    there, here = torch.zeros_like(value), torch.zeros_like(value)
+    up, down = (torch.zeros(FLAGS, device="cuda", dtype=torch.int32) for _ in range(2))
+    stop = words()
+    push_sum(value, there, here, up, torch.ones_like(down), stop)  # loads the kernel
+    torch.cuda.synchronize()
+    done = torch.cuda.Event()
+    for _ in range(200):
+        push_sum(value, there, here, up, down, stop)
+    done.record()
+    time.sleep(1.0)
+    assert not done.query()
+    stop[1].fill_(1)
+    begun = time.monotonic()
+    done.synchronize()
+    assert time.monotonic() - begun < 5.0
+    assert stop[0].item() == 1
 
 
 def norm(width: int, kind: torch.dtype, wide: torch.dtype) -> RowProgram:
@@ -88,7 +117,7 @@ def test_rows_of_sums(rows: int, width: int, dtype: torch.dtype) -> None:
     operands = [torch.randn(shapes[extent], device="cuda").to(dtype) for extent in program.operands]
     reference = program.run(values[0] + values[1], operands)
 
-    def run(x: Tensor, there: Tensor, here: Tensor, up: Tensor, down: Tensor, stop: Tensor) -> list[Tensor]:
+    def run(x: Tensor, there: Tensor, here: Tensor, up: Tensor, down: Tensor, stop: Sequence[Tensor]) -> list[Tensor]:
         return push_rows(program.text, x, there, here, up, down, stop, operands)
 
     for own, other in summed(values, run):
@@ -130,7 +159,7 @@ def test_rows_of_sums_over_more_ranks(
     size = -(-blocks.bytes // 4096) * 4096
     areas = [[torch.full((size,), 0xFF, dtype=torch.uint8, device="cuda") for _ in range(ranks)] for _ in range(2)]
     flags = [[torch.zeros(FLAGS, dtype=torch.int32, device="cuda") for _ in range(ranks)] for _ in range(2)]
-    stop = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+    stop = words()
     for rank in range(ranks):  # a rank's kernel cannot be loaded while another's waits for it: here all flags are up
         up = [torch.ones(FLAGS, dtype=torch.int32, device="cuda") for _ in range(ranks)]
         scratch = [torch.zeros_like(area) for area in areas[0]]
