@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.models.table import pytest_terminal_summary
+from tests.runtime.jobs import forget
 from tests.runtime.world import GARBAGE, JOBS, World
 
 __all__ = ["pytest_collection_modifyitems", "pytest_terminal_summary"]
@@ -24,18 +25,31 @@ LONG = ("samples", "packaging", "runtime", "oracle", "state", "models")
 
 
 @pytest.fixture(scope="session")
-def world2() -> Iterator[World]:
+def worlds() -> Iterator[dict[int, World]]:
     """Real processes, one world of each size for all tests of the session."""
-    world = World(2, JOBS)
-    yield world
-    world.stop()
+    found = {size: World(size, JOBS) for size in (2, 4)}
+    yield found
+    for world in found.values():
+        world.stop()
 
 
-@pytest.fixture(scope="session")
-def world4() -> Iterator[World]:
-    world = World(4, JOBS)
-    yield world
-    world.stop()
+@pytest.fixture
+def world2(worlds: dict[int, World]) -> World:
+    return worlds[2]
+
+
+@pytest.fixture
+def world4(worlds: dict[int, World]) -> World:
+    return worlds[4]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_module_outlives_its_tests(worlds: dict[int, World]) -> Iterator[None]:
+    """What the ranks hold of one file's tests would take time from those of all others."""
+    yield
+    for world in worlds.values():
+        if world.is_there:
+            world.run(forget)
 
 
 def pytest_configure(config: pytest.Config) -> None:

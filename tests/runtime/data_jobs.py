@@ -23,14 +23,13 @@ from fxpar.errors import FxparError
 from fxpar.runtime.module import ParallelModule
 from fxpar.runtime.steps import Pending
 from fxpar.state.sharded import whole_of
-from tests.runtime import accounting
+from tests.runtime import accounting, jobs
 
 Found = dict[str, Any]
 
 ROWS = 8
 # For what a second layer would only repeat.
 ONE_LAYER = "gpt2,n_layer=1"
-_kept: dict[Any, tuple[ParallelModule, dict[str, Tensor]]] = {}
 
 
 def plan(tp: int, dp: int, **options: Any) -> fxpar.Plan:
@@ -54,18 +53,14 @@ def batches(name: str, count: int = 1) -> list[Any]:
 def module(name: str, tp: int, dp: int, **options: Any) -> ParallelModule:
     """A model as if it were new."""
     key = (name, tp, dp, plan(tp, dp, **options))
-    if key not in _kept:
+
+    def build() -> ParallelModule:
         loaded = load_model(f"hf:{name}", 3, None, 0, True)
         rows = ROWS // dp if dist.is_initialized() else ROWS
         example = {k: v[:rows] for k, v in batches(name)[0].items()}
-        made = fxpar.parallelize(loaded.model, plan(tp, dp, **options), example, loaded.loss)
-        _kept[key] = made, made.full_state_dict()
-    found, state = _kept[key]
-    found.train()
-    found.load_full_state_dict(state)
-    found.zero_grad()
-    found.step = 0
-    return found
+        return fxpar.parallelize(loaded.model, plan(tp, dp, **options), example, loaded.loss)
+
+    return jobs.kept(key, build)
 
 
 def train(name: str, tp: int, dp: int, sequence_parallel: bool, count: int, steps: int) -> Found:

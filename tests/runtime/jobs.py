@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 import fxpar
 from fxpar.errors import FxparError
+from fxpar.ops.groups import close_abandoned
 from fxpar.runtime.module import ParallelModule
 from fxpar.state.sharded import local_of, whole_of
 from tests.runtime import models
@@ -44,6 +45,13 @@ def kept(key: Any, build: Callable[[], ParallelModule]) -> ParallelModule:
     found.zero_grad()
     found.step = 0
     return found
+
+
+def forget() -> None:
+    """Lets go of the modules that `kept` made, and of their groups: on CPUs each wakes up a hundred times a second."""
+    _kept.clear()
+    gc.collect()
+    close_abandoned()
 
 
 def case_module(name: str, dtype: torch.dtype = torch.float32) -> ParallelModule:

@@ -15,4 +15,4 @@ from tests.zoo import CASES
 if not torch.backends.cuda.is_built():
     jobs.case_module("gpt2").train_step(CASES["gpt2"].example())
     # Each rank makes its own modules: those of a plan of ones are none of theirs.
-    jobs._kept.clear()
+    jobs.forget()

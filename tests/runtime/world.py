@@ -69,6 +69,11 @@ class World:
             raise RankFailed("\n".join(failures))
         return [value for _, value in answers]
 
+    @property
+    def is_there(self) -> bool:
+        """Whether there are processes."""
+        return bool(self._ranks)
+
     def _answer(self, rank: int, deadline: float) -> tuple[bool, Any]:
         process, connection = self._ranks[rank]
         try:
