@@ -16,8 +16,9 @@ from rich.console import Console, Group
 from rich.text import Text
 
 from fxpar.cli.grid import Panel, Row, colour, panels, rows, short, svg, tag
-from fxpar.cli.options import command, number_option, whole_number
+from fxpar.cli.options import command, number_option
 from fxpar.cli.output import Report, Ui, print_table, table, write_text
+from fxpar.cli.plan_flags import whole_number
 from fxpar.errors import InputError, shown
 from fxpar.mesh.atoms import Groups
 from fxpar.mesh.mesh import DENSE_AXES, EXPERT_AXES, ORDER, Mesh

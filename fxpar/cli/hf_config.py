@@ -10,8 +10,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-import yaml
-
+from fxpar.cli.plan_flags import yaml_value
 from fxpar.errors import InputError, shown
 
 # Beyond any model: configurations make lists of such lengths, and loops of so many layers.
@@ -107,7 +106,7 @@ def small_config(cls: Any, pairs: list[str], length: int, where: str) -> Any:
             raise InputError(reason, where=where, remedy=f"choose from {', '.join(valid)}")
         if name in given:
             raise InputError(f"has the key '{key}' twice", where=where, remedy="keep one")
-        given[name] = _value(text, where)
+        given[name] = yaml_value(text, where)
         _check_size(name, given[name], where)
     try:
         config = _built(cls, given, length)
@@ -144,27 +143,6 @@ def _parts(cls: Any, length: int) -> dict[str, Any]:
         }
     except _strict_errors():
         return {}
-
-
-def _value(text: str, where: str) -> Any:
-    try:
-        return _numbers(yaml.safe_load(text))
-    except (yaml.YAMLError, ValueError, RecursionError):  # a number of too many digits, brackets in brackets
-        raise InputError(
-            f"{shown(text)} is no value", where=where, remedy="write a number, a word or [a, list]"
-        ) from None
-
-
-def _numbers(value: Any) -> Any:
-    """YAML reads 1e-5 as text."""
-    if isinstance(value, dict):
-        return {key: _numbers(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_numbers(item) for item in value]
-    try:
-        return float(value) if isinstance(value, str) else value
-    except ValueError:
-        return value
 
 
 def _check_size(name: str, value: Any, where: str) -> None:

@@ -16,8 +16,9 @@ from rich.console import Console
 from rich.text import Text
 
 from fxpar.cli.build import warn_unsplit
-from fxpar.cli.options import Request, command, whole_number
+from fxpar.cli.options import Request, command
 from fxpar.cli.output import FAILED, FINE, Report, Ui, amount, print_table, table, time_text
+from fxpar.cli.plan_flags import whole_number
 from fxpar.cli.stages import OfStage, check_stage, steps
 from fxpar.errors import InputError
 

@@ -13,8 +13,9 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from fxpar.cli.options import command, number_option, whole_number
+from fxpar.cli.options import command, number_option
 from fxpar.cli.output import Report, Ui, print_table, table, write_text
+from fxpar.cli.plan_flags import whole_number
 from fxpar.cli.timeline import grid, left_out, phases, svg
 from fxpar.errors import InputError, ScheduleError, shown
 from fxpar.schedule.arrays import order_array

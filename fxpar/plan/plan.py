@@ -20,19 +20,24 @@ from fxpar.errors import PlanError, shorter, shown
 from fxpar.mesh.mesh import Mesh
 from fxpar.mesh.purpose import DENSE, PURPOSES, Cuts
 from fxpar.plan.cost import Cost
-from fxpar.plan.experts import expert_problems
+from fxpar.plan.experts import DISPATCHES, DROP_POLICIES, GROUPED_GEMMS, expert_problems
 from fxpar.plan.fields import by_path, changed, check_known, fault, globs, part
 from fxpar.plan.graphs import CudaGraphs
 from fxpar.plan.halves import halves_problems
 from fxpar.plan.lines import read_mapping
 from fxpar.plan.pipeline import MOST_RANKS, pipeline_problems
-from fxpar.plan.recompute import recompute_problems
+from fxpar.plan.recompute import RECOMPUTES, recompute_problems
 
 SPLITS = ("column", "row", "head", "vocab", "replicate")
 LOSS_REDUCTIONS = ("mean", "token", "local_mean", "sum")
 BATCH_NORMS = ("refuse", "global")
 PRECISIONS = ("as_is", "fp32", "bf16", "fp16", "bf16_weights")
 EXCHANGES = ("auto", "nccl", "copy")
+# Options that take one of some words.
+CHOICES: Mapping[str, tuple[str, ...]] = {
+    **{"loss_reduction": LOSS_REDUCTIONS, "batch_norm": BATCH_NORMS, "precision": PRECISIONS, "recompute": RECOMPUTES},
+    **{"exchange": EXCHANGES, "dispatch": DISPATCHES, "drop_policy": DROP_POLICIES, "grouped_gemm": GROUPED_GEMMS},
+}
 
 # Options that are mappings, which are kept sorted and cannot be written to.
 _MAPPINGS = ("split", "batch_dims", "padding")
@@ -280,8 +285,7 @@ class Plan:
             yield f"seed={shown(self.seed)} is no integer in [0, 2^63): choose another seed"
         if type(self.size_programs) is not int or not 1 <= self.size_programs <= MOST_RANKS:
             yield f"size_programs={shown(self.size_programs)} is no number of programs: give one of at least 1"
-        words_of = {"loss_reduction": LOSS_REDUCTIONS, "precision": PRECISIONS, "exchange": EXCHANGES}
-        for name, words in (words_of | {"batch_norm": BATCH_NORMS}).items():
+        for name, words in CHOICES.items():
             if getattr(self, name) not in words:
                 yield f"{name}={shown(getattr(self, name))} is unknown: choose one of {', '.join(words)}"
         yield from halves_problems(self)

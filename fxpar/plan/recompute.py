@@ -18,8 +18,6 @@ RECOMPUTES = ("none", "selective", "full")
 
 def recompute_problems(plan: Plan) -> Iterator[str]:
     """What is wrong with the recomputation of a plan."""
-    if plan.recompute not in RECOMPUTES:
-        yield f"recompute={shown(plan.recompute)} is unknown: choose one of {', '.join(RECOMPUTES)}"
     budget = plan.activation_budget
     if budget is None:
         return

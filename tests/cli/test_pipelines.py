@@ -100,7 +100,7 @@ def test_a_cut_is_explained() -> None:
 
 
 def test_a_cut_that_the_plan_gives_has_no_runner_up() -> None:
-    found = fxpar(*CUT, "--stage", "transformer.h.1=1", "--json").document
+    found = fxpar(*CUT, "--stages", "transformer.h.1=1", "--json").document
     assert (found["reason"], found["runner_up"], found["other"]) == ("the plan says so", "", None)
     assert "transformer.h.1.ln_1" in found["before"]
 

@@ -1,0 +1,258 @@
+"""Flags of the plan's options, made from the fields of `Plan`.
+
+A flag is a field's name with dashes. Its help is the first sentence of what `Plan` says of the field, and the field's
+type says how its words become a value: mappings and lists take a flag for each entry. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import re
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+import yaml
+
+from fxpar.errors import InputError, shown
+from fxpar.plan.fields import check_known
+from fxpar.plan.plan import CHOICES, Plan
+
+# Set by passes, and no option.
+_INTERNAL = ("half",)
+
+# More digits than any size, rank or seed has; Python's own limit is thousands.
+_NUMBER = re.compile(r"[+-]?[0-9]{1,20}")
+_DECIMAL = re.compile(r"[0-9]{0,20}\.[0-9]{1,20}")
+
+
+@dataclass(frozen=True)
+class Flag:
+    """A plan's option on the command line.
+
+    Attributes:
+        field: the option's name in `Plan`.
+        name: `--receive-budget`.
+        annotation: what typer makes of it.
+        change: the option's value, from a plan and what was given with the flag.
+    """
+
+    field: str
+    name: str
+    annotation: Any
+    change: Callable[[Plan, Any], Any]
+
+    @property
+    def parameter(self) -> inspect.Parameter:
+        """Returns the flag as a parameter of a command; None is its default."""
+        return inspect.Parameter(self.field, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=self.annotation)
+
+
+def changed_plan(plan: Plan, values: Mapping[str, Any]) -> Plan:
+    """Returns the plan with the options that were given as flags.
+
+    Args:
+        plan: the one that flags change.
+        values: by field what typer read; None or an empty list where the flag was not given.
+
+    Raises:
+        InputError: an entry of a flag has another form.
+        PlanError: the plan refuses a value.
+    """
+    changes = {flag.field: flag.change(plan, values[flag.field]) for flag in plan_flags() if given(values[flag.field])}
+    return plan.replace(**changes)
+
+
+def given(value: Any) -> bool:
+    """Returns whether a flag was given: typer has None or an empty list of one that was not."""
+    return value is not None and value != []
+
+
+@functools.cache
+def plan_flags() -> tuple[Flag, ...]:
+    """Returns the flags of all options, in the order of the plan's fields."""
+    hints, docs = typing.get_type_hints(Plan), _documentation()
+    names = [field.name for field in dataclasses.fields(Plan) if field.name not in _INTERNAL]
+    return tuple(_flag(name, hints[name], _first_sentence(docs.get(name, ""))) for name in names)
+
+
+def _flag(field: str, hint: Any, text: str) -> Flag:
+    """Returns the flag of a field by its type."""
+    name = "--" + field.replace("_", "-")
+    parts = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    kinds = [part for part in parts if part is not types.NoneType]
+    default = getattr(Plan(), field)
+    if default not in (None, "") and isinstance(default, (str, int, float)):
+        text = f"{text} (default: {_as_word(default)})"
+    mapping = next((kind for kind in kinds if typing.get_origin(kind) is not None and _is_mapping(kind)), None)
+    if mapping is not None:
+        metavar, number_kinds = "NAME=VALUE", _kinds_of(typing.get_args(mapping)[1])
+        change = functools.partial(_changed_mapping, field, name, number_kinds, len(kinds) > 1)
+        return Flag(field, name, _repeatable(name, metavar, text), change)
+    if dataclasses.is_dataclass(kinds[0]):
+        change = functools.partial(_changed_record, field, name)
+        return Flag(field, name, _repeatable(name, "OPTION=VALUE", text), change)
+    if typing.get_origin(kinds[0]) is tuple:
+        change = functools.partial(_longer_list, field)
+        return Flag(field, name, _repeatable(name, "GLOB", text), change)
+    return Flag(field, name, _scalar(name, set(kinds), CHOICES.get(field, ()), text), lambda _, value: value)
+
+
+def _is_mapping(kind: Any) -> bool:
+    return issubclass(typing.get_origin(kind), Mapping)
+
+
+def _kinds_of(hint: Any) -> tuple[type, ...]:
+    return typing.get_args(hint) or (hint,)
+
+
+def _as_word(value: str | int | float) -> str:
+    return ("no", "yes")[value] if isinstance(value, bool) else str(value)
+
+
+def _repeatable(name: str, metavar: str, text: str) -> Any:
+    return Annotated[list[str] | None, typer.Option(name, metavar=metavar, help=f"{text}; repeatable")]
+
+
+def _scalar(name: str, kinds: set[Any], words: Sequence[str], text: str) -> Any:
+    """Returns the annotation of an option that has one value."""
+    if kinds == {bool}:
+        return Annotated[bool | None, typer.Option(f"{name}/--no-{name[2:]}", help=text)]
+    if kinds == {int}:
+        return Annotated[int | None, typer.Option(name, metavar="N", parser=whole_number, help=text)]
+    if kinds == {int, float}:
+        return Annotated[float | None, typer.Option(name, metavar="N", parser=number, help=text)]
+    if kinds == {bool, str}:
+        return Annotated[str | None, typer.Option(name, metavar="true|false|WORD", parser=_switch, help=text)]
+    assert kinds == {str}, f"{name} has a type that no flag is made of"
+    return Annotated[str | None, typer.Option(name, metavar="|".join(words) or "TEXT", help=text)]
+
+
+# ---------------------------------------------------------------------- values
+
+
+def whole_number(text: str | int) -> int:
+    """Returns the number that a word of the command line is; typer passes defaults through here too.
+
+    Raises:
+        BadParameter: it is none in plain digits, or has more digits than any number asked for.
+    """
+    if isinstance(text, int):
+        return text
+    if not _NUMBER.fullmatch(text):
+        raise typer.BadParameter(f"{shown(text)} is no whole number of at most 20 digits")
+    return int(text)
+
+
+def number(text: str | int | float) -> int | float:
+    """Returns the number that a word is; what numbers mean the plan knows.
+
+    Raises:
+        BadParameter: it is no number.
+    """
+    if isinstance(text, (int, float)):
+        return text
+    if _NUMBER.fullmatch(text):
+        return int(text)
+    if not _DECIMAL.fullmatch(text):
+        raise typer.BadParameter(f"{shown(text)} is no number")
+    return float(text)
+
+
+def _switch(text: str | bool) -> bool | str:
+    """Returns the value of an option that may be left open; which words it knows the plan says."""
+    return {"true": True, "false": False}.get(text, text) if isinstance(text, str) else text
+
+
+def yaml_value(text: str, where: str) -> Any:
+    """Returns a value of YAML, in which 1e-5 is a number.
+
+    Raises:
+        InputError: it is none.
+    """
+    try:
+        return _with_numbers(yaml.safe_load(text))
+    except (yaml.YAMLError, ValueError, RecursionError):  # a number of too many digits, brackets in brackets
+        raise InputError(
+            f"{shown(text)} is no value", where=where, remedy="write a number, a word or [a, list]"
+        ) from None
+
+
+def _with_numbers(value: Any) -> Any:
+    """YAML reads 1e-5 as text."""
+    if isinstance(value, dict):
+        return {key: _with_numbers(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_with_numbers(item) for item in value]
+    try:
+        return float(value) if isinstance(value, str) else value
+    except ValueError:
+        return value
+
+
+def _longer_list(field: str, plan: Plan, lines: Sequence[str]) -> tuple[str, ...]:
+    return (*getattr(plan, field), *lines)
+
+
+def _changed_record(field: str, flag: str, plan: Plan, lines: Sequence[str]) -> Any:
+    """Returns an option that has options of its own, some of them changed."""
+    record = getattr(plan, field)
+    values = {key: yaml_value(text, f"{flag} {key}={text}") for key, text in _pairs(flag, lines, is_last=False).items()}
+    check_known(values, type(record), flag)
+    return dataclasses.replace(record, **values)
+
+
+def _changed_mapping(
+    field: str, flag: str, kinds: tuple[type, ...], is_list_too: bool, plan: Plan, lines: Sequence[str]
+) -> Any:
+    """Returns a mapping with further entries; of an option that may be a list of numbers too, what the flags alone say.
+
+    Args:
+        kinds: types of the mapping's values.
+        is_list_too: whether numbers without a name are such a list.
+    """
+    if is_list_too and not any("=" in line for line in lines):
+        return tuple(_of_kind(line, kinds, f"{flag} {line}", "NAME=VALUE, or numbers alone") for line in lines)
+    pairs = _pairs(flag, lines, is_last=True).items()
+    entries = {name: _of_kind(text, kinds, f"{flag} {name}={text}", "NAME=VALUE") for name, text in pairs}
+    return entries if is_list_too else {**getattr(plan, field), **entries}
+
+
+def _of_kind(text: str, kinds: tuple[type, ...], where: str, form: str) -> Any:
+    if kinds == (str,):
+        return text
+    value = int(text) if _NUMBER.fullmatch(text) else yaml_value(text, where)
+    if type(value) not in kinds:
+        raise InputError(f"{shown(text)} is no number", where=where, remedy=f"write {form}")
+    return value
+
+
+def _pairs(flag: str, lines: Sequence[str], is_last: bool) -> dict[str, str]:
+    """Returns texts by name; `is_last` says at which of several signs a line is cut."""
+    pairs: dict[str, str] = {}
+    for line in lines:
+        name, equals, value = line.rpartition("=") if is_last else line.partition("=")
+        if not equals or not name:
+            raise InputError("names no value", where=f"{flag} {line}", remedy="write NAME=VALUE")
+        if pairs.setdefault(name, value) != value:
+            raise InputError(f"contradicts {flag} {name}={pairs[name]}", where=f"{flag} {line}", remedy="keep one")
+    return pairs
+
+
+# ---------------------------------------------------------------------- documentation
+
+
+def _documentation() -> dict[str, str]:
+    """Returns what `Plan` says of each of its fields; nothing where Python keeps no docstrings."""
+    attributes = (inspect.getdoc(Plan) or "").partition("Attributes:\n")[2]
+    entries = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", attributes, re.MULTILINE)
+    return {name: " ".join(text.split()) for name, text in entries}
+
+
+def _first_sentence(text: str) -> str:
+    return re.split(r"[.:;](?= |$)", text, maxsplit=1)[0].replace("`", "")
