@@ -5,7 +5,7 @@ STAMP := $(VENV)/.stamp
 # A file at a time: its tests share what they compile. In the order of tests/conftest.py: xdist's own starts with the
 # files of most tests, and those of few are the long ones.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
-SOURCES := fxpar tests samples
+SOURCES := fxpar tests samples tools
 
 .PHONY: demo test test-matrix lint
 
@@ -24,6 +24,7 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check $(SOURCES) passes
 	$(BIN)/mypy --strict $(SOURCES)
 	$(BIN)/lint-imports
+	$(BIN)/python tools/scales.py
 
 # torch goes first, by itself: what is installed after it finds it in place and brings no other.
 # A compat-mode install puts the project root on sys.path, which checkers follow and the link survives.
