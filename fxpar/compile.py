@@ -193,8 +193,6 @@ def check_arguments(model: Any, plan: Any, passes: Any) -> None:
         raise InputError(f"a {type(model).__name__} is no nn.Module", where="model", remedy="pass the model itself")
     if not isinstance(plan, Plan):
         raise InputError(f"a {type(plan).__name__} is no Plan", where="plan", remedy="pass fxpar.Plan(tp=…)")
-    if plan.half != 1:
-        raise InputError(f"half={plan.half} is of programs under way", where="plan", remedy="leave it out")
     if not isinstance(passes, (list, tuple)) or not passes:
         remedy = "pass a list such as [*fxpar.passes.DEFAULT_PASSES, your_pass]"
         raise InputError(f"{shown(passes)} is no list of passes", where="passes", remedy=remedy)

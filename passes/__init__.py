@@ -10,34 +10,30 @@ from fxpar.manager import Pass
 from fxpar.passes.annotate import annotate
 from fxpar.passes.assign_rng import assign_rng
 from fxpar.passes.canonicalize import canonicalize
-from fxpar.passes.choose_halves import choose_halves
 from fxpar.passes.coalesce import coalesce
 from fxpar.passes.dispatch_experts import dispatch_experts
 from fxpar.passes.divide_batch import divide_batch
 from fxpar.passes.divide_sequence import divide_sequence
 from fxpar.passes.fold_masks import fold_masks
 from fxpar.passes.insert_collectives import insert_collectives
-from fxpar.passes.interleave_halves import interleave_halves
 from fxpar.passes.localize import localize
 from fxpar.passes.partition_stages import partition_stages
 from fxpar.passes.split import SPLIT_PASSES
 from fxpar.passes.vocab_parallel import vocab_parallel
 
-DEFAULT_PASSES: tuple[Pass, ...] = (canonicalize, fold_masks, choose_halves, *SPLIT_PASSES, partition_stages)
+DEFAULT_PASSES: tuple[Pass, ...] = (canonicalize, fold_masks, *SPLIT_PASSES, partition_stages)
 
 __all__ = [
     "DEFAULT_PASSES",
     "annotate",
     "assign_rng",
     "canonicalize",
-    "choose_halves",
     "coalesce",
     "dispatch_experts",
     "divide_batch",
     "divide_sequence",
     "fold_masks",
     "insert_collectives",
-    "interleave_halves",
     "localize",
     "partition_stages",
     "vocab_parallel",

@@ -13,7 +13,6 @@ from fxpar.ops.sizes import size
 from fxpar.passes.batch_norms import divide_norms
 from fxpar.passes.counts import Counting, count_numbers, scalar
 from fxpar.passes.divide_sequence import divide as divide_sizes
-from fxpar.passes.interleave_halves import in_halves
 from fxpar.passes.means import MEANS
 from fxpar.passes.own_rows import keep_rows
 from fxpar.passes.reduction import add_count, check_added, leading_to
@@ -56,7 +55,6 @@ def divide_batch(program: Program) -> Program:
 
     Refuses models whose batch is no symbolic size, and examples whose rows the ranks do not divide.
     """
-    program = in_halves(program)
     n, reduction = program.plan.data_ranks, program.plan.loss_reduction if program.loss else "mean"
     if n == 1 and reduction != "token":
         return program
@@ -71,11 +69,10 @@ def divide_batch(program: Program) -> Program:
                 node.target, node.args, node.kwargs = size, (source, dim % len(tensor_type(source).shape)), {}
         divide_norms(program.graph, name)
         count_numbers(program.graph, name)
-    ranks = n // program.plan.half  # the mean of a rank is that of both its halves
-    own = leading_to(program) if reduction in ("local_mean", "sum") and ranks > 1 else frozenset()
+    own = leading_to(program) if reduction in ("local_mean", "sum") and n > 1 else frozenset()
     means = []
     for node in [node for node in program.graph.nodes if node.target in MEANS]:
-        counting = Counting(program.graph, node, name, ranks if node in own else 1, reduction == "sum")
+        counting = Counting(program.graph, node, name, n if node in own else 1, reduction == "sum")
         MEANS[node.target](counting)
         means += [counting.mean] if counting.mean is not None and counting.ranks > 1 else []
     if own:

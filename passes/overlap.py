@@ -46,12 +46,10 @@ def overlap(program: Program) -> Program:
     Algorithm: nodes keep their order but for products that are not listened to, with what follows from them. Those are
     postponed, first in first out: as many of them follow a collective as take its time, by the plan's constants at the
     example's sizes; of what is postponed beyond two milliseconds the oldest run at once. A run without collectives
-    keeps its order. Where two half batches are computed in turn (`interleave_halves`), what one collective needs comes
-    in front of what only later ones do: it starts as early as may be, and the other half computes beside it.
+    keeps its order.
     """
     whole = inlined(program)
     seconds = estimates(whole)
-    in_turn = program.plan.interleave_halves is True
     written = {node.name: node for node in whole.graph.nodes}
     by_call: dict[str, list[fx.Node]] = {}
     for node in whole.graph.nodes:
@@ -62,13 +60,13 @@ def overlap(program: Program) -> Program:
         region = region_of(node)
         if region is not None and region not in ordered:
             inside = dict(zip(by_call[node.name], region.body, strict=True))
-            order = [inside[each] for each in _Order(seconds, in_turn).of(list(inside))]
+            order = [inside[each] for each in _Order(seconds).of(list(inside))]
             ordered[region] = region if order == region.body else _reordered(region, order)
         if region is not None:
             node.target = ordered[region]
     for run in _runs(program):
         own = {written[node.name]: node for node in run}
-        _place(run[0].prev, [own[node] for node in _Order(seconds, in_turn).of(list(own))])
+        _place(run[0].prev, [own[node] for node in _Order(seconds).of(list(own))])
     return program
 
 
@@ -113,11 +111,9 @@ class _Order:
 
     Attributes:
         seconds: of collectives and products.
-        in_turn: whether what a collective needs goes in front of what only later ones do.
     """
 
     seconds: Estimates
-    in_turn: bool = False
     _placed: dict[fx.Node, None] = field(default_factory=dict)
     _postponed: dict[fx.Node, float] = field(default_factory=dict)
 
@@ -126,7 +122,7 @@ class _Order:
         run, listened = frozenset(nodes), self._listened(nodes)
         if not listened:
             return list(nodes)
-        for node in self._in_turn(nodes, run) if self.in_turn else nodes:
+        for node in nodes:
             if node in self._placed:
                 continue
             is_free = node in products or any(read in self._postponed for read in node.all_input_nodes)
@@ -139,19 +135,6 @@ class _Order:
         for node in (*self._postponed, *nodes):
             self._place(run, node)
         return list(self._placed)
-
-    def _in_turn(self, nodes: Sequence[fx.Node], run: frozenset[fx.Node]) -> list[fx.Node]:
-        """The nodes, those that a collective needs in front of it and behind the one before; the others at the end."""
-        first: dict[fx.Node, int] = {}
-        sends = [node for node in nodes if node.name in self.seconds.sends]
-        for number, send in enumerate(sends):
-            pending = [send]
-            while pending:
-                node = pending.pop()
-                if node in run and node not in first:
-                    first[node] = number
-                    pending += node.all_input_nodes
-        return sorted(nodes, key=lambda node: first.get(node, len(sends)))
 
     def _listened(self, nodes: Sequence[fx.Node]) -> set[fx.Node]:
         """Collectives and what they need."""

@@ -107,7 +107,7 @@ def _sums_rows(node: fx.Node, batch: str) -> bool:
 
 def _count_fixed(program: Program, node: fx.Node, is_fixed: Callable[[fx.Node], bool]) -> None:
     """Multiplies the terms of an addition that depend on no row by the number of ranks."""
-    ranks = program.plan.data_ranks // program.plan.half
+    ranks = program.plan.data_ranks
     for term in dict.fromkeys(operands(node)):
         if is_fixed(term):
             with program.graph.inserting_before(node):

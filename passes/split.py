@@ -13,7 +13,6 @@ from fxpar.passes.dispatch_experts import dispatch_experts
 from fxpar.passes.divide_batch import divide_batch
 from fxpar.passes.divide_sequence import divide_sequence
 from fxpar.passes.insert_collectives import insert_collectives
-from fxpar.passes.interleave_halves import interleave_halves
 from fxpar.passes.localize import localize
 from fxpar.passes.vocab_parallel import vocab_parallel
 
@@ -27,5 +26,4 @@ SPLIT_PASSES: tuple[Pass, ...] = (
     vocab_parallel,
     assign_rng,
     localize,
-    interleave_halves,
 )

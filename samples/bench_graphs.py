@@ -87,7 +87,6 @@ def make(size: Size, variant: str, options: argparse.Namespace) -> Timed:
         precision=options.precision,
         cuda_graphs=fxpar.CudaGraphs(impl or "none"),
         exchange=options.exchange,
-        interleave_halves=options.halves,
         sequence_parallel=options.sequence_parallel,
     )
     ids = torch.randint(0, size.options["vocab_size"], (size.batch, size.sequence), generator=torch.Generator())
@@ -206,7 +205,6 @@ def main() -> None:
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), help="eager or compile, +IMPLEMENTATION")
     parser.add_argument("--precision", default="bf16_weights", help="as of fxpar.Plan (bf16_weights)")
     parser.add_argument("--exchange", default="auto", help="as of fxpar.Plan (auto)")
-    parser.add_argument("--halves", action="store_true", help="two half batches in turn")
     parser.add_argument("--sequence-parallel", action="store_true", help="norms on parts of the sequence")
     parser.add_argument("--dropout", type=float, default=0.0, help="probability, everywhere (0)")
     parser.add_argument(

@@ -24,7 +24,7 @@ from fxpar.errors import LayoutError
 from fxpar.layout.layout import I, P, Placement, R, shard
 from fxpar.layout.nesting import peel
 from fxpar.layout.symbols import Size, simplify
-from fxpar.mesh.purpose import Cuts, leave_out
+from fxpar.mesh.purpose import Cuts
 from fxpar.ops.functions import function
 from fxpar.program.coercions import resting
 from fxpar.program.gradients import carried
@@ -85,7 +85,7 @@ def place_batch(program: Program, axis: str, rows: Mapping[str, int]) -> dict[fx
         call = replace(call, target=target_on(node, axis), rows=row_wise.of(node, axis))
         answer = _signature(call, given, carries, is_owned)
         if isinstance(answer, Refusal):
-            remedy = f"rows of the batch are computed apart: {_remedy(node, call)}, or {leave_out(axis)}"
+            remedy = f"rows of the batch are computed apart: {_remedy(node, call)}, or set {axis}=1"
             raise LayoutError(f"on axis {axis}: {answer.reason}", where=describe(node), remedy=remedy)
         wanted, made = answer
         outputs = tuple(resting(p, flag) for p, flag in zip(made, flags[node], strict=True))

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from fxpar.cli.halves import explain_halves
 from fxpar.cli.options import Request, command
 from fxpar.cli.output import Report, Ui, amount, print_table, table, time_text
 from fxpar.cli.stages import is_pipeline
@@ -32,8 +31,6 @@ if TYPE_CHECKING:
     from fxpar.program.program import Program
 
 
-# What names no node but the choice of `Plan.interleave_halves`.
-_HALVES = "halves"
 # A cut by the stage behind it, or what that receives.
 _CUT, _RECEIVED = re.compile(r"cut[ -]?(\d{1,4})"), re.compile(r"%?\w+_on_\d+")
 # Seconds below which a difference comes from the order in which ties are broken.
@@ -50,13 +47,12 @@ def explain(
     request: Request,
     name: Annotated[
         str,
-        typer.Argument(metavar="NODE|FQN", help="a node, parameter or module of the program, a cut, or 'halves'"),
+        typer.Argument(metavar="NODE|FQN", help="a node, parameter or module of the program, or a cut"),
     ],
 ) -> Report:
     """Says why a value is laid out as it is, in milliseconds of a training step, and what else it could be.
 
-    Of a pipeline `cut 2`, or a value that stage 2 receives, says why that stage begins where it does. `halves` says
-    what two half batches in turn would save or cost, and what was chosen.
+    Of a pipeline `cut 2`, or a value that stage 2 receives, says why that stage begins where it does.
     """
     from fxpar.choice.explain import explain as explained
     from fxpar.choice.explain import followed
@@ -76,8 +72,6 @@ def explain(
         )
     if not program.axes:
         raise InputError("one rank holds everything whole", where=start.name, remedy="give --tp N")
-    if name == _HALVES:
-        return explain_halves(ui, start)
     if Property.EXPERTS not in program.properties:
         program, _ = run_passes(ui, start, DEFAULT_PASSES, until="dispatch_experts")
     nodes = _named(program, name)

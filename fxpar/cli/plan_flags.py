@@ -23,9 +23,6 @@ from fxpar.errors import InputError, shown
 from fxpar.plan.fields import check_known
 from fxpar.plan.plan import CHOICES, Plan
 
-# Set by passes, and no option.
-_INTERNAL = ("half",)
-
 # More digits than any size, rank or seed has; Python's own limit is thousands.
 _NUMBER = re.compile(r"[+-]?[0-9]{1,20}")
 _DECIMAL = re.compile(r"[0-9]{0,20}\.[0-9]{1,20}")
@@ -77,7 +74,7 @@ def given(value: Any) -> bool:
 def plan_flags() -> tuple[Flag, ...]:
     """Returns the flags of all options, in the order of the plan's fields."""
     hints, docs = typing.get_type_hints(Plan), _documentation()
-    names = [field.name for field in dataclasses.fields(Plan) if field.name not in _INTERNAL]
+    names = [field.name for field in dataclasses.fields(Plan)]
     return tuple(_flag(name, hints[name], _first_sentence(docs.get(name, ""))) for name in names)
 
 
@@ -127,8 +124,6 @@ def _scalar(name: str, kinds: set[Any], words: Sequence[str], text: str) -> Any:
         return Annotated[int | None, typer.Option(name, metavar="N", parser=whole_number, help=text)]
     if kinds == {int, float}:
         return Annotated[float | None, typer.Option(name, metavar="N", parser=number, help=text)]
-    if kinds == {bool, str}:
-        return Annotated[str | None, typer.Option(name, metavar="true|false|WORD", parser=_switch, help=text)]
     assert kinds == {str}, f"{name} has a type that no flag is made of"
     return Annotated[str | None, typer.Option(name, metavar="|".join(words) or "TEXT", help=text)]
 
@@ -162,11 +157,6 @@ def number(text: str | int | float) -> int | float:
     if not _DECIMAL.fullmatch(text):
         raise typer.BadParameter(f"{shown(text)} is no number")
     return float(text)
-
-
-def _switch(text: str | bool) -> bool | str:
-    """Returns the value of an option that may be left open; which words it knows the plan says."""
-    return {"true": True, "false": False}.get(text, text) if isinstance(text, str) else text
 
 
 def yaml_value(text: str, where: str) -> Any:

@@ -97,17 +97,6 @@ class Axes:
             )
         return Axes((*self.sizes[:place], *factors, *self.sizes[place + 1 :]), self.offset)
 
-    def inside(self, axis: str, name: str, size: int) -> Axes:
-        """With one axis more, whose ranks are neighbours within one of `axis`; none of size 1.
-
-        Raises:
-            PlanError: there is no such axis.
-        """
-        self._check([axis])
-        place = self.names.index(axis)
-        added = ((name, size),) if size > 1 else ()
-        return Axes((*self.sizes[:place], *added, *self.sizes[place:]), self.offset)
-
     def groups_text(self, axes: Collection[str]) -> str:
         """The first groups over a set of axes, in brackets."""
         groups = self.groups(axes)

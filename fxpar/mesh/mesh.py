@@ -25,7 +25,7 @@ from itertools import combinations
 from fxpar.errors import PlanError, shown
 from fxpar.mesh.atoms import Atom, Groups, refined
 from fxpar.mesh.axes import Axes
-from fxpar.mesh.purpose import DENSE, EXPERT, HALF, NESTING, PURPOSES
+from fxpar.mesh.purpose import DENSE, EXPERT, NESTING, PURPOSES
 
 ORDER = "tp-cp-ep-dp-pp"
 EMBEDDING = "embedding"
@@ -62,7 +62,6 @@ class Mesh:
         kv_heads: key and value heads of the attention that tp splits. Where they are fewer than tp, that is
             kv_in·kv_out, kv_in fast: kv_out ranks apart hold different heads, kv_in neighbours the same (SPEC section
             2.2). None leaves tp whole.
-        halves: parts of a rank's batch that stand for ranks inside of dp, the axis `half` of the dense part.
 
     Raises:
         PlanError: the sizes contradict each other; names the axis and the numbers that clash.
@@ -80,7 +79,6 @@ class Mesh:
     virtual: int = 1
     hierarchical_cp: tuple[int, ...] = ()
     kv_heads: int | None = None
-    halves: int = 1
 
     def __post_init__(self) -> None:
         if isinstance(self.hierarchical_cp, list):
@@ -95,7 +93,7 @@ class Mesh:
     # ------------------------------------------------------------------ checks
 
     def _wrong_values(self) -> Iterator[_Problem]:
-        counts = {name: getattr(self, name) for name in ("tp", "cp", "pp", "ep", "virtual", "halves")}
+        counts = {name: getattr(self, name) for name in ("tp", "cp", "pp", "ep", "virtual")}
         maybe = {name: getattr(self, name) for name in ("dp", "etp", "world_size", "kv_heads")}
         counts |= {name: value for name, value in maybe.items() if value is not None}
         if isinstance(self.hierarchical_cp, tuple):
@@ -131,8 +129,7 @@ class Mesh:
     def _wrong_products(self) -> Iterator[_Problem]:
         if self._total > MOST_RANKS:
             yield "world size", f"{self._total} ranks are more than {MOST_RANKS}", "check the sizes of the axes"
-        half = (HALF,) if self.halves > 1 else ()
-        for left, axes in (("dp", ("tp", "cp", *half, "pp")), ("edp", ("etp", "ep", "pp"))):
+        for left, axes in (("dp", ("tp", "cp", "pp")), ("edp", ("etp", "ep", "pp"))):
             sizes = [self._given(axis) for axis in axes]
             product, total = math.prod(sizes), self._total
             text = f"{'·'.join(axes)} = {'·'.join(map(str, sizes))} = {product}"
@@ -178,21 +175,20 @@ class Mesh:
 
     def _given(self, axis: str) -> int:
         """An axis that is not derived."""
-        name = "tp" if axis == "etp" and self.etp is None else "halves" if axis == HALF else axis
+        name = "tp" if axis == "etp" and self.etp is None else axis
         return int(getattr(self, name))
 
     @property
     def _total(self) -> int:
-        return self.world_size or self.tp * self.cp * self.halves * (self.dp or 1) * self.pp
+        return self.world_size or self.tp * self.cp * (self.dp or 1) * self.pp
 
     @cached_property
     def sizes(self) -> Mapping[str, int]:
         """Size of every axis of the two parts, derived ones included."""
         found = {axis: self._given(axis) for axis in ("tp", "cp", "pp", "etp", "ep")}
-        found["dp"] = self._total // (self.tp * self.cp * self.halves * self.pp)
+        found["dp"] = self._total // (self.tp * self.cp * self.pp)
         found["edp"] = self._total // (found["etp"] * self.ep * self.pp)
-        half = {HALF: self.halves} if self.halves > 1 else {}
-        return {axis: found[axis] for axis in dict.fromkeys((*DENSE_AXES, *EXPERT_AXES))} | half
+        return {axis: found[axis] for axis in dict.fromkeys((*DENSE_AXES, *EXPERT_AXES))}
 
     @property
     def ranks(self) -> range:
@@ -208,8 +204,8 @@ class Mesh:
 
     @cached_property
     def dense(self) -> Axes:
-        """The dense part: tp, cp, dp and pp in the order; halves are inside of dp."""
-        return self._ordered({axis: axis for axis in DENSE_AXES}).inside("dp", HALF, self.halves)
+        """The dense part: tp, cp, dp and pp in the order."""
+        return self._ordered({axis: axis for axis in DENSE_AXES})
 
     @cached_property
     def expert(self) -> Axes:

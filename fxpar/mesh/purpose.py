@@ -46,7 +46,6 @@ PURPOSES: Mapping[str, Purpose] = {
     "dp": Purpose(Cuts.BATCH, "data parallel"),
     "dp_out": Purpose(Cuts.BATCH, "data parallel, of the same experts"),
     "dp_in": Purpose(Cuts.BATCH, "data parallel, of different experts"),
-    "half": Purpose(Cuts.BATCH, "half batches of one rank"),
     "cp": Purpose(Cuts.SEQUENCE, "context parallel"),
     "tp": Purpose(Cuts.FEATURES, "tensor parallel"),
     "edp": Purpose(Cuts.BATCH, "data parallel for experts"),
@@ -56,20 +55,12 @@ PURPOSES: Mapping[str, Purpose] = {
 
 # The axes that may stand in a layout of each part. Activations nest in this order, the outermost axis first, whatever
 # ranks are neighbours (DESIGN section 3). Layers are no dimension of a value: pp stands in no layout.
-NESTING: Mapping[str, tuple[str, ...]] = {DENSE: ("dp", "half", "cp", "tp"), EXPERT: ("edp", "ep", "etp")}
-
-# The axis whose coordinates one rank has all of, once `interleave_halves` has unrolled it.
-HALF = "half"
+NESTING: Mapping[str, tuple[str, ...]] = {DENSE: ("dp", "cp", "tp"), EXPERT: ("edp", "ep", "etp")}
 
 
 def axis_that(cuts: Cuts) -> str:
     """Name of the dense part's axis whose ranks share that out, by which the plan's option and messages call it."""
     return next(axis for axis in NESTING[DENSE] if PURPOSES[axis].cuts is cuts)
-
-
-def leave_out(axis: str) -> str:
-    """How a plan does without an axis, for remedies."""
-    return "leave interleave_halves out" if axis == HALF else f"set {axis}=1"
 
 
 def joined_names(axes: Iterable[str]) -> tuple[str, ...]:

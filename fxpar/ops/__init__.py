@@ -20,7 +20,7 @@ from fxpar.ops.host import item
 from fxpar.ops.needed import expand_needed, sum_needed
 from fxpar.ops.operator import Operator, alike
 from fxpar.ops.over_ranks import expand_over, sum_over
-from fxpar.ops.random import attention, axis_index, dropout, part_index, uniform, uniform_like
+from fxpar.ops.random import attention, axis_index, dropout, uniform, uniform_like
 from fxpar.ops.sent_rows import return_rows, send_rows, split_sizes
 from fxpar.ops.shard_over import shard_over
 from fxpar.ops.sizes import size
@@ -39,7 +39,7 @@ from fxpar.ops.zeros import zeros
 
 __all__ = ["COMPOSITE_OF", "OPERATORS", "Operator", "alike", "experts"]
 
-_DRAWN = (axis_index, part_index, dropout, uniform, uniform_like, attention)
+_DRAWN = (axis_index, dropout, uniform, uniform_like, attention)
 _WORDS = (embedding, cross_entropy, nll_loss, log_softmax, logsumexp, argmax, topk)
 
 _OTHERS = (

@@ -46,10 +46,6 @@ class Ranks:
     copies: tuple[str, int] | None = None
 
 
-def _scalar(value: int, device: torch.device) -> torch.Tensor:
-    return torch.full((), value, dtype=torch.int64, device=device)
-
-
 class Identity(int):
     """The identity of a draw, told from other numbers: equal layers take theirs as operands when they are compiled."""
 
@@ -61,7 +57,6 @@ class OnRank:
         program: with property `local`, or without mesh axes.
         device: where factory operators put their tensors.
         indices: by axis, the placeholder of the rank's index, i64 scalar.
-        parts: by what stands for an index of a part (`fxpar.part_index`): its number, of how many, the dimension.
         rows: where ranks may bring other numbers of rows, the placeholders of how many all bring and of how many those
             before this one do, i64 scalars.
     """
@@ -79,8 +74,6 @@ class OnRank:
         self._groups, self._graph = groups, program.graph
         self._made: set[fx.Node] = set()
         self._sizes: dict[str, fx.Node] = {}
-        self._scalars: dict[int, fx.Node] = {}
-        self.parts: dict[fx.Node, tuple[int, int, int]] = {}
         self.indices: dict[str, fx.Node] = {}
         for axis in (axis for axis in program.axes if axis in groups):
             with self._graph.inserting_before(self._first):
@@ -201,42 +194,7 @@ class OnRank:
                 assert piece is not None
                 units: tuple[Any, ...] = self._units(axis, piece.copies)
                 found.append(IndexCut(placement.dim, self.size(piece.outer), *units))
-        for index in [read for read in node.all_input_nodes if read in self.parts]:
-            found = self._with_part(node, found, *self.parts[index])
         return found
-
-    def _with_part(self, node: fx.Node, cuts: Sequence[IndexCut], part: int, parts: int, dim: int) -> list[IndexCut]:
-        """The cuts of a node whose operand is a part of what a rank has of the batch, in runs of rows.
-
-        Args:
-            cuts: of its first operand, as it is.
-            part: its number, of `parts` of equal size.
-            dim: the dimension.
-        """
-        layout = output_layouts(operands(node)[0])[0]
-        data = self.program.plan.axes_for(Cuts.BATCH)
-        count = sum(axis in data for axis, placement in layout if placement.is_shard)
-        outer, inner = list(cuts[:count]), list(cuts[count:])
-        for i, cut in enumerate(outer):
-            if cut.dim != dim or cut.outer != 1:
-                continue
-            assert self.rows is None, "what is in parts has as many rows on all ranks"
-            before: Any = self._call(operator.add, (self._call(operator.mul, (cut.before, parts)), part))
-            outer[i] = cut._replace(total=cut.total * parts, before=before)
-            return [*outer, *inner]
-        return [*outer, IndexCut(dim, 1, 1, parts, self._scalar(part)), *inner]
-
-    def part(self, part: int, parts: int, dim: int) -> fx.Node:
-        """What stands for the index of a part; `parts` says of which."""
-        made = self._call(_scalar, (part, self.device))
-        self.parts[made] = part, parts, dim
-        return made
-
-    def _scalar(self, value: int) -> Any:
-        """A number as an i64 scalar, made once."""
-        if value not in self._scalars:
-            self._scalars[value] = self._call(_scalar, (value, self.device))
-        return self._scalars[value]
 
     def _units(self, axis: str, copies: int) -> tuple[Any, Any, Any]:
         """How many units of a block this rank holds, and all do, and those before this one."""

@@ -181,7 +181,7 @@ def _lower_attention(node: fx.Node, rank: OnRank) -> Run:
 def _cuts(node: fx.Node, rank: OnRank) -> list[Any]:
     """The cuts of the values for whose elements bits are drawn; the node has an index for each."""
     found = rank.element_cuts(node)
-    assert len(found) == len(bind_arguments(node)["indices"]) or rank.parts
+    assert len(found) == len(bind_arguments(node)["indices"])
     return found
 
 
@@ -196,26 +196,6 @@ def _cuts(node: fx.Node, rank: OnRank) -> list[Any]:
 )
 def axis_index(*, axis: str) -> Any:
     """The rank's coordinate on the axis, an i64 scalar of placement V."""
-
-
-def _lower_part_index(node: fx.Node, rank: OnRank) -> fx.Node:
-    return rank.part(*(int(each) for each in node.args))  # type: ignore[arg-type]
-
-
-@partial(
-    Operator,
-    shape=lambda call: torch.empty((), dtype=torch.int64, device="meta"),
-    lower=_lower_part_index,
-    stage=Property.RNG,
-)
-def part_index(part: int, parts: int, dim: int) -> Any:
-    """Which part of what a rank has of the batch a draw is for, an i64 scalar.
-
-    Args:
-        part: its number.
-        parts: how many there are, of equal size.
-        dim: the dimension of the draw's operand that they are parts of, inside of the cuts of data ranks.
-    """
 
 
 _record = partial(Operator, stage=Property.RNG, draws=True)

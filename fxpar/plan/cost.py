@@ -35,8 +35,8 @@ class Cost:
             at the full rate.
         kernel_latency: seconds between two kernels that are queued already, as in a CUDA graph.
         hidden: of what the process group sends, the part that products beside it can hide. Its kernels need the
-            multiprocessors, which products have: on two H200 nothing was hidden beside a product of one wave, and
-            up to a half where products of two half batches follow each other. What copy engines carry is hidden whole.
+            multiprocessors, which products have: on two H200 nothing was hidden beside a product of one wave. What
+            copy engines carry is hidden whole.
         axes: bandwidth and latency, or one of them, of axes whose ranks have other links, by name: where data ranks
             are on different machines, `{"dp": {"bandwidth": 45e9, "latency": 2e-5}}`.
     """

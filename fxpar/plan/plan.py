@@ -23,7 +23,6 @@ from fxpar.plan.cost import Cost
 from fxpar.plan.experts import DISPATCHES, DROP_POLICIES, GROUPED_GEMMS, expert_problems
 from fxpar.plan.fields import by_path, changed, check_known, fault, globs, part
 from fxpar.plan.graphs import CudaGraphs
-from fxpar.plan.halves import halves_problems
 from fxpar.plan.lines import read_mapping
 from fxpar.plan.pipeline import MOST_RANKS, pipeline_problems
 from fxpar.plan.recompute import RECOMPUTES, recompute_problems
@@ -133,11 +132,6 @@ class Plan:
             is smaller than `cost.least_copy`, but for such kernels, and what is sent once a step the group sends.
         size_programs: how many programs a mode and a structure of batches may have, each for sizes of its own: where
             PyTorch differentiates a model for one length at a time, each length needs one. One more is an error.
-        interleave_halves: whether a rank computes the two halves of its batch in turn, one while the other's copies
-            travel. Losses, gradients and masks are those of the whole; batches of an odd number of rows, or of other
-            numbers on other data ranks, are computed whole. `auto`: where a step of the example's sizes is predicted to
-            take less time so, by `cost` and as if GPUs reached each other. `fxpar explain MODEL halves` says why.
-        half: 2 in a program of halves until the pass `interleave_halves` has unrolled them; not to be given.
         dispatch: how tokens come to the ranks that hold their experts. `static`: so that no size depends on the routing
             and nothing waits for the host, in whichever of two ways less travels. `allgather`: each of those ranks gets
             the tokens of all, or where they copy (`exchange`) those that it needs if that is less than nine tenths, and
@@ -202,8 +196,6 @@ class Plan:
     compile: bool = False
     exchange: str = "auto"
     size_programs: int = 16
-    interleave_halves: bool | str = False
-    half: int = 1
     dispatch: str = "static"
     receive_budget: int | float | None = None
     capacity_factor: int | float | None = None
@@ -288,7 +280,6 @@ class Plan:
         for name, words in CHOICES.items():
             if getattr(self, name) not in words:
                 yield f"{name}={shown(getattr(self, name))} is unknown: choose one of {', '.join(words)}"
-        yield from halves_problems(self)
         yield from recompute_problems(self)
         if isinstance(self.cuda_graphs, CudaGraphs):
             yield from self.cuda_graphs.problems()
@@ -323,7 +314,7 @@ class Plan:
         changes: dict[str, Any] = {**dict.fromkeys(_AXES, 1), "etp": None, "split": {}, "row_wise": ()}
         changes |= {"virtual_stages": 1, "stages": (), "microbatches": 1, "schedule": "", "group_size": None}
         changes |= {"dispatch": "static", "grouped_gemm": "torch", "receive_budget": None, "capacity_factor": None}
-        changes |= {"drop_policy": "probs", "pad_to_capacity": False, "interleave_halves": False, "half": 1}
+        changes |= {"drop_policy": "probs", "pad_to_capacity": False}
         changes |= {"recompute": "none", "activation_budget": None, "cuda_graphs": CudaGraphs()}
         return dataclasses.replace(self, **changes)
 
@@ -343,7 +334,6 @@ class Plan:
             etp=self.etp,
             dp=self.dp,
             virtual=self.virtual_stages,
-            halves=self.half,
         )
 
     @property

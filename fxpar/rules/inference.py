@@ -23,7 +23,7 @@ from fxpar.layout.nesting import common_order, listed, misfit, spelled
 from fxpar.ops import alike
 from fxpar.ops.coercion_table import COERCION_OF
 from fxpar.ops.coercions import all_reduce_coalesced, sum_gradients
-from fxpar.ops.random import axis_index, part_index
+from fxpar.ops.random import axis_index
 from fxpar.program.coercions import axes_of, in_backward, resting
 from fxpar.program.program import Program, operands, output_layouts, output_types
 from fxpar.program.step import is_forward
@@ -188,7 +188,7 @@ def infer_node(node: fx.Node, given: Context) -> tuple[Layout, ...]:
     """
     if node.target is operator.getitem:
         found: Sequence[Layout] = (given.layouts[int(node.args[1])],)  # type: ignore[arg-type]
-    elif node.target in (axis_index, part_index):
+    elif node.target is axis_index:
         found = (Layout.of({axis: V if axis in axes_of(node) else R for axis in given.axes}),)
     elif node.target is sum_gradients:
         found = [bucketed(node, layout, given.axes) for layout in given.layouts]

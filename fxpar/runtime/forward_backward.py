@@ -71,26 +71,21 @@ class ForwardBackward:
         wanted = tuple(n for n in outputs if n != COUNT and not is_counted(n) and not is_buffer(n))
         return call, self._runner.outputs(call, wanted)
 
-    def bind(self, batch: Any, whole: bool = False) -> Bound:
+    def bind(self, batch: Any) -> Bound:
         """The program for a batch whose loss is to be differentiated.
-
-        Args:
-            whole: whether no half batches are to be computed.
 
         Raises:
             InputError: the batch does not fit the model, what pads it matters, or there is no loss.
         """
-        return self._named(*self._bound(batch, callable(self._loss), whole))
+        return self._named(*self._bound(batch, callable(self._loss)))
 
     def bind_all(self, batches: Sequence[Any]) -> list[Bound]:
-        """The programs for the microbatches of a step; where some have an odd number of rows, all are computed whole.
+        """The programs for the microbatches of a step.
 
         Raises:
             InputError: as of `bind`.
         """
-        found = [self.bind(batch) for batch in batches]
-        halves = {bound.call.compiled.program.plan.interleave_halves for bound in found}
-        return found if len(halves) == 1 else [self.bind(batch, whole=True) for batch in batches]
+        return [self.bind(batch) for batch in batches]
 
     def bind_rows(self, batch: Any, count: int) -> list[Bound]:
         """The programs for the microbatches of a batch, which are of equally many of its rows.
@@ -160,14 +155,12 @@ class ForwardBackward:
         rows = {output: value for output, value in ran.outputs.items() if is_counted(output)}
         return Part(ran.outputs[name], ran, ran.outputs[COUNT] if weighs else None, rows)
 
-    def _bound(
-        self, batch: Any, with_loss: bool, whole: bool = False, differentiated: bool = True
-    ) -> tuple[Call, Tensor | None]:
+    def _bound(self, batch: Any, with_loss: bool, differentiated: bool = True) -> tuple[Call, Tensor | None]:
         """The program for a call, and whether the ranks' values are equal, where the device has yet to say that."""
         are_equal, shapes = None, None
         if self._inputs is not None:
             batch, are_equal, shapes = self._compared(batch)
-        return self._programs.bound(batch, with_loss, shapes, whole, differentiated), are_equal
+        return self._programs.bound(batch, with_loss, shapes, differentiated), are_equal
 
     def _compared(self, batch: Any) -> tuple[Any, Tensor | None, Shapes | None]:
         assert self._inputs is not None

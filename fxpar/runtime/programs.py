@@ -29,7 +29,6 @@ from fxpar.passes.annotate import annotate, keeping
 from fxpar.passes.divide_batch import of_all_ranks
 from fxpar.passes.partition_stages import holding, partition_stages
 from fxpar.passes.sizes_needed import is_differentiable
-from fxpar.plan.halves import AUTO
 from fxpar.plan.plan import Plan
 from fxpar.program.dtypes import PRECISION_DTYPES
 from fxpar.program.program import Program, TensorType, note, output_layouts
@@ -167,10 +166,7 @@ class Programs:
         self._world.agreement.agree(everything, remedy)
         self.layouts = _parameter_layouts(first.program)
         self.aliases = {other: p.fqn for p in first.program.parameters for other in p.tied}
-        if self._plan.interleave_halves == AUTO:  # what cost says of the example holds of all that is called
-            self._plan = self._plan.replace(interleave_halves=first.program.plan.interleave_halves)
-        whole = self._plan.interleave_halves is True and not first.program.plan.interleave_halves
-        self._known[self._key(example, with_loss, whole)] = [first]
+        self._known[self._key(example, with_loss)] = [first]
 
     def follow(self, root: nn.Module) -> None:
         """From now on the modes of the modules in `root`, which are as the skeleton's, decide which program runs."""
@@ -228,25 +224,21 @@ class Programs:
         batch: Any,
         with_loss: bool,
         shapes: Shapes | None = None,
-        whole: bool = False,
         differentiated: bool = True,
     ) -> Call:
         """The program for a call; it is compiled where none fits, on all ranks or on none.
 
         Args:
             shapes: those of all data ranks' batches, where they differ.
-            whole: whether no half batches are to be computed, as where rows are odd, or differ on data ranks.
             differentiated: whether the call may be: its program is for sizes of which PyTorch has a derivative.
 
         Raises:
             InputError: the batch does not fit the model, or the ranks make other calls, or batches that no program
                 takes together.
         """
-        asked = self._plan.interleave_halves is True
-        whole = asked and (whole or not uneven.has_halves(self.first.program, batch, shapes))
         if shapes is None:
-            return self._bound(batch, with_loss, whole, differentiated)
-        compiled = self._bound(uneven.largest(batch, shapes), with_loss, whole, differentiated).compiled
+            return self._bound(batch, with_loss, differentiated)
+        compiled = self._bound(uneven.largest(batch, shapes), with_loss, differentiated).compiled
         brought = uneven.brought(compiled, batch, shapes, self._world)
         inputs = self._inputs(compiled, brought.batch)
         sizes = calls.sizes_of(compiled.program, inputs)
@@ -264,9 +256,9 @@ class Programs:
             compiled.uneven.append(self._ready(compiled.program, uneven_rows=True))
         return replace(call, ready=compiled.uneven[0], places=(*compiled.indices, *brought.places), rows=brought.rows)
 
-    def _bound(self, batch: Any, with_loss: bool, whole: bool, differentiated: bool) -> Call:
+    def _bound(self, batch: Any, with_loss: bool, differentiated: bool) -> Call:
         calls.check(self.skeleton, batch, with_loss)
-        known = self._known.setdefault(self._key(batch, with_loss, whole), [])
+        known = self._known.setdefault(self._key(batch, with_loss), [])
         for compiled in known:
             call = self._fit(compiled, batch)
             if call is not None and (not differentiated or compiled.is_differentiable):
@@ -275,7 +267,7 @@ class Programs:
         self._world.agreement.meet("compiles a program", more=f" for {brought}")
         check_count(known, batch, self._plan.size_programs)
         fixed = fixed_sizes(known, batch) if differentiated else frozenset()
-        compiled = self._compile(batch, with_loss, whole=whole, differentiated=differentiated, fixed=fixed)
+        compiled = self._compile(batch, with_loss, differentiated=differentiated, fixed=fixed)
         facts = {**self.facts(batch), "the program": _digest(compiled)}
         self._world.agreement.agree(facts, "make the same calls on every rank, with batches of the same sizes")
         known.append(compiled)
@@ -306,8 +298,8 @@ class Programs:
             mode += f", gradients {'on' if torch.is_grad_enabled() else 'off'}"
         return {"the call": self._world.agreement.what, "the mode": mode, **calls.batch_facts(batch, False, sizes)}
 
-    def _key(self, batch: Any, with_loss: bool, whole: bool) -> Any:
-        return self._modes, with_loss, calls.structure(batch), whole
+    def _key(self, batch: Any, with_loss: bool) -> Any:
+        return self._modes, with_loss, calls.structure(batch)
 
     @property
     def _modes(self) -> tuple[bool, ...]:
@@ -345,7 +337,6 @@ class Programs:
         loss: Any,
         model: nn.Module | None,
         *,
-        whole: bool = False,
         differentiated: bool = True,
         fixed: frozenset[tuple[int, int]] = frozenset(),
     ) -> Compiled:
@@ -353,7 +344,6 @@ class Programs:
 
         Args:
             model: with values, where it is at hand.
-            whole: whether no half batches are computed, by a plan that has them.
             differentiated: as for `bound`.
             fixed: as for `compile_model`.
         """
@@ -370,9 +360,8 @@ class Programs:
             return replace(captured, program=of_all_ranks(captured.program))
 
         asked = self._loss if with_loss else loss
-        plan = self._plan.replace(interleave_halves=False) if whole else self._plan
         options: dict[str, Any] = {"differentiated": differentiated, "fixed": fixed}
-        compiled = compile_model(self.skeleton, calls.example(batch), plan, asked, passes, review, **options)
+        compiled = compile_model(self.skeleton, calls.example(batch), self._plan, asked, passes, review, **options)
         if not self.layouts and self._plan.microbatches > 1 and self._plan.dp == 1:
             prove_rows(compiled.captured.program, self._passes)
         program = compiled.program

@@ -24,9 +24,7 @@ def prove_rows(program: Program, passes: Sequence[Pass]) -> None:
         InputError: names what takes the rows together, or the inputs that do not say which dimension they are.
     """
     plan = replace(program.plan, virtual_stages=1, stages=(), microbatches=1, schedule="", group_size=None)
-    plan = replace(
-        plan, loss_reduction="mean", tp=1, dp=2, pp=1, split={}, sequence_parallel=False, interleave_halves=False
-    )
+    plan = replace(plan, loss_reduction="mean", tp=1, dp=2, pp=1, split={}, sequence_parallel=False)
     try:
         compile_program(of_all_ranks(program.copy().with_(plan=plan)), passes, until=insert_collectives.name)
     except FxparError as error:

@@ -36,7 +36,7 @@ from fxpar.program.program import (
     output_layouts,
     output_types,
 )
-from fxpar.program.rows import batch_dims, batch_rows, batch_symbol
+from fxpar.program.rows import batch_rows, batch_symbol
 from fxpar.rules import bind_arguments, rule_of
 from fxpar.runtime import batch as calls
 from fxpar.runtime.inputs import Shapes, data_part
@@ -117,24 +117,6 @@ def largest(batch: Any, shapes: Shapes) -> Any:
         return value
 
     return pytree.tree_map_only(Tensor, grown, batch)
-
-
-def has_halves(program: Program, batch: Any, shapes: Shapes | None) -> bool:
-    """Whether all data ranks bring the same even number of rows.
-
-    Args:
-        program: that says which dimensions are rows; of a batch none of whose entries it knows, the first ones.
-        shapes: of the tensors of each data rank's batch, where they differ.
-    """
-    dims = batch_dims(program)
-    tensors = [(path, value) for path, value in calls.leaves(batch) if isinstance(value, Tensor)]
-    rows = [dims.get(path) for path, _ in tensors]
-    if all(dim is None for dim in rows):
-        rows = [0] * len(tensors)
-    of_ranks = shapes or [[value.shape for _, value in tensors]]
-    cut = [(i, dim) for i, dim in enumerate(rows) if dim is not None and tensors[i][1].dim() > dim]
-    found = [[of_rank[i][dim] for of_rank in of_ranks] for i, dim in cut]
-    return all(len(set(sizes)) == 1 and sizes[0] % 2 == 0 for sizes in found)
 
 
 def brought(compiled: Compiled, batch: Any, shapes: Shapes, world: World) -> Brought:

@@ -21,7 +21,7 @@ from fxpar.layout.symbols import names
 from fxpar.ops import Operator
 from fxpar.ops.coercion_table import COERCION_OF
 from fxpar.ops.coercions import sum_gradients
-from fxpar.ops.random import axis_index, part_index
+from fxpar.ops.random import axis_index
 from fxpar.passes.assign_rng import RNG_PATH
 from fxpar.passes.mark_regions import reason_of
 from fxpar.program.coercions import axes_of, misnamed
@@ -46,8 +46,6 @@ from fxpar.program.written import buffer_of, is_buffer
 from fxpar.rules import bind_arguments
 from fxpar.signatures.facts import Facts, facts_of
 from fxpar.signatures.randomness import draws_bits
-from fxpar.verify.halves import check_halves
-from fxpar.verify.parts import Part, check_parts, drawn_part
 from fxpar.verify.phases import check_phases
 
 aten = torch.ops.aten
@@ -81,8 +79,6 @@ def check_structure(program: Program, facts: Facts | None = None) -> None:
     _check_conversions(program)
     _check_random(program, facts)
     _check_outputs(program)
-    if program.plan.interleave_halves is True and program.plan.half == 1 and Property.LOCAL in program.properties:
-        check_halves(program)
 
 
 @dataclass
@@ -306,7 +302,7 @@ def _check_conversions(program: Program) -> None:
 
 def _check_random(program: Program, facts: Facts) -> None:
     """Every random node has an identity of its own, and with property `rng` draws from the counter generator."""
-    seen: dict[tuple[int, Part | None], fx.Node] = {}
+    seen: dict[int, fx.Node] = {}
     states = [entry.node for entry in program.inputs if entry.path == RNG_PATH]
     if states and Property.RNG not in program.properties:
         raise CheckFailed(
@@ -330,11 +326,10 @@ def _check_random(program: Program, facts: Facts) -> None:
                 where=describe(node),
                 remedy="give it one of its own in [1, 2^32): random=…",
             )
-        part = drawn_part(node) if counted else None
         if counted and not is_forward(node):
-            _check_drawn_again(node, seen.get((identity, part)))
-        elif identity and seen.setdefault((identity, part), node) is not node:
-            first = seen[identity, part]
+            _check_drawn_again(node, seen.get(identity))
+        elif identity and seen.setdefault(identity, node) is not node:
+            first = seen[identity]
             raise CheckFailed(
                 f"draws the same random bits as {describe(first)}: both have the identity {identity}",
                 where=describe(node),
@@ -342,7 +337,6 @@ def _check_random(program: Program, facts: Facts) -> None:
             )
         if counted:
             _check_counter(node, states)
-    check_parts(seen)
 
 
 def _check_drawn_again(node: fx.Node, first: fx.Node | None) -> None:
@@ -362,7 +356,7 @@ def _check_counter(node: fx.Node, states: list[str]) -> None:
     indices = given.get("indices") or ()
     targets = [getattr(item, "target", None) for item in indices]
     own = [(item.kwargs.get("axis"), item.args[2:]) for item in indices if isinstance(item, fx.Node)]
-    if not {*targets} <= {axis_index, part_index} or targets.count(part_index) > 1 or len(set(own)) != len(indices):
+    if not {*targets} <= {axis_index} or len(set(own)) != len(indices):
         shown = ", ".join(f"%{item}" for item in indices)
         raise CheckFailed(f"takes the indices {shown}", where=describe(node), remedy="pass one index for each axis")
 

@@ -48,32 +48,9 @@ def test_what_cannot_be_cut_says_where_it_tears() -> None:
     assert "[b, s, 3, 32] tears S(2) over 2 ranks" in found["reason"]
 
 
-def test_halves_are_explained_by_what_they_cost() -> None:
-    words = ("explain", TINY, "halves", "--tp", "2", "--batch", "4")
-    found = fxpar(*words, "--interleave-halves", "auto", "--json").document
-    assert (found["chosen"], found["because"], found["refused"]) == ("whole", "halves take no less time", None)
-    assert found["saved_ms"] == pytest.approx(found["whole_ms"]["total"] - found["halves_ms"]["total"])
-    assert found["saved_ms"] < 0
-    text = fxpar(*words, "--interleave-halves", "true").out
-    assert "plan: interleave_halves = True" in text
-    assert "halves     cost " in text
-    assert "products" in text
-
-
-def test_halves_that_cannot_be_are_explained_by_the_reason() -> None:
-    found = fxpar("explain", TINY, "halves", "--tp", "2", "--batch", "3", "--json").document
-    assert found["chosen"] == "whole"
-    assert found["because"] == found["refused"] == "a rank's rows are no even number: 3"
-    assert (found["whole_ms"], found["halves_ms"], found["saved_ms"]) == (None, None, None)
-    staged = fxpar("explain", TINY, "halves", "--tp", "2", "--pp", "2", "--interleave-halves", "auto").out
-    assert "not supported with pp=2" in staged
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ((TINY, "halves", "--tp", "2", "--interleave-halves", "maybe"), "choose one of True, False, 'auto'"),
-        ((TINY, "halves"), "one rank holds everything whole"),
         ((TINY, "no.such.module", "--tp", "2"), "names no node, parameter or module"),
         ((TINY, MODULE), "one rank holds everything whole"),
     ],

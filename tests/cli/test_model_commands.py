@@ -12,7 +12,7 @@ from tests.cli.tool import SPLIT, TINY, Result, fxpar
 
 NAMES = [item.name for item in DEFAULT_PASSES]
 # Of a plan without a pipeline.
-RUN = [name for name in NAMES if name not in ("choose_halves", "interleave_halves", "partition_stages")]
+RUN = [name for name in NAMES if name != "partition_stages"]
 
 
 @pytest.fixture(scope="module")
@@ -72,12 +72,10 @@ def test_passes_lists_contracts() -> None:
     assert [entry["name"] for entry in found] == [*NAMES, *(item.name for item in STEP_PASSES)]
     assert set(found[0]) == {"name", "requires", "provides", "invalidates", "preserves", "summary", "when"}
     assert found[1]["requires"] == ["canonical"]
-    assert [found[i]["provides"] for i in (1, 4, 6)] == [["masks"], ["sequence"], ["layouts"]]
+    assert [found[i]["provides"] for i in (1, 3, 5)] == [["masks"], ["sequence"], ["layouts"]]
     by_name = {entry["name"]: entry for entry in found}
     assert by_name["localize"]["requires"] == ["collectives", "rng", "vocabulary"]
     assert {name: entry["when"] for name, entry in by_name.items() if entry["when"]} == {
-        "choose_halves": "the plan leaves halves to cost",
-        "interleave_halves": "the plan computes half batches, and the rows are even",
         "partition_stages": "the plan has a pipeline",
     }
     assert all(entry["summary"] for entry in found)

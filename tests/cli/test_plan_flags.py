@@ -20,9 +20,7 @@ from fxpar.cli.plan_flags import plan_flags
 from fxpar.plan.cost import Cost
 from tests.cli.tool import TINY, fxpar
 
-# Set by passes.
-INTERNAL = {"half"}
-FIELDS = [field.name for field in dataclasses.fields(Plan) if field.name not in INTERNAL]
+FIELDS = [field.name for field in dataclasses.fields(Plan)]
 
 sizes = st.integers(1, 64)
 names = st.text("abz_.*019", min_size=1, max_size=8)
@@ -66,7 +64,6 @@ PLANS: dict[str, st.SearchStrategy[dict[str, Any]]] = {
     "activation_budget": one("activation_budget", st.one_of(st.just(0.5), sizes), recompute="selective"),
     "exchange": one("exchange", words("auto", "nccl", "copy")),
     "size_programs": one("size_programs", sizes),
-    "interleave_halves": one("interleave_halves", st.sampled_from([True, False, "auto"])),
     "dispatch": one("dispatch", words("static", "allgather", "alltoall", "exact"), **experts),
     "receive_budget": one("receive_budget", parts.map(lambda x: 1 + x), **experts),
     "capacity_factor": one("capacity_factor", st.one_of(parts, sizes)),
@@ -84,7 +81,7 @@ def command_line(options: Mapping[str, Any]) -> list[str]:
 
 
 def flag_words(flag: str, value: Any) -> Iterator[str]:
-    if isinstance(value, bool) and flag != "--interleave-halves":
+    if isinstance(value, bool):
         yield flag if value else f"--no-{flag[2:]}"
     elif isinstance(value, Mapping):
         for name, entry in value.items():
@@ -95,7 +92,7 @@ def flag_words(flag: str, value: Any) -> Iterator[str]:
     elif isinstance(value, (CudaGraphs, Cost)):
         yield from flag_words(flag, value.to_dict())
     else:
-        yield from (flag, json.dumps(value) if isinstance(value, bool) else str(value))
+        yield from (flag, str(value))
 
 
 def request_of(*line: str) -> Request:

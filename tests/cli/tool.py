@@ -10,9 +10,7 @@ from fxpar.cli.main import main
 from fxpar.passes import DEFAULT_PASSES
 
 # The texts of a dump folder, by pass.
-# Passes that have nothing to do leave no text: this one where the plan says itself whether there are halves.
-_RUN = [item for item in DEFAULT_PASSES if item.name != "choose_halves"]
-TEXTS = {item.name: f"{number:02d}-{item.name}.txt" for number, item in enumerate(_RUN, 1)}
+TEXTS = {item.name: f"{number:02d}-{item.name}.txt" for number, item in enumerate(DEFAULT_PASSES, 1)}
 ANNOTATED, INSERTED, LOCAL = (TEXTS[name] for name in ("annotate", "insert_collectives", "localize"))
 
 TINY = "hf:gpt2,n_layer=1"

@@ -218,19 +218,6 @@ def test_constants_may_be_nothing() -> None:
     assert Plan.from_yaml(plan.to_yaml()) == plan
 
 
-def test_halves_are_asked_for_left_out_or_left_to_cost() -> None:
-    plan = Plan.from_yaml("{tp: 2, pp: 2, interleave_halves: auto}")
-    assert plan.interleave_halves == "auto"
-    assert Plan.from_yaml(plan.to_yaml()) == plan
-    for wrong in ("yes", "Auto", 1, None):
-        with pytest.raises(PlanError, match=r"interleave_halves=.* is unknown: choose one of True, False, 'auto'"):
-            Plan.from_dict({"interleave_halves": wrong})
-    with pytest.raises(PlanError, match="interleave_halves with pp=2 is not supported: leave one out"):
-        plan.replace(interleave_halves=True)
-    with pytest.raises(PlanError, match="half=2 is of programs under way"):
-        plan.replace(half=2)
-
-
 def test_sizes_whose_parts_have_no_refinement_are_refused_with_both_numbers() -> None:
     with pytest.raises(PlanError, match=r"cp = 2 ranks of the dense part and ep = 3 ranks of the expert part, and 2"):
         Plan(cp=2, dp=3, ep=3)

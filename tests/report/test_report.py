@@ -48,11 +48,7 @@ def test_every_part_adds_up(llama: Report) -> None:
         assert rank.optimizer - 2 * rank.gradients == 4 * len(list(CASES["llama"].model().parameters()))
     assert llama.size.elements == sum(p.numel() for p in CASES["llama"].model().parameters())
     assert llama.size.rank_elements * 4 == llama.ranks[0].parameters
-    assert [p.name for p in llama.passes] == [
-        item.name
-        for item in DEFAULT_PASSES
-        if item.name not in ("choose_halves", "interleave_halves", "partition_stages")
-    ]
+    assert [p.name for p in llama.passes] == [item.name for item in DEFAULT_PASSES if item.name != "partition_stages"]
 
 
 def test_shared_key_heads_and_padding_are_counted(llama: Report) -> None:

@@ -35,13 +35,12 @@ _ATTRIBUTE = (
     "one_shot=true",
     "region=layer",
     'origin="recompute"',
-    'origin="first half"',
     'uncaptured="asks the host"',
     'role="column"',
     "needs=tp:R",
 )
 _PROPERTIES = ("canonical", "layouts", "collectives", "local", "rng", "vocabulary", "step", "stages", "experts")
-_PLANS = ('"tp": 4', '"tp": 1', '"dp": 2', '"pp": 2', '"microbatches": 3', '"interleave_halves": true')
+_PLANS = ('"tp": 4', '"tp": 1', '"dp": 2', '"pp": 2', '"microbatches": 3', '"sequence_parallel": true')
 
 
 def _nodes(lines: Lines) -> list[int]:
