@@ -10,11 +10,13 @@ import contextlib
 import functools
 import math
 import random
+import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from unittest import mock
 
 import torch
+import torch._dynamo.external_utils
 import torch.export._trace as export_trace
 import torch.utils.checkpoint
 from torch import Tensor, fx, nn
@@ -22,9 +24,11 @@ from torch._decomp import decompositions
 from torch._dynamo import trace_rules
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.variables.torch import TorchInGraphFunctionVariable, tracing_state_functions
+from torch._export.passes import replace_set_grad_with_hop_pass
 from torch._export.utils import _get_shape_env_from_gm
 from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch.amp.autocast_mode import _enter_autocast
 from torch.fx.experimental.proxy_tensor import _ModuleStackTracer
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
@@ -296,20 +300,64 @@ def bindings_where_there_are_any() -> Any:
     return mock.patch.object(export_trace, "_replace_unbacked_bindings", replace)
 
 
+def autocast_that_is_off_is_none() -> Any:
+    """While active, regions of `autocast(enabled=False)` are taken out in front of those of gradients.
+
+    Torch cuts a graph into its regions of gradients, and begins each part in the autocast of the one before: where a
+    region without gradients stands inside of one without autocast, its first node is not the one that torch looks for,
+    and it is forgotten. Regions without autocast change nothing else, as one with it is refused.
+    """
+    original = replace_set_grad_with_hop_pass.replace_set_grad_with_hop_pass
+
+    def replace(module: fx.GraphModule, signature: Any) -> Any:
+        for node in reversed(list(module.graph.nodes)):
+            if node.target is _enter_autocast and node.args[2] is False:
+                for end in list(node.users):
+                    module.graph.erase_node(end)
+                module.graph.erase_node(node)
+        return original(module, signature)
+
+    return mock.patch.object(replace_set_grad_with_hop_pass, "replace_set_grad_with_hop_pass", replace)
+
+
 # ---------------------------------------------------------------------- questions and numbers of the host
 
 
 @contextlib.contextmanager
 def questions(answering: Callable[[Callable[[], Any]], Callable[[], Any]]) -> Iterator[None]:
-    """Answers whether a run is compiled or exported.
+    """Answers whether a run is compiled or exported, by whatever name the question has been imported.
 
     Args:
-        answering: makes the answer of torch's own function.
+        answering: makes the answer of torch's own function; it is called a frame below that function.
     """
+    places = [(torch.compiler, name) for name in _QUESTIONS]
+    places += [(home, "is_compiling") for home in (torch._dynamo, torch._dynamo.external_utils, torch._utils)]
+    functions = {getattr(place, name) for place, name in places if hasattr(place, name)}
     with contextlib.ExitStack() as stack:
-        for name in _QUESTIONS:
-            stack.enter_context(mock.patch.object(torch.compiler, name, answering(getattr(torch.compiler, name))))
+        for function in functions:
+            stack.enter_context(_answered(function, answering))
         yield
+
+
+@contextlib.contextmanager
+def _answered(
+    function: types.FunctionType, answering: Callable[[Callable[[], Any]], Callable[[], Any]]
+) -> Iterator[None]:
+    """Has a function do something else, where others hold the function itself."""
+    code, names = function.__code__, function.__globals__
+    original = types.FunctionType(code, names)
+    names["_answer_of_fxpar"] = answers = names.get("_answer_of_fxpar", {})
+    answers[function.__name__] = answering(original)
+    made: dict[str, Any] = {}
+    exec(f"def asked(): return _answer_of_fxpar[{function.__name__!r}]()", made)
+    function.__code__ = made["asked"].__code__
+    try:
+        yield
+    finally:
+        function.__code__ = code
+        del answers[function.__name__]
+        if not answers:
+            del names["_answer_of_fxpar"]
 
 
 def question_of_fakes(answer: Callable[[Any, bool], bool]) -> Any:

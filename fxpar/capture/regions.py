@@ -89,7 +89,8 @@ def _inline(
     with graph.inserting_before(node):
         outputs = graph.graph_copy(inner.graph, mapping)
         if detach:
-            _detach_writes([mapping[each] for each in inner.graph.nodes if each in mapping])
+            copies = [mapping[each] for each in inner.graph.nodes if each in mapping and each not in holders]
+            _detach_writes(copies)
         outputs = list(outputs) if isinstance(outputs, (tuple, list)) else [outputs]
         if detach:
             outputs = [value if value in args else _detached(graph, value) for value in map(_itself, outputs)]

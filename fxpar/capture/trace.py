@@ -238,6 +238,8 @@ def _trace(run: Called, offered: Offered, originals: Mapping[int, Tensor], other
                 return _trace(run, offered, originals, others, False)
             if not isinstance(error, CaptureError):
                 first = error
+            elif isinstance(error, SizeError) and offered.leading != 0:
+                raise  # with fewer symbols it may be traced
             elif as_eager and questions.asked:
                 refused = error
             elif refused is not None:
@@ -246,15 +248,16 @@ def _trace(run: Called, offered: Offered, originals: Mapping[int, Tensor], other
                 raise
         if not questions.asked:
             break
-    refuse_loop(first, module, prefix)
-    _explain_now(first, module if originals else None)
+    if refused is None:
+        refuse_loop(first, module, prefix)
+        _explain_now(first, module if originals else None)
     try:
         with untouched(module), nothing_remembered(module, others, plain=True):
             graph_module, assumptions = dynamo_graph(module, prefix, *call)
         exported, recorder, _, norms = _functional(graph_module, call, prefix, False)
         return Trace(exported, "dynamo", recorder, prefix, originals, assumptions, norms=norms)
     except FAILURES as error:
-        if refused is not None:  # it may say that there are programs of given sizes
+        if refused is not None:
             raise refused from error
         raise _explained(first, error) from first
 
@@ -281,6 +284,7 @@ def _functional(
                 patches.roots_of_sizes(),
                 patches.orders_of_products(),
                 patches.recurrent_shapes(),
+                patches.autocast_that_is_off_is_none(),
                 patches.late_code(),
                 patches.bindings_where_there_are_any(),
                 host_numbers(),

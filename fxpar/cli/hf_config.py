@@ -44,6 +44,7 @@ _SIZES: Mapping[str, int] = {
 }
 # Groups of experts of which each token takes some (8 of DeepSeek's) still have several experts each.
 _EXPERTS, _MOST_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 32
+_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k")  # of each token
 _TOKENS: Mapping[str, int] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
 _DROPOUT = 0.1
 
@@ -79,7 +80,8 @@ class _Fields:
         self.aliases: dict[str, str] = dict(cls.attribute_map)
 
     def own(self, name: str) -> str | None:
-        name = self.aliases.get(name, name)
+        if name not in self.defaults:
+            name = self.aliases.get(name, name)
         return name if name in self.defaults else None
 
 
@@ -119,7 +121,7 @@ def small_config(cls: Any, pairs: list[str], length: int, where: str) -> Any:
 
 def _built(cls: Any, given: Mapping[str, Any], length: int) -> Any:
     fields = _Fields(cls)
-    settings = {**_defaults(fields, length), **given}
+    settings = {**_defaults(fields, length, given), **given}
     settings |= {k: v for k, v in _derived(fields, settings).items() if k not in given}
     parts = {name: part for name, part in _parts(cls, length).items() if name not in given}
     try:
@@ -175,7 +177,7 @@ def _is_pair(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and len(value) == 2 and all(type(each) is int for each in value)
 
 
-def _defaults(fields: _Fields, length: int) -> dict[str, Any]:
+def _defaults(fields: _Fields, length: int, given: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     defaults = fields.defaults
     for name, size in _SIZES.items():
@@ -186,7 +188,8 @@ def _defaults(fields: _Fields, length: int) -> dict[str, Any]:
             continue
         if name == field or field not in found:
             found[field] = max(size, length) if name == "max_position_embeddings" else size
-    for name in _EXPERTS:
+    chosen = max(n for name in (*_CHOSEN, "") if type(n := given.get(name, defaults.get(name, 0))) is int)
+    for name in _EXPERTS if chosen <= _MOST_EXPERTS else ():
         if type(number := defaults.get(name)) is int and number > _MOST_EXPERTS:
             found[name] = _MOST_EXPERTS
     if isinstance(defaults.get("depths"), (list, tuple)):  # stages, each of half the resolution

@@ -152,7 +152,12 @@ class _ParameterPhase:
                 self._check_number(read, node)
         given = tuple(placement for read in operands(node) for placement in self._read(node, read))
         if node.target is operator.getitem:
-            return (given[int(node.args[1])],)  # type: ignore[arg-type]
+            number = int(node.args[1])  # type: ignore[arg-type]
+            if not 0 <= number < len(given):
+                raise CheckFailed(
+                    f"takes item {number} of {len(given)}", where=describe(node), remedy="take an item that is there"
+                )
+            return (given[number],)
         if P not in given:
             return (R,) * len(output_types(node))
         if node.target in _ITEM_BY_ITEM or node.target in COERCION_OF:

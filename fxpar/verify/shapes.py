@@ -41,8 +41,9 @@ from fxpar.verify.whole import whole_arguments
 
 aten = torch.ops.aten
 
-# What an operation on shapes raises where they do not fit; some of torch's shape functions use assertions.
-_FAILURES = (RuntimeError, ValueError, IndexError, TypeError, KeyError, AssertionError, ArithmeticError)
+# What an operation on shapes raises where they do not fit; some of torch's shape functions use assertions, and ask
+# attributes of an argument that a text made None.
+_FAILURES = (RuntimeError, ValueError, LookupError, TypeError, AttributeError, AssertionError, ArithmeticError)
 
 
 def check_shapes(program: Program, facts: Facts | None = None) -> None:

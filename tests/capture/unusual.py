@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling, is_exporting
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
@@ -38,6 +39,42 @@ def no_grad_function(h: Any) -> Any:
     with torch.no_grad():
         scale = functions.Seven.apply(h).amax()
     return h / (1 + scale)
+
+
+def no_grad_reads_a_change(h: Any) -> Any:
+    """Written values have a gradient, whatever reads them without one."""
+    y = h.sin()
+    y += h.cos()
+    with torch.no_grad():
+        largest = y.abs().amax()
+    return y / largest
+
+
+def no_grad_without_autocast(h: Any) -> Any:
+    with torch.autocast("cpu", enabled=False), torch.no_grad():
+        mean = h.mean()
+    return h * mean
+
+
+def no_grad_between_changes(h: Any) -> Any:
+    y = h.index_add(1, torch.arange(5), h)
+    with torch.autocast("cpu", enabled=False):
+        y.mul_(h.sigmoid())
+        with torch.no_grad():
+            scale = y.exp().sum()
+        y.add_(h)
+    return y / scale
+
+
+def asks_by_its_own_name(h: Any) -> Any:
+    return h * 3 if any((is_compiling(), is_exporting(), torch._dynamo.is_compiling())) else h
+
+
+def pads_where_it_is_not_compiled(h: Any) -> Any:
+    """Its eager way has sizes that need a program each, its compiled way has not, and computes something else."""
+    if torch.compiler.is_compiling():
+        return h.sum(1)
+    return functional.pad(h, (0, 0, 0, -h.shape[1] % 4)).unflatten(1, (-1, 4)).amax(2).sum(1)
 
 
 def in_both_branches(h: Any) -> Any:
@@ -259,6 +296,11 @@ MODELS: Mapping[str, tuple[Forward, str]] = {
     "differentiates anew": (around(lambda h: bound.Recomputed.apply(h)), ""),
     "decides by values of its gradient": (around(lambda h: bound.Deciding.apply(h)), ""),
     "under no_grad": (around(no_grad_function), ""),
+    "a change that no_grad reads": (around(no_grad_reads_a_change), ""),
+    "no_grad without autocast": (around(no_grad_without_autocast), ""),
+    "no_grad between changes without autocast": (around(no_grad_between_changes), ""),
+    "another way by its own name": (around(asks_by_its_own_name), ""),
+    "other sizes when compiled": (around(pads_where_it_is_not_compiled), ""),
     "in one branch of two": (around(in_both_branches), ""),
     "in a loop": (around(in_a_loop), ""),
     "in a checkpoint": (around(in_checkpoint), ""),

@@ -19,6 +19,21 @@ def config(loaded: LoadedModel) -> Any:
     return loaded.model.config
 
 
+@pytest.mark.parametrize(
+    ("spec", "experts"),
+    [
+        ("hf:kimi_linear", 32),
+        ("hf:qwen3_moe", 32),
+        ("hf:qwen3_moe,num_experts=8", 8),
+        ("hf:qwen3_moe,num_experts_per_tok=40", 128),
+        ("hf:mixtral", 8),
+    ],
+)
+def test_experts_are_few_and_more_than_a_token_takes(spec: str, experts: int) -> None:
+    sizes = [size for name, size in shapes(load(spec).model).items() if name.endswith("gate_up_proj")]
+    assert {size[0] for size in sizes} == {experts}
+
+
 def shapes(model: nn.Module) -> dict[str, list[int]]:
     return {name: list(p.shape) for name, p in model.named_parameters()}
 
