@@ -372,7 +372,7 @@ TABLE = [
     Bad("second rule", lambda: fxpar.register_rule(silu), "InputError", "has a rule already"),
     Bad(
         "labels that do not fit",
-        lambda: fxpar.register_rule(torch.ops.aten.cholesky.default, "a, b"),
+        lambda: fxpar.register_rule(torch.ops.aten.orgqr.default, "a, b"),
         "InputError",
         "->",
     ),

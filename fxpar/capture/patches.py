@@ -348,9 +348,9 @@ def _answered(
     original = types.FunctionType(code, names)
     names["_answer_of_fxpar"] = answers = names.get("_answer_of_fxpar", {})
     answers[function.__name__] = answering(original)
-    made: dict[str, Any] = {}
-    exec(f"def asked(): return _answer_of_fxpar[{function.__name__!r}]()", made)
-    function.__code__ = made["asked"].__code__
+    namespace: dict[str, Any] = {}
+    exec(f"def asked(): return _answer_of_fxpar[{function.__name__!r}]()", namespace)
+    function.__code__ = namespace["asked"].__code__
     try:
         yield
     finally:

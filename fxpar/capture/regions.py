@@ -89,7 +89,7 @@ def _inline(
     with graph.inserting_before(node):
         outputs = graph.graph_copy(inner.graph, mapping)
         if detach:
-            copies = [mapping[each] for each in inner.graph.nodes if each in mapping and each not in holders]
+            copies = [mapping[copied] for copied in inner.graph.nodes if copied in mapping and copied not in holders]
             _detach_writes(copies)
         outputs = list(outputs) if isinstance(outputs, (tuple, list)) else [outputs]
         if detach:

@@ -119,18 +119,18 @@ def small_config(cls: Any, pairs: list[str], length: int, where: str) -> Any:
     return config
 
 
-def _built(cls: Any, given: Mapping[str, Any], length: int) -> Any:
+def _built(cls: Any, fixed: Mapping[str, Any], length: int) -> Any:
     fields = _Fields(cls)
-    settings = {**_defaults(fields, length, given), **given}
-    settings |= {k: v for k, v in _derived(fields, settings).items() if k not in given}
-    parts = {name: part for name, part in _parts(cls, length).items() if name not in given}
+    settings = {**_defaults(fields, length, fixed), **fixed}
+    settings |= {k: v for k, v in _derived(fields, settings).items() if k not in fixed}
+    parts = {name: part for name, part in _parts(cls, length).items() if name not in fixed}
     try:
         config = cls(**settings, **parts)
     except _strict_errors():
         if not parts:
             raise
         config = cls(**settings)  # sizes of parts may have to fit one another
-    return _rotary(config, given)
+    return _rotary(config, fixed)
 
 
 def _parts(cls: Any, length: int) -> dict[str, Any]:
@@ -177,7 +177,7 @@ def _is_pair(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and len(value) == 2 and all(type(each) is int for each in value)
 
 
-def _defaults(fields: _Fields, length: int, given: Mapping[str, Any]) -> dict[str, Any]:
+def _defaults(fields: _Fields, length: int, others: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     defaults = fields.defaults
     for name, size in _SIZES.items():
@@ -188,7 +188,7 @@ def _defaults(fields: _Fields, length: int, given: Mapping[str, Any]) -> dict[st
             continue
         if name == field or field not in found:
             found[field] = max(size, length) if name == "max_position_embeddings" else size
-    chosen = max(n for name in (*_CHOSEN, "") if type(n := given.get(name, defaults.get(name, 0))) is int)
+    chosen = max(n for name in (*_CHOSEN, "") if type(n := others.get(name, defaults.get(name, 0))) is int)
     for name in _EXPERTS if chosen <= _MOST_EXPERTS else ():
         if type(number := defaults.get(name)) is int and number > _MOST_EXPERTS:
             found[name] = _MOST_EXPERTS

@@ -26,6 +26,6 @@ def refuse_tracing() -> None:
 def _refuse(context: object = None) -> None:
     raise InputError(
         "cannot be traced: its programs are graphs already",
-        where="ParallelModule",
+        where="ParallelModule" if context is None else "torch.compile",
         remedy="call it without torch.compile, torch.export and torch.jit; Plan(compile=True) compiles its programs",
     )

@@ -89,6 +89,8 @@ def part_of(value: Tensor, place: Place, func: Any = None) -> Tensor:
     if isinstance(value, DTensor):
         if value.shape == place.shape and tuple(value.placements) == place.placements:
             return value._local_tensor
+        if all(placement.is_replicate() for placement in value.placements):  # whole on every rank
+            return part_of(value._local_tensor, place, func)
         raise InputError(
             f"a DTensor placed {value.placements} does not fit", where=place.name, remedy="pass a whole tensor"
         )

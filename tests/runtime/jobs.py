@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._dynamo.exc import InternalTorchDynamoError
 from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 
@@ -83,6 +84,20 @@ def refusal(action: Callable[[], Any]) -> tuple[str, str, str, str]:
     except FxparError as error:
         return type(error).__name__, error.where, error.reason, error.remedy
     raise AssertionError("nothing was refused")
+
+
+def compile_and_call(model: Any, batch: dict[str, Any]) -> None:
+    """`torch.compile` of a module, and a call: from torch 2.14 on nothing asks the module before, and Dynamo wraps what
+    it says.
+    """
+    try:
+        compiled: Any = torch.compile(model)
+        compiled(**batch)
+    except InternalTorchDynamoError as error:
+        inside = error.__cause__ or error.__context__
+        raise (inside if isinstance(inside, FxparError) else error) from None
+    finally:
+        torch.compiler.reset()
 
 
 # ---------------------------------------------------------------------- training

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import clip_grad_norm_, parametrize, prune
 from torch.optim.swa_utils import AveragedModel
 
+from tests.runtime.jobs import compile_and_call
 from tests.runtime.loops import Block, Model, Registry, row, run, step
 
 NOT_SEEN = "would not see it"
@@ -576,7 +577,7 @@ def sharded_by_layer(m: Any, b: Any) -> Any:
 
 @row(refused="torch.compile", places=("tp",))
 def compiled(m: Any, b: Any) -> Any:
-    torch.compile(m)
+    compile_and_call(m, b)
 
 
 @row(refused="compile()")

@@ -24,7 +24,7 @@ from fxpar.runtime.module import ParallelModule
 from fxpar.state.routing import IS_DISPATCHED
 from tests.runtime import models
 from tests.runtime.ecosystem import Shampoo
-from tests.runtime.jobs import Found, refusal, tiny_module, tp
+from tests.runtime.jobs import Found, compile_and_call, refusal, tiny_module, tp
 
 
 def _zero(parameters: Any) -> torch.optim.Optimizer:
@@ -128,7 +128,7 @@ def wrappers() -> Found:
         "fully_shard": lambda: fully_shard(model),
         "fully_shard a part": lambda: fully_shard(model.up),
         "FullyShardedDataParallel": lambda: FullyShardedDataParallel(model, device_id=torch.device("cpu")),
-        "torch.compile": lambda: torch.compile(model),
+        "torch.compile": lambda: compile_and_call(model, models.batch()),
         "compile()": lambda: model.compile(),
         "DataParallel": lambda: model._replicate_for_data_parallel(),
         "parallelize_module": lambda: parallelize_module(model, mesh, {"norm": SequenceParallel()}),
