@@ -95,7 +95,10 @@ def test_where_float32_shows_nothing_float64_does() -> None:
         without_a_little(total, 1e-4)
 
     check = edited(1e-5, otherwise, torch.float32)
-    with pytest.raises(CheckFailed, match=r"from itself by .*cannot be seen; take other inputs"):
+    # How much rounding explains depends on the order of the processor's sums.
+    with pytest.raises(
+        CheckFailed, match=r"from itself by .*cannot be seen; take other inputs|deviates from the module"
+    ):
         check()
 
 
