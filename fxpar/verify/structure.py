@@ -354,6 +354,8 @@ def _check_counter(node: fx.Node, states: list[str]) -> None:
     if getattr(given["rng"], "name", "") not in states:
         raise CheckFailed(f"takes its state from {given['rng']}", where=describe(node), remedy=f"pass {RNG_PATH}")
     indices = given.get("indices") or ()
+    if not isinstance(indices, (list, tuple)):
+        raise CheckFailed(f"takes the indices {indices}", where=describe(node), remedy="pass a list, one for each axis")
     targets = [getattr(item, "target", None) for item in indices]
     own = [(item.kwargs.get("axis"), item.args[2:]) for item in indices if isinstance(item, fx.Node)]
     if not {*targets} <= {axis_index} or len(set(own)) != len(indices):
