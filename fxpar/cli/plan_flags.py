@@ -218,7 +218,8 @@ def _of_kind(text: str, kinds: tuple[type, ...], where: str, form: str) -> Any:
         return text
     value = int(text) if _NUMBER.fullmatch(text) else yaml_value(text, where)
     if type(value) not in kinds:
-        raise InputError(f"{shown(text)} is no number", where=where, remedy=f"write {form}")
+        what = "whole number" if kinds == (int,) else "number"
+        raise InputError(f"{shown(text)} is no {what}", where=where, remedy=f"write {form}")
     return value
 
 

@@ -47,7 +47,7 @@ CASES = {
     "batch dim without =": (f"trace {TINY} --batch-dims x", "--batch-dims x: names no value; write NAME=VALUE"),
     "batch dim that is no number": (
         f"trace {TINY} --batch-dims x=b",
-        "--batch-dims x=b: 'b' is no number; write NAME=VALUE",
+        "--batch-dims x=b: 'b' is no whole number; write NAME=VALUE",
     ),
     "batch dim of nothing": (f"run {TINY} --dp 2 --batch-dims moon=0", "batch_dims['moon']: names no input"),
     "norm by a strange way": (f"trace {TINY} --batch-norm local", "batch_norm='local' is unknown: choose one of"),
