@@ -29,6 +29,7 @@ from torch._export.utils import _get_shape_env_from_gm
 from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.amp.autocast_mode import _enter_autocast
+from torch.autograd.function import FunctionMeta
 from torch.fx.experimental.proxy_tensor import _ModuleStackTracer
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
@@ -40,18 +41,59 @@ _QUESTIONS = ("is_compiling", "is_dynamo_compiling", "is_exporting")
 
 def apply_of(cls: type, *args: Any, **kwargs: Any) -> Any:
     """`cls.apply` as torch has it, whatever stands in its place."""
-    return torch._C._FunctionBase.__dict__["apply"].__get__(None, cls)(*args, **kwargs)
+    with mock.patch.object(FunctionMeta, "__getattribute__", type.__getattribute__):
+        return torch._C._FunctionBase.__dict__["apply"].__get__(None, cls)(*args, **kwargs)
 
 
-def owner_of_apply() -> type:
-    """The class whose `apply` the calls of an autograd function reach.
+@contextlib.contextmanager
+def _applies(apply: Callable[..., Any], is_taken: Callable[[type], bool]) -> Iterator[None]:
+    """Takes the calls of `Function.apply`, looked up now or bound before.
 
-    Up to torch 2.14 `Function.apply` is a `classmethod` of Python that calls its base class: so do the methods that
-    were bound before, and they look the name up in each call. Later it is a descriptor in C, and what was bound before
-    stays what it was.
+    Up to torch 2.14 it is a `classmethod` of Python that calls its base class: so do the methods that were bound
+    before, and they look the name up in each call. Later it is in C, and what was bound before stays what it was.
     """
-    is_python = hasattr(torch.autograd.Function.__dict__["apply"], "__func__")
-    return torch.autograd.function._SingleLevelFunction if is_python else torch.autograd.Function
+    functions = torch.autograd.function
+    with contextlib.ExitStack() as stack:
+        if hasattr(functions.Function.__dict__["apply"], "__func__"):
+            stack.enter_context(mock.patch.object(functions._SingleLevelFunction, "apply", classmethod(apply)))
+        else:
+            undefined = functions._SingleLevelFunction.setup_context
+
+            def by_position(cls: Any, *args: Any, **kwargs: Any) -> Any:
+                if type.__getattribute__(cls, "setup_context") != undefined:
+                    args, kwargs = functions._bind_default_args(cls.forward, args, kwargs)
+                return apply(cls, *args, **kwargs)
+
+            stack.enter_context(mock.patch.object(functions.Function, "apply", classmethod(by_position)))
+            stack.enter_context(_bound_applies(by_position, is_taken))
+        yield
+
+
+def _bound_applies(apply: Callable[..., Any], is_taken: Callable[[type], bool]) -> Any:
+    """Takes the calls of `apply` in C by what it looks up on the class: `setup_context`, the node's class, `forward`.
+
+    `apply` stands for `forward` then, and its result becomes the function's. torch calls `forward` without gradients,
+    which no trace sees: a `no_grad` inside would end where torch's does. Nothing else looks up the node's class.
+    """
+    plain = type.__getattribute__
+    undefined = torch.autograd.function._SingleLevelFunction.setup_context
+    called: list[tuple[type, bool]] = []
+
+    def look_up(cls: type, name: str) -> Any:
+        if name not in ("setup_context", "_backward_cls", "forward") or not is_taken(cls):
+            return plain(cls, name)
+        if name == "_backward_cls":
+            called.append((cls, torch.is_grad_enabled()))
+        elif name == "setup_context" and not torch._C._are_functorch_transforms_active():
+            # As if there were none: `forward` is called with all arguments.
+            return undefined
+        elif name == "forward" and called and called[-1][0] is cls:
+            with torch._C.DisableTorchFunction():
+                torch._C._set_grad_enabled(called.pop()[1])
+            return lambda ctx, *args, **kwargs: apply(cls, *args, **kwargs)
+        return plain(cls, name)
+
+    return mock.patch.object(FunctionMeta, "__getattribute__", look_up)
 
 
 def _checkpoint_generator() -> str:
@@ -61,15 +103,18 @@ def _checkpoint_generator() -> str:
 
 
 @contextlib.contextmanager
-def autograd_functions(apply: Callable[..., Any], transformed: Callable[..., Any]) -> Iterator[None]:
+def autograd_functions(
+    apply: Callable[..., Any], is_taken: Callable[[type], bool], transformed: Callable[..., Any]
+) -> Iterator[None]:
     """Takes the calls of autograd functions.
 
     Args:
         apply: called with the class and the arguments of its `apply`.
-        transformed: likewise, under a transform such as vmap.
+        is_taken: whether those of a class are taken where `apply` was bound before.
+        transformed: called as `apply` is, under a transform such as vmap.
     """
     with (
-        mock.patch.object(owner_of_apply(), "apply", classmethod(apply)),
+        _applies(apply, is_taken),
         mock.patch.object(torch.autograd.function, "custom_function_call", transformed),
     ):
         yield

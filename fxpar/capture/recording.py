@@ -66,9 +66,13 @@ def recording() -> Iterator[Recorder]:
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if cls is torch.utils.checkpoint.CheckpointFunction:  # (run_function, preserve_rng_state, *args)
             return _reentrant(recorder, args[0], args[2:])
-        if is_internal(cls) or not torch.compiler.is_exporting():
+        if not is_recorded(cls):
             return patches.apply_of(cls, *args, **kwargs)
         return _apply_as_operator(cls, library, recorder, args, kwargs)
+
+    def is_recorded(cls: type) -> bool:
+        is_torch = is_internal(cls) or cls is torch.utils.checkpoint.CheckpointFunction
+        return not is_torch and torch.compiler.is_exporting()
 
     def transformed(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if is_internal(cls):
@@ -90,7 +94,7 @@ def recording() -> Iterator[Recorder]:
     try:
         with (
             patches.inference_mode(without_gradient),
-            patches.autograd_functions(apply, transformed),
+            patches.autograd_functions(apply, is_recorded, transformed),
             patches.checkpoints(marked),
             patches.saved_tensors_hooks(_refuse_saved_hooks),
             patches.module_hooks(_refuse_module_hooks),
