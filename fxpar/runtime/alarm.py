@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 # Seconds between two looks into the store, and ranks of which more look less often: one process answers all of them.
 _PAUSE, _RANKS = 0.5, 512
 # Seconds after which a call lasts long, and in which ranks that miss another say that they are there.
-_LASTS, _ROLL_CALL = 3.0, 2.5
+_LASTS, _ROLL_CALL = 1.0, 2.5
 # Exists as soon as any module has failed, so that a look is one question however many modules there are.
 _BELL = "fxpar/bell"
 
@@ -197,7 +197,10 @@ class Alarm:
             self.first = error
         self.hang_up()
         for stop in reversed(self._stops):  # communicators come last: their kernels may stand behind other waits
-            stop(self.error)
+            try:
+                stop(self.error)
+            except RuntimeError as failure:  # of a broken device; what else waits must end too
+                print(f"fxpar: {self.error.where}: a wait could not be ended: {failure}", file=sys.stderr, flush=True)
 
     @property
     def _key(self) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
+from torch._functorch.compile_utils import fx_graph_cse
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._guards import TracingContext, tracing
 from torch._inductor import config
@@ -98,6 +99,9 @@ class Inductor:
         with self._compiling(mode):
             joint_graph_passes(graph)
             keep_sums(graph.graph, _LATE)
+            # From torch 2.14 on the partition merges nothing of the forward with what the backward has: dropout's words
+            # would be drawn twice.
+            graph.graph = fx_graph_cse(graph.graph)
             first, second = min_cut_rematerialization_partition(graph, list(fakes), num_fwd_outputs=results)
             # Names tell which result of the forward an input of the backward is.
             given: Any = output_node(first.graph).args[0]

@@ -34,6 +34,19 @@ def test_the_first_of_two_errors_stands_on_all_ranks() -> None:
     assert seen == ["one"] * 3
 
 
+def test_a_wait_that_cannot_be_ended_keeps_no_other_from_ending(capsys: pytest.CaptureFixture[str]) -> None:
+    def broken(error: RankError) -> None:
+        raise RuntimeError("the device is lost")
+
+    store, heard, seen = HashStore(), Alarm(7, 0, 2), list[str]()
+    for stop in (lambda error: seen.append(error.reason), broken):
+        heard.on_stop(stop)
+    Alarm(7, 1, 2).tell(store, "rank 1", "one")
+    alarm._look([heard], store)
+    assert seen == ["one"]
+    assert "fxpar: rank 1: a wait could not be ended: the device is lost" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("sign", ["none", "there", "left"])
 def test_who_is_gone_is_called_by_name(sign: str, monkeypatch: pytest.MonkeyPatch) -> None:
     store, first, second = HashStore(), waiting(0), Alarm(7, 1, 2)
