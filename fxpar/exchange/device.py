@@ -62,11 +62,11 @@ class DeviceMailbox(Mailbox):
 
     def open(self) -> DeviceMailbox:
         """Makes the flags and the streams. A collective call."""
+        words = self._create(self.flags * _WORD)
         self._beside = torch.cuda.Stream(self.device)
         self._raising = torch.cuda.Stream(self.device)
         word = torch.zeros(1, dtype=torch.int32)
         self._stop = word.to(self.device), word.pin_memory()
-        words = self._create(self.flags * _WORD)
         self._raised = torch.ones(self.flags, dtype=torch.int32, pin_memory=True).view(torch.uint8)
         self._down = [words[self.rank], *(words[rank] for rank in self.others)]
         self._words = [each.data_ptr() for each in words]

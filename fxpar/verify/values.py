@@ -139,7 +139,7 @@ def reference_run(
     """What one device computes, in float64; arguments as for `verify_values`.
 
     Raises:
-        CheckFailed: the loss is not finite, so that nothing could be compared with it.
+        CheckFailed: the loss is not finite, or a gradient is NaN everywhere, so that nothing could be compared with it.
     """
     program = reference_program(captured)
     run = run_single(program, _weights(program, state), _given(program, inputs, step, microbatch))
@@ -149,6 +149,11 @@ def reference_run(
             where=f"loss {program.loss}",
             remedy="use other inputs",
         )
+    for name, gradient in run.gradients.items():
+        if gradient.numel() and bool(gradient.isnan().all()):
+            raise CheckFailed(
+                "is NaN everywhere on one device", where=f"gradient of {name}", remedy="use other inputs, or other weights"
+            )
     return run
 
 
