@@ -48,7 +48,7 @@ class Captured:
     Attributes:
         program: one device's program over global shapes.
         spec: how a call maps to the program's inputs and outputs.
-        how: `export`, or `dynamo` where export failed.
+        how: `export`; `compiled` where the model was told that it is compiled; `dynamo` where export failed.
         loss: the loss callable that was traced with the model, if any.
         unwalked: why the eager model's autograd graph could not be walked and compared; empty where it was.
         findings: what was checked of it since, as sentences.

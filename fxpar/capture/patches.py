@@ -52,7 +52,7 @@ def _applies(apply: Callable[..., Any], is_taken: Callable[[type], bool]) -> Ite
     Up to torch 2.14 it is a `classmethod` of Python that calls its base class: so do the methods that were bound
     before, and they look the name up in each call. Later it is in C, and what was bound before stays what it was.
     """
-    functions = torch.autograd.function
+    functions: Any = torch.autograd.function  # of another version than the stubs
     with contextlib.ExitStack() as stack:
         if hasattr(functions.Function.__dict__["apply"], "__func__"):
             stack.enter_context(mock.patch.object(functions._SingleLevelFunction, "apply", classmethod(apply)))

@@ -129,7 +129,7 @@ class Trace:
 
     Attributes:
         exported: the graph with its signature.
-        how: `export`, or `dynamo`.
+        how: `export`; `compiled` where the model was told that it is compiled; or `dynamo`.
         recorder: what was recorded on the way.
         prefix: what module paths begin with besides the author's names.
         originals: where the model has no memory, its tensor for the id of each tensor of `exported`.
@@ -232,7 +232,8 @@ def _trace(run: Called, offered: Offered, originals: Mapping[int, Tensor], other
             with untouched(module), nothing_remembered(module, others), questions:
                 # Another way than the eager one is not what the walk of the eager model goes.
                 exported, recorder, copied, norms = _functional(module, call, prefix, copies and as_eager)
-            return Trace(exported, "export", recorder, prefix, originals, copied=copied, norms=norms)
+            how = "export" if as_eager else "compiled"
+            return Trace(exported, how, recorder, prefix, originals, copied=copied, norms=norms)
         except (CaptureError, *FAILURES) as error:
             if copies:  # what is wrong with a model shows in a trace of each of its layers
                 return _trace(run, offered, originals, others, False)

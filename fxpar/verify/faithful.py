@@ -30,6 +30,10 @@ from fxpar.verify.values import call_inputs, check_capture
 LARGEST = 2 << 30  # bytes of weights
 _WORK = 3e10  # FLOPs of a forward, of which some ten are run
 _ROWS, _LENGTH = 2, 8
+_WAYS = {
+    "compiled": "The forward goes the way that it has under torch.compile, as its eager one depends on values.",
+    "dynamo": "The forward was traced by torch.compile's Dynamo, as Python's own run of it could not be.",
+}
 
 
 def compare(captured: Captured, model: nn.Module, batch: Any, run: bool = True) -> str:
@@ -80,7 +84,9 @@ def findings(captured: Captured, uncompared: str) -> tuple[str, ...]:
     compared = "Values and gradients of the captured graph were compared with the model's."
     if captured.unwalked:
         walked = f"The model's autograd graph could not be walked without values: {captured.unwalked}."
-    return walked, f"Values and gradients were not compared with the model's: {uncompared}." if uncompared else compared
+    if uncompared:
+        compared = f"Values and gradients were not compared with the model's: {uncompared}."
+    return tuple(filter(None, (walked, compared, _WAYS.get(captured.how))))
 
 
 def _hindrance(captured: Captured, model: nn.Module, batch: Any, has_values: bool = False) -> str | dict[str, int]:

@@ -152,7 +152,9 @@ def reference_run(
     for name, gradient in run.gradients.items():
         if gradient.numel() and bool(gradient.isnan().all()):
             raise CheckFailed(
-                "is NaN everywhere on one device", where=f"gradient of {name}", remedy="use other inputs, or other weights"
+                "is NaN everywhere on one device",
+                where=f"gradient of {name}",
+                remedy="use other inputs, or other weights",
             )
     return run
 

@@ -26,6 +26,7 @@ from fxpar.verify import faithful as values
 from fxpar.verify.values import check_capture
 from tests.capture import bound as _bound
 from tests.capture import functions as _functions
+from tests.capture import unusual
 from tests.capture.models import Net, example, faithful, net, seeded
 
 HERE = "test_eager.py:"
@@ -363,6 +364,16 @@ def test_what_would_cost_much_is_not_compared_and_said_so(monkeypatch: pytest.Mo
         assert "FLOPs" in values.compare(captured, model, example())
     assert values.compare(captured, model.to("meta"), example()) == "the model is on the meta device"
     assert "not compared with the model's: it is far" in values.findings(captured, "it is far")[1]
+
+
+def test_a_way_that_only_compiled_models_go_is_told() -> None:
+    model = net(lambda m, x: m.down(unusual.looks_when_eager(m.up(x))).sum()).to("meta")
+    captured = capture(model, example().to("meta"))
+    reason = values.compare(captured, model, example())
+    assert values.findings(captured, reason)[1:] == (
+        "Values and gradients were not compared with the model's: the model is on the meta device.",
+        "The forward goes the way that it has under torch.compile, as its eager one depends on values.",
+    )
 
 
 def test_few_rows_are_run_and_a_long_sequence_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:

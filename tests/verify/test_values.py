@@ -162,8 +162,8 @@ def test_a_gradient_that_is_no_number_is_refused() -> None:
     """The root of zero has an infinite derivative, times zero; the loss itself is finite."""
 
     class Root(Small):
-        def forward(self, x: Tensor) -> Tensor:
-            return ((self.down(self.up(x)) * 0.0) ** 2).sum().sqrt()
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            return {"loss": ((self.down(self.up(x)) * 0.0) ** 2).sum().sqrt()}
 
     with pytest.raises(CheckFailed, match=r"gradient of up.weight: is NaN everywhere on one device; use other inputs"):
         verify(Root(), torch.randn(4, 6), Plan(tp=2), level="values")
