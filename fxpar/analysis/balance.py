@@ -68,24 +68,24 @@ def stage_shares(program: Program, sizes: Mapping[str, int] | None = None) -> tu
     flops = [0] * count
     for node, formula in matmul_flops(program):
         flops[stage_of(node)] += int(evaluate(formula, values))
-    found = divisible(program)
+    forward = divisible(program)
     modules: list[list[str]] = [[] for _ in range(count)]
-    for node in found.order:
+    for node in forward.order:
         if note(node).fqn and not is_transfer(node):
             modules[stage_of(node)].append(note(node).fqn)
-    held = holders(program)
+    stages_of = holders(program)
     total = sum(flops)
     entering = crossings(program)
     shares = []
     for stage in range(count):
-        own = [p for p in program.parameters if p.kind == "parameter" and stage in held[p.fqn]]
+        owned = [p for p in program.parameters if p.kind == "parameter" and stage in stages_of[p.fqn]]
         received = tuple(
-            Received(c.source.name, str(c.type), found.bytes_of(c.node, values), c.carries)
+            Received(c.source.name, str(c.type), forward.bytes_of(c.node, values), c.carries)
             for c in entering
             if c.receiver == stage
         )
         names = modules[stage] or [""]
-        elements, size = sum(local_elements(program, p) for p in own), sum(held_bytes(program, p) for p in own)
+        elements, size = sum(local_elements(program, p) for p in owned), sum(held_bytes(program, p) for p in owned)
         part = flops[stage] / total if total else 0.0
         shares.append(StageShare(stage, names[0], names[-1], flops[stage], part, elements, size, received))
     return tuple(shares)
@@ -109,7 +109,7 @@ def in_flight(ranks: int, virtual: int, rank: int) -> tuple[int, ...]:
     if virtual == 1:
         return (ranks - rank,)
     first = 2 * (ranks - rank - 1) + (virtual - 1) * ranks + 1
-    found = [0] * virtual
+    counts = [0] * virtual
     for i in range(first):
-        found[i // ranks % virtual] += 1
-    return tuple(found)
+        counts[i // ranks % virtual] += 1
+    return tuple(counts)

@@ -66,8 +66,8 @@ def why_not_capturable(node: fx.Node) -> str:
 def _is_fill(node: fx.Node) -> bool:
     """Whether indices are numbers, or the one value is written at a mask, which torch fills in without counting."""
     arguments = bind_arguments(node)
-    indices = [each for each in arguments["indices"] if isinstance(each, fx.Node)]
-    if all(_dtype(each) not in (torch.bool, torch.uint8) for each in indices):
+    indices = [index for index in arguments["indices"] if isinstance(index, fx.Node)]
+    if all(_dtype(index) not in (torch.bool, torch.uint8) for index in indices):
         return True
     values = note(arguments["values"]).type
     return isinstance(values, TensorType) and not values.shape and not arguments.get("accumulate", False)
@@ -126,7 +126,7 @@ def capture_regions(
         sizes: of the inputs by symbol; the example's where they are not given.
     """
     values = symbol_sizes(program, sizes)
-    found: list[CaptureRegion] = []
+    regions: list[CaptureRegion] = []
     boundaries: list[Boundary] = []
     for phase, reason, nodes in _runs(program):
         if reason:
@@ -135,7 +135,7 @@ def capture_regions(
         inside = set(nodes)
         reads = dict.fromkeys(read for node in nodes for read in node.all_input_nodes if read not in inside)
         leaving = [node for node in nodes if any(user not in inside for user in node.users)]
-        found.append(
+        regions.append(
             CaptureRegion(
                 phase,
                 tuple(node.name for node in nodes),
@@ -143,7 +143,7 @@ def capture_regions(
                 {node.name: _bytes(node, program, values) for node in leaving if output_types(node)},
             )
         )
-    return found, boundaries
+    return regions, boundaries
 
 
 def _runs(program: Program) -> Iterator[tuple[str, str, list[fx.Node]]]:

@@ -32,12 +32,12 @@ def exponents(program: Program) -> list[Exponents]:
         if alike(node.target) is _ATTENTION:  # its scores are no value of the graph
             query, key = (output_types(operand)[0].shape for operand in operands(node)[:2])
             shapes.add((*query[:-1], key[-2]))
-    found = {(0,) * len(order)}
+    monomials = {(0,) * len(order)}
     for size in {balanced(program.counted, product(shape)) for shape in shapes if names(shape)}:
         if sympy.sympify(size).is_polynomial(*order):
             for powers in sympy.Poly(size, *order).monoms():
-                found.update(itertools.product(*[range(power + 1) for power in powers]))
-    return sorted(found)
+                monomials.update(itertools.product(*[range(power + 1) for power in powers]))
+    return sorted(monomials)
 
 
 def points(powers: Sequence[Exponents], sizes: Mapping[str, int]) -> list[dict[str, int]]:
@@ -70,19 +70,19 @@ def fit(
         where: as `points` gives them.
         counts: what was counted there, by name.
     """
-    keys = list(dict.fromkeys(key for found in counts for key in found))
+    keys = list(dict.fromkeys(key for count in counts for key in count))
     rows = [
         [prod(size**e for size, e in zip(point.values(), power, strict=True)) for power in powers] for point in where
     ]
-    values = [[found.get(key, 0) for key in keys] for found in counts]
+    values = [[count.get(key, 0) for key in keys] for count in counts]
     solved = sympy.Matrix(rows[:-1]).LUsolve(sympy.Matrix(values[:-1]))
-    wanted = sympy.Matrix([rows[-1]]) * solved
+    predicted = sympy.Matrix([rows[-1]]) * solved
     monomials = [
         prod((symbol(n) ** e for n, e in zip(where[0], power, strict=True)), start=sympy.Integer(1)) for power in powers
     ]
-    found: dict[str, Size | None] = {}
+    polynomials: dict[str, Size | None] = {}
     for column, key in enumerate(keys):
         terms = [solved[row, column] * monomial for row, monomial in enumerate(monomials)]
-        agrees = wanted[0, column] == values[-1][column]
-        found[key] = simplify(sympy.Add(*terms)) if agrees else None
-    return found
+        agrees = predicted[0, column] == values[-1][column]
+        polynomials[key] = simplify(sympy.Add(*terms)) if agrees else None
+    return polynomials

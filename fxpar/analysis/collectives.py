@@ -68,28 +68,28 @@ def collectives(program: Program, sizes: Mapping[str, int] | None = None) -> lis
     """
     values = symbol_sizes(program, sizes)
     is_step = Property.STEP in program.properties
-    wanted = set[fx.Node]() if is_step else reached(program, carried(program))
+    differentiated = set[fx.Node]() if is_step else reached(program, carried(program))
     owned = {p.node for p in program.parameters}
     weights = weights_of(
         program.graph, (node for node in program.graph.nodes if node.op == "placeholder" and node.name in owned)
     )
-    found = []
+    traffic = []
     forms: dict[Size, str] = {}
     for node in program.graph.nodes:
         if not isinstance(node.target, Operator) or node.target.traffic is None:
             continue
-        for sent in node.target.traffic(_crossing(program, node, wanted, node in weights)):
+        for sent in node.target.traffic(_crossing(program, node, differentiated, node in weights)):
             size, phase = simplify(sent.bytes), sent.phase
             if note(node).phase:
                 phase = RECOMPUTE if note(node).origin == RECOMPUTE else note(node).phase
             where = str(node.kwargs["axis"]), phase, node.name
             if size not in forms:  # equal layers send as much
                 forms[size] = in_input_sizes(program, size)
-            found.append(Collective(sent.collective, *where, evaluate(size, values), forms[size], float(sent.part)))
-    return found
+            traffic.append(Collective(sent.collective, *where, evaluate(size, values), forms[size], float(sent.part)))
+    return traffic
 
 
-def _crossing(program: Program, node: fx.Node, wanted: Set[fx.Node], of_parameters: bool) -> Crossing:
+def _crossing(program: Program, node: fx.Node, differentiated: Set[fx.Node], of_parameters: bool) -> Crossing:
     """The node as its axes see it, over what the other axes leave."""
     names = axes_of(node)
     assert isinstance(node.target, Operator)
@@ -105,10 +105,10 @@ def _crossing(program: Program, node: fx.Node, wanted: Set[fx.Node], of_paramete
         operands=tuple(kind for kind, _ in before),
         outputs=tuple(kind for kind, _ in after),
     )
-    held = tuple(held_type(program.plan, kind) for kind in call.outputs)
-    takes = tuple(_takes(node, index, wanted) for index in range(len(after)))
-    given, made = (tuple(placement for _, placement in side) for side in (before, after))
-    return Crossing(call, given, made, held, of_parameters, takes)
+    held_types = tuple(held_type(program.plan, kind) for kind in call.outputs)
+    takes = tuple(_takes(node, index, differentiated) for index in range(len(after)))
+    operand_placements, output_placements = (tuple(placement for _, placement in side) for side in (before, after))
+    return Crossing(call, operand_placements, output_placements, held_types, of_parameters, takes)
 
 
 def in_input_sizes(program: Program, size: Size) -> str:
@@ -118,8 +118,8 @@ def in_input_sizes(program: Program, size: Size) -> str:
     size = balanced(program.counted, size)
     if isinstance(size, int):
         return str(size)
-    own = {symbol(s.name): symbol(s.name) / s.multiple for s in program.symbols}
-    return str(simplify(size.subs(own, simultaneous=True)))
+    shares = {symbol(s.name): symbol(s.name) / s.multiple for s in program.symbols}
+    return str(simplify(size.subs(shares, simultaneous=True)))
 
 
 def symbol_sizes(program: Program, sizes: Mapping[str, int] | None) -> dict[str, int]:
@@ -130,19 +130,21 @@ def symbol_sizes(program: Program, sizes: Mapping[str, int] | None) -> dict[str,
     Args:
         sizes: of the inputs; the example's where they are not given.
     """
-    given = dict(sizes or {})
-    found = {s.name: -(-given[s.name] // s.multiple) if s.name in given else s.example for s in program.symbols}
-    return with_counted(program.counted, found)
+    input_sizes = dict(sizes or {})
+    local_sizes = {
+        s.name: -(-input_sizes[s.name] // s.multiple) if s.name in input_sizes else s.example for s in program.symbols
+    }
+    return with_counted(program.counted, local_sizes)
 
 
-def _takes(node: fx.Node, index: int, wanted: Set[fx.Node]) -> bool:
+def _takes(node: fx.Node, index: int, differentiated: Set[fx.Node]) -> bool:
     """Whether the loss sends a gradient to an output of a node."""
     if not isinstance(note(node).type, tuple):
-        return node in wanted
-    return any(user in wanted and user.args[1] == index for user in node.users)
+        return node in differentiated
+    return any(user in differentiated and user.args[1] == index for user in node.users)
 
 
 def layer_of(fqn: str) -> str:
     """The layer a module belongs to: its name up to the first number, `model.layers.0`; empty outside of layers."""
-    found = _LAYER.match(fqn)
-    return found[0] if found else ""
+    match = _LAYER.match(fqn)
+    return match[0] if match else ""

@@ -53,11 +53,11 @@ class Divisible:
     @cached_property
     def places(self) -> Mapping[fx.Node, int]:
         """Of each operation its place in the order; a part of several results has that of what gives them."""
-        found: dict[fx.Node, int] = {}
+        places: dict[fx.Node, int] = {}
         for i, node in enumerate(self.order):
             source = node.args[0] if node.target is operator.getitem else None
-            found[node] = found[source] if isinstance(source, fx.Node) and source in found else i
-        return found
+            places[node] = places[source] if isinstance(source, fx.Node) and source in places else i
+        return places
 
     @cached_property
     def last(self) -> int:
@@ -69,13 +69,13 @@ class Divisible:
     @cached_property
     def last_read(self) -> Mapping[fx.Node, int]:
         """Of each operation the last place at which it is read, directly or by what each stage computes for itself."""
-        found: dict[fx.Node, int] = {}
+        last_reads: dict[fx.Node, int] = {}
         for node in reversed(self.program.graph.nodes):
             if node.op == "call_function":
                 users = [user for user in node.users if user.op != "output"]
-                own = [self.places[user] if user in self.places else found.get(user, 0) for user in users]
-                found[node] = max(own, default=self.places.get(node, 0))
-        return found
+                places = [self.places[user] if user in self.places else last_reads.get(user, 0) for user in users]
+                last_reads[node] = max(places, default=self.places.get(node, 0))
+        return last_reads
 
     @cached_property
     def _sizes(self) -> Mapping[str, int]:
@@ -99,11 +99,11 @@ class Divisible:
                 size = self.bytes_of(node) * (_SUMMANDS if self._is_partial(node) else 1)
                 changes[first + 1] += size
                 changes[last + 1] -= size
-        found, now = [], 0.0
+        live, now = [], 0.0
         for change in changes[: len(self.order)]:
             now += change
-            found.append(now)
-        return found
+            live.append(now)
+        return live
 
     def _is_partial(self, node: fx.Node) -> bool:
         return any(placement == P for layout in output_layouts(node) for _, placement in layout)
@@ -116,12 +116,12 @@ class Divisible:
         owned = self.program.placeholders()
         weights = weights_of(self.program.graph, [owned[p.node] for p in self.program.parameters])
         stored = materialised(self.program, products.keys(), weights)
-        found = []
+        seconds = []
         for node in self.order:
             flops = evaluate(products[node], self._sizes) if node in products else 0
-            own = product_seconds(flops, computed_part(node, axes), cost) if flops else 0.0
-            found.append(own + (access_seconds(self.bytes_of(node), 1, cost) if node in stored else 0.0))
-        return found
+            compute_seconds = product_seconds(flops, computed_part(node, axes), cost) if flops else 0.0
+            seconds.append(compute_seconds + (access_seconds(self.bytes_of(node), 1, cost) if node in stored else 0.0))
+        return seconds
 
     @cached_property
     def held(self) -> list[float]:
@@ -133,25 +133,25 @@ class Divisible:
                 if place is not None:
                     first[read] = min(place, first.get(read, place))
         nodes = self.program.placeholders()
-        found = [0.0] * len(self.order)
+        sizes = [0.0] * len(self.order)
         for p in self.program.parameters:
             if nodes[p.node] in first:
-                found[first[nodes[p.node]]] += self.bytes_of(nodes[p.node]) * (_STATES if p.trainable else 1)
-        return found
+                sizes[first[nodes[p.node]]] += self.bytes_of(nodes[p.node]) * (_STATES if p.trainable else 1)
+        return sizes
 
     @cached_property
     def reads(self) -> Mapping[fx.Node, frozenset[str]]:
         """Of each operation the parameters that it reads, itself or by what each stage computes for itself."""
-        found: dict[fx.Node, frozenset[str]] = {}
+        fqns: dict[fx.Node, frozenset[str]] = {}
         for node in self.program.graph.nodes:
             parameter = self.program.parameter(node) if node.op == "placeholder" else None
             if parameter is not None and parameter.kind == "parameter":
-                found[node] = frozenset({parameter.fqn})
+                fqns[node] = frozenset({parameter.fqn})
             elif node.op == "call_function":
                 same = summed(node)  # one of many whose gradients are summed together
                 sources = [read for read in node.all_input_nodes if read not in self.places] if same is None else [same]
-                found[node] = frozenset().union(*(found.get(read, frozenset()) for read in sources))
-        return found
+                fqns[node] = frozenset().union(*(fqns.get(read, frozenset()) for read in sources))
+        return fqns
 
     @cached_property
     def kept(self) -> list[float]:
@@ -178,31 +178,31 @@ def _anywhere(program: Program) -> set[fx.Node]:
     products = dict(matmul_flops(program))
     values = symbol_sizes(program, None)
     # Of each node the parameters that it is made of, and whether it is made of inputs.
-    made: dict[fx.Node, tuple[frozenset[fx.Node], bool]] = {}
-    found: set[fx.Node] = set()
+    origins: dict[fx.Node, tuple[frozenset[fx.Node], bool]] = {}
+    anywhere: set[fx.Node] = set()
     for node in program.graph.nodes:
         if node.op == "placeholder":
             is_input = program.parameter(node) is None
-            made[node] = (frozenset({node}) if node.name in trained else frozenset(), is_input)
+            origins[node] = (frozenset({node}) if node.name in trained else frozenset(), is_input)
             continue
-        if node.op != "call_function" or any(read not in made for read in node.all_input_nodes):
+        if node.op != "call_function" or any(read not in origins for read in node.all_input_nodes):
             continue
         if isinstance(note(node).type, ScalarType):
-            made[node] = frozenset(), False
-            found.add(node)
+            origins[node] = frozenset(), False
+            anywhere.add(node)
             continue
         if _communicates(node) or not _is_cheap(node, products, values, sizes):
             continue
-        parameters = frozenset().union(*(made[read][0] for read in _made_of(node)))
-        of_inputs = any(made[read][1] for read in _made_of(node))
+        parameters = frozenset().union(*(origins[read][0] for read in _made_of(node)))
+        of_inputs = any(origins[read][1] for read in _made_of(node))
         if parameters and of_inputs:
             continue
-        largest = MOST_OF_PARAMETERS * sum(sizes.bytes_of(each) for each in parameters)
+        largest = MOST_OF_PARAMETERS * sum(sizes.bytes_of(parameter) for parameter in parameters)
         if parameters and node.target is not sum_gradients and sizes.bytes_of(node) > largest:
             continue
-        made[node] = parameters, of_inputs
-        found.add(node)
-    return found
+        origins[node] = parameters, of_inputs
+        anywhere.add(node)
+    return anywhere
 
 
 def _made_of(node: fx.Node) -> Sequence[fx.Node]:
@@ -232,7 +232,7 @@ def _is_cheap(node: fx.Node, products: Mapping[fx.Node, object], values: Mapping
     return bool(evaluate(flops, values) <= _CHEAP * elements)
 
 
-def candidates(found: Divisible, stages: int, must: Sequence[int] = ()) -> list[int]:
+def candidates(forward: Divisible, stages: int, must: Sequence[int] = ()) -> list[int]:
     """The places at which the order may be cut, ascending.
 
     A place is none if less crosses another that is near, so that stages lose next to nothing by taking that. Behind the
@@ -243,15 +243,15 @@ def candidates(found: Divisible, stages: int, must: Sequence[int] = ()) -> list[
         must: places that are candidates in any case.
     """
     before = [0.0]
-    for seconds in found.seconds:
+    for seconds in forward.seconds:
         before.append(before[-1] + seconds)
     near = before[-1] / (8 * stages)
-    live = found.live
-    kept = []
-    for place in range(1, found.last + 1):
+    live = forward.live
+    places = []
+    for place in range(1, forward.last + 1):
         if place in must or not _has_better(place, live, before, near):
-            kept.append(place)
-    return kept
+            places.append(place)
+    return places
 
 
 def _has_better(place: int, live: Sequence[float], before: Sequence[float], near: float) -> bool:

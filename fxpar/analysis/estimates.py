@@ -63,8 +63,8 @@ def estimates(program: Program, sizes: Mapping[str, int] | None = None) -> Estim
     """
     sends: dict[str, list[Sending]] = {}
     notes = {node.name: note(node) for node in program.graph.nodes if node.op == "call_function"}
-    for each in collectives(program, sizes):
-        sends.setdefault(each.node, []).append(_sending(program, each, notes[each.node]))
+    for collective in collectives(program, sizes):
+        sends.setdefault(collective.node, []).append(_sending(program, collective, notes[collective.node]))
     values = symbol_sizes(program, sizes)
     rate = program.plan.cost.flops
     products = {

@@ -36,7 +36,7 @@ def why_not_copied(program: Program, reach: Reach | None) -> dict[str, str]:
         reach: of its ranks; None where these are not known.
     """
     plan, could = program.plan, copyable(program)
-    found: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     for node in program.graph.nodes:
         if not isinstance(node.target, Operator) or node.target.traffic is None:
             continue
@@ -55,5 +55,5 @@ def why_not_copied(program: Program, reach: Reach | None) -> dict[str, str]:
             why = "whether ranks can copy is known where they run"
         else:
             why = "what travels beside it leaves no buffer free"
-        found[node.name] = why
-    return found
+        reasons[node.name] = why
+    return reasons

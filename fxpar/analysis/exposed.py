@@ -56,12 +56,12 @@ def travels(program: Program, sizes: Mapping[str, int] | None = None) -> list[Tr
 
 def travels_of(program: Program, seconds: Estimates) -> list[Travel]:
     """As `travels`, by estimates that are known."""
-    found = []
+    travels = []
     for run in _runs(program):
         clock = _Clock(seconds)
         clock.run(run)
-        found += clock.done
-    return found
+        travels += clock.done
+    return travels
 
 
 def _runs(program: Program) -> Iterator[list[fx.Node]]:
@@ -93,15 +93,15 @@ class _Clock:
             self._wait(node)
 
     def _start(self, node: fx.Node) -> None:
-        for each in self.seconds.sends.get(node.name, ()):
+        for sending in self.seconds.sends.get(node.name, ()):
             self._wait(node)  # of several collectives of a node each needs the one before
-            one = each.collective
-            end = max(self._now, self._free.get(one.axis, 0.0)) + each.seconds
+            one = sending.collective
+            end = max(self._now, self._free.get(one.axis, 0.0)) + sending.seconds
             self._free[one.axis] = end
             self._under_way[node] = len(self.done)
-            stalled = each.seconds - each.hideable
+            stalled = sending.seconds - sending.hideable
             self._now += stalled
-            self.done.append(Travel(one, each.seconds, (), stalled))
+            self.done.append(Travel(one, sending.seconds, (), stalled))
             self._ends.append(end)
 
     def _compute(self, node: fx.Node, seconds: float) -> None:

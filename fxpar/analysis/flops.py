@@ -38,8 +38,8 @@ def uncounted(program: Program) -> dict[str, int]:
 
 
 def _flops(node: fx.Node) -> Size:
-    own = node.target.flops if isinstance(node.target, Operator) else None
-    formula = own or _FORMULAS.get(key_of(alike(node.target) or node.target))
+    declared = node.target.flops if isinstance(node.target, Operator) else None
+    formula = declared or _FORMULAS.get(key_of(alike(node.target) or node.target))
     if formula is not None:
         return formula(call_of(node, 1))
     return _by_labels(node) if _is_foreign(node) else 0
@@ -60,9 +60,9 @@ def _by_labels(node: fx.Node) -> Size:
     sizes = {}
     for label in labelling.summed:
         holding = [
-            kind.shape[own.index(label)]
-            for kind, own in zip(call.operands, labelling.operands, strict=True)
-            if label in own
+            kind.shape[labels.index(label)]
+            for kind, labels in zip(call.operands, labelling.operands, strict=True)
+            if label in labels
         ]
         if len(holding) > 1:
             sizes[label] = holding[0]
@@ -153,12 +153,12 @@ def _formulas() -> dict[str, Formula]:
         "addmv": "mat",
         "baddbmm": "batch1",
     }
-    found = {f"aten.{name}.default": _contracting(operand) for name, operand in aten.items()}
+    formulas = {f"aten.{name}.default": _contracting(operand) for name, operand in aten.items()}
     for which in ("default", "padding"):
-        found |= dict.fromkeys((f"aten.conv{d}d.{which}" for d in (1, 2, 3)), _convolution)
+        formulas |= dict.fromkeys((f"aten.conv{d}d.{which}" for d in (1, 2, 3)), _convolution)
     kernels = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu", "attention_math")
     return {
-        **found,
+        **formulas,
         "aten.addbmm.default": _contracting("batch1", batch=True),
         "aten.conv_transpose1d.default": _convolution,
         **dict.fromkeys(("aten.conv_transpose2d.input", "aten.conv_transpose3d.input"), _convolution),

@@ -98,15 +98,15 @@ def copyable(program: Program) -> dict[fx.Node, int]:
         program: a step, without calls of regions.
     """
     by_name = {node.name: node for node in program.graph.nodes}
-    found: dict[fx.Node, int] = {}
+    sizes: dict[fx.Node, int] = {}
     alive = _alive(program)
     for sent in collectives(program):
         node = by_name[sent.node]
         target = node.target
         assert isinstance(target, Operator)
         if target.copies and sent.op == target.sends[0] and note(node).phase != PARAMETER and node in alive:
-            found[node] = sent.bytes
-    return found
+            sizes[node] = sent.bytes
+    return sizes
 
 
 def is_sum(node: fx.Node) -> bool:
@@ -122,8 +122,8 @@ def is_shot(node: fx.Node) -> bool:
 
 def _alive(program: Program) -> set[fx.Node]:
     """What is returned, and what that needs."""
-    found: set[fx.Node] = set()
+    alive: set[fx.Node] = set()
     for node in reversed(program.graph.nodes):
-        if node.op == "output" or node in found:
-            found.update(node.all_input_nodes)
-    return found
+        if node.op == "output" or node in alive:
+            alive.update(node.all_input_nodes)
+    return alive

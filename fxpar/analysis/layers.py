@@ -33,11 +33,11 @@ def layers(program: Program, storages: Storages) -> list[list[fx.Node]]:
     ids: dict[str, int] = {}
     tokens = [ids.setdefault(_token(node), len(ids)) for node in main]
     until, sizes = _lives(main, storages)
-    found = []
+    layers = []
     for start, stop in parts(tokens, until, sizes=sizes, least=_LEAST):
         first = position[main[start - 1]] + 1 if start else position[main[0]]
-        found.append(nodes[first : position[main[stop - 1]] + 1])
-    return found
+        layers.append(nodes[first : position[main[stop - 1]] + 1])
+    return layers
 
 
 def _main(program: Program, nodes: Sequence[fx.Node]) -> list[fx.Node]:
@@ -46,18 +46,18 @@ def _main(program: Program, nodes: Sequence[fx.Node]) -> list[fx.Node]:
     trained = {program.node(p.node) for p in program.parameters if p.kind == "parameter"}
     weights = weights_of(program.graph, owned)
     reached = set(trained)
-    found = []
+    computed = []
     for node in nodes:
         if any(read in reached for read in operands(node)):
             reached.add(node)
             if node not in weights and all(kind.is_float for kind in output_types(node)):
-                found.append(node)
-    return found
+                computed.append(node)
+    return computed
 
 
 def _token(node: fx.Node) -> str:
     """An operation without its operands."""
-    args = fx.node.map_arg((node.args, node.kwargs), lambda each: "%")
+    args = fx.node.map_arg((node.args, node.kwargs), lambda operand: "%")
     kind = note(node).type
     types = str(kind) if isinstance(kind, TensorType) else " ".join(map(str, output_types(node)))
     return f"{node.target} {args} {types}"

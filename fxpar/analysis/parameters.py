@@ -29,9 +29,9 @@ class OptimizerKind:
     copies: int
     extra: int = 0
 
-    def bytes(self, held: int) -> int:
+    def bytes(self, size: int) -> int:
         """Of the state of a parameter of so many bytes."""
-        return self.copies * held + self.extra
+        return self.copies * size + self.extra
 
 
 OPTIMIZERS: Mapping[str, OptimizerKind] = MappingProxyType(

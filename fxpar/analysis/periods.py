@@ -91,20 +91,20 @@ def parts(
         limit: inside of a part, the most of it that lives at a cut.
     """
     sizes = [1] * len(tokens) if sizes is None else sizes
-    found = longest(tokens, least)
-    if found is None:
+    repeat = longest(tokens, least)
+    if repeat is None:
         return []
-    best = _cut(found, until, sizes, found.start if limit is None else 0)
+    best = _cut(repeat, until, sizes, repeat.start if limit is None else 0)
     if best is None or (limit is not None and best[0] > limit):
         return []
     price, first, count = best
-    period, last = found.period, first + count * found.period
+    period, last = repeat.period, first + count * repeat.period
     inside = slice(first, first + period)
     inner = _inside(tokens[inside], _shifted(until, first, first + period), sizes[inside], least, price)
-    made = [(first + i * period + start, first + i * period + stop) for i in range(count) for start, stop in inner]
+    repeated = [(first + i * period + start, first + i * period + stop) for i in range(count) for start, stop in inner]
     before = parts(tokens[:first], _shifted(until, 0, first), sizes=sizes[:first], least=least, limit=limit)
     after = parts(tokens[last:], _shifted(until, last, len(until)), sizes=sizes[last:], least=least, limit=limit)
-    return [*before, *made, *((start + last, stop + last) for start, stop in after)]
+    return [*before, *repeated, *((start + last, stop + last) for start, stop in after)]
 
 
 def _shifted(until: Sequence[int], start: int, stop: int) -> list[int]:
@@ -112,22 +112,22 @@ def _shifted(until: Sequence[int], start: int, stop: int) -> list[int]:
     return [-1 if last < 0 else min(last, stop) - start for last in until[start:stop]]
 
 
-def _cut(found: Repetition, until: Sequence[int], sizes: Sequence[int], origin: int) -> tuple[int, int, int] | None:
+def _cut(repeat: Repetition, until: Sequence[int], sizes: Sequence[int], origin: int) -> tuple[int, int, int] | None:
     """How much made from `origin` on lives at most at the cuts, where the first part starts, and how many there are."""
-    period, most = found.period, (found.stop - found.start) // found.period
-    change = [0] * (found.stop - origin + 2)
-    for i in range(origin, found.stop):
+    period, most = repeat.period, (repeat.stop - repeat.start) // repeat.period
+    change = [0] * (repeat.stop - origin + 2)
+    for i in range(origin, repeat.stop):
         if until[i] > i:
             change[i + 1 - origin] += sizes[i]
-            change[min(until[i], found.stop) + 1 - origin] -= sizes[i]
+            change[min(until[i], repeat.stop) + 1 - origin] -= sizes[i]
     living = list(itertools.accumulate(change))
     best: tuple[int, int, int] | None = None
-    for first in range(found.start, found.start + period):
-        count = (found.stop - first) // period
+    for first in range(repeat.start, repeat.start + period):
+        count = (repeat.stop - first) // period
         cuts = [first + i * period for i in range(count + 1)]
         if count < max(2, most - 1) or any(cut < len(until) and until[cut] < 0 for cut in cuts):
             continue
-        price = max(living[cut - origin] for cut in (cuts[:-1] if origin < found.start else cuts[1:-1]))
+        price = max(living[cut - origin] for cut in (cuts[:-1] if origin < repeat.start else cuts[1:-1]))
         if best is None or price < best[0]:
             best = price, first, count
     return best
@@ -146,7 +146,7 @@ def _inside(
 
 
 def behind_rows(
-    found: Sequence[tuple[int, int]], tokens: Sequence[int], until: Sequence[int], rows: Rows
+    spans: Sequence[tuple[int, int]], tokens: Sequence[int], until: Sequence[int], rows: Rows
 ) -> list[tuple[int, int]]:
     """Parts whose cuts are moved on in their runs of operations on rows.
 
@@ -157,22 +157,22 @@ def behind_rows(
     front what it gains behind, so that equal ones stay equal and no part is lost.
 
     Args:
-        found: parts in order.
+        spans: parts in order.
         until: as for `parts`.
     """
     moved: list[tuple[int, int]] = []
     free = len(tokens)  # where what stands behind begins
-    for chain in reversed(_chains(found)):
+    for chain in reversed(_chains(spans)):
         by = _distance([start for start, _ in chain] + [chain[-1][1]], tokens, until, rows, free)
         moved = [(start + by, stop + by) for start, stop in chain] + moved
         free = moved[0][0]
     return moved
 
 
-def _chains(found: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+def _chains(spans: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
     """Parts that touch."""
     chains: list[list[tuple[int, int]]] = []
-    for part in found:
+    for part in spans:
         if chains and chains[-1][-1][1] == part[0]:
             chains[-1].append(part)
         else:

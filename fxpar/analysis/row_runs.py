@@ -68,9 +68,9 @@ def row_runs(nodes: Sequence[fx.Node]) -> Rows:
         if kinds[i] is not _Kind.ROW:
             continue
         for read in node.all_input_nodes:
-            made = _made(read, position, kinds)
-            if made is not None and i < ends[made]:
-                near[made] = i
+            maker = _made(read, position, kinds)
+            if maker is not None and i < ends[maker]:
+                near[maker] = i
     return Rows(tuple(kind is not _Kind.END for kind in kinds), tuple(near))
 
 
@@ -82,10 +82,10 @@ def _made(value: fx.Node, position: dict[fx.Node, int], kinds: Sequence[_Kind]) 
 
 
 def _kind(node: fx.Node) -> _Kind:
-    kept, target = note(node), node.target
-    if isinstance(kept.type, ScalarType):
+    noted, target = note(node), node.target
+    if isinstance(noted.type, ScalarType):
         return _Kind.SAME
-    if kept.random or kept.uncaptured:
+    if noted.random or noted.uncaptured:
         return _Kind.END
     is_view = isinstance(target, torch._ops.OpOverload) and target.is_view
     if is_view or target is operator.getitem or target in _IDENTITIES:

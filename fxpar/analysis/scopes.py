@@ -41,11 +41,11 @@ def scopes(program: Program) -> dict[fx.Node, str]:
     """The scope of each node that has one."""
     calls = [n for n in program.graph.nodes if n.op == "call_function" and not isinstance(note(n).type, ScalarType)]
     forward = [node for node in calls if note(node).phase == ""]
-    found: dict[fx.Node, str] = {}
+    scopes: dict[fx.Node, str] = {}
     for layer, attention in _layers(forward):
-        found |= _cut(layer, attention)
+        scopes |= _cut(layer, attention)
     places: dict[tuple[str, str], set[str]] = {}
-    for node, scope in found.items():
+    for node, scope in scopes.items():
         places.setdefault((note(node).fqn, note(node).source), set()).add(scope)
     last = ""
     for node in calls:
@@ -54,8 +54,8 @@ def scopes(program: Program) -> dict[fx.Node, str]:
         near = places.get((note(node).fqn, note(node).source), set())
         last = next(iter(near)) if len(near) == 1 else last if last in near else ""
         if last:
-            found[node] = last
-    return found
+            scopes[node] = last
+    return scopes
 
 
 def _packet(node: fx.Node) -> object:
@@ -84,8 +84,8 @@ def _layers(forward: Sequence[fx.Node]) -> Iterator[tuple[list[fx.Node], str]]:
             module, inner = ".".join(words[:end]), _child(words, end)
             if not words[end - 1].isdigit():
                 continue
-            layer = [each for each in forward if _is_inside(each, module)]
-            if any(_packet(each) in _PRODUCTS and not _is_inside(each, inner) for each in layer):
+            layer = [other for other in forward if _is_inside(other, module)]
+            if any(_packet(other) in _PRODUCTS and not _is_inside(other, inner) for other in layer):
                 if module not in known:
                     known.add(module)
                     yield layer, module

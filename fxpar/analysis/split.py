@@ -43,5 +43,5 @@ def computed_part(node: fx.Node, axes: Mapping[str, int]) -> float:
     Args:
         axes: those that count, with their sizes.
     """
-    held = [layout for o in operands(node) for layout in output_layouts(o)]
-    return prod(computed_fraction([layout.on(axis) for layout in held], n) for axis, n in axes.items())
+    layouts = [layout for o in operands(node) for layout in output_layouts(o)]
+    return prod(computed_fraction([layout.on(axis) for layout in layouts], n) for axis, n in axes.items())

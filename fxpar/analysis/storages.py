@@ -53,7 +53,7 @@ class Storages:
 
     def total(self, storages: Iterable[int]) -> int:
         """Bytes of several storages."""
-        return sum(self.bytes[each] for each in storages)
+        return sum(self.bytes[storage] for storage in storages)
 
 
 class _Run(fx.Interpreter):
@@ -65,15 +65,15 @@ class _Run(fx.Interpreter):
     def values(self) -> dict[str, list[Tensor]]:
         """The tensors of each node."""
         leaves = {node.name: pytree.tree_leaves(value) for node, value in self.env.items()}
-        return {name: [each for each in found if isinstance(each, Tensor)] for name, found in leaves.items()}
+        return {name: [leaf for leaf in of_node if isinstance(leaf, Tensor)] for name, of_node in leaves.items()}
 
 
-def storages(forward: Program, own: frozenset[str]) -> Storages:
+def storages(forward: Program, owned: frozenset[str]) -> Storages:
     """The storages of a forward, for inputs of the example's sizes.
 
     Args:
         forward: with property `local`, or without mesh axes.
-        own: names of placeholders that are kept as values of the program are, and not by the caller.
+        owned: names of placeholders that are kept as values of the program are, and not by the caller.
 
     Raises:
         InputError: a result has a size that only values tell.
@@ -84,41 +84,41 @@ def storages(forward: Program, own: frozenset[str]) -> Storages:
     run = _Run(lowered.module)
     try:
         with FakeTensorMode(), torch.no_grad():
-            given = _placeholders(forward)
+            placeholders = _placeholders(forward)
             places = [torch.zeros((), dtype=torch.int64) for _ in lowered.places]
-            run.run(*(given[name] for name in lowered.inputs), *places)
+            run.run(*(placeholders[name] for name in lowered.inputs), *places)
     except _UNCOUNTABLE as error:
         raise InputError(
             f"what is kept for the backward cannot be counted without values: {str(error).splitlines()[0]}",
             where="recompute",
             remedy="keep sizes that depend on values out of the model, or choose recompute='none'",
         ) from error
-    return _numbered(run.values(), {n.name for n in lowered.module.graph.nodes if n.op == "placeholder"} - own)
+    return _numbered(run.values(), {n.name for n in lowered.module.graph.nodes if n.op == "placeholder"} - owned)
 
 
 def _placeholders(program: Program) -> dict[str, Tensor]:
-    values, found = symbol_sizes(program, None), {}
+    values, tensors = symbol_sizes(program, None), {}
     for node in program.graph.nodes:
         if node.op == "placeholder":
             kind, (layout,) = tensor_type(node), output_layouts(node)
             shape = [evaluate(size, values) for size in local_shape(kind.shape, layout, program.axes)]
-            found[node.name] = torch.empty(shape, dtype=kind.dtype)
-    return found
+            tensors[node.name] = torch.empty(shape, dtype=kind.dtype)
+    return tensors
 
 
 def _numbered(values: Mapping[str, list[Tensor]], foreign: set[str]) -> Storages:
-    without = {each.untyped_storage()._cdata for name in foreign for each in values[name]}
+    without = {tensor.untyped_storage()._cdata for name in foreign for tensor in values[name]}
     known: dict[int, int] = {}
     size: list[int] = []
     of: dict[str, frozenset[int]] = {}
     for name, tensors in values.items():
-        found = set()
-        for storage in (each.untyped_storage() for each in tensors):
+        numbers = set()
+        for storage in (tensor.untyped_storage() for tensor in tensors):
             key: Any = storage._cdata
             if key not in without:
                 if key not in known:
                     known[key] = len(size)
                     size.append(storage.nbytes())
-                found.add(known[key])
-        of[name] = frozenset(found)
-    return Storages(of, tuple(size), {name: sum(each.nbytes for each in found) for name, found in values.items()})
+                numbers.add(known[key])
+        of[name] = frozenset(numbers)
+    return Storages(of, tuple(size), {name: sum(tensor.nbytes for tensor in leaves) for name, leaves in values.items()})

@@ -55,7 +55,7 @@ def materialised(program: Program, products: Set[fx.Node], weights: Set[fx.Node]
         products: matrix products and attention.
         weights: values made from parameters alone; they are none of these.
     """
-    found = set()
+    stored = set()
     for node in program.graph.nodes:
         if node.op != "call_function" or node in weights or node.target in _VIEWS:
             continue
@@ -64,16 +64,16 @@ def materialised(program: Program, products: Set[fx.Node], weights: Set[fx.Node]
         readers = _readers(node)
         kernels = [other for other in (node, *readers) if other in products or other.target in _KERNELS]
         if kernels or len(readers) > 1:
-            found.add(node)
-    return found
+            stored.add(node)
+    return stored
 
 
 def _readers(node: fx.Node) -> set[fx.Node]:
     """The operations that read a value, also through views of it."""
-    found, pending = set(), list(node.users)
+    readers, pending = set(), list(node.users)
     for user in pending:
         if user.target in _VIEWS:
             pending.extend(user.users)
         elif user.op == "call_function":
-            found.add(user)
-    return found
+            readers.add(user)
+    return readers
