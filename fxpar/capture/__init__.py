@@ -106,9 +106,9 @@ def _capture(
 
     def traced(copies: bool) -> tuple[Trace, Program, CallSpec]:
         options: dict[str, Any] = {"copies": copies, "experts": experts, "fixed": fixed, "dtype": input_dtype(plan)}
-        found = _traced(partial(trace, model, batch, function, others=others, **options), model, batch, plan, name)
-        check_written(found[1], found[0].norms)
-        return found[0], _with_trainable_loss(model, found[1], is_guess=loss is None), found[2]
+        parts = _traced(partial(trace, model, batch, function, others=others, **options), model, batch, plan, name)
+        check_written(parts[1], parts[0].norms)
+        return parts[0], _with_trainable_loss(model, parts[1], is_guess=loss is None), parts[2]
 
     how, program, spec = traced(copies=True)
     eager = walk(model, batch, function, others, how.copied, experts, input_dtype(plan))

@@ -27,13 +27,13 @@ def conditions(traced: Trace, names: Mapping[Any, Any]) -> tuple[Any, ...]:
     environment = _environment(traced.exported)
     if environment is None:
         return ()
-    found: dict[Any, None] = {}
+    relations: dict[Any, None] = {}
     known = set().union(*(sympy.sympify(size).free_symbols for size in names.values()))
     for expression in (*(guard.expr for guard in environment.guards), *_assumed(traced)):
         relation = _plain(expression, environment.replacements).subs(names)
         if relation is not sympy.true and set(relation.free_symbols) <= known:
-            found[relation] = None
-    return tuple(found)
+            relations[relation] = None
+    return tuple(relations)
 
 
 def _assumed(traced: Trace) -> Iterator[Any]:

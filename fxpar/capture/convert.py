@@ -96,9 +96,9 @@ class _Conversion:
     @cached_property
     def tensors(self) -> dict[str, torch.Tensor]:
         """Parameters and buffers of the model by all their names."""
-        found: dict[str, torch.Tensor] = dict(self.model.named_parameters(remove_duplicate=False))
-        found.update(self.model.named_buffers(remove_duplicate=False))
-        return found
+        tensors: dict[str, torch.Tensor] = dict(self.model.named_parameters(remove_duplicate=False))
+        tensors.update(self.model.named_buffers(remove_duplicate=False))
+        return tensors
 
     @cached_property
     def names(self) -> dict[int, str]:
@@ -330,7 +330,7 @@ def _outputs(state: _Conversion) -> tuple[list[str], list[tuple[str, Any]]]:
     return names, leaves
 
 
-def _loss_name(program: Program, wanted: str | None) -> str:
+def _loss_name(program: Program, requested: str | None) -> str:
     scalars = [
         name
         for name, node in program.output_nodes().items()
@@ -339,16 +339,16 @@ def _loss_name(program: Program, wanted: str | None) -> str:
         and kind.is_float
         and not kind.shape
     ]
-    if wanted == "":
+    if requested == "":
         return ""
-    if wanted is not None:
-        if wanted not in scalars:
+    if requested is not None:
+        if requested not in scalars:
             raise CaptureError(
                 f"is no scalar output (those are: {', '.join(scalars) or 'none'})",
-                where=f"loss={wanted!r}",
+                where=f"loss={requested!r}",
                 remedy="name one of them, or pass the labels that the loss needs",
             )
-        return wanted
+        return requested
     if "loss" in scalars:
         return "loss"
     if len(scalars) > 1:

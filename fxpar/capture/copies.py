@@ -84,8 +84,8 @@ class Copied:
                 n in inside or n in outside or isinstance(n.meta.get("val"), _SYMBOLIC) for n in node.all_input_nodes
             ):
                 raise UnknownValueError
-            found = value if isinstance(value, (tuple, list)) else [value]
-            if any(free_unbacked_symbols(v) for v in found if isinstance(v, (Tensor, *_SYMBOLIC))):
+            values = value if isinstance(value, (tuple, list)) else [value]
+            if any(free_unbacked_symbols(v) for v in values if isinstance(v, (Tensor, *_SYMBOLIC))):
                 raise UnknownValueError
             if node.target in COMPARED and node.args[0] in outside and storage(value) in memory:
                 self._views[node] = memory[storage(value)]
@@ -140,25 +140,25 @@ class Copied:
 
     def _stack(self, entries: tuple[Any, ...], around: Surrounding) -> Any:
         """The modules around a node: those of the other call, then the layer's under their other names."""
-        found = OrderedDict(list(self._tracer.module_stack.items())[: around.depth])
+        stack = OrderedDict(list(self._tracer.module_stack.items())[: around.depth])
         for key, (path, kind) in entries[self._around.depth :]:
             moved = around.path + path[len(self._around.path) :]
             number = int(key.rpartition("@")[2]) if "@" in key else 0
             number += around.calls.get(moved, 0) - self._around.calls.get(path, 0)
-            found[f"{moved}@{number}" if number else moved] = (moved, kind)
-        for key, (path, kind) in found.items():
+            stack[f"{moved}@{number}" if number else moved] = (moved, kind)
+        for key, (path, kind) in stack.items():
             if isinstance(kind, type):
-                found[key] = (path, f"{kind.__module__}.{kind.__qualname__}")
-        return found
+                stack[key] = (path, f"{kind.__module__}.{kind.__qualname__}")
+        return stack
 
     def _custom(self, node: fx.Node, around: Surrounding) -> dict[str, Any]:
         """Annotations of a node's copy."""
-        key, found = self._region_key, dict(node.meta.get("custom", {}))
-        region, before = found.pop(key, None), self._around.custom.get(key)
+        key, custom = self._region_key, dict(node.meta.get("custom", {}))
+        region, before = custom.pop(key, None), self._around.custom.get(key)
         if region != before and (region is None or region <= self._around.regions):
             raise UnknownValueError
         now = around.custom.get(key) if region == before else region - self._around.regions + around.regions
-        return found if now is None else {**found, key: now}
+        return custom if now is None else {**custom, key: now}
 
     def result(self, value: Tensor, node: fx.Node) -> Tensor:
         """A tensor for what a call gives, of which the trace knows as much as of the first call's.
@@ -166,9 +166,9 @@ class Copied:
         Raises:
             UnknownValueError: there is none like it.
         """
-        found = new_like(value)
+        tensor = new_like(value)
         proxy = fx.Proxy(node, self._tracer)
         # As the trace does; what it says besides of shape and strides is written already, from a tensor like this one.
-        node.meta["val"] = extract_val(found)
-        track_tensor(found, proxy, constant=None, tracer=self._tracer)
-        return found
+        node.meta["val"] = extract_val(tensor)
+        track_tensor(tensor, proxy, constant=None, tracer=self._tracer)
+        return tensor

@@ -158,10 +158,10 @@ def _assumptions(
             tensor = eval(base.name() if callable(base.name) else base.name, values)
             if id(tensor) in numbers:
                 places.setdefault(symbol, (numbers[id(tensor)], int(source.idx)))
-    found = []
+    assumptions = []
     for guard in environment.guards:
         relation = guard.expr.xreplace(environment.replacements)
         symbols = relation.free_symbols
         if symbols and symbols <= places.keys():
-            found.append(Assumption(relation, {s: places[s] for s in symbols}))
-    return tuple(found)
+            assumptions.append(Assumption(relation, {s: places[s] for s in symbols}))
+    return tuple(assumptions)

@@ -96,7 +96,7 @@ def walk(
     Raises:
         CaptureError: a hook on gradients or saved tensors, or random numbers in a backward.
     """
-    found = Eager(layers=Observed(copied or {}))
+    eager = Eager(layers=Observed(copied or {}))
     try:
         with contextlib.ExitStack() as stack:
             for context in (plain_surrounding(), quiet(), no_host_random(model), untouched(model)):
@@ -108,38 +108,38 @@ def walk(
             batch = stack.enter_context(without_values(model, separate(batch)))
             hooks = stack.enter_context(hooks_watched(model, batch))
             call = called(model, batch, loss, dtype)
-            with Watch(), _Calls(found), found.layers.watching(call.module):
+            with Watch(), _Calls(eager), eager.layers.watching(call.module):
                 outputs = call.module(*call.args, **call.kwargs)
-            _differentiate(found, outputs)
+            _differentiate(eager, outputs)
             del outputs
             hooks.check()  # before what hooks have kept is put out of their containers
     except CaptureError as error:
         raise CaptureError(error.reason, where=error.where or place_of(error), remedy=error.remedy) from error
     except FAILURES as error:
-        found.reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
-    if found.hooks:
+        eager.reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
+    if eager.hooks:
         raise CaptureError(
             "a hook that a backward calls is lost when the forward is traced",
-            where=next(iter(found.hooks)),
+            where=next(iter(eager.hooks)),
             remedy="write a torch.autograd.Function, or change the gradients after backward",
         )
-    return found
+    return eager
 
 
-def _differentiate(found: Eager, outputs: Any) -> None:
+def _differentiate(eager: Eager, outputs: Any) -> None:
     roots = [v for v in pytree.tree_leaves(outputs) if isinstance(v, Tensor) and v.requires_grad and v.grad_fn]
     nodes = list(_nodes(roots))
     functions = [node._forward_cls for node in nodes if isinstance(node, BackwardCFunction)]  # type: ignore[attr-defined]
     for function in functions:
         path = f"{function.__module__}.{function.__qualname__}"
         if not is_internal(function) or function.__module__.startswith("torch._functorch"):
-            found.functions[path] += 1
+            eager.functions[path] += 1
     if not roots:
         return
     # What computes gradients in Python, or sees them when they are there, is to have some.
-    if not functions and not any(_sees_gradients(node) for node in nodes) and _passed(found, roots, nodes):
+    if not functions and not any(_sees_gradients(node) for node in nodes) and _passed(eager, roots, nodes):
         return
-    with _Calls(found):
+    with _Calls(eager):
         torch.autograd.backward(roots, [torch.ones_like(v) for v in roots])
 
 
@@ -156,7 +156,7 @@ class _Undefined(torch.autograd.Function):
         return (None,) * ctx.count
 
 
-def _passed(found: Eager, roots: list[Tensor], nodes: list[Any]) -> bool:
+def _passed(eager: Eager, roots: list[Tensor], nodes: list[Any]) -> bool:
     """Has the engine pass all nodes with undefined gradients, and tells whether it could; the graph stays.
 
     It unpacks what was saved and calls hooks as it would, and torch's own nodes compute nothing, or once: attention
@@ -164,7 +164,7 @@ def _passed(found: Eager, roots: list[Tensor], nodes: list[Any]) -> bool:
     """
     handles = [node.register_hook(_nothing) for node in nodes if node.next_functions]
     try:
-        with _Calls(found):
+        with _Calls(eager):
             torch.autograd.backward(_Undefined.apply(*roots), retain_graph=True)  # type: ignore[no-untyped-call]
     except FAILURES:  # a node that takes none, or a hook: the gradients themselves will show it
         return False
@@ -214,9 +214,9 @@ class _Calls(TorchDispatchMode):
     What runs below an operator is of no interest, and most of the calls: it is not looked at.
     """
 
-    def __init__(self, found: Eager) -> None:
+    def __init__(self, eager: Eager) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._found, self._profiler, self._within, self._is_looking = found, sys.getprofile(), "", False
+        self._found, self._profiler, self._within, self._is_looking = eager, sys.getprofile(), "", False
         self._functions = _Functions(self)
         if not (self._profiler is None or callable(self._profiler) or hasattr(self._profiler, "enable")):
             raise CaptureError(

@@ -61,7 +61,7 @@ def named_experts(model: nn.Module, globs: Sequence[str]) -> tuple[Named, ...]:
         PlanError: a glob matches nothing, or a module that is no such one; names it, and what differs.
     """
     modules = dict(model.named_modules())
-    found: dict[int, Named] = {}
+    experts: dict[int, Named] = {}
     for glob in globs:
         paths = [path for path in modules if fnmatchcase(path, glob)]
         if not paths:
@@ -69,9 +69,9 @@ def named_experts(model: nn.Module, globs: Sequence[str]) -> tuple[Named, ...]:
             looks = f"modules of experts are {', '.join(those[:6])}" if those else _REMEDY
             raise PlanError("matches no module", where=f"experts: {glob!r}", remedy=looks)
         for path in paths:
-            if id(modules[path]) not in found:
-                found[id(modules[path])] = _named(path, modules[path], glob)
-    return tuple(found.values())
+            if id(modules[path]) not in experts:
+                experts[id(modules[path])] = _named(path, modules[path], glob)
+    return tuple(experts.values())
 
 
 def is_named_so(module: nn.Module) -> bool:
@@ -86,12 +86,12 @@ def _refuse(path: str, glob: str, reason: str) -> NoReturn:
 def _named(path: str, module: nn.Module, glob: str) -> Named:
     if "forward" in vars(module):
         _refuse(path, glob, "its forward was put in the place of that of its class")
-    given = _operands(module)
-    if len(given) != 3:
+    operands = _operands(module)
+    if len(operands) != 3:
         _refuse(
             path,
             glob,
-            f"its forward takes {', '.join(given) or 'nothing'}, not hidden_states [T, h], top_k_index [T, K] and "
+            f"its forward takes {', '.join(operands) or 'nothing'}, not hidden_states [T, h], top_k_index [T, K] and "
             "top_k_weights [T, K]",
         )
     tried = list(readings(module))
@@ -168,12 +168,12 @@ def _routings(experts: int, generator: torch.Generator) -> Iterator[tuple[float,
 
 
 def _compared(
-    module: nn.Module, reading: Reading, given: tuple[Tensor, ...], trained: list[Tensor], is_small: bool
+    module: nn.Module, reading: Reading, operands: tuple[Tensor, ...], trained: list[Tensor], is_small: bool
 ) -> str:
-    hidden, indices, weights = (t.requires_grad_(t.is_floating_point()) for t in given)
+    hidden, indices, weights = (t.requires_grad_(t.is_floating_point()) for t in operands)
     before = _held(module)
     try:
-        own = module.forward(hidden, indices, weights)
+        actual = module.forward(hidden, indices, weights)
     except _FAILURES as error:
         where = f"{hidden.dtype} tokens [{', '.join(map(str, hidden.shape))}]"
         raise _DoesNotRun(f"it raises {type(error).__name__} on {where}: {shown(str(error))}") from None
@@ -181,19 +181,21 @@ def _compared(
     if left:
         return f"it changes {left}, which a program of its weights alone does not"
     expected = reading.loop(module, hidden, indices, weights)
-    if not isinstance(own, Tensor) or own.shape != expected.shape:
-        return f"it gives {f'a tensor {list(own.shape)}' if isinstance(own, Tensor) else type(own).__name__}"
-    gap, allowed = _gap(own, expected), _ALLOWED[hidden.dtype]
+    if not isinstance(actual, Tensor) or actual.shape != expected.shape:
+        return f"it gives {f'a tensor {list(actual.shape)}' if isinstance(actual, Tensor) else type(actual).__name__}"
+    gap, allowed = _gap(actual, expected), _ALLOWED[hidden.dtype]
     if gap > allowed:
         return f"its output differs by {gap:.2g} of the largest value"
-    reached, known = _reached(own), _reached(expected)
+    reached, known = _reached(actual), _reached(expected)
     # A loop may leave out experts without rows, whose gradients are zeros here.
     if not reached <= known or not known - reached <= reading.without_rows(module, indices):
         return "other parameters get a gradient"
-    upstream, wanted = torch.randn_like(expected), [hidden, weights, *(trained if is_small else ())]
-    found = [torch.autograd.grad(t.to(hidden.dtype), wanted, upstream, allow_unused=True) for t in (own, expected)]
-    for value, one, other in zip(wanted, *found, strict=True):
-        gap = _gap(*(torch.zeros_like(value) if each is None else each for each in (one, other)))
+    upstream, sources = torch.randn_like(expected), [hidden, weights, *(trained if is_small else ())]
+    gradients = [
+        torch.autograd.grad(t.to(hidden.dtype), sources, upstream, allow_unused=True) for t in (actual, expected)
+    ]
+    for value, one, other in zip(sources, *gradients, strict=True):
+        gap = _gap(*(torch.zeros_like(value) if gradient is None else gradient for gradient in (one, other)))
         if gap > allowed:
             what = {id(hidden): "its tokens", id(weights): "its weights"}.get(id(value), "a parameter")
             return f"the gradient of {what} differs by {gap:.2g} of the largest value"
@@ -202,9 +204,9 @@ def _compared(
 
 def _held(module: nn.Module) -> dict[str, tuple[Any, ...]]:
     """What modules keep: attributes, what lists and the like of these hold, and which values tensors have."""
-    found = {}
-    for path, each in module.named_modules():
-        for name, value in (*vars(each).items(), *each._buffers.items(), *each._parameters.items()):
+    state = {}
+    for path, submodule in module.named_modules():
+        for name, value in (*vars(submodule).items(), *submodule._buffers.items(), *submodule._parameters.items()):
             inner: tuple[Any, ...] = ()
             if isinstance(value, Tensor):
                 # By `data` values change without a new version; no forward does that to what is trained.
@@ -214,8 +216,8 @@ def _held(module: nn.Module) -> dict[str, tuple[Any, ...]]:
                 inner = (*value.keys(), *value.values())
             elif isinstance(value, (list, set, deque)):
                 inner = tuple(value)
-            found[f"{path}.{name}".removeprefix(".")] = (value, *inner)
-    return found
+            state[f"{path}.{name}".removeprefix(".")] = (value, *inner)
+    return state
 
 
 def _changed(before: Mapping[str, tuple[Any, ...]], after: Mapping[str, tuple[Any, ...]]) -> str:
@@ -238,16 +240,16 @@ def _is_same(one: Any, other: Any) -> bool:
 def _reached(value: Tensor) -> set[int]:
     """Identities of the tensors that a gradient of this one goes to."""
     pending: list[Any] = [value.grad_fn]
-    seen, found = set[Any](), set[int]()
+    seen, reached = set[Any](), set[int]()
     while pending:
         node = pending.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
         if hasattr(node, "variable"):
-            found.add(id(node.variable))
+            reached.add(id(node.variable))
         pending.extend(following for following, _ in node.next_functions)
-    return found
+    return reached
 
 
 def _gap(one: Tensor, other: Tensor) -> float:
@@ -262,13 +264,13 @@ def _values(like: Tensor, dtype: torch.dtype, is_small: bool, generator: torch.G
     if not like.is_floating_point():
         return torch.zeros(like.shape, dtype=like.dtype) if like.is_meta else like.detach().cpu().clone()
     if is_small:
-        made = torch.randn(like.shape, generator=generator, dtype=dtype) / math.sqrt(max(1, like.shape[-1]))
-        return nn.Parameter(made) if isinstance(like, nn.Parameter) else made
+        tensor = torch.randn(like.shape, generator=generator, dtype=dtype) / math.sqrt(max(1, like.shape[-1]))
+        return nn.Parameter(tensor) if isinstance(like, nn.Parameter) else tensor
     steps = tuple(_STEPS[min(i, 2)] for i in range(like.dim()))[::-1]
     most = sum(step * (size - 1) for step, size in zip(steps, like.shape, strict=True)) + 1
     pool = torch.randn(most, generator=generator, dtype=dtype) / math.sqrt(max(1, like.shape[-1]))
-    made = pool.as_strided(like.shape, steps)
-    return nn.Parameter(made) if isinstance(like, nn.Parameter) else made
+    tensor = pool.as_strided(like.shape, steps)
+    return nn.Parameter(tensor) if isinstance(like, nn.Parameter) else tensor
 
 
 # ---------------------------------------------------------------------- the context
@@ -278,28 +280,28 @@ def _values(like: Tensor, dtype: torch.dtype, is_small: bool, generator: torch.G
 def computed_as_read(named: Sequence[Named]) -> Iterator[None]:
     """While active, the modules that a plan names compute by their readings."""
     # By what their attributes are in: a trace may call a module by a proxy that shares them.
-    own = {id(vars(each.module)): each for each in named}
+    by_attributes = {id(vars(entry.module)): entry for entry in named}
     with contextlib.ExitStack() as stack:
-        for cls in dict.fromkeys(type(each.module) for each in named):
-            stack.enter_context(mock.patch.object(cls, "forward", _forward(cls.forward, own)))
+        for cls in dict.fromkeys(type(entry.module) for entry in named):
+            stack.enter_context(mock.patch.object(cls, "forward", _forward(cls.forward, by_attributes)))
         yield
 
 
-def _forward(original: Callable[..., Any], own: Mapping[int, Named]) -> Callable[..., Any]:
+def _forward(original: Callable[..., Any], by_attributes: Mapping[int, Named]) -> Callable[..., Any]:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        named = own.get(id(vars(self)))
+        named = by_attributes.get(id(vars(self)))
         if named is None:
             return original(self, *args, **kwargs)
-        given = list(inspect.signature(original).bind(self, *args, **kwargs).arguments.values())[1:]
-        kinds = [(t.dim(), t.is_floating_point()) if isinstance(t, Tensor) else None for t in given]
+        operands = list(inspect.signature(original).bind(self, *args, **kwargs).arguments.values())[1:]
+        kinds = [(t.dim(), t.is_floating_point()) if isinstance(t, Tensor) else None for t in operands]
         if kinds != [(2, True), (2, False), (2, True)]:
-            shapes = [f"{t.dtype}{list(t.shape)}" if isinstance(t, Tensor) else type(t).__name__ for t in given]
+            shapes = [f"{t.dtype}{list(t.shape)}" if isinstance(t, Tensor) else type(t).__name__ for t in operands]
             raise PlanError(
                 f"it is called with {', '.join(shapes)}, not with hidden_states [T, h], top_k_index [T, K] and "
                 "top_k_weights [T, K]",
                 where=f"experts: {named.path}",
                 remedy=_REMEDY,
             )
-        return named.reading.compute(self, *given)
+        return named.reading.compute(self, *operands)
 
     return forward

@@ -74,39 +74,39 @@ class Reading:
         for number in range(self.experts):
             tokens, places = torch.where(indices == number)
             inner = [self._one(module, name, number, hidden[tokens]) for name in self.first]
-            made = self._one(module, self.down, number, activation(*inner))
-            made = made if norm is None else norm(made)
-            total = total.index_add(0, tokens, made * weights[tokens, places, None])
+            outputs = self._one(module, self.down, number, activation(*inner))
+            outputs = outputs if norm is None else norm(outputs)
+            total = total.index_add(0, tokens, outputs * weights[tokens, places, None])
         return total
 
     def without_rows(self, module: nn.Module, indices: Tensor) -> set[int]:
         """Identities of the parameters that belong to experts alone which none of the indices chooses."""
         if self.listed is None:
             return set()
-        own = [{id(p) for p in expert.parameters()} for expert in _list_of(module, self.listed)]
+        by_expert = [{id(p) for p in expert.parameters()} for expert in _list_of(module, self.listed)]
         chosen = set(indices.unique().tolist())
-        with_rows = set[int]().union(*(own[number] for number in chosen))
-        return set[int]().union(*own) - with_rows
+        with_rows = set[int]().union(*(by_expert[number] for number in chosen))
+        return set[int]().union(*by_expert) - with_rows
 
     def _one(self, module: nn.Module, name: str, number: int, rows: Tensor) -> Tensor:
         if self.listed is not None:
             layer: nn.Linear = getattr(_list_of(module, self.listed)[number], name)
             return functional.linear(rows, layer.weight, layer.bias)
         matrix, bias = self._needed(module, name)[number], self._whole(module, name, "bias")
-        made = rows @ (matrix if self.transposed else matrix.mT)
-        return made if bias is None else made + bias[number]
+        product = rows @ (matrix if self.transposed else matrix.mT)
+        return product if bias is None else product + bias[number]
 
     def _needed(self, module: nn.Module, name: str) -> Tensor:
-        found = self._whole(module, name)
-        assert found is not None, "a reading is made of matrices that are there"
-        return found
+        matrices = self._whole(module, name)
+        assert matrices is not None, "a reading is made of matrices that are there"
+        return matrices
 
     def _whole(self, module: nn.Module, name: str, kind: str = "weight") -> Tensor | None:
         """The matrices or biases of all experts; None where there are none."""
         if self.listed is None:
             return getattr(module, name if kind == "weight" else f"{name}_bias", None)
-        own = [getattr(getattr(expert, name), kind) for expert in _list_of(module, self.listed)]
-        return None if own[0] is None else torch.stack(own)
+        tensors = [getattr(getattr(expert, name), kind) for expert in _list_of(module, self.listed)]
+        return None if tensors[0] is None else torch.stack(tensors)
 
     def _activation(self, module: nn.Module) -> Callable[..., Tensor]:
         owner = module if self.listed is None else _list_of(module, self.listed)[0]
@@ -114,7 +114,7 @@ class Reading:
         if self.gated and own_gate is not None and len(self.first) == 1:
             return own_gate  # type: ignore[no-any-return]
         named = (getattr(owner, name, None) for name in _ACTIVATIONS)
-        function: Any = next((each for each in named if callable(each)), functional.silu)
+        function: Any = next((candidate for candidate in named if callable(candidate)), functional.silu)
         if not self.gated:
             return function  # type: ignore[no-any-return]
         if function is functional.silu or isinstance(function, nn.SiLU):
@@ -133,13 +133,13 @@ def readings(module: nn.Module) -> Iterator[Reading]:
     ways = (False, True) if transposed is None else (bool(transposed),)
     for first, down in _NAMES:
         matrices = [getattr(module, name, None) for name in (*first, down)]
-        if all(isinstance(each, Tensor) and each.dim() == 3 for each in matrices):
+        if all(isinstance(matrix, Tensor) and matrix.dim() == 3 for matrix in matrices):
             for way in ways:
-                yield from _of_shapes(first, down, way, [tuple(each.shape) for each in matrices], None)  # type: ignore[union-attr]
+                yield from _of_shapes(first, down, way, [tuple(matrix.shape) for matrix in matrices], None)  # type: ignore[union-attr]
     for path, listed in _lists(module):
         for first, down in _NAMES:
-            layers = [[getattr(each, name, None) for name in (*first, down)] for each in listed]
-            if all(type(layer) is nn.Linear for each in layers for layer in each) and _alike(layers):
+            layers = [[getattr(expert, name, None) for name in (*first, down)] for expert in listed]
+            if all(type(layer) is nn.Linear for of_expert in layers for layer in of_expert) and _alike(layers):
                 shapes = [(len(listed), *layer.weight.shape) for layer in layers[0]]  # type: ignore[union-attr]
                 yield from _of_shapes(first, down, False, shapes, path)
 
@@ -160,9 +160,9 @@ def _of_shapes(
 
 def _lists(module: nn.Module) -> Iterator[tuple[str, nn.ModuleList]]:
     """The module where it is a list, and the lists that it has."""
-    for path, each in (("", module), *module.named_children()):
-        if isinstance(each, nn.ModuleList) and len(each) > 0:
-            yield path, each
+    for path, child in (("", module), *module.named_children()):
+        if isinstance(child, nn.ModuleList) and len(child) > 0:
+            yield path, child
 
 
 def _list_of(module: nn.Module, path: str) -> Any:
@@ -171,8 +171,8 @@ def _list_of(module: nn.Module, path: str) -> Any:
 
 def _alike(layers: list[list[Any]]) -> bool:
     """Whether all experts' layers have the first one's shapes, and biases where it has."""
-    facts = [[(layer.weight.shape, layer.bias is None) for layer in each] for each in layers]
-    return all(each == facts[0] for each in facts)
+    facts = [[(layer.weight.shape, layer.bias is None) for layer in of_expert] for of_expert in layers]
+    return all(fact == facts[0] for fact in facts)
 
 
 def _norm(module: nn.Module) -> Callable[[Tensor], Tensor] | None:

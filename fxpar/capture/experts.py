@@ -47,15 +47,15 @@ def routed_experts(named: Sequence[Named] = ()) -> Iterator[None]:
 
 def _grouped(original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
     """A grouped product: of rows [M, i] with the matrices [E, i, o] of their groups, which end at `offs`."""
-    given = dict(zip(("mat_a", "mat_b", "offs", "bias", "out_dtype"), args, strict=False)) | kwargs
+    arguments = dict(zip(("mat_a", "mat_b", "offs", "bias", "out_dtype"), args, strict=False)) | kwargs
     # `_grouped_mm` calls its operands otherwise.
-    rows, matrices = (given.pop(name, given.pop(other, None)) for name, other in _OPERANDS)
-    offs, bias, dtype = (given.pop(name, None) for name in ("offs", "bias", "out_dtype"))
+    rows, matrices = (arguments.pop(name, arguments.pop(other, None)) for name, other in _OPERANDS)
+    offs, bias, dtype = (arguments.pop(name, None) for name in ("offs", "bias", "out_dtype"))
     is_ours = isinstance(rows, Tensor) and isinstance(matrices, Tensor) and isinstance(offs, Tensor)
-    if not is_ours or rows.dim() != 2 or matrices.dim() != 3 or bias is not None or given:
+    if not is_ours or rows.dim() != 2 or matrices.dim() != 3 or bias is not None or arguments:
         return original(*args, **kwargs)
-    made: Tensor = grouped_linear(rows, matrices, group_sizes(offs), True)
-    return made if dtype is None else made.to(dtype)
+    product: Tensor = grouped_linear(rows, matrices, group_sizes(offs), True)
+    return product if dtype is None else product.to(dtype)
 
 
 def _instead(self: Any, implementation: str | None, default: Callable[..., Any]) -> Callable[..., Any]:
@@ -67,31 +67,31 @@ def _experts(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_
 
     Shapes: hidden [tokens, h], indices and weights [tokens, k]; result [tokens, h].
     """
-    own: Any = self
+    module: Any = self
     k = top_k_index.shape[-1]
-    order, counts = sort_by_expert(top_k_index, own.num_experts)
+    order, counts = sort_by_expert(top_k_index, module.num_experts)
     rows = take_rows(hidden_states, order, k)
-    entry = "gate_up_proj" if own.has_gate else "up_proj"
-    made = _product(own, entry, rows, counts)
-    if own.has_gate:
-        made = swiglu_rows(halves(made), counts) if _is_swiglu(own) else own._apply_gate(made)
+    entry = "gate_up_proj" if module.has_gate else "up_proj"
+    states = _product(module, entry, rows, counts)
+    if module.has_gate:
+        states = swiglu_rows(halves(states), counts) if _is_swiglu(module) else module._apply_gate(states)
     else:
-        made = own.act_fn(made)
-    made = _product(own, "down_proj", made, counts)
-    if getattr(own, "has_post_expert_norm", False):
-        made = own.post_expert_norm(made)
-    return put_weighed(made, top_k_weights, order, hidden_states.dtype)  # type: ignore[no-any-return]
+        states = module.act_fn(states)
+    states = _product(module, "down_proj", states, counts)
+    if getattr(module, "has_post_expert_norm", False):
+        states = module.post_expert_norm(states)
+    return put_weighed(states, top_k_weights, order, hidden_states.dtype)  # type: ignore[no-any-return]
 
 
-def _is_swiglu(own: Any) -> bool:
+def _is_swiglu(module: Any) -> bool:
     """Whether a module's gate is transformers' own, with SiLU."""
     plain = getattr(sys.modules[_INTERFACE], "_default_apply_gate", None)
     silu = (nn.SiLU, getattr(sys.modules["transformers.activations"], "SiLUActivation", nn.SiLU))
-    return type(own)._apply_gate is plain and isinstance(own.act_fn, silu)
+    return type(module)._apply_gate is plain and isinstance(module.act_fn, silu)
 
 
-def _product(own: Any, name: str, rows: Tensor, counts: Tensor) -> Tensor:
-    made: Tensor = grouped_linear(rows, getattr(own, name), counts, own.is_transposed)
-    if own.has_bias:
-        made = made + spread_rows(getattr(own, f"{name}_bias"), counts, rows.shape[0])
-    return made
+def _product(module: Any, name: str, rows: Tensor, counts: Tensor) -> Tensor:
+    product: Tensor = grouped_linear(rows, getattr(module, name), counts, module.is_transposed)
+    if module.has_bias:
+        product = product + spread_rows(getattr(module, f"{name}_bias"), counts, rows.shape[0])
+    return product

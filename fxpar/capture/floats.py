@@ -106,11 +106,11 @@ def floats_as_tensors(program: Program) -> None:
     Raises:
         SizeError: an operation takes such a number alone, or a size is computed of one.
     """
-    found = _Floats(program.graph)
+    floats = _Floats(program.graph)
     for node in list(program.graph.nodes):
         if node.op == "call_function":
-            found.see(node)
-    for node in reversed(found.numbers):
+            floats.see(node)
+    for node in reversed(floats.numbers):
         if not node.users:
             program.graph.erase_node(node)
 
@@ -150,16 +150,16 @@ class _Floats:
     def made(self, node: fx.Node, suffix: str, value: Any, dtype: torch.dtype) -> fx.Node:
         """A number as a tensor."""
         kind = TensorType(dtype, ())
-        found: fx.Node = self.call(node, suffix, aten.scalar_tensor.default, (value,), kind, dtype=dtype)
-        return found
+        tensor: fx.Node = self.call(node, suffix, aten.scalar_tensor.default, (value,), kind, dtype=dtype)
+        return tensor
 
     def cast(self, node: fx.Node, x: fx.Node, dtype: torch.dtype, suffix: str = "number") -> fx.Node:
         """A tensor in a type."""
         kind = TensorType(dtype, tensor_type(x).shape)
         if kind == tensor_type(x):
             return x
-        found: fx.Node = self.call(node, suffix, aten._to_copy.default, (x,), kind, dtype=dtype)
-        return found
+        tensor: fx.Node = self.call(node, suffix, aten._to_copy.default, (x,), kind, dtype=dtype)
+        return tensor
 
     def number(self, node: fx.Node, value: Any, dtype: torch.dtype) -> fx.Node:
         """What a node is given as a number, as a tensor of a type."""
@@ -182,23 +182,23 @@ class _Floats:
             read = self.call(node, "value", item, tuple(node.args), _NUMBER)
             self._take_name(read, node)
             return read  # type: ignore[no-any-return]
-        given = [self._operand(node, value) for value in node.args]
+        operands = [self._operand(node, value) for value in node.args]
         if node.target is torch.sym_float:
-            found: fx.Node = given[0]
-            return found
+            computed: fx.Node = operands[0]
+            return computed
         if node.target in _UNARY:
             target = _UNARY[node.target]
         else:
             target, with_number = _BINARY[node.target]
-            if node.target in _COMMUTING and not isinstance(given[0], fx.Node):
-                given.reverse()
-            if with_number is not None and not isinstance(given[1], fx.Node):
+            if node.target in _COMMUTING and not isinstance(operands[0], fx.Node):
+                operands.reverse()
+            if with_number is not None and not isinstance(operands[1], fx.Node):
                 target = with_number
-            elif not all(isinstance(x, fx.Node) for x in given):
-                given = [x if isinstance(x, fx.Node) else self.made(node, "of", x, torch.float64) for x in given]
-        found = self.call(node, "value", target, tuple(given), _NUMBER)
-        self._take_name(found, node)
-        return found
+            elif not all(isinstance(x, fx.Node) for x in operands):
+                operands = [x if isinstance(x, fx.Node) else self.made(node, "of", x, torch.float64) for x in operands]
+        computed = self.call(node, "value", target, tuple(operands), _NUMBER)
+        self._take_name(computed, node)
+        return computed
 
     def _take_name(self, new: fx.Node, old: fx.Node) -> None:
         name = old.name
@@ -223,8 +223,8 @@ class _Floats:
             taken = self._filled
         elif node.target is aten.scalar_tensor.default and is_float:
             taken = self._written
-        given = bind_arguments(node)
-        if taken is None or any(_is_untyped(x) and x not in self.tensors for x in given.values()):
+        arguments = bind_arguments(node)
+        if taken is None or any(_is_untyped(x) and x not in self.tensors for x in arguments.values()):
             number = next(x for x in node.all_input_nodes if _is_untyped(x))
             shown = f"%{self.tensors.get(number, number).name}, a floating number that depends on sizes"
             is_size = isinstance(kind, ScalarType)
@@ -233,18 +233,18 @@ class _Floats:
                 where=describe(node),
                 remedy="compute sizes in integers (s // 2); multiply or add numbers where they are no arguments",
             )
-        new = taken(node, given)
+        new = taken(node, arguments)
         node.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
         self._take_name(new, node)
         if not node.users:
             self.graph.erase_node(node)
 
-    def _calculated(self, node: fx.Node, given: dict[str, Any]) -> fx.Node:
-        kind, alpha = tensor_type(node), given.get("alpha", 1)
+    def _calculated(self, node: fx.Node, arguments: dict[str, Any]) -> fx.Node:
+        kind, alpha = tensor_type(node), arguments.get("alpha", 1)
         dtype = _CALCULATED.get(kind.dtype, kind.dtype)
-        values = [given["self"], given["exponent" if "exponent" in given else "other"]]
+        values = [arguments["self"], arguments["exponent" if "exponent" in arguments else "other"]]
         values = [self._value(node, value, dtype) for value in values]
-        more = {"rounding_mode": given["rounding_mode"]} if "rounding_mode" in given else {}
+        more = {"rounding_mode": arguments["rounding_mode"]} if "rounding_mode" in arguments else {}
         if alpha in self.tensors:
             scale, scaled = self.number(node, alpha, _REAL.get(dtype, dtype)), values[1]
             values[1] = self.call(
@@ -264,32 +264,32 @@ class _Floats:
             return self.made(node, "number", value, dtype)
         return self.cast(node, value, dtype, "wide") if tensor_type(value).dtype in _CALCULATED else value
 
-    def _compared(self, node: fx.Node, given: dict[str, Any]) -> fx.Node:
-        x = given["self"]
+    def _compared(self, node: fx.Node, arguments: dict[str, Any]) -> fx.Node:
+        x = arguments["self"]
         dtype = torch.result_type(torch.empty(1, dtype=tensor_type(x).dtype), 1.0)
-        other = self.number(node, given["other"], dtype)
+        other = self.number(node, arguments["other"], dtype)
         new: fx.Node = self.call(node, "value", _COMPARISONS[node.target], (x, other), tensor_type(node))
         return new
 
-    def _chosen(self, node: fx.Node, given: dict[str, Any]) -> fx.Node:
+    def _chosen(self, node: fx.Node, arguments: dict[str, Any]) -> fx.Node:
         target, names = _CHOOSING[node.target]
         dtype = tensor_type(node).dtype
-        values = {k: self.number(node, given[k], dtype) for k in names if given[k] is not None}
+        values = {k: self.number(node, arguments[k], dtype) for k in names if arguments[k] is not None}
         order = [a.name for a in target._schema.arguments]
-        args = tuple({**given, **values}.get(name) for name in order)
+        args = tuple({**arguments, **values}.get(name) for name in order)
         new: fx.Node = self.call(node, "value", target, args, tensor_type(node))
         return new
 
-    def _filled(self, node: fx.Node, given: dict[str, Any]) -> fx.Node:
+    def _filled(self, node: fx.Node, arguments: dict[str, Any]) -> fx.Node:
         """Ones times the number."""
         kind, name = tensor_type(node), _FILLING[node.target]
-        number = self.number(node, given[name], _REAL.get(kind.dtype, kind.dtype))
-        value = given[name]
+        number = self.number(node, arguments[name], _REAL.get(kind.dtype, kind.dtype))
+        value = arguments[name]
         node.args = tuple(1.0 if x is value else x for x in node.args)
         node.kwargs = {k: 1.0 if x is value else x for k, x in node.kwargs.items()}
         with self.graph.inserting_after(node):
             new = self.graph.call_function(aten.mul.Tensor, (node, number))
         return set_note(new, replace(note(node), type=kind))
 
-    def _written(self, node: fx.Node, given: dict[str, Any]) -> fx.Node:
-        return self.number(node, given["s"], tensor_type(node).dtype)
+    def _written(self, node: fx.Node, arguments: dict[str, Any]) -> fx.Node:
+        return self.number(node, arguments["s"], tensor_type(node).dtype)

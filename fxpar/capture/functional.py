@@ -71,8 +71,8 @@ def _decompositions(composed: frozenset[Any]) -> dict[Any, Callable[..., Any]]:
     known = torch.export.default_decompositions()
     if not composed:
         return {}
-    wanted = [target for target in list(known.keys()) if target in composed or _is_taken_apart(target)]
-    return {target: known[target] for target in wanted}
+    targets = [target for target in list(known.keys()) if target in composed or _is_taken_apart(target)]
+    return {target: known[target] for target in targets}
 
 
 @functools.cache
@@ -120,10 +120,10 @@ def _is_in_equal_steps(node: fx.Node) -> bool:
 
 def _has_sizes_of_inputs(node: fx.Node) -> bool:
     """Whether all sizes of the operand, and those that `unflatten` makes, are numbers or such of the graph's inputs."""
-    own: Any = node.args[2] if node.target is aten.unflatten.int else ()
+    parts: Any = node.args[2] if node.target is aten.unflatten.int else ()
     if node.target is aten.unflatten.int and node.kwargs:
         return False
-    if any(not isinstance(size, int) or size < 0 for size in own):
+    if any(not isinstance(size, int) or size < 0 for size in parts):
         return False
     sizes: list[Any] = [size for size in _value(node.args[0]).shape if isinstance(size, torch.SymInt)]
     return all(_in_placeholders(node.graph, size) is not None for size in sizes)
@@ -153,8 +153,8 @@ def _number(exported: ExportedProgram) -> None:
 
 
 def _value(node: Any) -> Tensor:
-    found: Tensor = node.meta["val"]
-    return found
+    tensor: Tensor = node.meta["val"]
+    return tensor
 
 
 def _made(graph: fx.Graph, node: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
@@ -214,16 +214,20 @@ def _flatten(graph: fx.Graph, node: fx.Node) -> fx.Node:
 
 def _places(node: fx.Node) -> tuple[int, int]:
     """The first and the last dimension that `flatten` merges."""
-    given = dict(zip(("start_dim", "end_dim"), node.args[1:], strict=False)) | node.kwargs
-    return given.get("start_dim", 0), given.get("end_dim", -1)  # type: ignore[return-value]
+    options = dict(zip(("start_dim", "end_dim"), node.args[1:], strict=False)) | node.kwargs
+    return options.get("start_dim", 0), options.get("end_dim", -1)  # type: ignore[return-value]
 
 
 def _unflatten(graph: fx.Graph, node: fx.Node) -> fx.Node:
     """`unflatten`: a view."""
-    source, given, own = node.args
-    dims, dim = _value(source).dim(), cast(int, given)
+    source, position, parts = node.args
+    dims, dim = _value(source).dim(), cast(int, position)
     before, behind = range(dim % dims), range(dim % dims + 1, dims)
-    sizes = [*(_size(graph, node, d) for d in before), *cast(list[int], own), *(_size(graph, node, d) for d in behind)]
+    sizes = [
+        *(_size(graph, node, d) for d in before),
+        *cast(list[int], parts),
+        *(_size(graph, node, d) for d in behind),
+    ]
     return _made(graph, node, aten.view.default, source, sizes)
 
 
@@ -239,19 +243,19 @@ def _size(graph: fx.Graph, node: fx.Node, dim: int) -> Any:
     size = _value(node.args[0]).shape[dim]
     if not isinstance(size, torch.SymInt):
         return size
-    found = _in_placeholders(graph, size)
-    assert found is not None
+    source = _in_placeholders(graph, size)
+    assert source is not None
     places = graph.find_nodes(op="placeholder")
-    order = places.index(found[0]), found[1]
+    order = places.index(source[0]), source[1]
     for other in graph.nodes:
         if other.op == "placeholder":
             continue
-        if other.target is aten.sym_size.int and other.args == found:
+        if other.target is aten.sym_size.int and other.args == source:
             return other
         if other.target is not aten.sym_size.int or (places.index(other.args[0]), other.args[1]) > order:
             break
     with graph.inserting_before(other):
-        new = graph.call_function(aten.sym_size.int, found)
+        new = graph.call_function(aten.sym_size.int, source)
     new.meta = {"val": size}
     return new
 
@@ -260,8 +264,8 @@ def _in_placeholders(graph: fx.Graph, size: torch.SymInt) -> tuple[fx.Node, int]
     """The first placeholder, and its dimension, of which it is the size."""
     for place in graph.find_nodes(op="placeholder"):
         value = place.meta.get("val")
-        for dim, own in enumerate(value.shape if isinstance(value, Tensor) else ()):
-            if isinstance(own, torch.SymInt) and own.node.expr == size.node.expr:
+        for dim, extent in enumerate(value.shape if isinstance(value, Tensor) else ()):
+            if isinstance(extent, torch.SymInt) and extent.node.expr == size.node.expr:
                 return place, dim
     return None
 
@@ -269,10 +273,10 @@ def _in_placeholders(graph: fx.Graph, size: torch.SymInt) -> tuple[fx.Node, int]
 def _product(graph: fx.Graph, node: fx.Node, a: Any, b: Any) -> Any:
     if not isinstance(a, fx.Node) and not isinstance(b, fx.Node):
         return a * b
-    found = _made(graph, node, operator.mul, a, b)
+    product = _made(graph, node, operator.mul, a, b)
     values = [value.meta["val"] if isinstance(value, fx.Node) else value for value in (a, b)]
-    found.meta["val"] = values[0] * values[1]
-    return found
+    product.meta["val"] = values[0] * values[1]
+    return product
 
 
 def _dropout(graph: fx.Graph, node: fx.Node) -> fx.Node:

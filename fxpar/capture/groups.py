@@ -23,13 +23,13 @@ def divisors(environment: Any) -> dict[str, int]:
     Args:
         environment: the sizes of the trace; None where none is symbolic.
     """
-    found: dict[str, int] = {}
+    divisors: dict[str, int] = {}
     for guard in environment.guards if environment is not None else ():
         for size, by in _divided(guard.expr):
             size = environment.replacements.get(size, size)
             if size.is_Symbol and by.is_Integer and by > 1:
-                found[str(size)] = math.lcm(found.get(str(size), 1), int(by))
-    return found
+                divisors[str(size)] = math.lcm(divisors.get(str(size), 1), int(by))
+    return divisors
 
 
 def _divided(relation: Any) -> Iterator[tuple[Any, Any]]:
@@ -62,8 +62,8 @@ def of_rows(shapes: Iterable[Any], values: Iterable[Any]) -> dict[str, int]:
     for size in rows:
         hint = int(size.node.hint)
         groups[hint] = math.lcm(groups.get(hint, 1), known.get(str(size.node.expr), 1))
-    found = {str(size.node.expr): groups[int(size.node.hint)] for size in rows if size.node.expr.is_Symbol}
-    return {name: group for name, group in found.items() if group > 1}
+    by_symbol = {str(size.node.expr): groups[int(size.node.hint)] for size in rows if size.node.expr.is_Symbol}
+    return {name: group for name, group in by_symbol.items() if group > 1}
 
 
 def _divided_in(values: Iterable[Any]) -> Iterator[str]:

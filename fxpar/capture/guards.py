@@ -88,13 +88,13 @@ def _check_global_hooks() -> None:
 
 def _check_memory(model: nn.Module) -> None:
     """Refuses trainable parameters in whose memory other tensors of the model lie: copies of it would not."""
-    found = []
+    spans = []
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.layout is torch.strided and not tensor.is_meta and tensor.numel() and tensor.data_ptr():
             last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-            found.append((tensor.data_ptr(), tensor.data_ptr() + last * tensor.element_size(), name, tensor))
-    found.sort(key=lambda entry: entry[:2])
-    for (_, end, one, first), (start, _, other, second) in pairwise(found):
+            spans.append((tensor.data_ptr(), tensor.data_ptr() + last * tensor.element_size(), name, tensor))
+    spans.sort(key=lambda entry: entry[:2])
+    for (_, end, one, first), (start, _, other, second) in pairwise(spans):
         if start < end and (first.requires_grad or second.requires_grad):
             raise CaptureError(
                 f"shares memory with {one} and is another tensor, so that training one would leave the other as it is",
@@ -116,18 +116,18 @@ def _check_modes() -> None:
 
 def _check_forward(name: str, module: nn.Module) -> None:
     """Refuses what `torch.compile` made, and functions in forward's place that call the module they were made for."""
-    own = vars(module).get("forward")
+    override = vars(module).get("forward")
     compiled = isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None
-    if compiled or hasattr(own, "_torchdynamo_orig_callable"):
+    if compiled or hasattr(override, "_torchdynamo_orig_callable"):
         raise CaptureError(
             "is compiled already, by torch.compile",
             where=name or type(module).__name__,
             remedy="pass the model as it was before, with Plan(compile=True) to have each rank's program compiled",
         )
-    if _holds_module(own):
+    if _holds_module(override):
         raise CaptureError(
-            f"its forward was replaced by the function {getattr(own, '__qualname__', own)}, which calls the forward "
-            "that it was made around and not that of a copy",
+            f"its forward was replaced by the function {getattr(override, '__qualname__', override)}, which calls the "
+            "forward that it was made around and not that of a copy",
             where=name or type(module).__name__,
             remedy="pass the model as it was before it was wrapped (by accelerate, say), or write a class for it",
         )
@@ -138,10 +138,10 @@ def _holds_module(function: Any, seen: frozenset[int] = frozenset()) -> bool:
     if not inspect.isfunction(function) or id(function) in seen:
         return False
     names = inspect.getclosurevars(function)
-    for held in (*names.nonlocals.values(), *names.globals.values(), getattr(function, "__wrapped__", None)):
-        if isinstance(held, nn.Module) or isinstance(getattr(held, "__self__", None), nn.Module):
+    for referent in (*names.nonlocals.values(), *names.globals.values(), getattr(function, "__wrapped__", None)):
+        if isinstance(referent, nn.Module) or isinstance(getattr(referent, "__self__", None), nn.Module):
             return True
-        if _holds_module(held, seen | {id(function)}):
+        if _holds_module(referent, seen | {id(function)}):
             return True
     return False
 

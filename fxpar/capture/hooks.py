@@ -38,15 +38,15 @@ class Watch:
     def around(self, where: str, hook: Callable[..., Any]) -> Callable[..., Any]:
         """The hook, watched."""
 
-        def call(module: nn.Module, *given: Any) -> Any:
+        def call(module: nn.Module, *args: Any) -> Any:
             with _Made() as mode:
-                found = hook(module, *given)
-            if found is None:
-                tensors = [v for v in pytree.tree_leaves(given) if isinstance(v, Tensor)]
+                returned = hook(module, *args)
+            if returned is None:
+                tensors = [v for v in pytree.tree_leaves(args) if isinstance(v, Tensor)]
                 name = getattr(hook, "__qualname__", type(hook).__name__)
                 self._seen += [(where, name, weakref.ref(v)) for v in tensors if id(v) not in self._known]
-                self._seen += [(where, name, made) for made in mode.made]
-            return found
+                self._seen += [(where, name, reference) for reference in mode.made]
+            return returned
 
         return call
 
@@ -73,9 +73,9 @@ class _Made(TorchDispatchMode):
         self.made: list[weakref.ref[Tensor]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        self.made += [weakref.ref(value) for value in pytree.tree_leaves(found) if isinstance(value, Tensor)]
-        return found
+        outputs = func(*args, **(kwargs or {}))
+        self.made += [weakref.ref(value) for value in pytree.tree_leaves(outputs) if isinstance(value, Tensor)]
+        return outputs
 
 
 @contextlib.contextmanager
@@ -87,16 +87,16 @@ def hooks_watched(model: nn.Module, known: Any) -> Iterator[Watch]:
     """
     tensors = [value for value in pytree.tree_leaves(known) if isinstance(value, Tensor)]
     watch = Watch([*tensors, *model.parameters(), *model.buffers()])
-    kept = []
+    originals = []
     try:
         for name, module in model.named_modules():
             for hooks in (getattr(module, kind) for kind in _KINDS):
                 for key, hook in hooks.items():
                     if type(hook).__module__.startswith("torch.nn.utils."):
                         continue  # weight_norm's: it makes the weight that the module then takes
-                    kept.append((hooks, key, hook))
+                    originals.append((hooks, key, hook))
                     hooks[key] = watch.around(name or type(model).__name__, hook)
         yield watch
     finally:
-        for hooks, key, hook in kept:
+        for hooks, key, hook in originals:
             hooks[key] = hook

@@ -24,8 +24,8 @@ def branch(func: Any, args: tuple[Any, ...]) -> bool | None:
     """What a branch on a tensor does, where that is known."""
     if func not in (Tensor.__bool__, Tensor.item) or args[0].dtype != torch.bool or args[0].numel() != 1:
         return None
-    found = known(args[0])
-    return True if found == TRUE else False if found == FALSE else None
+    element = known(args[0])
+    return True if element == TRUE else False if element == FALSE else None
 
 
 def known(value: Tensor) -> Element | None:
@@ -38,23 +38,23 @@ def known(value: Tensor) -> Element | None:
     if above is None or _is_written(node.graph, above):
         return None
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-    for each in above:
-        copies[each] = set_note(_copied(graph, each, copies), Note(_kind(each)))
+    for source in above:
+        copies[source] = set_note(_copied(graph, source, copies), Note(_kind(source)))
     return elements(None, copies.values()).get(copies[node])
 
 
 def _above(node: fx.Node) -> list[fx.Node] | None:
     """A node and all that it is computed from, in the order of the graph; None where that is much."""
-    found, waiting = {node}, [node]
+    above, waiting = {node}, [node]
     while waiting:
         for operand in waiting.pop().all_input_nodes:
-            if operand not in found:
-                found.add(operand)
+            if operand not in above:
+                above.add(operand)
                 if isinstance(operand.meta.get("val"), Tensor):
                     waiting.append(operand)
-        if len(found) > _MOST:
+        if len(above) > _MOST:
             return None
-    return sorted(found)
+    return sorted(above)
 
 
 def _copied(graph: fx.Graph, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
@@ -75,15 +75,15 @@ def _size(size: int | torch.SymInt) -> Size:
     if isinstance(size, int):
         return size
     expression = size.node.expr
-    return simplify(expression.subs({own: symbol(own.name) for own in expression.free_symbols}))
+    return simplify(expression.subs({variable: symbol(variable.name) for variable in expression.free_symbols}))
 
 
 def _is_written(graph: fx.Graph, above: list[fx.Node]) -> bool:
     """Whether an operator writes into the memory of one of them, be it through a view."""
-    own = {_memory(node) for node in above} - {None}
+    memories = {_memory(node) for node in above} - {None}
     for node in graph.nodes:
         schema = getattr(node.target, "_schema", None)
-        if schema is not None and schema.is_mutable and any(_memory(x) in own for x in node.all_input_nodes):
+        if schema is not None and schema.is_mutable and any(_memory(x) in memories for x in node.all_input_nodes):
             return True
     return False
 

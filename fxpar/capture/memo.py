@@ -109,7 +109,7 @@ class Memory:
             slots = [(slot, _slot(slot, value)) for slot in _slots(type(value))]
             if slots:
                 self._slotted[id(value)] = (value, slots)
-                yield from (held for _, held in slots)
+                yield from (content for _, content in slots)
 
     def _container(self, value: Any) -> list[Any]:
         """Contents as they are kept: a class may make something else of them when it is asked."""
@@ -134,10 +134,10 @@ class Memory:
 
     def _named(self, space: dict[str, Any], names: frozenset[str]) -> Iterator[Any]:
         """What stands under names in which no function before asked for it."""
-        held = self._globals.setdefault(id(space), (space, {}))[1]
-        for name in names - held.keys():
-            held[name] = space.get(name, _MISSING)
-            yield held[name]
+        saved = self._globals.setdefault(id(space), (space, {}))[1]
+        for name in names - saved.keys():
+            saved[name] = space.get(name, _MISSING)
+            yield saved[name]
 
     def _class(self, value: type) -> Iterator[Any]:
         if type(value) is not type and self._is_own(type(value)):
@@ -156,8 +156,8 @@ class Memory:
 
     def restore(self) -> None:
         """Puts back what held another value or held none."""
-        for space, held in self._globals.values():
-            for name, before in held.items():
+        for space, saved in self._globals.values():
+            for name, before in saved.items():
                 if space.get(name, _MISSING) is before:
                     continue
                 if before is _MISSING:
@@ -185,7 +185,7 @@ class Memory:
 
     def knows(self, modules: Mapping[int, nn.Module]) -> bool:
         """Whether the code can find one of some modules: which one it has itself may then matter."""
-        keys = [key for _, held in self._containers.values() for key in held]
+        keys = [key for _, entries in self._containers.values() for key in entries]
         named = [value() if isinstance(value, weakref.ref) else value for value in (*self._seen.values(), *keys)]
         return any((value if isinstance(value, int) else id(value)) in modules for value in named)
 
@@ -193,9 +193,9 @@ class Memory:
         """Whether everything holds, as the same objects, what it held."""
         # Asked behind each layer of a model, of thousands of names: what loops does it in one call.
         return (
-            all(_all_are(map(space.get, held, _EVER_MISSING), held) for space, held in self._globals.values())
+            all(_all_are(map(space.get, saved, _EVER_MISSING), saved) for space, saved in self._globals.values())
             # Most of these are functions without attributes.
-            and all(_same_entries(vars(o), held) if held else not vars(o) for o, held in self._objects.values())
+            and all(_same_entries(vars(o), saved) if saved else not vars(o) for o, saved in self._objects.values())
             and all(_slot(s, owner) is value for owner, slots in self._slotted.values() for s, value in slots)
             and all(_contents(cell) is before for cell, before in self._cells.values())
             and all(_holds(value, entries) for value, entries in self._containers.values())
@@ -204,8 +204,8 @@ class Memory:
 
     def replace_memos(self, new: Callable[[Any], Any]) -> None:
         """Puts something else in the place of memoised functions."""
-        for space, held in self._globals.values():
-            for name, value in held.items():
+        for space, saved in self._globals.values():
+            for name, value in saved.items():
                 if _is_memo(value):
                     space[name] = new(value)
         for owner, attributes in self._objects.values():
@@ -235,8 +235,8 @@ def _undo_attributes(owner: Any, before: dict[str, Any]) -> None:
 
 def _slots(cls: type) -> list[Any]:
     """What objects of a class have without a dictionary, as the descriptors that read and write it."""
-    own = [base for base in cls.__mro__ if "__slots__" in vars(base)]
-    return [slot for base in own for slot in vars(base).values() if isinstance(slot, types.MemberDescriptorType)]
+    bases = [base for base in cls.__mro__ if "__slots__" in vars(base)]
+    return [slot for base in bases for slot in vars(base).values() if isinstance(slot, types.MemberDescriptorType)]
 
 
 def _slot(slot: Any, owner: Any) -> Any:
@@ -265,13 +265,13 @@ def _contents(cell: types.CellType) -> Any:
 
 @functools.lru_cache(maxsize=1 << 16)
 def _names_in(code: types.CodeType) -> frozenset[str]:
-    found = set(code.co_names)
+    names = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            found |= _names_in(constant)
+            names |= _names_in(constant)
         elif isinstance(constant, str):  # of getattr and hasattr
-            found.add(constant)
-    return frozenset(found)
+            names.add(constant)
+    return frozenset(names)
 
 
 def _base(value: Any) -> Any:
@@ -283,9 +283,9 @@ def _same_entries(now: Mapping[Any, Any], before: Mapping[Any, Any]) -> bool:
     return len(now) == len(before) and _all_are(map(now.get, before, _EVER_MISSING), before)
 
 
-def _all_are(values: Iterable[Any], held: Mapping[Any, Any]) -> bool:
+def _all_are(values: Iterable[Any], saved: Mapping[Any, Any]) -> bool:
     """Whether the values are, as objects, those that are held."""
-    return all(map(operator.is_, values, held.values()))
+    return all(map(operator.is_, values, saved.values()))
 
 
 def _holds(value: Any, entries: Any) -> bool:
@@ -370,12 +370,12 @@ class OtherMemos:
     def _present(cls) -> list[Any]:
         """All that there are. Each refers once to the class of what `cache_info` gives, which counts them."""
         info = type(functools.lru_cache(lambda: None).cache_info())
-        found = [value for value in (reference() for reference in cls._found) if value is not None]
-        if sys.getrefcount(info) - len(found) != cls._rest:
-            found = [value for value in gc.get_referrers(info) if isinstance(value, _Memo)]
-            cls._found = [weakref.ref(value) for value in found]
-            cls._rest = sys.getrefcount(info) - len(found)
-        return found
+        memos = [value for value in (reference() for reference in cls._found) if value is not None]
+        if sys.getrefcount(info) - len(memos) != cls._rest:
+            memos = [value for value in gc.get_referrers(info) if isinstance(value, _Memo)]
+            cls._found = [weakref.ref(value) for value in memos]
+            cls._rest = sys.getrefcount(info) - len(memos)
+        return memos
 
 
 def _holds_fakes(memo: Any) -> bool:

@@ -69,14 +69,14 @@ def plain_surrounding() -> Iterator[None]:
 @contextlib.contextmanager
 def _without_saved_hooks() -> Iterator[None]:
     """Hooks on saved tensors that the caller has around the call are no part of the model: put aside for a while."""
-    autograd, kept = torch._C._autograd, []
+    autograd, popped = torch._C._autograd, []
     while (hooks := autograd._top_saved_tensors_default_hooks(True)) is not None:
-        kept.append(hooks)
+        popped.append(hooks)
         autograd._pop_saved_tensors_default_hooks()
     try:
         yield
     finally:
-        for pack, unpack in reversed(kept):
+        for pack, unpack in reversed(popped):
             autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
@@ -87,13 +87,13 @@ def _stores(model: nn.Module) -> list[dict[str, Any]]:
 @contextlib.contextmanager
 def swapped(model: nn.Module, others: Mapping[int, Tensor]) -> Iterator[None]:
     """Other tensors for those of the model, by their identities; back at the end."""
-    kept = [(store, name, value) for store in _stores(model) for name, value in store.items()]
+    originals = [(store, name, value) for store in _stores(model) for name, value in store.items()]
     try:
-        for store, name, value in kept:
+        for store, name, value in originals:
             store[name] = others.get(id(value), value)
         yield
     finally:
-        for store, name, value in kept:
+        for store, name, value in originals:
             store[name] = value
 
 
@@ -107,14 +107,14 @@ def _fakes(mode: FakeTensorMode, values: list[Tensor]) -> dict[int, Tensor]:
     They are what the mode makes for `_fake` and `nn.Parameter`, without the operators that these are to it: a call and
     a `detach`, for each parameter of each layer.
     """
-    found: dict[int, Tensor] = {}
+    fakes: dict[int, Tensor] = {}
     cpu = torch.device("cpu")
     with _disable_current_modes():
         for value in values:
-            if id(value) not in found:
+            if id(value) not in fakes:
                 empty = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-                found[id(value)] = made = FakeTensor(mode, empty, cpu)
+                fakes[id(value)] = fake = FakeTensor(mode, empty, cpu)
                 if isinstance(value, nn.Parameter):
-                    made._is_param = True
-                    made.requires_grad_(value.requires_grad)
-    return found
+                    fake._is_param = True
+                    fake.requires_grad_(value.requires_grad)
+    return fakes

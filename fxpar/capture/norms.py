@@ -88,13 +88,13 @@ class _Sizes:
         return self._made[key]
 
     def _size(self, node: fx.Node, x: fx.Node, dim: int) -> fx.Node:
-        found: Any = _value(x).shape[dim]
-        expression = found.node.expr
+        length: Any = _value(x).shape[dim]
+        expression = length.node.expr
         for place in self._graph.find_nodes(op="placeholder"):
             value = place.meta.get("val")
-            for own, size in enumerate(value.shape if isinstance(value, Tensor) else ()):
+            for index, size in enumerate(value.shape if isinstance(value, Tensor) else ()):
                 if isinstance(size, torch.SymInt) and size.node.expr == expression:
-                    return self.made(node, aten.sym_size.int, place, own)
+                    return self.made(node, aten.sym_size.int, place, index)
         return self.made(node, aten.sym_size.int, x, dim)
 
 
@@ -109,7 +109,7 @@ class _Calls:
         self.node, self.sizes = node, sizes
         args: tuple[Any, ...] = node.args
         self.x, self.weight, self.bias, self.mean, self.variance, _, self.momentum, self.epsilon, _ = args
-        types = {_value(each).dtype for each in (self.x, self.mean) if isinstance(each, fx.Node)} - {*_NARROW}
+        types = {_value(operand).dtype for operand in (self.x, self.mean) if isinstance(operand, fx.Node)} - {*_NARROW}
         self.dtype = torch.float64 if torch.float64 in types else torch.float32
         self._rank = _value(self.x).dim()
 
@@ -118,7 +118,7 @@ class _Calls:
         with self.node.graph.inserting_before(self.node):
             new = self.node.graph.call_function(target, args, kwargs)
         new.meta = dict(self.node.meta)
-        values, options = fx.node.map_arg((args, kwargs), lambda each: each.meta["val"])
+        values, options = fx.node.map_arg((args, kwargs), lambda node: node.meta["val"])
         new.meta["val"] = target(*values, **options)
         return new
 
@@ -158,11 +158,11 @@ class _Calls:
 
     def update(self, mean: fx.Node, variance: fx.Node) -> None:
         """Moves the statistics that are kept towards these, `[C]` each."""
-        for kept, new in ((self.mean, mean), (self.variance, variance)):
-            if kept is not None:
+        for statistic, new in ((self.mean, mean), (self.variance, variance)):
+            if statistic is not None:
                 share = self(aten.mul.Tensor, self(aten.detach.default, new), self.momentum)
-                old = self(aten.mul.Tensor, self.cast(kept, self.dtype), 1 - self.momentum)
-                self(aten.copy_.default, kept, self(aten.add.Tensor, old, share))
+                old = self(aten.mul.Tensor, self.cast(statistic, self.dtype), 1 - self.momentum)
+                self(aten.copy_.default, statistic, self(aten.add.Tensor, old, share))
 
     def unbiased(self, squares: fx.Node, count: Any) -> fx.Node:
         """The variance of a sample."""
@@ -174,7 +174,7 @@ def _by_batch(call: _Calls) -> fx.Node:
     x, affine = call.x, [call.weight, call.bias]
     if _value(x).dtype in _NARROW:  # statistics are of the weights' type
         x = x if any(affine) else call.cast(x, call.dtype)
-        affine = [None if each is None else call.cast(each, call.dtype) for each in affine]
+        affine = [None if parameter is None else call.cast(parameter, call.dtype) for parameter in affine]
     norm = call(aten._native_batch_norm_legit.no_stats, x, *affine, True, 0.0, call.epsilon)
     result, mean, scale = (call(operator.getitem, norm, index) for index in range(3))
     if call.mean is not None:

@@ -118,11 +118,11 @@ class Notes:
             return False
         (mask,) = (value.meta["val"] for value in node.all_input_nodes)
         size, experts = node.meta["val"][0].shape[0], int(choice.all_input_nodes[0].meta["val"].shape[-1])
-        pairs, taken = product([self._size(each) for each in mask.shape]), {s.name for s in self.symbols}
+        pairs, taken = product([self._size(dim) for dim in mask.shape]), {s.name for s in self.symbols}
         share = simplify(sympy.floor((pairs + experts - 1) / sympy.Integer(experts)))
         name = next(n for n in (f"e{i}" for i in range(len(self.counted), 9999)) if n not in taken)
         self.substitution[symbol(str(size.node.expr))] = symbol(name)
-        examples = {each.name: each.example for each in self.symbols}
+        examples = {s.name: s.example for s in self.symbols}
         self.counted.append(Counted(name, share, max(evaluate(share, examples), 1)))
         return True
 

@@ -45,18 +45,18 @@ class Observed:
         """Runs an operator, which the calls note that are running."""
         if not self._active or func.namespace == "prim":  # asks what a tensor is, not of each call anew
             return func(*args, **kwargs)
-        for each in self._active:
-            each.sees(func, args, kwargs)
-        found = func(*args, **kwargs)
-        for each in self._active:
-            each.made(found)
-        return found
+        for call in self._active:
+            call.sees(func, args, kwargs)
+        outputs = func(*args, **kwargs)
+        for call in self._active:
+            call.made(outputs)
+        return outputs
 
     @property
     def is_proven(self) -> bool:
         """Whether each copied call did what the one did that it repeats."""
         done = {(path, n): did for path, calls in self.calls.items() for n, did in enumerate(calls)}
-        return all(each in done and done[each] == done.get(first) for each, first in self.copied.items())
+        return all(copy in done and done[copy] == done.get(first) for copy, first in self.copied.items())
 
     def watching(self, model: nn.Module) -> contextlib.AbstractContextManager[Any]:
         """While active, what the layers do is noted."""
@@ -67,20 +67,20 @@ class Observed:
         active = self._active
 
         def call(original: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            for each in active:
-                each.enters(module)
+            for outer in active:
+                outer.enters(module)
             path = watched.get(id(module))
             if path is None:
                 return original(module, *args, **kwargs)
-            own = _Call(module, (args, kwargs))
-            self.calls.setdefault(path, []).append(own.done)
-            active.append(own)
+            current = _Call(module, (args, kwargs))
+            self.calls.setdefault(path, []).append(current.done)
+            active.append(current)
             try:
-                found = original(module, *args, **kwargs)
+                outputs = original(module, *args, **kwargs)
             finally:
                 active.pop()
-            own.gives(found)
-            return found
+            current.gives(outputs)
+            return outputs
 
         patched: contextlib.AbstractContextManager[Any] = patches.eager_calls_of_modules(call)
         return patched
@@ -93,15 +93,15 @@ class _Call:
         done: what it did.
     """
 
-    def __init__(self, module: nn.Module, given: Any) -> None:
+    def __init__(self, module: nn.Module, arguments: Any) -> None:
         self.done: list[Hashable] = []
         # Tensors are held, so that no later one has the identity of one that is gone.
         self._names: dict[int, tuple[Hashable, Tensor]] = {}
-        self._paths = {id(each): path for path, each in module.named_modules()}
+        self._paths = {id(submodule): path for path, submodule in module.named_modules()}
         for named in (module.named_parameters, module.named_buffers):
             for name, tensor in named(remove_duplicate=False):
                 self._called(tensor, ("own", name))
-        self.done.append(("given", self._said(given)))
+        self.done.append(("given", self._said(arguments)))
 
     def _called(self, tensor: Tensor, name: Hashable) -> Hashable:
         return self._names.setdefault(id(tensor), (name, tensor))[0]
@@ -148,8 +148,8 @@ class _Call:
         """Notes an operator that runs now."""
         self.done.append((func, torch.is_grad_enabled(), self._said((args, dict(kwargs)))))
 
-    def made(self, found: Any) -> None:
+    def made(self, outputs: Any) -> None:
         """Notes what that has given."""
-        for value in (found,) if isinstance(found, Tensor) else pytree.tree_leaves(found):
+        for value in (outputs,) if isinstance(outputs, Tensor) else pytree.tree_leaves(outputs):
             if isinstance(value, Tensor):
                 self._called(value, ("made", len(self.done), len(self._names)))

@@ -252,8 +252,8 @@ def known_counts() -> Iterator[None]:
     ) -> Tensor:
         if weights is None and isinstance(minlength, int) and minlength:
             return x.new_empty(minlength, dtype=torch.int64)
-        found: Tensor = original(mode, target, x, weights, minlength)
-        return found
+        counted: Tensor = original(mode, target, x, weights, minlength)
+        return counted
 
     with mock.patch.dict(fake_impls.op_implementations_dict, {bincount: counts}):
         yield
@@ -310,14 +310,14 @@ def small_trials() -> Iterator[None]:
         if kind is None or (mode.shape_env is not None and _has_sizes_of_data(mode.shape_env)):
             return remembered(mode, state, entry, *args, **kwargs)
         with in_kernel_invocation_manager(mode):
-            made = torch.empty(
+            tensor = torch.empty(
                 (), dtype=kind.dtype, layout=kind.layout, device="meta", requires_grad=kind.requires_grad
             )
         if kind.is_conj:
-            torch._C._set_conj(made, True)
+            torch._C._set_conj(tensor, True)
         if kind.is_neg:
-            torch._C._set_neg(made, True)
-        return FakeTensor(mode, made, kind.device)
+            torch._C._set_neg(tensor, True)
+        return FakeTensor(mode, tensor, kind.device)
 
     with (
         mock.patch.object(FakeTensorMode, "_get_output_info_for_cache_entry", info),

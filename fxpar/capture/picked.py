@@ -23,14 +23,14 @@ def choice_of(node: fx.Node) -> fx.Node | None:
     """The top-k of whose indices a value is made, and of nothing else but numbers: so experts find their rows."""
     pending, seen = [node], set[fx.Node]()
     while pending:
-        each = pending.pop()
-        if each.target is _TOPK:
-            return each
-        value = each.meta.get("val")
-        if each in seen or (isinstance(value, Tensor) and value.is_floating_point()):
+        source = pending.pop()
+        if source.target is _TOPK:
+            return source
+        value = source.meta.get("val")
+        if source in seen or (isinstance(value, Tensor) and value.is_floating_point()):
             continue
-        seen.add(each)
-        pending.extend(each.all_input_nodes)
+        seen.add(source)
+        pending.extend(source.all_input_nodes)
     return None
 
 
@@ -49,10 +49,10 @@ def refuse_loop(error: BaseException, model: nn.Module, prefix: str) -> None:
         return
     # By what their attributes are in: a trace may call a module by a proxy that shares them.
     paths = {id(vars(module)): (path, module) for path, module in model.named_modules()}
-    entry, found = error.__traceback__, None
+    entry, innermost = error.__traceback__, None
     while entry is not None:
-        own = entry.tb_frame.f_locals.get("self")
-        found = paths.get(id(vars(own)), found) if isinstance(own, nn.Module) else found
+        receiver = entry.tb_frame.f_locals.get("self")
+        innermost = paths.get(id(vars(receiver)), innermost) if isinstance(receiver, nn.Module) else innermost
         entry = entry.tb_next
-    if found is not None and is_named_so(found[1]):
-        raise loop_of_experts(place_of(error), found[0].removeprefix(prefix)) from error
+    if innermost is not None and is_named_so(innermost[1]):
+        raise loop_of_experts(place_of(error), innermost[0].removeprefix(prefix)) from error

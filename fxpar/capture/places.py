@@ -58,13 +58,13 @@ def source_of(node: fx.Node) -> str:
 
 def place_of(error: BaseException) -> str:
     """The deepest line of the author's own code in an error's traceback; empty where there is none."""
-    found, entry = "", error.__traceback__
+    place, entry = "", error.__traceback__
     while entry is not None:
         file = entry.tb_frame.f_code.co_filename
         if _is_blamed(file):
-            found = f"{Path(file).name}:{entry.tb_lineno}"
+            place = f"{Path(file).name}:{entry.tb_lineno}"
         entry = entry.tb_next
-    return found
+    return place
 
 
 class Blamed(contextlib.AbstractContextManager[None]):

@@ -42,10 +42,10 @@ def cast_inputs(arguments: Any, dtype: torch.dtype | None) -> Any:
 @contextlib.contextmanager
 def in_precision(model: nn.Module, plan: Plan) -> Iterator[None]:
     """Casts the model's floating parameters for a while; afterwards they hold the very tensors that they held."""
-    kept = [(parameter, parameter.data) for parameter in model.parameters()]
+    originals = [(parameter, parameter.data) for parameter in model.parameters()]
     try:
         cast_parameters(model, plan)
         yield
     finally:
-        for parameter, data in kept:
+        for parameter, data in originals:
             parameter.data = data

@@ -55,15 +55,15 @@ class Reads:
     @property
     def can_be_watched(self) -> bool:
         """Whether all reads of the author's classes go through Python's own look-up."""
-        own: set[Any] = {type(module) for module in self.modules.values()}
+        classes: set[Any] = {type(module) for module in self.modules.values()}
         usual: Any = nn.Module.__getattribute__
-        return all(is_of_torch(cls) or cls.__getattribute__ is usual for cls in own)
+        return all(is_of_torch(cls) or cls.__getattribute__ is usual for cls in classes)
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
         """While active, reads are noted."""
-        own = {type(module) for module in self.modules.values() if not is_of_torch(type(module))}
-        with patches.attribute_reads(own, self._see):
+        classes = {type(module) for module in self.modules.values() if not is_of_torch(type(module))}
+        with patches.attribute_reads(classes, self._see):
             yield
 
     def _see(self, module: Any, name: str) -> None:

@@ -128,8 +128,8 @@ def region(recorder: Recorder) -> Iterator[None]:
 
 def _reentrant(recorder: Recorder, run: Any, args: tuple[Any, ...]) -> Any:
     """A reentrant region gives a gradient only where one of its arguments asks for one."""
-    wanted = any(isinstance(a, Tensor) and a.requires_grad for a in args)
-    with region(recorder), contextlib.nullcontext() if wanted else torch.no_grad():
+    needs_gradient = any(isinstance(a, Tensor) and a.requires_grad for a in args)
+    with region(recorder), contextlib.nullcontext() if needs_gradient else torch.no_grad():
         return run(*args)
 
 
@@ -157,13 +157,13 @@ _PLAIN = (int, float, str, type(None), torch.dtype, torch.device, torch.SymInt)
 
 def _tensors(values: Iterable[Any]) -> list[Tensor]:
     """The tensors among arguments, those in containers included."""
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
-            found.append(value)
+            tensors.append(value)
         elif not isinstance(value, _PLAIN):
-            found += [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
-    return found
+            tensors += [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+    return tensors
 
 
 class Watch(TorchFunctionMode):
@@ -323,10 +323,10 @@ class _Random(TorchDispatchMode):
 def _path_of(function: type) -> str:
     path = f"{function.__module__}.{function.__qualname__}"
     try:
-        found = None if "." in function.__qualname__ else resolve_function(path)
+        resolved = None if "." in function.__qualname__ else resolve_function(path)
     except InputError:
-        found = None
-    if found is not function:
+        resolved = None
+    if resolved is not function:
         raise CaptureError(
             "an autograd function defined inside another scope cannot be named",
             where=path,
@@ -343,8 +343,8 @@ def _apply_as_operator(
     kwargs: Mapping[str, Any],
 ) -> Any:
     path = _path_of(cls)
-    own = cls.__mro__[: cls.__mro__.index(torch.autograd.Function)]
-    if any("apply" in vars(base) for base in own):
+    bases = cls.__mro__[: cls.__mro__.index(torch.autograd.Function)]
+    if any("apply" in vars(base) for base in bases):
         raise CaptureError(
             "the autograd function has an `apply` of its own, whose work the trace would do twice",
             where=path,

@@ -127,7 +127,7 @@ def _detach_writes(nodes: list[Any]) -> None:
         if not changed:
             continue
         with node.graph.inserting_before(node):
-            for operand in [each for each in node.all_input_nodes if each not in changed]:
+            for operand in [read for read in node.all_input_nodes if read not in changed]:
                 detached = _detached(node.graph, operand)
                 if detached is not operand:
                     node.replace_input_with(operand, detached)

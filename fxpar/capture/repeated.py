@@ -127,11 +127,11 @@ class Repeats:
             is_same = first.description == description and first.callers == callers
             if is_same and self._is_like(first, layer):
                 try:
-                    found = self._copy(first, call, inputs)
+                    outputs = self._copy(first, call, inputs)
                 except UnknownValueError:
                     break
                 self.copied[self._number(layer)] = first.number
-                return found
+                return outputs
         if self._tried[type(layer)] == _MOST:
             return run()
         self._tried[type(layer)] += 1
@@ -199,41 +199,41 @@ class Repeats:
                 raise UnknownValueError
             copied = _apart(Copied)(tracer, nodes[::-1], inputs, around, RECOMPUTE_KEY)
             results = _results(tracer, outputs, inputs, nodes)
-            kept = rebuilt(outputs, lambda tensor: tensor)  # whoever called may change the containers
+            saved = rebuilt(outputs, lambda tensor: tensor)  # whoever called may change the containers
         except UnknownValueError:
             return outputs
         calls = Counter(tracer.num_calls)
         calls.subtract(around.calls)
         regions = self._recorder.regions - around.regions
         number = self._number(layer)
-        found = _First(number, reads, memory, description, callers, copied, inputs, kept, results, +calls, regions)
-        self._first[type(layer)].append(found)
+        first = _First(number, reads, memory, description, callers, copied, inputs, saved, results, +calls, regions)
+        self._first[type(layer)].append(first)
         return outputs
 
     @_apart
     def _copy(self, first: _First, call: _Call, inputs: list[Tensor]) -> Any:
         tracer, layer = call[:2]
         around = self._around(tracer, tracer.path_of_module(layer))
-        given = {id(mine): other for mine, other in zip(first.inputs, inputs, strict=True)}
+        replacements = {id(mine): other for mine, other in zip(first.inputs, inputs, strict=True)}
         copy = first.nodes.write([node_of(tracer, tensor) for tensor in inputs], around, first.calls)
         self._recorder.regions += first.regions
 
         def tensor(value: Tensor) -> Tensor:
             node = first.results.get(id(value))
-            return given[id(value)] if node is None else first.nodes.result(value, copy(node))
+            return replacements[id(value)] if node is None else first.nodes.result(value, copy(node))
 
         return rebuilt(first.outputs, tensor)
 
 
 def _candidates(root: nn.Module) -> dict[str, nn.Module]:
     """Modules that have siblings of their class, and modules of their own, by path."""
-    found = {}
+    candidates = {}
     for path, parent in root.named_modules():
         counts = Counter(type(child) for child in parent.children())
         for name, child in parent.named_children():
             if counts[type(child)] >= _LEAST and any(True for _ in child.children()) and not has_hooks(child):
-                found[f"{path}.{name}".lstrip(".")] = child
-    return found
+                candidates[f"{path}.{name}".lstrip(".")] = child
+    return candidates
 
 
 def _has_global_hooks() -> bool:
@@ -250,17 +250,17 @@ def _described(tracer: Any, layer: nn.Module, args: Any, kwargs: Any) -> tuple[l
         UnknownValueError: something else goes in.
     """
     tensors: list[Tensor] = []
-    given = described((args, kwargs), tensors)
+    arguments = described((args, kwargs), tensors)
     # A number that was drawn may decide a branch.
     if any(all(isinstance(size, int) and size == 1 for size in tensor.shape) for tensor in tensors):
         raise UnknownValueError
-    own: list[Tensor] = []
+    layer_tensors: list[Tensor] = []
     for module in layer.modules():
-        own += [t for kind in (module._parameters, module._buffers) for t in kind.values() if t is not None]
-    state = [described(tensor, tensors) for tensor in own]
+        layer_tensors += [t for kind in (module._parameters, module._buffers) for t in kind.values() if t is not None]
+    state = [described(tensor, tensors) for tensor in layer_tensors]
     nodes: dict[fx.Node, int] = {}
     places = tuple(nodes.setdefault(node_of(tracer, tensor), i) for i, tensor in enumerate(tensors))
-    return tensors, (given, tuple(state), pattern(tensors), places, _modes())
+    return tensors, (arguments, tuple(state), pattern(tensors), places, _modes())
 
 
 def _modes() -> tuple[Any, ...]:
@@ -279,11 +279,11 @@ def _modes() -> tuple[Any, ...]:
 
 def _callers() -> tuple[tuple[int, int], ...]:
     """The places of all calls around this one: their lines are written on nodes."""
-    frame, found = sys._getframe(3), []
+    frame, callers = sys._getframe(3), []
     while frame is not None:
-        found.append((id(frame.f_code), frame.f_lasti))
+        callers.append((id(frame.f_code), frame.f_lasti))
         frame = frame.f_back  # type: ignore[assignment]
-    return tuple(found)
+    return tuple(callers)
 
 
 def _annotations() -> dict[str, Any]:
@@ -296,7 +296,7 @@ def _containers(nest: Any) -> list[int]:
     if not isinstance(nest, (list, tuple, dict)) or nest == ():
         return []
     items = nest.values() if isinstance(nest, dict) else nest
-    return [id(nest), *(each for item in items for each in _containers(item))]
+    return [id(nest), *(identity for item in items for identity in _containers(item))]
 
 
 @_apart
@@ -308,21 +308,21 @@ def _results(tracer: Any, outputs: Any, inputs: list[Tensor], nodes: list[fx.Nod
     """
     tensors: list[Tensor] = []
     described(outputs, tensors)
-    made = [tensor for tensor in tensors if not any(tensor is given for given in inputs)]
-    found = {id(tensor): node_of(tracer, tensor) for tensor in made}
-    shared = pattern([*inputs, *{id(tensor): tensor for tensor in made}.values()])[len(inputs) :]
+    created = [tensor for tensor in tensors if not any(tensor is argument for argument in inputs)]
+    producers = {id(tensor): node_of(tracer, tensor) for tensor in created}
+    shared = pattern([*inputs, *{id(tensor): tensor for tensor in created}.values()])[len(inputs) :]
     if any(memory != index + len(inputs) for index, (_, memory) in enumerate(shared)):
         raise UnknownValueError
-    if len(set(found.values())) < len(found):
+    if len(set(producers.values())) < len(producers):
         raise UnknownValueError
     # Memory of the call's nodes: an output in that of another one would be told apart from it in a copy.
     values = (value for node in nodes for value in pytree.tree_leaves(node.meta.get("val")))
     memories = Counter(storage(value) for value in values if isinstance(value, Tensor))
     inside = set(nodes)
-    for tensor in made:
-        node = found[id(tensor)]
+    for tensor in created:
+        node = producers[id(tensor)]
         value = node.meta.get("val")
         if node not in inside or not isinstance(value, Tensor) or memories[storage(value)] > 1:
             raise UnknownValueError
         new_like(tensor)
-    return found
+    return producers

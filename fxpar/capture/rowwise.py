@@ -63,20 +63,22 @@ def check_row_wise(program: Program, state: Mapping[str, Tensor], inputs: Mappin
                 _check(trial, from_example(trial, program, values, inputs))
 
 
-def _check(trial: Trial, given: Mapping[Any, Tensor]) -> None:
-    tensors, whole = _whole(trial, given)
+def _check(trial: Trial, example: Mapping[Any, Tensor]) -> None:
+    tensors, whole = _whole(trial, example)
     _check_parts(trial, tensors, whole)
     for count in dict.fromkeys((trial.count, *_ROWS)):
         sized = trial.of_rows(count)
         if sized is None:
             continue
-        own = [_of_count(t, trial.times(s), trial.count, count) for t, s in zip(tensors, trial.sources, strict=True)]
+        operands = [
+            _of_count(t, trial.times(s), trial.count, count) for t, s in zip(tensors, trial.sources, strict=True)
+        ]
         for scale in _SCALES:
-            scaled = [_scaled(value, scale) for value in own]
-            found = _finite(sized, scaled)
-            if found is not None:
-                _check_parts(sized, scaled, found)
-        _check_others(sized, own)
+            scaled = [_scaled(value, scale) for value in operands]
+            results = _finite(sized, scaled)
+            if results is not None:
+                _check_parts(sized, scaled, results)
+        _check_others(sized, operands)
 
 
 def _check_parts(trial: Trial, tensors: Sequence[Tensor], whole: Results) -> None:
@@ -85,10 +87,10 @@ def _check_parts(trial: Trial, tensors: Sequence[Tensor], whole: Results) -> Non
     for cut in dict.fromkeys((trial.count // 2, 1)):
         parts = []
         for first, last in ((0, cut), (cut, trial.count)):
-            own = [_rows(t, trial.times(s), first, last) for t, s in zip(tensors, trial.sources, strict=True)]
+            operands = [_rows(t, trial.times(s), first, last) for t, s in zip(tensors, trial.sources, strict=True)]
             arriving = [_rows(u, len(u) // trial.count, first, last) for u in upstream]
             try:
-                parts.append(trial.run(own, arriving))
+                parts.append(trial.run(operands, arriving))
             except RAISED as error:
                 _refuse(trial, f"raises {_reason(error)} on {last - first} of {trial.count} rows")
         apart = f"of rows {_span(0, cut)} and {_span(cut, trial.count)} by themselves"
@@ -125,27 +127,27 @@ def _check_others(trial: Trial, tensors: Sequence[Tensor]) -> None:
 def _finite(trial: Trial, tensors: Sequence[Tensor]) -> Results | None:
     """The results of operands that the operator takes; None where it raises, or gives no finite number."""
     try:
-        found = trial.run(tensors)
+        results = trial.run(tensors)
     except RAISED:
         return None
-    return found if all(bool(output.isfinite().any()) for output in found.outputs if output.numel()) else None
+    return results if all(bool(output.isfinite().any()) for output in results.outputs if output.numel()) else None
 
 
 def _upstream(whole: Results) -> list[Tensor]:
     return [random_like(output, 7 + i) for i, output in enumerate(whole.outputs)]
 
 
-def _whole(trial: Trial, given: Mapping[Any, Tensor]) -> tuple[list[Tensor], Results]:
+def _whole(trial: Trial, example: Mapping[Any, Tensor]) -> tuple[list[Tensor], Results]:
     """Operands with which the operator runs, and its results on all rows."""
     reason = "gives no finite number for random operands"
-    for tensors in attempts(trial, given):
+    for tensors in attempts(trial, example):
         try:
-            found = trial.run(tensors)
+            results = trial.run(tensors)
         except RAISED as error:
             reason = f"raises {_reason(error)} on random operands of the example's shapes"
             continue
-        if all(bool(output.isfinite().any()) for output in found.outputs if output.numel()):
-            return tensors, found
+        if all(bool(output.isfinite().any()) for output in results.outputs if output.numel()):
+            return tensors, results
     _refuse(trial, reason)
 
 
@@ -153,11 +155,11 @@ def _of_count(value: Tensor, times: int, rows: int, count: int) -> Tensor:
     """An operand of another number of rows: the same over and over, floating ones each by a factor of its own."""
     if not times or rows == count:
         return value
-    found: Tensor = value.unflatten(0, (rows, times))[torch.arange(count, device=value.device) % rows]
+    repeated: Tensor = value.unflatten(0, (rows, times))[torch.arange(count, device=value.device) % rows]
     if value.is_floating_point() or value.is_complex():
         factors = 1 + torch.arange(count, device=value.device).div(rows, rounding_mode="floor") / 8
-        found = found * factors.to(value.dtype).view(-1, *[1] * (found.dim() - 1))
-    return found.flatten(0, 1)
+        repeated = repeated * factors.to(value.dtype).view(-1, *[1] * (repeated.dim() - 1))
+    return repeated.flatten(0, 1)
 
 
 def _scaled(value: Tensor, scale: float) -> Tensor:
@@ -168,10 +170,10 @@ def _with_last(value: Tensor, times: int, factor: float) -> Tensor:
     """An operand whose last row is larger than the others; of integers the same as the first."""
     if not times:
         return value
-    found = value.clone()
-    last = found[-times:]
-    found[-times:] = last * factor if value.is_floating_point() or value.is_complex() else found[:times]
-    return found
+    scaled = value.clone()
+    last = scaled[-times:]
+    scaled[-times:] = last * factor if value.is_floating_point() or value.is_complex() else scaled[:times]
+    return scaled
 
 
 def _rows(value: Tensor, times: int, first: int, last: int) -> Tensor:
@@ -183,8 +185,8 @@ def _pairs(trial: Trial, whole: Results, parts: Sequence[Results]) -> Iterator[t
     for index, output in enumerate(whole.outputs):
         yield f"output {index}", output, _joined([part.outputs[index] for part in parts], output)
     for source, gradient in whole.gradients.items():
-        found = [part.gradients[source] for part in parts]
-        together = _joined(found, gradient) if trial.times(source) else found[0] + found[1]
+        gradients = [part.gradients[source] for part in parts]
+        together = _joined(gradients, gradient) if trial.times(source) else gradients[0] + gradients[1]
         yield f"the gradient of %{source.name}", gradient, together
 
 

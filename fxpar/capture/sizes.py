@@ -35,13 +35,13 @@ def written(size: torch.SymInt, groups: Mapping[str, int] = MappingProxyType({})
         SizeError: it is no polynomial.
     """
     try:
-        found = parse_size(str(in_groups(size.node.expr, groups)))
+        parsed = parse_size(str(in_groups(size.node.expr, groups)))
     except TextError:
         raise SizeError(
             f"the size {size.node.expr} is no polynomial in the inputs' sizes", remedy="reshape with explicit sizes"
         ) from None
-    shares = {symbol(name): symbol(name) / groups[name] for name in names((found,)) & groups.keys()}
-    return simplify(found.subs(shares)) if shares and not isinstance(found, int) else found
+    shares = {symbol(name): symbol(name) / groups[name] for name in names((parsed,)) & groups.keys()}
+    return simplify(parsed.subs(shares)) if shares and not isinstance(parsed, int) else parsed
 
 
 def check_views(program: Program) -> None:

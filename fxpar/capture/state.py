@@ -134,7 +134,7 @@ def check_assignment(root: nn.Module, module: nn.Module, name: str, new: Any, pr
     Raises:
         CaptureError: names the buffer, parameter or attribute.
     """
-    where = next((f"{path}.{name}" for path, each in root.named_modules() if each is module), name)
+    where = next((f"{path}.{name}" for path, submodule in root.named_modules() if submodule is module), name)
     for kind, store in (("buffer", module._buffers), ("parameter", module._parameters)):
         if store.get(name) is not None and store[name] is not new:
             _refuse(f"changes this {kind}", where, prefix)

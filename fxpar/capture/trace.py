@@ -185,8 +185,8 @@ def trace(
     with quiet(), routed_experts(experts), no_host_random(model), with_memory(model, safe) as (batch, originals):
         call = called(model, batch, loss, dtype)
         with patches.known_counts(), Blamed(_raised):
-            found = _trace(call, Offered(symbolic, frozenset(fixed)), originals, others or OtherMemos(), copies)
-        return replace(found, keywords=isinstance(call.module, WithKeywords))
+            traced = _trace(call, Offered(symbolic, frozenset(fixed)), originals, others or OtherMemos(), copies)
+        return replace(traced, keywords=isinstance(call.module, WithKeywords))
 
 
 @dataclass(frozen=True)
@@ -318,7 +318,7 @@ def quiet() -> Iterator[None]:
     """Tracing logs graphs and warnings about what becomes one error here."""
     names = ("fx.experimental.symbolic_shapes", "_dynamo", "_subclasses.fake_tensor", "export")
     loggers = [logging.getLogger(f"torch.{name}") for name in names]
-    kept = [logger.disabled for logger in loggers]
+    disabled = [logger.disabled for logger in loggers]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for logger in loggers:
@@ -326,7 +326,7 @@ def quiet() -> Iterator[None]:
         try:
             yield
         finally:
-            for logger, was in zip(loggers, kept, strict=True):
+            for logger, was in zip(loggers, disabled, strict=True):
                 logger.disabled = was
 
 

@@ -78,8 +78,8 @@ class Trial:
     def of_rows(self, count: int) -> Trial | None:
         """The same call of another number of rows; None where the symbol cannot give it."""
         sizes = {**self.sizes, self.batch: self.sizes[self.batch] * count // self.count}
-        found = replace(self, sizes=sizes)
-        return found if found.count == count else None
+        resized = replace(self, sizes=sizes)
+        return resized if resized.count == count else None
 
     def times(self, source: fx.Node) -> int:
         """Elements of dimension 0 for each row; 0 where an operand has none."""
@@ -90,27 +90,27 @@ class Trial:
     def run(self, tensors: Sequence[Tensor], upstream: Sequence[Tensor] | None = None) -> Results:
         """The operator's results, and gradients from `upstream`, by default from random ones."""
         leaves = [t.detach().requires_grad_(t.is_floating_point() or t.is_complex()) for t in tensors]
-        given = dict(zip(self.sources, leaves, strict=True))
+        by_source = dict(zip(self.sources, leaves, strict=True))
         with torch.enable_grad():
-            results = pytree.tree_leaves(_called(self.node, lambda node: self._value(node, given)))
+            results = pytree.tree_leaves(_called(self.node, lambda node: self._value(node, by_source)))
         outputs = tuple(t for t in results if isinstance(t, Tensor))
         roots = [i for i, output in enumerate(outputs) if output.requires_grad]
-        asked = {source: leaf for source, leaf in given.items() if leaf.requires_grad}
+        floating = {source: leaf for source, leaf in by_source.items() if leaf.requires_grad}
         upstream = upstream or [random_like(output, 7 + i) for i, output in enumerate(outputs)]
-        found: Sequence[Tensor | None] = [None] * len(asked)
-        if roots and asked:
+        grads: Sequence[Tensor | None] = [None] * len(floating)
+        if roots and floating:
             arriving = [upstream[i] for i in roots]
-            found = torch.autograd.grad([outputs[i] for i in roots], [*asked.values()], arriving, allow_unused=True)
+            grads = torch.autograd.grad([outputs[i] for i in roots], [*floating.values()], arriving, allow_unused=True)
         gradients = {
             source: torch.zeros_like(leaf) if gradient is None else gradient
-            for (source, leaf), gradient in zip(asked.items(), found, strict=True)
+            for (source, leaf), gradient in zip(floating.items(), grads, strict=True)
         }
         return Results(tuple(o.detach() for o in outputs), gradients)
 
-    def _value(self, node: fx.Node, given: Mapping[fx.Node, Tensor]) -> Any:
+    def _value(self, node: fx.Node, by_source: Mapping[fx.Node, Tensor]) -> Any:
         kind = note(node).type if has_note(node) else None
         # A size of the batch is that of the whole on every rank (`fxpar.size`), so it is on parts too.
-        return evaluate(kind.value, self.sizes) if isinstance(kind, ScalarType) else given[node]
+        return evaluate(kind.value, self.sizes) if isinstance(kind, ScalarType) else by_source[node]
 
 
 def _called(node: fx.Node, value: Callable[[fx.Node], Any]) -> Any:
@@ -125,17 +125,17 @@ def random_like(like: Tensor, seed: int, *, positive: bool = False) -> Tensor:
     """Normal numbers of a tensor's shape and type; positive ones are near 1."""
     generator = torch.Generator().manual_seed(seed)
     dtype = torch.complex128 if like.is_complex() else torch.float64
-    made = torch.randn(like.shape, dtype=dtype, generator=generator)
+    numbers = torch.randn(like.shape, dtype=dtype, generator=generator)
     if positive:
-        made = 1 + 0.1 * made.abs()
-    return made.to(like.device, like.dtype)
+        numbers = 1 + 0.1 * numbers.abs()
+    return numbers.to(like.device, like.dtype)
 
 
 def from_example(
     trial: Trial, program: Program, state: Mapping[str, Tensor], inputs: Mapping[str, Any]
 ) -> dict[fx.Node, Tensor]:
     """Operands that are no floating numbers, from the example."""
-    found = {}
+    example = {}
     for source in trial.sources:
         kind = tensor_type(source)
         if kind.is_float or kind.dtype.is_complex:
@@ -144,15 +144,15 @@ def from_example(
         shape = [evaluate(size, trial.sizes) for size in kind.shape]
         if value is None or list(value.shape) != shape:
             value = torch.randint(0, 2, shape, generator=torch.Generator().manual_seed(1)).to(kind.dtype)
-        found[source] = value
-    return found
+        example[source] = value
+    return example
 
 
 def _computed(
-    program: Program, wanted: fx.Node, state: Mapping[str, Tensor], inputs: Mapping[str, Any]
+    program: Program, target: fx.Node, state: Mapping[str, Tensor], inputs: Mapping[str, Any]
 ) -> Tensor | None:
     """The value of a node on the example; None where weights or inputs without values go into it, or it fails."""
-    needed, pending = set[fx.Node](), [wanted]
+    needed, pending = set[fx.Node](), [target]
     while pending:
         node = pending.pop()
         if node not in needed:
@@ -171,12 +171,12 @@ def _computed(
                 values[node] = _called(node, values.__getitem__)
     except RAISED:
         return None
-    return values[wanted] if isinstance(values[wanted], Tensor) else None
+    return values[target] if isinstance(values[target], Tensor) else None
 
 
-def attempts(trial: Trial, given: Mapping[fx.Node, Tensor]) -> Iterator[list[Tensor]]:
+def attempts(trial: Trial, example: Mapping[fx.Node, Tensor]) -> Iterator[list[Tensor]]:
     """Operands to try, the best first: in float64, else in the program's types; on the CPU, else on a GPU."""
-    devices = {value.device for value in given.values()} | {torch.device("cpu")}
+    devices = {value.device for value in example.values()} | {torch.device("cpu")}
     devices |= {torch.device("cuda")} if torch.cuda.is_available() else set()
     for device in sorted(devices, key=str):
         for widened, positive in ((True, False), (True, True), (False, False), (False, True)):
@@ -186,6 +186,6 @@ def attempts(trial: Trial, given: Mapping[fx.Node, Tensor]) -> Iterator[list[Ten
                 wide = widened and kind.dtype.is_floating_point
                 shape = [evaluate(size, trial.sizes) for size in kind.shape]
                 like = torch.empty(shape, dtype=torch.float64 if wide else kind.dtype, device=device)
-                value = given[source].to(device) if source in given else random_like(like, index, positive=positive)
+                value = example[source].to(device) if source in example else random_like(like, index, positive=positive)
                 tensors.append(value)
             yield tensors

@@ -109,11 +109,11 @@ def new_like(value: Tensor) -> Tensor:
         UnknownValueError: there is none like it.
     """
     with torch._C.DisableTorchFunction(), disable_proxy_modes_tracing(), torch.enable_grad():
-        found = torch.empty_like(value)
+        new = torch.empty_like(value)
         if value.requires_grad:
-            found = found.requires_grad_()
+            new = new.requires_grad_()
             if not value.is_leaf:
-                found = found.clone()
-    if of_tensor(found) != of_tensor(value):
+                new = new.clone()
+    if of_tensor(new) != of_tensor(value):
         raise UnknownValueError
-    return found
+    return new
