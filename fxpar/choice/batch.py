@@ -60,37 +60,37 @@ def place_batch(program: Program, axis: str, rows: Mapping[str, int]) -> dict[fx
     Raises:
         LayoutError: an operation needs the rows of other ranks.
     """
-    flags, found = carried(program), dict[fx.Node, Option]()
+    flags, placed = carried(program), dict[fx.Node, Option]()
     row_wise = RowWise(program.plan.row_wise, {axis: batch_size(program)})
     paths = {entry.node: entry.path for entry in program.inputs}
-    held = held_over(program, axis)
+    held_dims = held_over(program, axis)
     for node in program.graph.nodes:
         kinds = () if node.op == "output" else output_types(node)
         if not kinds or node.target is operator.getitem:
             continue
         if node.op == "placeholder":
-            dim = rows.get(paths.get(node.name, ""), held.get(node))
+            dim = rows.get(paths.get(node.name, ""), held_dims.get(node))
             whole = resting(I, flags[node][0])
-            found[node] = Option((), (whole if dim is None else shard(dim, tensor_type(node).shape[dim]),))
+            placed[node] = Option((), (whole if dim is None else shard(dim, tensor_type(node).shape[dim]),))
             continue
         if demands(node, axis):
             before, behind = demanded_by(node, program.axes[axis])
-            found[node] = Option(before, (behind,), "batch")
+            placed[node] = Option(before, (behind,), "batch")
             continue
         values = [value_of(operand) for operand in operands(node)]
-        given = [found[maker].outputs[index] for maker, index in values]
+        placements = [placed[maker].outputs[index] for maker, index in values]
         carries = [flags[maker][index] for maker, index in values]
         is_owned = any(program.parameter(maker) is not None and flags[maker][0] for maker, _ in values)
         call = call_of(node, program.axes[axis])
         call = replace(call, target=target_on(node, axis), rows=row_wise.of(node, axis))
-        answer = _signature(call, given, carries, is_owned)
+        answer = _signature(call, placements, carries, is_owned)
         if isinstance(answer, Refusal):
             remedy = f"rows of the batch are computed apart: {_remedy(node, call)}, or set {axis}=1"
             raise LayoutError(f"on axis {axis}: {answer.reason}", where=describe(node), remedy=remedy)
-        wanted, made = answer
-        outputs = tuple(resting(p, flag) for p, flag in zip(made, flags[node], strict=True))
-        found[node] = Option(tuple(resting(p, flag) for p, flag in zip(wanted, carries, strict=True)), outputs, "batch")
-    return found
+        needs, produced = answer
+        outputs = tuple(resting(p, flag) for p, flag in zip(produced, flags[node], strict=True))
+        placed[node] = Option(tuple(resting(p, flag) for p, flag in zip(needs, carries, strict=True)), outputs, "batch")
+    return placed
 
 
 def _remedy(node: fx.Node, call: Call) -> str:
@@ -107,51 +107,51 @@ def _remedy(node: fx.Node, call: Call) -> str:
 
 
 def _signature(
-    call: Call, given: Sequence[Placement], carries: Sequence[bool], is_owned: bool
+    call: Call, placements: Sequence[Placement], carries: Sequence[bool], is_owned: bool
 ) -> tuple[Sequence[Placement], Sequence[Placement]] | Refusal:
     """What an operation needs its operands to be, and what it makes of them; arguments as for `_operands`."""
-    wanted = _operands(call, given, carries, is_owned)
-    if isinstance(wanted, Refusal):
-        return wanted
-    made = _outputs(call, wanted, carries)
-    if not isinstance(made, Refusal):
-        return wanted, made
+    needs = _operands(call, placements, carries, is_owned)
+    if isinstance(needs, Refusal):
+        return needs
+    produced = _outputs(call, needs, carries)
+    if not isinstance(produced, Refusal):
+        return needs, produced
     # What is made of parameters by a backward that takes whole gradients alone: theirs are summed behind it.
-    whole = [I] * len(given)
-    is_whole = all(placement == I or not flag for placement, flag in zip(given, carries, strict=True))
-    other = _outputs(call, whole, carries) if is_whole and not any(p.is_shard for p in given) else made
+    whole = [I] * len(placements)
+    is_whole = all(placement == I or not flag for placement, flag in zip(placements, carries, strict=True))
+    other = _outputs(call, whole, carries) if is_whole and not any(p.is_shard for p in placements) else produced
     return other if isinstance(other, Refusal) else (whole, other)
 
 
-def _outputs(call: Call, wanted: Sequence[Placement], carries: Sequence[bool]) -> tuple[Placement, ...] | Refusal:
-    settled = [resting(placement, flag) for placement, flag in zip(wanted, carries, strict=True)]
+def _outputs(call: Call, needs: Sequence[Placement], carries: Sequence[bool]) -> tuple[Placement, ...] | Refusal:
+    settled = [resting(placement, flag) for placement, flag in zip(needs, carries, strict=True)]
     return inferred(call, settled, carries, composite=False)
 
 
 def _operands(
-    call: Call, given: Sequence[Placement], carries: Sequence[bool], is_owned: bool
+    call: Call, placements: Sequence[Placement], carries: Sequence[bool], is_owned: bool
 ) -> Sequence[Placement] | Refusal:
     """What an operation needs its operands to be, for what they are; `is_owned` where one is a parameter."""
-    cut = [index for index, placement in enumerate(given) if placement.is_shard]
-    sums = {index for index, placement in enumerate(given) if placement.kind == "P"}
+    cut = [index for index, placement in enumerate(placements) if placement.is_shard]
+    sums = {index for index, placement in enumerate(placements) if placement.kind == "P"}
     if not cut:
-        return _of_sums(call, given, sums, carries, is_owned)
+        return _of_sums(call, placements, sums, carries, is_owned)
     reason = Refusal("no operand leads")
     for index in cut:
-        signature, _ = seeded(call, index, given[index])
+        signature, _ = seeded(call, index, placements[index])
         if isinstance(signature, Refusal):
             reason = signature
             continue
-        clash = next((i for i in cut if signature.operands[i] != given[i]), None)
+        clash = next((i for i in cut if signature.operands[i] != placements[i]), None)
         if clash is None:
             return signature.operands
         name = call.names[clash]
-        reason = Refusal(f"{name} is {given[clash]} where {signature.operands[clash]} fits its other rows")
+        reason = Refusal(f"{name} is {placements[clash]} where {signature.operands[clash]} fits its other rows")
     return reason
 
 
 def _of_sums(
-    call: Call, given: Sequence[Placement], sums: set[int], carries: Sequence[bool], is_owned: bool
+    call: Call, placements: Sequence[Placement], sums: set[int], carries: Sequence[bool], is_owned: bool
 ) -> Sequence[Placement]:
     """Sums stay partial where the operation is linear in them; what has no rows stays whole.
 
@@ -161,9 +161,9 @@ def _of_sums(
     rule = rule_of(call.target)
     for signature in partial_signatures(rule, call) if sums and rule is not None else ():
         if {i for i, placement in enumerate(signature.operands) if placement.kind == "P"} == sums:
-            return [P if i in sums else R for i in range(len(given))]
-    kinds = {"I" if p.kind == "P" else p.kind for p, flag in zip(given, carries, strict=True) if flag}
-    return [R if is_owned or "R" in kinds else I for _ in given]
+            return [P if i in sums else R for i in range(len(placements))]
+    kinds = {"I" if p.kind == "P" else p.kind for p, flag in zip(placements, carries, strict=True) if flag}
+    return [R if is_owned or "R" in kinds else I for _ in placements]
 
 
 def declared(program: Program) -> RowWise:
@@ -172,14 +172,14 @@ def declared(program: Program) -> RowWise:
     Raises:
         PlanError: the plan declares some, and no symbolic size is the batch.
     """
-    axes, found = program.plan.axes_for(Cuts.BATCH), dict[str, Size]()
+    axes, by_axis = program.plan.axes_for(Cuts.BATCH), dict[str, Size]()
     if not program.plan.row_wise or not axes:
         return RowWise()
     rows = batch_size(program)
     for axis, n in axes.items():
-        found[axis] = rows
+        by_axis[axis] = rows
         rows = simplify(rows / n)
-    return RowWise(program.plan.row_wise, found)
+    return RowWise(program.plan.row_wise, by_axis)
 
 
 def peel_program(program: Program, axis: str, placed: Mapping[fx.Node, Option]) -> Program:
@@ -190,39 +190,39 @@ def peel_program(program: Program, axis: str, placed: Mapping[fx.Node, Option]) 
     """
     n = program.axes[axis]
     inner = program.copy()
-    own = {node.name: option for node, option in placed.items()}
-    given = {node.name: node for node in program.graph.nodes}
+    options = {node.name: option for node, option in placed.items()}
+    originals = {node.name: node for node in program.graph.nodes}
     for node in list(inner.graph.nodes):
         if node.op == "output" or not output_types(node):
             continue
         if node.target is operator.getitem:
             maker, index = value_of(node)
-            update(node, type=_peeled(note(node).type, (own[maker.name].outputs[index],), n))
+            update(node, type=_peeled(note(node).type, (options[maker.name].outputs[index],), n))
             continue
-        option, old = own[node.name], given[node.name]
+        option, old = options[node.name], originals[node.name]
         if node.op == "call_function":
-            _peel_operands(inner, node, old, own, option, n)
+            _peel_operands(inner, node, old, options, option, n)
             if demands(node, axis):  # other axes know nothing of it
                 node.target, node.args, node.kwargs = without_demand(node)
         update(node, type=_peeled(note(node).type, option.outputs, n))
     return inner.with_(
-        symbols=tuple(_symbol_within(s, program, own, n) for s in program.symbols),
+        symbols=tuple(_symbol_within(s, program, options, n) for s in program.symbols),
         inputs=tuple(replace(entry, type=tensor_type(inner.node(entry.node))) for entry in program.inputs),
     )
 
 
 def _peeled(kind: ValueType, placements: Sequence[Placement], n: int) -> ValueType:
     kinds = kind if isinstance(kind, tuple) else (kind,)
-    found = tuple(
+    types = tuple(
         replace(item, shape=peel(item.shape, placement, n))
         for item, placement in zip(kinds, placements, strict=True)
         if isinstance(item, TensorType)
     )
-    return found if isinstance(kind, tuple) else found[0]
+    return types if isinstance(kind, tuple) else types[0]
 
 
 def _peel_operands(
-    inner: Program, node: fx.Node, old: fx.Node, own: Mapping[str, Option], option: Option, n: int
+    inner: Program, node: fx.Node, old: fx.Node, options: Mapping[str, Option], option: Option, n: int
 ) -> None:
     """Slices speak of a rank's part; an operand that is cut for this operation alone is a slice of it."""
     call = peeled_call(call_of(old, n), option.operands, option.outputs)
@@ -230,18 +230,18 @@ def _peel_operands(
         bounds = [call.get(name) for name in ("dim", "start", "end", "step")]
         node.args, node.kwargs = (node.args[0], *bounds), {}
     taken: list[fx.Node] = []
-    for operand, before, wanted in zip(operands(node), operands(old), option.operands, strict=True):
+    for operand, before, needed in zip(operands(node), operands(old), option.operands, strict=True):
         maker, index = value_of(before)
-        held = own[maker.name].outputs[index]
-        if wanted.is_shard and held.is_shard and wanted.dim != held.dim:
-            operand = _exchanged(inner, node, operand, held.dim, wanted.dim)
-        if held.is_shard and not wanted.is_shard:
-            operand = _gathered(inner, node, operand, held.dim, n)
-        if wanted.is_shard and not held.is_shard:
-            kind = _peeled(tensor_type(operand), (wanted,), n)
+        current = options[maker.name].outputs[index]
+        if needed.is_shard and current.is_shard and needed.dim != current.dim:
+            operand = _exchanged(inner, node, operand, current.dim, needed.dim)
+        if current.is_shard and not needed.is_shard:
+            operand = _gathered(inner, node, operand, current.dim, n)
+        if needed.is_shard and not current.is_shard:
+            kind = _peeled(tensor_type(operand), (needed,), n)
             assert isinstance(kind, TensorType)
             with inner.graph.inserting_before(node):
-                part = (operand, wanted.dim, 0, None)
+                part = (operand, needed.dim, 0, None)
                 new = inner.graph.create_node("call_function", torch.ops.aten.slice.Tensor, part)
             operand = set_note(new, replace(note(operand), type=kind))
         taken.append(operand)
@@ -266,9 +266,9 @@ def _exchanged(inner: Program, node: fx.Node, operand: fx.Node, source: int, tar
     return set_note(new, replace(note(operand), type=TensorType(tensor_type(operand).dtype, tuple(shape))))
 
 
-def _symbol_within(found: Symbol, program: Program, own: Mapping[str, Option], n: int) -> Symbol:
+def _symbol_within(symbol: Symbol, program: Program, options: Mapping[str, Option], n: int) -> Symbol:
     """A size that the axis shares out is n times smaller."""
-    entry = next(entry for entry in program.inputs if entry.path == found.path)
-    (placement,) = own[entry.node].outputs
-    is_cut = placement.is_shard and placement.dim == found.dim
-    return replace(found, multiple=found.multiple // n) if is_cut else found
+    entry = next(entry for entry in program.inputs if entry.path == symbol.path)
+    (placement,) = options[entry.node].outputs
+    is_cut = placement.is_shard and placement.dim == symbol.dim
+    return replace(symbol, multiple=symbol.multiple // n) if is_cut else symbol

@@ -53,12 +53,12 @@ class Choice:
         others = tuple(option for option in self.options.of[node] if option.outputs != mine)
         if not others:
             return None
-        kept = self.options.of[node]
+        saved = self.options.of[node]
         self.options.of[node] = others
         try:
             return solve(graph, self.options, self.prices, self.ends)
         finally:
-            self.options.of[node] = kept
+            self.options.of[node] = saved
 
 
 def choose(program: Program, axis: str, lines: Lines, layouts: Mapping[str, Layout]) -> Choice:
@@ -87,14 +87,14 @@ def choose(program: Program, axis: str, lines: Lines, layouts: Mapping[str, Layo
 
 def _ends(program: Program, options: Options) -> dict[Value, tuple[Placement, ...]]:
     """The loss ends whole, with its gradient on every rank, and so do buffers; other outputs may stay shards."""
-    found: dict[Value, tuple[Placement, ...]] = {}
+    ends: dict[Value, tuple[Placement, ...]] = {}
     for name, node in program.output_nodes().items():
         value = value_of(node)
         whole = resting(I, options.carries(value))
         shards = [p for p in options.placements(value) if p.is_shard and not p.is_shared]
         allowed = (whole,) if name == program.loss or is_buffer(name) else (whole, *shards)
-        found[value] = min(found.get(value, allowed), allowed, key=len)
-    return found
+        ends[value] = min(ends.get(value, allowed), allowed, key=len)
+    return ends
 
 
 def _refuse(program: Program, options: Options, pins: Mapping[fx.Node, Pin]) -> NoReturn:
@@ -104,9 +104,9 @@ def _refuse(program: Program, options: Options, pins: Mapping[fx.Node, Pin]) -> 
             continue
         for position, operand in enumerate(operands(node)):
             value = value_of(operand)
-            given = options.placements(value)
-            wanted = {option.operands[position] for option in options.of[node]}
-            if value[0] in options.weights and all(p.is_shard for p in given) and not wanted.intersection(given):
+            offered = options.placements(value)
+            needed = {option.operands[position] for option in options.of[node]}
+            if value[0] in options.weights and all(p.is_shard for p in offered) and not needed.intersection(offered):
                 raise PlanError(
                     f"{describe(node)} cannot work with a part of %{operand.name}, which the plan cuts",
                     where=_pin_of(value[0], pins).origin,

@@ -99,8 +99,8 @@ def collapsed(problem: Problem) -> tuple[int, ...] | None:
     picks: tuple[int, ...] = ()
     state: States = ()
     for reached in reversed(paths[1:]):
-        _, state, own = reached[state]
-        picks = own + picks
+        _, state, segment_picks = reached[state]
+        picks = segment_picks + picks
     return picks
 
 
@@ -136,18 +136,18 @@ def _step(
         return local.get(value) or (value[0] + shift, value[1])
 
     # A value of one placement that nobody converts crosses without a state: it needs no place here.
-    kept = [use for use in uses if use.value in local or use.value[0] >= start]
-    given = [tuple(dict.fromkeys(placement for placement, _ in before[i].states)) for i in entering]
-    own = Problem(
-        (*((0.0,) * len(placements) for placements in given), *problem.costs[start:end]),
-        (*(tuple((p,) for p in placements) for placements in given), *problem.outputs[start:end]),
-        tuple(replace(u, user=None if u.user is None else u.user + shift, value=moved(u.value)) for u in kept),
+    local_uses = [use for use in uses if use.value in local or use.value[0] >= start]
+    choices = [tuple(dict.fromkeys(placement for placement, _ in before[i].states)) for i in entering]
+    local_problem = Problem(
+        (*((0.0,) * len(placements) for placements in choices), *problem.costs[start:end]),
+        (*(tuple((p,) for p in placements) for placements in choices), *problem.outputs[start:end]),
+        tuple(replace(u, user=None if u.user is None else u.user + shift, value=moved(u.value)) for u in local_uses),
     )
     passing = {crossing.value: i for i, crossing in enumerate(before) if crossing.value not in used}
     leaving = [crossing for crossing in behind if crossing.value not in passing]
     order = [-1 - passing[c.value] if c.value in passing else leaving.index(c) for c in behind]
     segment = _Segment(
-        own,
+        local_problem,
         tuple(before[i].states for i in entering),
         tuple((moved(crossing.value), crossing.states) for crossing in leaving),
     )
@@ -160,7 +160,7 @@ def _extended(
     reached: Mapping[States, tuple[float, States, tuple[int, ...]]],
 ) -> dict[States, tuple[float, States, tuple[int, ...]]]:
     """The shortest paths to the cut behind a segment, from those to the cut before it."""
-    found: dict[States, tuple[float, States, tuple[int, ...]]] = {}
+    paths: dict[States, tuple[float, States, tuple[int, ...]]] = {}
     ends = list(product(*(states for _, states in step.segment.leaving)))
     for state, (cost, _, _) in reached.items():
         entry = tuple(state[i] for i in step.entering)
@@ -172,9 +172,9 @@ def _extended(
                 continue
             total = cost + solved[0]
             target = tuple(end[i] if i >= 0 else state[-1 - i] for i in step.order)
-            if target not in found or total < found[target][0] * (1 - _ROUNDING):
-                found[target] = (total, state, solved[1])
-    return found
+            if target not in paths or total < paths[target][0] * (1 - _ROUNDING):
+                paths[target] = (total, state, solved[1])
+    return paths
 
 
 def _between(segment: _Segment, entry: States, end: States) -> _Found:
@@ -203,22 +203,22 @@ def _between(segment: _Segment, entry: States, end: States) -> _Found:
                 paid.add(key)
             else:
                 return None  # what is paid for stays so, and what nothing here needs is not paid for here
-    given = Given(allowed, paid, barred)
-    picks = minimum(problem, given)
-    return None if picks is None else (cost_of(problem, picks, given) + constant, picks[len(entry) :])
+    constraints = Given(allowed, paid, barred)
+    picks = minimum(problem, constraints)
+    return None if picks is None else (cost_of(problem, picks, constraints) + constant, picks[len(entry) :])
 
 
 def _cuts(problem: Problem) -> dict[int, tuple[_Crossing, ...]]:
     """Positions to cut before, with what crosses there: where the states are fewest, well apart."""
-    found = {}
+    crossings = {}
     known: dict[tuple[Place, int], States] = {}
     spans: dict[Place, _Spans] = {}
     users: dict[Place, list[int]] = {}
     for position, values in _open_values(problem):
         crossing = tuple(_Crossing(v, _states(problem, known, spans, users, uses, position)) for v, uses in values)
         if prod(len(c.states) for c in crossing) <= _MOST_STATES:
-            found[position] = crossing
-    counts = {position: prod(len(c.states) for c in crossing) for position, crossing in found.items()}
+            crossings[position] = crossing
+    counts = {position: prod(len(c.states) for c in crossing) for position, crossing in crossings.items()}
     taken: list[int] = []
     for position in sorted(counts, key=lambda position: (counts[position], position)):
         near = range(position - _LEAST_NODES + 1, position + _LEAST_NODES)
@@ -227,7 +227,7 @@ def _cuts(problem: Problem) -> dict[int, tuple[_Crossing, ...]]:
         i = bisect_left(taken, position)
         if not any(abs(other - position) < _LEAST_NODES for other in taken[max(i - 1, 0) : i + 1]):
             taken.insert(i, position)
-    return {position: found[position] for position in taken}
+    return {position: crossings[position] for position in taken}
 
 
 def _open_values(problem: Problem) -> Iterator[tuple[int, list[tuple[Place, list[Use]]]]]:
@@ -242,8 +242,8 @@ def _open_values(problem: Problem) -> Iterator[tuple[int, list[tuple[Place, list
     opened: dict[int, list[Place]] = {}
     last: dict[Place, int] = {}
     for value, uses in by_value.items():
-        given = problem.placements(value)
-        if len(given) > 1 or any(tuple(target for target, _ in use.wanted) != given for use in uses):
+        placements = problem.placements(value)
+        if len(placements) > 1 or any(tuple(target for target, _ in use.wanted) != placements for use in uses):
             opened.setdefault(value[0], []).append(value)
             last[value] = max(end if use.user is None else use.user for use in uses)
     live: list[Place] = []
@@ -278,12 +278,12 @@ def _states(
 
 
 def _spans_of(uses: Sequence[Use]) -> _Spans:
-    found: dict[tuple[int, int], tuple[int, int]] = {}
+    spans: dict[tuple[int, int], tuple[int, int]] = {}
     for index, use in enumerate(uses):
         for source, target, price in use.prices:
             if price > 0.0:
-                found[source, target] = found.get((source, target), (index, index))[0], index
-    return found
+                spans[source, target] = spans.get((source, target), (index, index))[0], index
+    return spans
 
 
 def _states_of(placements: Sequence[int], spans: _Spans, count: int) -> Iterator[State]:

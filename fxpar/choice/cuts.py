@@ -73,17 +73,17 @@ def goals_of(units: Units, ranks: int, cuts: Sequence[int]) -> Goals:
     """What some cuts reach."""
     cutting = _Cutting(units, ranks, len(cuts) + 1, {})
     ends = stage_ends(cuts, len(units.seconds))
-    found = tuple((cutting.length(i, a, b), cutting.bytes(i, a, b)) for i, (a, b) in enumerate(ends))
-    seconds, held = zip(*found, strict=True)
-    return Goals(max(seconds), max(held), sum(units.crossing[cut] for cut in cuts), found)
+    stages = tuple((cutting.length(i, a, b), cutting.bytes(i, a, b)) for i, (a, b) in enumerate(ends))
+    seconds, memory = zip(*stages, strict=True)
+    return Goals(max(seconds), max(memory), sum(units.crossing[cut] for cut in cuts), stages)
 
 
 Measure = Callable[[int, int, int], float]
 _INFINITE = float("inf")
 
 
-def _sum(before: float, own: float) -> float:
-    return before + own
+def _sum(before: float, added: float) -> float:
+    return before + added
 
 
 class _Cutting:
@@ -123,11 +123,11 @@ class _Cutting:
     ) -> tuple[int, ...]:
         """The cuts of `least`; of several the earliest."""
         table = self._table(measure, join, within)
-        place, found = self._count, []
+        place, cuts = self._count, []
         for stage in range(self._stages - 1, 0, -1):
             place = table[stage][place][1]
-            found.append(place)
-        return tuple(found[::-1])
+            cuts.append(place)
+        return tuple(cuts[::-1])
 
     def _table(
         self, measure: Measure, join: Callable[[float, float], float], within: Sequence[tuple[Measure, float]]
@@ -139,11 +139,11 @@ class _Cutting:
             row: dict[int, tuple[float, int]] = {}
             for end in self._ends(stage):
                 for start, (value, _) in before.items():
-                    if start >= end or any(each(stage, start, end) > bound for each, bound in within):
+                    if start >= end or any(other(stage, start, end) > bound for other, bound in within):
                         continue
-                    own = join(value, measure(stage, start, end))
-                    if own < row.get(end, (_INFINITE, 0))[0]:
-                        row[end] = own, start
+                    joined = join(value, measure(stage, start, end))
+                    if joined < row.get(end, (_INFINITE, 0))[0]:
+                        row[end] = joined, start
             rows.append(row)
             before = row
         if self._count not in rows[-1]:

@@ -37,9 +37,9 @@ def demanded_by(node: fx.Node, n: int) -> Held:
     if node.target is shard_over:
         return (demanded(call),), demanded(call)
     assert isinstance(node.target, Operator)
-    found = _HELD[node.target](call)
-    assert not isinstance(found, Refusal), found.reason
-    return found
+    placements = _HELD[node.target](call)
+    assert not isinstance(placements, Refusal), placements.reason
+    return placements
 
 
 def without_demand(node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
@@ -58,12 +58,12 @@ def without_demand(node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]
 
 def held_over(program: Program, axis: str) -> dict[fx.Node, int]:
     """Parameters whose first dimension the axis cuts, as what is made of each alone demands it."""
-    found: dict[fx.Node, int] = {}
+    dims: dict[fx.Node, int] = {}
     for node in program.graph.nodes:
         if node.target is shard_over and demands(node, axis):
             source = operands(node)[0]
             while source.op == "call_function" and len(operands(source)) == 1 and source.target is not operator.getitem:
                 source = operands(source)[0]
             if source.op == "placeholder" and program.parameter(source) is not None:
-                found[source] = 0
-    return found
+                dims[source] = 0
+    return dims

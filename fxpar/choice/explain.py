@@ -77,7 +77,7 @@ def followed(program: Program, axis: str, node: fx.Node, placed: Mapping[fx.Node
     maker, index = value_of(node)
     placement = placed[maker].outputs[index]
     reason = f"{axis} shares out the batch: rows are cut, parameters are whole"
-    if maker.name in {each.node for each in program.parameters} and placement.is_shard:
+    if maker.name in {parameter.node for parameter in program.parameters} and placement.is_shard:
         reason = f"{axis} shares out the batch and the experts: a rank holds the parameters of its own"
     return Explanation(describe(node), placement, reason, {}, (), None, 0.0, ())
 
@@ -106,14 +106,14 @@ def compared(choice: Choice, node: fx.Node) -> list[tuple[Placement, ...]]:
 
 def _chain(choice: Choice, node: fx.Node) -> list[tuple[str, str]]:
     """From operand to operand as long as the node's option follows one, to where a shard or a sum starts."""
-    found = []
+    chain = []
     while node.op == "call_function":
-        wanted = choice.chosen[node].operands
-        split = [i for i, placement in enumerate(wanted) if placement.kind in "SP"]
+        placements = choice.chosen[node].operands
+        split = [i for i, placement in enumerate(placements) if placement.kind in "SP"]
         if not split:
             break
         # A weight ends the chain: its cut was chosen, the rest followed.
         first = next((i for i in split if value_of(operands(node)[i])[0] in choice.options.weights), split[0])
         node = value_of(operands(node)[first])[0]
-        found.append((describe(node), str(choice.chosen[node].outputs[0])))
-    return found
+        chain.append((describe(node), str(choice.chosen[node].outputs[0])))
+    return chain

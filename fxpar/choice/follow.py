@@ -171,18 +171,18 @@ class Weights(set[fx.Node]):
 
     def operation(self, node: fx.Node) -> Operation:
         """What trails learnt of an operation."""
-        found = self.operations.get(node)
-        if found is None:
-            found = self.operations[node] = Operation(node)
-        return found
+        operation = self.operations.get(node)
+        if operation is None:
+            operation = self.operations[node] = Operation(node)
+        return operation
 
     def operands(self, node: fx.Node) -> list[fx.Node]:
         """The tensor operands of an operation."""
         return self.operation(node).inputs
 
-    def placement(self, found: Placement) -> Placement:
+    def placement(self, placement: Placement) -> Placement:
         """The first placement that is equal."""
-        return self.placements.setdefault(found, found)
+        return self.placements.setdefault(placement, placement)
 
 
 def follow(node: fx.Node, placement: Placement, n: int, weights: Weights, arrived: Arrived | None = None) -> Trail:
@@ -197,10 +197,10 @@ def follow(node: fx.Node, placement: Placement, n: int, weights: Weights, arrive
     """
     if arrived:
         return _followed(node, placement, n, weights, arrived)
-    asked = node, placement, n
-    if asked not in weights.trails:
-        weights.trails[asked] = _followed(node, placement, n, weights, {})
-    return weights.trails[asked]
+    key = node, placement, n
+    if key not in weights.trails:
+        weights.trails[key] = _followed(node, placement, n, weights, {})
+    return weights.trails[key]
 
 
 def _followed(node: fx.Node, placement: Placement, n: int, weights: Weights, arrived: Arrived) -> Trail:
@@ -244,25 +244,25 @@ def advance(
     trail: Trail, current: fx.Node, user: fx.Node, weights: Weights, arrived: Arrived, n: int
 ) -> tuple[Placement, ...]:
     """Takes a trail from a value to an operation that uses it: the outputs, none where the shard ends there."""
-    found = trail.seen[current]
+    placements = trail.seen[current]
     if user.target is operator.getitem:
-        return (found[int(user.args[1])],)  # type: ignore[arg-type]
-    if not found[0].is_shard:
+        return (placements[int(user.args[1])],)  # type: ignore[arg-type]
+    if not placements[0].is_shard:
         return ()
     operation = weights.operation(user)
-    if operation.by_heads and _is_inside(current, user, found[0], weights):
+    if operation.by_heads and _is_inside(current, user, placements[0], weights):
         trail.refused.append((user, Refusal(INSIDE, structural=True)))
         return ()
     inputs = operation.inputs
-    step = step_of(user, inputs.index(current), found[0], n, weights)
+    step = step_of(user, inputs.index(current), placements[0], n, weights)
     signature = step.signature
     if isinstance(signature, Refusal):
         trail.refused.append((user, signature))
         return ()
-    for other, wanted in zip(inputs, signature.operands, strict=True):
-        given = trail.seen.get(other) or arrived.get(other)
-        if given and given[0].is_shard and not _can_meet(given[0], wanted):
-            reason = f"%{other.name} arrives as {given[0]} where {wanted} fits"
+    for other, expected in zip(inputs, signature.operands, strict=True):
+        arriving = trail.seen.get(other) or arrived.get(other)
+        if arriving and arriving[0].is_shard and not _can_meet(arriving[0], expected):
+            reason = f"%{other.name} arrives as {arriving[0]} where {expected} fits"
             # Parts of one weight that are cut in ways that do not fit each other.
             trail.refused.append((user, Refusal(reason, structural=other in trail.seen)))
     if step.is_composite:
@@ -270,28 +270,28 @@ def advance(
         return signature.outputs
     if step.is_sum and current in trail.weights and len(inputs) > 1:
         _note_product(trail, user, "row" if signature.outputs[0].kind == "P" else "column", weights)
-    _note_view(trail, operation.view, found[0], signature.outputs[0])
+    _note_view(trail, operation.view, placements[0], signature.outputs[0])
     return signature.outputs
 
 
-def _can_meet(given: Placement, wanted: Placement) -> bool:
+def _can_meet(cut: Placement, other: Placement) -> bool:
     """Whether two cuts are the same, or one is a part that the ranks can take of the other's blocks."""
-    if given is wanted or given == wanted:
+    if cut is other or cut == other:
         return True
-    return (given.is_shared or wanted.is_shared) and bool(coercion(given, wanted) or coercion(wanted, given))
+    return (cut.is_shared or other.is_shared) and bool(coercion(cut, other) or coercion(other, cut))
 
 
 def _is_inside(current: fx.Node, user: fx.Node, placement: Placement, weights: Weights) -> bool:
     """Whether a product of activations, batched by heads, takes the cut dimension for the features of a head."""
     target, rank = user.target, len(output_types(current)[0].shape)
-    given = weights.operands(user)
+    inputs = weights.operands(user)
     if target is _aten.scaled_dot_product_attention.default:
-        return current in given[:3] and placement.dim == rank - 1
-    if target is _aten.einsum.default and weights.isdisjoint(given):
-        return len(given) == 2 and _is_inside_einsum(user, given.index(current), placement.dim)
-    if target is _aten.einsum.default or rank < 3 or not weights.isdisjoint(given):
+        return current in inputs[:3] and placement.dim == rank - 1
+    if target is _aten.einsum.default and weights.isdisjoint(inputs):
+        return len(inputs) == 2 and _is_inside_einsum(user, inputs.index(current), placement.dim)
+    if target is _aten.einsum.default or rank < 3 or not weights.isdisjoint(inputs):
         return False
-    return placement.dim == rank - 1 or (current is given[1] and placement.dim == rank - 2)
+    return placement.dim == rank - 1 or (current is inputs[1] and placement.dim == rank - 2)
 
 
 def _is_inside_einsum(user: fx.Node, index: int, dim: int) -> bool:
@@ -310,14 +310,14 @@ def _is_inside_einsum(user: fx.Node, index: int, dim: int) -> bool:
 def step_of(user: fx.Node, index: int, placement: Placement, n: int, weights: Weights) -> Step:
     """What an operation makes of a shard of its operand `index`, over n ranks."""
     operation, key = weights.operation(user), (n, index, placement)
-    found = operation.steps.get(key)
-    if found is None:
-        asked = n, operation.question, index, placement
-        found = weights.answers.get(asked)
-        if found is None:
-            found = weights.answers[asked] = _judged(user, index, placement, n, weights)
-        operation.steps[key] = found
-    return found
+    step = operation.steps.get(key)
+    if step is None:
+        query = n, operation.question, index, placement
+        step = weights.answers.get(query)
+        if step is None:
+            step = weights.answers[query] = _judged(user, index, placement, n, weights)
+        operation.steps[key] = step
+    return step
 
 
 def _judged(user: fx.Node, index: int, placement: Placement, n: int, weights: Weights) -> Step:

@@ -53,8 +53,8 @@ def _is_fit(node: fx.Node, cut: Placement, weights: Weights, n: int) -> bool:
         return False
     if all(piece.copies == 1 for piece in cut.pieces):
         return True
-    found = [piece for placements in trail.seen.values() for p in placements for piece in p.pieces]
-    return any(piece.copies > 1 and piece.size == n // piece.copies for piece in found)
+    pieces = [piece for placements in trail.seen.values() for p in placements for piece in p.pieces]
+    return any(piece.copies > 1 and piece.size == n // piece.copies for piece in pieces)
 
 
 def _segmented(node: fx.Node, dim: int, weights: Weights, n: int) -> Iterator[Placement]:
@@ -64,19 +64,19 @@ def _segmented(node: fx.Node, dim: int, weights: Weights, n: int) -> Iterator[Pl
     if n == 1 or not edges or not isinstance(size, int):
         return
     lengths = [b - a for a, b in pairwise([0, *edges, size])]
-    found: list[Piece] = []
+    pieces: list[Piece] = []
     for i, length in enumerate(lengths):
         options = [Piece(1, length), *(Piece(1, length, copies=c) for c in _divisors(n))]
         options += [Piece(k, length // k) for k in range(2, MOST_PARTS + 1) if length % k == 0]
-        own = (piece for piece in options if _is_fit(node, alone(dim, lengths, i, piece), weights, n))
-        piece = next(own, None)
+        fitting = (piece for piece in options if _is_fit(node, alone(dim, lengths, i, piece), weights, n))
+        piece = next(fitting, None)
         if piece is None:
             if heads_of(node, alone(dim, lengths, i, Piece(1, length)), weights) not in (0, 1):
                 return
             piece = Piece(1, length, False)
-        found.append(piece)
-    cut = Placement("S", dim, pieces_of(found))
-    is_plain = all(piece.is_plain and piece.outer == 1 for piece in found)
+        pieces.append(piece)
+    cut = Placement("S", dim, pieces_of(pieces))
+    is_plain = all(piece.is_plain and piece.outer == 1 for piece in pieces)
     if not is_plain and fits(cut, tensor_type(node).shape, n):
         yield cut
 
@@ -142,5 +142,5 @@ def natural_cut(node: fx.Node, dim: int, weights: Weights) -> tuple[Placement, T
 
 def shares_attention(trail: Trail, other: Trail) -> bool:
     """Whether the products of a matrix meet where the cut of another one goes."""
-    met = {operand for made in trail.products for operand in operands(made)}
+    met = {operand for node in trail.products for operand in operands(node)}
     return not other.seen.keys().isdisjoint({*met, *trail.seen})

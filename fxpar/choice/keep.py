@@ -56,9 +56,9 @@ class Keeping:
         """
         if not self.all_bytes:
             return self._of(self.reads)
-        found = self._solved(allowed, None)
-        assert found is not None  # all may be kept
-        return self._within(allowed, self.storages.total(found)) or found
+        saved = self._solved(allowed, None)
+        assert saved is not None  # all may be kept
+        return self._within(allowed, self.storages.total(saved)) or saved
 
     def quickest(self, allowed: Set[fx.Node], budget: int) -> frozenset[int] | None:
         """Storages within a budget of bytes, from which the others are computed again in least seconds; None for none.
@@ -75,24 +75,24 @@ class Keeping:
 
     def _within(self, allowed: Set[fx.Node], budget: int) -> frozenset[int] | None:
         """As the solver finds it, whose arithmetic has tolerances; None where that is more than the budget."""
-        found = self._solved(allowed, budget)
-        return found if found is not None and self.storages.total(found) <= budget else None
+        saved = self._solved(allowed, budget)
+        return saved if saved is not None and self.storages.total(saved) <= budget else None
 
-    def again(self, allowed: Set[fx.Node], kept: Set[int]) -> set[fx.Node]:
+    def again(self, allowed: Set[fx.Node], saved: Set[int]) -> set[fx.Node]:
         """What is computed again where some storages are kept."""
-        return self._settled(allowed, kept)[1]
+        return self._settled(allowed, saved)[1]
 
-    def _settled(self, allowed: Set[fx.Node], kept: Set[int]) -> tuple[set[fx.Node], set[fx.Node]]:
+    def _settled(self, allowed: Set[fx.Node], saved: Set[int]) -> tuple[set[fx.Node], set[fx.Node]]:
         """The values that are kept, and those that are computed again."""
-        found: tuple[set[fx.Node], set[fx.Node]] = set(), set()
+        parts: tuple[set[fx.Node], set[fx.Node]] = set(), set()
         pending = list(self.reads)
         for node in pending:
-            is_there = node not in allowed or (self._held(node) <= kept and not self._is_view(node))
+            is_there = node not in allowed or (self._held(node) <= saved and not self._is_view(node))
             is_there |= node in self.fixed
-            if self._held(node) and node not in found[0] | found[1]:
-                found[not is_there].add(node)
+            if self._held(node) and node not in parts[0] | parts[1]:
+                parts[not is_there].add(node)
                 pending += () if is_there else node.all_input_nodes
-        return found
+        return parts
 
     def _is_view(self, node: fx.Node) -> bool:
         """Whether a value is another one in other words: that one is kept, for a repeated one would be written out."""
@@ -116,9 +116,9 @@ class Keeping:
         for node in pending:
             if not self._held(node):
                 continue
-            kept = model.variable("keep", node)
+            keep = model.variable("keep", node)
             for storage in self._held(node):
-                model.at_least({model.variable("storage", storage): 1, kept: -1}, 0)
+                model.at_least({model.variable("storage", storage): 1, keep: -1}, 0)
             if node not in allowed:
                 continue
             for read in node.all_input_nodes:
@@ -130,16 +130,16 @@ class Keeping:
         for node in self.reads:
             if self._held(node):
                 model.at_least({model.variable("keep", node): 1, model.variable("again", node): 1}, 1)
-        again, held = model.of("again"), model.of("storage")
+        again, storages = model.of("again"), model.of("storage")
         never = {i for node, i in again.items() if node not in allowed}
-        cost: dict[int, float] = {i: self.storages.bytes[storage] for storage, i in held.items()}
+        cost: dict[int, float] = {i: self.storages.bytes[storage] for storage, i in storages.items()}
         if budget is not None:
             model.at_least({i: -size for i, size in cost.items()}, -budget)
             cost = {i: self.seconds[node] for node, i in again.items() if node in allowed}
-        found = model.solved(cost, never, 0.0 if budget is None else _GAP)
-        if found is None:
+        solution = model.solved(cost, never, 0.0 if budget is None else _GAP)
+        if solution is None:
             return None
-        return self._of(self._settled(allowed, {storage for storage, i in held.items() if found[i]})[0])
+        return self._of(self._settled(allowed, {storage for storage, i in storages.items() if solution[i]})[0])
 
 
 class _Model:
@@ -150,13 +150,13 @@ class _Model:
         self._rows: list[dict[int, float]] = []
         self._bounds: list[float] = []
 
-    def variable(self, kind: str, each: Any) -> int:
+    def variable(self, kind: str, subject: Any) -> int:
         """Number of a variable, which is made where there is none."""
-        return self.variables.setdefault((kind, each), len(self.variables))
+        return self.variables.setdefault((kind, subject), len(self.variables))
 
     def of(self, kind: str) -> dict[Any, int]:
         """The variables of a kind."""
-        return {each: i for (known, each), i in self.variables.items() if known == kind}
+        return {subject: i for (known, subject), i in self.variables.items() if known == kind}
 
     def at_least(self, row: Mapping[int, float], bound: float) -> None:
         """A linear constraint, of coefficients not larger than 1."""
@@ -175,11 +175,11 @@ class _Model:
         entries = [(r, i, value) for r, row in enumerate(self._rows) for i, value in row.items()]
         rows, columns, values = zip(*entries, strict=True)
         matrix = csr_matrix((values, (rows, columns)), shape=(len(self._rows), count))
-        found = milp(
+        solution = milp(
             weights,
             integrality=numpy.ones(count),
             bounds=Bounds(0, highest),
             constraints=LinearConstraint(matrix, self._bounds, numpy.inf),
             options={"mip_rel_gap": gap},
         )
-        return None if found.x is None else [value > 0.5 for value in found.x]
+        return None if solution.x is None else [value > 0.5 for value in solution.x]

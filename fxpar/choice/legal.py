@@ -34,9 +34,9 @@ def blocked(options: Options, prices: Prices, ends: Ends, node: fx.Node, outputs
             if not fitting:
                 return f"at {describe(user)} {_refusal(options, user, position, placement)}"
             if user in options.weights:
-                found = [blocked(options, prices, ends, user, option.outputs) for option in fitting]
-                if all(found):
-                    return found[-1]
+                stops = [blocked(options, prices, ends, user, option.outputs) for option in fitting]
+                if all(stops):
+                    return stops[-1]
     return ""
 
 

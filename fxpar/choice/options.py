@@ -132,20 +132,20 @@ def list_options(
         data_parallel: whether matrix products may be cut over tokens, the weights being whole.
         axis: its name, by which the program itself may say what is cut on it.
     """
-    held = {p.node for p in program.parameters}
-    owned = [node for node in program.graph.nodes if node.op == "placeholder" and node.name in held]
+    placeholders = {p.node for p in program.parameters}
+    owned = [node for node in program.graph.nodes if node.op == "placeholder" and node.name in placeholders]
     tokens, weights = tokens_of(program, owned)
-    found = Options(n, flags, weights, tokens=tokens)
-    found.tables = _tables(program.graph, tokens)
-    found.shared = {s.size for s in program.symbols if s.ranks == n}
-    found.products = {node for node, _ in matmul_flops(program)}
-    found.over_tokens = data_parallel
+    options = Options(n, flags, weights, tokens=tokens)
+    options.tables = _tables(program.graph, tokens)
+    options.shared = {s.size for s in program.symbols if s.ranks == n}
+    options.products = {node for node, _ in matmul_flops(program)}
+    options.over_tokens = data_parallel
     parameters = [program.node(p.node) for p in program.parameters if p.kind == "parameter"]
-    free = {node: _cuts(found, node) for node in parameters if is_free and node not in pins}
-    _keep_attention_whole(found, free)
+    free = {node: _cuts(options, node) for node in parameters if is_free and node not in pins}
+    _keep_attention_whole(options, free)
     reached = set()
     answers: dict[Hashable, tuple[Option, ...]] = {}  # equal layers put equal questions
-    own: dict[tuple[Option, ...], tuple[Option, ...]] = {}  # and what they have is one object
+    interned: dict[tuple[Option, ...], tuple[Option, ...]] = {}  # and what they have is one object
     for node in program.graph.nodes:
         kinds = () if node.op == "output" else output_types(node)
         if not kinds or node.target is operator.getitem:
@@ -153,54 +153,54 @@ def list_options(
         parameter = program.parameter(node) if node.op == "placeholder" else None
         if parameter is not None and parameter.kind == "parameter":
             reached.add(node)
-            cuts = (pins[node],) if node in pins else _offered(found, node, free.get(node, []))
-            offered = tuple(Option((), (resting(cut, flags[node][0]),), _why(found, node, cut)) for cut in cuts)
-            found.of[node] = own.setdefault(offered, offered)
+            cuts = (pins[node],) if node in pins else _offered(options, node, free.get(node, []))
+            offered = tuple(Option((), (resting(cut, flags[node][0]),), _why(options, node, cut)) for cut in cuts)
+            options.of[node] = interned.setdefault(offered, offered)
         elif node.op == "placeholder":
-            found.of[node] = own.setdefault((Option((), (R,)),), (Option((), (R,)),))
+            options.of[node] = interned.setdefault((Option((), (R,)),), (Option((), (R,)),))
         elif demands(node, axis):
             before, behind = demanded_by(node, n)
-            found.of[node] = (Option(before, (behind,)),)
-            found.demanded.update(map(value_of, operands(node)))
+            options.of[node] = (Option(before, (behind,)),)
+            options.demanded.update(map(value_of, operands(node)))
             reached.add(node)
         else:
             inputs = [value_of(o) for o in weights.operands(node)]
             if any(source in reached for source, _ in inputs):
                 reached.add(node)
-                asked = _question(found, node, inputs)
-                if asked not in answers:
-                    answers[asked] = tuple(_signatures(found, node, inputs))
-                found.of[node] = answers[asked]
+                question = _question(options, node, inputs)
+                if question not in answers:
+                    answers[question] = tuple(_signatures(options, node, inputs))
+                options.of[node] = answers[question]
             else:
                 whole = (Option((R,) * len(inputs), (R,) * len(kinds)),)
-                found.of[node] = own.setdefault(whole, whole)
-    return found
+                options.of[node] = interned.setdefault(whole, whole)
+    return options
 
 
 def _tables(graph: fx.Graph, tokens: Mapping[tuple[fx.Node, int], str]) -> set[fx.Node]:
     """Parameters with tokens, and what is made of one of them alone."""
-    found = {node for node, _ in tokens}
+    tables = {node for node, _ in tokens}
     for node in graph.nodes:
-        if node.op == "call_function" and len(operands(node)) == 1 and operands(node)[0] in found:
-            found.add(node)
-    return found
+        if node.op == "call_function" and len(operands(node)) == 1 and operands(node)[0] in tables:
+            tables.add(node)
+    return tables
 
 
-def _offered(found: Options, node: fx.Node, cuts: list[Placement]) -> tuple[Placement, ...]:
+def _offered(options: Options, node: fx.Node, cuts: list[Placement]) -> tuple[Placement, ...]:
     """What a parameter may be. A vocabulary that can be cut is: one value for each token decides what it costs."""
-    return tuple(cuts) if any(_is_vocabulary(found, node, cut) for cut in cuts) else (I, *cuts)
+    return tuple(cuts) if any(_is_vocabulary(options, node, cut) for cut in cuts) else (I, *cuts)
 
 
-def _is_vocabulary(found: Options, node: fx.Node, cut: Placement) -> bool:
-    trail = found.trails.get((node, cut), Trail())
+def _is_vocabulary(options: Options, node: fx.Node, cut: Placement) -> bool:
+    trail = options.trails.get((node, cut), Trail())
     return len(output_types(node)[0].shape) > 1 and bool(trail.vocabulary) and not trail.refused
 
 
-def _why(found: Options, node: fx.Node, cut: Placement) -> str:
-    return "a vocabulary that can be cut is cut" if _is_vocabulary(found, node, cut) else ""
+def _why(options: Options, node: fx.Node, cut: Placement) -> str:
+    return "a vocabulary that can be cut is cut" if _is_vocabulary(options, node, cut) else ""
 
 
-def _cuts(found: Options, node: fx.Node) -> list[Placement]:
+def _cuts(options: Options, node: fx.Node) -> list[Placement]:
     """For each dimension the simplest cut that no view or split behind it tears.
 
     Weights of attention are cut between heads or not at all: their other dimension, which is summed, is only cut where
@@ -212,94 +212,96 @@ def _cuts(found: Options, node: fx.Node) -> list[Placement]:
     headed: int | None = None
     # No operation tells which cuts fit what nothing uses.
     for dim in range(len(shape) if node.users else 0):
-        if (node, dim) in found.tokens:
-            refused = refused or found.tokens[node, dim]
+        if (node, dim) in options.tokens:
+            refused = refused or options.tokens[node, dim]
             continue
         tried = []
-        for cut in all_cuts(node, dim, found.weights, found.n):
-            trail = follow(node, cut, found.n, found.weights)
+        for cut in all_cuts(node, dim, options.weights, options.n):
+            trail = follow(node, cut, options.n, options.weights)
             tried.append(trail)
             # What an embedding looks up of a part of each row would be gathered at once.
             is_gathered = trail.refused and (trail.inner or (is_table and not trail.vocabulary))
             if not trail.torn and not is_gathered:
-                found.trails[node, cut] = found.trails[node, at_rest(cut)] = trail
+                options.trails[node, cut] = options.trails[node, at_rest(cut)] = trail
                 cuts.append(at_rest(cut))
-                _add_met(found, node, dim, cuts)
+                _add_met(options, node, dim, cuts)
                 break
             user, refusal = (trail.torn or trail.refused)[0]
             refused = refused or f"at {describe(user)} {refusal.reason}"
         else:
-            if met_heads(tried, found.weights):
+            if met_heads(tried, options.weights):
                 headed = dim
                 user, refusal = farthest(tried)
                 refused = f"at {describe(user)} {refusal.reason}"
-    if headed is not None and not _has_head_dim(found, node, cuts):
-        found.headed[node] = headed
+    if headed is not None and not _has_head_dim(options, node, cuts):
+        options.headed[node] = headed
     shared = [cut for cut in cuts if cut.is_shared]
-    cuts = [] if node in found.headed else shared or cuts
+    cuts = [] if node in options.headed else shared or cuts
     if len(shape) > 1 and not cuts:
-        found.uncut[node] = refused
+        options.uncut[node] = refused
     return cuts
 
 
-def _add_met(found: Options, node: fx.Node, dim: int, cuts: list[Placement]) -> None:
+def _add_met(options: Options, node: fx.Node, dim: int, cuts: list[Placement]) -> None:
     """Adds the cut of the parts that a sum over the dimension takes in, beside the plain one."""
-    met = met_cut(node, dim, found.weights)
-    if met is None or met in cuts or not fits(met, output_types(node)[0].shape, found.n):
+    met = met_cut(node, dim, options.weights)
+    if met is None or met in cuts or not fits(met, output_types(node)[0].shape, options.n):
         return
-    trail = follow(node, met, found.n, found.weights)
+    trail = follow(node, met, options.n, options.weights)
     if not trail.torn:
-        found.trails[node, met] = trail
+        options.trails[node, met] = trail
         cuts.append(met)
 
 
-def _has_head_dim(found: Options, node: fx.Node, cuts: list[Placement]) -> bool:
+def _has_head_dim(options: Options, node: fx.Node, cuts: list[Placement]) -> bool:
     """Whether a weight of three dimensions or more has its heads in one of their own, and that can be cut."""
     is_stacked = len(output_types(node)[0].shape) > 2
-    return is_stacked and any(found.trails[node, cut].role == "column" for cut in cuts)
+    return is_stacked and any(options.trails[node, cut].role == "column" for cut in cuts)
 
 
-def _keep_attention_whole(found: Options, free: dict[fx.Node, list[Placement]]) -> None:
+def _keep_attention_whole(options: Options, free: dict[fx.Node, list[Placement]]) -> None:
     """Where n does not divide the heads of one matrix, those that take part in its attention stay whole too.
 
     A single head is no such case: every rank has it.
     """
-    for node, dim in found.headed.items():
-        cut, goes = natural_cut(node, dim, found.weights)
-        if heads_of(node, cut, found.weights) == 1:
-            found.uncut[node] = "it makes one head, which every rank needs"
+    for node, dim in options.headed.items():
+        cut, goes = natural_cut(node, dim, options.weights)
+        if heads_of(node, cut, options.weights) == 1:
+            options.uncut[node] = "it makes one head, which every rank needs"
             continue
         for other, cuts in free.items():
-            trails = [found.trails[other, cut] for cut in cuts]
+            trails = [options.trails[other, cut] for cut in cuts]
             if len(output_types(other)[0].shape) > 1 and any(shares_attention(trail, goes) for trail in trails):
                 free[other] = []
-                found.uncut[other] = f"its attention stays whole, as %{node.name} does: {found.uncut[node]}"
+                options.uncut[other] = f"its attention stays whole, as %{node.name} does: {options.uncut[node]}"
 
 
-def _question(found: Options, node: fx.Node, inputs: list[Value]) -> Hashable:
+def _question(options: Options, node: fx.Node, inputs: list[Value]) -> Hashable:
     """All that `_signatures` is told of a node."""
-    flags = tuple(found.carries(value) for value in inputs), found.flags[node], node in found.products
-    held = tuple((found.placements(value), found.token_cut(value), value[0] in found.weights) for value in inputs)
-    return found.weights.operation(node).question, flags, held
+    flags = tuple(options.carries(value) for value in inputs), options.flags[node], node in options.products
+    layouts = tuple(
+        (options.placements(value), options.token_cut(value), value[0] in options.weights) for value in inputs
+    )
+    return options.weights.operation(node).question, flags, layouts
 
 
-def _signatures(found: Options, node: fx.Node, inputs: list[Value]) -> Iterator[Option]:
-    call = call_of(node, found.n)
-    carries = [found.carries(value) for value in inputs]
+def _signatures(options: Options, node: fx.Node, inputs: list[Value]) -> Iterator[Option]:
+    call = call_of(node, options.n)
+    carries = [options.carries(value) for value in inputs]
     seen = set()
-    for wanted, why in _wanted(found, call, inputs, node in found.products and not found.over_tokens):
-        settled = tuple(resting(placement, flag) for placement, flag in zip(wanted, carries, strict=True))
+    for placements, why in _wanted(options, call, inputs, node in options.products and not options.over_tokens):
+        settled = tuple(resting(placement, flag) for placement, flag in zip(placements, carries, strict=True))
         if settled in seen:
             continue
         seen.add(settled)
         result = inferred(call, settled, carries, composite=True)
         if not isinstance(result, Refusal):
-            outputs = zip(result, found.flags[node], strict=True)
+            outputs = zip(result, options.flags[node], strict=True)
             yield Option(settled, tuple(resting(placement, flag) for placement, flag in outputs), why)
 
 
 def _wanted(
-    found: Options, call: Call, inputs: list[Value], is_product: bool
+    options: Options, call: Call, inputs: list[Value], is_product: bool
 ) -> Iterator[tuple[tuple[Placement, ...], str]]:
     count = len(inputs)
     yield (I,) * count, ""
@@ -308,14 +310,14 @@ def _wanted(
     if rule is None:
         return
     for index, value in enumerate(inputs):
-        tokens = None if is_product else found.token_cut(value)
-        given = (unsettled(placement) for placement in found.placements(value))
-        for placement in dict.fromkeys((*given, *([tokens] if tokens else []))):
-            if placement.is_shard and not (is_product and found.is_token_cut(value, placement)):
+        tokens = None if is_product else options.token_cut(value)
+        offered = (unsettled(placement) for placement in options.placements(value))
+        for placement in dict.fromkeys((*offered, *([tokens] if tokens else []))):
+            if placement.is_shard and not (is_product and options.is_token_cut(value, placement)):
                 signature, _ = seeded(call, index, placement)
                 if not isinstance(signature, Refusal):
                     yield signature.operands, f"follows operand {call.names[index]}"
     for signature in partial_signatures(rule, call):
         members = [i for i, placement in enumerate(signature.operands) if placement.kind == "P"]
-        if any(p.kind == "P" for i in members for p in found.placements(inputs[i])):
+        if any(p.kind == "P" for i in members for p in options.placements(inputs[i])):
             yield signature.operands, f"sums later than operand {call.names[members[0]]}"

@@ -78,10 +78,10 @@ def resolve_overrides(
 
 
 def _known_pin(placement: Placement, line: tuple[str, str] | None) -> Pin:
-    kept = placement if placement.is_shard else I
+    pinned = placement if placement.is_shard else I
     if line is None:
-        return Pin(kept, "", "as in the module's first program")
-    return Pin(kept, "" if line[1] == "replicate" else line[1], f"plan: {line[0]} = {line[1]}")
+        return Pin(pinned, "", "as in the module's first program")
+    return Pin(pinned, "" if line[1] == "replicate" else line[1], f"plan: {line[0]} = {line[1]}")
 
 
 def _used(lines: Lines, nodes: Mapping[str, fx.Node]) -> Lines:
@@ -116,7 +116,7 @@ def match_lines(program: Program) -> Lines:
             raise PlanError(
                 "matches no module and no parameter", where=f"split[{glob!r}]", remedy=f"names look like {shown}, …"
             )
-    found, consumed = {}, set()
+    matches, consumed = {}, set()
     for parameter, (exact, modules) in lines.items():
         consumed |= set(exact or modules)
         first, *others = sorted(exact or modules) or [""]
@@ -128,14 +128,14 @@ def match_lines(program: Program) -> Lines:
                     remedy="narrow one of the globs",
                 )
         if first:
-            found[parameter] = (first, split[first])
+            matches[parameter] = (first, split[first])
     for glob in sorted(split.keys() - consumed):
         raise PlanError(
             "says nothing: other lines name all its parameters themselves",
             where=f"split[{glob!r}]",
             remedy="remove it, or narrow the other lines",
         )
-    return found
+    return matches
 
 
 def _pin_matrix(
@@ -165,9 +165,9 @@ def _roles(node: fx.Node, dim: int, weights: Weights) -> set[str]:
     """The roles of a dimension: some cut of it reaches a product, where others are torn on the way (a fused weight)."""
     for placement in candidates(node, dim, 1, weights):
         trail = follow(node, placement, 1, weights)
-        found = {"vocab"} if trail.vocabulary else set()
-        if trail.role or found:
-            return {trail.role} | found
+        roles = {"vocab"} if trail.vocabulary else set()
+        if trail.role or roles:
+            return {trail.role} | roles
     return set()
 
 

@@ -72,12 +72,12 @@ class Prices:
     def terms(self, node: fx.Node, option: Option) -> Mapping[str, float]:
         """Seconds of a node under an option, by what takes them."""
         n = self.options.n
-        found = {}
+        terms = {}
         if node in self._flops:
             part = computed_fraction(option.operands, n)
-            found["matrix product"] = product_seconds(self._flops[node], part, self.cost)
+            terms["matrix product"] = product_seconds(self._flops[node], part, self.cost)
         if node in self._stored:
-            found["memory"] = sum(
+            terms["memory"] = sum(
                 self._accesses((node, i), placement)
                 for i, (placement, carries) in enumerate(zip(option.outputs, self.options.flags[node], strict=True))
                 if carries
@@ -85,8 +85,8 @@ class Prices:
         if node.op == "placeholder" and self.options.flags[node][0] and len(output_types(node)[0].shape) > 1:
             kind = output_types(node)[0]
             count = self.bytes_of((node, 0)) / kind.dtype.itemsize
-            found["optimizer"] = optimizer_seconds(count, held_fraction(option.outputs[0], n), self.cost)
-        return found
+            terms["optimizer"] = optimizer_seconds(count, held_fraction(option.outputs[0], n), self.cost)
+        return terms
 
     def _accesses(self, value: Value, placement: Placement) -> float:
         """Seconds in which an activation is stored and read, and its gradient.
@@ -116,8 +116,8 @@ class Prices:
     def told(self, value: Value) -> Hashable:
         """All of a value that the price of its conversions depends on."""
         node, index = value
-        held = node in self.options.weights, node in self.options.tables, node.op == "placeholder"
-        return output_types(node)[index], self.options.carries(value), held, value in self.options.demanded
+        origin = node in self.options.weights, node in self.options.tables, node.op == "placeholder"
+        return output_types(node)[index], self.options.carries(value), origin, value in self.options.demanded
 
     def conversion(self, value: Value, source: Placement, target: Placement) -> float | None:
         """Seconds of a conversion, forward and backward; None where it is not offered.
@@ -166,11 +166,11 @@ def is_matrix(kind: TensorType) -> bool:
 
 def reference_sizes(program: Program) -> dict[str, int]:
     """Values of the symbols at which layouts are compared: the first is a batch, others are lengths."""
-    found = {}
+    sizes = {}
     for index, symbol in enumerate(program.symbols):
         size = _BATCH if index == 0 and len(program.symbols) > 1 else _SEQUENCE
-        found[symbol.name] = -(-size // symbol.multiple)
-    return with_counted(program.counted, found)
+        sizes[symbol.name] = -(-size // symbol.multiple)
+    return with_counted(program.counted, sizes)
 
 
 def common_width(program: Program) -> int:

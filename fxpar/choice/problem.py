@@ -101,8 +101,8 @@ def problem_of(
             value = value_of(operand)
             uses.append(Use(position[node], (position[value[0]], value[1]), *writer.use(node, index, value)))
     for value, placements in ends.items():
-        wanted = {placement: list[int]() for placement in placements}
-        uses.append(Use(None, (position[value[0]], value[1]), *writer.written(value, wanted)))
+        targets = {placement: list[int]() for placement in placements}
+        uses.append(Use(None, (position[value[0]], value[1]), *writer.written(value, targets)))
     costs = tuple(writer.costs(node) for node in nodes)
     outputs = tuple(writer.outputs(options.of[node]) for node in nodes)
     return nodes, Problem(costs, outputs, tuple(uses))
@@ -132,34 +132,34 @@ class _Writer:
     def use(self, node: fx.Node, index: int, value: Value) -> _Wanted:
         """What a node's options want of its operand `index`."""
         of = self.options.of
-        asked = self.prices.told(value), id(of[value[0]]), value[1], id(of[node]), index
-        if asked not in self._uses:
-            wanted: dict[Placement, list[int]] = defaultdict(list)
+        key = self.prices.told(value), id(of[value[0]]), value[1], id(of[node]), index
+        if key not in self._uses:
+            targets: dict[Placement, list[int]] = defaultdict(list)
             for i, option in enumerate(of[node]):
-                wanted[option.operands[index]].append(i)
-            self._uses[asked] = self.written(value, wanted)
-        return self._uses[asked]
+                targets[option.operands[index]].append(i)
+            self._uses[key] = self.written(value, targets)
+        return self._uses[key]
 
-    def written(self, value: Value, wanted: Mapping[Placement, list[int]]) -> _Wanted:
+    def written(self, value: Value, targets: Mapping[Placement, list[int]]) -> _Wanted:
         """What is wanted of a value: for each placement, the options that want it."""
-        offered, told = [], self.prices.told(value)
+        offered, traits = [], self.prices.told(value)
         for source in self.options.placements(value):
-            for target in wanted:
-                key = (told, source, target)
+            for target in targets:
+                key = (traits, source, target)
                 if key not in self._conversions:
                     self._conversions[key] = self.prices.conversion(value, source, target)
                 price = self._conversions[key]
                 if price is not None:
                     offered.append((self._number(source), self._number(target), price))
-        return tuple((self._number(placement), tuple(users)) for placement, users in wanted.items()), tuple(offered)
+        return tuple((self._number(placement), tuple(users)) for placement, users in targets.items()), tuple(offered)
 
     def costs(self, node: fx.Node) -> tuple[float, ...]:
         """Seconds of each option of a node."""
         options = self.options.of[node]
-        asked = self.prices.told_of(node), id(options)
-        if asked not in self._costs:
-            self._costs[asked] = tuple(self.prices.node(node, option) for option in options)
-        return self._costs[asked]
+        key = self.prices.told_of(node), id(options)
+        if key not in self._costs:
+            self._costs[key] = tuple(self.prices.node(node, option) for option in options)
+        return self._costs[key]
 
     def outputs(self, options: tuple[Option, ...]) -> tuple[tuple[int, ...], ...]:
         """Placements of the outputs of each option."""
@@ -169,28 +169,28 @@ class _Writer:
 
 
 def _ordered(graph: fx.Graph, options: Options) -> list[fx.Node]:
-    found: dict[fx.Node, None] = {}
+    ordered: dict[fx.Node, None] = {}
     for node in graph.nodes:
         if node.op == "call_function" and node in options.of:
-            found.update((source, None) for source, _ in map(value_of, options.weights.operands(node)))
-            found[node] = None
-    return [*found, *(node for node in options.of if node not in found)]
+            ordered.update((source, None) for source, _ in map(value_of, options.weights.operands(node)))
+            ordered[node] = None
+    return [*ordered, *(node for node in options.of if node not in ordered)]
 
 
-def cost_of(problem: Problem, picks: Sequence[int], given: Given | None = None) -> float:
+def cost_of(problem: Problem, picks: Sequence[int], constraints: Given | None = None) -> float:
     """Seconds of a choice of one option for each node."""
-    given = given or Given()
+    constraints = constraints or Given()
     total = sum(costs[pick] for costs, pick in zip(problem.costs, picks, strict=True))
-    paid = set(given.paid)
+    paid = set(constraints.paid)
     for use in sorted(problem.uses, key=lambda use: use.user is None):
         source = problem.outputs[use.value[0]][picks[use.value[0]]][use.value[1]]
         offered = {
             target: 0.0 if (use.value, source, target) in paid else price
             for start, target, price in use.prices
-            if start == source and (use.value, source, target) not in given.barred
+            if start == source and (use.value, source, target) not in constraints.barred
         }
-        wanted = [t for t, users in use.wanted if use.user is None or picks[use.user] in users]
-        target = min((t for t in wanted if t in offered), key=offered.__getitem__)
+        targets = [t for t, users in use.wanted if use.user is None or picks[use.user] in users]
+        target = min((t for t in targets if t in offered), key=offered.__getitem__)
         total += offered[target]
         paid.add((use.value, source, target))
     return total
@@ -222,17 +222,17 @@ class _Model:
         self.upper.append(upper)
 
 
-def minimum(problem: Problem, given: Given | None = None) -> tuple[int, ...] | None:
+def minimum(problem: Problem, constraints: Given | None = None) -> tuple[int, ...] | None:
     """The cheapest option of each node; None where there is no choice."""
-    given, model = given or Given(), _Model()
+    constraints, model = constraints or Given(), _Model()
     picks: list[dict[int, int]] = []
     for node, costs in enumerate(problem.costs):
-        left = given.allowed.get(node, range(len(costs)))
+        left = constraints.allowed.get(node, range(len(costs)))
         picks.append({option: model.variable(costs[option], True) for option in left})
         model.row([*picks[node].values()], [], 1.0, 1.0)
     conversions: dict[Conversion, int] = {}
     for use in problem.uses:
-        if not _connect(model, problem, given, picks, conversions, use):
+        if not _connect(model, problem, constraints, picks, conversions, use):
             return None
     chosen = _solved(model)
     if chosen is None:
@@ -243,7 +243,7 @@ def minimum(problem: Problem, given: Given | None = None) -> tuple[int, ...] | N
 def _connect(
     model: _Model,
     problem: Problem,
-    given: Given,
+    constraints: Given,
     picks: Sequence[Mapping[int, int]],
     conversions: dict[Conversion, int],
     use: Use,
@@ -264,12 +264,12 @@ def _connect(
     into: dict[int, list[int]] = defaultdict(list)
     for source, target, price in use.prices:
         key = (use.value, source, target)
-        if source not in makers or target not in users or key in given.barred:
+        if source not in makers or target not in users or key in constraints.barred:
             continue
         flow = model.variable(0.0, False)
         out[source].append(flow)
         into[target].append(flow)
-        if price > 0.0 and key not in given.paid:
+        if price > 0.0 and key not in constraints.paid:
             if key not in conversions:
                 conversions[key] = model.variable(price, False)
             model.row([conversions[key]], [flow], 0.0, np.inf)
@@ -288,7 +288,7 @@ def _solved(model: _Model) -> np.ndarray | None:
     # Microseconds: the solver's tolerances are absolute.
     costs, integral = np.asarray(model.costs) * 1e6, np.asarray(model.integral)
     constraints = LinearConstraint(matrix, np.asarray(model.lower), np.asarray(model.upper))
-    found: np.ndarray | None = None
+    solution: np.ndarray | None = None
     # A relaxation whose solution is integral is solved in a fraction of the time and is the minimum.
     for integrality in (np.zeros_like(integral), integral):
         result = milp(
@@ -298,7 +298,7 @@ def _solved(model: _Model) -> np.ndarray | None:
             constraints=constraints,
             options={"mip_rel_gap": 0.0},
         )
-        found = None if result.x is None else np.asarray(result.x)
-        if found is None or np.all(np.abs(found - np.round(found))[integral > 0] < _INTEGRAL):
+        solution = None if result.x is None else np.asarray(result.x)
+        if solution is None or np.all(np.abs(solution - np.round(solution))[integral > 0] < _INTEGRAL):
             break
-    return found
+    return solution

@@ -77,13 +77,13 @@ def cut_points(node: fx.Node, dim: int, weights: Weights) -> list[int]:
     for _ in range(_DEEPEST if edges else 0):
         bounds = [0, *edges, size]
         lengths = [b - a for a, b in pairwise(bounds)]
-        found = set(edges)
+        points = set(edges)
         for i, (start, length) in enumerate(zip(bounds, lengths, strict=False)):
-            own = alone(dim, lengths, i, Piece(1, length))
-            found |= {start + position for position in _edges(node, own, length, weights)}
-        if found == set(edges):
+            part = alone(dim, lengths, i, Piece(1, length))
+            points |= {start + position for position in _edges(node, part, length, weights)}
+        if points == set(edges):
             break
-        edges = sorted(found)
+        edges = sorted(points)
     return edges
 
 
@@ -110,17 +110,17 @@ def met_cut(node: fx.Node, dim: int, weights: Weights) -> Placement | None:
     for index, operand in enumerate(operands(trail.product)):
         if operand in weights:
             continue
-        made = _summed_dim(trail.product, index)
-        if made is None:
+        summed = _summed_dim(trail.product, index)
+        if summed is None:
             continue
-        edges = sorted(set(_joints(operand, made, 0)))
-        if edges and output_types(operand)[0].shape[made] == size:
+        edges = sorted(set(_joints(operand, summed, 0)))
+        if edges and output_types(operand)[0].shape[summed] == size:
             return segments(dim, [0, *edges, size])
     return None
 
 
-def _summed_dim(made: fx.Node, index: int) -> int | None:
-    rule, call = rule_of(made.target), call_of(made, 1)
+def _summed_dim(node: fx.Node, index: int) -> int | None:
+    rule, call = rule_of(node.target), call_of(node, 1)
     labelling = rule.labels(call) if rule is not None and rule.labels is not None else None
     if not isinstance(labelling, Labelling):
         return None
@@ -152,10 +152,10 @@ def _cuts(user: fx.Node, dim: int) -> Iterator[int]:
     kinds = output_types(user)
     if user.target is _aten.slice.Tensor or str(user.target).startswith(("aten.split", "aten.chunk")):
         source = output_types(operands(user)[0])[0].shape
-        given = bind_arguments(user)
-        if int(given.get("dim", 0)) % len(source) != dim or given.get("step", 1) != 1:
+        arguments = bind_arguments(user)
+        if int(arguments.get("dim", 0)) % len(source) != dim or arguments.get("step", 1) != 1:
             return
-        start = given.get("start") or 0
+        start = arguments.get("start") or 0
         position = start + source[dim] if isinstance(start, int) and start < 0 else start
         for kind in kinds:
             end = position + kind.shape[dim]

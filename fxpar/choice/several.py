@@ -58,16 +58,16 @@ def place(program: Program, layouts: Mapping[str, Layout]) -> Placed:
         rows = batch_size(inner)
         if divide(rows, plan.axes[axis]) is None:
             raise PassError(f"no pass has divided the batch {rows}", where="annotate", remedy="run divide_batch before")
-        found = place_batch(inner, axis, batch_rows(inner, rows))
-        options[axis] = _of(program, found)
-        inner = peel_program(inner, axis, found)
+        placed = place_batch(inner, axis, batch_rows(inner, rows))
+        options[axis] = _of(program, placed)
+        inner = peel_program(inner, axis, placed)
     lines = match_lines(inner)
     choices = {axis: choose(inner, axis, lines, layouts) for axis in plan.axes_for(Cuts.FEATURES)}
     options |= {axis: _of(program, choice.chosen) for axis, choice in choices.items()}
     return Placed(options, choices, inner)
 
 
-def _of(program: Program, found: Mapping[fx.Node, Option]) -> dict[fx.Node, Option]:
+def _of(program: Program, placed: Mapping[fx.Node, Option]) -> dict[fx.Node, Option]:
     """The options of the program's own nodes: peeling adds some, and copies all."""
-    named = {node.name: option for node, option in found.items()}
+    named = {node.name: option for node, option in placed.items()}
     return {node: named[node.name] for node in program.graph.nodes if node.name in named}

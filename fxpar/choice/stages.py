@@ -44,50 +44,50 @@ def choose_stages(program: Program) -> StageChoice:
         InputError: there are fewer places than stages need, or the plan's cannot be.
     """
     plan = program.plan
-    found = divisible(program)
+    forward = divisible(program)
     count = plan.pipeline_stages
-    asked = _asked(found, plan.stages, count)
-    order = [0, *(place for _, place in sorted(asked.items()))]
+    starts = _asked(forward, plan.stages, count)
+    order = [0, *(place for _, place in sorted(starts.items()))]
     if any(later <= sooner for sooner, later in pairwise(order)):
         raise InputError(
             "the modules do not run in the order of their stages, or the first one runs first of all",
             where="stages",
             remedy="give each stage a module that runs later, and leave stage 0 out",
         )
-    late = [number for number, place in asked.items() if place > found.last]
+    late = [number for number, place in starts.items() if place > forward.last]
     if late:
         raise InputError(
             f"stage {late[0]} would begin behind the loss, which is the last stage's",
             where="stages",
             remedy="give each stage a module that runs before the loss is there",
         )
-    places = candidates(found, count, tuple(asked.values()))
+    places = candidates(forward, count, tuple(starts.values()))
     if len(places) < count - 1:
         raise InputError(
             f"{count} stages need {count - 1} places to cut at, and the model has {len(places)}",
             where="pp",
             remedy="ask for fewer stages",
         )
-    bounds = (0, *places, len(found.order))
-    units = _units(found, bounds)
-    fixed = {stage: bounds.index(place) for stage, place in asked.items()}
+    bounds = (0, *places, len(forward.order))
+    units = _units(forward, bounds)
+    fixed = {stage: bounds.index(place) for stage, place in starts.items()}
     try:
         cuts = best_cuts(units, plan.pp, plan.virtual_stages, fixed)
     except ValueError as error:
         remedy = "give other modules, in the order in which they run"
         raise InputError(f"{error} with these beginnings", where="stages", remedy=remedy) from None
-    return StageChoice(found, bounds, units, cuts, fixed)
+    return StageChoice(forward, bounds, units, cuts, fixed)
 
 
-def _units(found: Divisible, bounds: Sequence[int]) -> Units:
+def _units(forward: Divisible, bounds: Sequence[int]) -> Units:
     """What stands between two neighbouring places."""
-    cost = found.program.plan.cost.on(("pp",))
+    cost = forward.program.plan.cost.on(("pp",))
     spans = list(pairwise(bounds))
-    crossing = [found.live[place] for place in bounds[:-1]]
+    crossing = [forward.live[place] for place in bounds[:-1]]
     return Units(
-        [sum(found.seconds[a:b]) for a, b in spans],
-        [sum(found.held[a:b]) for a, b in spans],
-        [sum(found.kept[a:b]) for a, b in spans],
+        [sum(forward.seconds[a:b]) for a, b in spans],
+        [sum(forward.held[a:b]) for a, b in spans],
+        [sum(forward.kept[a:b]) for a, b in spans],
         crossing,
         # Without latency, which occupies no rank: the first and the last stage, which have one neighbour alone, would
         # take all of a model that is quicker than it.
@@ -95,53 +95,55 @@ def _units(found: Divisible, bounds: Sequence[int]) -> Units:
     )
 
 
-def _asked(found: Divisible, asked: Mapping[str, int] | Sequence[int], count: int) -> dict[int, int]:
+def _asked(forward: Divisible, stages: Mapping[str, int] | Sequence[int], count: int) -> dict[int, int]:
     """Places that the plan asks for, by number of the stage that begins there.
 
     Raises:
         InputError: a module computes nothing, or the layers are others.
     """
-    if isinstance(asked, Mapping):
-        return {number: _beginning(found, name) for name, number in sorted(asked.items(), key=lambda e: e[1])}
-    if not asked:
+    if isinstance(stages, Mapping):
+        return {number: _beginning(forward, name) for name, number in sorted(stages.items(), key=lambda e: e[1])}
+    if not stages:
         return {}
-    runs = layers(found.program, storages(found.program, frozenset()))
-    if sum(asked) != len(runs):
+    runs = layers(forward.program, storages(forward.program, frozenset()))
+    if sum(stages) != len(runs):
         raise InputError(
-            f"{' + '.join(map(str, asked))} layers are {sum(asked)}, and the model has {len(runs)}",
+            f"{' + '.join(map(str, stages))} layers are {sum(stages)}, and the model has {len(runs)}",
             where="stages",
             remedy="give numbers whose sum is that, or modules at which stages begin",
         )
-    starts = [next(found.places[node] for node in run if node in found.places) for run in runs]
-    return {number: starts[sum(asked[:number])] for number in range(1, count)}
+    starts = [next(forward.places[node] for node in run if node in forward.places) for run in runs]
+    return {number: starts[sum(stages[:number])] for number in range(1, count)}
 
 
-def _beginning(found: Divisible, name: str) -> int:
-    for node in found.order:
+def _beginning(forward: Divisible, name: str) -> int:
+    for node in forward.order:
         fqn = note(node).fqn
         if fqn == name or fqn.startswith(f"{name}."):
-            return found.places[node]
-    own = any(note(node).fqn == name or note(node).fqn.startswith(f"{name}.") for node in found.anywhere)
+            return forward.places[node]
+    is_everywhere = any(note(node).fqn == name or note(node).fqn.startswith(f"{name}.") for node in forward.anywhere)
     raise InputError(
-        "each stage computes this module for itself" if own else "no operation of the program is of this module",
+        "each stage computes this module for itself"
+        if is_everywhere
+        else "no operation of the program is of this module",
         where=f"stages[{name!r}]",
         remedy="name a module as the model does: `fxpar trace` lists them behind each node",
     )
 
 
-def cuts_as_held(found: Divisible, held: Mapping[str, tuple[int, ...]]) -> list[int]:
+def cuts_as_held(forward: Divisible, holders: Mapping[str, tuple[int, ...]]) -> list[int]:
     """The places at which parameters come to be on the stages that hold them; of several those that least crosses.
 
     Raises:
         InputError: an operation reads parameters of different stages, or one of an earlier stage than is due.
     """
-    count = found.program.plan.pipeline_stages
+    count = forward.program.plan.pipeline_stages
     # By stage, the last place that must be on it or before, and the first that must be on it or behind.
-    last, first = [-1] * count, [len(found.order)] * count + [found.last + 1]
+    last, first = [-1] * count, [len(forward.order)] * count + [forward.last + 1]
     now = 0
-    for node in found.order:
-        names = [name for name in found.reads[node] if name in held]
-        legal = set(range(now, count)).intersection(*(held[name] for name in names))
+    for node in forward.order:
+        names = [name for name in forward.reads[node] if name in holders]
+        legal = set(range(now, count)).intersection(*(holders[name] for name in names))
         if not legal:
             raise InputError(
                 f"reads {', '.join(sorted(names))}, which is on no stage behind those of what runs before",
@@ -150,8 +152,8 @@ def cuts_as_held(found: Divisible, held: Mapping[str, tuple[int, ...]]) -> list[
             )
         if names:
             now = min(legal)
-            last[now] = found.places[node]
-            first[now] = min(first[now], found.places[node])
+            last[now] = forward.places[node]
+            first[now] = min(first[now], forward.places[node])
     cuts, start = [], 0
     for number in range(1, count):
         low = max(start, *last[:number]) + 1
@@ -163,7 +165,7 @@ def cuts_as_held(found: Divisible, held: Mapping[str, tuple[int, ...]]) -> list[
                 where="this call",
                 remedy="call the module with what the example had",
             )
-        start = min(range(low, high + 1), key=lambda place: (found.live[place], -place))
+        start = min(range(low, high + 1), key=lambda place: (forward.live[place], -place))
         cuts.append(start)
     return cuts
 
@@ -207,18 +209,18 @@ def explain_cut(program: Program, stage: int) -> CutExplanation:
     units, cuts = choice.units, choice.cuts
     goals = goals_of(units, plan.pp, cuts)
     place = cuts[stage - 1]
-    own = [goals.stages[stage - 1], goals.stages[stage]]
-    found = CutExplanation(
+    sides = [goals.stages[stage - 1], goals.stages[stage]]
+    explanation = CutExplanation(
         stage,
         _behind(choice, place),
         describe(choice.found.order[choice.bounds[place]]),
         "the plan says so",
-        (own[0][0], own[1][0]),
-        (own[0][1], own[1][1]),
+        (sides[0][0], sides[1][0]),
+        (sides[0][1], sides[1][1]),
         goals,
     )
     if stage in choice.fixed:
-        return found
+        return explanation
     others = {}
     for near in (place - 1, place + 1):
         try:
@@ -227,14 +229,14 @@ def explain_cut(program: Program, stage: int) -> CutExplanation:
             continue
         others[near] = goals_of(units, plan.pp, cut)
     if not others:
-        return _because(found, "no other place leaves each stage something", "", None)
+        return _because(explanation, "no other place leaves each stage something", "", None)
     near = min(others, key=lambda key: _rank(others[key], goals))
-    return _because(found, _reason(goals, others[near]), _behind(choice, near), others[near])
+    return _because(explanation, _reason(goals, others[near]), _behind(choice, near), others[near])
 
 
-def _because(found: CutExplanation, reason: str, runner_up: str, other: Goals | None) -> CutExplanation:
+def _because(explanation: CutExplanation, reason: str, runner_up: str, other: Goals | None) -> CutExplanation:
     """The explanation with a reason."""
-    return dataclasses.replace(found, reason=reason, runner_up=runner_up, other=other)
+    return dataclasses.replace(explanation, reason=reason, runner_up=runner_up, other=other)
 
 
 def _behind(choice: StageChoice, place: int) -> str:

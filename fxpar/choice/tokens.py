@@ -41,34 +41,34 @@ def tokens_of(program: Program, owned: Sequence[fx.Node]) -> tuple[dict[tuple[fx
     Args:
         owned: placeholders of parameters and buffers.
     """
-    made = Weights(weights_of(program.graph, owned))
-    rows = token_rows(program, made)
-    found, queries = {}, set()
+    weights = Weights(weights_of(program.graph, owned))
+    rows = token_rows(program, weights)
+    tokens, queries = {}, set()
     for node in owned:
         for dim, size in enumerate(tensor_type(node).shape):
-            if reason := token_reason(node, dim, made, rows):
-                found[node, dim] = reason
+            if reason := token_reason(node, dim, weights, rows):
+                tokens[node, dim] = reason
                 queries |= {node} if size != 1 else set()
     if not queries:
-        return found, made
+        return tokens, weights
     activations = queries.copy()
     for node in program.graph.nodes:
-        if node in made and not activations.isdisjoint(operands(node) if node.op == "call_function" else ()):
+        if node in weights and not activations.isdisjoint(operands(node) if node.op == "call_function" else ()):
             activations.add(node)
-    return found, Weights(made - (activations - queries))
+    return tokens, Weights(weights - (activations - queries))
 
 
 def token_rows(program: Program, weights: Weights) -> Rows:
     """Where the inputs' tokens are."""
-    found: dict[fx.Node, list[tuple[Placement | None, ...]]] = {}
+    rows: dict[fx.Node, list[tuple[Placement | None, ...]]] = {}
     for item in program.inputs:
         node = program.node(item.node)
         for dim, size in enumerate(tensor_type(node).shape):
             reached, are_rows = _spread(node, shard(dim, size), weights)
             for value, placements in reached.items() if are_rows else ():
-                if placements not in found.setdefault(value, []):
-                    found[value].append(placements)
-    return found
+                if placements not in rows.setdefault(value, []):
+                    rows[value].append(placements)
+    return rows
 
 
 def _spread(
@@ -78,34 +78,33 @@ def _spread(
     reached: dict[fx.Node, tuple[Placement | None, ...]] = {source: (placement,)}
     are_rows = False
     for node in source.graph.nodes:
-        given = weights.operands(node) if node.op == "call_function" else []
-        for index, operand in enumerate(given):
+        inputs = weights.operands(node) if node.op == "call_function" else []
+        for index, operand in enumerate(inputs):
             if operand not in reached:
                 continue
             if node.target is operator.getitem:
                 reached[node] = (reached[operand][int(node.args[1])],)
                 break
-            found = reached[operand][0] if len(reached[operand]) == 1 else None
-            if found is None:
+            cut = reached[operand][0] if len(reached[operand]) == 1 else None
+            if cut is None:
                 continue
-            step = step_of(node, index, found, 1, weights)
+            step = step_of(node, index, cut, 1, weights)
             are_rows |= _is_row(node, index, step, weights)
-            after = _after(node, found, step)
+            after = _after(node, cut, step)
             if any(p is not None for p in after):
                 reached[node] = after
                 break
     return reached, are_rows
 
 
-def _after(node: fx.Node, found: Placement, step: Step) -> tuple[Placement | None, ...]:
+def _after(node: fx.Node, cut: Placement, step: Step) -> tuple[Placement | None, ...]:
     """What an operation makes of a cut. One that needs the dimension whole keeps it where it has as many dimensions."""
     kinds = output_types(node)
     if not isinstance(step.signature, Refusal):
         return tuple(p if p.is_shard else None for p in step.signature.outputs)
     rank = len(output_types(operands(node)[0])[0].shape)
     return tuple(
-        shard(found.dim, kind.shape[found.dim]) if len(kind.shape) == rank and found.dim < rank else None
-        for kind in kinds
+        shard(cut.dim, kind.shape[cut.dim]) if len(kind.shape) == rank and cut.dim < rank else None for kind in kinds
     )
 
 
@@ -152,20 +151,20 @@ def token_reason(node: fx.Node, dim: int, weights: Weights, rows: Rows) -> str:
 def _meets(rows: Rows, user: fx.Node, outputs: tuple[Placement, ...]) -> bool:
     """Whether an input's tokens are what is cut."""
     pairs = [pair for known in rows.get(user, ()) for pair in zip(outputs, known, strict=False)]
-    return any(other is not None and _is_same_factor(own, other) for own, other in pairs)
+    return any(other is not None and _is_same_factor(cut, other) for cut, other in pairs)
 
 
-def _is_same_factor(own: Placement, other: Placement) -> bool:
-    return own.is_shard and own.dim == other.dim and own.pieces[0].outer == other.pieces[0].outer
+def _is_same_factor(cut: Placement, other: Placement) -> bool:
+    return cut.is_shard and cut.dim == other.dim and cut.pieces[0].outer == other.pieces[0].outer
 
 
 def _becomes_rows(trail: Trail, current: fx.Node, user: fx.Node, weights: Weights, rows: Rows) -> bool:
     """Whether a product takes the cut for rows, other than heads of one matrix or features between tokens."""
-    found = trail.seen[current]
-    if user.target is operator.getitem or not found[0].is_shard or (trail.role == "column" and trail.factored):
+    placements = trail.seen[current]
+    if user.target is operator.getitem or not placements[0].is_shard or (trail.role == "column" and trail.factored):
         return False
     index = weights.operands(user).index(current)
-    step = step_of(user, index, found[0], 1, weights)
+    step = step_of(user, index, placements[0], 1, weights)
     if current in trail.weights or not _is_row(user, index, step, weights):
         return False
     return not _sums_tokens(user, index, rows)
