@@ -161,11 +161,11 @@ def run(
     is_step = step and (until or "") not in {item.name for item in chosen if item not in STEP_PASSES}
     check_stage(start, of_stage, needed=is_step)
     findings = compared(ui, start)
-    folder, wanted = Path(dump) if dump is not None else None, print_after or ()
+    folder, printed = Path(dump) if dump is not None else None, print_after or ()
     if of_stage is None:
-        program, texts = run_passes(ui, start, chosen, until, folder, wanted)
+        program, texts = run_passes(ui, start, chosen, until, folder, printed)
     else:
-        program, texts = run_stage(ui, start, chosen, of_stage, step=step, until=until, folder=folder, wanted=wanted)
+        program, texts = run_stage(ui, start, chosen, of_stage, step=step, until=until, folder=folder, wanted=printed)
     share = warn_unsplit(ui, program)
     document: dict[str, Any] = {
         "passes": [vars(record) for record in program.history],
@@ -227,16 +227,16 @@ def whole(program: Program) -> dict[str, Any]:
     }
 
 
-def whole_lines(found: dict[str, Any]) -> list[str]:
+def whole_lines(document: dict[str, Any]) -> list[str]:
     """The same in words: parameters by reason, the first few of each."""
     reasons: dict[str, list[str]] = {}
-    for name, reason in found["unsplit"].items():
+    for name, reason in document["unsplit"].items():
         reasons.setdefault(reason, []).append(name)
     lines = [f"whole on every rank: {_few(names)} ({reason})" for reason, names in reasons.items()]
-    if found["without_rule"]:
-        lines.append(f"operators without a rule, whole on every rank: {_few(found['without_rule'])}")
-    if found["uncounted"]:
-        calls = [f"{name} ({count})" for name, count in found["uncounted"].items()]
+    if document["without_rule"]:
+        lines.append(f"operators without a rule, whole on every rank: {_few(document['without_rule'])}")
+    if document["uncounted"]:
+        calls = [f"{name} ({count})" for name, count in document["uncounted"].items()]
         lines.append(f"not counted as matrix FLOPs, for what they multiply is not known: {_few(calls)}")
     return lines
 

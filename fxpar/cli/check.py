@@ -49,18 +49,18 @@ def verify(
         raise InputError("is unknown", where=f"--level {level}", remedy=f"choose one of {', '.join(LEVELS)}")
     chosen = load_passes(passes)
     if is_text(request.model):
-        found = _verify_text(ui, request, level or "static", chosen)
+        proof = _verify_text(ui, request, level or "static", chosen)
     else:
-        found = _verify_model(ui, request, level or "values", chosen)
-    warn_unsplit(ui, found.program)
-    document, error = found.to_json() | whole(found.program), None
+        proof = _verify_model(ui, request, level or "values", chosen)
+    warn_unsplit(ui, proof.program)
+    document, error = proof.to_json() | whole(proof.program), None
     try:
-        expect(found)
+        expect(proof)
     except CheckFailed as failure:
         error = failure
         document["error"] = error_document(failure)
     status = FINE if error is None else FAILED
-    return Report(document, lambda stdout: _show_verification(stdout, request.model, found), status, error)
+    return Report(document, lambda stdout: _show_verification(stdout, request.model, proof), status, error)
 
 
 def _verify_model(ui: Ui, request: Request, level: str, passes: Sequence[Pass]) -> Verification:
@@ -126,16 +126,16 @@ def _verify_text(ui: Ui, request: Request, level: str, passes: Sequence[Pass]) -
     return Verification(report.ok, level, program, split_flops(program), checks, report)
 
 
-def _show_verification(stdout: Console, name: str, found: Verification) -> None:
+def _show_verification(stdout: Console, name: str, proof: Verification) -> None:
     from fxpar.verify.values import TOLERANCE
 
     rows = table("check", "result")
-    rows.add_row("static", f"{', '.join(found.checks)}: right")
-    if found.assumed:
-        rows.add_row("on the plan's word", f"{', '.join(found.assumed)}: rows apart (row_wise; tried at capture alone)")
-    if found.values is not None:
-        v = found.values
-        rows.add_row("loss", _error(v.loss_error) if found.program.loss else "none: gradients are those of the outputs")
+    rows.add_row("static", f"{', '.join(proof.checks)}: right")
+    if proof.assumed:
+        rows.add_row("on the plan's word", f"{', '.join(proof.assumed)}: rows apart (row_wise; tried at capture alone)")
+    if proof.values is not None:
+        v = proof.values
+        rows.add_row("loss", _error(v.loss_error) if proof.program.loss else "none: gradients are those of the outputs")
         rows.add_row("outputs", _error(v.output_error))
         if v.gradients:
             rows.add_row(f"{v.gradients} gradients", _error(v.max_grad_error))
@@ -144,11 +144,11 @@ def _show_verification(stdout: Console, name: str, found: Verification) -> None:
         is_rounding = v.ok and max(v.loss_error, v.output_error, v.max_grad_error) > TOLERANCE
         more = "; above it only what rounding of its sums explains" if is_rounding else ""
         rows.add_row("largest error", f"{v.worst} (tolerance {TOLERANCE:g} of the largest reference value{more})")
-    ranks = found.program.plan.splitting
-    rows.add_row("matrix FLOPs split", f"{found.split_flops:.1%} over {ranks} ranks" if ranks > 1 else "one rank")
-    rows.add_row("verdict", f"{'ok' if found.ok else 'FAILED'} at level {found.level}")
+    ranks = proof.program.plan.splitting
+    rows.add_row("matrix FLOPs split", f"{proof.split_flops:.1%} over {ranks} ranks" if ranks > 1 else "one rank")
+    rows.add_row("verdict", f"{'ok' if proof.ok else 'FAILED'} at level {proof.level}")
     print_table(stdout, name, rows)
-    for line in whole_lines(whole(found.program)):
+    for line in whole_lines(whole(proof.program)):
         stdout.print(line, soft_wrap=True)
 
 
@@ -188,14 +188,14 @@ def _bisect_model(ui: Ui, request: Request, passes: Sequence[Pass]) -> tuple[str
     need_memory(loaded)
     _need_local(passes)
     with ui.working(f"bisecting {loaded.name}"):
-        found = bisect_model(loaded.model, loaded.batch, request.plan, passes, loaded.loss)
-    culprit = found.culprit
+        bisection = bisect_model(loaded.model, loaded.batch, request.plan, passes, loaded.loss)
+    culprit = bisection.culprit
     if culprit is None:
-        return None, f"values are right after {_listed(found.compared)}{_unjudged(found.untested)}"
+        return None, f"values are right after {_listed(bisection.compared)}{_unjudged(bisection.untested)}"
     if culprit.error is not None:
-        return culprit.name, error_text(culprit.error) + _untested(found.untested)
+        return culprit.name, error_text(culprit.error) + _untested(bisection.untested)
     assert culprit.report is not None
-    return culprit.name, _deviation(culprit.report) + _untested(found.untested)
+    return culprit.name, _deviation(culprit.report) + _untested(bisection.untested)
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -75,22 +75,26 @@ def explain(
     if Property.EXPERTS not in program.properties:
         program, _ = run_passes(ui, start, DEFAULT_PASSES, until="dispatch_experts")
     nodes = _named(program, name)
-    found = {}
+    explanations = {}
     with ui.working(f"choosing layouts of {start.name}"):
         placed = place(program, {})
         for axis in program.axes:
             choice = placed.choices.get(axis)
             if choice is None:
-                found[axis] = [followed(program, axis, node, placed.options[axis]) for node in nodes]
+                explanations[axis] = [followed(program, axis, node, placed.options[axis]) for node in nodes]
             else:
                 inner = {node.name: node for node in placed.inner.graph.nodes}
-                found[axis] = [explained(placed.inner, choice, inner[node.name]) for node in nodes]
-    document = [{"axis": axis, **_document(each)} for axis, all_of_it in found.items() for each in all_of_it]
+                explanations[axis] = [explained(placed.inner, choice, inner[node.name]) for node in nodes]
+    document = [
+        {"axis": axis, **_document(explanation)}
+        for axis, all_of_it in explanations.items()
+        for explanation in all_of_it
+    ]
 
     def show(stdout: Console) -> None:
-        for axis, all_of_it in found.items():
-            for each in all_of_it:
-                _show(stdout, axis, each)
+        for axis, all_of_it in explanations.items():
+            for explanation in all_of_it:
+                _show(stdout, axis, explanation)
 
     return Report(document, show)
 
@@ -119,31 +123,31 @@ def _explain_cut(ui: Ui, start: Start, name: str) -> Report | None:
         if not 0 < stage < program.plan.pipeline_stages:
             last = program.plan.pipeline_stages - 1
             raise InputError("no stage but those behind the first has a cut", where=name, remedy=f"give 1 to {last}")
-        found, received = explain_cut(program, stage), stage_shares(whole)[stage].received
-    document = dataclasses.asdict(found) | {"received": [dataclasses.asdict(each) for each in received]}
-    return Report(document, lambda stdout: _show_cut(stdout, found, received))
+        explanation, received = explain_cut(program, stage), stage_shares(whole)[stage].received
+    document = dataclasses.asdict(explanation) | {"received": [dataclasses.asdict(tensor) for tensor in received]}
+    return Report(document, lambda stdout: _show_cut(stdout, explanation, received))
 
 
-def _show_cut(stdout: Console, found: CutExplanation, received: Sequence[Received]) -> None:
+def _show_cut(stdout: Console, cut: CutExplanation, received: Sequence[Received]) -> None:
     rows = table("what", "is")
-    rows.add_row("behind", found.behind)
-    rows.add_row("in front of", found.before)
-    rows.add_row("because", found.reason)
-    for stage, seconds, held in zip((found.stage - 1, found.stage), found.seconds, found.bytes, strict=True):
-        rows.add_row(f"stage {stage}", f"{time_text(seconds)} a microbatch, {amount(int(held))}")
-    for each in received:
-        back = ", its gradient comes back" if each.returns else ""
-        rows.add_row("crosses", f"%{each.value} {each.type}, {amount(each.bytes)}{back}")
-    rows.add_row("all stages", _goals(found.goals))
-    if found.other is not None:
-        rows.add_row("runner-up", f"behind {found.runner_up}")
-        rows.add_row("then", _goals(found.other))
-    print_table(stdout, f"the cut in front of stage {found.stage}", rows)
+    rows.add_row("behind", cut.behind)
+    rows.add_row("in front of", cut.before)
+    rows.add_row("because", cut.reason)
+    for stage, seconds, size in zip((cut.stage - 1, cut.stage), cut.seconds, cut.bytes, strict=True):
+        rows.add_row(f"stage {stage}", f"{time_text(seconds)} a microbatch, {amount(int(size))}")
+    for tensor in received:
+        back = ", its gradient comes back" if tensor.returns else ""
+        rows.add_row("crosses", f"%{tensor.value} {tensor.type}, {amount(tensor.bytes)}{back}")
+    rows.add_row("all stages", _goals(cut.goals))
+    if cut.other is not None:
+        rows.add_row("runner-up", f"behind {cut.runner_up}")
+        rows.add_row("then", _goals(cut.other))
+    print_table(stdout, f"the cut in front of stage {cut.stage}", rows)
 
 
 def _goals(goals: Goals) -> str:
-    held, crossing = amount(int(goals.most)), amount(int(goals.crossing))
-    return f"longest {time_text(goals.longest)}, most {held}, crossing {crossing}"
+    most, crossing = amount(int(goals.most)), amount(int(goals.crossing))
+    return f"longest {time_text(goals.longest)}, most {most}, crossing {crossing}"
 
 
 def _named(program: Program, name: str) -> list[fx.Node]:
@@ -156,42 +160,46 @@ def _named(program: Program, name: str) -> list[fx.Node]:
     by_parameter = [n for n in nodes if n.name in owned and name in (owned[n.name].fqn, *owned[n.name].tied)]
     by_module = [n for n in nodes if n.name in owned and owned[n.name].fqn.rpartition(".")[0] == name]
     by_module += [node for node in nodes if node.op == "call_function" and note(node).fqn == name]
-    found: list[fx.Node] = by_node or by_parameter or by_module
-    if not found:
+    matches: list[fx.Node] = by_node or by_parameter or by_module
+    if not matches:
         raise InputError(
             "names no node, parameter or module of the program",
             where=name,
             remedy="'fxpar trace MODEL' prints the nodes with their modules",
         )
-    return found
+    return matches
 
 
-def _document(each: Explanation) -> dict[str, Any]:
+def _document(explanation: Explanation) -> dict[str, Any]:
     return {
-        "node": each.node,
-        "placement": str(each.placement),
-        "reason": each.reason,
-        "terms_ms": {term: 1e3 * seconds for term, seconds in each.terms.items()},
-        "compared": [str(placement) for placement in each.compared],
-        "runner_up": None if each.runner_up is None else str(each.runner_up),
-        "runner_up_extra_ms": 1e3 * each.extra,
-        "chain": [{"node": node, "placement": placement} for node, placement in each.chain],
+        "node": explanation.node,
+        "placement": str(explanation.placement),
+        "reason": explanation.reason,
+        "terms_ms": {term: 1e3 * seconds for term, seconds in explanation.terms.items()},
+        "compared": [str(placement) for placement in explanation.compared],
+        "runner_up": None if explanation.runner_up is None else str(explanation.runner_up),
+        "runner_up_extra_ms": 1e3 * explanation.extra,
+        "chain": [{"node": node, "placement": placement} for node, placement in explanation.chain],
     }
 
 
-def _show(stdout: Console, axis: str, each: Explanation) -> None:
+def _show(stdout: Console, axis: str, explanation: Explanation) -> None:
     rows = table("what", "is")
-    rows.add_row("layout", f"{axis}:{each.placement}")
-    rows.add_row("because", each.reason)
-    for term, seconds in each.terms.items():
+    rows.add_row("layout", f"{axis}:{explanation.placement}")
+    rows.add_row("because", explanation.reason)
+    for term, seconds in explanation.terms.items():
         rows.add_row(term, f"{1e3 * seconds:.3f} ms")
-    others = ", ".join(f"{axis}:{placement}" for placement in each.compared)
-    if each.runner_up is None:
+    others = ", ".join(f"{axis}:{placement}" for placement in explanation.compared)
+    if explanation.runner_up is None:
         rows.add_row("runner-up", f"none: {others} cannot be" if others else "none: nothing else is offered")
     else:
-        by = f"{1e3 * each.extra:.3f} ms longer" if each.extra >= _TIE else "as long: less is computed on every rank"
-        rows.add_row("runner-up", f"{axis}:{each.runner_up}, the step {by}")
+        by = (
+            f"{1e3 * explanation.extra:.3f} ms longer"
+            if explanation.extra >= _TIE
+            else "as long: less is computed on every rank"
+        )
+        rows.add_row("runner-up", f"{axis}:{explanation.runner_up}, the step {by}")
         rows.add_row("compared with", f"{others}; for each the rest was chosen anew")
-    for node, placement in each.chain:
+    for node, placement in explanation.chain:
         rows.add_row("follows", f"{node} {axis}:{placement}")
-    print_table(stdout, each.node, rows)
+    print_table(stdout, explanation.node, rows)

@@ -66,9 +66,9 @@ class Values:
                     remedy="dump the model again",
                 )
             sizes[s.name] = int(self.inputs[s.path].shape[s.dim]) // s.multiple
-        wanted = [(f"state/{p.fqn}", self.state.get(p.fqn), p.type) for p in program.parameters]
-        wanted += [(f"input/{i.path}", self.inputs.get(i.path), i.type) for i in _given(program)]
-        for name, tensor, kind in wanted:
+        expected = [(f"state/{p.fqn}", self.state.get(p.fqn), p.type) for p in program.parameters]
+        expected += [(f"input/{i.path}", self.inputs.get(i.path), i.type) for i in _given(program)]
+        for name, tensor, kind in expected:
             if tensor is None:
                 raise InputError(f"has no tensor '{name}'", where=where, remedy="dump the model again")
             try:
@@ -76,9 +76,9 @@ class Values:
             except ValueError as error:
                 raise InputError(f"'{name}' has no definite shape: {error}", where=where, remedy="dump again") from None
             if list(tensor.shape) != shape or tensor.dtype != kind.dtype:
-                found = f"{DTYPE_NAMES.get(tensor.dtype, tensor.dtype)}{list(tensor.shape)}"
+                actual = f"{DTYPE_NAMES.get(tensor.dtype, tensor.dtype)}{list(tensor.shape)}"
                 raise InputError(
-                    f"'{name}' is {found}, the program wants {kind}", where=where, remedy="dump the model again"
+                    f"'{name}' is {actual}, the program wants {kind}", where=where, remedy="dump the model again"
                 )
 
 
@@ -244,9 +244,9 @@ def save_values(folder: Path, values: Values) -> None:
     """
     tensors = {f"state/{name}": t for name, t in values.state.items()}
     tensors |= {f"input/{name}": t for name, t in values.inputs.items()}
-    own = {name: torch.empty_like(t, memory_format=torch.contiguous_format).copy_(t) for name, t in tensors.items()}
+    copies = {name: torch.empty_like(t, memory_format=torch.contiguous_format).copy_(t) for name, t in tensors.items()}
     try:
-        save_file(own, folder / VALUES)
+        save_file(copies, folder / VALUES)
     except (SafetensorError, OSError) as error:
         raise InputError(
             f"cannot be written: {error}", where=str(folder / VALUES), remedy="choose another folder"
@@ -259,14 +259,14 @@ def dumped(folder: Path) -> list[tuple[int, str, Path]]:
     Raises:
         InputError: there is none.
     """
-    found = []
+    texts = []
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
         match = _DUMPED.fullmatch(path.name)
         if match is not None:
-            found.append((int(match[1]), match[2], path))
-    if not found:
+            texts.append((int(match[1]), match[2], path))
+    if not texts:
         raise InputError("holds no NN-pass.txt", where=str(folder), remedy="name a folder of 'fxpar run --dump'")
-    return found
+    return texts
 
 
 def passes_done(passes: Sequence[Pass], properties: frozenset[str]) -> int:
@@ -319,10 +319,10 @@ def run_passes(
     passes: Sequence[Pass],
     until: str | None = None,
     folder: Path | None = None,
-    wanted: Sequence[str] = (),
+    print_after: Sequence[str] = (),
     before: int = 0,
 ) -> tuple[Program, dict[str, str]]:
-    """The program after the passes it has not behind it yet, and the texts after the passes named in `wanted`.
+    """The program after the passes it has not behind it yet, and the texts after the passes in `print_after`.
 
     Args:
         before: number of the pass that made the program, where the folder holds what led to it.
@@ -333,10 +333,10 @@ def run_passes(
     """
     position = passes_done(passes, start.program.properties)
     todo = list(passes[position:])
-    for option, names in (("--until", [until] if until else []), ("--print-after", wanted)):
+    for option, names in (("--until", [until] if until else []), ("--print-after", print_after)):
         _check_names(passes, todo, start.program, option, names)
     behind = sum(item.when(start.program) for item in passes[:position])  # those left out have no number
-    tape = Tape(before or behind, folder, wanted, begun=before > 0)
+    tape = Tape(before or behind, folder, print_after, begun=before > 0)
     if folder is not None and not before:
         _prepare(folder, start)
         save_functions(folder, start.program)

@@ -26,10 +26,10 @@ def save_functions(folder: Path, program: Program) -> None:
     calls = [node for node in program.graph.nodes if node.target is function]
     names = {str(node.kwargs["path"]).rpartition(".")[0] for node in calls}
     files = {name: getattr(sys.modules.get(name), "__file__", None) for name in sorted(names)}
-    found = {name: file for name, file in files.items() if file}
+    paths = {name: file for name, file in files.items() if file}
     (folder / FUNCTIONS).unlink(missing_ok=True)  # of an earlier dump
-    if found:
-        write_text(folder / FUNCTIONS, json.dumps(found, indent=1) + "\n")
+    if paths:
+        write_text(folder / FUNCTIONS, json.dumps(paths, indent=1) + "\n")
 
 
 def import_functions(folder: Path) -> None:

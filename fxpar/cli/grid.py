@@ -55,14 +55,14 @@ def counted(groups: Groups) -> str:
 
 def panels(mesh: Mesh, names: Iterable[str]) -> list[Panel]:
     """One for each set of groups of more than one rank."""
-    found: dict[Groups, list[str]] = {}
+    by_groups: dict[Groups, list[str]] = {}
     for name in names:
         groups = mesh.groups(name)
         if any(len(group) > 1 for group in groups):
-            found.setdefault(groups, []).append(name)
+            by_groups.setdefault(groups, []).append(name)
     return [
         Panel(tuple(same), groups, {rank: number for number, group in enumerate(groups) for rank in group})
-        for groups, same in found.items()
+        for groups, same in by_groups.items()
     ]
 
 
@@ -83,12 +83,12 @@ def rows(axes: Axes, limit: int) -> tuple[list[str], list[Row]]:
     if wide and wide[0][0] != "pp" and limit // width > 1:  # a row holds a part of the next axis
         block, width = width * wide[0][1], limit // width * width
         inside.append(f"{wide[0][0]} (in parts)")
-    found = []
+    all_rows = []
     for start in range(0, len(axes.ranks), block):
         for low in range(start, start + block, width):
             ranks = axes.ranks[low : min(low + width, start + block)]
-            found.append(Row(_label(axes, [axis for axis, _ in wide], ranks), ranks))
-    return inside, found
+            all_rows.append(Row(_label(axes, [axis for axis, _ in wide], ranks), ranks))
+    return inside, all_rows
 
 
 def _label(axes: Axes, outside: list[str], ranks: range) -> str:
@@ -136,16 +136,16 @@ def svg(mesh: Mesh, names: Iterable[str], title: str) -> str:
     shown = all_rows[:_ROWS]
     left = max(7 * max(len(row.label) for row in shown) + 12, 12)
     width = max(left + _CELL * max(len(row.ranks) for row in shown), 360)
-    found = panels(mesh, names)
-    across = max(1, min(len(found), _WIDE // (width + _MARGIN)))
-    notes = [] if found else ["every rank is alone: there are no groups"]
+    all_panels = panels(mesh, names)
+    across = max(1, min(len(all_panels), _WIDE // (width + _MARGIN)))
+    notes = [] if all_panels else ["every rank is alone: there are no groups"]
     if len(shown) < len(all_rows):
         notes.append(f"the first {shown[-1].ranks.stop - mesh.ranks.start} of {len(mesh.ranks)} ranks")
     body: list[str] = []
     bottom = 2 * _MARGIN + (10 + _LINE if notes else 10)
-    for start in range(0, len(found), across):
+    for start in range(0, len(all_panels), across):
         heights = []
-        for place, panel in enumerate(found[start : start + across]):
+        for place, panel in enumerate(all_panels[start : start + across]):
             x, lines = _MARGIN + place * (width + _MARGIN), list(_panel(panel, shown, inside, left))
             height = _HEIGHT * len(shown) + _LINE * (len(_legend(panel)) + 4)
             body += [f"<g transform='translate({x} {bottom})'>", *lines, "</g>"]
@@ -196,8 +196,8 @@ def _cell(x: int, y: int, rank: int, number: int | None) -> Iterator[str]:
 
 def _legend(panel: Panel) -> list[tuple[int | None, str]]:
     """The first groups with their ranks."""
-    found: list[tuple[int | None, str]] = [
+    entries: list[tuple[int | None, str]] = [
         (number, f"{tag(number)} {short(group)}") for number, group in enumerate(panel.groups[:_LEGEND])
     ]
-    more = len(panel.groups) - len(found)
-    return [*found, (None, f"… {more} more, in the same order")] if more else found
+    more = len(panel.groups) - len(entries)
+    return [*entries, (None, f"… {more} more, in the same order")] if more else entries

@@ -129,11 +129,11 @@ def _title(mesh: Mesh) -> str:
     return f"{len(mesh.ranks)} ranks{offset}: {sizes or 'no axis'}; order {mesh.order}"
 
 
-def _show_part(stdout: Console, mesh: Mesh, part: str, found: dict[str, Any]) -> None:
+def _show_part(stdout: Console, mesh: Mesh, part: str, named_groups: dict[str, Any]) -> None:
     axes = mesh.dense if part == DENSE else mesh.expert
     sizes = " · ".join(f"{axis} {size}" for axis, size in axes.sizes)
     lines = table("name", "groups", "size", "ranks", "which", right=("groups", "size"), whole=("name",))
-    for name, all_of_it in found.items():
+    for name, all_of_it in named_groups.items():
         size = len(all_of_it[0])
         ranks = Text("each rank alone")
         if size > 1:
@@ -143,12 +143,12 @@ def _show_part(stdout: Console, mesh: Mesh, part: str, found: dict[str, Any]) ->
     stdout.print()
 
 
-def _some(found: Groups) -> Text:
+def _some(all_groups: Groups) -> Text:
     """Groups with their colours, and how many there is no place for."""
     text = Text()
-    for number, ranks in enumerate(found):
+    for number, ranks in enumerate(all_groups):
         if len(text) > _CHARACTERS:
-            text.append(f"… {len(found) - number} more")
+            text.append(f"… {len(all_groups) - number} more")
             break
         text.append(tag(number), f"black on {colour(number)}").append(f"{short(ranks)} ")
     return text
@@ -168,19 +168,19 @@ def _show_stages(stdout: Console, mesh: Mesh) -> None:
 
 def _show_grid(stdout: Console, mesh: Mesh, names: list[str]) -> None:
     """Panels next to each other as far as the terminal is wide."""
-    found = panels(mesh, names)
-    if not found:
+    all_panels = panels(mesh, names)
+    if not all_panels:
         stdout.print(Text("every rank is alone: there is no group to draw"))
         return
     drawn = mesh.ranks[: _ROWS * _PER_ROW]
-    width = max(len(_mark(panel, rank)) for panel in found for rank in drawn) + 2
+    width = max(len(_mark(panel, rank)) for panel in all_panels for rank in drawn) + 2
     inside, all_rows = rows(mesh.dense, max(1, min(_PER_ROW, (stdout.width - 24) // width)))
     shown = all_rows[:_ROWS]
     along = f", {', '.join(inside)} along a row" if inside else ""
     if len(shown) < len(all_rows):
         along += f"; the first {shown[-1].ranks.stop - mesh.ranks.start} of {len(mesh.ranks)} (--json has all)"
     stdout.print(Text(f"grid: each rank with its group{along}", style="bold"), soft_wrap=True)
-    stdout.print(Columns([_panel(panel, shown, width) for panel in found], padding=(0, 3)))
+    stdout.print(Columns([_panel(panel, shown, width) for panel in all_panels], padding=(0, 3)))
 
 
 def _mark(panel: Panel, rank: int) -> str:

@@ -135,10 +135,10 @@ def _class_of(transformers: Any, config: Any) -> tuple[Any, bool]:
     ]
     for mapping, applies in order:
         if applies and type(config) in mapping:
-            found = mapping[type(config)]
-            return (found[0] if isinstance(found, tuple) else found), True
+            entry = mapping[type(config)]
+            return (entry[0] if isinstance(entry, tuple) else entry), True
     base = transformers.MODEL_MAPPING
     if type(config) not in base:
         return None, False
-    found = base[type(config)]
-    return (found[0] if isinstance(found, tuple) else found), False
+    entry = base[type(config)]
+    return (entry[0] if isinstance(entry, tuple) else entry), False

@@ -97,7 +97,7 @@ def small_config(cls: Any, pairs: list[str], length: int, where: str) -> Any:
         InputError: a key is unknown or comes twice, or the class refuses the values.
     """
     fields = _Fields(cls)
-    given: dict[str, Any] = {}
+    fixed: dict[str, Any] = {}
     for pair in pairs:
         key, equals, text = pair.partition("=")
         name = fields.own(key.strip())
@@ -106,12 +106,12 @@ def small_config(cls: Any, pairs: list[str], length: int, where: str) -> Any:
             valid = sorted({*(f for f in fields.defaults if f not in common), *fields.aliases})
             reason = f"has no key '{key}'" if equals else f"'{pair}' is no key=value"
             raise InputError(reason, where=where, remedy=f"choose from {', '.join(valid)}")
-        if name in given:
+        if name in fixed:
             raise InputError(f"has the key '{key}' twice", where=where, remedy="keep one")
-        given[name] = yaml_value(text, where)
-        _check_size(name, given[name], where)
+        fixed[name] = yaml_value(text, where)
+        _check_size(name, fixed[name], where)
     try:
-        config = _built(cls, given, length)
+        config = _built(cls, fixed, length)
     except _strict_errors() as error:
         raise InputError(first_line(error), where=where, remedy="give other values") from None
     if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
@@ -174,44 +174,44 @@ def first_line(error: BaseException) -> str:
 
 def _is_pair(value: Any) -> bool:
     """Whether a size is written as height and width."""
-    return isinstance(value, (list, tuple)) and len(value) == 2 and all(type(each) is int for each in value)
+    return isinstance(value, (list, tuple)) and len(value) == 2 and all(type(side) is int for side in value)
 
 
 def _defaults(fields: _Fields, length: int, others: Mapping[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     defaults = fields.defaults
     for name, size in _SIZES.items():
         field = fields.own(name)
         if field is not None and name in ("image_size", "patch_size") and _is_pair(defaults[field]):
-            found[field] = [size, size]
+            settings[field] = [size, size]
         if field is None or type(defaults[field]) not in (int, type(None)):
             continue
-        if name == field or field not in found:
-            found[field] = max(size, length) if name == "max_position_embeddings" else size
+        if name == field or field not in settings:
+            settings[field] = max(size, length) if name == "max_position_embeddings" else size
     chosen = max(n for name in (*_CHOSEN, "") if type(n := others.get(name, defaults.get(name, 0))) is int)
     for name in _EXPERTS if chosen <= _MOST_EXPERTS else ():
         if type(number := defaults.get(name)) is int and number > _MOST_EXPERTS:
-            found[name] = _MOST_EXPERTS
+            settings[name] = _MOST_EXPERTS
     if isinstance(defaults.get("depths"), (list, tuple)):  # stages, each of half the resolution
-        found = {name: size for name, size in found.items() if name not in ("num_stages", "patch_size")}
-        found["depths"] = [1] * len(defaults["depths"])
+        settings = {name: size for name, size in settings.items() if name not in ("num_stages", "patch_size")}
+        settings["depths"] = [1] * len(defaults["depths"])
         if type(defaults.get("window_size")) is int:  # the last stage has one window
-            found |= {"window_size": 2, "image_size": 2 ** (len(defaults["depths"]) + 2)}
+            settings |= {"window_size": 2, "image_size": 2 ** (len(defaults["depths"]) + 2)}
     if isinstance(defaults.get("num_block_repeats"), (list, tuple)) and "depth_coefficient" in defaults:
-        found |= {"num_block_repeats": [1] * len(defaults["num_block_repeats"]), "depth_coefficient": 1.0}
+        settings |= {"num_block_repeats": [1] * len(defaults["num_block_repeats"]), "depth_coefficient": 1.0}
     for name, default in defaults.items():
         is_rate = "dropout" in name or name.endswith("pdrop")
         if is_rate and "layer" not in name and isinstance(default, (int, float)) and not isinstance(default, bool):
-            found[name] = default or _DROPOUT
+            settings[name] = default or _DROPOUT
     if "kv_lora_rank" in defaults and (field := fields.own("num_key_value_heads")):
-        found[field] = _HEADS  # made from one latent vector: each head has its own
+        settings[field] = _HEADS  # made from one latent vector: each head has its own
     # Not of every batch, and drawn on the host.
-    found |= {name: False for name in ("use_cache", "apply_spec_augment") if name in defaults}
+    settings |= {name: False for name in ("use_cache", "apply_spec_augment") if name in defaults}
     if isinstance(languages := defaults.get("languages"), (list, tuple)) and "default_language" in defaults:
-        found["default_language"] = languages[0]
+        settings["default_language"] = languages[0]
     if "attention_types" in defaults:
-        found["attention_types"] = [[["global", "local"], _LAYERS // 2]]
-    return found
+        settings["attention_types"] = [[["global", "local"], _LAYERS // 2]]
+    return settings
 
 
 def _derived(fields: _Fields, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -225,27 +225,27 @@ def _derived(fields: _Fields, settings: Mapping[str, Any]) -> dict[str, Any]:
 
     vocabulary = value("vocab_size")
     last = vocabulary - 1 if type(vocabulary) is int and vocabulary > 0 else max(_TOKENS.values())
-    found = {name: min(token, last) for name, token in _TOKENS.items() if name in defaults}
+    derived = {name: min(token, last) for name, token in _TOKENS.items() if name in defaults}
     hidden, heads = value("hidden_size"), value("num_attention_heads")
     if type(hidden) is not int or type(heads) is not int or heads < 1 or hidden % heads:
-        return found
+        return derived
     width = hidden // heads
     field = fields.own("head_dim")
     if field is not None and type(defaults[field]) in (int, type(None)):
-        found[field] = width
+        derived[field] = width
     if type(defaults.get("rotary_dim")) is int:
-        found["rotary_dim"] = width // 2 // 2 * 2
-    return found
+        derived["rotary_dim"] = width // 2 // 2 * 2
+    return derived
 
 
-def _rotary(config: Any, given: Mapping[str, Any]) -> Any:
+def _rotary(config: Any, fixed: Mapping[str, Any]) -> Any:
     """Makes rotary positions fit small heads.
 
     They turn pairs: a partial factor that leaves an odd width becomes a half. Three position axes (time, height, width)
     share out the pairs.
     """
     rope = getattr(config, "rope_parameters", None)
-    if not isinstance(rope, dict) or "rope_parameters" in given:
+    if not isinstance(rope, dict) or "rope_parameters" in fixed:
         return config
     hidden, heads = getattr(config, "hidden_size", None), getattr(config, "num_attention_heads", None)
     if type(hidden) is not int or type(heads) is not int:

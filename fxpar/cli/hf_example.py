@@ -37,14 +37,14 @@ def make_example(model: nn.Module, config: Any, samples: int, length: int, has_l
         InputError: models of this kind want something else, or the example would be too large.
     """
     is_meta = any(p.is_meta for p in model.parameters())
-    found = list(_examples(model, config, samples, length, has_loss, where))
-    if not found:
+    examples = list(_examples(model, config, samples, length, has_loss, where))
+    if not examples:
         main = getattr(model, "main_input_name", "input_ids")
         raise InputError(f"no example is made for models of this kind, which want {main}", where=where, remedy=OWN)
     if is_meta:
-        return {name: value.to("meta") for name, value in found[0].items()}
-    runs = (example for example in found if len(found) == 1 or _runs(model, example))
-    return next(runs, found[0])
+        return {name: value.to("meta") for name, value in examples[0].items()}
+    runs = (example for example in examples if len(examples) == 1 or _runs(model, example))
+    return next(runs, examples[0])
 
 
 def _runs(model: nn.Module, example: Batch) -> bool:
@@ -87,15 +87,15 @@ def _examples(model: nn.Module, config: Any, samples: int, length: int, has_loss
 
 def _vocabulary(config: Any) -> int | None:
     """Words of the model, or of its part for text."""
-    for each in (config, config.get_text_config()):
-        if type(found := getattr(each, "vocab_size", None)) is int:
-            return found
+    for part in (config, config.get_text_config()):
+        if type(size := getattr(part, "vocab_size", None)) is int:
+            return size
     return None
 
 
 def _pixels(config: Any, samples: int, where: str) -> Batch:
     vision = getattr(config, "vision_config", None)
-    sizes = [getattr(each, "image_size", None) for each in (config, vision)]
+    sizes = [getattr(part, "image_size", None) for part in (config, vision)]
     size = next((s for s in sizes if s is not None), None)
     if type(size) is not int:
         size = tuple(size) if isinstance(size, (list, tuple)) and len(size) == 2 else (32, 32)

@@ -85,7 +85,7 @@ def _difference(before: Program, after: Program) -> dict[str, Any]:
     common = [[name for name in side if name in old and name in new] for side in (old, new)]
     matcher = difflib.SequenceMatcher(None, common[0], common[1], autojunk=False)
     in_place = {name for a, _, size in matcher.get_matching_blocks() for name in common[0][a : a + size]}
-    found: dict[str, Any] = {
+    differences: dict[str, Any] = {
         "erased": [{"node": name, "line": line} for name, line in old.items() if name not in new],
         "added": [{"node": name, "line": line} for name, line in new.items() if name not in old],
         "changed": [
@@ -97,8 +97,8 @@ def _difference(before: Program, after: Program) -> dict[str, Any]:
             "added": [line for line in headers[1] if line not in headers[0]],
         },
     }
-    differs = any(found[key] for key in ("erased", "added", "changed", "moved")) or headers[0] != headers[1]
-    return {"same": not differs, **found}
+    differs = any(differences[key] for key in ("erased", "added", "changed", "moved")) or headers[0] != headers[1]
+    return {"same": not differs, **differences}
 
 
 def _lines(program: Program) -> dict[str, str]:
@@ -106,11 +106,11 @@ def _lines(program: Program) -> dict[str, str]:
     from fxpar.program.regions import regions
     from fxpar.text.printing import node_text, region_text
 
-    found: dict[str, str] = {}
+    lines: dict[str, str] = {}
     for region in regions(program):
         inside = (line for line in region_text(region, program) if line.startswith("%"))
-        found |= {f"{region.name}.{line[1:].partition(' ')[0]}": f"{region.name}: {line}" for line in inside}
-    return found | {node.name: node_text(node, program) for node in program.graph.nodes if node.op != "output"}
+        lines |= {f"{region.name}.{line[1:].partition(' ')[0]}": f"{region.name}: {line}" for line in inside}
+    return lines | {node.name: node_text(node, program) for node in program.graph.nodes if node.op != "output"}
 
 
 def _show_difference(stdout: Console, document: dict[str, Any]) -> None:
@@ -153,42 +153,44 @@ def comm(
     start = open_start(ui, request)
     check_stage(start, of_stage)
     sizes = sizes_of(start.program, size or [])
-    found = [(stage, program, travels(program, sizes)) for stage, program in steps(ui, start, of_stage)]
-    values = {s.name: s.example * s.multiple for s in found[0][1].symbols} | sizes
-    if len(found) == 1:
-        warn_unsplit(ui, found[0][1])
+    stages = [(stage, program, travels(program, sizes)) for stage, program in steps(ui, start, of_stage)]
+    values = {s.name: s.example * s.multiple for s in stages[0][1].symbols} | sizes
+    if len(stages) == 1:
+        warn_unsplit(ui, stages[0][1])
     document = {
         "collectives": [
-            each.to_json() | ({} if stage is None else {"stage": stage}) for stage, _, own in found for each in own
+            travel.to_json() | ({} if stage is None else {"stage": stage})
+            for stage, _, step_travels in stages
+            for travel in step_travels
         ],
-        "totals": _by_phase([each for _, _, own in found for each in own]),
+        "totals": _by_phase([travel for _, _, step_travels in stages for travel in step_travels]),
     }
 
     def show(stdout: Console) -> None:
-        for stage, program, own in found:
+        for stage, program, step_travels in stages:
             name = start.name if stage is None else f"{start.name}, stage {stage}"
-            _show_comm(stdout, name, program, own, values)
+            _show_comm(stdout, name, program, step_travels, values)
 
     return Report(document, show)
 
 
-def _by_phase(found: Sequence[Travel]) -> dict[str, dict[str, Any]]:
+def _by_phase(travels: Sequence[Travel]) -> dict[str, dict[str, Any]]:
     """Number, bytes, seconds and those of them that stay exposed, by phase and of all."""
     groups: dict[str, list[Travel]] = {}
-    for each in found:
-        groups.setdefault(each.collective.phase, []).append(each)
+    for travel in travels:
+        groups.setdefault(travel.collective.phase, []).append(travel)
     return {
         phase: {
             "count": len(mine),
-            "bytes": sum(each.collective.bytes for each in mine),
-            "seconds": sum(each.seconds for each in mine),
-            "exposed": sum(each.exposed for each in mine),
+            "bytes": sum(travel.collective.bytes for travel in mine),
+            "seconds": sum(travel.seconds for travel in mine),
+            "exposed": sum(travel.exposed for travel in mine),
         }
-        for phase, mine in (*groups.items(), *([("all", found)] if found else []))
+        for phase, mine in (*groups.items(), *([("all", travels)] if travels else []))
     }
 
 
-def sizes_of(program: Program, given: Sequence[str]) -> dict[str, int]:
+def sizes_of(program: Program, options: Sequence[str]) -> dict[str, int]:
     """Sizes by symbol of the options `--size SYMBOL=N`.
 
     Raises:
@@ -197,8 +199,8 @@ def sizes_of(program: Program, given: Sequence[str]) -> dict[str, int]:
     from fxpar.report.build import check_countable
 
     known: list[str] = [s.name for s in program.symbols]
-    found: dict[str, int] = {}
-    for text in given:
+    sizes: dict[str, int] = {}
+    for text in options:
         name, _, number = text.partition("=")
         if name not in known:
             raise InputError(
@@ -206,44 +208,44 @@ def sizes_of(program: Program, given: Sequence[str]) -> dict[str, int]:
                 where=f"--size {text}",
                 remedy=f"choose from {', '.join(known) or 'none'}",
             )
-        if name in found:
+        if name in sizes:
             raise InputError("the size is given twice", where=f"--size {text}", remedy="keep one")
         try:
-            found[name] = whole_number(number)
+            sizes[name] = whole_number(number)
         except typer.BadParameter:
-            found[name] = 0
-        if found[name] < 1:
+            sizes[name] = 0
+        if sizes[name] < 1:
             raise InputError("is no positive integer", where=f"--size {text}", remedy=f"write, for example, {name}=8")
-    check_countable(program, found)
-    return found
+    check_countable(program, sizes)
+    return sizes
 
 
-def _show_comm(stdout: Console, name: str, program: Program, found: Sequence[Travel], values: dict[str, int]) -> None:
+def _show_comm(stdout: Console, name: str, program: Program, travels: Sequence[Travel], values: dict[str, int]) -> None:
     from fxpar.analysis.collectives import layer_of
     from fxpar.program.program import note
 
     at = ", ".join(f"{symbol} = {value}" for symbol, value in values.items()) or "fixed sizes"
-    if not found:
+    if not travels:
         stdout.print(f"{name}: no collectives ({program.plan.world_size} rank{'s' * (program.plan.world_size > 1)})")
         return
-    axes = dict.fromkeys(each.collective.axis for each in found)
+    axes = dict.fromkeys(travel.collective.axis for travel in travels)
     numbers = ("bytes", "time", "exposed")
     rows = table("node", "op", *numbers[:2], "beside", numbers[2], right=numbers, whole=("op",))
     layers: dict[tuple[str, str], list[Travel]] = {}
-    for each in found:
-        layer = layer_of(note(program.node(each.collective.node)).fqn) or _ELSEWHERE
-        layers.setdefault((each.collective.phase, layer), []).append(each)
+    for travel in travels:
+        layer = layer_of(note(program.node(travel.collective.node)).fqn) or _ELSEWHERE
+        layers.setdefault((travel.collective.phase, layer), []).append(travel)
     for (phase, layer), mine in layers.items():
         rows.add_row(Text(f"{phase}, {layer}", style="bold"))
-        for each in mine:
-            rows.add_row(*_row(each, several=len(axes) > 1))
+        for travel in mine:
+            rows.add_row(*_row(travel, several=len(axes) > 1))
         rows.add_section()
     print_table(stdout, f"{name}: collectives over {', '.join(axes)} at {at}", rows)
-    _show_totals(stdout, found)
+    _show_totals(stdout, travels)
     order = "In the order of a compiled step, by the constants of the plan's cost"
     waits = "" if program.plan.compile else "; without compile=True each is waited for at once"
     stdout.print(f"\n{order}{waits}.", soft_wrap=True)
-    for part in sorted({each.collective.part for each in found} - {1.0}):
+    for part in sorted({travel.collective.part for travel in travels} - {1.0}):
         stdout.print(
             "Bytes of tokens for experts are the most that may travel. Of copies "
             f"{part:.1%} are expected to, if each choice of experts is as likely as any other; times are of these.",
@@ -251,18 +253,18 @@ def _show_comm(stdout: Console, name: str, program: Program, found: Sequence[Tra
         )
 
 
-def _row(each: Travel, *, several: bool) -> tuple[str, ...]:
-    one = each.collective
-    beside = sum(seconds for _, seconds in each.beside)
-    products = f"{len(each.beside)}: {time_text(beside)}" if each.beside else "-"
+def _row(travel: Travel, *, several: bool) -> tuple[str, ...]:
+    one = travel.collective
+    beside = sum(seconds for _, seconds in travel.beside)
+    products = f"{len(travel.beside)}: {time_text(beside)}" if travel.beside else "-"
     op = f"{one.op}[{one.axis}]" if several else one.op
-    return f"  {one.node}", op, amount(one.bytes), time_text(each.seconds), products, time_text(each.exposed)
+    return f"  {one.node}", op, amount(one.bytes), time_text(travel.seconds), products, time_text(travel.exposed)
 
 
-def _show_totals(stdout: Console, found: Sequence[Travel]) -> None:
+def _show_totals(stdout: Console, travels: Sequence[Travel]) -> None:
     columns = ("count", "bytes", "time", "exposed")
     totals = table("phase", *columns, right=columns)
-    for phase, sums in _by_phase(found).items():
+    for phase, sums in _by_phase(travels).items():
         if phase == "all":
             totals.add_section()
         times = (time_text(sums["seconds"]), time_text(sums["exposed"]))
@@ -279,20 +281,20 @@ def regions(ui: Ui, request: Request, size: Sizes = None, of_stage: OfStage = No
     check_stage(start, of_stage, needed=True)
     sizes = sizes_of(start.program, size or [])
     ((_, program),) = steps(ui, start, of_stage)
-    found, boundaries = capture_regions(program, sizes)
+    all_regions, boundaries = capture_regions(program, sizes)
     values = {s.name: s.example * s.multiple for s in program.symbols} | sizes
     document = {
-        "regions": [dataclasses.asdict(region) for region in found],
+        "regions": [dataclasses.asdict(region) for region in all_regions],
         "boundaries": [dataclasses.asdict(boundary) for boundary in boundaries],
     }
-    return Report(document, lambda stdout: _show_regions(stdout, start.name, program, found, boundaries, values))
+    return Report(document, lambda stdout: _show_regions(stdout, start.name, program, all_regions, boundaries, values))
 
 
 def _show_regions(
     stdout: Console,
     name: str,
     program: Program,
-    found: Sequence[CaptureRegion],
+    all_regions: Sequence[CaptureRegion],
     boundaries: Sequence[Boundary],
     values: dict[str, int],
 ) -> None:
@@ -301,7 +303,7 @@ def _show_regions(
     at = ", ".join(f"{symbol} = {value}" for symbol, value in values.items()) or "fixed sizes"
     numbers = ("nodes", "inputs", "outputs", "bytes in", "bytes out")
     rows = table("region", "phase", *numbers, "from", "to", right=numbers)
-    for i, region in enumerate(found, 1):
+    for i, region in enumerate(all_regions, 1):
         counts = (len(region.nodes), len(region.inputs), len(region.outputs))
         sums = (amount(sum(region.inputs.values())), amount(sum(region.outputs.values())))
         ends = (f"%{region.nodes[0]}", f"%{region.nodes[-1]}")

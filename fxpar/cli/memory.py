@@ -53,14 +53,14 @@ def memory(
 
     Of a pipeline it is that of each rank, or with --of-stage that of one microbatch on that stage.
     """
-    found = _figures(ui, request, size or [], optimizer, device, of_stage=of_stage)
-    document = found.to_dict()
+    figures = _figures(ui, request, size or [], optimizer, device, of_stage=of_stage)
+    document = figures.to_dict()
 
     def show(stdout: Console) -> None:
         from fxpar.report.sections import memory_sections, stage_sections, summary
         from fxpar.report.text import as_group
 
-        stdout.print(as_group([summary(found), *stage_sections(found), *memory_sections(found)]))
+        stdout.print(as_group([summary(figures), *stage_sections(figures), *memory_sections(figures)]))
 
     return Report({key: document[key] for key in _MEMORY}, show)
 
@@ -74,19 +74,19 @@ def report(
     html: Annotated[str | None, typer.Option(metavar="FILE", help="write the report as one HTML file too")] = None,
 ) -> Report:
     """Reports on a split model: passes, collectives, memory a rank, and what is not split and why."""
-    found = _figures(ui, request, size or [], optimizer, device, checked=True)
+    figures = _figures(ui, request, size or [], optimizer, device, checked=True)
     if html is not None:
         from fxpar.cli.output import write_text
         from fxpar.report.html import as_html
 
-        write_text(Path(html), as_html(found))
+        write_text(Path(html), as_html(figures))
 
     def show(stdout: Console) -> None:
-        stdout.print(found)
+        stdout.print(figures)
         if html is not None:
             stdout.print(f"\nwritten to {html}", soft_wrap=True)
 
-    document: dict[str, Any] = {**found.to_dict(), "html": html}
+    document: dict[str, Any] = {**figures.to_dict(), "html": html}
     return Report(document, show)
 
 

@@ -142,12 +142,12 @@ def _load_file(path: Path) -> ModuleType:
     """Runs a file as a module of its own name, or of a name of its own where that one is taken; once a process."""
     if not is_file(path):
         raise InputError("there is no such file", where=str(path), remedy="check the path")
-    own = f"{path.stem}_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]}"
-    for name in (path.stem, own):
+    hashed_name = f"{path.stem}_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]}"
+    for name in (path.stem, hashed_name):
         known = sys.modules.get(name)
         if known is not None and getattr(known, "__file__", None) == str(path.resolve()):
             return known
-    name = path.stem if path.stem not in sys.modules and importlib.util.find_spec(path.stem) is None else own
+    name = path.stem if path.stem not in sys.modules and importlib.util.find_spec(path.stem) is None else hashed_name
     spec = importlib.util.spec_from_file_location(name, path.resolve())
     if spec is None or spec.loader is None:
         raise InputError("is no Python file", where=str(path), remedy="name a file that ends in .py")
@@ -183,8 +183,8 @@ def _fault(error: BaseException) -> str:
     """The error with the deepest line that is neither a library's nor fxpar's."""
     here = str(Path(__file__).resolve().parents[1])
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(("<", here))]
-    own = [f for f in frames if not {"site-packages", "importlib"} & set(Path(f.filename).parts)]
-    place = f" at {Path(own[-1].filename).name}:{own[-1].lineno}" if own else ""
+    user_frames = [f for f in frames if not {"site-packages", "importlib"} & set(Path(f.filename).parts)]
+    place = f" at {Path(user_frames[-1].filename).name}:{user_frames[-1].lineno}" if user_frames else ""
     first = (str(error).strip() or "no reason given").splitlines()[0]
     return f"{type(error).__name__}{place}: {first}"
 
@@ -198,13 +198,13 @@ def load_passes(spec: str | None) -> tuple[Pass, ...]:
     """
     if spec is None:
         return DEFAULT_PASSES
-    found = load_attribute(spec)
-    if not isinstance(found, (list, tuple)) or not found:
+    passes = load_attribute(spec)
+    if not isinstance(passes, (list, tuple)) or not passes:
         raise InputError("is no list of passes", where=spec, remedy="name a list of functions under @register_pass")
-    for item in found:
+    for item in passes:
         if not isinstance(item, Pass):
             raise PassError(f"{item!r} is no pass", where=spec, remedy="decorate it with @fxpar.register_pass")
-    return tuple(p if p in DEFAULT_PASSES else dataclasses.replace(p, run=_guarded(p)) for p in found)
+    return tuple(p if p in DEFAULT_PASSES else dataclasses.replace(p, run=_guarded(p)) for p in passes)
 
 
 def _guarded(item: Pass) -> Callable[[Program], Program]:

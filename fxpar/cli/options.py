@@ -119,12 +119,12 @@ def command(app: typer.Typer, name: str) -> Callable[[Callable[..., Report]], Ca
 
     def register(body: Callable[..., Report]) -> Callable[..., Report]:
         hints = typing.get_type_hints(body, include_extras=True)
-        own = list(inspect.signature(body).parameters.values())[1:]
-        wants_request = bool(own) and hints[own[0].name] is Request
+        declared = list(inspect.signature(body).parameters.values())[1:]
+        wants_request = bool(declared) and hints[declared[0].name] is Request
         shared = _shared_parameters() if wants_request else []
-        own = [p.replace(annotation=hints[p.name]) for p in own[wants_request:]]
+        declared = [p.replace(annotation=hints[p.name]) for p in declared[wants_request:]]
         flag = inspect.Parameter("json", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Json)
-        parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in [*shared, *own]]
+        parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in [*shared, *declared]]
 
         @functools.wraps(body)
         def run(*, json: bool, **values: Any) -> None:

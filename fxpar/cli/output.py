@@ -77,10 +77,10 @@ def status_of(error: FxparError) -> int:
 def error_document(error: FxparError) -> dict[str, Any]:
     """The error for machines."""
     kind = type(error).__name__
-    found: dict[str, Any] = {"kind": kind, "where": error.where, "reason": error.reason, "remedy": error.remedy}
+    document: dict[str, Any] = {"kind": kind, "where": error.where, "reason": error.reason, "remedy": error.remedy}
     if notes := getattr(error, "__notes__", []):
-        found["notes"] = list(notes)
-    return found
+        document["notes"] = list(notes)
+    return document
 
 
 def _say(text: Text) -> None:

@@ -62,18 +62,18 @@ def schedule(
 ) -> Report:
     """Prints what each rank of a pipeline runs, and proves that all ranks together finish."""
     if file is None:
-        found = _named(name, pp, microbatches, virtual_stages, group_size)
+        schedule = _named(name, pp, microbatches, virtual_stages, group_size)
     else:
         refused = {"--schedule": name, "--group-size": group_size}
-        given = [option for option, value in refused.items() if value is not None]
-        if given:
-            raise InputError(f"says nothing of {file}, which has its order", where=given[0], remedy="leave it out")
-        found = read_schedule(Path(file), pp=pp, virtual_stages=virtual_stages, microbatches=microbatches)
-    if rank is not None and rank not in range(found.pp):
-        raise InputError(f"there is no rank {rank}", where="--rank", remedy=f"choose from 0–{found.pp - 1}")
-    proof = verified(found, costs=_costs(costs))
+        options = [option for option, value in refused.items() if value is not None]
+        if options:
+            raise InputError(f"says nothing of {file}, which has its order", where=options[0], remedy="leave it out")
+        schedule = read_schedule(Path(file), pp=pp, virtual_stages=virtual_stages, microbatches=microbatches)
+    if rank is not None and rank not in range(schedule.pp):
+        raise InputError(f"there is no rank {rank}", where="--rank", remedy=f"choose from 0–{schedule.pp - 1}")
+    proof = verified(schedule, costs=_costs(costs))
     if picture is not None:
-        write_text(Path(picture), svg(proof, _title(found)))
+        write_text(Path(picture), svg(proof, _title(schedule)))
     return _report_all(proof, picture) if rank is None else _report_one(proof, rank, picture, ui)
 
 
@@ -100,61 +100,65 @@ def _costs(text: str | None) -> Costs:
     return Costs(forward, backward_input, backward_weight)
 
 
-def _title(found: Schedule) -> str:
-    each = f" of {found.virtual_stages} stages" if found.virtual_stages > 1 else ""
-    groups = f" in groups of {found.group_size}" if found.group_size else ""
-    return f"{found.name}: {found.pp} ranks{each}, {found.microbatches} microbatches{groups}"
+def _title(schedule: Schedule) -> str:
+    stages = f" of {schedule.virtual_stages} stages" if schedule.virtual_stages > 1 else ""
+    groups = f" in groups of {schedule.group_size}" if schedule.group_size else ""
+    return f"{schedule.name}: {schedule.pp} ranks{stages}, {schedule.microbatches} microbatches{groups}"
 
 
 def _report_one(proof: VerifiedSchedule, rank: int, picture: str | None, ui: Ui) -> Report:
     """The order of one rank; people read it as words, which can say every order."""
-    found = proof.schedule
+    schedule = proof.schedule
     document = {
-        "order": order_array(found, rank) if ui.json else None,
-        "warmup": found.warmup[rank],
+        "order": order_array(schedule, rank) if ui.json else None,
+        "warmup": schedule.warmup[rank],
         "peak_in_flight": proof.peaks[rank],
-        "split_backward": found.split_backward,
+        "split_backward": schedule.split_backward,
     }
 
     def show(stdout: Console) -> None:
-        stdout.print(Text(_title(found), style="bold"), soft_wrap=True)
-        stages = ", ".join(map(str, found.stages_of(rank)))
-        stdout.print(Text(f"rank {rank}: stages {stages}; warmup {found.warmup[rank]}; {proof.peaks[rank]} in flight"))
-        stdout.print(Text(" ".join(map(str, found.ranks[rank]))))
+        stdout.print(Text(_title(schedule), style="bold"), soft_wrap=True)
+        stages = ", ".join(map(str, schedule.stages_of(rank)))
+        stdout.print(
+            Text(f"rank {rank}: stages {stages}; warmup {schedule.warmup[rank]}; {proof.peaks[rank]} in flight")
+        )
+        stdout.print(Text(" ".join(map(str, schedule.ranks[rank]))))
         _show_picture(stdout, picture)
 
     return Report(document, show)
 
 
 def _report_all(proof: VerifiedSchedule, picture: str | None) -> Report:
-    found, timeline, costs = proof.schedule, proof.timeline, proof.costs
+    schedule, timeline, costs = proof.schedule, proof.timeline, proof.costs
     document: dict[str, Any] = {
-        "schedule": found.name,
-        "pp": found.pp,
-        "virtual_stages": found.virtual_stages,
-        "microbatches": found.microbatches,
-        "group_size": found.group_size,
-        "style": str(found.style),
-        "split_backward": found.split_backward,
+        "schedule": schedule.name,
+        "pp": schedule.pp,
+        "virtual_stages": schedule.virtual_stages,
+        "microbatches": schedule.microbatches,
+        "group_size": schedule.group_size,
+        "style": str(schedule.style),
+        "split_backward": schedule.split_backward,
         "costs": vars(costs),
         "time": timeline.end,
         "bubble": timeline.bubble,
-        "ranks": [_rank(proof, rank) for rank in range(found.pp)],
+        "ranks": [_rank(proof, rank) for rank in range(schedule.pp)],
     }
 
     def show(stdout: Console) -> None:
         lines = table("rank", "stages", "warmup", "in flight", right=("rank", "warmup", "in flight"))
-        for rank in range(min(found.pp, _ROWS)):
-            stages = " ".join(map(str, found.stages_of(rank)))
-            lines.add_row(str(rank), stages, str(found.warmup[rank]), str(proof.peaks[rank]))
-        print_table(stdout, _title(found), lines)
+        for rank in range(min(schedule.pp, _ROWS)):
+            stages = " ".join(map(str, schedule.stages_of(rank)))
+            lines.add_row(str(rank), stages, str(schedule.warmup[rank]), str(proof.peaks[rank]))
+        print_table(stdout, _title(schedule), lines)
         stdout.print()
         for line in grid(proof, stdout.width):
             stdout.print(line, soft_wrap=True)
         for note in left_out(proof, stdout.width):
             stdout.print(Text(f"left out: {note} (--json has all)"))
-        taken = ", ".join(f"{phase} {costs.of(phase)}" for phase in phases(found))
-        stdout.print(Text(f"bubble {100 * timeline.bubble:.1f} % of {found.pp} ranks x time {timeline.end} ({taken})"))
+        taken = ", ".join(f"{phase} {costs.of(phase)}" for phase in phases(schedule))
+        stdout.print(
+            Text(f"bubble {100 * timeline.bubble:.1f} % of {schedule.pp} ranks x time {timeline.end} ({taken})")
+        )
         _show_picture(stdout, picture)
 
     return Report(document, show)
@@ -162,19 +166,19 @@ def _report_all(proof: VerifiedSchedule, picture: str | None) -> Report:
 
 def _rank(proof: VerifiedSchedule, rank: int) -> dict[str, Any]:
     """All that is known of a rank; its order as an array only where an array can say it."""
-    found = proof.schedule
+    schedule = proof.schedule
     try:
-        order = order_array(found, rank)
+        order = order_array(schedule, rank)
     except ScheduleError:
         order = None
     return {
         "rank": rank,
-        "stages": found.stages_of(rank),
+        "stages": schedule.stages_of(rank),
         "order": order,
-        "warmup": found.warmup[rank],
+        "warmup": schedule.warmup[rank],
         "peak_in_flight": proof.peaks[rank],
         "slots": proof.slots[rank],
-        "actions": [str(action) for action in found.ranks[rank]],
+        "actions": [str(action) for action in schedule.ranks[rank]],
         "starts": proof.timeline.starts[rank],
     }
 

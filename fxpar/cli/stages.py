@@ -62,8 +62,8 @@ def step_passes_of(stage: Stage) -> list[Pass]:
     """The passes that make the step of a stage."""
     from fxpar.passes.step import step_passes
 
-    own = stage.program
-    return step_passes(own.outputs, stage.tangents, [p.fqn for p in own.parameters if p.trainable])
+    program = stage.program
+    return step_passes(program.outputs, stage.tangents, [p.fqn for p in program.parameters if p.trainable])
 
 
 def steps(ui: Ui, start: Start, of_stage: int | None) -> list[tuple[int | None, Program]]:
@@ -82,13 +82,13 @@ def steps(ui: Ui, start: Start, of_stage: int | None) -> list[tuple[int | None, 
         program, _ = run_passes(ui, start, (*DEFAULT_PASSES, *STEP_PASSES))
         return [(None, inlined(program))]
     program, _ = run_passes(ui, start, DEFAULT_PASSES)
-    found: list[tuple[int | None, Program]] = []
+    stage_steps: list[tuple[int | None, Program]] = []
     for stage in stages_of(program):
         if of_stage in (None, stage.number):
-            own = dataclasses.replace(start, program=stage.program)
-            step, _ = run_passes(ui, own, step_passes_of(stage))
-            found.append((stage.number, inlined(step)))
-    return found
+            stage_start = dataclasses.replace(start, program=stage.program)
+            step, _ = run_passes(ui, stage_start, step_passes_of(stage))
+            stage_steps.append((stage.number, inlined(step)))
+    return stage_steps
 
 
 def run_stage(
@@ -122,9 +122,9 @@ def run_stage(
     stage = stages_of(program)[of_stage]
     if not step:
         return stage.program, texts
-    own = dataclasses.replace(start, program=stage.program)
+    stage_start = dataclasses.replace(start, program=stage.program)
     last = len([item for item in whole if item.when(start.program)])
     step_only = [name for name in wanted if name in later]
     end = until if until in later else None
-    program, more = run_passes(ui, own, step_passes_of(stage), end, folder, step_only, last)
+    program, more = run_passes(ui, stage_start, step_passes_of(stage), end, folder, step_only, last)
     return program, texts | more

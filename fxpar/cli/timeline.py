@@ -62,26 +62,26 @@ def grid(proof: VerifiedSchedule, width: int) -> list[Text]:
     unit, label, cell, columns = _layout(proof, width)
     length = min(_units(proof.timeline.end, unit), _BLOCKS * columns)
     rows = [_row(proof, rank, unit, cell, length) for rank in range(min(proof.schedule.pp, _ROWS))]
-    found = []
+    lines = []
     for start in range(0, length, columns):
         stop = min(start + columns, length)
-        found.append(Text(f"time {start * unit}-{stop * unit}", style="bold"))
+        lines.append(Text(f"time {start * unit}-{stop * unit}", style="bold"))
         for rank, row in enumerate(rows):
             line = Text(f"rank {rank}".ljust(label))
             for text, style, more in row[start:stop]:
                 line.append(text[:-1], style)
                 line.append(text[-1], style if more else "")
             line.rstrip()
-            found.append(line)
-    return found
+            lines.append(line)
+    return lines
 
 
 def left_out(proof: VerifiedSchedule, width: int) -> list[str]:
     """What `grid` does not show of a large schedule."""
     unit, _, _, columns = _layout(proof, width)
     shown, ranks = _BLOCKS * columns * unit, proof.schedule.pp
-    found = [f"ranks {_ROWS}-{ranks - 1}"] if ranks > _ROWS else []
-    return [*found, f"time {shown}-{proof.timeline.end}"] if shown < proof.timeline.end else found
+    notes = [f"ranks {_ROWS}-{ranks - 1}"] if ranks > _ROWS else []
+    return [*notes, f"time {shown}-{proof.timeline.end}"] if shown < proof.timeline.end else notes
 
 
 def _layout(proof: VerifiedSchedule, width: int) -> tuple[int, int, int, int]:
@@ -94,18 +94,18 @@ def _layout(proof: VerifiedSchedule, width: int) -> tuple[int, int, int, int]:
 
 def _row(proof: VerifiedSchedule, rank: int, unit: int, cell: int, length: int) -> list[tuple[str, str, bool]]:
     """For each unit of time its text, its style, and whether the next one belongs to the same action."""
-    found: list[tuple[str, str, bool]] = []
+    cells: list[tuple[str, str, bool]] = []
     idle, timeline = (".".ljust(cell), "dim", False), proof.timeline
     times = zip(timeline.starts[rank], timeline.ends[rank], strict=True)
     for action, (start, end) in zip(proof.schedule.ranks[rank], times, strict=True):
-        found += [idle] * (min(_units(start, unit), length) - len(found))
-        if len(found) == length:
+        cells += [idle] * (min(_units(start, unit), length) - len(cells))
+        if len(cells) == length:
             break
-        units = min(_units(end, unit), length) - len(found)
+        units = min(_units(end, unit), length) - len(cells)
         text = str(action).ljust(cell - 1, " " if units == 1 else "-").ljust(cell * units - 1, "-") + " "
         style = f"black on {colour(proof, action)}"
-        found += [(text[cell * at : cell * (at + 1)], style, at < units - 1) for at in range(units)]
-    return found + [idle] * (length - len(found))
+        cells += [(text[cell * at : cell * (at + 1)], style, at < units - 1) for at in range(units)]
+    return cells + [idle] * (length - len(cells))
 
 
 # ---------------------------------------------------------------------- SVG
@@ -121,19 +121,19 @@ def svg(proof: VerifiedSchedule, title: str) -> str:
     Large schedules are cut, and the picture says so.
     """
     schedule, timeline, costs = proof.schedule, proof.timeline, proof.costs
-    found = phases(schedule)
-    least = min(map(costs.of, found))
+    all_phases = phases(schedule)
+    least = min(map(costs.of, all_phases))
     scale = (8 * len(str(schedule.microbatches - 1)) + 10) / least  # points of a unit of cost
     end = min(timeline.end, int(_WIDE / scale))
     ranks = min(schedule.pp, _RANKS)
     notes = ["numbers are microbatches", f"bubble {100 * timeline.bubble:.1f} %"]
     notes += [f"time 0–{end} of {timeline.end}"] if end < timeline.end else [f"time 0–{end}"]
     notes += [f"the first {ranks} of {schedule.pp} ranks"] if ranks < schedule.pp else []
-    legend = list(_legend(proof, found))
+    legend = list(_legend(proof, all_phases))
     top = 3 * _MARGIN
     bottom = top + ranks * _HEIGHT
     width = round(max(_LABEL + end * scale + 2 * _MARGIN, 9 * len(title) + 2 * _MARGIN, 420))
-    height = bottom + 2 * _MARGIN + 20 * len(found)
+    height = bottom + 2 * _MARGIN + 20 * len(all_phases)
     return "\n".join(
         [
             f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width} {height}' width='{width}' "
@@ -185,11 +185,11 @@ def _axis(end: int, scale: float, y: int) -> Iterator[str]:
         yield f"<text x='{x:.1f}' y='{y + 19}' text-anchor='middle' fill='#666'>{time}</text>"
 
 
-def _legend(proof: VerifiedSchedule, found: list[Phase]) -> Iterator[str]:
+def _legend(proof: VerifiedSchedule, all_phases: list[Phase]) -> Iterator[str]:
     """A line for each phase, with a box for each of the first chunks."""
     schedule = proof.schedule
     chunks = range(min(schedule.virtual_stages, 16))
-    for line, phase in enumerate(found):
+    for line, phase in enumerate(all_phases):
         y = 20 * line
         for chunk in chunks:
             fill = colour(proof, Action(chunk * schedule.pp, phase, 0))
