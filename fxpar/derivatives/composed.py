@@ -30,8 +30,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if x.dim() == 1:
         return (weight @ x) if bias is None else (weight @ x) + bias
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1]) if x.dim() > 2 else x
-    found = rows @ weight.t() if bias is None else torch.addmm(bias, rows, weight.t())
-    return found.reshape(*x.shape[:-1], weight.shape[0]) if x.dim() > 2 else found
+    product = rows @ weight.t() if bias is None else torch.addmm(bias, rows, weight.t())
+    return product.reshape(*x.shape[:-1], weight.shape[0]) if x.dim() > 2 else product
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ def pad(x: Tensor, pads: list[Any], mode: str = "constant", value: float | None 
     """A number around the values: PyTorch's gradient of it holds for one size alone."""
     if mode == "circular":
         return _wrapped(x, pads)
-    if mode != "constant" or any(isinstance(each, int) and each < 0 for each in pads):
+    if mode != "constant" or any(isinstance(amount, int) and amount < 0 for amount in pads):
         return aten.pad.default(x, pads, mode, value)  # type: ignore[no-any-return]
     for i in range(len(pads) // 2):
         dim, parts = x.dim() - 1 - i, [x]
@@ -115,11 +115,11 @@ def group_norm(
 ) -> Tensor:
     """The norm of each group of channels, [n, c, …]; its own operator takes the number of rows as an argument."""
     groups = x.reshape(x.shape[0], num_groups, -1)
-    found = torch.nn.functional.layer_norm(groups, [groups.shape[2]], None, None, eps).reshape(x.shape)
+    normalised = torch.nn.functional.layer_norm(groups, [groups.shape[2]], None, None, eps).reshape(x.shape)
     channels = [-1, *[1] * (x.dim() - 2)]
     if weight is not None:
-        found = found * weight.reshape(channels)
-    return found if bias is None else found + bias.reshape(channels)
+        normalised = normalised * weight.reshape(channels)
+    return normalised if bias is None else normalised + bias.reshape(channels)
 
 
 def multi_margin_loss(
@@ -134,14 +134,14 @@ def multi_margin_loss(
         weight: of each class.
     """
     rows = x if x.dim() > 1 else x.unsqueeze(0)
-    wanted = target.reshape(-1, 1)
-    hinge = (margin - rows.gather(1, wanted) + rows).clamp_min(0)
+    labels = target.reshape(-1, 1)
+    hinge = (margin - rows.gather(1, labels) + rows).clamp_min(0)
     terms = hinge if p == 1 else hinge * hinge
     if weight is not None:
         terms = terms * weight.index_select(0, target.reshape(-1)).unsqueeze(1)
     classes = torch.arange(rows.shape[1], device=x.device)
-    found = torch.where(classes == wanted, 0.0, terms).sum(1) / rows.shape[1]
-    return _reduced(found if x.dim() > 1 else found.squeeze(0), reduction)
+    losses = torch.where(classes == labels, 0.0, terms).sum(1) / rows.shape[1]
+    return _reduced(losses if x.dim() > 1 else losses.squeeze(0), reduction)
 
 
 def multilabel_margin_loss(x: Tensor, target: Tensor, reduction: int = 1) -> Tensor:
@@ -158,8 +158,8 @@ def multilabel_margin_loss(x: Tensor, target: Tensor, reduction: int = 1) -> Ten
     is_class = ((known.unsqueeze(2) == classes) & is_member.unsqueeze(2)).any(1)
     hinge = (1 - rows.gather(1, known).unsqueeze(2) + rows.unsqueeze(1)).clamp_min(0)
     terms = torch.where(is_member.unsqueeze(2) & ~is_class.unsqueeze(1), hinge, 0.0)
-    found = terms.sum([1, 2]) / rows.shape[1]
-    return _reduced(found if x.dim() > 1 else found.squeeze(0), reduction)
+    losses = terms.sum([1, 2]) / rows.shape[1]
+    return _reduced(losses if x.dim() > 1 else losses.squeeze(0), reduction)
 
 
 def _moments(x: Tensor, dim: Any, correction: Any, keepdim: bool) -> tuple[Tensor, Tensor] | None:
@@ -183,34 +183,34 @@ def _root(variance: Tensor) -> Tensor:
 
 def var(x: Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Tensor:
     """The variance over dimensions of symbolic sizes, whose gradient PyTorch divides by a number of sizes."""
-    found = _moments(x, dim, correction, keepdim)
-    if found is None:
+    moments = _moments(x, dim, correction, keepdim)
+    if moments is None:
         return aten.var.correction(x, dim, correction=correction, keepdim=keepdim)  # type: ignore[no-any-return]
-    return found[0].to(x.dtype)
+    return moments[0].to(x.dtype)
 
 
 def std(x: Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Tensor:
     """As `var`."""
-    found = _moments(x, dim, correction, keepdim)
-    if found is None:
+    moments = _moments(x, dim, correction, keepdim)
+    if moments is None:
         return aten.std.correction(x, dim, correction=correction, keepdim=keepdim)  # type: ignore[no-any-return]
-    return _root(found[0]).to(x.dtype)
+    return _root(moments[0]).to(x.dtype)
 
 
 def var_mean(x: Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
     """As `var`."""
-    found = _moments(x, dim, correction, keepdim)
-    if found is None:
+    moments = _moments(x, dim, correction, keepdim)
+    if moments is None:
         return aten.var_mean.correction(x, dim, correction=correction, keepdim=keepdim)
-    return found[0].to(x.dtype), found[1].to(x.dtype)
+    return moments[0].to(x.dtype), moments[1].to(x.dtype)
 
 
 def std_mean(x: Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Any:
     """As `var`."""
-    found = _moments(x, dim, correction, keepdim)
-    if found is None:
+    moments = _moments(x, dim, correction, keepdim)
+    if moments is None:
         return aten.std_mean.correction(x, dim, correction=correction, keepdim=keepdim)
-    return _root(found[0]).to(x.dtype), found[1].to(x.dtype)
+    return _root(moments[0]).to(x.dtype), moments[1].to(x.dtype)
 
 
 def instance_norm(
@@ -243,8 +243,8 @@ def _resampled_to(name: str) -> Callable[..., Tensor]:
 
     def resample(x: Tensor, size: Any, *more: Any, **named: Any) -> Tensor:
         is_symbolic = any(isinstance(length, torch.SymInt) for length in x.shape)
-        found = decomposition_table.get(operator) if is_symbolic and name not in _WITH_SHAPES else None
-        return operator(x, size, *more, **named) if found is None else found(x, size, *more, **named)  # type: ignore[no-any-return]
+        decomposition = decomposition_table.get(operator) if is_symbolic and name not in _WITH_SHAPES else None
+        return operator(x, size, *more, **named) if decomposition is None else decomposition(x, size, *more, **named)  # type: ignore[no-any-return]
 
     return resample
 

@@ -88,15 +88,15 @@ class Sizes:
         self._dimensions: set[sympy.Expr] = set()
         # Of what they ask that which is known to hold: with more dimensions it does too.
         self._sound: set[sympy.Basic] = set()
-        for each in symbols:
-            own = symbol(each.name)
-            if numbers and each.name in numbers:
-                self._theirs[own] = numbers[each.name]
+        for declared in symbols:
+            ours = symbol(declared.name)
+            if numbers and declared.name in numbers:
+                self._theirs[ours] = numbers[declared.name]
                 continue
-            source, hint = ConstantSource(each.name), each.example + more
-            made = self._shapes.create_symbol(hint, source=source, dynamic_dim=DimDynamic.DYNAMIC)
-            self._theirs[own] = self._shapes.create_symintnode(made, hint=hint, source=source)
-            self._ours[made] = own
+            source, hint = ConstantSource(declared.name), declared.example + more
+            theirs = self._shapes.create_symbol(hint, source=source, dynamic_dim=DimDynamic.DYNAMIC)
+            self._theirs[ours] = self._shapes.create_symintnode(theirs, hint=hint, source=source)
+            self._ours[theirs] = ours
 
     @contextlib.contextmanager
     def tracing(self) -> Iterator[None]:
@@ -145,35 +145,35 @@ class Sizes:
             return
         shapes = [value.shape for value in values if isinstance(value, torch.Tensor)]
         self._dimensions |= {self._expression(size) for shape in shapes for size in shape if not isinstance(size, int)}
-        asked = dict.fromkeys(part for guard in self._shapes.guards for part in _parts(self._named(guard.expr)))
-        assumed = [each for each in asked if each not in self._sound and not self._is_known(each)]
-        self._sound |= asked.keys() - set(assumed)
+        parts = dict.fromkeys(part for guard in self._shapes.guards for part in _parts(self._named(guard.expr)))
+        assumed = [part for part in parts if part not in self._sound and not self._is_known(part)]
+        self._sound |= parts.keys() - set(assumed)
         if assumed:
             text = f"it is traced for some sizes alone ({', '.join(map(str, assumed))})"
             raise Assumed(text, self._written(assumed))
 
-    def _is_known(self, asked: sympy.Basic) -> bool:
-        if _holds(asked, self._dimensions):
+    def _is_known(self, relation: sympy.Basic) -> bool:
+        if _holds(relation, self._dimensions):
             return True
         known = {_normal(condition.expression) for condition in self._conditions}
-        if _normal(asked) in known:
+        if _normal(relation) in known:
             return True
         # Equal sizes of another form; and bounds of one symbol.
         equal = {c.left: c.right for c in self._conditions if c.relation == "==" and not isinstance(c.left, int)}
-        least = {own: value for c in self._conditions for own, value in _least(c).items()}
-        return _holds(asked.subs(equal), self._dimensions, least)
+        least = {unknown: value for c in self._conditions for unknown, value in _least(c).items()}
+        return _holds(relation.subs(equal), self._dimensions, least)
 
     def _written(self, assumed: Iterable[sympy.Basic]) -> list[Condition]:
         """The assumptions as conditions; none where one has no text form, or speaks of what values decide."""
-        ours, found = set(self._ours.values()), []
-        for each in assumed:
-            if not isinstance(each, sympy.core.relational.Relational) or not each.free_symbols <= ours:
+        ours, conditions = set(self._ours.values()), []
+        for relation in assumed:
+            if not isinstance(relation, sympy.core.relational.Relational) or not relation.free_symbols <= ours:
                 return []
             try:
-                found.append(condition_of(each))
+                conditions.append(condition_of(relation))
             except TextError:
                 return []
-        return found
+        return conditions
 
     def integer(self, size: Size) -> Any:
         """The size as PyTorch takes it: an int, or a symbolic integer."""
@@ -202,11 +202,11 @@ class Sizes:
             return value
         expression = value.node.expr
         if expression not in self._read:
-            found = self._named(expression)
-            unknown = found.free_symbols - set(self._ours.values())
-            if unknown or any(type(part).__module__.startswith("torch") for part in found.atoms(sympy.Function)):
-                raise ValueError(f"the size {found} is made of values")
-            self._read[expression] = simplify(found)
+            renamed = self._named(expression)
+            unknown = renamed.free_symbols - set(self._ours.values())
+            if unknown or any(type(part).__module__.startswith("torch") for part in renamed.atoms(sympy.Function)):
+                raise ValueError(f"the size {renamed} is made of values")
+            self._read[expression] = simplify(renamed)
         return self._read[expression]
 
     def _expression(self, value: Any) -> sympy.Expr:
@@ -221,8 +221,8 @@ class Sizes:
     def tensor(self, kind: TensorType, requires_grad: bool) -> torch.Tensor:
         """A tensor of a type, without values. It is on no device, of which one kernel or another would be a guess."""
         with self.mode:
-            made = torch.empty([self.integer(size) for size in kind.shape], dtype=kind.dtype, device="meta")
-        return made.requires_grad_(requires_grad)
+            tensor = torch.empty([self.integer(size) for size in kind.shape], dtype=kind.dtype, device="meta")
+        return tensor.requires_grad_(requires_grad)
 
     def type_of(self, value: torch.Tensor) -> TensorType:
         """The type of a tensor of a trace."""
@@ -230,7 +230,7 @@ class Sizes:
 
 
 def _holds(
-    asked: sympy.Basic, dimensions: Iterable[sympy.Expr], least: Mapping[sympy.Symbol, int] | None = None
+    relation: sympy.Basic, dimensions: Iterable[sympy.Expr], least: Mapping[sympy.Symbol, int] | None = None
 ) -> bool:
     """Whether it is true wherever these dimensions, and all symbols, are two or more; False where that is not seen.
 
@@ -239,33 +239,35 @@ def _holds(
     """
     known = set(dimensions)
     # A product as one unknown is enough to see some things, and as a product of unknowns to see others.
-    return any(_follows(asked, each, least or {}) for each in (known, {size for size in known if size.is_Function}))
+    return any(
+        _follows(relation, sizes, least or {}) for sizes in (known, {size for size in known if size.is_Function})
+    )
 
 
-def _follows(asked: sympy.Basic, dimensions: Iterable[sympy.Expr], bounds: Mapping[sympy.Symbol, int]) -> bool:
-    least = {own: max(_LEAST, bounds.get(own, _LEAST)) for own in asked.free_symbols}
+def _follows(relation: sympy.Basic, dimensions: Iterable[sympy.Expr], bounds: Mapping[sympy.Symbol, int]) -> bool:
+    least = {unknown: max(_LEAST, bounds.get(unknown, _LEAST)) for unknown in relation.free_symbols}
     for size in sorted(dimensions, key=sympy.count_ops, reverse=True):
         bound = _bound(size)
         if bound is not None:
-            least.update({own: max(least.get(own, _LEAST), value) for own, value in bound.items()})
+            least.update({unknown: max(least.get(unknown, _LEAST), value) for unknown, value in bound.items()})
         else:
-            asked = asked.subs(size, _from(_LEAST))
-    asked = asked.subs({own: _from(value) for own, value in least.items()})
-    if isinstance(asked, sympy.core.relational.Relational):
-        asked = asked.func(sympy.expand(asked.lhs - asked.rhs), 0)
-    return bool(asked == sympy.true)
+            relation = relation.subs(size, _from(_LEAST))
+    relation = relation.subs({unknown: _from(value) for unknown, value in least.items()})
+    if isinstance(relation, sympy.core.relational.Relational):
+        relation = relation.func(sympy.expand(relation.lhs - relation.rhs), 0)
+    return bool(relation == sympy.true)
 
 
 def _bound(size: sympy.Expr) -> dict[sympy.Symbol, int] | None:
     """The least value of the symbol of a size, with which that is two; None where it is not linear in one symbol."""
     if len(size.free_symbols) != 1:
         return None
-    (own,) = size.free_symbols
-    slope = sympy.expand(size).coeff(own)
-    rest = sympy.expand(size - slope * own)
+    (unknown,) = size.free_symbols
+    slope = sympy.expand(size).coeff(unknown)
+    rest = sympy.expand(size - slope * unknown)
     if not (slope.is_Integer and slope > 0 and rest.is_Integer):
         return None
-    return {own: int(sympy.ceiling((_LEAST - rest) / slope))}
+    return {unknown: int(sympy.ceiling((_LEAST - rest) / slope))}
 
 
 def _from(least: int) -> sympy.Expr:
@@ -273,17 +275,17 @@ def _from(least: int) -> sympy.Expr:
     return sympy.Dummy(integer=True, nonnegative=True) + least
 
 
-def _parts(asked: sympy.Basic) -> Sequence[sympy.Basic]:
+def _parts(guard: sympy.Basic) -> Sequence[sympy.Basic]:
     """What is to hold, one by one."""
-    return [part for each in asked.args for part in _parts(each)] if isinstance(asked, sympy.And) else [asked]
+    return [part for operand in guard.args for part in _parts(operand)] if isinstance(guard, sympy.And) else [guard]
 
 
-def _normal(asked: sympy.Basic) -> sympy.Basic:
+def _normal(relation: sympy.Basic) -> sympy.Basic:
     """One form of a relation and of what it says turned round."""
-    if not isinstance(asked, sympy.core.relational.Relational):
-        return asked
-    asked = asked.func(sympy.expand(asked.lhs - asked.rhs), 0)
-    return asked.canonical if isinstance(asked, sympy.core.relational.Relational) else asked
+    if not isinstance(relation, sympy.core.relational.Relational):
+        return relation
+    relation = relation.func(sympy.expand(relation.lhs - relation.rhs), 0)
+    return relation.canonical if isinstance(relation, sympy.core.relational.Relational) else relation
 
 
 def _least(condition: Condition) -> dict[sympy.Symbol, int]:

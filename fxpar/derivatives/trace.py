@@ -92,12 +92,12 @@ class Derivative:
     @cached_property
     def needed(self) -> tuple[fx.Node, ...]:
         """Nodes of the backward on which a gradient depends, in order."""
-        wanted: set[fx.Node] = {node for node in self.gradients.values() if node is not None}
+        needed: set[fx.Node] = {node for node in self.gradients.values() if node is not None}
         for node in reversed(self.graph.nodes):
-            if node in wanted:
-                wanted.update(node.all_input_nodes)
+            if node in needed:
+                needed.update(node.all_input_nodes)
         backward = (node for node in self.graph.nodes if node.op == "call_function")
-        return tuple(node for node in backward if node in wanted and node not in self.forward)
+        return tuple(node for node in backward if node in needed and node not in self.forward)
 
 
 def trace(
@@ -122,10 +122,10 @@ def trace(
         RuntimeError, TypeError, ValueError, NotImplementedError: PyTorch cannot differentiate it on symbolic shapes.
     """
     function = COMPOSED.get(function, function)
-    made = [sizes.tensor(operand.kind, False) for operand in operands]
+    inputs = [sizes.tensor(operand.kind, False) for operand in operands]
     numbers = [leaf.size for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Number)]
     integers = [sizes.integer(size) for size in numbers]
-    wanted = [operand.index for operand in operands if operand.differentiated]
+    differentiated = [operand.index for operand in operands if operand.differentiated]
     forward: set[str] = set()
     upstream: list[str] = []
 
@@ -143,44 +143,44 @@ def trace(
 
         def tangent(output: Tensor) -> Tensor:
             with torch.no_grad():
-                made = torch.empty_like(output)
+                direction = torch.empty_like(output)
             upstream.append(next(iter(reversed(graph.nodes))).name)
-            return made
+            return direction
 
-        given, named = pytree.tree_map(value, (args, kwargs))
+        positional, named = pytree.tree_map(value, (args, kwargs))
         with torch.enable_grad():
-            result = function(*given, **named)
+            result = function(*positional, **named)
             outputs = list(result) if isinstance(result, (list, tuple)) else [result]
             forward.update(node.name for node in graph.nodes)
             pairs = [(o, tangent(o)) for o, flag in zip(outputs, tangents, strict=True) if flag]
             # Some operations give values beside their results that PyTorch lets no gradient through.
             pairs = [(o, g) for o, g in pairs if o.requires_grad]
-            sources = [leaves[i] for i in wanted]
-            gradients: list[Tensor | None] = [None for _ in wanted]
+            sources = [leaves[i] for i in differentiated]
+            gradients: list[Tensor | None] = [None for _ in differentiated]
             if pairs:
                 ends, directions = zip(*pairs, strict=True)
                 gradients = list(torch.autograd.grad(ends, sources, directions, allow_unused=True))
         return [o if isinstance(o, Tensor) else None for o in outputs], gradients
 
     with sizes.tracing(), torch.enable_grad():
-        module = make_fx(run, decomposition_table=_DECOMPOSED)(made, integers)
+        module = make_fx(run, decomposition_table=_DECOMPOSED)(inputs, integers)
     graph = module.graph
     sizes.check(leaf for node in graph.nodes for leaf in pytree.tree_leaves(node.meta.get("val")))
     _functional(graph, forward)
     _conjugate_numbers(graph)
-    given = tuple(_as_placeholder(graph, name) for name in upstream)
+    incoming = tuple(_as_placeholder(graph, name) for name in upstream)
     nodes = list(graph.nodes)
-    places = [node for node in nodes if node.op == "placeholder" and node not in given]
+    places = [node for node in nodes if node.op == "placeholder" and node not in incoming]
     (returned,) = next(node for node in nodes if node.op == "output").args
     results, gradients = returned[: len(tangents)], returned[len(tangents) :]
     return Derivative(
         graph,
         module,
-        tuple(places[: len(made)]),
-        given,
+        tuple(places[: len(inputs)]),
+        incoming,
         tuple(results),
         frozenset(node for node in nodes if node.name in forward),
-        dict(zip(wanted, gradients, strict=True)),
+        dict(zip(differentiated, gradients, strict=True)),
         sizes,
     )
 
@@ -189,10 +189,10 @@ def _as_placeholder(graph: fx.Graph, name: str) -> fx.Node:
     """A value that is given, in place of one that was made to have its shape; it is gone where nothing reads it."""
     with graph.inserting_before(next(iter(graph.nodes))):
         place = graph.placeholder(f"{name}_given")
-    for made in [node for node in graph.nodes if node.name == name]:
-        place.meta = dict(made.meta)
-        made.replace_all_uses_with(place)
-        graph.erase_node(made)
+    for node in [node for node in graph.nodes if node.name == name]:
+        place.meta = dict(node.meta)
+        node.replace_all_uses_with(place)
+        graph.erase_node(node)
     return place
 
 
@@ -286,11 +286,11 @@ def _functional_form(target: torch._ops.OpOverload) -> torch._ops.OpOverload | N
     packet = getattr(aten, name.removesuffix("_"), None)
     if packet is None or not name.endswith("_"):
         return None
-    wanted = [(each.name, str(each.type)) for each in target._schema.arguments]
+    arguments = [(argument.name, str(argument.type)) for argument in target._schema.arguments]
     for overload in packet.overloads():
-        found: torch._ops.OpOverload = getattr(packet, overload)
-        if [(each.name, str(each.type)) for each in found._schema.arguments] == wanted:
-            return found
+        form: torch._ops.OpOverload = getattr(packet, overload)
+        if [(argument.name, str(argument.type)) for argument in form._schema.arguments] == arguments:
+            return form
     return None
 
 
