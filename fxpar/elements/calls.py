@@ -79,10 +79,10 @@ class Call:
 
     def numbers(self, name: str) -> Numbers:
         """As `element`, in the type in which the result is computed: 16 bits are computed in 32."""
-        found = as_numbers(self.element(name), self.shape)
+        numbers = as_numbers(self.element(name), self.shape)
         if isinstance(self.given[name], fx.Node):
-            return exactly(found, self.dtype, self.shape)
-        return converted(found, torch.float32 if self.dtype in _SHORT else self.dtype, self.shape)
+            return exactly(numbers, self.dtype, self.shape)
+        return converted(numbers, torch.float32 if self.dtype in _SHORT else self.dtype, self.shape)
 
     def predicate(self, name: str) -> Predicate:
         """As `element`, where it is true."""

@@ -31,8 +31,8 @@ class Numbers:
     @property
     def indices(self) -> set[sympy.Symbol]:
         """The indices it depends on."""
-        found = {i for _, leaf in self.cases if not isinstance(leaf, float) for i in indices(leaf)}
-        return found.union(*(condition.indices for condition, _ in self.cases))
+        leaf_indices = {i for _, leaf in self.cases if not isinstance(leaf, float) for i in indices(leaf)}
+        return leaf_indices.union(*(condition.indices for condition, _ in self.cases))
 
     def replaced(self, values: Mapping[sympy.Symbol, Size]) -> Numbers:
         """With other expressions for its indices."""
@@ -51,14 +51,14 @@ def constant(leaf: Leaf) -> Numbers:
 
 def gathered(cases: Iterable[tuple[Predicate, Leaf]], shape: Sequence[Size]) -> Numbers:
     """The cases, those of equal values joined and the impossible left out."""
-    found: dict[tuple[bool, str], tuple[Predicate, Leaf]] = {}
+    joined: dict[tuple[bool, str], tuple[Predicate, Leaf]] = {}
     for condition, leaf in cases:
         if condition == FALSE:
             continue
         key = (isinstance(leaf, float), str(leaf))
-        known = found.get(key)
-        found[key] = (condition if known is None else either(known[0], condition, shape), leaf)
-    return Numbers(tuple(found.values()))
+        known = joined.get(key)
+        joined[key] = (condition if known is None else either(known[0], condition, shape), leaf)
+    return Numbers(tuple(joined.values()))
 
 
 def combined(
@@ -92,10 +92,10 @@ def chosen(condition: Predicate, yes: Numbers, no: Numbers, shape: Sequence[Size
 
 def where(condition: Callable[[Leaf], Predicate], a: Numbers, shape: Sequence[Size]) -> Predicate:
     """The elements of whose value the condition is true."""
-    found = FALSE
+    predicate = FALSE
     for case, leaf in a.cases:
-        found = either(found, both(case, condition(leaf), shape), shape)
-    return found
+        predicate = either(predicate, both(case, condition(leaf), shape), shape)
+    return predicate
 
 
 def is_equal(a: Leaf, b: Leaf, shape: Sequence[Size]) -> Predicate:

@@ -42,18 +42,18 @@ def elements(program: Program | None, nodes: Iterable[fx.Node]) -> dict[fx.Node,
     Inputs, parameters and buffers are unknown, and so is all that depends on their values. A program's constants are
     known where they have one value everywhere; without a program there are none.
     """
-    found: dict[fx.Node, Element] = {}
+    known: dict[fx.Node, Element] = {}
     for node in nodes:
         if not is_tensor(node):
             continue
         try:
             if node.op == "placeholder":
-                found[node] = _constant(program, node)
+                known[node] = _constant(program, node)
             else:
-                found[node] = _called(node, found)
+                known[node] = _called(node, known)
         except UnknownElements:
             continue
-    return found
+    return known
 
 
 def broadcast(element: Element, shape: Sequence[Size], onto: Sequence[Size]) -> Element | None:
@@ -77,14 +77,14 @@ def _constant(program: Program | None, node: fx.Node) -> Element:
     return filled(first.item(), tensor_type(node).dtype)
 
 
-def _called(node: fx.Node, found: Mapping[fx.Node, Element]) -> Element:
+def _called(node: fx.Node, known: Mapping[fx.Node, Element]) -> Element:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
         raise UnknownElements
     operation = _OPERATIONS.get(target._schema.name.removeprefix("aten::"))
     if operation is None:
         raise UnknownElements
-    call = Call(tensor_type(node), bind_arguments(node), found)
+    call = Call(tensor_type(node), bind_arguments(node), known)
     return normal(operation(call), call.shape)
 
 
@@ -204,11 +204,11 @@ def _chosen(condition: str, yes: str, no: str) -> Callable[[Call], Element]:
 def _everywhere(call: Call) -> Element:
     """`all` and `any` of what is the same everywhere, and not empty."""
     element, kind = call.own()
-    found = as_predicate(element, kind.shape)
+    predicate = as_predicate(element, kind.shape)
     is_there = all(never_negative(simplify(size - 1), ()) for size in kind.shape)
-    if found not in (TRUE, FALSE) or not is_there or call.dtype != torch.bool:
+    if predicate not in (TRUE, FALSE) or not is_there or call.dtype != torch.bool:
         raise UnknownElements
-    return found
+    return predicate
 
 
 _BOTH, _EITHER = (_joined(both, True), _joined(both, False)), (_joined(either, True), _joined(either, False))

@@ -56,10 +56,10 @@ def either(a: Predicate, b: Predicate, shape: Sequence[Size]) -> Predicate:
 
 def negated(a: Predicate, shape: Sequence[Size]) -> Predicate:
     """The negation: of integers, `e >= 0` fails where `-e - 1 >= 0`."""
-    found = TRUE
+    negation = TRUE
     for clause in a.clauses:
-        found = both(found, settled([frozenset([simplify(-size - 1)]) for size in clause], shape), shape)
-    return found
+        negation = both(negation, settled([frozenset([simplify(-size - 1)]) for size in clause], shape), shape)
+    return negation
 
 
 def settled(clauses: Iterable[Clause], shape: Sequence[Size]) -> Predicate:
@@ -77,11 +77,11 @@ def settled(clauses: Iterable[Clause], shape: Sequence[Size]) -> Predicate:
     open_ = {frozenset(x for x in c if c == {x} or not any(_cover(a, x, shape) for a in alone)) for c in short}
     if any(_cover(a, b, shape) for a, b in combinations(alone, 2)):
         return TRUE
-    kept = sorted(open_, key=lambda clause: sorted(map(str, clause)))
-    for clause in list(kept):
-        if any(other != clause and _implies(clause, other, shape) for other in kept):
-            kept.remove(clause)
-    return Predicate(frozenset(kept))
+    remaining = sorted(open_, key=lambda clause: sorted(map(str, clause)))
+    for clause in list(remaining):
+        if any(other != clause and _implies(clause, other, shape) for other in remaining):
+            remaining.remove(clause)
+    return Predicate(frozenset(remaining))
 
 
 def _shortened(clause: Clause, shape: tuple[Size, ...]) -> Clause | None:
@@ -92,11 +92,11 @@ def _shortened(clause: Clause, shape: tuple[Size, ...]) -> Clause | None:
         return None
     if any(never_negative(simplify(-a - b - 1), shape) for a, b in pairs):
         return None
-    kept = list(open_)
+    remaining = list(open_)
     for size in open_:
-        if any(other is not size and never_negative(simplify(size - other), shape) for other in kept):
-            kept.remove(size)
-    return frozenset(kept)
+        if any(other is not size and never_negative(simplify(size - other), shape) for other in remaining):
+            remaining.remove(size)
+    return frozenset(remaining)
 
 
 def _implies(a: Clause, b: Clause, shape: tuple[Size, ...]) -> bool:

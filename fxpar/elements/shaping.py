@@ -111,8 +111,8 @@ def _indexed(call: Call) -> Element:
     common = call.shape[: len(call.shape) - behind]
     values: dict[Any, Size] = {index(len(tensors) + i): index(len(common) + i) for i in range(behind)}
     for dim, tensor in enumerate(tensors):
-        given = spread(call.found[tensor], tensor_type(tensor).shape, common)
-        leaf = given.cases[0][1] if isinstance(given, Numbers) and len(given.cases) == 1 else None
+        position = spread(call.found[tensor], tensor_type(tensor).shape, common)
+        leaf = position.cases[0][1] if isinstance(position, Numbers) and len(position.cases) == 1 else None
         if leaf is None or isinstance(leaf, float):
             raise UnknownElements
         if not (never_negative(leaf, common) and never_negative(simplify(kind.shape[dim] - 1 - leaf), common)):
@@ -126,11 +126,11 @@ def _triangle(sign: int) -> Callable[[Call], Element]:
 
     def operation(call: Call) -> Element:
         rows, cols = index(len(call.shape) - 2), index(len(call.shape) - 1)
-        kept = at_least_zero(simplify(sign * (rows - cols + call.size("diagonal", 0))), call.shape)
+        inside = at_least_zero(simplify(sign * (rows - cols + call.size("diagonal", 0))), call.shape)
         element = call.element("self")
         if isinstance(element, Predicate):
-            return both(kept, element, call.shape)
-        return chosen(kept, element, constant(rounded(0, call.dtype)), call.shape)
+            return both(inside, element, call.shape)
+        return chosen(inside, element, constant(rounded(0, call.dtype)), call.shape)
 
     return operation
 
