@@ -69,7 +69,7 @@ class DeviceMailbox(Mailbox):
         self._stop = word.to(self.device), word.pin_memory()
         self._raised = torch.ones(self.flags, dtype=torch.int32, pin_memory=True).view(torch.uint8)
         self._down = [words[self.rank], *(words[rank] for rank in self.others)]
-        self._words = [each.data_ptr() for each in words]
+        self._words = [rank_words.data_ptr() for rank_words in words]
         return self
 
     def _create(self, size: int) -> Sequence[Tensor]:
@@ -79,14 +79,14 @@ class DeviceMailbox(Mailbox):
                 where="exchange",
                 remedy="call the model once with batches of these sizes before, or set exchange='nccl'",
             )
-        own = symmetric.empty(size, dtype=torch.uint8, device=self.device)
+        local = symmetric.empty(size, dtype=torch.uint8, device=self.device)
         group: Any = self.group  # newer versions of torch want a type of their own, which is a text
-        handle = symmetric.rendezvous(own, group)
-        own.zero_()
+        handle = symmetric.rendezvous(local, group)
+        local.zero_()
         torch.cuda.synchronize(self.device)
         handle.barrier()
         torch.cuda.synchronize(self.device)
-        self._held += [own, handle]
+        self._held += [local, handle]
         return [handle.get_buffer(rank, (size,), torch.uint8) for rank in range(self.size)]
 
     @contextmanager
@@ -120,8 +120,8 @@ class DeviceMailbox(Mailbox):
 
     def wait(self, buffer: int, stage: int) -> None:
         """As `signal`."""
-        own = self._words[self.rank]
-        take_down(self._stream, [own + _WORD * self.flag(buffer, stage, rank) for rank in self.others])
+        base = self._words[self.rank]
+        take_down(self._stream, [base + _WORD * self.flag(buffer, stage, rank) for rank in self.others])
 
     def total(self, buffer: int, x: Tensor, is_sent: bool = False) -> Tensor:
         """By one kernel, on the current stream: that of rows wherever they fit.
@@ -154,19 +154,19 @@ class DeviceMailbox(Mailbox):
             self.wait(buffer, 0)
         return push_blocks(text, x, self.rank, areas, self._kernel_flags(buffer), self._stop, operands, is_sent)
 
-    def expanded(self, buffer: int, x: Tensor, chosen: Tensor, own: int) -> Tensor:
+    def expanded(self, buffer: int, x: Tensor, chosen: Tensor, per_rank: int) -> Tensor:
         """By one kernel."""
         from fxpar.exchange.push_needed import push_expanded
 
         areas = self._slots(buffer, x)
-        return push_expanded(x, chosen, own, self.rank, areas, self._kernel_flags(buffer), self._stop)
+        return push_expanded(x, chosen, per_rank, self.rank, areas, self._kernel_flags(buffer), self._stop)
 
-    def summed(self, buffer: int, x: Tensor, chosen: Tensor, own: int) -> Tensor:
+    def summed(self, buffer: int, x: Tensor, chosen: Tensor, per_rank: int) -> Tensor:
         """By one kernel."""
         from fxpar.exchange.push_needed import push_summed
 
         areas = self._slots(buffer, x[0])
-        return push_summed(x, chosen, own, self.rank, areas, self._kernel_flags(buffer), self._stop)
+        return push_summed(x, chosen, per_rank, self.rank, areas, self._kernel_flags(buffer), self._stop)
 
     def _slots(self, buffer: int, like: Tensor) -> Sequence[Tensor]:
         """The areas of all ranks, with a slot like that [t, f] for each of them."""
@@ -184,7 +184,7 @@ class DeviceMailbox(Mailbox):
 
         if buffer not in self._flags:
             areas = self.areas(-buffer, FLAGS * _WORD)
-            self._flags[buffer] = [each[: FLAGS * _WORD].view(torch.int32) for each in areas]
+            self._flags[buffer] = [area[: FLAGS * _WORD].view(torch.int32) for area in areas]
         return self._flags[buffer]
 
     def stop(self, error: RankError) -> None:
@@ -216,8 +216,8 @@ class DeviceMailbox(Mailbox):
 
     @property
     def _stream(self) -> int:
-        found: int = self._beside.cuda_stream if self._is_beside else raw_stream(self.device)
-        return found
+        stream: int = self._beside.cuda_stream if self._is_beside else raw_stream(self.device)
+        return stream
 
     def close(self) -> None:
         """Frees the memory; graphs that hold its addresses are gone by then.

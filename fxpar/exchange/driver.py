@@ -38,17 +38,17 @@ def _driver() -> Any:
     Raises:
         OSError: there is none.
     """
-    found = ctypes.CDLL(_NAME)
-    found.cuStreamWriteValue32_v2.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
-    found.cuStreamWriteValue32_v2.restype = ctypes.c_int
-    found.cuStreamBatchMemOp_v2.argtypes = [ctypes.c_void_p, ctypes.c_uint, ctypes.c_void_p, ctypes.c_uint]
-    found.cuStreamBatchMemOp_v2.restype = ctypes.c_int
-    found.cuMemcpyDtoDAsync_v2.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
-    found.cuMemcpyDtoDAsync_v2.restype = ctypes.c_int
-    found.cuThreadExchangeStreamCaptureMode.argtypes = [ctypes.POINTER(ctypes.c_int)]
-    found.cuThreadExchangeStreamCaptureMode.restype = ctypes.c_int
-    found.cuGetErrorName.argtypes = [ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)]
-    return found
+    library = ctypes.CDLL(_NAME)
+    library.cuStreamWriteValue32_v2.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
+    library.cuStreamWriteValue32_v2.restype = ctypes.c_int
+    library.cuStreamBatchMemOp_v2.argtypes = [ctypes.c_void_p, ctypes.c_uint, ctypes.c_void_p, ctypes.c_uint]
+    library.cuStreamBatchMemOp_v2.restype = ctypes.c_int
+    library.cuMemcpyDtoDAsync_v2.argtypes = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
+    library.cuMemcpyDtoDAsync_v2.restype = ctypes.c_int
+    library.cuThreadExchangeStreamCaptureMode.argtypes = [ctypes.POINTER(ctypes.c_int)]
+    library.cuThreadExchangeStreamCaptureMode.restype = ctypes.c_int
+    library.cuGetErrorName.argtypes = [ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)]
+    return library
 
 
 def copy(stream: int, there: int, here: int, size: int) -> None:
@@ -69,8 +69,8 @@ def take_down(stream: int, addresses: Sequence[int]) -> None:
     """
     waits = [_Operation(_WAIT, address, 1, _EQUAL) for address in addresses]
     operations = waits + [_Operation(_WRITE, address, 0) for address in addresses]
-    held = (_Operation * len(operations))(*operations)
-    _check(_driver().cuStreamBatchMemOp_v2(stream, len(operations), held, 0))
+    batch = (_Operation * len(operations))(*operations)
+    _check(_driver().cuStreamBatchMemOp_v2(stream, len(operations), batch, 0))
 
 
 def write_value(stream: int, address: int, value: int) -> None:

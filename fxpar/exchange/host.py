@@ -44,11 +44,11 @@ class HostMailbox(Mailbox):
 
     def open(self) -> HostMailbox:
         """Makes the flags. A collective call."""
-        self._words = [memoryview(each).cast("I") for each in self._shared(rounded(self.flags * _WORD))]
+        self._words = [memoryview(memory).cast("I") for memory in self._shared(rounded(self.flags * _WORD))]
         return self
 
     def _create(self, size: int) -> Sequence[Tensor]:
-        return [torch.frombuffer(each, dtype=torch.uint8) for each in self._shared(size)]
+        return [torch.frombuffer(memory, dtype=torch.uint8) for memory in self._shared(size)]
 
     def _shared(self, size: int) -> list[mmap.mmap]:
         """Memory of each rank that all ranks map.
@@ -60,7 +60,7 @@ class HostMailbox(Mailbox):
         os.ftruncate(file, size)
         names: list[tuple[str, int, int]] = [("", 0, 0)] * self.size
         dist.all_gather_object(names, (machine(), os.getpid(), file), group=self.group)
-        found = []
+        maps = []
         for rank, (where, process, number) in enumerate(names):
             try:
                 if where != machine():
@@ -72,12 +72,12 @@ class HostMailbox(Mailbox):
                     where=f"rank {self.ranks[rank]}",
                     remedy="set exchange='nccl', which sends through the process group",
                 ) from None
-            found.append(mmap.mmap(other, size))
+            maps.append(mmap.mmap(other, size))
             os.close(other)
         dist.barrier(self.group)  # a file that is closed can no longer be opened
         os.close(file)
-        self._maps += found
-        return found
+        self._maps += maps
+        return maps
 
     @contextmanager
     def beside(self, buffer: int, sent: Tensor) -> Iterator[None]:
@@ -101,9 +101,9 @@ class HostMailbox(Mailbox):
             self._wait(rank, buffer, self.flag(buffer, stage, rank))
 
     def _wait(self, rank: int, buffer: int, place: int) -> None:
-        own, looks = self._words[self.rank], 0
+        words, looks = self._words[self.rank], 0
         end = time.monotonic() + self.seconds
-        while not own[place]:
+        while not words[place]:
             looks += 1
             if looks > _LOOKS:
                 time.sleep(_NAP)
@@ -119,7 +119,7 @@ class HostMailbox(Mailbox):
                     where=f"rank {self.ranks[self.rank]}, buffer {buffer}",
                     remedy="look at the output of that rank: it ended, or makes other calls",
                 )
-        own[place] = 0
+        words[place] = 0
 
     def close(self) -> None:
         """Unmaps what no tensor holds any more."""

@@ -72,14 +72,14 @@ class Mailbox(ABC):
         since captured graphs hold their addresses.
         """
         known = self._areas.setdefault(buffer, [])
-        for held, areas in known:
-            if held >= size:
+        for capacity, areas in known:
+            if capacity >= size:
                 return areas
-        held = rounded(size)
-        areas = self._create(held)
-        self.bytes += held
-        known.insert(0, (held, areas))
-        known.sort(key=lambda each: each[0])
+        capacity = rounded(size)
+        areas = self._create(capacity)
+        self.bytes += capacity
+        known.insert(0, (capacity, areas))
+        known.sort(key=lambda entry: entry[0])
         return areas
 
     def whole(self, rank: int, buffer: int, like: Tensor) -> Tensor:
@@ -180,13 +180,13 @@ class Mailbox(ABC):
         """
         return read(text).run(self.total(buffer, x, is_sent), operands)
 
-    def expanded(self, buffer: int, x: Tensor, chosen: Tensor, own: int) -> Tensor:
+    def expanded(self, buffer: int, x: Tensor, chosen: Tensor, per_rank: int) -> Tensor:
         """Of the tokens of all ranks those that this one needs (`fxpar.exchange.needed`, whose arguments these are)."""
-        return needed.expanded(self, buffer, x, chosen, own)
+        return needed.expanded(self, buffer, x, chosen, per_rank)
 
-    def summed(self, buffer: int, x: Tensor, chosen: Tensor, own: int) -> Tensor:
+    def summed(self, buffer: int, x: Tensor, chosen: Tensor, per_rank: int) -> Tensor:
         """The sums of what the ranks made of this one's tokens (as there)."""
-        return needed.summed(self, buffer, x, chosen, own)
+        return needed.summed(self, buffer, x, chosen, per_rank)
 
     def poison(self, buffer: int, x: Tensor) -> None:
         """Overwrites what came for the sum of x [rows, width], which was read."""
@@ -226,18 +226,18 @@ def mailbox(name: str) -> Mailbox:
         ) from None
 
 
-def register(name: str, made: Mailbox) -> None:
+def register(name: str, line: Mailbox) -> None:
     """Opens a mailbox under a name that is free."""
     assert name not in _OPEN, f"the mailbox {name} is open"
-    _OPEN[name] = made
+    _OPEN[name] = line
 
 
 def close(names: Iterable[str]) -> None:
     """Closes mailboxes; those that are closed stay so."""
     for name in names:
-        found = _OPEN.pop(name, None)
-        if found is not None:
-            found.close()
+        line = _OPEN.pop(name, None)
+        if line is not None:
+            line.close()
 
 
 def stop(name: str, error: RankError) -> None:
@@ -249,9 +249,9 @@ def stop(name: str, error: RankError) -> None:
 @contextmanager
 def poisoned() -> Iterator[None]:
     """While it lasts, open mailboxes overwrite what was read."""
-    before = {name: each.poisons for name, each in _OPEN.items()}
-    for each in _OPEN.values():
-        each.poisons = True
+    before = {name: line.poisons for name, line in _OPEN.items()}
+    for line in _OPEN.values():
+        line.poisons = True
     try:
         yield
     finally:

@@ -6,8 +6,8 @@ place for every token of every rank, and only those are written, and read, that 
 
 This is what any mailbox does, and what a kernel of one must give (`fxpar.exchange.push_needed`).
 
-Terms: `chosen` i64[n, t, K] are the experts of the t tokens of each of n ranks; rank r holds the experts from r * own
-on, `own` of them.
+Terms: `chosen` i64[n, t, K] are the experts of the t tokens of each of n ranks; rank r holds the experts from
+r * per_rank on, `per_rank` of them.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 _GRAIN = 128
 
 
-def needs(chosen: Tensor, own: int, rank: int | Tensor) -> Tensor:
+def needs(chosen: Tensor, per_rank: int, rank: int | Tensor) -> Tensor:
     """Of tokens that chose some experts each, i64[…, K], which a rank needs, bool[…]."""
-    return torch.div(chosen, own, rounding_mode="floor").eq(rank).any(-1)
+    return torch.div(chosen, per_rank, rounding_mode="floor").eq(rank).any(-1)
 
 
 def slot_stride(like: Tensor) -> int:
@@ -36,7 +36,7 @@ def slot_stride(like: Tensor) -> int:
     return -(-like.nbytes // _GRAIN) * _GRAIN
 
 
-def expanded(line: Mailbox, buffer: int, x: Tensor, chosen: Tensor, own: int) -> Tensor:
+def expanded(line: Mailbox, buffer: int, x: Tensor, chosen: Tensor, per_rank: int) -> Tensor:
     """What this rank needs of the tokens of all.
 
     Args:
@@ -49,15 +49,15 @@ def expanded(line: Mailbox, buffer: int, x: Tensor, chosen: Tensor, own: int) ->
     areas = line.areas(buffer, stride * line.size)
     with line.beside(buffer, x):
         for rank in line.others:
-            copy_rows(_part(areas[rank], stride * line.rank, x), x, needs(chosen[line.rank], own, rank))
+            copy_rows(_part(areas[rank], stride * line.rank, x), x, needs(chosen[line.rank], per_rank, rank))
             line.signal(rank, buffer, 0)
     line.join(buffer)
     line.wait(buffer, 0)
     came = [x if r == line.rank else _part(areas[line.rank], stride * r, x) for r in range(line.size)]
-    return torch.stack([_only(part, needs(chosen[r], own, line.rank)) for r, part in enumerate(came)])
+    return torch.stack([_only(part, needs(chosen[r], per_rank, line.rank)) for r, part in enumerate(came)])
 
 
-def summed(line: Mailbox, buffer: int, x: Tensor, chosen: Tensor, own: int) -> Tensor:
+def summed(line: Mailbox, buffer: int, x: Tensor, chosen: Tensor, per_rank: int) -> Tensor:
     """The sum of what the ranks made of this one's tokens, each of those that it needed, in the order of the ranks.
 
     Args:
@@ -71,12 +71,12 @@ def summed(line: Mailbox, buffer: int, x: Tensor, chosen: Tensor, own: int) -> T
     areas = line.areas(buffer, stride * line.size)
     with line.beside(buffer, x):
         for rank in line.others:
-            copy_rows(_part(areas[rank], stride * line.rank, like), x[rank], needs(chosen[rank], own, line.rank))
+            copy_rows(_part(areas[rank], stride * line.rank, like), x[rank], needs(chosen[rank], per_rank, line.rank))
             line.signal(rank, buffer, 0)
     line.join(buffer)
     line.wait(buffer, 0)
     came = [like if r == line.rank else _part(areas[line.rank], stride * r, like) for r in range(line.size)]
-    return added([_only(part, needs(chosen[line.rank], own, r)) for r, part in enumerate(came)])
+    return added([_only(part, needs(chosen[line.rank], per_rank, r)) for r, part in enumerate(came)])
 
 
 def copy_rows(there: Tensor, rows: Tensor, needed: Tensor) -> None:

@@ -133,12 +133,12 @@ def push_blocks(
         is_sent: whether the slots of this rank's area hold what the others sent.
     """
     program, size = read(text), len(areas)
-    kind = _Kind(size, rank, x.dtype, tuple(each.dtype for each in operands), not is_sent)
+    kind = _Kind(size, rank, x.dtype, tuple(operand.dtype for operand in operands), not is_sent)
     results, blocks = results_of(program, x, kind.operands), row_blocks(x, size)
     columns = triton.next_power_of_2(program.width)
     warps, tile = warps_of(columns), max(TILE // columns, 1)
     chunk_rows = tile * max(_TILES, triton.cdiv(blocks.block, FLAGS // (2 * size) * tile))
-    sending, adding, computing = (each // warps for each in (_SENDING * kind.sends, _ADDING, _COMPUTING))
+    sending, adding, computing = (count // warps for count in (_SENDING * kind.sends, _ADDING, _COMPUTING))
     _kernel(text, kind)[(sending + adding + computing,)](
         x,
         *(area.view(x.dtype) for area in areas),
@@ -170,7 +170,7 @@ def _kernel(text: str, kind: _Kind) -> Any:
 
 
 def _source(program: RowProgram, kind: _Kind) -> str:
-    size, rank, made = kind.size, kind.rank, row_source(program, kind.total, kind.operands)
+    size, rank, row_code = kind.size, kind.rank, row_source(program, kind.total, kind.operands)
     others = [(rank + step) % size for step in range(1, size)]  # at no time do two ranks begin with the same one
     wide = wide_type(kind.total)
     parts = [_part(i, rank) for i in range(size)]
@@ -181,15 +181,15 @@ def _source(program: RowProgram, kind: _Kind) -> str:
         rank=rank,
         areas=parameters([f"area{i}_ptr" for i in range(size)]),
         flags=parameters([f"flags{i}_ptr" for i in range(size)]),
-        pointers=parameters(made.pointers),
+        pointers=parameters(row_code.pointers),
         send=_sent(kind, others) if kind.sends else "",
         await_sent=indented(_awaited(kind, others) if kind.sends else [], 12),
         add=indented([*parts, f"total = ({total}).to(x_ptr.dtype.element_ty)"], 16),
         sums=_slot(size),
         share=indented(share, 16),
         tell_added=indented([_raised(i, f"(chunks + chunk) * {size} + {rank}") for i in (*others, rank)], 12),
-        loads=indented(made.loads, 16),
-        body=indented(made.body, 16),
+        loads=indented(row_code.loads, 16),
+        body=indented(row_code.body, 16),
     )
 
 

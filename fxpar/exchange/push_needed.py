@@ -137,7 +137,7 @@ _SUM = """
 def push_expanded(
     x: Tensor,
     chosen: Tensor,
-    own: int,
+    per_rank: int,
     rank: int,
     areas: Sequence[Tensor],
     flags: Sequence[Tensor],
@@ -148,21 +148,21 @@ def push_expanded(
     Args:
         x: [t, f], contiguous.
         chosen: i64[n, t, K], contiguous.
-        own: experts of a rank.
+        per_rank: experts of a rank.
         rank: this one's number.
         areas: of all ranks, uint8[at least n * `slot_stride`].
         flags: of all ranks, int32[FLAGS], zero before and behind.
         stop: as of `push_sum`.
     """
     out = x.new_empty((len(areas), *x.shape))
-    _run("expand", x, x, chosen, own, rank, areas, [*flags, *stop], out)
+    _run("expand", x, x, chosen, per_rank, rank, areas, [*flags, *stop], out)
     return out
 
 
 def push_summed(
     x: Tensor,
     chosen: Tensor,
-    own: int,
+    per_rank: int,
     rank: int,
     areas: Sequence[Tensor],
     flags: Sequence[Tensor],
@@ -172,10 +172,10 @@ def push_summed(
 
     Args:
         x: [n, t, f], contiguous.
-        chosen, own, rank, areas, flags, stop: as of `push_expanded`.
+        chosen, per_rank, rank, areas, flags, stop: as of `push_expanded`.
     """
     out = x.new_empty(x.shape[1:])
-    _run("sum", x, x[rank], chosen, own, rank, areas, [*flags, *stop], out)
+    _run("sum", x, x[rank], chosen, per_rank, rank, areas, [*flags, *stop], out)
     return out
 
 
@@ -184,7 +184,7 @@ def _run(
     x: Tensor,
     like: Tensor,
     chosen: Tensor,
-    own: int,
+    per_rank: int,
     rank: int,
     areas: Sequence[Tensor],
     words: Sequence[Tensor],
@@ -205,7 +205,7 @@ def _run(
         slot_stride(like) // x.itemsize,
         max(1, triton.cdiv(rows, chunk_rows)),  # of no tokens too the ranks wait for each other
         chunk_rows,
-        own,
+        per_rank,
         SENDING=_SENDING,
         TAKING=_TAKING,
         ROWS=tile,
@@ -227,8 +227,8 @@ def source(way: str, size: int, rank: int, dtype: torch.dtype) -> str:
     others = [(rank + step) % size for step in range(1, size)]  # at no time do two ranks begin with the same one
     areas = parameters([f"area{i}_ptr" for i in range(size)])
     head = _HEAD.format(areas=areas, flags=parameters([f"flags{i}_ptr" for i in range(size)]))
-    made = _expanding(others, size, rank) if way == "expand" else _summing(others, size, rank, dtype)
-    return head + made
+    body = _expanding(others, size, rank) if way == "expand" else _summing(others, size, rank, dtype)
+    return head + body
 
 
 def _expanding(others: Sequence[int], size: int, rank: int) -> str:

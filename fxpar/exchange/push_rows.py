@@ -93,7 +93,7 @@ def push_rows(
     """
     program = read(text)
     rows, width = x.shape
-    types = tuple(each.dtype for each in operands)
+    types = tuple(operand.dtype for operand in operands)
     results = results_of(program, x, types)
     columns = triton.next_power_of_2(width)
     warps, tile = warps_of(columns), max(TILE // columns, 1)
@@ -128,6 +128,6 @@ def _kernel(text: str, total: torch.dtype, operands: tuple[torch.dtype, ...]) ->
 
 def source(program: RowProgram, total: torch.dtype, operands: Sequence[torch.dtype]) -> str:
     """The kernel of a program, for these types of the sum and of the operands."""
-    made = row_source(program, total, operands)
-    pointers, loads, body = parameters(made.pointers), indented(made.loads, 16), indented(made.body, 16)
+    row_code = row_source(program, total, operands)
+    pointers, loads, body = parameters(row_code.pointers), indented(row_code.loads, 16), indented(row_code.body, 16)
     return _KERNEL.format(pointers=pointers, loads=loads, body=body)

@@ -99,12 +99,12 @@ class RowProgram:
         """
         values = [total, *operands]
         for step in self.steps:
-            given = [values[a] if isinstance(a, int) else a for a in step.operands]
-            made = (POINTWISE.get(step.name) or REDUCTIONS[step.name])(*given)
-            values.append(made.to(step.dtype))
+            args = [values[a] if isinstance(a, int) else a for a in step.operands]
+            computed = (POINTWISE.get(step.name) or REDUCTIONS[step.name])(*args)
+            values.append(computed.to(step.dtype))
         first = len(operands) + 1
-        own = {i for i, step in enumerate(self.steps, first) if step.name != "to"}
-        return [values[i] if i in own else values[i].clone() for i in self.results]  # memory of its own, as of a kernel
+        new = {i for i, step in enumerate(self.steps, first) if step.name != "to"}
+        return [values[i] if i in new else values[i].clone() for i in self.results]  # memory of its own, as of a kernel
 
 
 def sum_alone(width: int) -> RowProgram:
@@ -142,11 +142,11 @@ def read(text: str) -> RowProgram:
         tuple(
             RowStep(
                 name,
-                tuple(a["number"] if isinstance(a, dict) else a for a in given),
+                tuple(a["number"] if isinstance(a, dict) else a for a in step_operands),
                 getattr(torch, word),
                 Extent(extent),
             )
-            for name, given, word, extent in steps
+            for name, step_operands, word, extent in steps
         ),
         tuple(results),
     )

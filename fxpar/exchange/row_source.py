@@ -117,13 +117,13 @@ def _over_columns(x: str) -> str:
 
 
 def _step(number: int, step: RowStep) -> str:
-    given = [f"v{a}" if isinstance(a, int) else repr(float(a)) for a in step.operands]
-    x = given[0]
-    forms = {name: f" {sign} ".join(given) for name, sign in _INFIX.items()}
+    operands = [f"v{a}" if isinstance(a, int) else repr(float(a)) for a in step.operands]
+    x = operands[0]
+    forms = {name: f" {sign} ".join(operands) for name, sign in _INFIX.items()}
     forms |= {"neg": f"-{x}", "rsqrt": f"tl.rsqrt({x})", "sqrt": f"tl.sqrt({x})", "reciprocal": f"1.0 / {x}"}
     forms |= {"square": f"{x} * {x}", "to": x}
     forms |= {"sum": f"sum{x[1:]}", "mean": f"sum{x[1:]} / WIDTH"}
     if step.name == "var":
         apart = f"apart{number}"
-        return f"{_over_columns(f'{apart} * {apart}')} / (WIDTH - {given[1]})"
+        return f"{_over_columns(f'{apart} * {apart}')} / (WIDTH - {operands[1]})"
     return forms[step.name]

@@ -12,8 +12,8 @@ _KNOWN: dict[tuple[int, int], torch.cuda.Stream] = {}
 
 def raw_stream(device: torch.device) -> int:
     """The handle of a GPU's current stream; the device has a number."""
-    found: int = torch._C._cuda_getCurrentRawStream(device.index)
-    return found
+    handle: int = torch._C._cuda_getCurrentRawStream(device.index)
+    return handle
 
 
 def current_stream(device: torch.device) -> torch.cuda.Stream:

@@ -87,9 +87,9 @@ def sum_of_blocks(line: Mailbox, buffer: int, x: Tensor) -> Tensor:
     blocks = row_blocks(x, line.size)
     areas = line.areas(buffer, blocks.bytes)
     line.wait(buffer, 0)
-    own = x[blocks.owned(line.rank)]
+    local = x[blocks.owned(line.rank)]
     parts = [
-        own if rank == line.rank else slot(areas[line.rank], blocks.stride * rank, own).view(own.shape)
+        local if rank == line.rank else slot(areas[line.rank], blocks.stride * rank, local).view(local.shape)
         for rank in range(line.size)
     ]
     total = added(parts)
