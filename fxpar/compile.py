@@ -64,9 +64,9 @@ def compile_model(
         FxparError: capture, `review`, a pass or a static check refused the model.
     """
     captured = capture(model, batch, plan, loss, fixed)
-    found = _compiled(captured, passes, review)
-    if not differentiated or is_differentiable(found.program):
-        return found
+    compilation = _compiled(captured, passes, review)
+    if not differentiated or is_differentiable(compilation.program):
+        return compilation
     return _compiled(capture_differentiable(model, batch, plan, loss, fixed), passes, review)
 
 
@@ -101,7 +101,7 @@ def capture_differentiable(
         except FxparError:
             return captured  # the pass says so where it has its turn
         program = captured.program.with_(conditions=needed.conditions)
-        sizes = {(each.dim, each.example) for each in program.symbols if each.name in needed.numbers}
+        sizes = {(symbol.dim, symbol.example) for symbol in program.symbols if symbol.name in needed.numbers}
         if sizes <= fixed:
             return replace(captured, program=program)
         rows = batch_symbol(program) if plan.data_ranks > 1 else ""

@@ -265,11 +265,11 @@ class PassManager:
             is_kept: whether that has the same dataflow.
         """
         facts = facts_of(program, seen, checked)
-        kept = is_kept and checked is not None and has_same_operations(checked, facts)
+        alike = is_kept and checked is not None and has_same_operations(checked, facts)
         # What these checks ask of a program depends on what is said to hold of it.
-        kept = kept and checked is not None and checked.program.properties ^ program.properties <= {Property.REGIONS}
+        alike = alike and checked is not None and checked.program.properties ^ program.properties <= {Property.REGIONS}
         for verifier in self.verifiers:
-            same = (is_kept and verifier.of_dataflow) or (kept and verifier.of_operations)
+            same = (is_kept and verifier.of_dataflow) or (alike and verifier.of_operations)
             is_known = same and checked is not None and verifier.applies(checked.program)
             if verifier.applies(program) and not is_known:
                 try:
@@ -316,8 +316,8 @@ def _check_dataflow(item: Pass, before: Program, after: Program, flows: Expressi
     Raises:
         PassError: names the first output that is not, and the first operation at which it parts.
     """
-    wanted, found = flows.outputs(before), flows.outputs(after)
-    odd = next((name for name in (*wanted, *found) if wanted.get(name) != found.get(name)), None)
+    expected, actual = flows.outputs(before), flows.outputs(after)
+    odd = next((name for name in (*expected, *actual) if expected.get(name) != actual.get(name)), None)
     if odd is None:
         return
     node = flows.parting(after, before)
@@ -326,8 +326,8 @@ def _check_dataflow(item: Pass, before: Program, after: Program, flows: Expressi
 
 
 def _check_notes(item: Pass, nodes: _Nodes) -> None:
-    for name, (op, _, _, kept) in nodes.items():
-        if kept is None and op != "output":
+    for name, (op, _, _, note) in nodes.items():
+        if note is None and op != "output":
             raise PassError(
                 f"left node %{name} without a note", where=item.name, remedy="call set_note on nodes you create"
             )

@@ -57,14 +57,14 @@ class Verification:
 
     def to_json(self) -> dict[str, Any]:
         """A plain mapping for machines."""
-        found: dict[str, Any] = {"ok": self.ok, "level": self.level, "split_flops": self.split_flops}
-        found["uncounted"] = uncounted(self.program)
-        found["checks"] = list(self.checks)
+        report: dict[str, Any] = {"ok": self.ok, "level": self.level, "split_flops": self.split_flops}
+        report["uncounted"] = uncounted(self.program)
+        report["checks"] = list(self.checks)
         if self.assumed:
-            found["assumed"] = list(self.assumed)
+            report["assumed"] = list(self.assumed)
         if self.values is not None:
-            found |= {k: v for k, v in asdict(self.values).items() if k != "ok"}
-        return found
+            report |= {k: v for k, v in asdict(self.values).items() if k != "ok"}
+        return report
 
 
 def verify(
