@@ -65,12 +65,12 @@ def peeled(
 
 def seen_by(layout: Layout, shape: Sequence[Size], axes: Mapping[str, int]) -> dict[str, tuple[Size, ...]]:
     """The shape that each axis sees; where one does not divide what it cuts, those behind it see what it saw."""
-    seen, found = tuple(shape), {}
+    seen, shapes = tuple(shape), {}
     for axis, placement in layout:
-        found[axis] = seen
+        shapes[axis] = seen
         if fits(placement, seen, axes[axis]):
             seen = peel(seen, placement, axes[axis])
-    return found
+    return shapes
 
 
 def misfit(layout: Layout, shape: Sequence[Size], axes: Mapping[str, int]) -> str:
@@ -110,10 +110,10 @@ def swapped(outer: Placement, n: int, inner: Placement, m: int) -> tuple[Placeme
     """
     if not (outer.is_shard and inner.is_shard and outer.dim == inner.dim):
         return inner, outer
-    found = [_swap(x, n, y, m) for x, y in _aligned(outer, n, inner)]
-    if not found or any(pair is None for pair in found):
+    pairs = [_swap(x, n, y, m) for x, y in _aligned(outer, n, inner)]
+    if not pairs or any(pair is None for pair in pairs):
         return None
-    first, second = zip(*(pair for pair in found if pair is not None), strict=True)
+    first, second = zip(*(pair for pair in pairs if pair is not None), strict=True)
     return replace(inner, pieces=pieces_of(first)), replace(outer, pieces=pieces_of(second))
 
 
@@ -134,7 +134,7 @@ def _aligned(outer: Placement, n: int, inner: Placement) -> list[tuple[Piece, Pi
         x, y = _one_run(outer), _one_run(inner)
         return [(x, y)] if x and y and share_of(x, n) == y.length else []
     pending, others = list(outer.pieces), list(inner.pieces)
-    found: list[tuple[Piece, Piece]] = []
+    pairs: list[tuple[Piece, Piece]] = []
     while pending and others:
         x, y = pending.pop(0), others.pop(0)
         left, right = share_of(x, n), y.length
@@ -148,8 +148,8 @@ def _aligned(outer: Placement, n: int, inner: Placement) -> list[tuple[Piece, Pi
                 return []
             (others if left < right else pending).insert(0, head[1])
             x, y = (x, head[0]) if left < right else (head[0], y)
-        found.append((x, y))
-    return [] if pending or others else found
+        pairs.append((x, y))
+    return [] if pending or others else pairs
 
 
 def _one_run(cut: Placement) -> Piece | None:
@@ -179,8 +179,8 @@ def _swap(x: Piece, n: int, y: Piece, m: int) -> tuple[Piece, Piece] | None:
     if x.padded or y.padded:
         return None
     if not x.sharded:
-        own = share_of(y, m)
-        return None if own is None else (y, replace(x, size=own))
+        size = share_of(y, m)
+        return None if size is None else (y, replace(x, size=size))
     if not y.sharded:
         return Piece(1, x.length, False), x
     block = share_of(replace(x, outer=1), n)
@@ -190,8 +190,8 @@ def _swap(x: Piece, n: int, y: Piece, m: int) -> tuple[Piece, Piece] | None:
     if divide(block, y.size) is not None:  # runs of y lie in blocks of x
         if x.segments:  # of several sizes
             return None
-        own = divide(x.size, parts)
-        return None if own is None else (replace(y, outer=simplify(y.outer * blocks)), replace(x, size=own))
+        size = divide(x.size, parts)
+        return None if size is None else (replace(y, outer=simplify(y.outer * blocks)), replace(x, size=size))
     runs = divide(y.size, block)  # runs of y are several of x
     share = None if runs is None else divide(x.outer, parts)
     if runs is None or share is None or divide(runs, parts) is None or y.segments:
@@ -218,14 +218,14 @@ def listed(layout: Layout, axes: Mapping[str, int], order: Sequence[str]) -> Lay
     """The same layout with its axes in a given order; None where no placements say the same in that order."""
     if all(not placement.is_shard for _, placement in layout):
         return Layout(tuple((axis, layout.on(axis)) for axis in order))
-    rest, found = list(layout), []
+    rest, ordered = list(layout), []
     for axis in order:
         moved = _to_front(rest, [name for name, _ in rest].index(axis), axes)
         if moved is None:
             return None
-        found.append(moved[0])
+        ordered.append(moved[0])
         rest = moved[1:]
-    return Layout(tuple(found))
+    return Layout(tuple(ordered))
 
 
 def spelled(layout: Layout, axes: Mapping[str, int]) -> Layout:
@@ -237,16 +237,16 @@ def spelled(layout: Layout, axes: Mapping[str, int]) -> Layout:
     cuts = [placement.dim for _, placement in layout if placement.is_shard]
     if len(set(cuts)) == len(cuts):
         return Layout(tuple((axis, placement) for axis in axes for name, placement in layout if name == axis))
-    rest, found = list(layout), []
+    rest, ordered = list(layout), []
     while rest:
         names = [name for name, _ in rest]
         ranked = [names.index(axis) for axis in axes if axis in names]
         fronts = [moved for index in ranked if (moved := _front(rest, index, axes)) is not None]
         # Where axes are nested in one another by parts there is no such front: the order of the mesh then.
         moved = next(iter(fronts), None) or next(m for i in ranked if (m := _to_front(rest, i, axes)) is not None)
-        found.append(moved[0])
+        ordered.append(moved[0])
         rest = moved[1:]
-    return Layout(tuple(found))
+    return Layout(tuple(ordered))
 
 
 def _front(entries: Sequence[Entry], index: int, axes: Mapping[str, int]) -> list[Entry] | None:
@@ -295,10 +295,10 @@ def joined(outer: Placement, n: int, inner: Placement) -> Placement | None:
 
 def joined_cut(layout: Layout, axes: Mapping[str, int], names: Sequence[str]) -> Placement | None:
     """The cut of several axes that a layout lists last as one over all their ranks; None where it is none."""
-    found, ranks = layout.on(names[0]), axes[names[0]]
+    cut, ranks = layout.on(names[0]), axes[names[0]]
     for axis in names[1:]:
-        whole = joined(found, ranks, layout.on(axis))
+        whole = joined(cut, ranks, layout.on(axis))
         if whole is None:
             return None
-        found, ranks = whole, ranks * axes[axis]
-    return found
+        cut, ranks = whole, ranks * axes[axis]
+    return cut

@@ -53,10 +53,10 @@ def _flattened(pieces: Sequence[Piece]) -> tuple[Piece, ...] | None:
         return None
     lengths = (n for n in range(1, len(runs) + 1) if len(runs) % n == 0)
     period = next(n for n in lengths if runs == runs[:n] * (len(runs) // n))
-    times, found = simplify(times * (len(runs) // period)), _merged(runs[:period])
-    if len(found) == 1:
-        return (replace(found[0], outer=simplify(times * found[0].outer)),)
-    return found if times == 1 else (Piece(times, simplify(sum(p.length for p in found)), segments=found),)
+    times, merged = simplify(times * (len(runs) // period)), _merged(runs[:period])
+    if len(merged) == 1:
+        return (replace(merged[0], outer=simplify(times * merged[0].outer)),)
+    return merged if times == 1 else (Piece(times, simplify(sum(p.length for p in merged)), segments=merged),)
 
 
 _MOST_RUNS = 2**16
@@ -67,20 +67,20 @@ def _runs(pieces: Sequence[Piece]) -> list[Piece] | None:
 
     None of a symbolic number of segmented ones, and of more than any rank could take apart.
     """
-    found: list[Piece] = []
+    runs: list[Piece] = []
     for piece in _merged(pieces):
         if isinstance(piece.outer, int) and piece.outer > _MOST_RUNS:
             return None
         if not isinstance(piece.outer, int):
             if piece.segments:
                 return None
-            found.append(piece)
+            runs.append(piece)
         else:
             run = _runs(piece.segments) if piece.segments else [replace(piece, outer=1)]
             if run is None:
                 return None
-            found += run * piece.outer
-    return found
+            runs += run * piece.outer
+    return runs
 
 
 def through_view(placement: Placement, source: Sequence[Size], target: Sequence[Size], n: int) -> Placement | None:
@@ -121,13 +121,13 @@ def _segments_through_view(
         if other == 1 or product(target[:dim]) != before:
             continue
         wider, narrower = divide(other, size), divide(size, other)
-        found: list[Piece] = []
+        pieces: list[Piece] = []
         for piece in placement.pieces:
             run = None if narrower is None else divide(piece.size, narrower)
             if wider is not None:
                 run = simplify(piece.size * wider)
             if run is None or (piece.sharded and divide(run, n // piece.copies) is None):
                 return None
-            found.append(replace(piece, size=run))
-        return replace(placement, dim=dim, pieces=pieces_of(found))
+            pieces.append(replace(piece, size=run))
+        return replace(placement, dim=dim, pieces=pieces_of(pieces))
     return None

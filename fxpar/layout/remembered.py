@@ -20,8 +20,8 @@ def remembers_hash(kind: _Class) -> _Class:
         try:
             return self._hash  # type: ignore[no-any-return]
         except AttributeError:
-            found = self.__dict__["_hash"] = compute(self)
-            return found
+            computed = self.__dict__["_hash"] = compute(self)
+            return computed
 
     def state(self: Any) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_hash"}

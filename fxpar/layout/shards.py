@@ -39,18 +39,18 @@ def block(whole: Tensor, placement: Placement, n: int, rank: int, sizes: Mapping
             part = part.flatten(placement.dim, placement.dim + 1)
         elif piece.sharded:
             blocks = n // piece.copies
-            own = blocks - 1 - rank if piece.reversed else rank // piece.copies
+            index = blocks - 1 - rank if piece.reversed else rank // piece.copies
             part = part.unflatten(placement.dim, (outer, blocks, run // blocks))
-            part = part.select(placement.dim + 1, own).flatten(placement.dim, placement.dim + 1)
+            part = part.select(placement.dim + 1, index).flatten(placement.dim, placement.dim + 1)
         parts.append(part)
     return parts[0] if len(parts) == 1 else torch.cat(parts, placement.dim)
 
 
 def _padded_block(part: Tensor, piece: Piece, dim: int, n: int, rank: int) -> Tensor:
     first, count = real_part(piece, n, rank)
-    own, missing = part.narrow(dim, first, count), piece.padded // n - count
-    shape = [missing if d == dim else size for d, size in enumerate(own.shape)]
-    return torch.cat([own, own.new_zeros(shape)], dim)
+    real, missing = part.narrow(dim, first, count), piece.padded // n - count
+    shape = [missing if d == dim else size for d, size in enumerate(real.shape)]
+    return torch.cat([real, real.new_zeros(shape)], dim)
 
 
 def real_part(piece: Piece, n: int, rank: int) -> tuple[int, int]:
@@ -74,17 +74,17 @@ def whole(blocks: Sequence[Tensor], placement: Placement, sizes: Mapping[str, in
             continue
         count = n // piece.copies if piece.sharded else 1
         length = outer * run // count
-        own = [b.narrow(dim, start, length) for b in blocks[:: piece.copies]]
+        shares = [b.narrow(dim, start, length) for b in blocks[:: piece.copies]]
         start += length
         if piece.segments:
-            runs = [b.unflatten(dim, (outer, run // n)) for b in own]
+            runs = [b.unflatten(dim, (outer, run // n)) for b in shares]
             parts.append(whole(runs, Placement("S", dim + 1, piece.segments), sizes).flatten(dim, dim + 1))
         elif piece.sharded:
-            own = own[::-1] if piece.reversed else own
-            stacked = torch.stack([b.unflatten(dim, (outer, run // count)) for b in own], dim + 1)
+            shares = shares[::-1] if piece.reversed else shares
+            stacked = torch.stack([b.unflatten(dim, (outer, run // count)) for b in shares], dim + 1)
             parts.append(stacked.flatten(dim, dim + 2))
         else:
-            parts.append(own[0])
+            parts.append(shares[0])
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
@@ -97,17 +97,17 @@ def without_padding(part: Tensor, layout: Layout, axes: Mapping[str, int], coord
     return part
 
 
-def counted(own: Tensor, placement: Placement, n: int, rank: int) -> list[Tensor]:
+def counted(local: Tensor, placement: Placement, n: int, rank: int) -> list[Tensor]:
     """The parts of a rank's block for which it stands: of what several ranks hold, the first of them."""
     if not placement.is_shared:
-        return [own]
-    found, start = [], 0
+        return [local]
+    parts, start = [], 0
     for piece in placement.pieces:
         length = int(share_of(piece, n) or 0)
         if _is_first(piece, n, rank):
-            found.append(own.narrow(placement.dim, start, length))
+            parts.append(local.narrow(placement.dim, start, length))
         start += length
-    return found
+    return parts
 
 
 def _is_first(piece: Piece, n: int, rank: int) -> bool:
@@ -158,11 +158,11 @@ class Box:
 def boxes(shape: Sequence[int], layout: Layout, axes: Mapping[str, int], coordinates: Mapping[str, int]) -> list[Box]:
     """What a rank's part consists of, less the padding: the boxes with `stands` of all ranks fill the whole once."""
     dims = [_runs(dim, size, layout, axes, coordinates) for dim, size in enumerate(shape)]
-    found = []
+    local_boxes = []
     for runs in itertools.product(*dims):
         columns = list(zip(*runs, strict=True)) or [(), (), (), ()]
-        found.append(Box(columns[0], columns[1], columns[2], all(columns[3])))
-    return found
+        local_boxes.append(Box(columns[0], columns[1], columns[2], all(columns[3])))
+    return local_boxes
 
 
 def _runs(

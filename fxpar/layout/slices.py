@@ -22,11 +22,11 @@ def _stride_frame(
         first = start - phase
         if first < 0 or first + length > sum(int(p.length) for p in pieces):
             continue
-        found = slice_pieces(pieces, first, first + length)
-        if found is not None and all(
-            divide(p.size, step * n // p.copies if p.sharded else step) is not None for p in found
+        sliced = slice_pieces(pieces, first, first + length)
+        if sliced is not None and all(
+            divide(p.size, step * n // p.copies if p.sharded else step) is not None for p in sliced
         ):
-            return first, first + length, found
+            return first, first + length, sliced
     return None
 
 
