@@ -58,7 +58,7 @@ def refined(parts: Mapping[str, Sequence[tuple[str, int]]]) -> tuple[Atom, ...]:
             if size > 1:
                 stride, names = stride * size, [*names, name]
                 bounds.setdefault(stride, (part, names))
-    found = []
+    atoms = []
     for low, high in pairwise([1, *sorted(bounds)]):
         if high % low:
             texts = [f"{'·'.join(bounds[n][1])} = {n} ranks of the {bounds[n][0]} part" for n in (low, high)]
@@ -67,29 +67,29 @@ def refined(parts: Mapping[str, Sequence[tuple[str, int]]]) -> tuple[Atom, ...]:
                 where=", ".join(bounds[n][1][-1] for n in (low, high)),
                 remedy="choose sizes so that of these two numbers one divides the other",
             )
-        found.append(Atom(high // low, low))
-    return tuple(found)
+        atoms.append(Atom(high // low, low))
+    return tuple(atoms)
 
 
 def ranks_over(atoms: Iterable[Atom]) -> list[int]:
     """Ranks that are at 0 on all other atoms, ascending, less the number of the first one."""
-    found = [0]
+    ranks = [0]
     for atom in sorted(atoms, key=lambda atom: atom.stride):
-        found = [low + atom.stride * index for index in range(atom.size) for low in found]
-    return found
+        ranks = [low + atom.stride * index for index in range(atom.size) for low in ranks]
+    return ranks
 
 
-def groups_over(own: Iterable[Atom], others: Iterable[Atom], offset: int = 0) -> Groups:
+def groups_over(atoms: Iterable[Atom], others: Iterable[Atom], offset: int = 0) -> Groups:
     """The groups over some atoms: the ranks of a group agree on every other one (SPEC section 1).
 
     Ascending ranks count the atoms up, the fastest first, whatever their order here.
 
     Args:
-        own: those over which the ranks of a group differ.
+        atoms: those over which the ranks of a group differ.
         others: all others of the mesh.
         offset: number of the first rank.
     """
-    firsts, steps = ranks_over(others), ranks_over(own)
+    firsts, steps = ranks_over(others), ranks_over(atoms)
     return tuple(tuple(offset + first + step for step in steps) for first in firsts)
 
 
@@ -100,10 +100,10 @@ def index_on(atoms: Sequence[Atom], place: int) -> int:
         atoms: in nesting order, the outermost first.
         place: the rank, less the number of the first one.
     """
-    found = 0
+    index = 0
     for atom in atoms:
-        found = found * atom.size + atom.index(place)
-    return found
+        index = index * atom.size + atom.index(place)
+    return index
 
 
 def ranks_of(atoms: Iterable[Atom]) -> int:

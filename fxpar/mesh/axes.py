@@ -62,10 +62,10 @@ class Axes:
                 where="rank",
                 remedy="choose another",
             )
-        rest, found = rank - self.offset, {}
+        rest, coordinates = rank - self.offset, {}
         for name, size in self.sizes:
-            rest, found[name] = divmod(rest, size)
-        return found
+            rest, coordinates[name] = divmod(rest, size)
+        return coordinates
 
     def groups(self, axes: Collection[str]) -> Groups:
         """The groups over a set of axes: the ranks of a group agree on every other axis (SPEC section 1).
@@ -76,9 +76,9 @@ class Axes:
             PlanError: there is no such axis.
         """
         self._check(axes)
-        own = [self._atom(name) for name in self.names if name in axes]
+        atoms = [self._atom(name) for name in self.names if name in axes]
         others = [self._atom(name) for name in self.names if name not in axes]
-        return groups_over(own, others, self.offset)
+        return groups_over(atoms, others, self.offset)
 
     def factored(self, axis: str, factors: Sequence[tuple[str, int]]) -> Axes:
         """The same ranks with an axis written as a product of axes, the fastest first.

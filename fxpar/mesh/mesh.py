@@ -185,10 +185,10 @@ class Mesh:
     @cached_property
     def sizes(self) -> Mapping[str, int]:
         """Size of every axis of the two parts, derived ones included."""
-        found = {axis: self._given(axis) for axis in ("tp", "cp", "pp", "etp", "ep")}
-        found["dp"] = self._total // (self.tp * self.cp * self.pp)
-        found["edp"] = self._total // (found["etp"] * self.ep * self.pp)
-        return {axis: found[axis] for axis in dict.fromkeys((*DENSE_AXES, *EXPERT_AXES))}
+        sizes = {axis: self._given(axis) for axis in ("tp", "cp", "pp", "etp", "ep")}
+        sizes["dp"] = self._total // (self.tp * self.cp * self.pp)
+        sizes["edp"] = self._total // (sizes["etp"] * self.ep * self.pp)
+        return {axis: sizes[axis] for axis in dict.fromkeys((*DENSE_AXES, *EXPERT_AXES))}
 
     @property
     def ranks(self) -> range:
@@ -218,16 +218,16 @@ class Mesh:
 
         dp is dp_in·dp_out where some of its ranks hold different experts, those of dp_in, and others the same.
         """
-        found: dict[str, tuple[tuple[str, int], ...]] = {}
+        factors: dict[str, tuple[tuple[str, int], ...]] = {}
         inner = self._data_ranks_of_experts
         if 1 < inner < self.sizes["dp"]:
-            found["dp"] = (("dp_in", inner), ("dp_out", self.sizes["dp"] // inner))
+            factors["dp"] = (("dp_in", inner), ("dp_out", self.sizes["dp"] // inner))
         if self.kv_heads is not None:
             different = math.gcd(self.kv_heads, self.tp)
-            found["tp"] = (("kv_in", self.tp // different), ("kv_out", different))
+            factors["tp"] = (("kv_in", self.tp // different), ("kv_out", different))
         if self.hierarchical_cp:
-            found["cp"] = tuple((f"cp{level}", size) for level, size in enumerate(self.hierarchical_cp, 1))
-        return found
+            factors["cp"] = tuple((f"cp{level}", size) for level, size in enumerate(self.hierarchical_cp, 1))
+        return factors
 
     @property
     def _data_ranks_of_experts(self) -> int:
@@ -263,22 +263,22 @@ class Mesh:
         """
         if name == EMBEDDING:
             return tuple(tuple(dict.fromkeys((group[0], group[-1]))) for group in self.dense.groups(["pp"]))
-        axes, found = self._named(name)
-        return axes.groups(found)
+        axes, names = self._named(name)
+        return axes.groups(names)
 
     def _named(self, name: str) -> tuple[Axes, list[str]]:
         """The part that the name of a group speaks of, and the axes that it names there."""
         words = name.split("-")
         if self.part(name) == EXPERT:
-            axes, found = self.expert, [_IN_EXPERTS.get(word, word) for word in words]
+            axes, names = self.expert, [_IN_EXPERTS.get(word, word) for word in words]
         else:
-            axes, found = self._factored, self._pieces(words)
-        twice = next((axis for axis in found if found.count(axis) > 1), None)
+            axes, names = self._factored, self._pieces(words)
+        twice = next((axis for axis in names if names.count(axis) > 1), None)
         if twice is not None:
             raise PlanError(
-                f"the group {name!r} has {twice} {found.count(twice)} times", where=twice, remedy="name each axis once"
+                f"the group {name!r} has {twice} {names.count(twice)} times", where=twice, remedy="name each axis once"
             )
-        missing = next((axis for axis in found if axis not in axes.names), None)
+        missing = next((axis for axis in names if axis not in axes.names), None)
         if missing is not None:
             known = dict.fromkeys((*axes.names, *(self.factors if self.part(name) == DENSE else ())))
             raise PlanError(
@@ -286,7 +286,7 @@ class Mesh:
                 where=f"group {name}",
                 remedy=f"combine axes of one part, here {', '.join(known)}",
             )
-        return axes, found
+        return axes, names
 
     def _pieces(self, words: list[str]) -> list[str]:
         """The axes, with the factors instead of factored ones."""
@@ -315,9 +315,9 @@ class Mesh:
         Raises:
             PlanError: the name has no meaning, or the parts have no common refinement.
         """
-        axes, found = self._named(name)
-        found = sorted(found, key=lambda axis: (_depth(self._axis_of(axis)), -axes.stride(axis)))
-        spans = [range(axes.stride(axis), axes.stride(axis) * dict(axes.sizes)[axis]) for axis in found]
+        axes, names = self._named(name)
+        names = sorted(names, key=lambda axis: (_depth(self._axis_of(axis)), -axes.stride(axis)))
+        spans = [range(axes.stride(axis), axes.stride(axis) * dict(axes.sizes)[axis]) for axis in names]
         return tuple(atom for span in spans for atom in reversed(self.atoms) if atom.stride in span)
 
     def _axis_of(self, name: str) -> str:
@@ -332,11 +332,11 @@ class Mesh:
         Args:
             part: `dense` or `expert`.
         """
-        found: dict[str, int] = {}
+        sizes: dict[str, int] = {}
         for axis in NESTING[part]:
             factors = self.factors.get(axis, ()) if axis == "dp" else ()
-            found |= dict(reversed(factors)) or {axis: self.sizes.get(axis, 1)}
-        return {axis: size for axis, size in found.items() if size > 1}
+            sizes |= dict(reversed(factors)) or {axis: self.sizes.get(axis, 1)}
+        return {axis: size for axis, size in sizes.items() if size > 1}
 
     @cached_property
     def holders(self) -> dict[str, int]:
@@ -347,19 +347,19 @@ class Mesh:
         """
         if self.ep == 1:
             return {}
-        atoms, found = self.atoms_of("ep"), dict[str, int]()
+        atoms, holders = self.atoms_of("ep"), dict[str, int]()
         for axis, size in self.nested(DENSE).items():
-            own = self.atoms_of(axis)
-            if set(own) <= set(atoms):
-                found[axis] = size
-            elif set(own) & set(atoms):
+            axis_atoms = self.atoms_of(axis)
+            if set(axis_atoms) <= set(atoms):
+                holders[axis] = size
+            elif set(axis_atoms) & set(atoms):
                 raise PlanError(
                     f"ep={self.ep} with etp={self.sizes['etp']} divides the {size} ranks of {axis}: some of them hold "
                     "different experts and others parts of one",
                     where="ep, etp",
                     remedy=f"give etp=1 and an ep that {axis}={size} divides, or etp={self.sizes['tp']}",
                 )
-        return found
+        return holders
 
     def sharing(self, names: Iterable[str]) -> tuple[str, str] | None:
         """The first two of some axes that have an atom in common, which never stand in one layout; None without such.
@@ -387,8 +387,8 @@ class Mesh:
         Raises:
             PlanError: there is no such rank.
         """
-        own = self.dense.coordinates(rank)["pp"]
-        return tuple(chunk * self.pp + own for chunk in range(self.virtual))
+        index = self.dense.coordinates(rank)["pp"]
+        return tuple(chunk * self.pp + index for chunk in range(self.virtual))
 
 
 def _depth(axis: str) -> int:

@@ -71,4 +71,4 @@ def joined_names(axes: Iterable[str]) -> tuple[str, ...]:
     """
     names = tuple(axes)
     sets = (combinations(names, count) for count in range(1, len(names) + 1))
-    return tuple("-".join(some) for found in sets for some in found)
+    return tuple("-".join(some) for subsets in sets for some in subsets)
