@@ -52,13 +52,13 @@ class Drops:
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: Options
     ) -> tuple[Any, ...] | None:
         """What the operators of `fxpar.ops.dropped_attention` take behind their tensors, if there is a kernel."""
-        found = places(query, key, value, self.p, self.cuts)
-        if found is None:
+        placed = places(query, key, value, self.p, self.cuts)
+        if placed is None:
             return None
         identity, origin = (self.origin, 0) if isinstance(self.origin, Tensor) else (None, self.origin)
         sizes = (*query.shape[:3], key.shape[2])
-        held = (self.rng, identity, found.rows_before, found.heads_before, sizes, origin, found.heads)
-        words = drawn_probabilities(*held, self.p, options.is_causal)
+        draw = (self.rng, identity, placed.rows_before, placed.heads_before, sizes, origin, placed.heads)
+        words = drawn_probabilities(*draw, self.p, options.is_causal)
         return _added(mask, query), words, self.p, options.is_causal, _scale(query, options)
 
 
@@ -81,8 +81,8 @@ def forward(
     key, value = (_repeated(x, query, options) for x in (key, value))
     dropping = None if drops is None else drops.fused(query, key, value, mask, options)
     if dropping is not None:
-        found: tuple[Tensor, Tensor] = dropped_attention(query, key, value, *dropping)
-        return found
+        outputs: tuple[Tensor, Tensor] = dropped_attention(query, key, value, *dropping)
+        return outputs
     scores, nothing = _scores(query, key, mask, options)
     log_sum = _wide(scores).logsumexp(-1)
     probabilities = scores.softmax(-1)
@@ -134,8 +134,8 @@ def backward(
     of_query = (of_scores @ keys).sum_to_size(query.shape) * scale
     of_key = _summed(of_scores.transpose(-2, -1) @ query, key, options) * scale
     of_value = _summed(dropped.transpose(-2, -1) @ gradient, value, options)
-    found = (of_query, of_key, of_value)
-    return (*found, of_scores.sum_to_size(mask.shape)) if of_mask and mask is not None else found
+    gradients = (of_query, of_key, of_value)
+    return (*gradients, of_scores.sum_to_size(mask.shape)) if of_mask and mask is not None else gradients
 
 
 def attention_with_dropout(
@@ -152,8 +152,8 @@ def attention_with_dropout(
     cuts: Sequence[IndexCut],
 ) -> Tensor:
     """The result alone of attention with dropout, arguments as of `Drops` and `Options`."""
-    given = Options(is_causal, scale, enable_gqa)
-    return forward(query, key, value, mask, Drops(rng, p, origin, cuts), given)[0]
+    options = Options(is_causal, scale, enable_gqa)
+    return forward(query, key, value, mask, Drops(rng, p, origin, cuts), options)[0]
 
 
 def _scale(query: Tensor, options: Options) -> float:

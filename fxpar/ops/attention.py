@@ -34,12 +34,12 @@ def _labels(call: Call) -> Labelling | Refusal:
     out, log_sum = call.outputs
     count = sum(name in _NAMES for name in call.names)
     inner = Call(call.target, call.arguments, call.operands[:count], call.names[:count], (out,), call.n)
-    found = attention_labels(inner)
-    if isinstance(found, Refusal):
-        return found
-    ins = [tuple(None if label == "v" else label for label in labels) for labels in found.operands]
+    labelling = attention_labels(inner)
+    if isinstance(labelling, Refusal):
+        return labelling
+    ins = [tuple(None if label == "v" else label for label in labels) for labels in labelling.operands]
     ins += [(None,) * len(kind.shape) for kind in call.operands[count:]]
-    result = (*found.outputs[0][:-1], None)
+    result = (*labelling.outputs[0][:-1], None)
     return Labelling(tuple(ins), (result, result[: len(log_sum.shape)]))
 
 
@@ -47,16 +47,20 @@ def _gradient_labels(call: Call) -> Labelling | Refusal:
     """Heads and rows that an operand lacks are summed in its gradient."""
     kinds = dict(zip(call.names, call.operands, strict=True))
     names = tuple(name for name in _NAMES if name in kinds)
-    given = tuple(kinds[name] for name in names)
+    operands = tuple(kinds[name] for name in names)
     out = kinds["out"]
-    found = attention_labels(Call(call.target, call.arguments, given, names, (out,), call.n))
-    if isinstance(found, Refusal):
-        return found
-    own = {n: tuple(None if i == "v" else i for i in labels) for n, labels in zip(names, found.operands, strict=True)}
-    result: Labels = (*found.outputs[0][:-1], None)
-    own |= {"gradient": result, "out": result, "log_sum": result[:-1]}
-    ins = tuple(own.get(name, (None,) * len(kind.shape)) for name, kind in zip(call.names, call.operands, strict=True))
-    outs = tuple(own[name] for name in _NAMES[: len(call.outputs)])
+    labelling = attention_labels(Call(call.target, call.arguments, operands, names, (out,), call.n))
+    if isinstance(labelling, Refusal):
+        return labelling
+    by_name = {
+        n: tuple(None if i == "v" else i for i in labels) for n, labels in zip(names, labelling.operands, strict=True)
+    }
+    result: Labels = (*labelling.outputs[0][:-1], None)
+    by_name |= {"gradient": result, "out": result, "log_sum": result[:-1]}
+    ins = tuple(
+        by_name.get(name, (None,) * len(kind.shape)) for name, kind in zip(call.names, call.operands, strict=True)
+    )
+    outs = tuple(by_name[name] for name in _NAMES[: len(call.outputs)])
     lacking = (label for label in result if label is not None and any(label not in labels for labels in outs))
     return Labelling(ins, outs, frozenset(lacking))
 
@@ -93,7 +97,7 @@ def _is_column(call: Call, value: Placement) -> bool:
 
 def _first_of(*checks: Check) -> Check:
     def check(call: Call, placements: Sequence[Placement]) -> tuple[Placement, ...] | Refusal | None:
-        return next((found for each in checks if (found := each(call, placements)) is not None), None)
+        return next((verdict for candidate in checks if (verdict := candidate(call, placements)) is not None), None)
 
     return check
 
@@ -112,10 +116,12 @@ def _with_summands(rule: Rule) -> Rule:
     seed = rule.seed
 
     def seeded(call: Call, index: int, placement: Placement) -> Signature | Refusal:
-        found = seed(call, index, placement)
-        if isinstance(found, Refusal):
-            return found
-        ins = (_as_summands(p) if name == "gradient" else p for name, p in zip(call.names, found.operands, strict=True))
+        signature = seed(call, index, placement)
+        if isinstance(signature, Refusal):
+            return signature
+        ins = (
+            _as_summands(p) if name == "gradient" else p for name, p in zip(call.names, signature.operands, strict=True)
+        )
         labelling = rule.labels(call) if rule.labels is not None else Refusal("")
         if isinstance(labelling, Refusal):
             return labelling
@@ -123,7 +129,7 @@ def _with_summands(rule: Rule) -> Rule:
         # Of heads that all ranks share, each has part of the queries, every rank has a summand of the gradient.
         outs = [
             P if p == R and label in labels else _as_summands(p)
-            for p, labels in zip(found.outputs, labelling.outputs, strict=True)
+            for p, labels in zip(signature.outputs, labelling.outputs, strict=True)
         ]
         return Signature(tuple(ins), tuple(outs))
 
@@ -131,71 +137,71 @@ def _with_summands(rule: Rule) -> Rule:
 
 
 def _shape(call: OnShapes) -> Any:
-    given = {**dict(zip(_ARGUMENTS, call.args, strict=False)), **call.kwargs}
-    options = {k: given[k] for k in ("is_causal", "scale", "enable_gqa") if k in given}
-    tensors = (given[k] for k in _NAMES)
-    found: Tensor = torch.ops.aten.scaled_dot_product_attention.default(*tensors, 0.0, **options)
-    wide = torch.float32 if found.dtype in (torch.float16, torch.bfloat16) else found.dtype
-    return found, found.new_empty(found.shape[:-1], dtype=wide)
+    args = {**dict(zip(_ARGUMENTS, call.args, strict=False)), **call.kwargs}
+    options = {k: args[k] for k in ("is_causal", "scale", "enable_gqa") if k in args}
+    tensors = (args[k] for k in _NAMES)
+    output: Tensor = torch.ops.aten.scaled_dot_product_attention.default(*tensors, 0.0, **options)
+    wide = torch.float32 if output.dtype in (torch.float16, torch.bfloat16) else output.dtype
+    return output, output.new_empty(output.shape[:-1], dtype=wide)
 
 
 def _gradient_shape(call: OnShapes) -> Any:
-    given = dict(zip(_ARGUMENTS_BACKWARD, call.args, strict=False))
-    if given["gradient"].shape != given["out"].shape:
-        raise ValueError(f"the gradient of {list(given['out'].shape)} is {list(given['gradient'].shape)}")
-    names = _NAMES if given.get("of_mask") else _NAMES[:3]
-    return [torch.empty_like(given[name]) for name in names]
+    args = dict(zip(_ARGUMENTS_BACKWARD, call.args, strict=False))
+    if args["gradient"].shape != args["out"].shape:
+        raise ValueError(f"the gradient of {list(args['out'].shape)} is {list(args['gradient'].shape)}")
+    names = _NAMES if args.get("of_mask") else _NAMES[:3]
+    return [torch.empty_like(args[name]) for name in names]
 
 
-def _drops(node: fx.Node, rank: OnRank, given: dict[str, Any]) -> tuple[Any, ...]:
-    if given["rng"] is None:
+def _drops(node: fx.Node, rank: OnRank, args: dict[str, Any]) -> tuple[Any, ...]:
+    if args["rng"] is None:
         return ()
-    return given["rng"], given["p"], rank.identity(node), rank.element_cuts(node)
+    return args["rng"], args["p"], rank.identity(node), rank.element_cuts(node)
 
 
 def _lower(node: fx.Node, rank: OnRank) -> Run:
-    given = bind_arguments(node)
-    options = (given["is_causal"], given["scale"], given["enable_gqa"])
-    return Run(saving_attention, (*(given[name] for name in _NAMES), _drops(node, rank, given), options))
+    args = bind_arguments(node)
+    options = (args["is_causal"], args["scale"], args["enable_gqa"])
+    return Run(saving_attention, (*(args[name] for name in _NAMES), _drops(node, rank, args), options))
 
 
 def _lower_backward(node: fx.Node, rank: OnRank) -> Run:
-    given = bind_arguments(node)
-    options = (given["is_causal"], given["scale"], given["enable_gqa"])
-    values = (given[name] for name in _ARGUMENTS_BACKWARD[:7])
-    return Run(attention_gradients, (*values, _drops(node, rank, given), options, given["of_mask"]))
+    args = bind_arguments(node)
+    options = (args["is_causal"], args["scale"], args["enable_gqa"])
+    values = (args[name] for name in _ARGUMENTS_BACKWARD[:7])
+    return Run(attention_gradients, (*values, _drops(node, rank, args), options, args["of_mask"]))
 
 
 def saving_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, drops: Any, options: Any) -> Any:
     """`fxpar.attention_forward` as a lowered graph calls it."""
-    given = attend.Drops(*drops) if drops else None
-    return attend.forward(query, key, value, mask, given, attend.Options(*options))
+    dropout = attend.Drops(*drops) if drops else None
+    return attend.forward(query, key, value, mask, dropout, attend.Options(*options))
 
 
 def attention_gradients(*args: Any) -> Any:
     """`fxpar.attention_backward` as a lowered graph calls it."""
     query, key, value, gradient, out, log_sum, mask, drops, options, of_mask = args
-    given = attend.Drops(*drops) if drops else None
+    dropout = attend.Drops(*drops) if drops else None
     values = (query, key, value, gradient, out, log_sum, mask)
-    return attend.backward(*values, given, attend.Options(*options), of_mask)
+    return attend.backward(*values, dropout, attend.Options(*options), of_mask)
 
 
 def _derivative(reverse: Reverse) -> Gradients:
     node = reverse.node
     gradient = reverse.tangents[0]
     assert gradient is not None
-    given, out, log_sum = bind_arguments(node), reverse.result(0), reverse.result(1)
+    args, out, log_sum = bind_arguments(node), reverse.result(0), reverse.result(1)
     of_mask = dict(zip(call_of(node, 1).names, reverse.wanted, strict=True)).get("mask", False)
-    query, key, value, mask = (given.get(name) for name in _NAMES)
-    options = (given["is_causal"], given["scale"], given["enable_gqa"], given.get("indices") or [], of_mask)
-    kinds = tuple(output_types(given[name])[0] for name in (_NAMES if of_mask else _NAMES[:3]))
-    found = reverse.call(
+    query, key, value, mask = (args.get(name) for name in _NAMES)
+    options = (args["is_causal"], args["scale"], args["enable_gqa"], args.get("indices") or [], of_mask)
+    kinds = tuple(output_types(args[name])[0] for name in (_NAMES if of_mask else _NAMES[:3]))
+    backward = reverse.call(
         attention_backward,
-        *(query, key, value, gradient, out, log_sum, mask, given["rng"], given["p"], *options),
+        *(query, key, value, gradient, out, log_sum, mask, args["rng"], args["p"], *options),
         kind=kinds,
         random=note(node).random,
     )
-    gradients = dict(zip(_NAMES, reverse.items(found), strict=False))
+    gradients = dict(zip(_NAMES, reverse.items(backward), strict=False))
     # By name: one value may be several operands, and has then a gradient as each.
     pairs = zip(call_of(node, 1).names, reverse.wanted, strict=True)
     return [gradients.get(name) if flag else None for name, flag in pairs]
@@ -278,11 +284,11 @@ def attention_forward(
 
 def saving(node: fx.Node) -> Saving:
     """`attention_forward` in place of an attention of PyTorch's, or of one with dropout."""
-    given = bind_arguments(node)
-    mask = given.get("mask", given.get("attn_mask"))
-    options = (given.get("rng"), given.get("p", 0.0), given["is_causal"], given["scale"], given["enable_gqa"])
-    values = (given["query"], given["key"], given["value"], mask)
+    args = bind_arguments(node)
+    mask = args.get("mask", args.get("attn_mask"))
+    options = (args.get("rng"), args.get("p", 0.0), args["is_causal"], args["scale"], args["enable_gqa"])
+    values = (args["query"], args["key"], args["value"], mask)
     (kind,) = output_types(node)
     wide = torch.float32 if kind.dtype in (torch.float16, torch.bfloat16) else kind.dtype
     types = (kind, TensorType(wide, kind.shape[:-1]))
-    return Saving(attention_forward, (*values, *options, given.get("indices") or []), types)
+    return Saving(attention_forward, (*values, *options, args.get("indices") or []), types)

@@ -32,8 +32,8 @@ def block_order(order: Tensor, counts: Tensor, blocks: int, capacity: int) -> Te
     first = sent.cumsum(-1) - sent
     place = torch.arange(capacity, device=order.device)
     rows = (first.unsqueeze(-1) + place).clamp(max=max(order.shape[-1] - 1, 0)).flatten(-2)
-    found = order.gather(-1, rows) if order.shape[-1] else rows
-    return torch.where((place < sent.unsqueeze(-1)).flatten(-2), found, -1)
+    entries = order.gather(-1, rows) if order.shape[-1] else rows
+    return torch.where((place < sent.unsqueeze(-1)).flatten(-2), entries, -1)
 
 
 @block_order.register_fake
@@ -131,10 +131,10 @@ def _arrived_shapes(counts: Tensor, rows: int) -> tuple[Tensor, Tensor]:
 @torch.library.custom_op("fxpar::resize_rows", mutates_args=())
 def resize_rows(x: Tensor, rows: int, fill: int) -> Tensor:
     """[..., any, h] → [..., rows, h]: the first rows, and behind those that are there rows of `fill`."""
-    own = x.shape[-2]
-    if rows <= own:
+    present = x.shape[-2]
+    if rows <= present:
         return x[..., :rows, :].clone(memory_format=torch.contiguous_format)
-    return torch.nn.functional.pad(x, (0, 0, 0, rows - own), value=fill)
+    return torch.nn.functional.pad(x, (0, 0, 0, rows - present), value=fill)
 
 
 @resize_rows.register_fake

@@ -25,27 +25,27 @@ def sum_gradients(weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return tuple(weights)
 
 
-def start_sums(gradients: Sequence[Tensor], held: Sequence[Held], group: str, size: int, index: Tensor) -> Tensor:
+def start_sums(gradients: Sequence[Tensor], cuts: Sequence[Held], group: str, size: int, index: Tensor) -> Tensor:
     """All sums in one flat tensor, on its way."""
-    return start_sum(torch.cat([part.reshape(-1) for part in _parts(gradients, held, size, index)]), Group(group, size))
+    return start_sum(torch.cat([part.reshape(-1) for part in _parts(gradients, cuts, size, index)]), Group(group, size))
 
 
 def sums(
-    started: Tensor, gradients: Sequence[Tensor], held: Sequence[Held], size: int, index: Tensor
+    started: Tensor, gradients: Sequence[Tensor], cuts: Sequence[Held], size: int, index: Tensor
 ) -> tuple[Tensor, ...]:
     """Of `start_sums`."""
-    parts = list(_parts(gradients, held, size, index))
+    parts = list(_parts(gradients, cuts, size, index))
     totals = arrived(started).split([part.numel() for part in parts])
-    found = []
-    for gradient, item, part, flat in zip(gradients, held, parts, totals, strict=True):
+    summed = []
+    for gradient, item, part, flat in zip(gradients, cuts, parts, totals, strict=True):
         total = flat.view(part.shape)
-        found.append(total if item is None else restored(gradient, total, *_pieces(item), size, index))
-    return tuple(found)
+        summed.append(total if item is None else restored(gradient, total, *_pieces(item), size, index))
+    return tuple(summed)
 
 
-def _parts(gradients: Sequence[Tensor], held: Sequence[Held], size: int, index: Tensor) -> Iterator[Tensor]:
+def _parts(gradients: Sequence[Tensor], cuts: Sequence[Held], size: int, index: Tensor) -> Iterator[Tensor]:
     """What is summed of each."""
-    for gradient, item in zip(gradients, held, strict=True):
+    for gradient, item in zip(gradients, cuts, strict=True):
         yield gradient if item is None else summand(gradient, *_pieces(item), size, index)
 
 

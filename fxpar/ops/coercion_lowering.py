@@ -38,8 +38,8 @@ def traffic(crossing: Crossing) -> Iterator[Sent]:
     if forward:
         yield Sent(forward, _phase(crossing, "forward"), _bytes(kind, after, cuts))
     if backward and crossing.reached[0]:
-        held = crossing.held[0] if crossing.of_parameters and target.sums_gradients else kind
-        yield Sent(backward, _phase(crossing, "backward"), _bytes(held, after, cuts))
+        backward_kind = crossing.held[0] if crossing.of_parameters and target.sums_gradients else kind
+        yield Sent(backward, _phase(crossing, "backward"), _bytes(backward_kind, after, cuts))
 
 
 def exchange_traffic(crossing: Crossing) -> Iterator[Sent]:
@@ -182,24 +182,24 @@ def lower_pad_part(node: fx.Node, rank: OnRank) -> Run:
 def lower_sum_shared(node: fx.Node, rank: OnRank) -> Run:
     """An all-reduce of what ranks share, each block in its place."""
     ranks, (source, _) = rank.ranks(node), _sides(node, rank)
-    held = source.dim, rank.shared(source.plain, source.plain, ranks.size)
-    start, rest = (*held, ranks.group, ranks.size, ranks.index), (*held, ranks.size, ranks.index)
+    cut = source.dim, rank.shared(source.plain, source.plain, ranks.size)
+    start, rest = (*cut, ranks.group, ranks.size, ranks.index), (*cut, ranks.size, ranks.index)
     x = node.args[0]
     return Run(factored.start_sum_shared, (x, *start), finish=factored.sum_shared, rest=(x, *rest))
 
 
 def lower_coalesced(node: fx.Node, rank: OnRank) -> Run:
     """One all-reduce of all values, shared blocks in their places."""
-    ranks, held = rank.ranks(node), list[coalesced.Held]()
+    ranks, cuts = rank.ranks(node), list[coalesced.Held]()
     for source in operands(node):
         placement = rank.placed(source, node)
         pieces = rank.shared(placement.plain, placement.plain, ranks.size) if placement.is_shard else []
-        held.append((placement.dim, pieces) if placement.is_shard else None)
-    given = list(node.args), held
-    rest = (*given, ranks.size, ranks.index)
+        cuts.append((placement.dim, pieces) if placement.is_shard else None)
+    args = list(node.args), cuts
+    rest = (*args, ranks.size, ranks.index)
     return Run(
         coalesced.start_sums,
-        (*given, ranks.group, ranks.size, ranks.index),
+        (*args, ranks.group, ranks.size, ranks.index),
         finish=coalesced.sums,
         rest=rest,
     )

@@ -88,20 +88,20 @@ def dual_layout(layout: Layout) -> Layout:
 def _together(reverse: Reverse) -> Gradients:
     """One reduction of the gradients that there are."""
     node, sources = reverse.node, operands(reverse.node)
-    given = [(i, gradient) for i, gradient in enumerate(reverse.tangents) if gradient is not None]
-    kinds = tuple(output_types(gradient)[0] for _, gradient in given)
-    layouts = [dual_layout(output_layouts(sources[i])[0]) for i, _ in given]
-    gradients, kwargs, place = [gradient for _, gradient in given], {"axis": node.kwargs["axis"]}, note(node)
+    present = [(i, gradient) for i, gradient in enumerate(reverse.tangents) if gradient is not None]
+    kinds = tuple(output_types(gradient)[0] for _, gradient in present)
+    layouts = [dual_layout(output_layouts(sources[i])[0]) for i, _ in present]
+    gradients, kwargs, place = [gradient for _, gradient in present], {"axis": node.kwargs["axis"]}, note(node)
     phase, axis = PARAMETER if of_parameter(node) else BACKWARD, node.kwargs["axis"]
     name = f"{axis}_sums".replace("-", "_")
     sums = reverse.emit.call(
         all_reduce_coalesced, gradients, kwargs, kinds, place, layouts=layouts, phase=phase, name=name
     )
-    found: list[fx.Node | None] = [None] * len(sources)
-    for position, (i, _) in enumerate(given):
+    summed: list[fx.Node | None] = [None] * len(sources)
+    for position, (i, _) in enumerate(present):
         args, layout = (sums, position), [layouts[position]]
-        found[i] = reverse.emit.call(operator.getitem, args, {}, kinds[position], place, layouts=layout, phase=phase)
-    return found
+        summed[i] = reverse.emit.call(operator.getitem, args, {}, kinds[position], place, layouts=layout, phase=phase)
+    return summed
 
 
 # ---------------------------------------------------------------------- records

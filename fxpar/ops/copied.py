@@ -44,14 +44,14 @@ def send_copies(x: Tensor, kind: str, name: str, buffer: int) -> Tensor:
     """
     line = mailbox(name)
     line.begin(buffer)
-    held = x.contiguous()
+    tensor = x.contiguous()
     if kind == _SUM and line.size == 2:
-        _send_whole(line, buffer, held)
+        _send_whole(line, buffer, tensor)
     elif kind == _SUM:
-        with line.beside(buffer, held):
-            send_blocks(line, buffer, _rows(held))
+        with line.beside(buffer, tensor):
+            send_blocks(line, buffer, _rows(tensor))
     else:
-        _send_blocks(line, buffer, held, kind)
+        _send_blocks(line, buffer, tensor, kind)
     return torch.empty(1, dtype=torch.uint8, device=x.device)
 
 
@@ -60,20 +60,20 @@ def _sent(x: Tensor, kind: str, name: str, buffer: int) -> Tensor:
     return torch.empty(1, dtype=torch.uint8, device=x.device)
 
 
-def _send_whole(line: Mailbox, buffer: int, held: Tensor) -> None:
+def _send_whole(line: Mailbox, buffer: int, tensor: Tensor) -> None:
     """To the other of two ranks."""
     (other,) = line.others
-    area = line.areas(buffer, held.nbytes)[other]
-    with line.beside(buffer, held):
-        line.copy(area, 0, held)
+    area = line.areas(buffer, tensor.nbytes)[other]
+    with line.beside(buffer, tensor):
+        line.copy(area, 0, tensor)
         line.signal(other, buffer, 0)
 
 
-def _send_blocks(line: Mailbox, buffer: int, held: Tensor, kind: str) -> None:
-    blocks = _blocks(held, kind, line.size)
+def _send_blocks(line: Mailbox, buffer: int, tensor: Tensor, kind: str) -> None:
+    blocks = _blocks(tensor, kind, line.size)
     step, end = _places(blocks)
     areas = line.areas(buffer, end)
-    with line.beside(buffer, held):
+    with line.beside(buffer, tensor):
         for rank in line.others:
             line.copy(areas[rank], step * line.rank, blocks[rank])
             line.signal(rank, buffer, 0)
@@ -93,22 +93,22 @@ def take_copies(token: Tensor, x: Tensor, kind: str, name: str, buffer: int) -> 
     """
     line = mailbox(name)
     assert kind != _SUM, "sums are taken by `arrived` and `taken_sum`"
-    held = x.contiguous()
-    blocks = _blocks(held, kind, line.size)
+    tensor = x.contiguous()
+    blocks = _blocks(tensor, kind, line.size)
     step, end = _places(blocks)
     area = line.areas(buffer, end)[line.rank]
     line.join(buffer)
     line.wait(buffer, 0)
-    own = blocks[line.rank]
-    came = [own if r == line.rank else slot(area, step * r, own) for r in range(line.size)]
+    local = blocks[line.rank]
+    came = [local if r == line.rank else slot(area, step * r, local) for r in range(line.size)]
     if kind == _SCATTER:
-        found = sums.added(came).view(x.shape[1:])
+        taken = sums.added(came).view(x.shape[1:])
     else:
-        found = torch.stack(came).view((line.size, *x.shape) if kind == _GATHER else x.shape)
+        taken = torch.stack(came).view((line.size, *x.shape) if kind == _GATHER else x.shape)
     if line.poisons:
         area.fill_(0xFF)
     line.end(buffer)
-    return found
+    return taken
 
 
 @torch_operator("arrived")
@@ -137,10 +137,10 @@ def _arrived(token: Tensor, x: Tensor, name: str, buffer: int) -> Tensor:
 @torch_operator("added")
 def added(x: Tensor, came: Tensor, name: str) -> Tensor:
     """The sum of a rank's tensor and of what `arrived`, in new memory: one rounding, the same bits on both ranks."""
-    found = x + came
+    total = x + came
     if mailbox(name).poisons:
         came.view(torch.uint8).fill_(0xFF)
-    return found
+    return total
 
 
 @added.register_fake
@@ -168,21 +168,21 @@ def taken_sum(token: Tensor, x: Tensor, name: str, buffer: int) -> Tensor:
 
 
 def _total(line: Mailbox, x: Tensor, buffer: int, is_sent: bool) -> Tensor:
-    held = x.contiguous()
-    rows = _rows(held)
+    tensor = x.contiguous()
+    rows = _rows(tensor)
     if rows.numel() or is_sent:
         total = line.total(buffer, rows, is_sent)
         line.poison(buffer, rows)
-        found = torch.view_as_complex(total.view(*x.shape, 2)) if x.is_complex() else total.view(x.shape)
+        sum_of_ranks = torch.view_as_complex(total.view(*x.shape, 2)) if x.is_complex() else total.view(x.shape)
     else:
-        found = torch.empty_like(held)
+        sum_of_ranks = torch.empty_like(tensor)
     line.end(buffer)
-    return found
+    return sum_of_ranks
 
 
-def _rows(held: Tensor) -> Tensor:
+def _rows(tensor: Tensor) -> Tensor:
     """A contiguous tensor as [rows, width]; a complex number is two, and a row that no kernel holds is a column."""
-    real = torch.view_as_real(held) if held.is_complex() else held
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     width = real.shape[-1] if real.dim() else 1
     return real.view(-1, width if real.numel() and fits(width, real.dtype) else 1)
 
@@ -226,10 +226,10 @@ def _rows_of_total(
     line: Mailbox, x: Tensor, operands: Sequence[Tensor], program: str, buffer: int, is_sent: bool
 ) -> list[Tensor]:
     rows = x.contiguous().view(-1, x.shape[-1])
-    found = line.rows_of_total(buffer, rows, program, _operands(operands, program), is_sent)
+    results = line.rows_of_total(buffer, rows, program, _operands(operands, program), is_sent)
     line.poison(buffer, rows)
     line.end(buffer)
-    return found
+    return results
 
 
 @one_shot_rows.register_fake
@@ -276,14 +276,14 @@ def _places(blocks: Sequence[Tensor]) -> tuple[int, int]:
 
 
 def _start(x: Tensor, kind: str, name: str, buffer: int) -> Sent:
-    held = x.contiguous()
-    return held, send_copies(held, kind, name, buffer)
+    tensor = x.contiguous()
+    return tensor, send_copies(tensor, kind, name, buffer)
 
 
 def _finish(sent: Sent, kind: str, name: str, buffer: int) -> Tensor:
-    held, token = sent
-    found: Tensor = take_copies(token, held, kind, name, buffer)
-    return found
+    tensor, token = sent
+    taken: Tensor = take_copies(token, tensor, kind, name, buffer)
+    return taken
 
 
 def start_sum(x: Tensor, name: str, buffer: int) -> Sent:
@@ -296,15 +296,15 @@ def summed(sent: Sent, name: str, buffer: int) -> Tensor:
     if mailbox(name).size > 2:
         of_more: Tensor = taken_sum(sent[1], sent[0], name, buffer)
         return of_more
-    held, token = sent
-    found: Tensor = added(held, arrived(token, held, name, buffer), name)
-    return found
+    tensor, token = sent
+    total: Tensor = added(tensor, arrived(token, tensor, name, buffer), name)
+    return total
 
 
 def sum_in_one_shot(x: Tensor, name: str, buffer: int) -> Tensor:
     """P → I, P → R, where nothing is computed beside it."""
-    found: Tensor = one_shot_sum(x, name, buffer)
-    return found
+    total: Tensor = one_shot_sum(x, name, buffer)
+    return total
 
 
 def start_gather(x: Tensor, name: str, buffer: int) -> Sent:

@@ -59,13 +59,13 @@ def packed(first, rng_ptr, identity, threshold, IN_FOURS: tl.constexpr):  # type
     A lane draws all counters of its word, nine where elements do not begin with a counter (`IN_FOURS`).
     """
     counter = first >> 2
-    found = tl.zeros_like(counter)
+    bits = tl.zeros_like(counter)
     COUNTERS: tl.constexpr = 8 if IN_FOURS else 9
     for i in tl.static_range(COUNTERS):
         w0, w1, w2, w3 = drawn(counter + i, rng_ptr, identity)
         low = stays(w0, threshold).to(tl.int32) | (stays(w1, threshold).to(tl.int32) << 1)
         high = stays(w2, threshold).to(tl.int32) | (stays(w3, threshold).to(tl.int32) << 1)
-        found |= (low | (high << 2)).to(tl.int64) << (4 * i)
+        bits |= (low | (high << 2)).to(tl.int64) << (4 * i)
     if not IN_FOURS:
-        found = found >> (first & 3)
-    return found.to(tl.int32)
+        bits = bits >> (first & 3)
+    return bits.to(tl.int32)

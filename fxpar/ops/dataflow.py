@@ -45,8 +45,8 @@ class Expressions:
 
     def outputs(self, program: Program) -> dict[str, int]:
         """The number of each output's expression, by name."""
-        found = self.of(program)
-        return {name: found[node] for name, node in program.output_nodes().items()}
+        numbers = self.of(program)
+        return {name: numbers[node] for name, node in program.output_nodes().items()}
 
     def parting(self, program: Program, before: Program) -> fx.Node | None:
         """The first node whose expression occurs nowhere in another program."""
@@ -56,14 +56,14 @@ class Expressions:
     def _found(self, program: Program) -> dict[fx.Node, int]:
         leaves = {p.node: f"parameter {p.fqn}" for p in program.parameters}
         leaves |= {entry.node: f"input {entry.path}" for entry in program.inputs}
-        found: dict[fx.Node, int] = {}
+        numbers: dict[fx.Node, int] = {}
         for node in program.graph.nodes:
             if node.op == "placeholder":
-                found[node] = self._number(leaves[node.name])
+                numbers[node] = self._number(leaves[node.name])
             elif node.op == "call_function":
-                key = _expression(node, found)
-                found[node] = key if isinstance(key, int) else self._number(key)
-        return found
+                key = _expression(node, numbers)
+                numbers[node] = key if isinstance(key, int) else self._number(key)
+        return numbers
 
     def _number(self, key: Hashable) -> int:
         try:
@@ -78,7 +78,7 @@ def has_same_dataflow(one: Program, other: Program) -> bool:
     return known.outputs(one) == known.outputs(other)
 
 
-def _expression(node: fx.Node, found: Mapping[fx.Node, int]) -> Hashable:
+def _expression(node: fx.Node, numbers: Mapping[fx.Node, int]) -> Hashable:
     """A key of the node's expression, or the number that it has already."""
     kind = note(node).type
     if isinstance(kind, ScalarType):
@@ -87,19 +87,19 @@ def _expression(node: fx.Node, found: Mapping[fx.Node, int]) -> Hashable:
     if target is operator.getitem and isinstance(node.args[0], fx.Node):
         source, index = node.args[0], int(node.args[1])  # type: ignore[arg-type]
         if source.target is sum_gradients:
-            return found[operands(source)[index]]
+            return numbers[operands(source)[index]]
         if source.target is all_reduce_coalesced:  # whatever else is summed with it
             axis, layout = source.kwargs["axis"], _layout(output_layouts(source)[index])
-            return source.target, axis, layout, found[operands(source)[index]]
+            return source.target, axis, layout, numbers[operands(source)[index]]
     if target in IN_BACKWARD:
         target = IN_BACKWARD[target]
         if target is None:
-            return found[operands(node)[0]]
+            return numbers[operands(node)[0]]
     args: Hashable
     if target in _COMMUTATIVE and not node.kwargs and all(isinstance(arg, fx.Node) for arg in node.args):
-        args = tuple(sorted(found[arg] for arg in node.args if isinstance(arg, fx.Node)))
+        args = tuple(sorted(numbers[arg] for arg in node.args if isinstance(arg, fx.Node)))
     else:
-        args = plain((node.args, node.kwargs), found.__getitem__)
+        args = plain((node.args, node.kwargs), numbers.__getitem__)
     placed: Hashable = None
     if isinstance(target, GraphOperator) and (target in COERCION_OF or not operands(node)):
         placed = tuple(_layout(layout) for layout in output_layouts(node))  # what it was made for

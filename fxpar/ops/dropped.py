@@ -75,8 +75,8 @@ def drawn_words(
 
 
 @drawn_words.register_fake
-def _words_shape(rng: Tensor, *given: Any) -> Tensor:
-    return rng.new_empty((given[-1] + 31) // 32, dtype=torch.int32)
+def _words_shape(rng: Tensor, *args: Any) -> Tensor:
+    return rng.new_empty((args[-1] + 31) // 32, dtype=torch.int32)
 
 
 def dropped(x: Tensor, words: Tensor, p: float) -> Tensor:
@@ -97,10 +97,10 @@ DECOMPOSITIONS = {torch.ops.fxpar.dropout.default: _decomposed}
 
 def dropout(x: Tensor, rng: Tensor, p: float, origin: int | Tensor, cuts: list[IndexCut]) -> Tensor:
     """`fxpar.ops.counter.dropout`, the same bits."""
-    given = counter.cuts_of_kernel(x, p, cuts)
-    if given is None:
+    kernel_cuts = counter.cuts_of_kernel(x, p, cuts)
+    if kernel_cuts is None:
         return counter.dropout(x, rng, p, origin, cuts)
-    outer, inner = given
+    outer, inner = kernel_cuts
     run, ranks, rank, unit, offset = 1, 1, rng, 0, rng
     if inner:
         run, rank = x.shape[inner[0].dim :].numel() // inner[0].outer, inner[0].before
@@ -109,5 +109,5 @@ def dropout(x: Tensor, rng: Tensor, p: float, origin: int | Tensor, cuts: list[I
         unit = x.numel() * ranks // outer[0].own
         offset = outer[0].before * unit
     identity, number = (origin, 0) if isinstance(origin, Tensor) else (rng, origin)
-    found: Tensor = _dropout(x.contiguous(), rng, rank, offset, identity, p, number, run, ranks, unit)
-    return found
+    output: Tensor = _dropout(x.contiguous(), rng, rank, offset, identity, p, number, run, ranks, unit)
+    return output

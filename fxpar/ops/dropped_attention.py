@@ -103,8 +103,8 @@ def drawn_probabilities(
     from fxpar.ops import dropped_launches as launches
 
     drawn = launches.Bits(rng, origin if identity is None else identity, p, heads, rows_before, heads_before)
-    batch, held, height, width = sizes
-    return launches.draw(drawn, batch, held, height, width, is_causal)
+    batch, local_heads, height, width = sizes
+    return launches.draw(drawn, batch, local_heads, height, width, is_causal)
 
 
 @drawn_probabilities.register_fake
@@ -177,6 +177,6 @@ def dropped_attention_gradient(
 
 @dropped_attention_gradient.register_fake
 def _gradient_shape(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    made = (x.new_empty(x.transpose(1, 2).shape).transpose(1, 2) for x in (query, key, value))
-    of_query, of_key, of_value = made
+    gradients = (x.new_empty(x.transpose(1, 2).shape).transpose(1, 2) for x in (query, key, value))
+    of_query, of_key, of_value = gradients
     return of_query, of_key, of_value

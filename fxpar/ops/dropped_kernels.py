@@ -54,8 +54,8 @@ def draw_kernel(  # type: ignore[no-untyped-def]
     first = ((row * all_heads + head) * height + rows) * width
     words_ptr += tl.program_id(0).to(tl.int64) * count * height
     for word in range(begin, end):
-        found = packed(first + word * 32, bits[0], origin, threshold, IN_FOURS)
-        tl.store(words_ptr + tl.cast(word, tl.int64) * height + rows, found, mask=rows < height)
+        drawn = packed(first + word * 32, bits[0], origin, threshold, IN_FOURS)
+        tl.store(words_ptr + tl.cast(word, tl.int64) * height + rows, drawn, mask=rows < height)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -119,10 +119,10 @@ def _zeros(M: tl.constexpr, D: tl.constexpr):  # type: ignore[no-untyped-def]
 @triton.jit  # type: ignore[untyped-decorator]
 def _products(a, b, D: tl.constexpr):  # type: ignore[no-untyped-def]
     """Of each row of a tile with each of another."""
-    found = tl.dot(a[0], tl.trans(b[0]), input_precision="ieee")
+    products = tl.dot(a[0], tl.trans(b[0]), input_precision="ieee")
     if D[1] > 0:
-        found = tl.dot(a[1], tl.trans(b[1]), found, input_precision="ieee")
-    return found
+        products = tl.dot(a[1], tl.trans(b[1]), products, input_precision="ieee")
+    return products
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -213,7 +213,7 @@ def forward_kernel(  # type: ignore[no-untyped-def]
     q = _tile(q_ptr, rows, q_at[2], height, d, D)
     largest = tl.full((M,), float("-inf"), tl.float32)
     total = tl.zeros((M,), tl.float32)
-    found = _zeros(M, DV)
+    weighted = _zeros(M, DV)
     full, end = _seen(block, width, M, N, CAUSAL)
     for CHECKED in tl.static_range(2):
         for start in range(full if CHECKED else 0, end if CHECKED else full, N):
@@ -228,7 +228,7 @@ def forward_kernel(  # type: ignore[no-untyped-def]
             shrunk = tl.exp2(largest - safe)
             total = total * shrunk + tl.sum(p, 1)
             p = tl.where(_kept(words_ptr, rows, start, sizes, N, False), p, 0.0)
-            found = _added(_scaled(found, shrunk[:, None], DV), p, v, DV)
+            weighted = _added(_scaled(weighted, shrunk[:, None], DV), p, v, DV)
             largest = new
     is_blind = total == 0.0
     total = tl.where(is_blind, 1.0, total)
@@ -236,7 +236,7 @@ def forward_kernel(  # type: ignore[no-untyped-def]
     log_sum = tl.where(is_blind, float("inf"), (largest + tl.log2(total)) / 1.4426950408889634)
     tl.store(log_sum_ptr + tl.program_id(0).to(tl.int64) * height + rows, log_sum, mask=rows < height)
     out_ptr += batch * out_at[0] + head * out_at[1]
-    _write(out_ptr, found, (keep / total)[:, None], rows, out_at[2], height, dv, DV)
+    _write(out_ptr, weighted, (keep / total)[:, None], rows, out_at[2], height, dv, DV)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -371,9 +371,9 @@ def keys_kernel(  # type: ignore[no-untyped-def]
             score = _products(k, q, D) * (scale * 1.4426950408889634)
             score = _scores(score, rows[None, :], columns[:, None], sizes, mask_ptr, mask_at, CHECKED, CAUSAL, MASKED)
             p = tl.exp2(score - log_sum[None, :])
-            kept = _kept(words_ptr, rows, start, sizes, N, True)
-            of_v = _added(of_v, tl.where(kept, p, 0.0), gradient, DV)
-            of_p = tl.where(kept, _products(v, gradient, DV), 0.0)
+            stays = _kept(words_ptr, rows, start, sizes, N, True)
+            of_v = _added(of_v, tl.where(stays, p, 0.0), gradient, DV)
+            of_p = tl.where(stays, _products(v, gradient, DV), 0.0)
             of_k = _added(of_k, p * (of_p - total[None, :]), q, D)
     of_k_ptr += batch * of_k_at[0] + head * of_k_at[1]
     _write(of_k_ptr, of_k, scale * keep, columns, of_k_at[2], width, d, D)

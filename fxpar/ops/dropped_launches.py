@@ -123,12 +123,12 @@ class Tiles(NamedTuple):
 
 def _tiles(kind: str, columns: int, device: torch.device) -> Tiles:
     """Those of a kernel for heads of so many columns, with as many stages as the device has shared memory for."""
-    found = _TILES[kind][columns <= 64, columns <= 128]
+    tiles = _TILES[kind][columns <= 64, columns <= 128]
     properties: Any = torch.cuda.get_device_properties(device)
     room = properties.shared_memory_per_block_optin - _SCRATCH
-    passed, held = (found.queries, found.keys) if kind == "keys" else (found.keys, found.queries)
-    stages = (room - held * columns * 4) // (passed * columns * 4)
-    return found._replace(stages=max(1, min(found.stages, stages)))
+    passed, resident = (tiles.queries, tiles.keys) if kind == "keys" else (tiles.keys, tiles.queries)
+    stages = (room - resident * columns * 4) // (passed * columns * 4)
+    return tiles._replace(stages=max(1, min(tiles.stages, stages)))
 
 
 # By kernel, and whether heads have at most 64 and 128 columns: on an H100 for 65 to 128 the fastest of eight that were
@@ -161,12 +161,12 @@ def draw(bits: Bits, batch: int, heads: int, height: int, width: int, is_causal:
     """
     count, identity = _ceil(width, 32), bits.identity
     words = torch.empty(batch, heads, count, height, dtype=torch.int32, device=bits.rng.device)
-    given = (bits.rng, identity, bits.rows_before, bits.heads_before)
+    operands = (bits.rng, identity, bits.rows_before, bits.heads_before)
     rows, per_program, warps = _DRAWN
     kernels.draw_kernel[batch * heads, _ceil(height, rows), _ceil(count, per_program)](
         words,
         (heads, bits.heads, height, width),
-        tuple(each if isinstance(each, Tensor) else bits.rng for each in given),
+        tuple(operand if isinstance(operand, Tensor) else bits.rng for operand in operands),
         0 if isinstance(identity, Tensor) else (identity ^ _SIGN) - _SIGN,
         int(bits.p * 2**32) - _SIGN,
         CAUSAL=is_causal,

@@ -79,19 +79,19 @@ def engine_linear(x: Tensor, weight: Tensor, counts: Tensor, transposed: bool) -
     if experts.mT.is_contiguous():
         experts, transposed = experts.mT, not transposed
     experts = experts.contiguous()  # it reads no strides
-    found = x.new_empty((*groups.shape[:2], experts.shape[-1 if transposed else -2]))
+    products = x.new_empty((*groups.shape[:2], experts.shape[-1 if transposed else -2]))
     for g, splits in enumerate(_splits(counts)):
-        _multiply(groups[g].contiguous(), experts[g % len(experts)], splits, transposed, found[g])
-    return found.view(*x.shape[:-1], found.shape[-1])
+        _multiply(groups[g].contiguous(), experts[g % len(experts)], splits, transposed, products[g])
+    return products.view(*x.shape[:-1], products.shape[-1])
 
 
 def _multiply(x: Tensor, matrices: Tensor, splits: Sequence[int], transposed: bool, out: Tensor) -> None:
     """One group's rows; in its notation, of columns, the matrix is the left operand."""
     end = sum(splits)
     out[end:] = 0
-    own = [(matrix, rows) for matrix, rows in zip(matrices, x[:end].split(splits), strict=True) if len(rows)]
-    if own:
-        left, right = map(list, zip(*own, strict=True))
+    pairs = [(matrix, rows) for matrix, rows in zip(matrices, x[:end].split(splits), strict=True) if len(rows)]
+    if pairs:
+        left, right = map(list, zip(*pairs, strict=True))
         _run(left, right, [out[:end]], layout="NN" if transposed else "TN", single_output=True)
 
 
@@ -103,28 +103,28 @@ def _linear_shape(x: Tensor, weight: Tensor, counts: Tensor, transposed: bool) -
 @torch_operator("engine_outer", torch.Tag.cudagraph_unsafe)
 def engine_outer(a: Tensor, b: Tensor, counts: Tensor, leading: int) -> Tensor:
     """See `fxpar.ops.grouped.grouped_outer`."""
-    left, right, kept = a[None].flatten(0, -3), b[None].flatten(0, -3), counts.shape[counts.dim() - 1 - leading :]
+    left, right, lead = a[None].flatten(0, -3), b[None].flatten(0, -3), counts.shape[counts.dim() - 1 - leading :]
     splits = _splits(counts)
-    shape = (*kept, a.shape[-1], b.shape[-1])
-    found = a.new_empty(shape) if splits else a.new_zeros(shape)
-    own = found[None].flatten(0, -4)
-    for g, each in enumerate(splits):
+    shape = (*lead, a.shape[-1], b.shape[-1])
+    sums = a.new_empty(shape) if splits else a.new_zeros(shape)
+    groups = sums[None].flatten(0, -4)
+    for g, sizes in enumerate(splits):
         # Groups behind the first ones share their experts.
-        _multiply_outer(left[g].contiguous(), right[g].contiguous(), each, own[g % len(own)], g >= len(own))
-    return found
+        _multiply_outer(left[g].contiguous(), right[g].contiguous(), sizes, groups[g % len(groups)], g >= len(groups))
+    return sums
 
 
 def _multiply_outer(a: Tensor, b: Tensor, splits: Sequence[int], out: Tensor, adds: bool) -> None:
     """One group's sums of outer products."""
     end = sum(splits)
-    own = []
+    triples = []
     for matrix, x, y in zip(out, a[:end].split(splits), b[:end].split(splits), strict=True):
         if len(x):
-            own.append((y, x, matrix))
+            triples.append((y, x, matrix))
         elif not adds:
             matrix.zero_()
-    if own:
-        left, right, into = map(list, zip(*own, strict=True))
+    if triples:
+        left, right, into = map(list, zip(*triples, strict=True))
         _run(left, right, into, layout="NT", accumulate=adds)
 
 
@@ -136,13 +136,13 @@ def _outer_shape(a: Tensor, b: Tensor, counts: Tensor, leading: int) -> Tensor:
 def _splits(counts: Tensor) -> list[list[int]]:
     """For each group how many rows its experts have; the counts are on the host."""
     assert not counts.is_cuda, "rows are counted on the device, where reading them would wait"
-    found: list[list[int]] = counts[None].flatten(0, -2).tolist()
-    return found
+    splits: list[list[int]] = counts[None].flatten(0, -2).tolist()
+    return splits
 
 
 def _run(left: list[Tensor], right: list[Tensor], out: list[Tensor], **how: Any) -> None:
     """Products of dense matrices, none of them empty, into `out`."""
-    dtype, rows = right[0].dtype, [len(each) for each in right]
+    dtype, rows = right[0].dtype, [len(matrix) for matrix in right]
     _grouped_gemm()(left, right, out, quantization_params=[None] * len(left), out_dtype=dtype, m_splits=rows, **how)
 
 

@@ -37,11 +37,11 @@ def split_sizes(order: Tensor, counts: Tensor, received: Tensor) -> Tensor:
 
 def start_sizes(order: Tensor, counts: Tensor, received: Tensor) -> tuple[Tensor, Any]:
     """The split sizes on their way to the host, and what tells that they are there: nothing waits yet."""
-    made = split_sizes(order, counts, received)
-    if made.device.type != "cuda" or is_fake(made):
-        return made.to("cpu"), None
-    there = torch.empty(made.shape, dtype=made.dtype, pin_memory=True)
-    there.copy_(made, non_blocking=True)
+    sizes = split_sizes(order, counts, received)
+    if sizes.device.type != "cuda" or is_fake(sizes):
+        return sizes.to("cpu"), None
+    there = torch.empty(sizes.shape, dtype=sizes.dtype, pin_memory=True)
+    there.copy_(sizes, non_blocking=True)
     event = torch.cuda.Event()
     event.record()
     return there, event
@@ -62,10 +62,10 @@ def _numbers(sizes: Tensor, ranks: int, balanced: int) -> tuple[list[int], list[
         balanced: those of a source where `sizes` has no values and all ranks are taken to get as many.
     """
     if is_fake(sizes):
-        each = [balanced // ranks + (rank < balanced % ranks) for rank in range(ranks)]
-        return each, each, balanced
-    found = sizes.flatten().tolist()
-    return found[:ranks], found[ranks : 2 * ranks], found[2 * ranks]
+        shares = [balanced // ranks + (rank < balanced % ranks) for rank in range(ranks)]
+        return shares, shares, balanced
+    numbers = sizes.flatten().tolist()
+    return numbers[:ranks], numbers[ranks : 2 * ranks], numbers[2 * ranks]
 
 
 @torch.library.custom_op("fxpar::packed_rows", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
@@ -94,25 +94,25 @@ def _unpacked_shape(x: Tensor, sizes: Tensor, ranks: int, lead: int) -> Tensor:
 
 def start_there(x: Tensor, sizes: Tensor, group: str, ranks: int) -> Tensor:
     """The rows on their way to their experts."""
-    own = packed_rows(x, sizes, ranks)
+    packed = packed_rows(x, sizes, ranks)
     sent, received, _ = _numbers(sizes, ranks, x.shape[-2])
-    return _c10d.all_to_all_single(own, received, sent, group)  # type: ignore[no-any-return]
+    return _c10d.all_to_all_single(packed, received, sent, group)  # type: ignore[no-any-return]
 
 
 def arrived_there(started: Tensor, lead: int) -> Tensor:
     """Of `start_there`: [lead, rows, h]."""
-    own = _c10d.wait_tensor(started)
-    return own.view(*[1] * lead, *own.shape)  # type: ignore[no-any-return]
+    rows = _c10d.wait_tensor(started)
+    return rows.view(*[1] * lead, *rows.shape)  # type: ignore[no-any-return]
 
 
 def start_back(x: Tensor, sizes: Tensor, group: str, ranks: int) -> Tensor:
     """The rows on their way back: all that a holder has."""
-    own = x.contiguous().view(-1, x.shape[-1])
+    rows = x.contiguous().view(-1, x.shape[-1])
     sent, received, _ = _numbers(sizes, ranks, x.shape[-2])
-    return _c10d.all_to_all_single(own, sent, received, group)  # type: ignore[no-any-return]
+    return _c10d.all_to_all_single(rows, sent, received, group)  # type: ignore[no-any-return]
 
 
 def arrived_back(started: Tensor, sizes: Tensor, ranks: int, lead: int) -> Tensor:
     """Of `start_back`: [lead, rows, h]."""
-    own: Tensor = unpacked_rows(_c10d.wait_tensor(started), sizes, ranks, lead)
-    return own
+    rows: Tensor = unpacked_rows(_c10d.wait_tensor(started), sizes, ranks, lead)
+    return rows

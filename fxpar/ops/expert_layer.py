@@ -73,15 +73,15 @@ def experts(
     rows = take_rows(hidden.to(down.dtype), order, k)
 
     def added(x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
-        made: Tensor = grouped_linear(x, matrix, counts, transposed)
-        return made if bias is None else made + spread_rows(bias, counts, made.shape[-2])
+        product: Tensor = grouped_linear(x, matrix, counts, transposed)
+        return product if bias is None else product + spread_rows(bias, counts, product.shape[-2])
 
     inner = [added(rows, matrix, biases[i] if biases else None) for i, matrix in enumerate(first)]
     is_fused = activation is swiglu and len(inner) == 1
-    made = swiglu_rows(halves(inner[0]), counts) if is_fused else activation(*inner)
-    made = added(made, down, down_bias)
-    made = made if norm is None else norm(made)
-    summed: Tensor = put_weighed(made, weights, order, hidden.dtype)
+    expert_rows = swiglu_rows(halves(inner[0]), counts) if is_fused else activation(*inner)
+    expert_rows = added(expert_rows, down, down_bias)
+    expert_rows = expert_rows if norm is None else norm(expert_rows)
+    summed: Tensor = put_weighed(expert_rows, weights, order, hidden.dtype)
     return summed
 
 

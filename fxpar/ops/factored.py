@@ -58,11 +58,11 @@ def _picked(x: Tensor, dim: int, outer: int, count: int, position: Tensor) -> Te
 
 def summand(grad: Tensor, dim: int, pieces: Pieces, n: int, index: Tensor) -> Tensor:
     """A rank's summand of the gradients of the shared blocks: its own in their places, zeros elsewhere."""
-    found = []
+    parts = []
     for piece, part in zip(pieces, _segments(grad, dim, [piece.length for piece in pieces]), strict=True):
         if piece.copies > 1:
-            found.append(_placed(part, dim, piece.outer, n // piece.copies, index // piece.copies))
-    return torch.cat(found, dim)
+            parts.append(_placed(part, dim, piece.outer, n // piece.copies, index // piece.copies))
+    return torch.cat(parts, dim)
 
 
 def restored(grad: Tensor, total: Tensor, dim: int, pieces: Pieces, n: int, index: Tensor) -> Tensor:
@@ -84,20 +84,20 @@ def _part(index: Tensor, piece: Shared) -> Tensor:
 def take_part(x: Tensor, dim: int, pieces: Sequence[Sequence[Any]], index: Tensor) -> Tensor:
     """`fxpar.take_part`: each rank keeps its part of its blocks; pieces as tuples of `Shared`'s fields."""
     shared = [Shared(*p) for p in pieces]
-    found = []
-    for piece, own in zip(shared, _segments(x, dim, [piece.length for piece in shared]), strict=True):
-        found.append(own if piece.parts == 1 else _picked(own, dim, piece.outer, piece.parts, _part(index, piece)))
-    return torch.cat(found, dim)
+    parts = []
+    for piece, part in zip(shared, _segments(x, dim, [piece.length for piece in shared]), strict=True):
+        parts.append(part if piece.parts == 1 else _picked(part, dim, piece.outer, piece.parts, _part(index, piece)))
+    return torch.cat(parts, dim)
 
 
 def pad_part(x: Tensor, dim: int, pieces: Sequence[Sequence[Any]], index: Tensor) -> Tensor:
     """`fxpar.pad_part`; pieces are those of the result, as tuples of `Shared`'s fields."""
     shared = [Shared(*p) for p in pieces]
     lengths = [None if piece.length is None else piece.length // piece.parts for piece in shared]
-    found = []
-    for piece, own in zip(shared, _segments(x, dim, lengths), strict=True):
-        found.append(own if piece.parts == 1 else _placed(own, dim, piece.outer, piece.parts, _part(index, piece)))
-    return torch.cat(found, dim)
+    parts = []
+    for piece, part in zip(shared, _segments(x, dim, lengths), strict=True):
+        parts.append(part if piece.parts == 1 else _placed(part, dim, piece.outer, piece.parts, _part(index, piece)))
+    return torch.cat(parts, dim)
 
 
 def start_sum_shared(

@@ -73,14 +73,14 @@ def kernel(call: Call) -> Kernel | None:
     if query.device.type == "meta":
         return _of_any_gpu(call)
     # Asked of a tensor without values, PyTorch's own choice would be that of another device.
-    given = cuda.SDPAParams(query, key, value, call.mask, 0.0, call.is_causal, call.enable_gqa)
+    parameters = cuda.SDPAParams(query, key, value, call.mask, 0.0, call.is_causal, call.enable_gqa)
     order = [int(choice) for choice in torch._C._get_sdp_priority_order()]
     if torch.cuda.get_device_capability(query.device)[0] in _CUDNN_FIRST:
         order = sorted(order, key=lambda choice: choice != _CUDNN)
     for choice in order:
-        found = _KERNELS.get(choice)
-        if found is not None and found[0]() and found[1](given):
-            return found[2]
+        candidate = _KERNELS.get(choice)
+        if candidate is not None and candidate[0]() and candidate[1](parameters):
+            return candidate[2]
     return None
 
 
@@ -101,14 +101,14 @@ def _of_any_gpu(call: Call) -> Kernel | None:
 
 def _cpu(call: Call) -> tuple[Tensor, Tensor]:
     args = (call.query, call.key, call.value, 0.0, call.is_causal)
-    found, log_sum = aten._scaled_dot_product_flash_attention_for_cpu(*args, attn_mask=call.mask, scale=call.scale)
-    return found, log_sum
+    output, log_sum = aten._scaled_dot_product_flash_attention_for_cpu(*args, attn_mask=call.mask, scale=call.scale)
+    return output, log_sum
 
 
 def _cpu_backward(call: Call, gradient: Tensor, out: Tensor, log_sum: Tensor) -> tuple[Tensor, ...]:
     args = (gradient, call.query, call.key, call.value, out, log_sum, 0.0, call.is_causal)
-    found = aten._scaled_dot_product_flash_attention_for_cpu_backward(*args, attn_mask=call.mask, scale=call.scale)
-    return tuple(found)
+    gradients = aten._scaled_dot_product_flash_attention_for_cpu_backward(*args, attn_mask=call.mask, scale=call.scale)
+    return tuple(gradients)
 
 
 # ---------------------------------------------------------------------- CUDA
@@ -121,8 +121,8 @@ def _no_bits(call: Call, dtype: torch.dtype, *shape: int) -> Tensor:
 
 def _flash(call: Call) -> tuple[Tensor, Tensor]:
     args = (call.query, call.key, call.value, 0.0, call.is_causal, False)
-    found: Any = aten._scaled_dot_product_flash_attention(*args, scale=call.scale)
-    return found[0], found[1]
+    outputs: Any = aten._scaled_dot_product_flash_attention(*args, scale=call.scale)
+    return outputs[0], outputs[1]
 
 
 def _flash_backward(call: Call, gradient: Tensor, out: Tensor, log_sum: Tensor) -> tuple[Tensor, ...]:
@@ -145,8 +145,8 @@ def _bias(call: Call) -> Tensor | None:
 def _efficient(call: Call) -> tuple[Tensor, Tensor]:
     key, value = (_repeated(x, call) for x in (call.key, call.value))
     args = (call.query, key, value, _bias(call), True, 0.0, call.is_causal)
-    found: Any = aten._scaled_dot_product_efficient_attention(*args, scale=call.scale)
-    return found[0], found[1][..., : call.query.shape[-2]].contiguous()
+    outputs: Any = aten._scaled_dot_product_efficient_attention(*args, scale=call.scale)
+    return outputs[0], outputs[1][..., : call.query.shape[-2]].contiguous()
 
 
 def _efficient_backward(call: Call, gradient: Tensor, out: Tensor, log_sum: Tensor) -> tuple[Tensor, ...]:
@@ -161,8 +161,8 @@ def _efficient_backward(call: Call, gradient: Tensor, out: Tensor, log_sum: Tens
 
 def _cudnn(call: Call) -> tuple[Tensor, Tensor]:
     args = (call.query, call.key, call.value, _bias(call), True, 0.0, call.is_causal, False)
-    found: Any = aten._scaled_dot_product_cudnn_attention(*args, scale=call.scale)
-    return found[0], found[1].reshape(call.query.shape[:-1])
+    outputs: Any = aten._scaled_dot_product_cudnn_attention(*args, scale=call.scale)
+    return outputs[0], outputs[1].reshape(call.query.shape[:-1])
 
 
 def _cudnn_backward(call: Call, gradient: Tensor, out: Tensor, log_sum: Tensor) -> tuple[Tensor, ...]:

@@ -18,8 +18,8 @@ from fxpar.ops.rows import kernels, nobodys, promoted
 
 def halves(x: Tensor) -> Tensor:
     """[..., 2 * n] → [..., 2, n]: the same elements."""
-    found: Tensor = x.unflatten(-1, (2, x.shape[-1] // 2))
-    return found
+    pair: Tensor = x.unflatten(-1, (2, x.shape[-1] // 2))
+    return pair
 
 
 @torch.library.custom_op("fxpar::swiglu_rows", mutates_args=())
@@ -40,11 +40,11 @@ def swiglu_rows(x: Tensor, counts: Tensor, fill: bool = True) -> Tensor:
     if module is not None:
         from fxpar.ops import gate_kernels
 
-        found = gate_kernels.gate(_groups(x, 3), counts.sum(-1).view(-1), fill)
-        return found.view(*x.shape[:-2], x.shape[-1])
+        gated = gate_kernels.gate(_groups(x, 3), counts.sum(-1).view(-1), fill)
+        return gated.view(*x.shape[:-2], x.shape[-1])
     gate, up = x.to(promoted(x.dtype)).unbind(-2)
-    held: Tensor = torch.where(_are_somebodys(x.shape[-3], counts), functional.silu(gate) * up, nobodys(fill))
-    return held.to(x.dtype)
+    masked: Tensor = torch.where(_are_somebodys(x.shape[-3], counts), functional.silu(gate) * up, nobodys(fill))
+    return masked.to(x.dtype)
 
 
 @swiglu_rows.register_fake
@@ -69,13 +69,13 @@ def swiglu_gradient(gradient: Tensor, x: Tensor, counts: Tensor, fill: bool = Tr
     if module is not None:
         from fxpar.ops import gate_kernels
 
-        own = counts.sum(-1).view(-1)
-        return gate_kernels.gate_backward(_groups(gradient, 2), _groups(x, 3), own, fill).view(x.shape)
+        row_counts = counts.sum(-1).view(-1)
+        return gate_kernels.gate_backward(_groups(gradient, 2), _groups(x, 3), row_counts, fill).view(x.shape)
     gate, up = x.to(promoted(x.dtype)).unbind(-2)
     wide, share = gradient.to(gate.dtype), gate.sigmoid()
-    made = torch.stack([wide * up * share * (1 + gate * (1 - share)), wide * gate * share], dim=-2)
-    held: Tensor = torch.where(_are_somebodys(x.shape[-3], counts).unsqueeze(-1), made, nobodys(fill))
-    return held.to(x.dtype)
+    stacked = torch.stack([wide * up * share * (1 + gate * (1 - share)), wide * gate * share], dim=-2)
+    masked: Tensor = torch.where(_are_somebodys(x.shape[-3], counts).unsqueeze(-1), stacked, nobodys(fill))
+    return masked.to(x.dtype)
 
 
 @swiglu_gradient.register_fake
@@ -83,9 +83,9 @@ def _gradient_shape(gradient: Tensor, x: Tensor, counts: Tensor, fill: bool = Tr
     return x.new_empty(x.shape)
 
 
-def _groups(x: Tensor, own: int) -> Tensor:
-    lead = x.shape[: x.dim() - own]
-    return x.contiguous().view(math.prod(lead), *x.shape[x.dim() - own :])
+def _groups(x: Tensor, dims: int) -> Tensor:
+    lead = x.shape[: x.dim() - dims]
+    return x.contiguous().view(math.prod(lead), *x.shape[x.dim() - dims :])
 
 
 def _are_somebodys(rows: int, counts: Tensor) -> Tensor:
@@ -111,8 +111,8 @@ def _gradient_backward(ctx: Any, tangent: Tensor) -> tuple[Tensor, Tensor, None,
     is_row = _are_somebodys(x.shape[-3], counts)
     for_gradient = for_gate * up * first + for_up * gate * share
     parts = gradient * (for_gate * up * second + for_up * first), gradient * for_gate * first
-    made = torch.where(is_row.unsqueeze(-1), torch.stack(parts, dim=-2), 0)
-    return torch.where(is_row, for_gradient, 0), made, None, None
+    for_x = torch.where(is_row.unsqueeze(-1), torch.stack(parts, dim=-2), 0)
+    return torch.where(is_row, for_gradient, 0), for_x, None, None
 
 
 swiglu_rows.register_autograd(_backward, setup_context=_keep)

@@ -20,9 +20,9 @@ from torch import Tensor
 from fxpar.ops.grouped_kernels import outer, product
 
 
-def _experts_of(values: Tensor, own: int) -> Tensor:
-    """What belongs to experts, its groups in one dimension; `own` are the dimensions of a group."""
-    return values.reshape(math.prod(values.shape[: values.dim() - own]), *values.shape[values.dim() - own :])
+def _experts_of(values: Tensor, dims: int) -> Tensor:
+    """What belongs to experts, its groups in one dimension; `dims` are the dimensions of a group."""
+    return values.reshape(math.prod(values.shape[: values.dim() - dims]), *values.shape[values.dim() - dims :])
 
 
 def _groups(rows: Tensor) -> Tensor:
@@ -62,12 +62,12 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor, transposed: bool, 
     matrices, groups = _experts_of(weight, 3), _groups(x)
     matrices = matrices if transposed else matrices.mT
     counted = counts.reshape(-1, counts.shape[-1])
-    found = [product(each, matrices[g % len(matrices)], counted[g], fill) for g, each in enumerate(groups)]
+    products = [product(rows, matrices[g % len(matrices)], counted[g], fill) for g, rows in enumerate(groups)]
     shape = (*x.shape[:-1], matrices.shape[-1])
-    if not found:
+    if not products:
         return x.new_zeros(shape)
     # One group's is given as it is: a stack would be a copy of all rows.
-    return (found[0] if len(found) == 1 else torch.stack(found)).reshape(shape)
+    return (products[0] if len(products) == 1 else torch.stack(products)).reshape(shape)
 
 
 @grouped_linear.register_fake
@@ -90,19 +90,19 @@ def grouped_outer(a: Tensor, b: Tensor, counts: Tensor, leading: int) -> Tensor:
     """
     left, right = _groups(a), _groups(b)
     counted = counts.reshape(-1, counts.shape[-1])
-    found = [outer(x, y, each) for x, y, each in zip(left, right, counted, strict=True)]
-    kept = counts.shape[counts.dim() - 1 - leading :]
-    shape = (*kept, a.shape[-1], b.shape[-1])
-    if not found:
+    sums = [outer(x, y, sizes) for x, y, sizes in zip(left, right, counted, strict=True)]
+    lead = counts.shape[counts.dim() - 1 - leading :]
+    shape = (*lead, a.shape[-1], b.shape[-1])
+    if not sums:
         return a.new_zeros(shape)
     # One group's is given as it is: these are as large as all experts' matrices.
-    return found[0].reshape(shape) if len(found) == 1 else _summed(torch.stack(found), kept[:-1])
+    return sums[0].reshape(shape) if len(sums) == 1 else _summed(torch.stack(sums), lead[:-1])
 
 
 @grouped_outer.register_fake
 def _outer_shape(a: Tensor, b: Tensor, counts: Tensor, leading: int) -> Tensor:
-    kept = counts.shape[counts.dim() - 1 - leading :]
-    return a.new_empty((*kept, a.shape[-1], b.shape[-1]))
+    lead = counts.shape[counts.dim() - 1 - leading :]
+    return a.new_empty((*lead, a.shape[-1], b.shape[-1]))
 
 
 @torch.library.custom_op("fxpar::group_sizes", mutates_args=())
@@ -128,15 +128,15 @@ def spread_rows(v: Tensor, counts: Tensor, rows: int) -> Tensor:
     Returns:
         [..., M, o].
     """
-    own, counted = _experts_of(v, 2), counts.reshape(-1, counts.shape[-1])
+    biases, counted = _experts_of(v, 2), counts.reshape(-1, counts.shape[-1])
     shape = (*counts.shape[:-1], rows, v.shape[-1])
     if not len(counted) or not counts.shape[-1]:
         return v.new_zeros(shape)
     owners = _owners(counted, rows)
-    own = own.repeat(len(counted) // len(own), 1, 1) if len(own) != len(counted) else own
+    biases = biases.repeat(len(counted) // len(biases), 1, 1) if len(biases) != len(counted) else biases
     place = owners.clamp_max(counts.shape[-1] - 1).unsqueeze(-1).expand(-1, -1, v.shape[-1])
-    found = torch.where((owners < counts.shape[-1]).unsqueeze(-1), own.gather(1, place), 0)
-    return found.reshape(shape)
+    spread = torch.where((owners < counts.shape[-1]).unsqueeze(-1), biases.gather(1, place), 0)
+    return spread.reshape(shape)
 
 
 @spread_rows.register_fake
@@ -160,9 +160,9 @@ def sum_by_expert(y: Tensor, counts: Tensor, leading: int) -> Tensor:
     owners = _owners(counted, y.shape[-2])
     # As a product, whose order of additions is fixed; index_add has none on GPUs. What is nobody's may be no number.
     chosen = owners.unsqueeze(1) == torch.arange(counts.shape[-1], device=y.device).unsqueeze(-1)
-    held = torch.where((owners < counts.shape[-1]).unsqueeze(-1), groups, 0)
-    kept = counts.shape[counts.dim() - 1 - leading : -1]
-    return _summed(chosen.to(y.dtype) @ held, tuple(kept))
+    rows = torch.where((owners < counts.shape[-1]).unsqueeze(-1), groups, 0)
+    lead = counts.shape[counts.dim() - 1 - leading : -1]
+    return _summed(chosen.to(y.dtype) @ rows, tuple(lead))
 
 
 @sum_by_expert.register_fake

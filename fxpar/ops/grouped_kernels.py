@@ -29,23 +29,23 @@ def product(x: Tensor, matrices: Tensor, counts: Tensor, fill: bool) -> Tensor:
     x = x.contiguous()
     if _has_kernel(x, matrices):
         ends = _ends(counts)
-        found: Tensor = torch.ops.aten._grouped_mm(x, matrices, ends).contiguous()  # it may have padded rows
+        products: Tensor = torch.ops.aten._grouped_mm(x, matrices, ends).contiguous()  # it may have padded rows
         if not fill:
-            return found
-        module = rows.kernels(found)  # torch's leaves the rows behind all experts' as they are
+            return products
+        module = rows.kernels(products)  # torch's leaves the rows behind all experts' as they are
         if module is not None:
-            cleared: Tensor = module.clear_behind(found, ends[-1])
+            cleared: Tensor = module.clear_behind(products, ends[-1])
             return cleared
         places = torch.arange(x.shape[0], device=x.device)
-        return torch.where((places < ends[-1]).unsqueeze(-1), found, 0)
-    found = x.new_full((x.shape[0], matrices.shape[-1]), rows.nobodys(fill))
+        return torch.where((places < ends[-1]).unsqueeze(-1), products, 0)
+    products = x.new_full((x.shape[0], matrices.shape[-1]), rows.nobodys(fill))
     if _is_recorded(x):
-        for own, matrix in zip(_masks(counts, x.shape[0]), matrices, strict=True):
-            found = torch.where(own, x @ matrix, found)
-        return found
+        for mask, matrix in zip(_masks(counts, x.shape[0]), matrices, strict=True):
+            products = torch.where(mask, x @ matrix, products)
+        return products
     for e, start, end in _runs(counts):
-        torch.mm(x[start:end], matrices[e], out=found[start:end])
-    return found
+        torch.mm(x[start:end], matrices[e], out=products[start:end])
+    return products
 
 
 def outer(left: Tensor, right: Tensor, counts: Tensor) -> Tensor:
@@ -58,16 +58,16 @@ def outer(left: Tensor, right: Tensor, counts: Tensor) -> Tensor:
     """
     left, right = left.contiguous(), right.contiguous()
     if _has_kernel(left, right) and left.shape[0]:
-        found: Tensor = torch.ops.aten._grouped_mm(left.mT, right, _ends(counts)).contiguous()
-        return found
-    found = left.new_zeros(counts.shape[0], left.shape[-1], right.shape[-1])
+        sums: Tensor = torch.ops.aten._grouped_mm(left.mT, right, _ends(counts)).contiguous()
+        return sums
+    sums = left.new_zeros(counts.shape[0], left.shape[-1], right.shape[-1])
     if _is_recorded(left):
-        for e, own in enumerate(_masks(counts, left.shape[0])):
-            found[e] = torch.where(own, left, 0).mT @ torch.where(own, right, 0)
-        return found
+        for e, mask in enumerate(_masks(counts, left.shape[0])):
+            sums[e] = torch.where(mask, left, 0).mT @ torch.where(mask, right, 0)
+        return sums
     for e, start, end in _runs(counts):
-        torch.mm(left[start:end].mT, right[start:end], out=found[e])
-    return found
+        torch.mm(left[start:end].mT, right[start:end], out=sums[e])
+    return sums
 
 
 def _ends(counts: Tensor) -> Tensor:
@@ -97,11 +97,11 @@ def _is_recorded(x: Tensor) -> bool:
 
 def _has_kernel(*operands: Tensor) -> bool:
     """Whether torch multiplies them in one kernel with sizes that it reads on the device: bfloat16 from Hopper on."""
-    if not all(each.is_cuda and each.dtype == torch.bfloat16 for each in operands):
+    if not all(operand.is_cuda and operand.dtype == torch.bfloat16 for operand in operands):
         return False
     if torch.cuda.get_device_capability(operands[0].device) < (9, 0):
         return False
-    return all(_is_aligned(each) for each in operands)
+    return all(_is_aligned(operand) for operand in operands)
 
 
 def _is_aligned(x: Tensor) -> bool:

@@ -42,28 +42,28 @@ def create_groups(mesh: Mesh, names: Iterable[str], timeout: timedelta | None = 
     Raises:
         PlanError: a name has no meaning.
     """
-    made: dict[Groups, Group | None] = {}
-    found = {}
+    created: dict[Groups, Group | None] = {}
+    groups = {}
     for name in names:
         ranks = mesh.groups(name)
-        if ranks not in made:
-            made[ranks] = _create(ranks, name, timeout)
-        group = made[ranks]
+        if ranks not in created:
+            created[ranks] = _create(ranks, name, timeout)
+        group = created[ranks]
         if group is not None:
-            found[name] = group
-    return found
+            groups[name] = group
+    return groups
 
 
 def _create(ranks: Groups, name: str, timeout: timedelta | None) -> Group | None:
     several = [list(group) for group in ranks if len(group) > 1]
     if not several:
         return None
-    own, limit = dist.group.WORLD, limit_of_cpus()
+    communicator, limit = dist.group.WORLD, limit_of_cpus()
     is_all = several == [list(range(dist.get_world_size()))]
     if not is_all or limit is not None:
         limit = limit if is_all else timeout
-        own, _ = dist.new_subgroups_by_enumeration(several, timeout=limit, group_desc=name)
-    return None if own is None else Group(own.group_name, own.size())
+        communicator, _ = dist.new_subgroups_by_enumeration(several, timeout=limit, group_desc=name)
+    return None if communicator is None else Group(communicator.group_name, communicator.size())
 
 
 def limit_of_cpus() -> timedelta | None:
@@ -86,11 +86,11 @@ def process_group(group: Group) -> dist.ProcessGroup:
         RankError: a module whose group it is has failed.
     """
     name: Any = group.name  # newer versions of torch want a type of their own, which is a text
-    found = _resolve_process_group(name)
-    error = _REFUSED.get(found)
+    resolved = _resolve_process_group(name)
+    error = _REFUSED.get(resolved)
     if error is not None:
         raise RankError(error.reason, where=error.where, remedy=error.remedy)
-    return found
+    return resolved
 
 
 def refuse_group(group: Group, error: RankError) -> None:
@@ -108,9 +108,9 @@ def hold(holder: object, groups: Iterable[Group]) -> None:
     """Keeps groups from being closed as long as an object lives; those that torch.distributed made are never closed."""
     for group in groups:
         name: Any = group.name
-        found = _resolve_process_group(name)
-        if found is not dist.group.WORLD and found.name() == "gloo":
-            _HOLDERS.setdefault(found, []).append(weakref.ref(holder))
+        resolved = _resolve_process_group(name)
+        if resolved is not dist.group.WORLD and resolved.name() == "gloo":
+            _HOLDERS.setdefault(resolved, []).append(weakref.ref(holder))
 
 
 def close_abandoned() -> None:
@@ -145,7 +145,7 @@ def device_mesh(
     for dim, (axis, _) in reversed([*enumerate(wide)]):
         ranks = ranks.select(dim, at[axis]) if axis in at else ranks
     names = tuple(axis for axis, _ in wide if axis not in at)
-    own = [process_group(groups[axis]) for axis in names]
-    made = DeviceMesh.from_group(own, device.type, mesh=ranks, mesh_dim_names=names)
-    hold(made, [groups[axis] for axis in names])
-    return made
+    process_groups = [process_group(groups[axis]) for axis in names]
+    mesh = DeviceMesh.from_group(process_groups, device.type, mesh=ranks, mesh_dim_names=names)
+    hold(mesh, [groups[axis] for axis in names])
+    return mesh

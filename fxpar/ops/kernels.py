@@ -145,13 +145,13 @@ def _draw_kernel(  # type: ignore[no-untyped-def]
         origin = tl.load(identity_ptr)
     if IN_WORDS:
         first = _index(local, rank_ptr, offset_ptr, run, ranks, IS_CUT, IS_MOVED)
-        found = packed(first, rng_ptr, origin, threshold, IN_FOURS)
+        words = packed(first, rng_ptr, origin, threshold, IN_FOURS)
     else:
-        found = tl.zeros_like(local)
+        words = tl.zeros_like(local)
         for i in range(32):
             index = _index(local + i, rank_ptr, offset_ptr, run, ranks, IS_CUT, IS_MOVED)
-            found |= stays(one_word(index, rng_ptr, origin), threshold).to(tl.int32) << i
-    tl.store(words_ptr + place, found, mask=place * 32 < count)
+            words |= stays(one_word(index, rng_ptr, origin), threshold).to(tl.int32) << i
+    tl.store(words_ptr + place, words, mask=place * 32 < count)
 
 
 def dropout(x: Tensor, cut: Cut) -> Tensor:

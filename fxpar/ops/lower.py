@@ -61,14 +61,14 @@ class Lowered:
         """Names of all placeholders in order."""
         return (*self.inputs, *self.places)
 
-    def only(self, wanted: tuple[str, ...]) -> Lowered:
+    def only(self, names: tuple[str, ...]) -> Lowered:
         """A copy, with code of its own, that returns some of the outputs."""
         graph = fx.Graph()
         results: Any = graph.graph_copy(self.module.graph, {})
         by_name = dict(zip(self.outputs, results, strict=True))
-        graph.output(tuple(by_name[name] for name in wanted))
+        graph.output(tuple(by_name[name] for name in names))
         graph.eliminate_dead_code(is_impure_node=_is_kept)
-        return replace(self, module=fx.GraphModule(self.module, graph), outputs=wanted)
+        return replace(self, module=fx.GraphModule(self.module, graph), outputs=names)
 
 
 def lower(
@@ -116,36 +116,36 @@ def _is_kept(node: fx.Node) -> bool:
 
 def _replace(node: fx.Node, record: Operator, rank: OnRank) -> None:
     """Puts what a rank runs in place of a graph operator."""
-    found = record.lower(node, rank)
-    if isinstance(found, fx.Node):
-        node.replace_all_uses_with(found)
+    lowered = record.lower(node, rank)
+    if isinstance(lowered, fx.Node):
+        node.replace_all_uses_with(lowered)
         node.graph.erase_node(node)
         return
-    node.target, node.args, node.kwargs = found.function, found.arguments, {}
-    if found.finish is not None:
-        _finish(node, found.finish, found.rest)
+    node.target, node.args, node.kwargs = lowered.function, lowered.arguments, {}
+    if lowered.finish is not None:
+        _finish(node, lowered.finish, lowered.rest)
 
 
 def _finish(start: fx.Node, function: Any, rest: tuple[Any, ...]) -> None:
     """Waits for what a node started: in front of its first reader, at the latest where its phase or its call ends."""
     readers, last = set(start.users), start
-    kept = note(start)
-    while last.next not in readers and last.next.op == "call_function" and _is_beside(last.next, kept):
+    start_note = note(start)
+    while last.next not in readers and last.next.op == "call_function" and _is_beside(last.next, start_note):
         last = last.next
     with start.graph.inserting_after(last):
-        made = start.graph.call_function(function, (start, *rest))
-    start.replace_all_uses_with(made, delete_user_cb=lambda reader: reader is not made)
-    set_note(made, kept)
+        finish = start.graph.call_function(function, (start, *rest))
+    start.replace_all_uses_with(finish, delete_user_cb=lambda reader: reader is not finish)
+    set_note(finish, start_note)
     name, start.name = start.name, f"{start.name}_start"
-    made.name = name
+    finish.name = name
 
 
-def _is_beside(node: fx.Node, kept: Note) -> bool:
+def _is_beside(node: fx.Node, anchor: Note) -> bool:
     """Whether a node is a number, or of the phase and the call of that note."""
     if not has_note(node) or isinstance(note(node).type, ScalarType):
         return True
-    own = note(node)
-    return (own.phase, own.region, own.uncaptured) == (kept.phase, kept.region, kept.uncaptured)
+    current = note(node)
+    return (current.phase, current.region, current.uncaptured) == (anchor.phase, anchor.region, anchor.uncaptured)
 
 
 def _place(node: fx.Node, device: torch.device) -> None:

@@ -32,12 +32,12 @@ from fxpar.signatures.matmul import formula
 from fxpar.signatures.rule import Refusal, Rule
 
 
-def needed_part(experts: int, own: int, k: int) -> Fraction:
-    """Of all tokens, each with k of so many experts, how many chose one of the `own` of a rank, if any choice is alike.
+def needed_part(experts: int, per_rank: int, k: int) -> Fraction:
+    """Of all tokens, each with k of so many experts, how many chose one of a rank's `per_rank`, if any choice is alike.
 
     The others chose k of those that the rank has not.
     """
-    return Fraction(1) if k > experts - own else 1 - Fraction(comb(experts - own, k), comb(experts, k))
+    return Fraction(1) if k > experts - per_rank else 1 - Fraction(comb(experts - per_rank, k), comb(experts, k))
 
 
 # ---------------------------------------------------------------------- rules
@@ -87,11 +87,11 @@ def _ranks_of(call: OnShapes) -> int:
 
 
 def _check_chosen(call: OnShapes, lead: tuple[int, ...], tokens: int) -> None:
-    _, chosen, own = call.args
+    _, chosen, per_rank = call.args
     if tuple(chosen.shape[:-2]) != lead or chosen.shape[-2] != tokens or chosen.is_floating_point():
         raise ValueError(f"{list(chosen.shape)} of {chosen.dtype} are not the experts of {[*lead, tokens]} tokens")
-    if not isinstance(own, int) or own < 1:
-        raise ValueError(f"a rank has {own} experts")
+    if not isinstance(per_rank, int) or per_rank < 1:
+        raise ValueError(f"a rank has {per_rank} experts")
 
 
 def _expanded_shape(call: OnShapes) -> Tensor:
@@ -108,16 +108,16 @@ def _summed_shape(call: OnShapes) -> Tensor:
     x = call.args[0]
     *lead, _, tokens, width = x.shape
     _check_chosen(call, tuple(lead), tokens)
-    found: Tensor = x.new_empty((*lead, tokens // _ranks_of(call), width))
-    return found
+    summed: Tensor = x.new_empty((*lead, tokens // _ranks_of(call), width))
+    return summed
 
 
 def _traffic(crossing: Crossing) -> Iterator[Sent]:
     """All tokens, of which a part is expected to travel where the ranks copy."""
     call = crossing.call
     tokens = min((*call.operands[:1], *call.outputs), key=lambda kind: len(kind.shape))
-    own, size = int(call.get("own")), product(tokens.shape) * tokens.dtype.itemsize
-    part = needed_part(call.n * own, own, int(call.operands[1].shape[-1]))
+    per_rank, size = int(call.get("own")), product(tokens.shape) * tokens.dtype.itemsize
+    part = needed_part(call.n * per_rank, per_rank, int(call.operands[1].shape[-1]))
     forward, backward = call.target.sends
     yield Sent(forward, "forward", size, part)
     if crossing.reached[0]:
@@ -132,16 +132,16 @@ def start_tokens(x: Tensor, group: str, size: int) -> Tensor:
     return c.start_gather(x, c.Group(group, size))
 
 
-def needed_tokens(started: Tensor, chosen: Tensor, own: int, index: Tensor) -> Tensor:
+def needed_tokens(started: Tensor, chosen: Tensor, per_rank: int, index: Tensor) -> Tensor:
     """Of `start_tokens` those that this rank needs, [… 1, n * t, f]."""
     tokens = c.arrived(started).movedim(0, -3).flatten(-3, -2)
-    return _masked(tokens, chosen, own, index).unsqueeze(-3)
+    return _masked(tokens, chosen, per_rank, index).unsqueeze(-3)
 
 
-def start_sums(x: Tensor, chosen: Tensor, own: int, group: str, size: int, index: Tensor) -> Tensor:
+def start_sums(x: Tensor, chosen: Tensor, per_rank: int, group: str, size: int, index: Tensor) -> Tensor:
     """[1, …, t, f]: the sums of what the ranks made of this one's tokens, on their way."""
-    made = _masked(x.squeeze(-3), chosen, own, index)
-    return c.start_scatter(made, (made.dim() - 2, [(1, None)]), c.Group(group, size))
+    masked = _masked(x.squeeze(-3), chosen, per_rank, index)
+    return c.start_scatter(masked, (masked.dim() - 2, [(1, None)]), c.Group(group, size))
 
 
 def needed_sums(started: Tensor) -> Tensor:
@@ -149,8 +149,8 @@ def needed_sums(started: Tensor) -> Tensor:
     return c.arrived(started).squeeze(0)
 
 
-def _masked(x: Tensor, chosen: Tensor, own: int, index: Tensor) -> Tensor:
-    return torch.where(needs(chosen, own, index).unsqueeze(-1), x, x.new_zeros(()))
+def _masked(x: Tensor, chosen: Tensor, per_rank: int, index: Tensor) -> Tensor:
+    return torch.where(needs(chosen, per_rank, index).unsqueeze(-1), x, x.new_zeros(()))
 
 
 def _lower_expand(node: fx.Node, rank: OnRank) -> Run:

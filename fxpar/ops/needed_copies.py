@@ -15,65 +15,65 @@ from fxpar.ops.torch_operators import torch_operator
 
 
 @torch_operator("gather_needed")
-def gather_needed(x: Tensor, chosen: Tensor, own: int, name: str, buffer: int) -> Tensor:
+def gather_needed(x: Tensor, chosen: Tensor, per_rank: int, name: str, buffer: int) -> Tensor:
     """Of the tokens of n ranks those that this one needs, on the mailbox `name`.
 
     Args:
         x: [t, f]: its own.
         chosen: i64[n, t, K]: the experts of all.
-        own: experts of a rank.
+        per_rank: experts of a rank.
 
     Returns:
         [n, t, f], zero where it needs nothing.
     """
     line = mailbox(name)
     line.begin(buffer)
-    found = line.expanded(buffer, x.contiguous(), chosen.contiguous(), own)
+    tokens = line.expanded(buffer, x.contiguous(), chosen.contiguous(), per_rank)
     line.poison_area(buffer, slot_stride(x) * line.size)
     line.end(buffer)
-    return found
+    return tokens
 
 
 @gather_needed.register_fake
-def _gathered(x: Tensor, chosen: Tensor, own: int, name: str, buffer: int) -> Tensor:
+def _gathered(x: Tensor, chosen: Tensor, per_rank: int, name: str, buffer: int) -> Tensor:
     return x.new_empty((chosen.shape[0], *x.shape))
 
 
 @torch_operator("scatter_needed")
-def scatter_needed(x: Tensor, chosen: Tensor, own: int, name: str, buffer: int) -> Tensor:
+def scatter_needed(x: Tensor, chosen: Tensor, per_rank: int, name: str, buffer: int) -> Tensor:
     """The sums of what n ranks made of those tokens of this one that each needed.
 
     Args:
         x: [n, t, f]: what this rank made of the tokens of all.
-        chosen, own: as of `gather_needed`.
+        chosen, per_rank: as of `gather_needed`.
 
     Returns:
         [t, f].
     """
     line = mailbox(name)
     line.begin(buffer)
-    found = line.summed(buffer, x.contiguous(), chosen.contiguous(), own)
-    line.poison_area(buffer, slot_stride(found) * line.size)
+    sums = line.summed(buffer, x.contiguous(), chosen.contiguous(), per_rank)
+    line.poison_area(buffer, slot_stride(sums) * line.size)
     line.end(buffer)
-    return found
+    return sums
 
 
 @scatter_needed.register_fake
-def _scattered(x: Tensor, chosen: Tensor, own: int, name: str, buffer: int) -> Tensor:
+def _scattered(x: Tensor, chosen: Tensor, per_rank: int, name: str, buffer: int) -> Tensor:
     return x.new_empty(x.shape[1:])
 
 
-def expanded(x: Tensor, chosen: Tensor, own: int, size: int, name: str, buffer: int) -> Tensor:
+def expanded(x: Tensor, chosen: Tensor, per_rank: int, size: int, name: str, buffer: int) -> Tensor:
     """[… t, f] → [… 1, n * t, f] (`expand_needed`)."""
-    made = gather_needed(x.reshape(-1, x.shape[-1]), _by_rank(chosen, size), own, name, buffer)
-    return made.view(size, *x.shape).movedim(0, -3).flatten(-3, -2).unsqueeze(-3)
+    tokens = gather_needed(x.reshape(-1, x.shape[-1]), _by_rank(chosen, size), per_rank, name, buffer)
+    return tokens.view(size, *x.shape).movedim(0, -3).flatten(-3, -2).unsqueeze(-3)
 
 
-def summed(x: Tensor, chosen: Tensor, own: int, size: int, name: str, buffer: int) -> Tensor:
+def summed(x: Tensor, chosen: Tensor, per_rank: int, size: int, name: str, buffer: int) -> Tensor:
     """[… 1, n * t, f] → [… t, f] (`sum_needed`)."""
-    given = _by_rank(x.squeeze(-3), size)
-    found = scatter_needed(given, _by_rank(chosen, size), own, name, buffer)
-    return found.view(*x.shape[:-3], x.shape[-2] // size, x.shape[-1])
+    by_rank = _by_rank(x.squeeze(-3), size)
+    sums = scatter_needed(by_rank, _by_rank(chosen, size), per_rank, name, buffer)
+    return sums.view(*x.shape[:-3], x.shape[-2] // size, x.shape[-1])
 
 
 def _by_rank(x: Tensor, size: int) -> Tensor:

@@ -87,15 +87,15 @@ class OnRank:
     def _first(self) -> fx.Node:
         """The first node that is neither a placeholder nor made here; lowering may erase the one that was."""
         nodes = (node for node in self._graph.nodes if node.op != "placeholder" and node not in self._made)
-        found: fx.Node = next(nodes)
-        return found
+        first: fx.Node = next(nodes)
+        return first
 
     def _call(self, function: Any, args: tuple[Any, ...]) -> fx.Node:
         """A number in front of all operations, behind those that are there."""
         with self._graph.inserting_before(self._first):
-            made = self._graph.call_function(function, args)
-        self._made.add(made)
-        return made
+            node = self._graph.call_function(function, args)
+        self._made.add(node)
+        return node
 
     def ranks(self, node: fx.Node) -> Ranks:
         """Those of the axis that a node names.
@@ -176,25 +176,25 @@ class OnRank:
 
         What is whole has those of the target, each as it is. They are as `fxpar.ops.factored` takes them.
         """
-        found = []
-        held = source.pieces if source.is_shard else [replace(piece, sharded=False) for piece in target.pieces]
-        for piece, wanted in zip(held, target.pieces, strict=True):
-            copies, kept = (p.copies if p.sharded else n for p in (piece, wanted))
+        blocks = []
+        pieces = source.pieces if source.is_shard else [replace(piece, sharded=False) for piece in target.pieces]
+        for piece, target_piece in zip(pieces, target.pieces, strict=True):
+            copies, target_copies = (p.copies if p.sharded else n for p in (piece, target_piece))
             share = share_of(piece, n) if len(source.pieces) > 1 else None
             length = None if share is None else self.size(share)
-            found.append((length, self.size(wanted.outer), copies, copies // kept))
-        return found
+            blocks.append((length, self.size(target_piece.outer), copies, copies // target_copies))
+        return blocks
 
     def element_cuts(self, node: fx.Node) -> list[Any]:
         """The cuts of a node's first operand, and of what that is a part of, as `fxpar.ops.counter.IndexCut`."""
-        found = []
+        cuts = []
         for axis, placement in output_layouts(operands(node)[0])[0]:
             if placement.is_shard:
                 piece = placement.piece
                 assert piece is not None
                 units: tuple[Any, ...] = self._units(axis, piece.copies)
-                found.append(IndexCut(placement.dim, self.size(piece.outer), *units))
-        return found
+                cuts.append(IndexCut(placement.dim, self.size(piece.outer), *units))
+        return cuts
 
     def _units(self, axis: str, copies: int) -> tuple[Any, Any, Any]:
         """How many units of a block this rank holds, and all do, and those before this one."""

@@ -55,23 +55,23 @@ def _summed(call: Call) -> Held | Refusal:
     return cut if isinstance(cut, Refusal) else ((cut,), P)
 
 
-def demanding(held: Demand) -> Rule:
+def demanding(demand: Demand) -> Rule:
     """Of the axis that an operator names, whose values have to be held in one way there."""
 
     def check(call: Call, placements: Sequence[Placement]) -> tuple[Placement, ...] | Refusal:
-        found = held(call)
-        if isinstance(found, Refusal):
-            return found
-        before, after = found
+        demanded = demand(call)
+        if isinstance(demanded, Refusal):
+            return demanded
+        before, after = demanded
         if tuple(placements) == before:
             return (after,)
         return Refusal(f"its operands have to be {', '.join(map(str, before))}")
 
     def seed(call: Call, index: int, placement: Placement) -> Signature | Refusal:
-        found = held(call)
-        if isinstance(found, Refusal):
-            return found
-        before, after = found
+        demanded = demand(call)
+        if isinstance(demanded, Refusal):
+            return demanded
+        before, after = demanded
         if placement != before[index]:
             return Refusal(f"its operands have to be {', '.join(map(str, before))}")
         return Signature(before, (after,))
@@ -96,9 +96,9 @@ def _shorter(call: Call) -> Labelling:
 
 def _expanded_shape(call: OnShapes) -> Tensor:
     (x, dim), (out,) = call.args, call.outputs
-    own, wanted = list(x.shape), list(out.shape)
-    if not 0 <= dim < len(wanted) or own != [*wanted[:dim], *wanted[dim + 1 :]] or x.dtype != out.dtype:
-        raise ValueError(f"{own} of {x.dtype} with a dimension before {dim} more cannot be {wanted} of {out.dtype}")
+    shape, target = list(x.shape), list(out.shape)
+    if not 0 <= dim < len(target) or shape != [*target[:dim], *target[dim + 1 :]] or x.dtype != out.dtype:
+        raise ValueError(f"{shape} of {x.dtype} with a dimension before {dim} more cannot be {target} of {out.dtype}")
     return out
 
 
@@ -106,8 +106,8 @@ def _summed_shape(call: OnShapes) -> Tensor:
     x, dim = call.args
     if not 0 <= dim < x.dim():
         raise ValueError(f"{list(x.shape)} has no dimension {dim}")
-    found: Tensor = x.new_empty((*x.shape[:dim], *x.shape[dim + 1 :]))
-    return found
+    summed: Tensor = x.new_empty((*x.shape[:dim], *x.shape[dim + 1 :]))
+    return summed
 
 
 def _lower_expand(node: fx.Node, rank: OnRank) -> Run:

@@ -64,8 +64,8 @@ def placed_product(a: Tensor, b: Tensor, result: int) -> Tensor:
     Returns:
         [m, n]: where that result is to stay, if a product of this type and shape can be written there; else new.
     """
-    given = _given.get()
-    place = given[result] if result < len(given) else None
+    places = _given.get()
+    place = places[result] if result < len(places) else None
     if place is None or not _fits(place.tensor, a, b):
         return torch.mm(a, b)
     if place.adds:

@@ -83,14 +83,14 @@ def indexed(
     plain = Rule(labels)
 
     def seed(call: Call, index: int, placement: Placement) -> Signature | Refusal:
-        found = signature(plain, call, index, placement)
-        if isinstance(found, Refusal):
-            return found
+        seeded = signature(plain, call, index, placement)
+        if isinstance(seeded, Refusal):
+            return seeded
         # The index of this axis varies, and those of others do not: any may stand for it here.
-        own = call.position("indices") if found.operands[0].is_shard else None
-        ins = tuple(V if i == own else p for i, p in enumerate(found.operands))
+        position = call.position("indices") if seeded.operands[0].is_shard else None
+        ins = tuple(V if i == position else p for i, p in enumerate(seeded.operands))
         refused = check(call, ins)
-        return refused if isinstance(refused, Refusal) else Signature(ins, found.outputs)
+        return refused if isinstance(refused, Refusal) else Signature(ins, seeded.outputs)
 
     return Rule(labels, linear, seed=seed, check=check, varying=("indices",))
 
@@ -122,11 +122,11 @@ def _numbers(call: OnShapes, shape: Sequence[int]) -> Tensor:
 
 def _attention_shape(call: OnShapes) -> Tensor:
     names = ("query", "key", "value", "mask", "rng", "p", "is_causal", "scale", "enable_gqa")
-    given = {"mask": None, **dict(zip(names, call.args, strict=False)), **call.kwargs}
-    options = {k: given[k] for k in ("is_causal", "scale", "enable_gqa") if k in given}
-    tensors = (given[k] for k in ("query", "key", "value", "mask"))
-    found: Tensor = torch.ops.aten.scaled_dot_product_attention.default(*tensors, 0.0, **options)
-    return found
+    args = {"mask": None, **dict(zip(names, call.args, strict=False)), **call.kwargs}
+    options = {k: args[k] for k in ("is_causal", "scale", "enable_gqa") if k in args}
+    tensors = (args[k] for k in ("query", "key", "value", "mask"))
+    output: Tensor = torch.ops.aten.scaled_dot_product_attention.default(*tensors, 0.0, **options)
+    return output
 
 
 # ---------------------------------------------------------------------- lowering
@@ -180,9 +180,9 @@ def _lower_attention(node: fx.Node, rank: OnRank) -> Run:
 
 def _cuts(node: fx.Node, rank: OnRank) -> list[Any]:
     """The cuts of the values for whose elements bits are drawn; the node has an index for each."""
-    found = rank.element_cuts(node)
-    assert len(found) == len(bind_arguments(node)["indices"])
-    return found
+    cuts = rank.element_cuts(node)
+    assert len(cuts) == len(bind_arguments(node)["indices"])
+    return cuts
 
 
 # ---------------------------------------------------------------------- records
@@ -205,8 +205,8 @@ def _dropout_gradient(reverse: Reverse) -> Gradients:
     """The same elements are dropped, the others scaled alike."""
     node, (gradient,) = reverse.node, reverse.tangents
     args, kind = (gradient, *node.args[1:]), output_types(node)[0]
-    found = reverse.call(node.target, *args, kind=kind, random=note(node).random)
-    return [found if operand is node.args[0] else None for operand in operands(node)]
+    input_gradient = reverse.call(node.target, *args, kind=kind, random=note(node).random)
+    return [input_gradient if operand is node.args[0] else None for operand in operands(node)]
 
 
 # With the same bits on all ranks a dropped sum is the sum of what is dropped of the summands.

@@ -35,8 +35,8 @@ def sort_by_expert(indices: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     keys = torch.where((flat >= 0) & (flat < experts), flat, experts).to(torch.int32)
     ranked, order = keys.sort(dim=-1, stable=True)
     # Neither bincount, which reads on the host, nor a sum at indices, which waits for itself where many are equal.
-    each = torch.arange(experts, device=keys.device, dtype=keys.dtype).expand(*keys.shape[:-1], experts).contiguous()
-    return order, torch.searchsorted(ranked, each, right=True) - torch.searchsorted(ranked, each)
+    bounds = torch.arange(experts, device=keys.device, dtype=keys.dtype).expand(*keys.shape[:-1], experts).contiguous()
+    return order, torch.searchsorted(ranked, bounds, right=True) - torch.searchsorted(ranked, bounds)
 
 
 @sort_by_expert.register_fake
@@ -59,10 +59,10 @@ def bin_counts(x: Tensor, count: int) -> Tensor:
     Raises:
         ValueError: a number is larger.
     """
-    found = torch.bincount(x, minlength=count)
-    if len(found) > count:
-        raise ValueError(f"{len(found) - 1} is among what is counted below {count}")
-    return found
+    counts = torch.bincount(x, minlength=count)
+    if len(counts) > count:
+        raise ValueError(f"{len(counts) - 1} is among what is counted below {count}")
+    return counts
 
 
 @bin_counts.register_fake

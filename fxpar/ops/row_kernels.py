@@ -44,11 +44,11 @@ def _take_kernel(  # type: ignore[no-untyped-def]
     tile = tl.program_id(0)
     is_open = tile < tiles
     while is_open:
-        own = tile * ROWS + tl.arange(0, ROWS)
-        row = group * rows + own
-        place = tl.load(order_ptr + row, mask=own < rows, other=-1)
+        local_row = tile * ROWS + tl.arange(0, ROWS)
+        row = group * rows + local_row
+        place = tl.load(order_ptr + row, mask=local_row < rows, other=-1)
         is_row = place >= 0
-        is_own = (own < rows)[:, None] & (column < width)[None, :]
+        is_own = (local_row < rows)[:, None] & (column < width)[None, :]
         source = (group * tokens + place // K)[:, None] * width + column[None, :]
         value = tl.load(x_ptr + source, mask=is_own & is_row[:, None], other=0.0)
         if IS_WEIGHED:
@@ -84,7 +84,7 @@ def _put_kernel(  # type: ignore[no-untyped-def]
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     is_token, is_column = token < total, column < width
     first = token // tokens * rows
-    found = tl.zeros((ROWS, WIDTH), dtype=SUM)
+    sums = tl.zeros((ROWS, WIDTH), dtype=SUM)
     for j in tl.static_range(K):
         place = tl.load(places_ptr + token * K + j, mask=is_token, other=-1)
         is_row = place >= 0
@@ -93,9 +93,9 @@ def _put_kernel(  # type: ignore[no-untyped-def]
         if IS_WEIGHED:
             weight = tl.load(weights_ptr + token * K + j, mask=is_row, other=0.0)
             value = value * weight.to(SUM)[:, None]
-        found += value
+        sums += value
     target = token[:, None] * width + column[None, :]
-    tl.store(out_ptr + target, found.to(out_ptr.dtype.element_ty), mask=is_token[:, None] & is_column[None, :])
+    tl.store(out_ptr + target, sums.to(out_ptr.dtype.element_ty), mask=is_token[:, None] & is_column[None, :])
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -120,14 +120,14 @@ def _dots_kernel(  # type: ignore[no-untyped-def]
     is_row = place >= 0
     group = row // rows
     source = (group * tokens + place // K) * width
-    found = tl.zeros((ROWS,), dtype=SUM)
+    sums = tl.zeros((ROWS,), dtype=SUM)
     for part in range(tl.where(tl.max(place, axis=0) >= 0, PARTS, 0)):
         column = part * WIDTH + tl.arange(0, WIDTH)
         is_own = is_row[:, None] & (column < width)[None, :]
         x = tl.load(x_ptr + source[:, None] + column[None, :], mask=is_own, other=0.0).to(SUM)
         y = tl.load(y_ptr + row[:, None] * width + column[None, :], mask=is_own, other=0.0).to(SUM)
-        found += tl.sum(x * y, axis=1)
-    tl.store(out_ptr + group * tokens * K + place, found.to(out_ptr.dtype.element_ty), mask=is_row)
+        sums += tl.sum(x * y, axis=1)
+    tl.store(out_ptr + group * tokens * K + place, sums.to(out_ptr.dtype.element_ty), mask=is_row)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -167,10 +167,10 @@ def take(x: Tensor, weights: Tensor | None, order: Tensor, k: int, dtype: torch.
     if out.numel():
         height, columns = tile(width)
         grid = (min(triton.cdiv(rows, height), PROGRAMS), triton.cdiv(width, columns), groups)
-        own = x if weights is None else weights
+        factors = x if weights is None else weights
         shape = (rows, tokens, width)
-        options = {"IS_WEIGHED": weights is not None, "SUM": sum_type(x, own), "ROWS": height, "WIDTH": columns}
-        _take_kernel[grid](x, own, order, out, *shape, K=k, FILL=fill, **options)
+        options = {"IS_WEIGHED": weights is not None, "SUM": sum_type(x, factors), "ROWS": height, "WIDTH": columns}
+        _take_kernel[grid](x, factors, order, out, *shape, K=k, FILL=fill, **options)
     return out
 
 
@@ -187,10 +187,10 @@ def put(y: Tensor, weights: Tensor | None, places: Tensor, dtype: torch.dtype) -
     if out.numel():
         height, columns = tile(width)
         grid = (triton.cdiv(groups * tokens, height), triton.cdiv(width, columns))
-        own = y if weights is None else weights
+        factors = y if weights is None else weights
         shape = (groups * tokens, rows, tokens, width)
-        options = {"IS_WEIGHED": weights is not None, "SUM": sum_type(y, own), "ROWS": height, "WIDTH": columns}
-        _put_kernel[grid](y, own, places, out, *shape, K=k, **options)
+        options = {"IS_WEIGHED": weights is not None, "SUM": sum_type(y, factors), "ROWS": height, "WIDTH": columns}
+        _put_kernel[grid](y, factors, places, out, *shape, K=k, **options)
     return out
 
 

@@ -35,18 +35,18 @@ def kernels(x: Tensor) -> ModuleType | None:
     return row_kernels
 
 
-def _flat(x: Tensor, own: int) -> Tensor:
-    """Contiguous, leading dimensions in one before `own` others."""
-    lead = x.shape[: x.dim() - own]
-    return x.contiguous().view(math.prod(lead), *x.shape[x.dim() - own :])
+def _flat(x: Tensor, trailing: int) -> Tensor:
+    """Contiguous, leading dimensions in one before `trailing` others."""
+    lead = x.shape[: x.dim() - trailing]
+    return x.contiguous().view(math.prod(lead), *x.shape[x.dim() - trailing :])
 
 
 def promoted(*dtypes: torch.dtype) -> torch.dtype:
     """The type in which products and sums of these are computed: that of halves is float32."""
-    found = dtypes[0]
+    kind = dtypes[0]
     for dtype in dtypes[1:]:
-        found = torch.promote_types(found, dtype)
-    return torch.float32 if found in _HALVES else found
+        kind = torch.promote_types(kind, dtype)
+    return torch.float32 if kind in _HALVES else kind
 
 
 def check(y: Tensor, order: Tensor) -> None:
@@ -77,16 +77,16 @@ def take(x: Tensor, weights: Tensor | None, order: Tensor, k: int, dtype: torch.
         return x.new_zeros(shape, dtype=dtype)
     module = kernels(x)
     if module is not None:
-        own = None if weights is None else _flat(weights, 2)
-        found: Tensor = module.take(_flat(x, 2), own, _flat(order, 1), k, dtype, fill)
-        return found.view(shape)
+        flat_weights = None if weights is None else _flat(weights, 2)
+        taken: Tensor = module.take(_flat(x, 2), flat_weights, _flat(order, 1), k, dtype, fill)
+        return taken.view(shape)
     place = order.clamp_min(0)
     rows = x.gather(-2, (place // k).unsqueeze(-1).expand(shape))
     if weights is not None:
         kind = promoted(x.dtype, weights.dtype)
         rows = rows.to(kind) * weights.flatten(-2).gather(-1, place).unsqueeze(-1).to(kind)
-    held: Tensor = torch.where((order > NO_ROW).unsqueeze(-1), rows, nobodys(fill)).to(dtype)
-    return held
+    filled: Tensor = torch.where((order > NO_ROW).unsqueeze(-1), rows, nobodys(fill)).to(dtype)
+    return filled
 
 
 def nobodys(fill: bool) -> float:
@@ -98,10 +98,10 @@ def places_of(order: Tensor, tokens: int, k: int) -> Tensor:
     """Where each pair's row stands, int64[..., T, K]; -1 where it has none."""
     shape, count = (*order.shape[:-1], tokens * k + 1), order.shape[-1]
     # The place behind them is that of rows without a pair.
-    found = torch.full(shape, NO_ROW, dtype=torch.int64, device=order.device)
-    own = torch.where(order > NO_ROW, order, tokens * k)
-    found.scatter_(-1, own, torch.arange(count, device=order.device).expand(order.shape))
-    places: Tensor = found[..., :-1].unflatten(-1, (tokens, k))
+    flat_places = torch.full(shape, NO_ROW, dtype=torch.int64, device=order.device)
+    pairs = torch.where(order > NO_ROW, order, tokens * k)
+    flat_places.scatter_(-1, pairs, torch.arange(count, device=order.device).expand(order.shape))
+    places: Tensor = flat_places[..., :-1].unflatten(-1, (tokens, k))
     return places
 
 
@@ -124,9 +124,9 @@ def put(y: Tensor, weights: Tensor | None, order: Tensor, tokens: int, k: int, d
         return y.new_zeros(shape, dtype=dtype)
     places, module = places_of(order, tokens, k), kernels(y)
     if module is not None:
-        own = None if weights is None else _flat(weights, 2)
-        found: Tensor = module.put(_flat(y, 2), own, _flat(places, 2), dtype)
-        return found.view(shape)
+        flat_weights = None if weights is None else _flat(weights, 2)
+        sums: Tensor = module.put(_flat(y, 2), flat_weights, _flat(places, 2), dtype)
+        return sums.view(shape)
     kind = promoted(y.dtype, y.dtype if weights is None else weights.dtype)
     total = y.new_zeros(shape, dtype=kind)
     for j in range(k):
@@ -155,10 +155,10 @@ def dots(x: Tensor, y: Tensor, order: Tensor, k: int, dtype: torch.dtype) -> Ten
         return x.new_zeros(shape, dtype=dtype)
     module = kernels(x)
     if module is not None:
-        found: Tensor = module.dots(_flat(x, 2), _flat(y, 2), _flat(order, 1), k, dtype)
-        return found.view(shape)
+        products: Tensor = module.dots(_flat(x, 2), _flat(y, 2), _flat(order, 1), k, dtype)
+        return products.view(shape)
     kind = promoted(x.dtype, y.dtype)
-    made = (take(x, None, order, k, kind, True) * y.to(kind)).sum(-1)
+    row_products = (take(x, None, order, k, kind, True) * y.to(kind)).sum(-1)
     places = places_of(order, tokens, k).flatten(-2)
-    picked = made.gather(-1, places.clamp_min(0))
+    picked = row_products.gather(-1, places.clamp_min(0))
     return torch.where(places > NO_ROW, picked, 0).to(dtype).view(shape)

@@ -44,20 +44,20 @@ def _crossed(call: Call) -> Placement | None:
 
 
 def _check(call: Call, placements: Sequence[Placement]) -> tuple[Placement, ...] | Refusal | None:
-    wanted = _crossed(call)
-    if wanted is None:
+    required = _crossed(call)
+    if required is None:
         return None
-    if any(placement != wanted for placement in placements):
-        return Refusal(f"the ranks exchange rows: rows and split sizes have to be {wanted}")
-    return (wanted,)
+    if any(placement != required for placement in placements):
+        return Refusal(f"the ranks exchange rows: rows and split sizes have to be {required}")
+    return (required,)
 
 
 def _seed(call: Call, index: int, placement: Placement) -> Signature | Refusal:
-    wanted = _crossed(call)
-    if wanted is None:
+    required = _crossed(call)
+    if required is None:
         return seed_signature(_APART, call, index, placement)
-    found = _check(call, (placement,))
-    return found if isinstance(found, Refusal) else Signature((wanted, wanted), (wanted,))
+    outputs = _check(call, (placement,))
+    return outputs if isinstance(outputs, Refusal) else Signature((required, required), (required,))
 
 
 _EXCHANGE = Rule(_APART.labels, _APART.partial, seed=_seed, check=_check)
@@ -78,13 +78,13 @@ def _shape(call: OnShapes) -> Tensor:
 
 def _sizes_shape(call: OnShapes) -> Tensor:
     order, counts, received = call.args
-    *lead, ranks, own = received.shape
-    if list(order.shape[:-1]) != lead or list(counts.shape) != [*lead, ranks * own]:
+    *lead, ranks, local_experts = received.shape
+    if list(order.shape[:-1]) != lead or list(counts.shape) != [*lead, ranks * local_experts]:
         raise ValueError(
             f"{list(order.shape)} rows and {list(counts.shape)} counts, of which {list(received.shape)} come"
         )
-    found: Tensor = counts.new_empty((*lead, 2 * ranks + 1 + own))
-    return found
+    sizes: Tensor = counts.new_empty((*lead, 2 * ranks + 1 + local_experts))
+    return sizes
 
 
 def _there(crossing: Crossing) -> Iterator[Sent]:

@@ -27,13 +27,13 @@ def demanded(call: Call) -> Placement:
 
 
 def _held(call: Call, placements: Sequence[Placement]) -> tuple[Placement, ...] | Refusal:
-    wanted = demanded(call)
-    return (wanted,) if tuple(placements) == (wanted,) else Refusal(f"its value has to be {wanted}")
+    required = demanded(call)
+    return (required,) if tuple(placements) == (required,) else Refusal(f"its value has to be {required}")
 
 
 def _seed(call: Call, index: int, placement: Placement) -> Signature | Refusal:
-    found = _held(call, (placement,))
-    return found if isinstance(found, Refusal) else Signature(found, found)
+    placements = _held(call, (placement,))
+    return placements if isinstance(placements, Refusal) else Signature(placements, placements)
 
 
 def _lower(node: fx.Node, rank: OnRank) -> Run:

@@ -34,8 +34,8 @@ class TorchOperator(Generic[_P, _R]):
 
     def __call__(self, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         """Through the dispatcher, as a graph calls it."""
-        found: _R = self._overload(*args, **kwargs)
-        return found
+        outputs: _R = self._overload(*args, **kwargs)
+        return outputs
 
     def register_fake(self, function: Callable[..., _R]) -> Callable[..., _R]:
         """Tells the shapes of what it gives, by a function of the same operands."""

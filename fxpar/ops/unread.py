@@ -60,15 +60,15 @@ def leave_unread(graph: fx.Graph) -> None:
 
 def _buffers(graph: fx.Graph) -> dict[object, fx.Node]:
     """Of each order and each count that says which rows of a buffer are somebody's the node that stands for that."""
-    found: dict[object, fx.Node] = {}
+    buffers: dict[object, fx.Node] = {}
     for node in graph.nodes:
         if node.target is fxp.block_order.default and node.args[2] == 1:
-            found[node] = found[node.args[1]] = node
+            buffers[node] = buffers[node.args[1]] = node
         elif node.target in (fxp.received_order.default, fxp.arrived_order.default):
             for part in node.users:
                 if part.target is operator.getitem:
-                    found[part] = node
-    return found
+                    buffers[part] = node
+    return buffers
 
 
 def _is_unread(value: fx.Node, buffer: fx.Node, buffers: Mapping[object, fx.Node]) -> bool:

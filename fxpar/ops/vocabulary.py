@@ -54,8 +54,8 @@ def _topk_shape(call: OnShapes) -> Any:
     x, dim = call.args[0], int(bind_arguments(call.node)["dim"])
     cut = output_types(operands(call.node)[0])[0].shape
     shape = [int(cut[dim]) if d == dim % len(cut) else size for d, size in enumerate(x.shape)]
-    given = {name: value for name, value in call.kwargs.items() if name != "axis"}
-    return aten.topk.default(x.new_empty(shape), *call.args[1:], **given)
+    options = {name: value for name, value in call.kwargs.items() if name != "axis"}
+    return aten.topk.default(x.new_empty(shape), *call.args[1:], **options)
 
 
 def _saving_cross_entropy(node: fx.Node) -> Saving:
@@ -65,36 +65,36 @@ def _saving_cross_entropy(node: fx.Node) -> Saving:
 
 
 def _nll_loss_gradient(reverse: Reverse) -> Gradients:
-    given, kind = bind_arguments(reverse.node), output_types(operands(reverse.node)[0])[0]
-    options = (given[name] for name in ("weight", "reduction", "ignore_index"))
-    found = reverse.call(nll_loss_backward, given["self"], given["target"], reverse.tangents[0], *options, kind=kind)
-    return [found, *[None] * (len(reverse.wanted) - 1)]
+    bound, kind = bind_arguments(reverse.node), output_types(operands(reverse.node)[0])[0]
+    options = (bound[name] for name in ("weight", "reduction", "ignore_index"))
+    gradient = reverse.call(nll_loss_backward, bound["self"], bound["target"], reverse.tangents[0], *options, kind=kind)
+    return [gradient, *[None] * (len(reverse.wanted) - 1)]
 
 
 def _log_softmax_gradient(reverse: Reverse) -> Gradients:
-    given, kind = bind_arguments(reverse.node), output_types(operands(reverse.node)[0])[0]
-    args = (reverse.node, reverse.tangents[0], given["dim"], kind.dtype)
+    bound, kind = bind_arguments(reverse.node), output_types(operands(reverse.node)[0])[0]
+    args = (reverse.node, reverse.tangents[0], bound["dim"], kind.dtype)
     return [reverse.call(log_softmax_backward, *args, kind=kind)]
 
 
 def _logsumexp_gradient(reverse: Reverse) -> Gradients:
-    given, kind = bind_arguments(reverse.node), output_types(operands(reverse.node)[0])[0]
-    args = (given["self"], reverse.tangents[0], reverse.node, given["dim"], given["keepdim"])
+    bound, kind = bind_arguments(reverse.node), output_types(operands(reverse.node)[0])[0]
+    args = (bound["self"], reverse.tangents[0], reverse.node, bound["dim"], bound["keepdim"])
     return [reverse.call(logsumexp_backward, *args, kind=kind)]
 
 
 def _topk_gradient(reverse: Reverse) -> Gradients:
-    given, kind = bind_arguments(reverse.node), output_types(operands(reverse.node)[0])[0]
-    args = (given["self"], reverse.result(1), reverse.tangents[0], given["dim"])
+    bound, kind = bind_arguments(reverse.node), output_types(operands(reverse.node)[0])[0]
+    args = (bound["self"], reverse.result(1), reverse.tangents[0], bound["dim"])
     return [reverse.call(topk_backward, *args, kind=kind)]
 
 
 def _embedding_gradient(reverse: Reverse) -> Gradients:
-    given, (weight, *_) = bind_arguments(reverse.node), operands(reverse.node)
+    bound, (weight, *_) = bind_arguments(reverse.node), operands(reverse.node)
     kind = output_types(weight)[0]
     cuts = [p for _, p in output_layouts(weight)[0] if p.is_shard and p.dim == 0]
     padded = next((p.pieces[0].padded for p in cuts), 0)
-    args = (reverse.tangents[0], given["indices"], int(kind.shape[0]), given["padding_idx"], padded)
+    args = (reverse.tangents[0], bound["indices"], int(kind.shape[0]), bound["padding_idx"], padded)
     return [reverse.call(embedding_backward, *args, kind=kind), None]
 
 

@@ -70,8 +70,8 @@ def _rows_of_loss(call: Call) -> Labelling | Refusal:
         rows, logits = (None,) * len(rows), (None,) * len(logits)
     known = {"self": logits, "target": rows, "log_sum": rows, "gradient": rows if how == 0 else (), "weight": (None,)}
     outs = tuple(logits if kind.shape == x.shape else rows if kind.shape else () for kind in call.outputs)
-    found = frozenset(label for label in rows if label is not None)
-    return Labelling(tuple(known[name] for name in call.names), outs, found)
+    summed = frozenset(label for label in rows if label is not None)
+    return Labelling(tuple(known[name] for name in call.names), outs, summed)
 
 
 def _rows_of_table(call: Call) -> Labelling | Refusal:
@@ -113,10 +113,10 @@ def _shape_of_self(call: OnShapes) -> Tensor:
 def _saving_shape(call: OnShapes) -> Any:
     x, target = call.args[:2]
     names = ("weight", "reduction", "ignore_index", "label_smoothing")
-    given = {**dict(zip(names, call.args[2:], strict=False)), **call.kwargs}
-    given = {name: value for name, value in given.items() if name != "axis"}
+    options = {**dict(zip(names, call.args[2:], strict=False)), **call.kwargs}
+    options = {name: value for name, value in options.items() if name != "axis"}
     wide = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
-    return aten.cross_entropy_loss.default(x, target, **given), x.new_empty(target.shape, dtype=wide)
+    return aten.cross_entropy_loss.default(x, target, **options), x.new_empty(target.shape, dtype=wide)
 
 
 def _table_shape(call: OnShapes) -> Tensor:
@@ -130,8 +130,8 @@ def _table_shape(call: OnShapes) -> Tensor:
 
 
 def _lower_table(node: fx.Node, rank: OnRank) -> Run:
-    given, ranks = bind_arguments(node), rank.ranks(node)
-    args = (*(given[name] for name in ("gradient", "indices", "padding_idx", "padded")), given["words"])
+    bound, ranks = bind_arguments(node), rank.ranks(node)
+    args = (*(bound[name] for name in ("gradient", "indices", "padding_idx", "padded")), bound["words"])
     return Run(words.with_block(words.embedding_backward), (*args, ranks.group, ranks.size, ranks.index))
 
 
@@ -183,12 +183,12 @@ def cross_entropy_backward(
 
 
 def _cross_entropy_gradient(reverse: Reverse) -> Gradients:
-    given, kind = bind_arguments(reverse.node), output_types(operands(reverse.node)[0])[0]
+    bound, kind = bind_arguments(reverse.node), output_types(operands(reverse.node)[0])[0]
     items = {user.args[1]: user for user in reverse.node.users}
-    options = (given[name] for name in ("weight", "reduction", "ignore_index", "label_smoothing"))
-    args = (given["self"], given["target"], reverse.tangents[0], items[1], *options)
-    found = reverse.call(cross_entropy_backward, *args, kind=kind)
-    return [found, *[None] * (len(reverse.wanted) - 1)]
+    options = (bound[name] for name in ("weight", "reduction", "ignore_index", "label_smoothing"))
+    args = (bound["self"], bound["target"], reverse.tangents[0], items[1], *options)
+    gradient = reverse.call(cross_entropy_backward, *args, kind=kind)
+    return [gradient, *[None] * (len(reverse.wanted) - 1)]
 
 
 @partial(

@@ -53,8 +53,8 @@ def searched(call: Call) -> Mapping[str, int] | Refusal:
 
 def searched_of_gradient(call: Call) -> Mapping[str, int] | Refusal:
     """Result and gradient of what is cut alike."""
-    found = searched(call)
-    return found if isinstance(found, Refusal) else {**found, "gradient": found["self"]}
+    cut_dims = searched(call)
+    return cut_dims if isinstance(cut_dims, Refusal) else {**cut_dims, "gradient": cut_dims["self"]}
 
 
 def best(call: Call) -> Mapping[str, int] | Refusal:
@@ -69,30 +69,30 @@ def rule(dims: Dims, output: Callable[[Placement], Placement]) -> Rule:
     """The one signature: the vocabulary is cut wherever it occurs, everything else is whole."""
 
     def signature(call: Call, index: int, placement: Placement) -> Signature | Refusal:
-        found = dims(call)
-        if isinstance(found, Refusal):
-            return found
+        cut_dims = dims(call)
+        if isinstance(cut_dims, Refusal):
+            return cut_dims
         piece = placement.piece
-        if found.get(call.names[index]) != placement.dim:
+        if cut_dims.get(call.names[index]) != placement.dim:
             return Refusal("the operation cuts its vocabulary alone")
         if piece is None or piece.outer != 1 or piece.copies > 1 or not isinstance(piece.size, int):
             return Refusal("the vocabulary must be cut into one block for each rank")
         if not piece.padded and piece.size % call.n:
             return Refusal(f"{piece.size} words are not divisible by {call.n}", structural=True)
-        ins = [placement.at(found[name]) if name in found else R for name in call.names]
+        ins = [placement.at(cut_dims[name]) if name in cut_dims else R for name in call.names]
         return Signature(tuple(ins), (output(ins[0]),) * len(call.outputs))
 
     def check(call: Call, placements: Sequence[Placement]) -> tuple[Placement, ...] | Refusal:
         first = next((i for i, placement in enumerate(placements) if placement.is_shard), None)
         if first is None:
             return Refusal("no operand has a vocabulary that is cut: use the operation of aten")
-        wanted = signature(call, first, placements[first])
-        if isinstance(wanted, Refusal):
-            return wanted
-        for name, found, target in zip(call.names, placements, wanted.operands, strict=True):
-            if found != target:
-                return Refusal(f"operand {name} is {found} where {target} fits the vocabulary")
-        return wanted.outputs
+        expected = signature(call, first, placements[first])
+        if isinstance(expected, Refusal):
+            return expected
+        for name, actual, target in zip(call.names, placements, expected.operands, strict=True):
+            if actual != target:
+                return Refusal(f"operand {name} is {actual} where {target} fits the vocabulary")
+        return expected.outputs
 
     return Rule(seed=signature, check=check, padding=("weight", "self"))
 
@@ -108,11 +108,11 @@ def by_rows(dims: Dims, sent: Callable[[Call, Size], Rows]) -> Callable[[Crossin
 
     def traffic(crossing: Crossing) -> Iterator[Sent]:
         call = crossing.call
-        found = dims(call)
-        if isinstance(found, Refusal):
+        cut_dims = dims(call)
+        if isinstance(cut_dims, Refusal):
             return
         kind = call.operands[0]
-        rows = product(size for dim, size in enumerate(kind.shape) if dim != found["self"])
+        rows = product(size for dim, size in enumerate(kind.shape) if dim != cut_dims["self"])
         for collective, phase, elements in sent(call, rows):
             if phase == "forward" or any(crossing.reached):
                 yield Sent(collective, phase, simplify(elements * max(kind.dtype.itemsize, 4)))
@@ -164,9 +164,9 @@ def lowered(function: Callable[..., Any]) -> Callable[[fx.Node, OnRank], Run]:
     blocked = words.with_block(function)
 
     def lower(node: fx.Node, rank: OnRank) -> Run:
-        given = {name: value for name, value in bind_arguments(node).items() if name != "axis"}
+        bound = {name: value for name, value in bind_arguments(node).items() if name != "axis"}
         cut = next(p for operand in operands(node) if (p := rank.placed(operand, node)).is_shard)
         ranks = rank.ranks(node)
-        return Run(blocked, (*given.values(), int(cut.pieces[0].size), ranks.group, ranks.size, ranks.index))
+        return Run(blocked, (*bound.values(), int(cut.pieces[0].size), ranks.group, ranks.size, ranks.index))
 
     return lower

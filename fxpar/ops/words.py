@@ -49,8 +49,8 @@ class Block:
     def local(self, words: Tensor) -> tuple[Tensor, Tensor]:
         """Positions of words in the rank's block, 0 for those of other ranks, and which are its own."""
         position = words - self.first
-        own = (position >= 0) & (position < self.share) & (words < self.size)
-        return torch.where(own, position, 0), own
+        is_local = (position >= 0) & (position < self.share) & (words < self.size)
+        return torch.where(is_local, position, 0), is_local
 
     def hide_padding(self, x: Tensor, dim: int, value: float) -> Tensor:
         """`x` with a value in place of padding along `dim`."""
@@ -71,8 +71,8 @@ def embedding(weight: Tensor, words: Tensor, padding_idx: int, block: Block) -> 
         RuntimeError: a word is not in [0, vocabulary); on a GPU a device-side assertion.
     """
     torch._assert_async(((words >= 0) & (words < block.size)).all(), f"an id is outside of [0, {block.size})")
-    position, own = block.local(words)
-    return functional.embedding(position, weight).masked_fill(~own.unsqueeze(-1), 0.0)
+    position, is_local = block.local(words)
+    return functional.embedding(position, weight).masked_fill(~is_local.unsqueeze(-1), 0.0)
 
 
 def _log_sum_exp(x: Tensor, block: Block, finite: bool = False) -> tuple[Tensor, Tensor]:
@@ -138,11 +138,11 @@ def nll_loss(
     """`torch.nn.functional.nll_loss`: a rank adds the rows whose target is in its block, a summand of the loss."""
     rows, words = _rows(x, target)
     counted = _counted(words, ignore_index, block)
-    position, own = block.local(torch.where(counted, words, 0))
-    picked = _wide(rows.gather(-1, position.unsqueeze(-1)).squeeze(-1).masked_fill(~(own & counted), 0.0))
+    position, is_local = block.local(torch.where(counted, words, 0))
+    picked = _wide(rows.gather(-1, position.unsqueeze(-1)).squeeze(-1).masked_fill(~(is_local & counted), 0.0))
     scale = counted.to(picked.dtype)
     if weight is not None:
-        scale = scale * sum_over(_wide(weight)[position].masked_fill(~own, 0.0), block.group)
+        scale = scale * sum_over(_wide(weight)[position].masked_fill(~is_local, 0.0), block.group)
     return _reduced(-picked * scale, scale, reduction).reshape(target.shape if reduction == 0 else ()).to(x.dtype)
 
 
@@ -150,8 +150,8 @@ def logsumexp(x: Tensor, dims: int | Sequence[int], keepdim: bool, block: Block)
     """`torch.logsumexp` over the cut dimension, which stands alone."""
     dim = dims if isinstance(dims, int) else dims[0]
     largest, total = _log_sum_exp(_wide(x.movedim(dim, -1)), block, finite=True)
-    found = (largest + sum_over(total, block.group).log()).to(x.dtype)
-    return found.unsqueeze(dim) if keepdim else found
+    log_sum = (largest + sum_over(total, block.group).log()).to(x.dtype)
+    return log_sum.unsqueeze(dim) if keepdim else log_sum
 
 
 def log_softmax(x: Tensor, dim: int, dtype: torch.dtype | None, block: Block) -> Tensor:
@@ -174,24 +174,24 @@ def cross_entropy_forward(
     """As `cross_entropy`, and log Σ exp of each row, [N, …], in float32 or wider."""
     rows, words = _rows(x, target)
     counted = _counted(words, ignore_index, block)
-    position, own = block.local(torch.where(counted, words, 0))
+    position, is_local = block.local(torch.where(counted, words, 0))
     wide = _wide(rows)
     largest, total = _log_sum_exp(wide, block)
     picked = wide.gather(-1, position.unsqueeze(-1)).squeeze(-1) - largest
-    parts = [total, picked.masked_fill(~(own & counted), 0.0)]
+    parts = [total, picked.masked_fill(~(is_local & counted), 0.0)]
     smooth = _smoothed(x, weight, label_smoothing)
     if smooth is not None:
         parts.append(block.hide_padding((wide - largest.unsqueeze(-1)) * smooth, -1, 0.0).sum(-1))
     log_sum, picked, *weighted = sum_over(torch.stack(parts), block.group).unbind(0)
     log_sum = log_sum.log()
-    scale = _scale_of_rows(counted, position, own, weight, log_sum.dtype, block)
+    scale = _scale_of_rows(counted, position, is_local, weight, log_sum.dtype, block)
     losses = scale * (log_sum - picked) * (1 - label_smoothing)
     if smooth is not None:
         share = label_smoothing / block.size
         losses = losses + (_total_weight(weight, block) * log_sum - weighted[0]) * share
     losses = losses.masked_fill(~counted, 0.0)
-    found = _reduced(losses, scale, reduction).reshape(target.shape if reduction == 0 else ()).to(x.dtype)
-    return found, (log_sum + largest).reshape(target.shape)
+    loss = _reduced(losses, scale, reduction).reshape(target.shape if reduction == 0 else ()).to(x.dtype)
+    return loss, (log_sum + largest).reshape(target.shape)
 
 
 def cross_entropy_backward(
@@ -208,8 +208,8 @@ def cross_entropy_backward(
     """The gradient of the rank's block of logits; padding gets none."""
     rows, words = _rows(x, target)
     counted = words != ignore_index
-    position, own = block.local(torch.where(counted, words, 0))
-    scale = _scale_of_rows(counted, position, own, weight, log_sum.dtype, block)
+    position, is_local = block.local(torch.where(counted, words, 0))
+    scale = _scale_of_rows(counted, position, is_local, weight, log_sum.dtype, block)
     upstream = _wide(gradient).reshape(-1) if reduction == 0 else _wide(gradient)
     if reduction == _MEAN:
         upstream = upstream / scale.sum()
@@ -220,12 +220,12 @@ def cross_entropy_backward(
     if smooth is not None:
         share = label_smoothing / block.size
         of_log_sum = of_log_sum + _total_weight(weight, block) * share * upstream
-    found = (_wide(rows) - log_sum.reshape(-1, 1)).exp() * of_log_sum.unsqueeze(-1)
+    of_logits = (_wide(rows) - log_sum.reshape(-1, 1)).exp() * of_log_sum.unsqueeze(-1)
     if smooth is not None:
-        found = found - smooth * (share * upstream).unsqueeze(-1)
-    found = block.hide_padding(found, -1, 0.0)
-    picked = -of_picked.masked_fill(~(own & counted), 0.0).unsqueeze(-1)
-    return _like_logits(found.scatter_add(-1, position.unsqueeze(-1), picked), x)
+        of_logits = of_logits - smooth * (share * upstream).unsqueeze(-1)
+    of_logits = block.hide_padding(of_logits, -1, 0.0)
+    picked = -of_picked.masked_fill(~(is_local & counted), 0.0).unsqueeze(-1)
+    return _like_logits(of_logits.scatter_add(-1, position.unsqueeze(-1), picked), x)
 
 
 def _smoothed(x: Tensor, weight: Tensor | None, label_smoothing: float) -> Tensor | None:
@@ -236,13 +236,13 @@ def _smoothed(x: Tensor, weight: Tensor | None, label_smoothing: float) -> Tenso
 
 
 def _scale_of_rows(
-    counted: Tensor, position: Tensor, own: Tensor, weight: Tensor | None, dtype: torch.dtype, block: Block
+    counted: Tensor, position: Tensor, is_local: Tensor, weight: Tensor | None, dtype: torch.dtype, block: Block
 ) -> Tensor:
     """What each row counts: the weight of its class, zero where it is ignored."""
     scale = counted.to(dtype)
     if weight is None:
         return scale
-    return scale * sum_over(_wide(weight)[position].masked_fill(~own, 0.0), block.group)
+    return scale * sum_over(_wide(weight)[position].masked_fill(~is_local, 0.0), block.group)
 
 
 def _total_weight(weight: Tensor | None, block: Block) -> Any:
@@ -264,9 +264,9 @@ def embedding_backward(gradient: Tensor, words: Tensor, padding_idx: int, padded
         gradient: of the lookup, [..., h].
         padded: words that all ranks hold, padding included; 0 where there is none.
     """
-    position, own = block.local(words)
-    own = own & (words != padding_idx)
-    rows = gradient.masked_fill(~own.unsqueeze(-1), 0.0)
+    position, is_local = block.local(words)
+    is_local = is_local & (words != padding_idx)
+    rows = gradient.masked_fill(~is_local.unsqueeze(-1), 0.0)
     count = (padded or block.size) // block.group.size
     return torch.ops.aten.embedding_dense_backward(rows, position, count, -1, False)  # type: ignore[no-any-return]
 
@@ -277,12 +277,12 @@ def nll_loss_backward(
     """The gradient of the rank's block of log-probabilities."""
     rows, words = _rows(x, target)
     counted = words != ignore_index
-    position, own = block.local(torch.where(counted, words, 0))
-    scale = _scale_of_rows(counted, position, own, weight, _wide(x).dtype, block)
+    position, is_local = block.local(torch.where(counted, words, 0))
+    scale = _scale_of_rows(counted, position, is_local, weight, _wide(x).dtype, block)
     upstream = _wide(gradient).reshape(-1) if reduction == 0 else _wide(gradient)
     if reduction == _MEAN:
         upstream = upstream / scale.sum()
-    picked = -(scale * upstream).masked_fill(~(own & counted), 0.0).unsqueeze(-1)
+    picked = -(scale * upstream).masked_fill(~(is_local & counted), 0.0).unsqueeze(-1)
     return _like_logits(_wide(torch.zeros_like(rows)).scatter(-1, position.unsqueeze(-1), picked), x)
 
 
@@ -299,26 +299,26 @@ def logsumexp_backward(
 
 def log_softmax_backward(out: Tensor, gradient: Tensor, dim: int, dtype: torch.dtype, block: Block) -> Tensor:
     """The gradient of the rank's block: the sum over all words is needed."""
-    own = _wide(block.hide_padding(gradient, dim % out.dim(), 0.0))
-    total = sum_over(own.sum(dim, keepdim=True), block.group)
-    return block.hide_padding(own - _wide(out).exp() * total, dim % out.dim(), 0.0).to(dtype)
+    upstream = _wide(block.hide_padding(gradient, dim % out.dim(), 0.0))
+    total = sum_over(upstream.sum(dim, keepdim=True), block.group)
+    return block.hide_padding(upstream - _wide(out).exp() * total, dim % out.dim(), 0.0).to(dtype)
 
 
 def topk_backward(x: Tensor, indices: Tensor, gradient: Tensor, dim: int, block: Block) -> Tensor:
     """The gradient of the rank's block: what was found in it."""
-    position, own = block.local(indices)
-    return torch.zeros_like(x).scatter_add(dim, position, gradient.masked_fill(~own, 0.0))
+    position, is_local = block.local(indices)
+    return torch.zeros_like(x).scatter_add(dim, position, gradient.masked_fill(~is_local, 0.0))
 
 
 def argmax(x: Tensor, dim: int, keepdim: bool, block: Block) -> Tensor:
     """`torch.argmax` over the cut dimension; of equal values the first."""
     value, position = _searched(x, dim, True, block).max(-1, keepdim=True)
     # Padding may tie with the least value that there is.
-    own = (block.size - block.first).clamp(min=1, max=block.share)
+    count = (block.size - block.first).clamp(min=1, max=block.share)
     best = _all(value, block).argmax(-1, keepdim=True)
-    words = (torch.minimum(position, own - 1) + block.first).clamp(max=block.size - 1)
-    found = _all(words, block).gather(-1, best).squeeze(-1)
-    return found.unsqueeze(dim) if keepdim else found
+    words = (torch.minimum(position, count - 1) + block.first).clamp(max=block.size - 1)
+    best_words = _all(words, block).gather(-1, best).squeeze(-1)
+    return best_words.unsqueeze(dim) if keepdim else best_words
 
 
 def topk(x: Tensor, k: int, dim: int, largest: bool, ordered: bool, block: Block) -> tuple[Tensor, Tensor]:
@@ -334,8 +334,8 @@ def topk(x: Tensor, k: int, dim: int, largest: bool, ordered: bool, block: Block
     front = torch.sort(all_words == block.size, dim=-1, stable=True)[1]
     candidates = _all(values[..., :count], block).gather(-1, front)
     best, which = torch.sort(candidates, dim=-1, descending=largest, stable=True)
-    found = all_words.gather(-1, front).gather(-1, which[..., :k])
-    return best[..., :k].movedim(-1, dim), found.movedim(-1, dim)
+    best_words = all_words.gather(-1, front).gather(-1, which[..., :k])
+    return best[..., :k].movedim(-1, dim), best_words.movedim(-1, dim)
 
 
 def _searched(x: Tensor, dim: int, largest: bool, block: Block) -> Tensor:
