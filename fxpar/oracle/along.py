@@ -25,10 +25,10 @@ def elements(d: Draw) -> dict[str, Samples]:
     """Element-wise functions that few models call."""
     a, b, _ = d.sizes(3)
     x, row, column = d.x(a, b), d.x(b), d.x(a, 1)
-    found = {name: [sample(x)] for name in _ELEMENTS}
-    found |= {name: [sample(x, row), sample(x, column)] for name in _PAIRS}
-    found |= {name: [fixed(d.normal(a, b))] for name in ("isneginf", "isposinf", "signbit")}
-    return found | {
+    samples = {name: [sample(x)] for name in _ELEMENTS}
+    samples |= {name: [sample(x, row), sample(x, column)] for name in _PAIRS}
+    samples |= {name: [fixed(d.normal(a, b))] for name in ("isneginf", "isposinf", "signbit")}
+    return samples | {
         "polygamma": [sample(1, x)],
         "copysign.Scalar": [sample(x, -1.0)],
         "heaviside": [fixed(d.normal(a, b), row)],
@@ -45,9 +45,9 @@ def reduced(d: Draw) -> dict[str, Samples]:
     """Order statistics and moments: one value in place of a dimension."""
     a, b, c = d.sizes(3)
     x, y = d.normal(a, b, c), d.normal(a, b)
-    found = {f"{name}.dim": [sample(x, -1, True), sample(y, 0)] for name in ("median", "nanmedian")}
-    found |= {f"{name}.default": [sample(y)] for name in ("median", "nanmedian")}
-    return found | {
+    samples = {f"{name}.dim": [sample(x, -1, True), sample(y, 0)] for name in ("median", "nanmedian")}
+    samples |= {f"{name}.default": [sample(y)] for name in ("median", "nanmedian")}
+    return samples | {
         "mode": [fixed(d.i(3, a, b).double())],
         "kthvalue": [sample(x, 2), sample(y, 1, 0, True)],
         "std_mean.correction": [sample(x, [-1], keepdim=True), sample(y, [0], correction=0)],
@@ -61,9 +61,9 @@ def scans(d: Draw) -> dict[str, Samples]:
     """What keeps a dimension and mixes it: running extrema, orders, turns, windows, repetition."""
     a, b, c = d.sizes(3)
     x, y, even = d.normal(a, b, c), d.normal(a, b), d.normal(a, b, 6)
-    found = {name: [sample(x, 1), sample(y, -1)] for name in ("cummax", "cummin")}
+    samples = {name: [sample(x, 1), sample(y, -1)] for name in ("cummax", "cummin")}
     sorted_rows, one = y.sort(-1).values, d.normal(b).sort().values
-    return found | {
+    return samples | {
         "argsort": [fixed(y, 1), fixed(y, 0, True)],
         "argsort.stable": [fixed(y, stable=True, dim=1)],
         "sort.stable": [sample(x, stable=True, dim=-1)],
@@ -81,7 +81,7 @@ def pooled(d: Draw) -> dict[str, Samples]:
     """Pooling and resampling of the last dimensions, with their gradients."""
     a, b, _ = d.sizes(3)
     line, image, solid = d.normal(a, b, 4), d.normal(a, b, 4, 6), d.normal(a, b, 4, 2, 4)
-    found: dict[str, Samples] = {
+    samples: dict[str, Samples] = {
         "avg_pool2d": [sample(image, [2, 3]), sample(image, [3, 3], [1, 1], [1, 1], True, False)],
         "avg_pool3d": [sample(solid, [2, 1, 2])],
         "_adaptive_avg_pool3d": [sample(solid, [2, 1, 2])],
@@ -96,11 +96,11 @@ def pooled(d: Draw) -> dict[str, Samples]:
         out, places = forward(x, size)
         dims = len(size)
         options = (size, size, [0] * dims, [1] * dims, False)
-        found[f"max_pool{name}_with_indices"] = [sample(x, size)]
-        found[f"max_pool{name}_with_indices_backward"] = [fixed(d.normal(*out.shape), x, *options, places)]
+        samples[f"max_pool{name}_with_indices"] = [sample(x, size)]
+        samples[f"max_pool{name}_with_indices_backward"] = [fixed(d.normal(*out.shape), x, *options, places)]
         out, places = getattr(aten, f"adaptive_max_pool{name}").default(x, size)
-        found[f"adaptive_max_pool{name}"] = [sample(x, size)]
-        found[f"adaptive_max_pool{name}_backward"] = [fixed(d.normal(*out.shape), x, places)]
+        samples[f"adaptive_max_pool{name}"] = [sample(x, size)]
+        samples[f"adaptive_max_pool{name}_backward"] = [fixed(d.normal(*out.shape), x, places)]
     resampled: list[tuple[str, Tensor, tuple[bool, ...]]] = [
         *((f"{name}1d", line, ()) for name in ("upsample_nearest", "_upsample_nearest_exact")),
         *((f"{name}2d", image, ()) for name in ("upsample_nearest", "_upsample_nearest_exact")),
@@ -112,10 +112,10 @@ def pooled(d: Draw) -> dict[str, Samples]:
     ]
     for name, x, flags in resampled:
         size = [3, 5, 7][: x.dim() - 2]
-        found[name] = [sample(x, size, *flags)]
-        found[f"{name}.vec"] = [sample(x, None, *flags, [1.5, 2.0, 2.5][: x.dim() - 2])]
-        found[f"{name}_backward"] = [fixed(d.normal(a, b, *size), size, list(x.shape), *flags)]
-    return found
+        samples[name] = [sample(x, size, *flags)]
+        samples[f"{name}.vec"] = [sample(x, None, *flags, [1.5, 2.0, 2.5][: x.dim() - 2])]
+        samples[f"{name}_backward"] = [fixed(d.normal(a, b, *size), size, list(x.shape), *flags)]
+    return samples
 
 
 def sampled(d: Draw) -> dict[str, Samples]:
@@ -147,9 +147,9 @@ def algebra(d: Draw) -> dict[str, Samples]:
     right, factor = d.normal(a, b, k, c), torch.linalg.cholesky(square)
     alone = d.x(a, b, 1, 1)  # positive definite in any order of its elements
     one = ("linalg_inv", "linalg_inv_ex", "linalg_cholesky_ex")
-    found: dict[str, Samples] = {name: [sample(square)] for name in one}
+    samples: dict[str, Samples] = {name: [sample(square)] for name in one}
     p, q = d.normal(a, b, k), d.normal(a, c, k)
-    return found | {
+    return samples | {
         "linalg_cholesky": [sample(alone)],
         "cholesky_inverse": [sample(alone)],
         "linalg_solve_triangular": [

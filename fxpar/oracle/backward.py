@@ -30,7 +30,7 @@ def element_wise(d: Draw) -> dict[str, Samples]:
     """Gradients of operations on one tensor, of losses, and what these save."""
     a, b, c = d.sizes(3)
     g, x = d.normal(a, b, c), d.normal(a, b, c)
-    found = {
+    samples = {
         f"{name}_backward": [sample(g, x)]
         for name in ("gelu", "silu", "sigmoid", "tanh", "hardsigmoid", "hardswish", "mish")
     }
@@ -38,18 +38,18 @@ def element_wise(d: Draw) -> dict[str, Samples]:
         **{"threshold": (0.3,), "hardtanh": (-1, 1), "leaky_relu": (0.2, False), "softplus": (2, 20)},
         **{"softshrink": (0.4,), "hardshrink": (0.4,)},
     }
-    found |= {f"{name}_backward": [sample(g, x, *rest)] for name, rest in numbers.items()}
+    samples |= {f"{name}_backward": [sample(g, x, *rest)] for name, rest in numbers.items()}
     two, chances, row = (d.normal(a, b), d.normal(a, b)), (d.x(a, b), d.x(a, b)), d.x(b)
     for name, rest in (("mse", ()), ("smooth_l1", (1.0,)), ("huber", (1.0,)), ("soft_margin", ())):
         upstream = (d.normal(a, b), d.normal(), d.normal())
-        found[f"{name}_loss_backward"] = [sample(upstream[how], *two, how, *rest) for how in (0, 1, 2)]
-    found["binary_cross_entropy_backward"] = [
+        samples[f"{name}_loss_backward"] = [sample(upstream[how], *two, how, *rest) for how in (0, 1, 2)]
+    samples["binary_cross_entropy_backward"] = [
         *(sample(upstream[how], *chances, None, how) for how in (0, 1, 2)),
         sample(upstream[0], *chances, row, 0),
     ]
     mask, channel = d.mask(a, b), d.x(1, b, 1)
     softmax = torch.softmax(x, 1)
-    return found | {
+    return samples | {
         "elu_backward": [sample(g, 1.0, 1.0, 1.0, False, x)],
         "logit_backward": [sample(g, d.x(a, b, c))],
         "log_sigmoid_forward": [sample(x)],
@@ -68,36 +68,36 @@ def losses_and_norms(d: Draw) -> dict[str, Samples]:
     n, c, s = d.sizes(3)
     scores, image, weight = d.normal(n, c), d.normal(n, c, s, 2), d.x(c)
     target, of_image = d.i(c, n), d.i(c, n, s, 2)
-    found: dict[str, Samples] = {
+    samples: dict[str, Samples] = {
         name: [sample(x, t, None if how else weight, how, -100) for how in (0, 1, 2)]
         for name, x, t in (("nll_loss_forward", scores, target), ("nll_loss2d_forward", image, of_image))
     }
     for name, x, t in (("nll_loss_backward", scores, target), ("nll_loss2d_backward", image, of_image)):
         total = d.x()
         upstream = d.normal(*t.shape)
-        found[name] = [
+        samples[name] = [
             sample(d.normal() if how else upstream, x, t, None if how else weight, how, -100, total)
             for how in (0, 1, 2)
         ]
     x, g = d.normal(n, 2, c), d.normal(n, 2, c)
     mean, rstd = x.mean(-1, keepdim=True), x.std(-1, keepdim=True).reciprocal()
-    found["native_layer_norm_backward"] = [
+    samples["native_layer_norm_backward"] = [
         sample(g, x, [c], mean, rstd, weight, d.x(c), [True, True, True]),
         sample(g, x, [c], mean, rstd, weight, None, [True, True, False]),
         sample(g, x, [c], mean, rstd, None, None, [True, False, False]),
     ]
     x, g = d.normal(n, c, 2), d.normal(n, c, 2)
     mean, rstd = x.mean((0, 2)), x.std((0, 2), correction=0).reciprocal()
-    found["native_batch_norm_backward"] = [
+    samples["native_batch_norm_backward"] = [
         sample(g, x, d.x(c), None, None, mean, rstd, True, 1e-5, [True, True, True]),
         sample(g, x, None, None, None, mean, rstd, True, 1e-5, [True, False, False]),
     ]
     words = d.i(5, n, s)
-    found["embedding_dense_backward"] = [
+    samples["embedding_dense_backward"] = [
         sample(d.normal(n, s, c), words, 5, 2, False),
         sample(d.normal(n, s, c), words, 5, -1, True),
     ]
-    return found
+    return samples
 
 
 def places(d: Draw) -> dict[str, Samples]:
@@ -223,6 +223,6 @@ def attention(d: Draw) -> dict[str, Samples]:
         forward.append(sample(*values, added, *options))
         query, key, value = values
         out, log_sum = attention_forward(query, key, value, added, *options)
-        given = options if len(options) > 5 else (*options, ())
-        backward.append(sample(*values, d.normal(*out.shape), out, log_sum, added, *given, of_mask))
+        all_options = options if len(options) > 5 else (*options, ())
+        backward.append(sample(*values, d.normal(*out.shape), out, log_sum, added, *all_options, of_mask))
     return {"fxpar.attention_forward": forward, "fxpar.attention_backward": backward}

@@ -106,10 +106,10 @@ def plain_signatures(report: OracleReport) -> list[str]:
 
 
 def _first_of_each(findings: Iterable[Finding]) -> list[Finding]:
-    found: dict[str, Finding] = {}
+    firsts: dict[str, Finding] = {}
     for finding in findings:
-        found.setdefault(finding.signature, finding)
-    return list(found.values())
+        firsts.setdefault(finding.signature, finding)
+    return list(firsts.values())
 
 
 # The mesh of a rule is one axis.
@@ -140,14 +140,14 @@ def make_node(trial: Trial) -> fx.Node:
 
 def shards(size: int, dim: int, n: int, outers: Iterable[int], segments: Iterable[Sequence[int]]) -> list[Placement]:
     """Shards of a dimension: the plain one even where n does not divide it, and the factored ones that fit."""
-    found = {shard(dim, size): None} if size > 1 else {}
+    placements = {shard(dim, size): None} if size > 1 else {}
     divisors = [c for c in range(2, n) if n % c == 0]  # neighbours that may share a block
     for outer in outers:
         if size % outer == 0 and size // outer % n == 0:
-            found[Placement("S", dim, (Piece(outer, size // outer),))] = None
+            placements[Placement("S", dim, (Piece(outer, size // outer),))] = None
     for outer, copies in itertools.product((1, 2, 3) if divisors else (), divisors):
         if size % outer == 0 and size // outer % (n // copies) == 0:
-            found[Placement("S", dim, (Piece(outer, size // outer, copies=copies),))] = None
+            placements[Placement("S", dim, (Piece(outer, size // outer, copies=copies),))] = None
     for lengths in segments:
         if sum(lengths) != size:
             continue
@@ -156,19 +156,19 @@ def shards(size: int, dim: int, n: int, outers: Iterable[int], segments: Iterabl
                 [Piece(1, length, c < n, c if c < n else 1) for length, c in zip(lengths, cut, strict=True)]
             )
             if any(c < n for c in cut) and all(not p.sharded or int(p.size) * p.copies % n == 0 for p in pieces):
-                found[Placement("S", dim, pieces)] = None
-    return list(found)
+                placements[Placement("S", dim, pieces)] = None
+    return list(placements)
 
 
 def candidates(
     t: torch.Tensor | TensorType, n: int, outers: Sequence[int], segments: Sequence[Sequence[int]], halves: bool = False
 ) -> list[Placement]:
     """Placements to try for a tensor; `halves` adds a shard of the first half of each dimension."""
-    found = [R] if t.dtype == torch.bool else [R, P]
+    placements = [R] if t.dtype == torch.bool else [R, P]
     for dim, size in enumerate(t.shape):
         more = [*segments, (size // 2, size - size // 2)] if halves and size % (2 * n) == 0 else segments
-        found += shards(size, dim, n, outers, more)
-    return found
+        placements += shards(size, dim, n, outers, more)
+    return placements
 
 
 def padded(t: torch.Tensor | TensorType, n: int) -> list[Placement]:
@@ -179,13 +179,13 @@ def padded(t: torch.Tensor | TensorType, n: int) -> list[Placement]:
 
 def _choices(trial: Trial, call: Call, outers: Sequence[int], halves: bool) -> list[list[Placement]]:
     """Placements to try for each operand of a call."""
-    found = [candidates(t, call.n, outers, trial.sample.segments, halves) for t in trial.operands]
+    choices = [candidates(t, call.n, outers, trial.sample.segments, halves) for t in trial.operands]
     for i, name in enumerate(call.names):
         if name == "indices" and not isinstance(trial.target, torch._ops.OpOverload):
-            found[i] = [R, V]
+            choices[i] = [R, V]
         elif name == "rng" and len(trial.operands) > 3:  # fewer operands show what a state does that differs
-            found[i] = [R]
-    return found
+            choices[i] = [R]
+    return choices
 
 
 def _tried(trial: Trial, call: Call) -> Iterator[tuple[tuple[Placement, ...], bool]]:
@@ -196,7 +196,7 @@ def _tried(trial: Trial, call: Call) -> Iterator[tuple[tuple[Placement, ...], bo
     """
     count = len(trial.operands)
     outers = {1: tuple(range(2, 13)), 2: (2, 3), 3: (2,), 4: (2,)}.get(count, ())
-    counted = [set(found) for found in _choices(trial, call, outers, False)]
+    counted = [set(options) for options in _choices(trial, call, outers, False)]
     choices = _choices(trial, call, outers, count <= 2)
     tried: Iterable[tuple[Placement, ...]] = itertools.product(*choices)
     if math.prod(map(len, choices)) > _MOST_TRIED:
@@ -216,7 +216,7 @@ def _some(choices: Sequence[Sequence[Placement]]) -> Iterator[tuple[Placement, .
             yield tuple(p if i == first else q if i == second else R for i in range(len(choices)))
     draw = random.Random(0)
     for _ in range(_DRAWN):
-        yield tuple(draw.choice(found) for found in choices)
+        yield tuple(draw.choice(options) for options in choices)
 
 
 _DRAWN = 200
@@ -260,22 +260,22 @@ class _Judge:
 
     def wrong(self, ins: Sequence[Placement], outs: Sequence[Placement], fault: str) -> None:
         """Notes a false accept once, whether it was proposed or inferred."""
-        found = self.finding(ins, outs, fault)
-        if found not in self.report.false_accepts:
-            self.report.false_accepts.append(found)
+        finding = self.finding(ins, outs, fault)
+        if finding not in self.report.false_accepts:
+            self.report.false_accepts.append(finding)
 
     def seeds(self) -> None:
         """Checks the signatures that the rule proposes: `infer` must accept them, and they must be right."""
         if self.rule is None:
             return
-        found = partial_signatures(self.rule, self.call)
+        signatures = partial_signatures(self.rule, self.call)
         for index, t in enumerate(self.trial.operands):
             tried = candidates(t, self.call.n, (2, 3), self.trial.sample.segments, True)
             for placement in (*tried, *padded(t, self.call.n)):
                 if placement.is_shard:
                     signature = seed_signature(self.rule, self.call, index, placement)
-                    found += [] if isinstance(signature, Refusal) else [signature]
-        for ins, outs in dict.fromkeys((s.operands, s.outputs) for s in found):
+                    signatures += [] if isinstance(signature, Refusal) else [signature]
+        for ins, outs in dict.fromkeys((s.operands, s.outputs) for s in signatures):
             answer = infer(self.rule, self.call, ins, self.trial.carries)
             if answer != outs:
                 self.wrong(ins, outs, f"proposed, but inferred is {answer}")

@@ -15,9 +15,9 @@ from torch import Tensor
 aten = torch.ops.aten
 
 
-def _expect(found: Sequence[int], wanted: Sequence[int]) -> None:
-    if tuple(found) != tuple(wanted):
-        raise ValueError(f"sizes {list(found)} do not match {list(wanted)}")
+def _expect(sizes: Sequence[int], expected: Sequence[int]) -> None:
+    if tuple(sizes) != tuple(expected):
+        raise ValueError(f"sizes {list(sizes)} do not match {list(expected)}")
 
 
 def _expect_below(indices: Tensor, size: int, ignored: int) -> None:
@@ -83,13 +83,13 @@ def _nll(target: torch._ops.OpOverload, first: int) -> Callable[..., Any]:
     """Log-probabilities, targets and weights of a loss, or of its gradient, whose upstream gradient comes first."""
 
     def kernel(*args: Any) -> Any:
-        self, wanted, weight, reduction, ignored = args[first : first + 5]
-        _expect(wanted.shape, (self.shape[0], *self.shape[2:]))
-        _expect_below(wanted, self.shape[1], ignored)
+        self, targets, weight, reduction, ignored = args[first : first + 5]
+        _expect(targets.shape, (self.shape[0], *self.shape[2:]))
+        _expect_below(targets, self.shape[1], ignored)
         if weight is not None:
             _expect(weight.shape, self.shape[1:2])
         if first:
-            _expect(args[0].shape, wanted.shape if reduction == 0 else ())
+            _expect(args[0].shape, targets.shape if reduction == 0 else ())
         return target(*args)
 
     return kernel
@@ -127,8 +127,8 @@ CHECKED: Mapping[Any, Callable[..., Any]] = {
         for overload in [getattr(aten, f"{name}_backward").default]
     },
     **{
-        overload: made(overload, count)
-        for name, made in (("reflection", _mirrored), ("replication", _behind))
+        overload: kernel_of(overload, count)
+        for name, kernel_of in (("reflection", _mirrored), ("replication", _behind))
         for count, overload in ((count, getattr(aten, f"{name}_pad{count}d_backward").default) for count in (1, 2, 3))
     },
     **{

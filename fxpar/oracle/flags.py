@@ -33,9 +33,9 @@ def check_marks(target: Target, samples: Sequence[Sample], shards: Sequence[int]
     assert rule is not None
     for call in samples:
         operands = tensors_of([*call.args, *call.kwargs.values()])
-        own = sample(*call.args, segments=call.segments, fixed=tuple(range(len(operands))), **call.kwargs)
+        fixed_sample = sample(*call.args, segments=call.segments, fixed=tuple(range(len(operands))), **call.kwargs)
         for n in shards:
-            trial = Trial(target, own, {"axis": n}, torch.Generator().manual_seed(0))
+            trial = Trial(target, fixed_sample, {"axis": n}, torch.Generator().manual_seed(0))
             seen = call_of(make_node(trial), n)
             for ins in dict.fromkeys(_marked(rule, trial, seen)):
                 _judge(rule, trial, seen, ins, report)
@@ -69,13 +69,13 @@ def _marked(rule: Rule, trial: Trial, call: Call) -> Iterator[tuple[Placement, .
                 continue
             alone = tuple(placement if i == index else R for i in range(len(trial.operands)))
             proposed[alone] = None
-            for found in (
+            for signature in (
                 seed_signature(rule, call, index, placement),
                 signature_of_summands(rule, call, index, placement),
             ):
-                if not isinstance(found, Refusal):
-                    proposed[found.operands] = None
-                    proposed |= dict.fromkeys(_with_sums(found.operands))
+                if not isinstance(signature, Refusal):
+                    proposed[signature.operands] = None
+                    proposed |= dict.fromkeys(_with_sums(signature.operands))
             proposed |= dict.fromkeys(_with_padding(trial, call, index, placement))
     for ins in proposed:
         for marked in itertools.product(*(_marks(p, t) for p, t in zip(ins, trial.operands, strict=True))):
@@ -104,9 +104,9 @@ def _with_padding(trial: Trial, call: Call, index: int, placement: Placement) ->
 
 
 def _marks(placement: Placement, value: torch.Tensor) -> list[Placement]:
-    found = [placement]
+    placements = [placement]
     if placement.is_shared and value.is_floating_point():
-        found.append(replace(placement, partial=True))
+        placements.append(replace(placement, partial=True))
     if placement.is_padded:
-        found.append(replace(placement, zeros=True))
-    return found
+        placements.append(replace(placement, zeros=True))
+    return placements

@@ -35,11 +35,11 @@ def coordinates(axes: Mapping[str, int]) -> list[Coordinates]:
 
 def positions(layout: Layout, dim: int, size: int, axes: Mapping[str, int], rank: Coordinates) -> list[int]:
     """The positions of a dimension that a rank holds, in the order in which it holds them."""
-    place_of, own = dict(zip(axes, rank, strict=True)), list(range(size))
+    place_of, local = dict(zip(axes, rank, strict=True)), list(range(size))
     for axis, placement in layout:
         if placement.is_shard and placement.dim == dim:
-            own = [own[position] for position in held(placement, axes[axis], place_of[axis])]
-    return own
+            local = [local[position] for position in held(placement, axes[axis], place_of[axis])]
+    return local
 
 
 def local_shape(layout: Layout, shape: Sequence[int], axes: Mapping[str, int]) -> list[int]:
@@ -100,17 +100,17 @@ def _spread(
             inner = parts(value, rest)
             inside = [inner] * axes[axis]
         else:
-            inside = [parts(own, rest) for own in put(value, placement, axes[axis], generator)]
-        return {(rank, *behind): own for rank, found in enumerate(inside) for behind, own in found.items()}
+            inside = [parts(part, rest) for part in put(value, placement, axes[axis], generator)]
+        return {(rank, *behind): part for rank, group in enumerate(inside) for behind, part in group.items()}
 
-    found = parts(x, entries)
-    return {rank: found[tuple(rank[list(axes).index(axis)] for axis in order)] for rank in coordinates(axes)}
+    ordered_parts = parts(x, entries)
+    return {rank: ordered_parts[tuple(rank[list(axes).index(axis)] for axis in order)] for rank in coordinates(axes)}
 
 
 def _listed(parts: Parts, axes: Mapping[str, int], layout: Layout) -> Parts:
     """The parts by coordinates in the order of the layout."""
     places = [list(axes).index(axis) for axis, _ in layout]
-    return {tuple(rank[place] for place in places): own for rank, own in parts.items()}
+    return {tuple(rank[place] for place in places): part for rank, part in parts.items()}
 
 
 def _joined(parts: Parts, entries: _Entries, axes: Mapping[str, int], join: _Join, same: str) -> torch.Tensor | None:
@@ -118,9 +118,9 @@ def _joined(parts: Parts, entries: _Entries, axes: Mapping[str, int], join: _Joi
     if not entries:
         return parts[()]
     (axis, placement), rest = entries[0], entries[1:]
-    groups = [{key[1:]: own for key, own in parts.items() if key[0] == rank} for rank in range(axes[axis])]
+    groups = [{key[1:]: part for key, part in parts.items() if key[0] == rank} for rank in range(axes[axis])]
     if placement.kind in same and rest:
-        if any(not close(group[key], own) for group in groups[1:] for key, own in groups[0].items()):
+        if any(not close(group[key], part) for group in groups[1:] for key, part in groups[0].items()):
             return None
         groups = groups[:1]
         return _joined(groups[0], rest, axes, join, same)

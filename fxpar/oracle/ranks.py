@@ -86,20 +86,20 @@ def held(placement: Placement, n: int, rank: int) -> list[int]:
 
 
 def _held(pieces: Sequence[Piece], n: int, rank: int, start: int) -> list[int]:
-    found: list[int] = []
+    positions: list[int] = []
     for piece in pieces:
         outer, size = int(piece.outer), int(piece.size)
         block = -(-size * piece.copies // n)
-        own = n - 1 - rank if piece.reversed else rank // piece.copies
+        index = n - 1 - rank if piece.reversed else rank // piece.copies
         for _ in range(outer):
             if piece.segments:
-                found.extend(_held(piece.segments, n, rank, start))
+                positions.extend(_held(piece.segments, n, rank, start))
             else:
-                first = start + own * block if piece.sharded else start
+                first = start + index * block if piece.sharded else start
                 last = min(first + block, start + size) if piece.sharded else start + size
-                found.extend(range(first, last))
+                positions.extend(range(first, last))
             start += size
-    return found
+    return positions
 
 
 def padding(placement: Placement, n: int, rank: int) -> int:
@@ -196,15 +196,15 @@ def place_gradient(g: torch.Tensor, placement: Placement, n: int, generator: tor
 def _shared_summands(g: torch.Tensor, placement: Placement, n: int, generator: torch.Generator) -> list[torch.Tensor]:
     """Of each element random summands on the ranks that hold it, which the last of them makes up to g."""
     missing, last = g.clone(), {p: rank for rank in range(n) for p in held(placement, n, rank)}
-    found = []
+    summands = []
     for rank in range(n):
         mine = held(placement, n, rank)
         ends = torch.tensor([last[p] == rank for p in mine]).view(-1, *(1,) * (g.dim() - placement.dim - 1))
-        own = _block(missing, placement, n, rank)
-        part = torch.where(ends, own, torch.randn(own.shape, generator=generator, dtype=g.dtype))
+        block = _block(missing, placement, n, rank)
+        part = torch.where(ends, block, torch.randn(block.shape, generator=generator, dtype=g.dtype))
         missing.index_add_(placement.dim, torch.tensor(mine), part, alpha=-1)
-        found.append(part)
-    return found
+        summands.append(part)
+    return summands
 
 
 def close(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -237,19 +237,21 @@ def _blocks(
     None where a rank has another number of them.
     """
     n, dim = len(parts), placement.dim
-    found, shape = [], list(parts[0].shape)
+    blocks, shape = [], list(parts[0].shape)
     for rank, part in enumerate(parts):
-        mine, own = _index(placement, n, rank), _unpadded(part, placement, n, rank)
-        if list(own.shape) != [*shape[:dim], len(mine), *shape[dim + 1 :]]:
+        mine, elements = _index(placement, n, rank), _unpadded(part, placement, n, rank)
+        if list(elements.shape) != [*shape[:dim], len(mine), *shape[dim + 1 :]]:
             return None
-        found.append((mine, own))
+        blocks.append((mine, elements))
     shape[dim] = sum(int(piece.outer) * int(piece.size) for piece in placement.pieces)
-    return torch.zeros(shape, dtype=parts[0].dtype), found
+    return torch.zeros(shape, dtype=parts[0].dtype), blocks
 
 
-def _has_zeros_behind(part: torch.Tensor, positions: torch.Tensor, own: torch.Tensor, placement: Placement) -> bool:
+def _has_zeros_behind(
+    part: torch.Tensor, positions: torch.Tensor, elements: torch.Tensor, placement: Placement
+) -> bool:
     """Whether a rank holds nothing but zeros behind its elements."""
-    assert own.shape[placement.dim] == len(positions)
+    assert elements.shape[placement.dim] == len(positions)
     behind = part.narrow(placement.dim, len(positions), part.shape[placement.dim] - len(positions))
     return not behind.numel() or float(behind.abs().max()) <= TOLERANCE
 
@@ -265,12 +267,12 @@ def value_of(parts: Sequence[torch.Tensor], placement: Placement) -> torch.Tenso
     if placement.zeros and not all(_has_zeros_behind(p, *o, placement) for p, o in zip(parts, owned, strict=True)):
         return None
     if placement.partial:
-        for positions, own in owned:
-            whole.index_add_(placement.dim, positions, own.detach())
+        for positions, elements in owned:
+            whole.index_add_(placement.dim, positions, elements.detach())
         return whole
-    for positions, own in owned:
-        whole.index_copy_(placement.dim, positions, own.detach())
-    is_one = all(close(own, whole.index_select(placement.dim, positions)) for positions, own in owned)
+    for positions, elements in owned:
+        whole.index_copy_(placement.dim, positions, elements.detach())
+    is_one = all(close(elements, whole.index_select(placement.dim, positions)) for positions, elements in owned)
     return whole if is_one else None
 
 
@@ -286,10 +288,10 @@ def gradient_of(parts: Sequence[torch.Tensor], placement: Placement) -> torch.Te
     if blocks is None:
         return None
     whole, owned = blocks
-    for (positions, own), part in zip(owned, parts, strict=True):
-        if not _has_zeros_behind(part, positions, own, placement):
+    for (positions, elements), part in zip(owned, parts, strict=True):
+        if not _has_zeros_behind(part, positions, elements, placement):
             return None  # padding has no gradient
-        whole.index_add_(placement.dim, positions, own)
+        whole.index_add_(placement.dim, positions, elements)
     return whole
 
 

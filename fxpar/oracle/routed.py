@@ -26,7 +26,7 @@ def routed(d: Draw) -> dict[str, Samples]:
     counts = (d.i(3, a, b, experts) + torch.tensor([0, 1, 0])).clamp_max(2)
     one = torch.tensor([2, 0, 3])
     x, y = d.normal(a, b, rows, i), d.normal(a, b, rows, o)
-    found: dict[str, Samples] = {
+    by_name: dict[str, Samples] = {
         "sort_by_expert": [sample(d.i(experts, tokens, k), experts), sample(d.i(experts, a, b, tokens, k), experts)],
         "take_rows": [
             sample(d.normal(tokens, i), order[0, 0], k),
@@ -92,4 +92,4 @@ def routed(d: Draw) -> dict[str, Samples]:
         "arrived_order": [sample(d.i(3, a, 2, experts), 14), sample(d.i(3, a, b, 2, experts), 14)],
         "resize_rows": [sample(x, rows + 2, 0), sample(x, rows - 3, 0), sample(x[0, 0], rows + 1, 0)],
     }
-    return {f"fxpar.{name}.default": samples for name, samples in found.items()}
+    return {f"fxpar.{name}.default": samples for name, samples in by_name.items()}

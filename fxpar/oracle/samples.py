@@ -55,10 +55,10 @@ class Draw:
 
     def mask(self, *shape: int) -> torch.Tensor:
         """Booleans, of both kinds where there are several."""
-        found = torch.rand(shape, generator=self._generator) < 0.5
-        found.view(-1)[-1] = False
-        found.view(-1)[0] = True
-        return found
+        mask = torch.rand(shape, generator=self._generator) < 0.5
+        mask.view(-1)[-1] = False
+        mask.view(-1)[0] = True
+        return mask
 
 
 Build = Callable[[Draw], Mapping[str, Samples]]
@@ -82,9 +82,9 @@ def unary(d: Draw) -> dict[str, Samples]:
     """Operations on one tensor, element by element."""
     a, b, c = d.sizes(3)
     x = d.x(a, b, c)
-    found = {name: [sample(x)] for name in _UNARY}
-    found |= {f"{name}.Scalar": [sample(d.i(3, a, b), 1)] for name in _COMPARE}
-    return found | {
+    samples = {name: [sample(x)] for name in _UNARY}
+    samples |= {f"{name}.Scalar": [sample(d.i(3, a, b), 1)] for name in _COMPARE}
+    return samples | {
         "acosh": [sample(1.2 + x)],
         "gelu": [sample(d.normal(a, b)), sample(d.normal(a, b), approximate="tanh")],
         "logical_not": [sample(d.mask(a, b))],
@@ -129,11 +129,11 @@ def complexes(d: Draw) -> dict[str, Samples]:
     """Complex numbers, their parts, and products of them: rotations of queries and keys."""
     a, b, c = d.sizes(3)
     x, z = d.normal(a, b), d.z(a, b, c)
-    found = {name: [sample(z), sample(x)] for name in words("resolve_conj resolve_neg angle real")}
-    found |= {
+    samples = {name: [sample(z), sample(x)] for name in words("resolve_conj resolve_neg angle real")}
+    samples |= {
         name: [sample(z)] for name in words("_conj _conj_physical conj_physical imag view_as_real abs clone neg sgn")
     }
-    return found | {
+    return samples | {
         "view_as_complex": [sample(d.normal(a, b, 2))],
         "complex": [sample(x, d.normal(a, b)), sample(x, d.normal(b))],
         "polar": [sample(x, d.normal(a, b)), sample(x, d.normal(b))],
@@ -151,20 +151,20 @@ def binary(d: Draw) -> dict[str, Samples]:
     pairs = [sample(x, y), sample(d.x(a, b), d.x(b)), sample(d.x(a, 1), d.x(1, b)), sample(d.x(b), d.x(a, 1))]
     row, column = d.i(50, 1, b), d.i(50, a, 1)
     bits = [sample(d.mask(a, b), d.mask(b))]
-    found = {f"{name}.Tensor": [*pairs, sample(x, 2.0)] for name in ("add", "sub", "mul", "div")}
-    found |= {f"{name}.Tensor": [sample(column, row), sample(d.i(50, a, b), row)] for name in _COMPARE[2:]}
-    found |= {
+    samples = {f"{name}.Tensor": [*pairs, sample(x, 2.0)] for name in ("add", "sub", "mul", "div")}
+    samples |= {f"{name}.Tensor": [sample(column, row), sample(d.i(50, a, b), row)] for name in _COMPARE[2:]}
+    samples |= {
         f"{name}.Tensor": [sample(d.i(3, a, 1), d.i(3, 1, b)), sample(d.i(3, a, b), d.i(3, b))] for name in _COMPARE[:2]
     }
-    found |= dict.fromkeys(("logical_and", "logical_or", "logical_xor"), bits)
-    found |= {
+    samples |= dict.fromkeys(("logical_and", "logical_or", "logical_xor"), bits)
+    samples |= {
         f"{name}.Tensor": bits for name in ("__and__", "__or__", "__xor__", "bitwise_and", "bitwise_or", "bitwise_xor")
     }
-    found |= dict.fromkeys(
+    samples |= dict.fromkeys(
         ("maximum", "minimum", "max.other", "min.other", "atan2", "pow.Tensor_Tensor", "xlogy.Tensor"), pairs[1:]
     )
-    found |= {f"{name}.Tensor": pairs[1:2] for name in ("fmod", "remainder", "rsub")}
-    return found | {
+    samples |= {f"{name}.Tensor": pairs[1:2] for name in ("fmod", "remainder", "rsub")}
+    return samples | {
         "add.Tensor": [*pairs, sample(x, 2.0), sample(x, y, alpha=2), sample(d.i(9, a), d.x(a))],
         "mul.Tensor": [*pairs, sample(x, 2.0), sample(d.x(a, b), d.mask(b)), sample(d.i(9, a), d.x(a))],
         "floor_divide": [sample(d.i(50, a, b), 1 + d.i(7, b))],
@@ -295,33 +295,33 @@ def reductions(d: Draw) -> dict[str, Samples]:
     """Reductions, softmax and norms."""
     a, b, c = d.sizes(3)
     x, y, weight = d.normal(a, b, c), d.normal(a, b), (d.x(c), d.x(c))
-    found = {
+    samples = {
         f"{name}.{overload}": [sample(x, [-1], True), sample(x, [0, 1]), sample(y, [0])]
         for name, overload in (("mean", "dim"), ("sum", "dim_IntList"))
     }
-    found |= {name: [sample(x, -1), sample(y, 0)] for name in ("softmax.int", "log_softmax.int", "cumsum")}
-    found["cumsum"].append(sample(5 * x, 0, dtype=torch.int64, fixed=(0,)))
-    found |= {name: [sample(x, -1, False)] for name in ("_softmax", "_log_softmax")}
-    found |= {name: [sample(x, [-1], True), sample(y, [0])] for name in ("amax", "amin", "logsumexp")}
-    found |= {
+    samples |= {name: [sample(x, -1), sample(y, 0)] for name in ("softmax.int", "log_softmax.int", "cumsum")}
+    samples["cumsum"].append(sample(5 * x, 0, dtype=torch.int64, fixed=(0,)))
+    samples |= {name: [sample(x, -1, False)] for name in ("_softmax", "_log_softmax")}
+    samples |= {name: [sample(x, [-1], True), sample(y, [0])] for name in ("amax", "amin", "logsumexp")}
+    samples |= {
         f"{name}.correction": [sample(x, [-1], keepdim=True), sample(y, [0])] for name in ("var", "std", "var_mean")
     }
-    found |= {
+    samples |= {
         name: [sample(x, -1, True), sample(y, 0)] for name in ("argmax", "argmin", "max.dim", "min.dim", "prod.dim_int")
     }
     first = torch.zeros(a, b, dtype=torch.bool)
     first[0, 0] = True
-    found |= {
+    samples |= {
         f"{name}.{over}": [sample(m, *dim)]
         for name, m in (("any", first), ("all", ~first))
         for over, dim in (("dim", (1, True)), ("default", ()))
     }
-    found |= {f"{name}.default": [sample(y)] for name in ("mean", "max", "min", "prod")}
-    return found | {
+    samples |= {f"{name}.default": [sample(y)] for name in ("mean", "max", "min", "prod")}
+    return samples | {
         "any.dims": [sample(first, [0, 1])],
         "sum.default": [sample(y), sample(d.mask(a, b)), sample(9 * d.x(a, b), dtype=torch.int64, fixed=(0,))],
         "sum.dim_IntList": [
-            *found["sum.dim_IntList"],
+            *samples["sum.dim_IntList"],
             sample(d.mask(a, b), [1]),
             sample(9 * d.x(a, b), [1], dtype=torch.int64, fixed=(0,)),
         ],
@@ -348,30 +348,30 @@ def losses(d: Draw) -> dict[str, Samples]:
     ignored = torch.where(d.mask(n), target, -100)
     ignored[0] = 0
     two = (d.normal(n, s), d.x(n, s))
-    found = {
+    samples = {
         f"{name}": [sample(*two, how) for how in (0, 1, 2)]
         for name in ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div")
     }
-    found["soft_margin_loss"] = [sample(*two, how, fixed=(1,)) for how in (0, 1, 2)]
+    samples["soft_margin_loss"] = [sample(*two, how, fixed=(1,)) for how in (0, 1, 2)]
     members = torch.full((n, c), -1)  # the classes of a row, -1 behind the last
     members[:, 0] = target
-    found["multi_margin_loss"] = [
+    samples["multi_margin_loss"] = [
         *(sample(logits, target, 1, 0.7, None, how) for how in (0, 1, 2)),
         sample(logits, target, 2, 1.0, d.x(c), 2, fixed=(2,)),
     ]
-    found["multilabel_margin_loss"] = [sample(logits, members, how) for how in (0, 1, 2)]
+    samples["multilabel_margin_loss"] = [sample(logits, members, how) for how in (0, 1, 2)]
     weights = d.x(s).abs()
-    found["binary_cross_entropy_with_logits"] = [
+    samples["binary_cross_entropy_with_logits"] = [
         *(sample(*two, None, None, how) for how in (0, 1, 2)),
         sample(*two, None, weights, 2, fixed=(2,)),
         sample(*two, weights, None, 0, fixed=(2,)),
     ]
     chances = tuple(value.sigmoid() for value in two)
-    found["binary_cross_entropy"] = [
+    samples["binary_cross_entropy"] = [
         *(sample(*chances, None, how, fixed=(1,)) for how in (0, 1, 2)),
         sample(*chances, weights, 2, fixed=(1, 2)),
     ]
-    return found | {
+    return samples | {
         "cross_entropy_loss": [
             *(sample(logits, ignored, None, how) for how in (0, 1, 2)),
             sample(logits, target),

@@ -57,12 +57,12 @@ def check_on_mesh(
     report = OracleReport(key_of(target))
     for call in samples:
         generator = torch.Generator().manual_seed(seed)
-        own = _with_two_indices(target, call)
-        trial = Trial(target, own, axes, generator)
-        judge = _Judge(trial, Trial(target, shuffled(own, generator), axes, generator), report)
+        indexed = _with_two_indices(target, call)
+        trial = Trial(target, indexed, axes, generator)
+        judge = _Judge(trial, Trial(target, shuffled(indexed, generator), axes, generator), report)
         draw = random.Random(f"{seed} {report.operation}")
-        found = [layouts for order in (tuple(axes), tuple(axes)[::-1]) for layouts in _drawn(trial, order, count, draw)]
-        for layouts in dict.fromkeys((*found, *_exchanged(found, draw))):
+        drawn = [layouts for order in (tuple(axes), tuple(axes)[::-1]) for layouts in _drawn(trial, order, count, draw)]
+        for layouts in dict.fromkeys((*drawn, *_exchanged(drawn, draw))):
             judge.judge(layouts)
         for layouts in _plain(trial, count, draw):
             judge.judge(layouts)
@@ -119,10 +119,10 @@ class _Judge:
         if isinstance(bounds, str):
             return
         node, names = make_node(self.trial), ("self", "dim", "start", "end", "step")
-        given = {name: self.trial.argument(name) for name in names[1:]} | dict(
+        arguments = {name: self.trial.argument(name) for name in names[1:]} | dict(
             zip(("start", "end"), bounds, strict=True)
         )
-        node.args, node.kwargs = (node.args[0], *(given[name] for name in names[1:])), {}
+        node.args, node.kwargs = (node.args[0], *(arguments[name] for name in names[1:])), {}
         try:
             outs = infer_node(node, Context(layouts, self.trial.carries, self.flags, self.trial.axes, local=True))
         except LayoutError:
@@ -134,16 +134,16 @@ class _Judge:
         fault = ""
         for index, out in enumerate(outs):
             fault = fault or self.trial.fault(layouts, index, out)
-        found = self.finding(layouts, outs, fault)
+        finding = self.finding(layouts, outs, fault)
         if fault:
-            self.wrong(found)
+            self.wrong(finding)
         else:
-            self.report.accepted[found.signature] = self.report.accepted.get(found.signature, 0) + 1
+            self.report.accepted[finding.signature] = self.report.accepted.get(finding.signature, 0) + 1
 
-    def wrong(self, found: Finding) -> None:
+    def wrong(self, finding: Finding) -> None:
         """Notes a false accept once."""
-        if found not in self.report.false_accepts:
-            self.report.false_accepts.append(found)
+        if finding not in self.report.false_accepts:
+            self.report.false_accepts.append(finding)
 
     def is_legal(self, layouts: Layouts) -> bool:
         """Whether every output has a plain layout that is right, for these values and for shuffled ones."""
@@ -195,12 +195,12 @@ def _legal(
     choices = [[*candidates(t, call.n, (2, 3), segments), *padded(t, call.n)] for t in call.operands]
     if rule is not None:
         tried += [signature.operands for signature in partial_signatures(rule, call)]
-        for index, found in enumerate(choices):
-            asked = (seed_signature(rule, call, index, p) for p in found if p.is_shard)
-            tried += [signature.operands for signature in asked if not isinstance(signature, Refusal)]
-        tried += [tuple(draw.choice(found) for found in choices) for _ in range(8)]
+        for index, options in enumerate(choices):
+            proposed = (seed_signature(rule, call, index, p) for p in options if p.is_shard)
+            tried += [signature.operands for signature in proposed if not isinstance(signature, Refusal)]
+        tried += [tuple(draw.choice(options) for options in choices) for _ in range(8)]
     answers: dict[_Placements, _Placements] = {}
-    for ins in dict.fromkeys(variant for found in tried for variant in _with_index(call, found)):
+    for ins in dict.fromkeys(variant for placements in tried for variant in _with_index(call, placements)):
         answer = inferred(call, ins, carries, composite=False)
         if not isinstance(answer, Refusal):
             answers[ins] = answer
@@ -216,11 +216,11 @@ def _with_index(call: Call, ins: tuple[Placement, ...]) -> Iterator[tuple[Placem
 
 
 def _some_of_each(
-    found: Sequence[_Placements], form: Callable[[_Placements], Hashable], count: int, draw: random.Random
+    choices: Sequence[_Placements], form: Callable[[_Placements], Hashable], count: int, draw: random.Random
 ) -> list[_Placements]:
     """One of each form at least."""
     groups: dict[Hashable, list[_Placements]] = {}
-    for placements in found:
+    for placements in choices:
         groups.setdefault(form(placements), []).append(placements)
     return list(_in_turn(list(groups.values()), max(count, len(groups)), draw))
 
@@ -246,10 +246,10 @@ def _nested_form(outer: Sequence[Placement], inner: Sequence[Placement]) -> Hash
     return _form(inner), any(p.is_shard and q.is_shard and p.dim == q.dim for p, q in pairs)
 
 
-def _exchanged(found: Sequence[Layouts], draw: random.Random) -> Iterator[Layouts]:
+def _exchanged(drawn: Sequence[Layouts], draw: random.Random) -> Iterator[Layouts]:
     """Each with one operand laid out as in another."""
-    for layouts in found:
-        index, other = draw.randrange(len(layouts)), draw.choice(found)
+    for layouts in drawn:
+        index, other = draw.randrange(len(layouts)), draw.choice(drawn)
         yield (*layouts[:index], other[index], *layouts[index + 1 :])
 
 
@@ -260,15 +260,15 @@ def _is_plain(p: Placement) -> bool:
 
 def _plain_layouts(shape: Sequence[int], axes: Mapping[str, int]) -> list[Layout]:
     """All layouts without runs, segments and I, either axis being the outer one."""
-    found: dict[Layout, None] = {}
+    layouts: dict[Layout, None] = {}
     for outer, inner in (tuple(axes), tuple(axes)[::-1]):
         for p in (R, P, *(shard(dim, size) for dim, size in enumerate(shape))):
             left = [size // axes[outer] if p.is_shard and dim == p.dim else size for dim, size in enumerate(shape)]
             for q in (R, P, *(shard(dim, size) for dim, size in enumerate(left))):
                 layout = Layout(((outer, p), (inner, q)))
                 if fits(layout, shape, axes):
-                    found[spelled(layout, axes)] = None
-    return list(found)
+                    layouts[spelled(layout, axes)] = None
+    return list(layouts)
 
 
 def _plain(trial: Trial, count: int, draw: random.Random) -> Iterator[Layouts]:
@@ -278,7 +278,7 @@ def _plain(trial: Trial, count: int, draw: random.Random) -> Iterator[Layouts]:
         for t in trial.operands
     ]
     for _ in range(count):
-        yield tuple(draw.choice(found) for found in choices)
+        yield tuple(draw.choice(layouts) for layouts in choices)
 
 
 def _lacks_sum(layout: Layout) -> bool:

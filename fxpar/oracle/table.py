@@ -178,9 +178,11 @@ def operations(seed: int, even: bool) -> dict[str, Operation]:
         even: whether all sizes are divisible by 2 and 3.
     """
     draw = Draw(seed, even)
-    found: dict[str, list[Sample]] = {}
+    by_name: dict[str, list[Sample]] = {}
     for build in _BUILDERS:
         for name, samples in build(draw).items():
-            found.setdefault(full_name(name), []).extend(samples)
-    found |= {name: [] for name in WITHOUT_OPERANDS}
-    return {name: Operation(operator_of(name), tuple(samples), EXEMPT.get(name, "")) for name, samples in found.items()}
+            by_name.setdefault(full_name(name), []).extend(samples)
+    by_name |= {name: [] for name in WITHOUT_OPERANDS}
+    return {
+        name: Operation(operator_of(name), tuple(samples), EXEMPT.get(name, "")) for name, samples in by_name.items()
+    }

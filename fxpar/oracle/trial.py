@@ -101,9 +101,9 @@ class Trial:
         dtype = next(iter(parts.values())).dtype
         gradients = spread_gradient(self._gradients[index].to(dtype), out, self.axes, self._generator)
         got = {rank: self._backward(ranks[rank][0], part, gradients[rank]) for rank, part in parts.items()}
-        for i, (layout, wanted) in enumerate(zip(layouts, self._wanted[index], strict=True)):
+        for i, (layout, expected) in enumerate(zip(layouts, self._wanted[index], strict=True)):
             mine = {rank: grads[i] for rank, grads in got.items()}
-            if self.carries[i] and not holds_gradient(mine, layout, self.axes, wanted):
+            if self.carries[i] and not holds_gradient(mine, layout, self.axes, expected):
                 return f"gradient of operand {i}"
         return ""
 
@@ -112,11 +112,11 @@ class Trial:
 
     def _backward(self, leaves: Sequence[torch.Tensor], out: torch.Tensor, g: torch.Tensor) -> list[torch.Tensor]:
         """Gradient of every operand, zero where there is none."""
-        asked = [leaf for leaf in leaves if leaf.requires_grad]
+        inputs = [leaf for leaf in leaves if leaf.requires_grad]
         if not out.requires_grad:
             return [torch.zeros_like(leaf) for leaf in leaves]
-        found = iter(torch.autograd.grad(out, asked, g.to(out.dtype), retain_graph=True, materialize_grads=True))
-        return [next(found) if leaf.requires_grad else torch.zeros_like(leaf) for leaf in leaves]
+        gradients = iter(torch.autograd.grad(out, inputs, g.to(out.dtype), retain_graph=True, materialize_grads=True))
+        return [next(gradients) if leaf.requires_grad else torch.zeros_like(leaf) for leaf in leaves]
 
     def _ranks(self, layouts: Sequence[Layout], out: Layout) -> dict[Coordinates, tuple[Results, Results]] | str:
         """Operands and results of every rank, or why a rank cannot run. The last answer is kept."""
@@ -179,10 +179,10 @@ def local_bounds(trial: Trial, layout: Layout) -> tuple[int, int] | str:
     """Start and end of a slice as every rank's own; why there are none."""
     dim, step = _dim(trial), int(trial.argument("step"))
     size = trial.operands[0].shape[dim]
-    wanted = set(range(size)[slice(trial.argument("start"), trial.argument("end"), step)])
+    selected = set(range(size)[slice(trial.argument("start"), trial.argument("end"), step)])
     bounds = set()
     for mine in _own_positions(trial, layout, dim):
-        local = [i for i, position in enumerate(mine) if position in wanted]
+        local = [i for i, position in enumerate(mine) if position in selected]
         if any(b - a != step for a, b in itertools.pairwise(local)):
             return "no slice picks the rank's part"
         bounds.add((local[0], local[-1] + 1) if local else (0, 0))
@@ -234,12 +234,12 @@ def _own_bits(trial: Trial, layouts: Sequence[Layout], out: Layout) -> Runner | 
 
 
 def _index_cuts(trial: Trial, drawn: Sequence[tuple[str, Placement]], rank: Coordinates) -> list[IndexCut]:
-    place_of, found = dict(zip(trial.axes, rank, strict=True)), []
+    place_of, cuts = dict(zip(trial.axes, rank, strict=True)), []
     for axis, placement in drawn:
         piece = placement.pieces[0]
         index = torch.tensor(place_of[axis] // piece.copies)
-        found.append(IndexCut(placement.dim, int(piece.outer), 1, trial.axes[axis] // piece.copies, index))
-    return found
+        cuts.append(IndexCut(placement.dim, int(piece.outer), 1, trial.axes[axis] // piece.copies, index))
+    return cuts
 
 
 def _bits_of_elements(trial: Trial, layouts: Sequence[Layout], out: Layout) -> Runner | str:
