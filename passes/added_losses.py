@@ -40,10 +40,10 @@ def add_losses(program: Program) -> None:
         return
     reached = _differentiated(program.output_nodes()[program.loss])
     for node in adding_nodes(program):
-        found = added_loss(node)
-        if node in reached and found.factor:
-            _add(program, found.loss, found.factor)
-        node.replace_all_uses_with(found.passed)
+        added = added_loss(node)
+        if node in reached and added.factor:
+            _add(program, added.loss, added.factor)
+        node.replace_all_uses_with(added.passed)
         program.graph.erase_node(node)
 
 
@@ -59,14 +59,14 @@ def is_gradient_alone(node: Any) -> bool:
 
 def _differentiated(loss: fx.Node) -> set[fx.Node]:
     """The nodes to which gradients of the loss may go."""
-    todo, found = [loss], {loss}
+    todo, reached = [loss], {loss}
     while todo:
         node = todo.pop()
         for operand in node.all_input_nodes if node.target is not aten.detach.default else ():
-            if operand not in found:
-                found.add(operand)
+            if operand not in reached:
+                reached.add(operand)
                 todo.append(operand)
-    return found
+    return reached
 
 
 def _add(program: Program, loss: fx.Node, factor: float) -> None:

@@ -24,12 +24,12 @@ def compute_again(program: Program, chosen: Set[fx.Node], readers: Iterable[fx.N
         readers: nodes of the backward, in order.
     """
     order = {node: i for i, node in enumerate(program.graph.nodes)}
-    made: dict[fx.Node, fx.Node] = {}
+    copies: dict[fx.Node, fx.Node] = {}
     for reader in readers:
-        for node in sorted(_wanted(reader, chosen, made), key=order.__getitem__):
-            made[node] = _copy(program, node, made, reader)
-        reader.args = fx.node.map_arg(reader.args, lambda each: made.get(each, each))
-        reader.kwargs = fx.node.map_arg(reader.kwargs, lambda each: made.get(each, each))
+        for node in sorted(_wanted(reader, chosen, copies), key=order.__getitem__):
+            copies[node] = _copy(program, node, copies, reader)
+        reader.args = fx.node.map_arg(reader.args, lambda read: copies.get(read, read))
+        reader.kwargs = fx.node.map_arg(reader.kwargs, lambda read: copies.get(read, read))
 
 
 def is_repeatable(node: fx.Node) -> bool:
@@ -38,27 +38,27 @@ def is_repeatable(node: fx.Node) -> bool:
     return node.op == "call_function" and bool(output_types(node)) and not is_drawn
 
 
-def _wanted(reader: fx.Node, chosen: Set[fx.Node], made: Mapping[fx.Node, fx.Node]) -> set[fx.Node]:
+def _wanted(reader: fx.Node, chosen: Set[fx.Node], copies: Mapping[fx.Node, fx.Node]) -> set[fx.Node]:
     """What must be copied for a reader: of the chosen nodes those on which it depends, and that are not there."""
-    found: set[fx.Node] = set()
+    needed: set[fx.Node] = set()
     pending = [reader]
     while pending:
         for read in pending.pop().all_input_nodes:
-            if read in chosen and read not in made and read not in found:
-                found.add(read)
+            if read in chosen and read not in copies and read not in needed:
+                needed.add(read)
                 pending.append(read)
-    return found
+    return needed
 
 
-def _copy(program: Program, node: fx.Node, made: Mapping[fx.Node, fx.Node], before: fx.Node) -> fx.Node:
+def _copy(program: Program, node: fx.Node, copies: Mapping[fx.Node, fx.Node], before: fx.Node) -> fx.Node:
     target: Any = IN_BACKWARD.get(node.target, node.target)
     if target is None:
         (source,) = operands(node)
-        return made.get(source, source)
-    kept = note(node)
+        return copies.get(source, source)
+    noted = note(node)
     layouts = tuple(Layout(tuple((axis, in_backward(p)) for axis, p in layout)) for layout in output_layouts(node))
     with program.graph.inserting_before(before):
-        new = program.graph.node_copy(node, lambda each: made.get(each, each))
+        new = program.graph.node_copy(node, lambda read: copies.get(read, read))
     new.target, new.name = target, f"{node.name}_again"
-    layout = layouts if isinstance(kept.type, tuple) else layouts[0] if layouts else None
-    return set_note(new, replace(kept, layout=layout, phase=BACKWARD, origin=RECOMPUTE))
+    layout = layouts if isinstance(noted.type, tuple) else layouts[0] if layouts else None
+    return set_note(new, replace(noted, layout=layout, phase=BACKWARD, origin=RECOMPUTE))

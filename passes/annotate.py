@@ -64,30 +64,30 @@ def _annotate(program: Program, layouts: Mapping[str, Layout]) -> Program:
         raise PassError(
             "no pass has divided the sequence lengths", where="annotate", remedy="run divide_sequence before"
         )
-    found = place(program, layouts)
-    for choice in found.choices.values():
+    placed = place(program, layouts)
+    for choice in placed.choices.values():
         _note_reasons(program, choice)
-    _write(program, found.options)
+    _write(program, placed.options)
     return program
 
 
 def _note_reasons(program: Program, choice: Choice) -> None:
     """Notes what each parameter and the product it decides are for, and why the layouts are what they are."""
-    own = {node.name: node for node in program.graph.nodes}
+    nodes = {node.name: node for node in program.graph.nodes}
     for node, option in choice.chosen.items():
-        if node.name not in own:
+        if node.name not in nodes:
             continue
         if node.op != "placeholder":
-            update(own[node.name], origin=option.why)
+            update(nodes[node.name], origin=option.why)
             continue
         pin, trail = choice.pins.get(node), choice.options.trails.get((node, option.outputs[0]))
         decided = pin or trail
         if decided is not None:
-            update(own[node.name], role=decided.role)
+            update(nodes[node.name], role=decided.role)
             if decided.product is not None and decided.role:
-                update(own[decided.product.name], role=decided.role)
+                update(nodes[decided.product.name], role=decided.role)
         if pin is not None or option.why or node in choice.options.uncut or len(choice.options.of[node]) > 1:
-            update(own[node.name], origin=reason_of(choice, node))
+            update(nodes[node.name], origin=reason_of(choice, node))
 
 
 def _write(program: Program, placed: Mapping[str, Mapping[fx.Node, Option]]) -> None:
@@ -105,7 +105,7 @@ def _write(program: Program, placed: Mapping[str, Mapping[fx.Node, Option]]) -> 
         if not kinds:
             continue
         maker, index = value_of(node)
-        options = {axis: found[maker] for axis, found in placed.items()}
+        options = {axis: chosen[maker] for axis, chosen in placed.items()}
         if node.target is operator.getitem:
             update(node, layout=layout(options, "outputs", index))
             continue

@@ -59,10 +59,10 @@ def assign_rng(program: Program) -> Program:
             elif node.target is aten.dropout.default:
                 state.replace(node, dropout, (node.args[0], state.rng, node.args[1]))
             elif node.target is aten.scaled_dot_product_attention.default:
-                given = bind_arguments(node)
-                ins = (given["query"], given["key"], given["value"], given.get("attn_mask"))
-                options = (given["is_causal"], given["scale"], given["enable_gqa"])
-                state.replace(node, attention, (*ins, state.rng, given["dropout_p"], *options))
+                arguments = bind_arguments(node)
+                ins = (arguments["query"], arguments["key"], arguments["value"], arguments.get("attn_mask"))
+                options = (arguments["is_causal"], arguments["scale"], arguments["enable_gqa"])
+                state.replace(node, attention, (*ins, state.rng, arguments["dropout_p"], *options))
             else:
                 state.distribute(node)
     return program if state.input is None else program.with_(inputs=(*program.inputs, state.input))
@@ -78,8 +78,8 @@ class _State:
         self._indices: dict[str, fx.Node] = {}
 
     def _behind_placeholders(self) -> fx.Node:
-        found: fx.Node = next(node for node in self.program.graph.nodes if node.op != "placeholder")
-        return found
+        first: fx.Node = next(node for node in self.program.graph.nodes if node.op != "placeholder")
+        return first
 
     def _layout(self, axis: str = "") -> Layout:
         return Layout.of({name: V if name == axis else R for name in self.program.axes})
@@ -105,8 +105,8 @@ class _State:
 
     def _own_indices(self, x: fx.Node) -> tuple[list[fx.Node], ...]:
         """The last argument of a draw for the elements of `x`, if it has one."""
-        found = [self.index(axis) for axis, placement in output_layouts(x)[0] if placement.is_shard]
-        return (found,) if found else ()
+        indices = [self.index(axis) for axis, placement in output_layouts(x)[0] if placement.is_shard]
+        return (indices,) if indices else ()
 
     def replace(self, node: fx.Node, target: Any, args: tuple[Any, ...]) -> None:
         node.target, node.args, node.kwargs = target, (*args, *self._own_indices(operands(node)[0])), {}

@@ -58,8 +58,8 @@ def count_by_comparison(graph: fx.Graph, node: fx.Node) -> None:
     column = emit.view(source, [-1, 1], (*kind.shape, 1))
     numbers = emit.call(aten.arange.default, (count,), TensorType(torch.int64, (count,)))
     marks = emit.call(aten.eq.Tensor, (column, numbers), TensorType(torch.bool, (*kind.shape, count)))
-    made = emit.call(aten.sum.dim_IntList, (marks, [0]), TensorType(torch.int64, (count,)))
-    node.replace_all_uses_with(made)
+    counts = emit.call(aten.sum.dim_IntList, (marks, [0]), TensorType(torch.int64, (count,)))
+    node.replace_all_uses_with(counts)
     graph.erase_node(node)
 
 
@@ -77,7 +77,7 @@ def _beyond(value: fx.Node) -> Any:
 
 def _size_along(node: fx.Node) -> Any:
     """The size of the dimension along which places are given; infinite where it is a size of the batch."""
-    given, shape = bind_arguments(node), tensor_type(argument(node, 0)).shape
-    dim = given.get("dim", None if node.target in _ARGUMENTS else -1)
+    arguments, shape = bind_arguments(node), tensor_type(argument(node, 0)).shape
+    dim = arguments.get("dim", None if node.target in _ARGUMENTS else -1)
     size = shape[int(dim)] if dim is not None and shape else None
     return size if isinstance(size, int) else float("inf")

@@ -139,7 +139,7 @@ def _rewrite(graph: fx.Graph, node: fx.Node) -> None:
         bias = _along_channels(graph, node, node.args[2])
         _separate_bias(graph, node, bias, (*node.args[:2], None, *node.args[3:]), target)
     elif node.target in (aten.view.default, aten.expand.default, aten.reshape.default):
-        sizes = [_literal(given, size) for given, size in zip(node.args[1], tensor_type(node).shape, strict=True)]  # type: ignore[arg-type]
+        sizes = [_literal(written, size) for written, size in zip(node.args[1], tensor_type(node).shape, strict=True)]  # type: ignore[arg-type]
         node.args = (node.args[0], sizes)
 
 
@@ -147,7 +147,7 @@ def _multiply_sizes(graph: fx.Graph, node: fx.Node) -> None:
     """The number of elements is the product of the sizes, which later passes read off the whole."""
     source: Any = node.args[0]
     shape, known = tensor_type(source).shape, note(node)
-    found: Any = None
+    total: Any = None
     value: Size = 1
     with graph.inserting_before(node):
         for dim, size in enumerate(shape):
@@ -157,26 +157,26 @@ def _multiply_sizes(graph: fx.Graph, node: fx.Node) -> None:
                 graph.call_function(aten.sym_size.int, (source, dim)), replace(known, type=ScalarType(size))
             )
             value = simplify(value * size)
-            made = factor if found is None else graph.call_function(operator.mul, (found, factor))
-            found = set_note(made, replace(known, type=ScalarType(value)))
+            multiplied = factor if total is None else graph.call_function(operator.mul, (total, factor))
+            total = set_note(multiplied, replace(known, type=ScalarType(value)))
         written = math.prod(size for size in shape if isinstance(size, int))
-        if found is not None and written != 1:
-            found = set_note(graph.call_function(operator.mul, (found, written)), known)
-    assert found is not None, "the trace writes numbers of elements that it knows as numbers"
-    node.replace_all_uses_with(found)
+        if total is not None and written != 1:
+            total = set_note(graph.call_function(operator.mul, (total, written)), known)
+    assert total is not None, "the trace writes numbers of elements that it knows as numbers"
+    node.replace_all_uses_with(total)
     graph.erase_node(node)
 
 
 def _fill_with_zeros(node: fx.Node) -> None:
     """Strides and memory formats go: a program says nothing of how tensors lie in memory."""
     filled = _EMPTY[node.target]
-    kept = [a.name for a in filled._schema.arguments]
+    accepted = [a.name for a in filled._schema.arguments]
     node.target, node.args = filled, node.args[: 2 if filled is aten.new_zeros.default else 1]
-    node.kwargs = {k: v for k, v in node.kwargs.items() if k in kept}
+    node.kwargs = {k: v for k, v in node.kwargs.items() if k in accepted}
 
 
-def _literal(given: Any, size: Any) -> Any:
-    return size if isinstance(size, int) else given
+def _literal(written: Any, size: Any) -> Any:
+    return size if isinstance(size, int) else written
 
 
 def _is_identity(node: fx.Node) -> bool:
@@ -289,7 +289,7 @@ def _without_picked(program: Program) -> Program:
             raise loop_of_experts(note(node).source or f"%{node.name}", note(node).fqn)
         if node.op != "output":
             used |= names(size for kind in output_types(node) for size in kind.shape)
-    return program.with_(counted=tuple(each for each in program.counted if each.name in used))
+    return program.with_(counted=tuple(symbol for symbol in program.counted if symbol.name in used))
 
 
 def _walk(graph_module: fx.GraphModule) -> Iterator[tuple[fx.GraphModule, fx.Node]]:

@@ -64,24 +64,24 @@ def chosen_of(choice: fx.Node) -> Size:
 
 def choices(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     """The values that are a choice in the order of tokens, each with the top-k's own."""
-    found: dict[fx.Node, fx.Node] = {}
+    choice_of: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         if node.op != "call_function":
             continue
         if is_choice(node):
-            found[node] = node
-        elif (node.target in SHAPED and argument(node, 0) in found) or _clamps_nothing(node, found):
-            found[node] = found[argument(node, 0)]
-    return found
+            choice_of[node] = node
+        elif (node.target in SHAPED and argument(node, 0) in choice_of) or _clamps_nothing(node, choice_of):
+            choice_of[node] = choice_of[argument(node, 0)]
+    return choice_of
 
 
-def _clamps_nothing(node: fx.Node, found: Mapping[fx.Node, fx.Node]) -> bool:
+def _clamps_nothing(node: fx.Node, choice_of: Mapping[fx.Node, fx.Node]) -> bool:
     """Whether the node bounds indices of a choice by what they are within anyway, as transformers 5.17 does."""
-    if node.target != aten.clamp.default or argument(node, 0) not in found:
+    if node.target != aten.clamp.default or argument(node, 0) not in choice_of:
         return False
     bound = bind_arguments(node)
     least, most = bound.get("min"), bound.get("max")
-    experts = chosen_of(found[argument(node, 0)])
+    experts = chosen_of(choice_of[argument(node, 0)])
     return (least is None or (isinstance(least, int) and least <= 0)) and (
         most is None or (isinstance(most, int) and isinstance(experts, int) and most >= experts - 1)
     )
@@ -153,12 +153,12 @@ class ChosenRows:
         """The rows and the weights [T, K] whose product these rows [M, f] are."""
         if rows.target is not aten.mul.Tensor:
             return None
-        for own, weight in (rows.args, rows.args[::-1]):
-            if not isinstance(own, fx.Node) or not isinstance(weight, fx.Node):
+        for unweighed, weight in (rows.args, rows.args[::-1]):
+            if not isinstance(unweighed, fx.Node) or not isinstance(weight, fx.Node):
                 continue
-            if tensor_type(own).shape != tensor_type(rows).shape or tensor_type(weight).shape != (self.rows, 1):
+            if tensor_type(unweighed).shape != tensor_type(rows).shape or tensor_type(weight).shape != (self.rows, 1):
                 continue
             weight = plain(weight)
             if weight.target is fxp.take_rows.default and weight.args[1:] == (self.order, 1):
-                return own, self.emit.view(plain(argument(weight, 0)), [-1, self.k], (self.tokens, self.k))
+                return unweighed, self.emit.view(plain(argument(weight, 0)), [-1, self.k], (self.tokens, self.k))
         return None

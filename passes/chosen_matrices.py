@@ -51,9 +51,9 @@ def recognize_chosen(graph: fx.Graph) -> None:
     chosen = choices(graph)
     first: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
-        found = product_of(node, chosen)
-        if found is not None and found.matrix.experts == chosen_of(found.matrix.choice):
-            first.setdefault(found.matrix.choice, node)
+        matrix_product = product_of(node, chosen)
+        if matrix_product is not None and matrix_product.matrix.experts == chosen_of(matrix_product.matrix.choice):
+            first.setdefault(matrix_product.matrix.choice, node)
     for choice, node in first.items():
         _Pairs(graph, choice, node, chosen).write()
 
@@ -114,33 +114,33 @@ class _Pairs(ChosenRows):
         if total is not None:
             node.replace_all_uses_with(total)
             return True
-        found = self._each(node)
-        if found is not None:
-            self.sorted[node] = found
-        return found is not None
+        as_rows = self._each(node)
+        if as_rows is not None:
+            self.sorted[node] = as_rows
+        return as_rows is not None
 
     # ------------------------------------------------------------------ values
 
     def _as_it_was(self, node: fx.Node) -> fx.Node:
         """A value by pair, put back in order."""
-        found = self.sorted.get(node)
-        if found is None or not is_tensor(node):
+        as_rows = self.sorted.get(node)
+        if as_rows is None or not is_tensor(node):
             return node
         if node not in self.put_back:
-            kind, whole = tensor_type(node), tensor_type(found.node)
+            kind, whole = tensor_type(node), tensor_type(as_rows.node)
             width = product(whole.shape[1:])
-            flat = self.emit.view(found.node, [-1, width], (self.rows, width))
+            flat = self.emit.view(as_rows.node, [-1, width], (self.rows, width))
             put = self.put(flat, self.rows, 1)
             self.put_back[node] = self._shaped(put, kind.shape)
         return self.put_back[node]
 
-    def _shaped(self, made: fx.Node, shape: tuple[Size, ...]) -> fx.Node:
+    def _shaped(self, flat: fx.Node, shape: tuple[Size, ...]) -> fx.Node:
         """Tokens or pairs in the author's shape."""
         if sum(not isinstance(size, int) for size in shape) < 2:
-            return self.emit.view(made, [size if isinstance(size, int) else -1 for size in shape], shape)
+            return self.emit.view(flat, [size if isinstance(size, int) else -1 for size in shape], shape)
         lead = tensor_type(self.choice).shape
         known = {size: self.emit.size(self.choice, dim) for dim, size in enumerate(lead) if size in shape}
-        return self.emit.view(made, [known.get(size, size) for size in shape], shape)
+        return self.emit.view(flat, [known.get(size, size) for size in shape], shape)
 
     def can_shape(self, shape: tuple[Size, ...]) -> bool:
         """Whether each of several sizes that are no numbers is one of the choice."""
@@ -149,9 +149,9 @@ class _Pairs(ChosenRows):
 
     def rows_of(self, value: fx.Node, lead: tuple[Size, ...]) -> fx.Node | None:
         """The rows of a value with those leading dimensions, or with 1 for K: the same for all pairs of a token."""
-        found, kind = self.sorted.get(value), tensor_type(value)
-        if found is not None:
-            return found.node if kind.shape[: found.lead] == lead else None
+        as_rows, kind = self.sorted.get(value), tensor_type(value)
+        if as_rows is not None:
+            return as_rows.node if kind.shape[: as_rows.lead] == lead else None
         count = len(lead)
         if len(kind.shape) < count or not is_written(kind.shape[count:]):
             return None
@@ -179,44 +179,50 @@ class _Pairs(ChosenRows):
         if value.target not in (aten.repeat_interleave.self_int, aten.expand.default):
             return None
         source = argument(value, 0)
-        own, shape = tensor_type(source).shape, tensor_type(value).shape
-        repeated = [dim for dim, size in enumerate(own) if size != shape[dim]] if len(own) == len(shape) else []
+        source_shape, shape = tensor_type(source).shape, tensor_type(value).shape
+        repeated = (
+            [dim for dim, size in enumerate(source_shape) if size != shape[dim]]
+            if len(source_shape) == len(shape)
+            else []
+        )
         if len(repeated) != 1:
             return None
         (dim,) = repeated
-        before = product(own[: dim + (value.target is aten.repeat_interleave.self_int)])
-        if before != self.tokens or product(own) != product((before, width)):
+        before = product(source_shape[: dim + (value.target is aten.repeat_interleave.self_int)])
+        if before != self.tokens or product(source_shape) != product((before, width)):
             return None
         return self.emit.view(plain(source), [-1, width], (self.tokens, width))
 
     # ------------------------------------------------------------------ operations
 
-    def _product(self, node: fx.Node, found: Product) -> bool:
+    def _product(self, node: fx.Node, matrix_product: Product) -> bool:
         """A product with a matrix for each pair."""
-        matrix = found.matrix
+        matrix = matrix_product.matrix
         if matrix.choice is not self.choice or matrix.experts != self.experts:
             return False
         lead = tensor_type(node).shape[: matrix.lead]
-        if found.of_tokens:
-            shape = tensor_type(found.vector).shape
+        if matrix_product.of_tokens:
+            shape = tensor_type(matrix_product.vector).shape
             rows: fx.Node | None = None
-            if found.vector not in self.sorted and is_written(shape[-1:]):
-                rows = self._take(found.vector, shape[-1:], self.k)
+            if matrix_product.vector not in self.sorted and is_written(shape[-1:]):
+                rows = self._take(matrix_product.vector, shape[-1:], self.k)
         else:
-            rows = self.rows_of(found.vector, lead)
+            rows = self.rows_of(matrix_product.vector, lead)
         if rows is None:
             return False
         whole = tensor_type(matrix.source)
-        wide, narrow = (whole.shape[2], whole.shape[1]) if not found.transposed else whole.shape[1:]
+        wide, narrow = (whole.shape[2], whole.shape[1]) if not matrix_product.transposed else whole.shape[1:]
         rows = with_trail(self, rows, (wide,))
         weight = matrix.source
         if whole.dtype != matrix.dtype:
             cast = TensorType(matrix.dtype, whole.shape)
             weight = self.emit.call(aten._to_copy.default, (weight,), cast, dtype=matrix.dtype)
         kind = TensorType(tensor_type(node).dtype, (self.rows, narrow))
-        made = self.emit.call(fxp.grouped_linear.default, (rows, weight, self.counts, found.transposed), kind)
+        grouped = self.emit.call(
+            fxp.grouped_linear.default, (rows, weight, self.counts, matrix_product.transposed), kind
+        )
         trail = tensor_type(node).shape[matrix.lead :]
-        self.sorted[node] = _Sorted(with_trail(self, made, trail), matrix.lead)
+        self.sorted[node] = _Sorted(with_trail(self, grouped, trail), matrix.lead)
         return True
 
     def _table(self, node: fx.Node) -> fx.Node | None:
@@ -229,35 +235,35 @@ class _Pairs(ChosenRows):
 
     def _total(self, node: fx.Node) -> fx.Node | None:
         """What adds up the pairs of each token."""
-        found = self._weighed_total(node)
-        if found is not None or node.target is not aten.sum.dim_IntList:
-            return found
-        given = bind_arguments(node)
-        source = given["self"]
-        own, kind = self.sorted[source], tensor_type(source)
-        dims = [int(dim) % len(kind.shape) for dim in given["dim"] or ()]
-        if dims != [own.lead - 1] or own.lead < 2 or kind.shape[own.lead - 1] != self.k:
+        weighed_total = self._weighed_total(node)
+        if weighed_total is not None or node.target is not aten.sum.dim_IntList:
+            return weighed_total
+        arguments = bind_arguments(node)
+        source = arguments["self"]
+        as_rows, kind = self.sorted[source], tensor_type(source)
+        dims = [int(dim) % len(kind.shape) for dim in arguments["dim"] or ()]
+        if dims != [as_rows.lead - 1] or as_rows.lead < 2 or kind.shape[as_rows.lead - 1] != self.k:
             return None
         if tensor_type(node).dtype != kind.dtype:
             return None
-        width = product(kind.shape[own.lead :])
-        rows = with_trail(self, own.node, (width,))
+        width = product(kind.shape[as_rows.lead :])
+        rows = with_trail(self, as_rows.node, (width,))
         weighed = self.weighed(rows)
-        made = self.put(rows, self.tokens, self.k) if weighed is None else self.put_weighed(*weighed, kind.dtype)
-        return self._shaped(made, tensor_type(node).shape)
+        total = self.put(rows, self.tokens, self.k) if weighed is None else self.put_weighed(*weighed, kind.dtype)
+        return self._shaped(total, tensor_type(node).shape)
 
     def _weighed_total(self, node: fx.Node) -> fx.Node | None:
         """A product of the weights of each token's pairs with what its experts made: [T, K] with [T, K, h]."""
         for rows, weights in contraction(node):
-            own = self.sorted.get(rows)
-            if own is None or weights in self.sorted:
+            as_rows = self.sorted.get(rows)
+            if as_rows is None or weights in self.sorted:
                 continue
             kind = tensor_type(rows)
-            if own.lead != len(kind.shape) - 1 or own.lead < 2 or kind.shape[own.lead - 1] != self.k:
+            if as_rows.lead != len(kind.shape) - 1 or as_rows.lead < 2 or kind.shape[as_rows.lead - 1] != self.k:
                 continue
             if tensor_type(weights).dtype == kind.dtype == tensor_type(node).dtype:
                 table = self.emit.view(plain(weights), [-1, self.k], (self.tokens, self.k))
-                return self._shaped(self.put_weighed(own.node, table, kind.dtype), tensor_type(node).shape)
+                return self._shaped(self.put_weighed(as_rows.node, table, kind.dtype), tensor_type(node).shape)
         return None
 
     def _each(self, node: fx.Node) -> _Sorted | None:
@@ -276,58 +282,62 @@ class _Pairs(ChosenRows):
         lead = next(self.sorted[operand].lead for operand in operands(node) if operand in self.sorted)
         others: dict[fx.Node, fx.Node] = {}
         for operand in operands(node):
-            found = self._aligned(operand, kind.shape, lead)
-            if found is None:
+            aligned = self._aligned(operand, kind.shape, lead)
+            if aligned is None:
                 return None
-            others[operand] = found
+            others[operand] = aligned
         return _Sorted(pointwise(self, node, others, lead), lead)
 
     def _aligned(self, operand: fx.Node, shape: tuple[Size, ...], lead: int) -> fx.Node | None:
         """An operand that is broadcast to values by pair of that shape, as one that is to their rows."""
-        found = None if operand in self.sorted else for_all_rows(self, operand, len(shape) - lead)
-        if found is not None or len(tensor_type(operand).shape) != len(shape):
-            return found
+        broadcast = None if operand in self.sorted else for_all_rows(self, operand, len(shape) - lead)
+        if broadcast is not None or len(tensor_type(operand).shape) != len(shape):
+            return broadcast
         return self.rows_of(operand, shape[:lead])
 
     def _along(self, node: fx.Node) -> _Sorted | None:
-        given = operands(node)
-        if any(operand not in self.sorted for operand in given):
+        sources = operands(node)
+        if any(operand not in self.sorted for operand in sources):
             return None
-        lead = self.sorted[given[0]].lead
-        if any(self.sorted[operand].lead != lead for operand in given):
+        lead = self.sorted[sources[0]].lead
+        if any(self.sorted[operand].lead != lead for operand in sources):
             return None
-        made = along(self, node, {operand: self.sorted[operand].node for operand in given}, lead)
-        return None if made is None else _Sorted(made, lead)
+        rows = along(self, node, {operand: self.sorted[operand].node for operand in sources}, lead)
+        return None if rows is None else _Sorted(rows, lead)
 
 
-def _view(pairs: _Pairs, node: fx.Node, given: Mapping[str, Any]) -> _Sorted | None:
+def _view(pairs: _Pairs, node: fx.Node, arguments: Mapping[str, Any]) -> _Sorted | None:
     """Another shape of the same pairs, whose trails have as many elements."""
-    own, shape = pairs.sorted[given["self"]], tensor_type(node).shape
+    as_rows, shape = pairs.sorted[arguments["self"]], tensor_type(node).shape
     for lead in range(1, len(shape) + 1):
         if product(shape[:lead]) == pairs.rows and (lead == 1 or shape[lead - 1] == pairs.k):
             if not is_written(shape[lead:]) or not pairs.can_shape(shape):
                 return None
-            return _Sorted(with_trail(pairs, own.node, shape[lead:]), lead)
+            return _Sorted(with_trail(pairs, as_rows.node, shape[lead:]), lead)
     return None
 
 
-def _reshaped(pairs: _Pairs, node: fx.Node, given: Mapping[str, Any]) -> _Sorted | None:
+def _reshaped(pairs: _Pairs, node: fx.Node, arguments: Mapping[str, Any]) -> _Sorted | None:
     """A dimension of one element more or less in the trail."""
-    own, shape = pairs.sorted[given["self"]], tensor_type(node).shape
-    lead = tensor_type(given["self"]).shape[: own.lead]
-    return _Sorted(with_trail(pairs, own.node, shape[own.lead :]), own.lead) if shape[: own.lead] == lead else None
-
-
-def _item(pairs: _Pairs, node: fx.Node, given: Mapping[str, Any]) -> _Sorted | None:
-    source, index = node.args
-    own = pairs.sorted.get(source)  # type: ignore[arg-type]
-    kind = tensor_type(node)
-    if own is None:
-        return None
-    made = pairs.emit.call(
-        operator.getitem, (own.node, index), TensorType(kind.dtype, (pairs.rows, *kind.shape[own.lead :]))
+    as_rows, shape = pairs.sorted[arguments["self"]], tensor_type(node).shape
+    lead = tensor_type(arguments["self"]).shape[: as_rows.lead]
+    return (
+        _Sorted(with_trail(pairs, as_rows.node, shape[as_rows.lead :]), as_rows.lead)
+        if shape[: as_rows.lead] == lead
+        else None
     )
-    return _Sorted(made, own.lead)
+
+
+def _item(pairs: _Pairs, node: fx.Node, arguments: Mapping[str, Any]) -> _Sorted | None:
+    source, index = node.args
+    as_rows = pairs.sorted.get(source)  # type: ignore[arg-type]
+    kind = tensor_type(node)
+    if as_rows is None:
+        return None
+    part = pairs.emit.call(
+        operator.getitem, (as_rows.node, index), TensorType(kind.dtype, (pairs.rows, *kind.shape[as_rows.lead :]))
+    )
+    return _Sorted(part, as_rows.lead)
 
 
 _WRITERS: Mapping[Any, Callable[[_Pairs, fx.Node, Mapping[str, Any]], _Sorted | None]] = {

@@ -49,12 +49,12 @@ def coalesce(program: Program) -> Program:
     makes their gradients; a bucket is closed when it is full. Buckets stand in the order in which parameters take the
     axes; where two parameters take them in opposite orders, just the first coercion of each is put into one.
     """
-    found = [node for node in program.graph.nodes if _is_reduction(program, node)]
-    order = _order(found)
+    reductions = [node for node in program.graph.nodes if _is_reduction(program, node)]
+    order = _order(reductions)
     if order is None:
-        found = [node for node in found if operands(node)[0].op == "placeholder"]
-        order = list(dict.fromkeys(str(node.kwargs["axis"]) for node in found))
-    buckets = [bucket for bucket in _buckets(found) if len(bucket) > 1]
+        reductions = [node for node in reductions if operands(node)[0].op == "placeholder"]
+        order = list(dict.fromkeys(str(node.kwargs["axis"]) for node in reductions))
+    buckets = [bucket for bucket in _buckets(reductions) if len(bucket) > 1]
     for bucket in sorted(buckets, key=lambda bucket: order.index(str(bucket[0].kwargs["axis"])), reverse=True):
         _merge(program, bucket)
     return program
@@ -125,5 +125,5 @@ def _move_to_front(program: Program, node: fx.Node) -> None:
 
 
 def _first(program: Program) -> fx.Node:
-    found: fx.Node = next(node for node in program.graph.nodes if node.op != "placeholder")
-    return found
+    first: fx.Node = next(node for node in program.graph.nodes if node.op != "placeholder")
+    return first

@@ -79,18 +79,18 @@ class Counting:
         if share is None:
             remedy = "put the batch first, or take loss_reduction=mean"
             raise PlanError(f"its {size} elements are not those of {n} ranks", where=describe(self.node), remedy=remedy)
-        own = self.call("own", aten.view.default, (x, [n, -1]), TensorType(kind.dtype, (n, share)))
+        by_rank = self.call("own", aten.view.default, (x, [n, -1]), TensorType(kind.dtype, (n, share)))
         return self.call(
-            suffix, aten.sum.dim_IntList, (own, [1], False), TensorType(dtype or kind.dtype, (n,)), **options
+            suffix, aten.sum.dim_IntList, (by_rank, [1], False), TensorType(dtype or kind.dtype, (n,)), **options
         )
 
     def count(self, x: fx.Node, dims: Sequence[int], dtype: torch.dtype) -> fx.Node:
         """How many elements a sum over dimensions of `x` takes in, counted where their sizes depend on inputs."""
         shape = list(tensor_type(x).shape)
         factor = product(shape[dim] for dim in dims if isinstance(shape[dim], int))
-        kept = [dim for dim in range(len(shape)) if dim in dims and not isinstance(shape[dim], int)]
+        symbolic = [dim for dim in range(len(shape)) if dim in dims and not isinstance(shape[dim], int)]
         for dim in reversed(range(len(shape))):
-            if dim not in kept:
+            if dim not in symbolic:
                 rest = tuple(size for other, size in enumerate(shape) if other != dim)
                 x = self.call("row", aten.select.int, (x, dim, 0), TensorType(tensor_type(x).dtype, rest))
                 shape = list(rest)
@@ -149,11 +149,11 @@ def count_numbers(graph: fx.Graph, batch: str) -> None:
             continue
         numbers = [x for x in node.args[:2] if isinstance(x, fx.Node) and batch in names((scalar(x),))]
         counting = Counting(graph, node, batch)
-        found = {x: count for x in numbers if (count := _count(counting, x)) is not None}
-        if not found:
+        counts = {x: count for x in numbers if (count := _count(counting, x)) is not None}
+        if not counts:
             continue
         kind = tensor_type(node)
-        values = [found.get(x, x) if isinstance(x, fx.Node) else x for x in node.args[:2]]
+        values = [counts.get(x, x) if isinstance(x, fx.Node) else x for x in node.args[:2]]
         values = [counting.cast("wide", x, wide(kind.dtype)) if _is_tensor(x) else x for x in values]
         new = counting.call("counted", _SCALED[node.target], tuple(values), TensorType(wide(kind.dtype), kind.shape))
         new.kwargs = {k: v for k, v in node.kwargs.items() if k == "alpha"}

@@ -109,7 +109,7 @@ class _Traces:
         self._symbols, self._conditions = symbols, conditions
         self._sizes: dict[tuple[int, bool], Sizes] = {}
         self._known: dict[Any, Derivative] = {}
-        self._examples = {each.name: each.example for each in symbols}
+        self._examples = {symbol.name: symbol.example for symbol in symbols}
 
     def of(self, call: _Call) -> Derivative:
         """The derivative of a call; see `trace`."""
@@ -124,22 +124,22 @@ class _Traces:
         for more in (MORE, 0) if self._conditions else (MORE,):
             for in_python in (False, True):
                 try:
-                    found = self._traced(call, more, in_python)
+                    derivative = self._traced(call, more, in_python)
                 except _FAILURES as error:
                     first = first or error
                     continue
-                if not in_python or self._has_all(call, found):
-                    return found
+                if not in_python or self._has_all(call, derivative):
+                    return derivative
         assert first is not None
         raise first
 
-    def _has_all(self, call: _Call, found: Derivative) -> bool:
+    def _has_all(self, call: _Call, derivative: Derivative) -> bool:
         """Whether there are as many gradients as where sizes are numbers: PyTorch may lose one in silence."""
         try:
             numbers = call.traced(Sizes(self._symbols, numbers=self._examples))
         except _FAILURES:
             return False
-        pairs = ((numbers.gradients[index], gradient) for index, gradient in found.gradients.items())
+        pairs = ((numbers.gradients[index], gradient) for index, gradient in derivative.gradients.items())
         return all((one is None) == (other is None) for one, other in pairs)
 
     def _traced(self, call: _Call, more: int, in_python: bool) -> Derivative:
@@ -173,28 +173,28 @@ class Derivatives:
         self._of_pytorch = _of_pytorch(self._symbols, self._conditions)
         self._of_others = _Traces(self._symbols, self._conditions)
 
-    def of(self, node: fx.Node, args: Any, kwargs: Any, wanted: Sequence[bool], tangents: Sequence[bool]) -> Derivative:
+    def of(self, node: fx.Node, args: Any, kwargs: Any, needed: Sequence[bool], tangents: Sequence[bool]) -> Derivative:
         """The derivative of a call.
 
         Args:
             args: of the whole, nodes in place of values.
             kwargs: likewise.
-            wanted: for each of its tensors, in the order of `operands`, whether a gradient is wanted.
+            needed: for each of its tensors, in the order of `operands`, whether its gradient is needed.
             tangents: for each output, whether it has one.
 
         Raises:
             InputError: PyTorch has no derivative, or none for symbolic sizes.
         """
-        call = self._call(node, args, kwargs, wanted, tangents)
+        call = self._call(node, args, kwargs, needed, tangents)
         try:
             return self._of(node, call)
         except _FAILURES as error:
             raise _not_differentiated(node, error) from error
 
-    def has(self, node: fx.Node, args: Any, kwargs: Any, wanted: Sequence[bool], tangents: Sequence[bool]) -> bool:
+    def has(self, node: fx.Node, args: Any, kwargs: Any, needed: Sequence[bool], tangents: Sequence[bool]) -> bool:
         """Whether `of` has an answer, or gives another reason than PyTorch's; arguments as there."""
         try:
-            call = self._call(node, args, kwargs, wanted, tangents)
+            call = self._call(node, args, kwargs, needed, tangents)
         except (FxparError, AssertionError):
             return True
         try:
@@ -203,7 +203,7 @@ class Derivatives:
             return False
         return True
 
-    def needs(self, node: fx.Node, args: Any, kwargs: Any, wanted: Sequence[bool], tangents: Sequence[bool]) -> Needs:
+    def needs(self, node: fx.Node, args: Any, kwargs: Any, needed: Sequence[bool], tangents: Sequence[bool]) -> Needs:
         """What sizes must satisfy so that `of` has an answer; arguments as there.
 
         Conditions that the example satisfies come first, then numbers in place of symbols, as few as do, of what is no
@@ -211,9 +211,9 @@ class Derivatives:
 
         Where PyTorch has no derivative for any sizes, nothing helps, and nothing is needed.
         """
-        if self.has(node, args, kwargs, wanted, tangents):
+        if self.has(node, args, kwargs, needed, tangents):
             return Needs()
-        call = self._call(node, args, kwargs, wanted, tangents)
+        call = self._call(node, args, kwargs, needed, tangents)
         return self._conditions_of(call) or self._numbers_of(call, describe(node)) or Needs()
 
     def _of(self, node: fx.Node, call: _Call) -> Derivative:
@@ -221,15 +221,15 @@ class Derivatives:
         return (self._of_pytorch if is_own else self._of_others).of(call)
 
     def _conditions_of(self, call: _Call) -> Needs | None:
-        examples = {each.name: each.example for each in self._symbols if isinstance(each, Symbol)}
+        examples = {symbol.name: symbol.example for symbol in self._symbols if isinstance(symbol, Symbol)}
         for more in (MORE, 0):
             known = self._conditions
             for _ in range(_MOST_CONDITIONS):
                 try:
                     call.traced(Sizes(self._symbols, known, more=more))
                 except Assumed as error:
-                    new = [each for each in error.conditions if each not in known]
-                    if not new or not all(each.holds(examples) for each in new):
+                    new = [condition for condition in error.conditions if condition not in known]
+                    if not new or not all(condition.holds(examples) for condition in new):
                         break
                     known = (*known, *new)
                 except _FAILURES:
@@ -239,10 +239,10 @@ class Derivatives:
         return None
 
     def _numbers_of(self, call: _Call, place: str) -> Needs | None:
-        fixed = [each for each in self._symbols if isinstance(each, Symbol)]
+        fixed = [symbol for symbol in self._symbols if isinstance(symbol, Symbol)]
         sets = [some for count in range(1, len(fixed) + 1) for some in combinations(fixed, count)]
-        for some in sorted(sets, key=lambda some: (any(each.dim == 0 for each in some), len(some))):
-            numbers = {each.name: each.example for each in some}
+        for some in sorted(sets, key=lambda some: (any(symbol.dim == 0 for symbol in some), len(some))):
+            numbers = {symbol.name: symbol.example for symbol in some}
             for more in (MORE, 0):
                 try:
                     call.traced(Sizes(self._symbols, self._conditions, numbers, more))
@@ -254,9 +254,9 @@ class Derivatives:
                 return Needs(numbers=dict.fromkeys(numbers, place))
         return None
 
-    def _call(self, node: fx.Node, args: Any, kwargs: Any, wanted: Sequence[bool], tangents: Sequence[bool]) -> _Call:
+    def _call(self, node: fx.Node, args: Any, kwargs: Any, needed: Sequence[bool], tangents: Sequence[bool]) -> _Call:
         unique: dict[fx.Node, Operand] = {}
-        for operand, flag in zip(operands(node), wanted, strict=True):
+        for operand, flag in zip(operands(node), needed, strict=True):
             kind = note(operand).type
             if not isinstance(kind, TensorType):
                 raise InputError(
@@ -275,8 +275,8 @@ class Derivatives:
         if not isinstance(function, torch._ops.OpOverload):
             function = resolve_function(str(kwargs["path"])).apply
             kwargs = {name: item for name, item in kwargs.items() if name != "path"}
-        given, named = map_arg((tuple(args), dict(kwargs)), value)
-        return _Call(function, given, named, list(unique.values()), tangents)
+        positional, named = map_arg((tuple(args), dict(kwargs)), value)
+        return _Call(function, positional, named, list(unique.values()), tangents)
 
 
 def _not_differentiated(node: fx.Node, error: BaseException) -> InputError:
@@ -310,21 +310,21 @@ class Derived:
         self.sources = list(dict.fromkeys(operands(node)))
         self.env: dict[fx.Node, Any] = dict(zip(derivative.tensors, self.sources, strict=True))
         self.env.update(zip(derivative.tangents, tangents, strict=True))
-        for traced, own in zip(derivative.outputs, outputs, strict=True):
-            if traced is not None and own is not None:
-                self.env[origin_of(traced)] = own
+        for traced, output in zip(derivative.outputs, outputs, strict=True):
+            if traced is not None and output is not None:
+                self.env[origin_of(traced)] = output
         self.is_decomposed = False
-        self._shapes = [*self.sources, *(own for own in outputs if own is not None)]
+        self._shapes = [*self.sources, *(output for output in outputs if output is not None)]
 
     def saved(self) -> list[fx.Node]:
         """Values of the traced forward that the backward reads, and that the program lacks."""
-        found: dict[fx.Node, None] = {}
+        saved: dict[fx.Node, None] = {}
         for traced in self.derivative.needed:
             for read in traced.all_input_nodes:
                 origin = origin_of(read)
                 if origin in self.derivative.forward and not self._is_at_hand(origin):
-                    found[origin] = None
-        return list(found)
+                    saved[origin] = None
+        return list(saved)
 
     def _is_at_hand(self, traced: fx.Node) -> bool:
         """Whether a value is there, or a view of what is."""
@@ -359,9 +359,9 @@ class Derived:
         if traced.op == "get_attr":
             return self._constant(getattr(self.derivative.module, str(traced.target)))
         special = form_of(traced)
-        found = special(self, traced) if special is not None else None
-        if found is not None:
-            return found
+        emitted = special(self, traced) if special is not None else None
+        if emitted is not None:
+            return emitted
         args, kwargs = self.arguments(traced)
         return self.call(traced.target, args, kwargs, self.kind(traced))
 
@@ -394,13 +394,13 @@ class Derived:
 
     def replaced(self) -> list[fx.Node | None]:
         """Puts the traced forward in place of the call, whose results are then those that are returned."""
-        wanted = {node for node in (*self.derivative.outputs, *self.saved()) if node is not None}
+        needed = {node for node in (*self.derivative.outputs, *self.saved()) if node is not None}
         for node in reversed(self.derivative.graph.nodes):
-            if node in wanted:
-                wanted.update(node.all_input_nodes)
+            if node in needed:
+                needed.update(node.all_input_nodes)
         count = 0
         for traced in self.derivative.graph.nodes:
-            is_made = traced in self.derivative.forward and traced in wanted and traced.op == "call_function"
+            is_made = traced in self.derivative.forward and traced in needed and traced.op == "call_function"
             if not is_made or origin_of(traced) is not traced or _is_number(traced):
                 continue
             if traced not in self.derivative.tensors:

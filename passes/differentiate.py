@@ -116,9 +116,9 @@ def _differentiated(
         program = again.run(names)
     end = output_node(program.graph)
     pairs = zip(program.outputs, end.args[0], strict=True)  # type: ignore[arg-type]
-    kept = [(name, value) for name, value in pairs if name in outputs or is_gradient(name)]
-    end.args = (tuple(value for _, value in kept),)
-    return prune(program.with_(outputs=tuple(name for name, _ in kept)))
+    returned = [(name, value) for name, value in pairs if name in outputs or is_gradient(name)]
+    end.args = (tuple(value for _, value in returned),)
+    return prune(program.with_(outputs=tuple(name for name, _ in returned)))
 
 
 def _take_once(program: Program) -> None:
@@ -141,18 +141,18 @@ def differentiable(program: Program) -> tuple[str, ...]:
 def forward_of(program: Program) -> Program:
     """The forward of a step, a program as before `differentiate` but for what saves more than its results."""
     graph = fx.Graph()
-    made: dict[fx.Node, fx.Node] = {}
+    copies: dict[fx.Node, fx.Node] = {}
     for node in program.graph.nodes:
         if node.op != "output" and is_forward(node):
-            made[node] = copy_node(graph, node, made, node.name)
+            copies[node] = copy_node(graph, node, copies, node.name)
         else:
             take_name(graph, node.name)
-    kept = [(name, node) for name, node in program.output_nodes().items() if not is_gradient(name)]
-    graph.output(tuple(made[node] for _, node in kept))
+    outputs = [(name, node) for name, node in program.output_nodes().items() if not is_gradient(name)]
+    graph.output(tuple(copies[node] for _, node in outputs))
     return program.with_(
         graph_module=module_of(graph),
         inputs=tuple(entry for entry in program.inputs if not output_of(entry.path)),
-        outputs=tuple(name for name, _ in kept),
+        outputs=tuple(name for name, _ in outputs),
         properties=program.properties - {Property.STEP},
         constants=dict(program.constants),
     )
@@ -165,10 +165,10 @@ class _Backward:
         self.derivatives, self.repeats = Derivatives(program.all_symbols, program.conditions), Repeats(self.emit)
         self.has_decomposed = False
         self.known: dict[tuple[fx.Node, int], fx.Node] = {}
-        held = program.placeholders()
-        self.made_of_weights = weights_of(program.graph, [held[p.node] for p in program.parameters])
-        self.parameters = {held[p.node]: p for p in program.parameters if p.trainable and not p.left_out}
-        self.inputs = {held[i.node]: i for i in program.inputs if i.carries}
+        placeholders = program.placeholders()
+        self.made_of_weights = weights_of(program.graph, [placeholders[p.node] for p in program.parameters])
+        self.parameters = {placeholders[p.node]: p for p in program.parameters if p.trainable and not p.left_out}
+        self.inputs = {placeholders[i.node]: i for i in program.inputs if i.carries}
 
     def run(self, tangents: Sequence[str]) -> Program:
         inputs = list(self.program.inputs)
@@ -177,12 +177,12 @@ class _Backward:
         for node in [node for node in reversed(self.program.graph.nodes) if is_forward(node)]:
             if node.op == "call_function" and any((node, i) in self.known for i in range(len(output_types(node)))):
                 self._differentiate(node)
-        found = {gradient_name(p.fqn): self.known.get((node, 0)) for node, p in self.parameters.items()}
-        found |= {input_gradient_name(i.path): self.known.get((node, 0)) for node, i in self.inputs.items()}
+        gradients = {gradient_name(p.fqn): self.known.get((node, 0)) for node, p in self.parameters.items()}
+        gradients |= {input_gradient_name(i.path): self.known.get((node, 0)) for node, i in self.inputs.items()}
         end = output_node(self.program.graph)
-        given = {name: node for name, node in found.items() if node is not None}
-        end.args = ((*end.args[0], *given.values()),)  # type: ignore[misc]
-        return self.program.with_(inputs=tuple(inputs), outputs=(*self.program.outputs, *given))
+        returned = {name: node for name, node in gradients.items() if node is not None}
+        end.args = ((*end.args[0], *returned.values()),)  # type: ignore[misc]
+        return self.program.with_(inputs=tuple(inputs), outputs=(*self.program.outputs, *returned))
 
     def _tangent(self, name: str, output: fx.Node) -> Input:
         first = next(node for node in self.program.graph.nodes if node.op != "placeholder")
@@ -191,7 +191,7 @@ class _Backward:
                 "placeholder", f"{output.name}_tangent", name=f"{output.name}_tangent"
             )
         (kind,) = output_types(output)
-        layout = tuple(dual_layout(each) for each in output_layouts(output))
+        layout = tuple(dual_layout(output_layout) for output_layout in output_layouts(output))
         set_note(node, Note(type=kind, layout=layout[0] if layout else None, phase=BACKWARD))
         self.flags[node] = (False,)
         self._add(output, 0, node, note(output))
@@ -215,31 +215,33 @@ class _Backward:
 
     def _differentiate(self, node: fx.Node) -> None:
         inputs = operands(node)
-        wanted = tuple(any(self.flags[operand]) and _is_float(operand) for operand in inputs)
-        if node.target is operator.getitem or not any(wanted):
+        needed = tuple(any(self.flags[operand]) and _is_float(operand) for operand in inputs)
+        if node.target is operator.getitem or not any(needed):
             return
         tangents = tuple(self.known.get((node, i)) for i in range(len(output_types(node))))
         if isinstance(node.target, Operator) and node.target.derivative is not None:
-            self._of_operator(node, node.target, tangents, wanted)
+            self._of_operator(node, node.target, tangents, needed)
             return
         saving = self._saving(node)
         if saving is not None:
-            made, record = saving
-            self._of_operator(made, record, (*tangents, None), wanted)
+            call, record = saving
+            self._of_operator(call, record, (*tangents, None), needed)
             return
-        self._of_torch(node, tangents, wanted)
+        self._of_torch(node, tangents, needed)
 
     def _saving(self, node: fx.Node) -> tuple[fx.Node, Operator] | None:
         """Puts the call in place that saves what the derivative reads, if the operator has one."""
-        own = node.target.saving if isinstance(node.target, Operator) else None
-        maker = own or SAVING.get(node.target)
+        own_maker = node.target.saving if isinstance(node.target, Operator) else None
+        maker = own_maker or SAVING.get(node.target)
         if maker is None:
             return None
-        made = maker(node)
-        new = self.emit.forward(made.target, made.args, node.kwargs if own else {}, made.types, node, note(node).random)
-        items = [self.emit.forward(operator.getitem, (new, i), {}, kind, node) for i, kind in enumerate(made.types)]
+        call = maker(node)
+        new = self.emit.forward(
+            call.target, call.args, node.kwargs if own_maker else {}, call.types, node, note(node).random
+        )
+        items = [self.emit.forward(operator.getitem, (new, i), {}, kind, node) for i, kind in enumerate(call.types)]
         self._replace(node, items[0])
-        return new, made.target
+        return new, call.target
 
     def _replace(self, node: fx.Node, new: fx.Node) -> None:
         """A node of the forward by another that computes the same, which takes its name."""
@@ -250,12 +252,12 @@ class _Backward:
         new.name = name
 
     def _of_operator(
-        self, node: fx.Node, record: Operator, tangents: tuple[fx.Node | None, ...], wanted: tuple[bool, ...]
+        self, node: fx.Node, record: Operator, tangents: tuple[fx.Node | None, ...], needed: tuple[bool, ...]
     ) -> None:
         assert record.derivative is not None
-        given = tuple(self._entered(node, gradient) for gradient in tangents)
-        found = record.derivative(Reverse(node, given, wanted, self.emit))
-        for operand, gradient in zip(operands(node), found, strict=True):
+        entered = tuple(self._entered(node, gradient) for gradient in tangents)
+        gradients = record.derivative(Reverse(node, entered, needed, self.emit))
+        for operand, gradient in zip(operands(node), gradients, strict=True):
             if gradient is not None and any(self.flags[operand]):
                 self._add(operand, 0, self._left(node, gradient), note(node))
 
@@ -282,39 +284,39 @@ class _Backward:
         kind = TensorType(dtype, output_types(gradient)[0].shape)
         return self.emit.call(aten._to_copy.default, (gradient,), {"dtype": dtype}, kind, like)
 
-    def _of_torch(self, node: fx.Node, tangents: tuple[fx.Node | None, ...], wanted: tuple[bool, ...]) -> None:
+    def _of_torch(self, node: fx.Node, tangents: tuple[fx.Node | None, ...], needed: tuple[bool, ...]) -> None:
         several = isinstance(note(node).type, tuple)
         items: dict[int, fx.Node] = items_of(node) if several else {0: node}
         if not isinstance(node.target, torch._ops.OpOverload) and "path" not in node.kwargs:
             raise PassError(f"{node.target} has no derivative", where=describe(node))
-        asked = self.repeats.asked(node, items, tangents, wanted)
-        repeated = self.repeats.again(asked, note(node))
+        key = self.repeats.asked(node, items, tangents, needed)
+        repeated = self.repeats.again(key, note(node))
         if repeated is not None:
             for operand, gradient in repeated.items():
                 self._add(operand, 0, gradient, note(node))
             return
         args, kwargs = whole_call_of(self.program, node)
-        derivative = self.derivatives.of(node, args, kwargs, wanted, [t is not None for t in tangents])
+        derivative = self.derivatives.of(node, args, kwargs, needed, [t is not None for t in tangents])
         count = len(derivative.outputs)
-        given = [t for t in tangents if t is not None]
-        derived = Derived(self.emit, node, derivative, [items.get(i) for i in range(count)], given)
+        present = [t for t in tangents if t is not None]
+        derived = Derived(self.emit, node, derivative, [items.get(i) for i in range(count)], present)
         is_plain = not derived.saved()
         if not is_plain:
-            made = derived.replaced()
+            replacements = derived.replaced()
             self.has_decomposed |= derived.is_decomposed
             for index, item in items.items():
-                new = made[index]
+                new = replacements[index]
                 assert new is not None
                 if several:
                     self._replace(item, new)
             if several:
                 self.program.graph.erase_node(node)
-            elif made[0] is not None:
-                self._replace(node, made[0])
+            elif replacements[0] is not None:
+                self._replace(node, replacements[0])
         start = len(self.emit.made)
         gradients = derived.gradients()
         if is_plain:
-            self.repeats.learn(asked, start, gradients)
+            self.repeats.learn(key, start, gradients)
         for operand, gradient in gradients.items():
             self._add(operand, 0, gradient, derived.like)
 

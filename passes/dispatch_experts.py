@@ -174,6 +174,6 @@ def _check_held(program: Program, region: Routed) -> None:
 
 def _new_name(program: Program, counted: Sequence[Counted]) -> str:
     """A symbol for the rows of one more layer."""
-    taken = {each.name for each in program.symbols} | {each.name for each in counted}
+    taken = {symbol.name for symbol in program.symbols} | {symbol.name for symbol in counted}
     taken |= {node.name for node in program.graph.nodes}
     return next(name for i in itertools.count() if (name := f"r{i or ''}") not in taken)

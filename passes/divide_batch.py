@@ -69,13 +69,13 @@ def divide_batch(program: Program) -> Program:
                 node.target, node.args, node.kwargs = size, (source, dim % len(tensor_type(source).shape)), {}
         divide_norms(program.graph, name)
         count_numbers(program.graph, name)
-    own = leading_to(program) if reduction in ("local_mean", "sum") and n > 1 else frozenset()
+    leading = leading_to(program) if reduction in ("local_mean", "sum") and n > 1 else frozenset()
     means = []
     for node in [node for node in program.graph.nodes if node.target in MEANS]:
-        counting = Counting(program.graph, node, name, n if node in own else 1, reduction == "sum")
+        counting = Counting(program.graph, node, name, n if node in leading else 1, reduction == "sum")
         MEANS[node.target](counting)
         means += [counting.mean] if counting.mean is not None and counting.ranks > 1 else []
-    if own:
+    if leading:
         check_added(program, means, name)
     return add_count(program) if reduction == "token" else program
 

@@ -69,11 +69,11 @@ def _lengths(program: Program) -> set[str]:
         elif node.target in (aten.softmax.int, aten._softmax.default):
             shape = output_types(node)[0].shape
             sizes.add(shape[int(bind_arguments(node)["dim"])] if shape else 1)
-    found = {s.name for s in program.symbols if s.size in sizes}
-    return found or {s.name for s in program.symbols if s.dim == 1}
+    lengths = {s.name for s in program.symbols if s.size in sizes}
+    return lengths or {s.name for s in program.symbols if s.dim == 1}
 
 
-def divide(program: Program, n: int, found: Set[str], *, where: str, remedy: str) -> Program:
+def divide(program: Program, n: int, names: Set[str], *, where: str, remedy: str) -> Program:
     """Writes the named symbolic sizes as n times a symbol.
 
     Args:
@@ -84,7 +84,7 @@ def divide(program: Program, n: int, found: Set[str], *, where: str, remedy: str
     """
     divided = {}
     for s in program.symbols:
-        if s.name in found:
+        if s.name in names:
             if s.example % n:
                 reason = f"{s.path} has {s.example * s.multiple} in dimension {s.dim}, which {n} ranks cannot share out"
                 reason += in_groups_of(s)

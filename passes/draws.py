@@ -56,8 +56,8 @@ class Draw:
 
     def uniform(self, dtype: torch.dtype | None = None) -> fx.Node:
         """Uniform numbers in (0, 1); by default in the result's type, of half precision in float32."""
-        own = self.dtype if self.dtype.is_floating_point else torch.float32
-        kind = dtype or (torch.float32 if own in _NARROW else own)
+        float_dtype = self.dtype if self.dtype.is_floating_point else torch.float32
+        kind = dtype or (torch.float32 if float_dtype in _NARROW else float_dtype)
         return self.drawn(TensorType(kind, tensor_type(self.node).shape))
 
     def call(
@@ -164,9 +164,9 @@ def _choice(draw: Draw) -> fx.Node:
     with draw.node.graph.inserting_before(draw.node):
         top = draw.node.graph.call_function(aten.topk.default, (rates, count))
         first = draw.node.graph.call_function(operator.getitem, (top, 1))
-    own, layout = note(draw.node), output_layouts(draw.node)[0]
-    set_note(top, replace(own, type=(TensorType(dtype, chosen.shape), chosen), layout=(layout, layout), random=0))
-    return set_note(first, replace(own, random=0))
+    noted, layout = note(draw.node), output_layouts(draw.node)[0]
+    set_note(top, replace(noted, type=(TensorType(dtype, chosen.shape), chosen), layout=(layout, layout), random=0))
+    return set_note(first, replace(noted, random=0))
 
 
 def _permutation(draw: Draw) -> fx.Node:

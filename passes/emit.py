@@ -49,9 +49,9 @@ aten = torch.ops.aten
 
 
 def _nodes(args: Sequence[Any]) -> list[fx.Node]:
-    found: list[fx.Node] = []
-    fx.node.map_arg(tuple(args), found.append)
-    return found
+    nodes: list[fx.Node] = []
+    fx.node.map_arg(tuple(args), nodes.append)
+    return nodes
 
 
 class Emitter:
@@ -100,7 +100,7 @@ class Emitter:
             layouts: of the results, where they do not follow by rules.
             random: identity of what draws.
         """
-        if any(has_note(each) and note(each).phase == PARAMETER for each in _nodes(args)):
+        if any(has_note(operand) and note(operand).phase == PARAMETER for operand in _nodes(args)):
             phase = PARAMETER  # it is not there before
         key = (target, tuple(args), kwargs.get("axis"), tuple(layouts or ()), True)
         if target in COERCION_OF and key in self._conversions:
@@ -116,16 +116,16 @@ class Emitter:
             self._conversions[key] = node
         return node
 
-    def repeated(self, target: Any, args: Any, kwargs: Any, name: str, kept: Note, is_zero: bool) -> fx.Node:
+    def repeated(self, target: Any, args: Any, kwargs: Any, name: str, noted: Note, is_zero: bool) -> fx.Node:
         """A node of the backward as another one that `call` made, with other operands.
 
         Args:
             name: the one that was asked for.
-            kept: its note.
+            noted: its note.
             is_zero: whether that was made of zeros.
         """
         with self.graph.inserting_before(self._parameter):
-            node = set_note(self.graph.create_node("call_function", target, args, kwargs, name=name), kept)
+            node = set_note(self.graph.create_node("call_function", target, args, kwargs, name=name), noted)
         self.flags[node] = (False,) * len(output_types(node))
         if is_zero:
             self._zeros.add(node)
@@ -194,14 +194,14 @@ class Emitter:
         """
         while True:
             known = {operand: output_layouts(operand) for operand in operands(node)}
-            given = context_of(self.program, node, known, self.flags, self._row_wise, self._answers)
+            context = context_of(self.program, node, known, self.flags, self._row_wise, self._answers)
             try:
-                return infer_node(node, given)
+                return infer_node(node, context)
             except LayoutError:
-                if not self._helped(node, given):
+                if not self._helped(node, context):
                     raise
 
-    def _helped(self, node: fx.Node, given: Context) -> bool:
+    def _helped(self, node: fx.Node, context: Context) -> bool:
         """Whether an operand was converted: zeros to summands, what all ranks hold to the blocks that fit the others.
 
         Where nothing else is left, summands are added up.
@@ -211,23 +211,23 @@ class Emitter:
         inputs = operands(node)
         if node.target in COERCION_OF or any(len(output_types(operand)) != 1 for operand in inputs):
             return False
-        step = next((step for step in steps(node, given) if isinstance(step.found, Refusal)), None)
+        step = next((step for step in steps(node, context) if isinstance(step.found, Refusal)), None)
         if step is None:
             return False
         rule = rule_for(step.call)
         if rule is None:
             return self._summed(node, step.axis)
-        whole = [i for i, placement in enumerate(step.operands) if placement == R and not given.carries[i]]
+        whole = [i for i, placement in enumerate(step.operands) if placement == R and not context.carries[i]]
         for i in whole:
-            if inputs[i] in self._zeros and self._fits(step, given, {i: P}):
+            if inputs[i] in self._zeros and self._fits(step, context, {i: P}):
                 self._convert(node, {i: P}, mask_first, step.axis)
                 return True
         for other, placement in enumerate(step.operands):
-            wanted = seed_signature(rule, step.call, other, placement.plain) if placement.is_shard else Refusal("")
-            if isinstance(wanted, Refusal):
+            signature = seed_signature(rule, step.call, other, placement.plain) if placement.is_shard else Refusal("")
+            if isinstance(signature, Refusal):
                 continue
-            changed = {i: wanted.operands[i] for i in whole if wanted.operands[i].is_shard}
-            if changed and self._fits(step, given, changed):
+            changed = {i: signature.operands[i] for i in whole if signature.operands[i].is_shard}
+            if changed and self._fits(step, context, changed):
                 self._convert(node, changed, take, step.axis)
                 return True
         return self._summed(node, step.axis)
@@ -256,17 +256,17 @@ class Emitter:
         return inputs != before
 
     @staticmethod
-    def _fits(step: Step, given: Context, changed: Mapping[int, Placement]) -> bool:
+    def _fits(step: Step, context: Context, changed: Mapping[int, Placement]) -> bool:
         placements = [changed.get(i, placement) for i, placement in enumerate(step.operands)]
-        return not isinstance(judged(step.call, placements, given), Refusal)
+        return not isinstance(judged(step.call, placements, context), Refusal)
 
     def _convert(self, node: fx.Node, changed: Mapping[int, Placement], operator_: Any, axis: str) -> None:
         inputs = operands(node)
         self.made.append(None)
         for i, placement in changed.items():
             (layout,), (kind,) = output_layouts(inputs[i]), output_types(inputs[i])
-            wanted = self._with(layout, axis, placement, kind)
-            key = (operator_, (inputs[i],), axis, (wanted,), bool(note(node).phase))
+            target_layout = self._with(layout, axis, placement, kind)
+            key = (operator_, (inputs[i],), axis, (target_layout,), bool(note(node).phase))
             new = self._conversions.get(key)
             if new is None:
                 with self.graph.inserting_before(node):
@@ -274,7 +274,7 @@ class Emitter:
                 self._conversions[key] = new
                 if not note(node).phase:
                     self.flags[new] = (False,)
-                self._note(new, kind, note(node), [wanted], note(node).phase, 0)
+                self._note(new, kind, note(node), [target_layout], note(node).phase, 0)
             if inputs[i] in self._zeros:  # they become summands of the next axis too
                 self._zeros.add(new)
             inputs[i] = new
@@ -285,8 +285,8 @@ class Emitter:
         axes = self.program.axes
         inner = innermost(layout, axes, (axis,))
         if inner is not None and placement.piece is not None and str(placement) == f"S({placement.dim})":
-            own = local_shape(kind.shape, inner, axes)[placement.dim]
-            return spelled(inner.with_(axis, shard(placement.dim, own)), axes)
+            length = local_shape(kind.shape, inner, axes)[placement.dim]
+            return spelled(inner.with_(axis, shard(placement.dim, length)), axes)
         return spelled(layout.with_(axis, placement), axes)
 
     def _with_summands(self, node: fx.Node) -> None:
@@ -295,11 +295,11 @@ class Emitter:
         if not self._zeros.intersection(inputs) or node.target in (operator.getitem, mask_first):
             return
         for axis in self.program.axes:
-            found = [layout.on(axis) for o in inputs for layout in output_layouts(o)]
+            placements = [layout.on(axis) for o in inputs for layout in output_layouts(o)]
             # Beside shards of the dimension along which parts are joined they are a segment that all ranks hold.
-            joined = node.target is aten.cat.default and any(self._joins(node, p) for p in found)
-            if any(p.kind == "P" or p.partial for p in found) or joined:
-                changed = {i: P for i, o in enumerate(inputs) if o in self._zeros and found[i] == R}
+            joined = node.target is aten.cat.default and any(self._joins(node, p) for p in placements)
+            if any(p.kind == "P" or p.partial for p in placements) or joined:
+                changed = {i: P for i, o in enumerate(inputs) if o in self._zeros and placements[i] == R}
                 self._convert(node, changed, mask_first, axis)
                 inputs = operands(node)
 
@@ -337,13 +337,13 @@ class Emitter:
         """
         if not self.program.axes or Property.LAYOUTS not in self.program.properties:
             return gradient
-        wanted, (found,) = dual_layout(layout), output_layouts(gradient)
-        if found == wanted:
+        dual, (actual,) = dual_layout(layout), output_layouts(gradient)
+        if actual == dual:
             return gradient
-        way = conversions(found, wanted, self.program.axes, False, self.program.plan.cost)
+        way = conversions(actual, dual, self.program.axes, False, self.program.plan.cost)
         if way is None:
             raise PassError(
-                f"the gradient of what is {layout} is {found} and must be {wanted}",
+                f"the gradient of what is {layout} is {actual} and must be {dual}",
                 where=f"%{gradient.name} ({like.fqn}, {like.source})",
                 remedy="split the operation otherwise (option split), or write it with others",
             )
@@ -372,7 +372,7 @@ class Emitter:
         if isinstance(size, sympy.Symbol):
             return self._symbol(str(size))
         if isinstance(size, (sympy.Mul, sympy.Pow)):
-            for known in sorted(self._numbers, key=lambda each: -len(str(each))):
+            for known in sorted(self._numbers, key=lambda factor: -len(str(factor))):
                 rest = divide(size, known)
                 if rest is not None and rest != size and str(rest) != str(size):
                     return self._arithmetic(operator.mul, (self._numbers[known], self.number(rest)), size)

@@ -65,18 +65,18 @@ def _exchanged(program: Program, axes: Collection[str] | None) -> Program:
     origins = _origins(program, whole)
     could = {node: n for node, n in copyable(whole).items() if axes is None or node.kwargs["axis"] in axes}
     alone = _alone(whole, could, origins)
-    wanted = [node for node, size in could.items() if size >= program.plan.cost.least_copy or origins[node] in alone]
+    chosen = [node for node, size in could.items() if size >= program.plan.cost.least_copy or origins[node] in alone]
     while True:
-        buffers, refused = _numbered(handshakes(whole, wanted), origins)
+        buffers, refused = _numbered(handshakes(whole, chosen), origins)
         if not refused:
             return _with(program, buffers, alone)
-        wanted = [node for node in wanted if origins[node] not in refused]
+        chosen = [node for node in chosen if origins[node] not in refused]
 
 
 def _alone(whole: Program, could: Iterable[fx.Node], origins: Mapping[fx.Node, fx.Node]) -> frozenset[fx.Node]:
     """Sums beside which next to nothing is computed, in any of the calls of a region, and what is one call anyway."""
     least = whole.plan.cost.copy_latency
-    beside = {each.collective.node: sum(seconds for _, seconds in each.beside) for each in travels(whole)}
+    beside = {travel.collective.node: sum(seconds for _, seconds in travel.beside) for travel in travels(whole)}
     pairs = [node for node in could if is_sum(node)]
     alone = {origins[n] for n in pairs} - {origins[n] for n in pairs if beside[n.name] >= least}
     return frozenset(alone | {origins[n] for n in could if is_shot(n)})
@@ -84,13 +84,15 @@ def _alone(whole: Program, could: Iterable[fx.Node], origins: Mapping[fx.Node, f
 
 def _origins(program: Program, whole: Program) -> dict[fx.Node, fx.Node]:
     """Of each node that is written out, the one of the program or of a region that it is."""
-    found: dict[fx.Node, fx.Node] = {}
-    own = {node.name: node for node in program.graph.nodes}
-    left = {node.name: list(reversed(region.body)) for node in own.values() if (region := region_of(node)) is not None}
+    origins: dict[fx.Node, fx.Node] = {}
+    nodes = {node.name: node for node in program.graph.nodes}
+    left = {
+        node.name: list(reversed(region.body)) for node in nodes.values() if (region := region_of(node)) is not None
+    }
     for node in whole.graph.nodes:
         call = note(node).region if node.op == "call_function" else ""
-        found[node] = left[call].pop() if call else own[node.name]
-    return found
+        origins[node] = left[call].pop() if call else nodes[node.name]
+    return origins
 
 
 def _numbered(
@@ -118,7 +120,7 @@ def _first(group: Handshakes, nodes: Sequence[fx.Node], others: Sequence[tuple[i
     opens, closes = any(map(group.opens, nodes)), any(map(group.closes, nodes))
     if (opens and closes) or not all(group.are_apart(a, b) for a, b in itertools.combinations(nodes, 2)):
         return None
-    taken = {buffer for buffer, held in others if not all(group.are_apart(a, b) for a in nodes for b in held)}
+    taken = {buffer for buffer, holders in others if not all(group.are_apart(a, b) for a in nodes for b in holders)}
     free = (n for n in range(1, BUFFERS) if n not in taken and not (opens and n % 2 == 0) and not (closes and n % 2))
     return next(free, None)
 
@@ -141,10 +143,10 @@ def _rewritten(region: Region, buffers: Mapping[fx.Node, int], alone: Collection
     if buffers.keys().isdisjoint(region.body):
         return region
     graph = fx.Graph()
-    made: dict[fx.Node, fx.Node] = {}
+    copies: dict[fx.Node, fx.Node] = {}
     for node in (*region.operands, *region.body):
-        made[node] = copy_node(graph, node, made, node.name)
+        copies[node] = copy_node(graph, node, copies, node.name)
         if node in buffers:
-            update(made[node], buffer=buffers[node], one_shot=node in alone)
-    graph.output(tuple(made[node] for node in region.results))
+            update(copies[node], buffer=buffers[node], one_shot=node in alone)
+    graph.output(tuple(copies[node] for node in region.results))
     return Region(region.name, graph, region.fqn)

@@ -86,25 +86,25 @@ class Loop:
             return self._marks(node)
         if node.target is aten._to_copy.default:
             return self.mask(argument(node, 0))
-        found = self.mask(argument(node, 0)) if node.target in (aten.permute.default, aten.select.int) else None
-        if found is None:
+        mask = self.mask(argument(node, 0)) if node.target in (aten.permute.default, aten.select.int) else None
+        if mask is None:
             return None
         if node.target is aten.permute.default:
-            return replace(found, dims=tuple(found.dims[dim] for dim in argument(node, 1)))
-        dim, index = argument(node, 1) % len(found.dims), argument(node, 2)
-        if found.dims[dim] != _E or not isinstance(index, int):
+            return replace(mask, dims=tuple(mask.dims[dim] for dim in argument(node, 1)))
+        dim, index = argument(node, 1) % len(mask.dims), argument(node, 2)
+        if mask.dims[dim] != _E or not isinstance(index, int):
             return None
-        return Mask(found.choice, (*found.dims[:dim], *found.dims[dim + 1 :]), index % int(chosen_of(found.choice)))
+        return Mask(mask.choice, (*mask.dims[:dim], *mask.dims[dim + 1 :]), index % int(chosen_of(mask.choice)))
 
     def _marks(self, node: fx.Node) -> Mask | None:
-        given = bind_arguments(node)
-        choice = self._chosen.get(given["self"])
-        if choice is None or tensor_type(given["self"]).shape != tensor_type(choice).shape:
+        args = bind_arguments(node)
+        choice = self._chosen.get(args["self"])
+        if choice is None or tensor_type(args["self"]).shape != tensor_type(choice).shape:
             return None
         dims, count = (*range(len(tensor_type(choice).shape) - 1), _K), int(chosen_of(choice))
         if node.target is aten.one_hot.default:
-            return Mask(choice, (*dims, _E), None) if given.get("num_classes", -1) == count else None
-        number = given["other"]
+            return Mask(choice, (*dims, _E), None) if args.get("num_classes", -1) == count else None
+        number = args["other"]
         return Mask(choice, dims, number) if type(number) is int and 0 <= number < count else None
 
     def column(self, node: fx.Node) -> Column | None:
@@ -131,20 +131,20 @@ class Loop:
         """The pairs of one expert, where a node says which tokens they are of."""
         if not isinstance(places, fx.Node) or places.target is not operator.getitem:
             return None
-        found = self.picks(argument(places, 0))
-        return found if found is not None and argument(places, 1) == found[1].tokens else None
+        pairs = self.picks(argument(places, 0))
+        return pairs if pairs is not None and argument(places, 1) == pairs[1].tokens else None
 
     def _picked(self, node: fx.Node) -> Column | None:
         """`weights[tokens, places]`."""
-        given = bind_arguments(node)
-        found = self.picked(given["indices"][0]) if len(given["indices"]) == 2 else None
-        weights = plain(given["self"])
-        if found is None or tensor_type(weights).shape != tensor_type(found[0].choice).shape:
+        args = bind_arguments(node)
+        pairs = self.picked(args["indices"][0]) if len(args["indices"]) == 2 else None
+        weights = plain(args["self"])
+        if pairs is None or tensor_type(weights).shape != tensor_type(pairs[0].choice).shape:
             return None
-        if tensor_type(given["self"]).shape[:2] != tensor_type(weights).shape:
+        if tensor_type(args["self"]).shape[:2] != tensor_type(weights).shape:
             return None
-        mask, picks = found
-        second = given["indices"][1]
+        mask, picks = pairs
+        second = args["indices"][1]
         is_place = isinstance(second, fx.Node) and second.target is operator.getitem
         if not is_place or second.args != (picks.where, picks.places) or mask.expert is None:
             return None
@@ -152,28 +152,28 @@ class Loop:
 
     def _summed(self, node: fx.Node) -> Column | None:
         """`(weights * (choice == e)).sum(-1)`, or `where(choice == e, weights, 0)` in it."""
-        given = bind_arguments(node)
-        for mask, weights in _masked(given["self"]):
-            found = self.mask(mask)
-            if found is None or found.expert is None or not isinstance(weights, fx.Node):
+        args = bind_arguments(node)
+        for mask, weights in _masked(args["self"]):
+            marks = self.mask(mask)
+            if marks is None or marks.expert is None or not isinstance(weights, fx.Node):
                 continue
-            rank = len(found.dims)
-            if found.dims != (*range(rank - 1), _K) or [dim % rank for dim in given["dim"] or ()] != [rank - 1]:
+            rank = len(marks.dims)
+            if marks.dims != (*range(rank - 1), _K) or [dim % rank for dim in args["dim"] or ()] != [rank - 1]:
                 continue
-            shape = tensor_type(found.choice).shape
-            same = tensor_type(weights).shape == shape == tensor_type(given["self"]).shape
+            shape = tensor_type(marks.choice).shape
+            same = tensor_type(weights).shape == shape == tensor_type(args["self"]).shape
             if same and tensor_type(weights).dtype == tensor_type(node).dtype:
-                return Column(found.choice, weights, found.expert, None)
+                return Column(marks.choice, weights, marks.expert, None)
         return None
 
     def _of_table(self, node: fx.Node) -> Column | None:
         """One expert's of a table [T, E] of zeros, into which the weights of pairs were scattered."""
-        given = bind_arguments(node)
+        args = bind_arguments(node)
         if node.target is aten.select.int:
-            table, number = given["self"], given["index"]
-        elif node.target is aten.slice.Tensor and given.get("step", 1) == 1:
-            table, number = given["self"], given["start"]
-            if type(number) is not int or given["end"] != number + 1:
+            table, number = args["self"], args["index"]
+        elif node.target is aten.slice.Tensor and args.get("step", 1) == 1:
+            table, number = args["self"], args["start"]
+            if type(number) is not int or args["end"] != number + 1:
                 return None
         else:
             return None
@@ -181,7 +181,7 @@ class Loop:
             return None
         last, filled = len(tensor_type(table).shape) - 1, bind_arguments(table)
         choice, weights = self._chosen.get(filled["index"]), filled["src"]
-        if choice is None or given.get("dim", 0) % (last + 1) != last or filled["dim"] % (last + 1) != last:
+        if choice is None or args.get("dim", 0) % (last + 1) != last or filled["dim"] % (last + 1) != last:
             return None
         shape, zeros = tensor_type(choice).shape, filled["self"]
         if tensor_type(filled["index"]).shape != shape or tensor_type(weights).shape != shape or not is_zero(zeros):

@@ -35,25 +35,25 @@ class Term:
 
 def terms_of(graph: fx.Graph) -> dict[fx.Node, Term]:
     """The terms of all loops, by node."""
-    loop, found = Loop(choices(graph)), dict[fx.Node, Term]()
+    loop, terms = Loop(choices(graph)), dict[fx.Node, Term]()
     for node in graph.nodes:
         if node.op != "call_function" or not is_tensor(node):
             continue
         is_cast = node.target is aten._to_copy.default and tensor_type(node).is_float  # integers are cut off
-        if is_cast and argument(node, 0) in found:
-            found[node] = found[argument(node, 0)]
+        if is_cast and argument(node, 0) in terms:
+            terms[node] = terms[argument(node, 0)]
         if node.target is not aten.mul.Tensor:
             continue
-        for made, weights in (node.args, node.args[::-1]):
-            if not all(isinstance(each, fx.Node) and is_tensor(each) for each in (made, weights)):
+        for unweighed, weights in (node.args, node.args[::-1]):
+            if not all(isinstance(factor, fx.Node) and is_tensor(factor) for factor in (unweighed, weights)):
                 continue  # a size is a node too
-            shape = tensor_type(made).shape
+            shape = tensor_type(unweighed).shape
             if tensor_type(weights).shape != (*shape[:-1], 1) or tensor_type(node).shape != shape:
                 continue
             column = loop.column(weights)
             if column is not None:
-                found[node] = Term(node, made, column)
-    return found
+                terms[node] = Term(node, unweighed, column)
+    return terms
 
 
 def is_loop(terms: Sequence[Term]) -> bool:
@@ -77,55 +77,55 @@ def added(node: fx.Node, terms: Mapping[fx.Node, Term], done: set[fx.Node]) -> t
         done: filled with the sums that are parts of this one.
     """
     if node.target is aten.sum.dim_IntList:
-        stacked, given = argument(node, 0), bind_arguments(node)
+        stacked, args = argument(node, 0), bind_arguments(node)
         is_plain = stacked.target is aten.stack.default and bind_arguments(stacked).get("dim", 0) == 0
         values = argument(stacked, 0) if is_plain else []
-        fits = list(given["dim"] or ()) == [0] and not given.get("keepdim", False) and all(v in terms for v in values)
+        fits = list(args["dim"] or ()) == [0] and not args.get("keepdim", False) and all(v in terms for v in values)
         same = is_plain and tensor_type(node).dtype == tensor_type(stacked).dtype
         return ([terms[value] for value in values], None) if fits and same else ([], None)
-    found: list[Term] = []
+    addends: list[Term] = []
     total: fx.Node | None = node
     while total is not None:
         step = _step(total, terms)
-        if step is None or (found and not _continues(found, step[1])):
+        if step is None or (addends and not _continues(addends, step[1])):
             break
         done.add(total)
-        total, own = step
-        found.extend(own)
-    return found, total
+        total, new_addends = step
+        addends.extend(new_addends)
+    return addends, total
 
 
-def _continues(found: Sequence[Term], own: Sequence[Term]) -> bool:
+def _continues(addends: Sequence[Term], new_addends: Sequence[Term]) -> bool:
     """Whether terms are of the same loop: those of another one may be in the sum that it starts with."""
-    first, numbers = found[0].column, {term.column.expert for term in found}
+    first, numbers = addends[0].column, {term.column.expert for term in addends}
     return all(
         (term.column.choice, term.column.weights) == (first.choice, first.weights) and term.column.expert not in numbers
-        for term in own
+        for term in new_addends
     )
 
 
 def _step(node: fx.Node, terms: Mapping[fx.Node, Term]) -> tuple[fx.Node | None, list[Term]] | None:
     """What a value adds to another one."""
-    given = bind_arguments(node) if node.op == "call_function" else {}
-    if given.get("alpha", 1) != 1:
+    args = bind_arguments(node) if node.op == "call_function" else {}
+    if args.get("alpha", 1) != 1:
         return None
     if node.target is aten.index_add.default:
-        term = terms.get(given["source"])
-        is_own = term is not None and term.column.picks is not None and given["dim"] == 0
+        term = terms.get(args["source"])
+        is_own = term is not None and term.column.picks is not None and args["dim"] == 0
         if not is_own or term is None or term.column.picks is None:
             return None
-        picks, places = term.column.picks, given["index"]
+        picks, places = term.column.picks, args["index"]
         is_tokens = places.target is operator.getitem and places.args == (picks.where, picks.tokens)
-        return (given["self"], [term]) if is_tokens else None
+        return (args["self"], [term]) if is_tokens else None
     if node.target is not aten.add.Tensor:
         return None
-    left, right = given["self"], given["other"]
+    left, right = args["self"], args["other"]
     if not isinstance(left, fx.Node) or not isinstance(right, fx.Node):
         return None
-    own = [terms[value] for value in (left, right) if value in terms]
+    parts = [terms[value] for value in (left, right) if value in terms]
     shape = tensor_type(node).shape
-    if any(t.column.picks is not None for t in own) or {tensor_type(left).shape, tensor_type(right).shape} != {shape}:
+    if any(t.column.picks is not None for t in parts) or {tensor_type(left).shape, tensor_type(right).shape} != {shape}:
         return None
-    if len(own) == 2:
-        return None, own
-    return (right if left in terms else left, own) if own else None
+    if len(parts) == 2:
+        return None, parts
+    return (right if left in terms else left, parts) if parts else None

@@ -64,10 +64,10 @@ def fold_masks(program: Program) -> Program:
             _set_mask(node, None, True)
         elif isinstance(kind, int):
             rows = tensor_type(node).shape[-2]
-            found = windows.get((rows, kind)) or _window(program.graph, node, note(mask), kind)
-            if found is not None:
-                windows[rows, kind] = found
-                _set_mask(node, found, False)
+            window = windows.get((rows, kind)) or _window(program.graph, node, note(mask), kind)
+            if window is not None:
+                windows[rows, kind] = window
+                _set_mask(node, window, False)
     _remove_unused(program.graph, above)
     return program
 
@@ -82,31 +82,31 @@ def _mask(node: fx.Node) -> Any:
 
 def _ancestors(graph: fx.Graph, ends: Iterable[fx.Node]) -> list[fx.Node]:
     """The nodes and all that they depend on, in graph order."""
-    found: set[fx.Node] = set()
+    ancestors: set[fx.Node] = set()
     pending = list(ends)
     while pending:
         node = pending.pop()
-        if node not in found:
-            found.add(node)
+        if node not in ancestors:
+            ancestors.add(node)
             pending += node.all_input_nodes
-    return [node for node in graph.nodes if node in found]
+    return [node for node in graph.nodes if node in ancestors]
 
 
 def _kind(node: fx.Node, mask: fx.Node, element: Element) -> _Kind | None:
     """What the mask is in this attention; None for another."""
-    given, result = bind_arguments(node), tensor_type(node).shape
-    rows, cols = tensor_type(given["query"]).shape[-2], tensor_type(given["key"]).shape[-2]
-    if given["is_causal"] or tensor_type(given["query"]).shape[:-1] != result[:-1]:
+    args, result = bind_arguments(node), tensor_type(node).shape
+    rows, cols = tensor_type(args["query"]).shape[-2], tensor_type(args["key"]).shape[-2]
+    if args["is_causal"] or tensor_type(args["query"]).shape[:-1] != result[:-1]:
         return None  # not both, and a mask with a larger batch than the query enlarges the result
     allowed = element if isinstance(element, Predicate) else _allowed(element, tensor_type(mask).dtype)
     scores = (*result[:-1], cols)
-    found = broadcast(allowed, tensor_type(mask).shape, scores) if allowed is not None else None
-    if found == TRUE:
+    predicate = broadcast(allowed, tensor_type(mask).shape, scores) if allowed is not None else None
+    if predicate == TRUE:
         return "none"
-    if not isinstance(found, Predicate) or len(found.clauses) != 1 or simplify(rows - cols) != 0:
+    if not isinstance(predicate, Predicate) or len(predicate.clauses) != 1 or simplify(rows - cols) != 0:
         return None
     distance = index(len(scores) - 2) - index(len(scores) - 1)
-    clause = next(iter(found.clauses))
+    clause = next(iter(predicate.clauses))
     if clause == {distance}:
         return "causal"
     rest = [simplify(size + distance) for size in clause if size != distance]
@@ -128,12 +128,12 @@ def _allowed(element: Numbers, dtype: torch.dtype) -> Predicate | None:
 
 
 def _set_mask(node: fx.Node, mask: fx.Node | None, is_causal: bool) -> None:
-    given = bind_arguments(node)
-    options = [mask, given["dropout_p"], is_causal]
+    args = bind_arguments(node)
+    options = [mask, args["dropout_p"], is_causal]
     while options and options[-1] in (None, 0.0, False):
         options.pop()
-    rest = {name: given[name] for name in ("scale", "enable_gqa") if node.kwargs.get(name)}
-    node.args, node.kwargs = (given["query"], given["key"], given["value"], *options), rest
+    rest = {name: args[name] for name in ("scale", "enable_gqa") if node.kwargs.get(name)}
+    node.args, node.kwargs = (args["query"], args["key"], args["value"], *options), rest
 
 
 def _window(graph: fx.Graph, user: fx.Node, origin: Note, width: int) -> fx.Node | None:
@@ -143,12 +143,12 @@ def _window(graph: fx.Graph, user: fx.Node, origin: Note, width: int) -> fx.Node
     if count is None:
         return None
     place = count.next if isinstance(count, fx.Node) else next(n for n in graph.nodes if n.op != "placeholder")
-    kept = replace(origin, recompute=0)  # what several regions use stands in none
+    like = replace(origin, recompute=0)  # what several regions use stands in none
 
     def add(name: str, target: Any, args: tuple[Any, ...], dtype: torch.dtype, *shape: Size) -> fx.Node:
         with graph.inserting_before(place):
             new = graph.create_node("call_function", target, args, name=name)
-        return set_note(new, replace(kept, type=TensorType(dtype, shape)))
+        return set_note(new, replace(like, type=TensorType(dtype, shape)))
 
     cols = add("window_cols", aten.arange.default, (count,), torch.int64, size)
     rows = add("window_rows", aten.unsqueeze.default, (cols, 1), torch.int64, size, 1)

@@ -68,8 +68,8 @@ def _zeros(derived: Derived, traced: fx.Node) -> fx.Node:
     like = derived.like_one(kind)
     if like is not None:
         return derived.emit.zeros_like(like, derived.like)
-    found = derived.call(aten.full.default, (derived.sizes(kind), 0.0), {"dtype": kind.dtype}, kind)
-    return derived.emit.made_of_zeros(found)
+    filled = derived.call(aten.full.default, (derived.sizes(kind), 0.0), {"dtype": kind.dtype}, kind)
+    return derived.emit.made_of_zeros(filled)
 
 
 def _unknown(derived: Derived, reason: str) -> InputError:
@@ -83,39 +83,39 @@ def _unknown(derived: Derived, reason: str) -> InputError:
 def _slice_backward(derived: Derived, traced: fx.Node) -> fx.Node:
     """Zeros on both sides; those of a dimension that is cut are cut as the forward's value is."""
     gradient, _, dim, start, _, step = traced.args
-    source, own = derived.sources[0], derived.value(gradient)  # type: ignore[arg-type]
+    source, middle = derived.sources[0], derived.value(gradient)  # type: ignore[arg-type]
     kind = derived.kind(traced)
     dim = int(dim) % len(kind.shape)  # type: ignore[arg-type]
     low = _clamped(derived, start, kind.shape[dim])
     if step != 1:
         if not isinstance(low, int) or not isinstance(step, int):
             raise _unknown(derived, f"its slices begin at {low} and take every {step}th element")
-        own = _stretched(derived, own, dim, step, low % step)
+        middle = _stretched(derived, middle, dim, step, low % step)
         low -= low % step
         rest = simplify(kind.shape[dim] - low)
-        excess = simplify(output_types(own)[0].shape[dim] - rest)
+        excess = simplify(output_types(middle)[0].shape[dim] - rest)
         if not isinstance(excess, int):
             raise _unknown(derived, f"whether {step} divides {rest} is not known")
         if excess > 0:
             shape = (*kind.shape[:dim], rest, *kind.shape[dim + 1 :])
-            args = (own, dim, 0, derived.emit.number(rest))
-            own = derived.call(aten.slice.Tensor, args, {}, TensorType(kind.dtype, shape))
-    behind = derived.emit.number(simplify(kind.shape[dim] - low - output_types(own)[0].shape[dim]))
-    return _between(derived, own, source, dim, low, behind, kind)
+            args = (middle, dim, 0, derived.emit.number(rest))
+            middle = derived.call(aten.slice.Tensor, args, {}, TensorType(kind.dtype, shape))
+    behind = derived.emit.number(simplify(kind.shape[dim] - low - output_types(middle)[0].shape[dim]))
+    return _between(derived, middle, source, dim, low, behind, kind)
 
 
-def _stretched(derived: Derived, own: fx.Node, dim: int, step: int, place: int) -> fx.Node:
+def _stretched(derived: Derived, values: fx.Node, dim: int, step: int, place: int) -> fx.Node:
     """Each element at a place among `step`, the others zero."""
-    kind = output_types(own)[0]
+    kind = output_types(values)[0]
     shape = list(kind.shape)
     apart = [*shape[: dim + 1], 1, *shape[dim + 1 :]]
-    own = derived.call(aten.unsqueeze.default, (own, dim + 1), {}, TensorType(kind.dtype, tuple(apart)))
+    values = derived.call(aten.unsqueeze.default, (values, dim + 1), {}, TensorType(kind.dtype, tuple(apart)))
     pads = [0] * (2 * (len(shape) - 1 - dim)) + [place, step - 1 - place]
     apart[dim + 1] = step
-    own = derived.call(aten.constant_pad_nd.default, (own, pads, 0.0), {}, TensorType(kind.dtype, tuple(apart)))
+    values = derived.call(aten.constant_pad_nd.default, (values, pads, 0.0), {}, TensorType(kind.dtype, tuple(apart)))
     shape[dim] = simplify(shape[dim] * step)
     kind = TensorType(kind.dtype, tuple(shape))
-    return derived.call(aten.view.default, (own, derived.sizes(kind)), {}, kind)
+    return derived.call(aten.view.default, (values, derived.sizes(kind)), {}, kind)
 
 
 def _clamped(derived: Derived, bound: Any, size: Any) -> Any:
@@ -127,10 +127,10 @@ def _clamped(derived: Derived, bound: Any, size: Any) -> Any:
     if value is None:
         return size
     sizes = derived.derivative.sizes
-    found = sizes.size(value)
+    offset = sizes.size(value)
     if not _is_negative(value):
-        return found
-    return 0 if _is_negative(sizes.integer(size) + value) else simplify(size + found)
+        return offset
+    return 0 if _is_negative(sizes.integer(size) + value) else simplify(size + offset)
 
 
 def _is_negative(value: Any) -> bool:
@@ -138,17 +138,17 @@ def _is_negative(value: Any) -> bool:
 
 
 def _between(
-    derived: Derived, own: fx.Node, source: fx.Node, dim: int, before: Size, behind: Any, kind: TensorType
+    derived: Derived, middle: fx.Node, source: fx.Node, dim: int, before: Size, behind: Any, kind: TensorType
 ) -> fx.Node:
     if before == 0 and behind == 0:
-        return own
-    if not derived.emit.is_cut(own, dim) and not derived.emit.is_cut(source, dim):
+        return middle
+    if not derived.emit.is_cut(middle, dim) and not derived.emit.is_cut(source, dim):
         pads: list[Any] = [0] * (2 * (len(kind.shape) - 1 - dim)) + [derived.emit.number(before), behind]
-        return derived.call(aten.constant_pad_nd.default, (own, pads, 0.0), {}, kind)
+        return derived.call(aten.constant_pad_nd.default, (middle, pads, 0.0), {}, kind)
     size = kind.shape[dim]
-    end = simplify(before + output_types(own)[0].shape[dim])
+    end = simplify(before + output_types(middle)[0].shape[dim])
     parts = [_zero_part(derived, source, dim, a, b, kind) for a, b in _runs(source, dim, 0, before)]
-    parts.append(own)
+    parts.append(middle)
     if behind != 0:
         parts += [_zero_part(derived, source, dim, a, b, kind) for a, b in _runs(source, dim, end, size)]
     return derived.call(aten.cat.default, (parts, dim), {}, kind)
@@ -184,11 +184,11 @@ def _select_backward(derived: Derived, traced: fx.Node) -> fx.Node:
     dim = int(dim) % rank  # type: ignore[arg-type]
     size = kind.shape[dim]
     first = _clamped(derived, index, size)
-    own = derived.value(gradient)  # type: ignore[arg-type]
+    element = derived.value(gradient)  # type: ignore[arg-type]
     shape = (*kind.shape[:dim], 1, *kind.shape[dim + 1 :])
-    own = derived.call(aten.unsqueeze.default, (own, dim), {}, TensorType(kind.dtype, shape))
+    element = derived.call(aten.unsqueeze.default, (element, dim), {}, TensorType(kind.dtype, shape))
     pads = [0] * (2 * (rank - 1 - dim)) + [derived.emit.number(first), derived.emit.number(size - first - 1)]
-    return derived.call(aten.constant_pad_nd.default, (own, pads, 0.0), {}, kind)
+    return derived.call(aten.constant_pad_nd.default, (element, pads, 0.0), {}, kind)
 
 
 def _empty(derived: Derived, traced: fx.Node) -> fx.Node:
@@ -209,8 +209,8 @@ def _of_convolution(derived: Derived, traced: fx.Node) -> fx.Node:
     absent = TensorType(kind.dtype, (0,))
     kinds = tuple(kind if i == index else absent for i in range(3))
     mask = [i == index for i in range(3)]
-    made = derived.call(aten.convolution_backward.default, (*args[:3], None, *args[4:10], mask), {}, kinds)
-    return derived.call(operator.getitem, (made, index), {}, kind)
+    gradients = derived.call(aten.convolution_backward.default, (*args[:3], None, *args[4:10], mask), {}, kinds)
+    return derived.call(operator.getitem, (gradients, index), {}, kind)
 
 
 def _diagonal_backward(derived: Derived, traced: fx.Node) -> fx.Node:

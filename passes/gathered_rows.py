@@ -49,10 +49,10 @@ def gathers(program: Program, region: Routed, holders: Mapping[str, int]) -> boo
     plan = program.plan
     if not can_gather(program, holders):
         return False
-    own = Fraction(region.experts, prod(holders.values()))
-    places, part, budget = min(Fraction(region.k), own), share(program, region), plan.receive_budget
+    local_experts = Fraction(region.experts, prod(holders.values()))
+    places, part, budget = min(Fraction(region.k), local_experts), share(program, region), plan.receive_budget
     if part is not None:
-        places = min(places, part * own)
+        places = min(places, part * local_experts)
     if budget is not None:
         places = min(places, Fraction(region.k) * Fraction(str(budget)) / prod(holders.values()))
     return places >= 1
@@ -124,21 +124,21 @@ class GatheredRows(StaticRows):
         """The number of the first expert of each holder, [holders, 1, 1]."""
         emit, sizes = self.emit, tuple(self.holders.values())
         kind = TensorType(torch.int64, (self.blocks,))
-        made = emit.call(aten.arange.start_step, (0, self.region.experts, self.own), kind)
-        made = emit.view(made, (*sizes, 1, 1), (*sizes, 1, 1))
+        firsts = emit.call(aten.arange.start_step, (0, self.region.experts, self.own), kind)
+        firsts = emit.view(firsts, (*sizes, 1, 1), (*sizes, 1, 1))
         for dim, axis in enumerate(self.holders):
-            made = emit.over(made, dim, axis)
-        return made
+            firsts = emit.over(firsts, dim, axis)
+        return firsts
 
     def _places_of_a_holder(self) -> tuple[Any, Size]:
         """As many as the tokens of all sources may need, or as the budget or the capacity has, where that is less."""
         emit, k, limit = self.emit, self.region.k, self._limit
         most, budget = Fraction(min(k, self.own)), self._budget
-        kept = most if limit is None else min(most, limit.part * self.own)
-        self.is_budgeted = budget is not None and k * budget < kept * self.blocks
+        allowed = most if limit is None else min(most, limit.part * self.own)
+        self.is_budgeted = budget is not None and k * budget < allowed * self.blocks
         if budget is not None and self.is_budgeted:
             return emit.part(self._token_node, self._tokens, k * budget / self.blocks)
-        if limit is None or kept == most:
+        if limit is None or allowed == most:
             return emit.part(self._token_node, self._tokens, most)
         node, size = limit.capacity
         lead = tensor_type(limit.kept).shape[:-2]
@@ -175,41 +175,41 @@ class GatheredRows(StaticRows):
         return self.emit.call(fxp.take_rows.default, (all_tokens, self._places, k), kind)
 
     def _put(self, node: fx.Node) -> fx.Node:
-        value, given, *rest = node.args
+        value, weights_or_order, *rest = node.args
         assert isinstance(value, fx.Node)
-        assert isinstance(given, fx.Node)
+        assert isinstance(weights_or_order, fx.Node)
         emit, dtype, width = self.emit, tensor_type(node).dtype, tensor_type(node).shape[-1]
         if node.target is fxp.put_weighed.default:
-            weights = self._of_all(self.cut.apart(given, 1))
+            weights = self._of_all(self.cut.apart(weights_or_order, 1))
             args: tuple[Any, ...] = self._holder[value], weights, self._places, rest[-1]
-            made = emit.call(node.target, args, TensorType(dtype, (*self.here, self._tokens, width)))
-            return self.cut.together(self._summed(made))
+            tokens = emit.call(node.target, args, TensorType(dtype, (*self.here, self._tokens, width)))
+            return self.cut.together(self._summed(tokens))
         # Of each pair alone where they are not added up: a token's stand together.
         times = self.region.k // int(rest[-1])  # type: ignore[arg-type]
         count = self._token_node if times == 1 else emit.number(operator.mul, self._token_node, times)
         kind = TensorType(dtype, (*self.here, simplify(self._tokens * times), width))
-        made = emit.call(node.target, (self._holder[value], self._places, count, rest[-1]), kind)
+        tokens = emit.call(node.target, (self._holder[value], self._places, count, rest[-1]), kind)
         if times == 1:
-            return self.cut.together(self._summed(made))
+            return self.cut.together(self._summed(tokens))
         wide = width * times
-        made = emit.view(made, (*self.here, -1, wide), (*self.here, self._tokens, wide))
-        return emit.view(self.cut.together(self._summed(made)), (-1, width), tensor_type(node).shape)
+        tokens = emit.view(tokens, (*self.here, -1, wide), (*self.here, self._tokens, wide))
+        return emit.view(self.cut.together(self._summed(tokens)), (-1, width), tensor_type(node).shape)
 
     def _tokens_of_all(self, value: fx.Node) -> fx.Node:
         """[lead, n, f] → [here, sources * n, f]: those that a holder needs, or all. Of several rows a token has all."""
         if not self._is_needed:
             return self._told(self._of_all(value))
         emit, (*_, rows, width) = self.emit, tensor_type(value).shape
-        own = tensor_type(self._own_tokens).shape[-2]
-        times = divide(rows, own)
+        token_count = tensor_type(self._own_tokens).shape[-2]
+        times = divide(rows, token_count)
         assert times is not None
         wide = simplify(times * width)
-        one = self._joined(emit.view(value, (*self.lead, -1, wide), (*self.lead, own, wide)))
+        one = self._joined(emit.view(value, (*self.lead, -1, wide), (*self.lead, token_count, wide)))
         ((place, (axis, ranks)),) = enumerate(self.holders.items(), len(self.outer))
         shape = tensor_type(one).shape
         kind = TensorType(tensor_type(one).dtype, (*shape[:place], ranks, *shape[place:]))
-        made = self._told(emit.call(expand_needed, (one, self._chosen, self.own), kind, axis=axis))
-        return emit.view(made, (*self.here, -1, width), (*self.here, simplify(rows * self.sources), width))
+        received = self._told(emit.call(expand_needed, (one, self._chosen, self.own), kind, axis=axis))
+        return emit.view(received, (*self.here, -1, width), (*self.here, simplify(rows * self.sources), width))
 
     def _told(self, node: fx.Node) -> fx.Node:
         """The node, with the reason why its tokens travel as they do where there are two ways."""
@@ -222,18 +222,18 @@ class GatheredRows(StaticRows):
     def _joined(self, value: fx.Node) -> fx.Node:
         """[lead, n, f] → [outer, sources * n, f]."""
         emit, count = self.emit, len(self.lead)
-        made = emit.permute(value, [*self.outer, *self.merged, count, count + 1])
-        *_, rows, width = tensor_type(made).shape
+        permuted = emit.permute(value, [*self.outer, *self.merged, count, count + 1])
+        *_, rows, width = tensor_type(permuted).shape
         outer = tuple(self.lead[i] for i in self.outer)
-        return emit.view(made, (*outer, -1, width), (*outer, simplify(rows * self.sources), width))
+        return emit.view(permuted, (*outer, -1, width), (*outer, simplify(rows * self.sources), width))
 
-    def _for_each(self, made: fx.Node) -> fx.Node:
+    def _for_each(self, tokens: fx.Node) -> fx.Node:
         """[outer, n, f] → [here, n, f]: the same for each holder."""
         for place, (axis, ranks) in enumerate(self.holders.items(), len(self.outer)):
-            shape = tensor_type(made).shape
-            kind = TensorType(tensor_type(made).dtype, (*shape[:place], ranks, *shape[place:]))
-            made = self.emit.call(expand_over, (made, place), kind, axis=axis)
-        return made
+            shape = tensor_type(tokens).shape
+            kind = TensorType(tensor_type(tokens).dtype, (*shape[:place], ranks, *shape[place:]))
+            tokens = self.emit.call(expand_over, (tokens, place), kind, axis=axis)
+        return tokens
 
     def _summed(self, value: fx.Node) -> fx.Node:
         """[here, sources * n, f] → [lead, n, f]: the sums over the holders, of each source where it is."""
@@ -248,11 +248,11 @@ class GatheredRows(StaticRows):
             self._told(value)
         width = tensor_type(value).shape[-1]
         merged = tuple(self.lead[i] for i in self.merged)
-        own = tensor_type(self._own_tokens).shape[-2]
-        made = emit.view(value, (*outer, *merged, -1, width), (*outer, *merged, own, width))
+        token_count = tensor_type(self._own_tokens).shape[-2]
+        sums = emit.view(value, (*outer, *merged, -1, width), (*outer, *merged, token_count, width))
         place_of = {dim: i for i, dim in enumerate((*self.outer, *self.merged))}
         count = len(self.lead)
-        made = emit.permute(made, [*(place_of[i] for i in range(count)), count, count + 1])
+        sums = emit.permute(sums, [*(place_of[i] for i in range(count)), count, count + 1])
         for index in self.merged:
-            made = emit.over(made, index, self.axes[index])
-        return made
+            sums = emit.over(sums, index, self.axes[index])
+        return sums

@@ -52,38 +52,38 @@ def insert_collectives(program: Program) -> Program:
     values of buffers end whole. Refuses conversions that the table lacks.
     """
     flags = carried(program)
-    made: Made = {}
+    known: Made = {}
     for node in list(program.graph.nodes):
         if node.op != "call_function" or not note(node).needs:
             continue
-        wanted = note(node).needs
+        needs = note(node).needs
         new = [
-            _converted(program, made, operand, target, any(flags[operand]), node)
-            for operand, target in zip(operands(node), wanted, strict=True)
+            _converted(program, known, operand, target, any(flags[operand]), node)
+            for operand, target in zip(operands(node), needs, strict=True)
         ]
         with_operands(node, new)
         update(node, needs=())
-    _finish_outputs(program, made, flags)
+    _finish_outputs(program, known, flags)
     return program
 
 
-def _converted(program: Program, made: Made, node: fx.Node, wanted: Layout, carries: bool, user: fx.Node) -> fx.Node:
+def _converted(program: Program, known: Made, node: fx.Node, target: Layout, carries: bool, user: fx.Node) -> fx.Node:
     source = output_layouts(node)[0]
-    way = conversions(source, wanted, program.axes, carries, program.plan.cost)
+    way = conversions(source, target, program.axes, carries, program.plan.cost)
     if way is None:
-        pairs = [(p, wanted.on(axis)) for axis, p in source if p != wanted.on(axis)]
+        pairs = [(p, target.on(axis)) for axis, p in source if p != target.on(axis)]
         before, after = (" ".join(map(str, side)) for side in zip(*pairs, strict=True))
         raise PassError(f"nothing converts {before} to {after}", where=f"%{node.name} for %{user.name}")
     for step in way:
         key = (node, step.layout)
-        if key not in made:
-            made[key] = _insert(program, node, step, user)
-        node = made[key]
+        if key not in known:
+            known[key] = _insert(program, node, step, user)
+        node = known[key]
     return node
 
 
 def _insert(program: Program, node: fx.Node, step: Conversion, user: fx.Node) -> fx.Node:
-    kept = note(node)
+    noted = note(node)
     before, axes = output_layouts(node)[0], "-".join(step.axes)
     is_sum = step.row.source == "P"
     # A reduction directly behind its producer frees the partial sum at once.
@@ -92,12 +92,12 @@ def _insert(program: Program, node: fx.Node, step: Conversion, user: fx.Node) ->
         operator = step.row.operator
         name = f"{node.name}_{operator.__name__}"
         new = program.graph.create_node("call_function", operator, (node,), {"axis": axes}, name=name)
-    place = kept if is_sum or user.op == "output" else note(user)
+    place = noted if is_sum or user.op == "output" else note(user)
     texts = [" ".join(dict.fromkeys(str(layout.on(axis)) for axis in step.axes)) for layout in (before, step.layout)]
     return set_note(
         new,
         Note(
-            type=kept.type,
+            type=noted.type,
             layout=step.layout,
             fqn=place.fqn,
             source=place.source,
@@ -107,7 +107,7 @@ def _insert(program: Program, node: fx.Node, step: Conversion, user: fx.Node) ->
     )
 
 
-def _finish_outputs(program: Program, made: Made, flags: dict[fx.Node, tuple[bool, ...]]) -> None:
+def _finish_outputs(program: Program, known: Made, flags: dict[fx.Node, tuple[bool, ...]]) -> None:
     """The loss becomes invariant, and a buffer whole on every rank; other outputs too or stay shards.
 
     No caller could add the ranks' summands of a partial value, nor give each rank its share of a gradient.
@@ -119,5 +119,5 @@ def _finish_outputs(program: Program, made: Made, flags: dict[fx.Node, tuple[boo
         for axis in program.axes:
             if name == program.loss or is_buffer(name) or not layout.on(axis).is_shard:
                 layout = layout.with_(axis, resting(I, any(flags[node])))
-        values.append(_converted(program, made, node, layout, any(flags[node]), final))
+        values.append(_converted(program, known, node, layout, any(flags[node]), final))
     final.args = (tuple(values),)

@@ -75,8 +75,8 @@ def limit_rows(program: Program, region: Routed) -> None:
     capacity, _ = emit.part(emit.size(chosen, len(cut.axes)), kind.shape[-2], part)
     by_position = program.plan.drop_policy == "position"
     scores = [] if by_position else [cut.apart(_weights(region), 1)]
-    kept = emit.call(_KEEPS[not by_position], (chosen, *scores, region.experts, capacity), kind)
-    region.sort.replace_input_with(indices, cut.together(kept))
+    kept_pairs = emit.call(_KEEPS[not by_position], (chosen, *scores, region.experts, capacity), kind)
+    region.sort.replace_input_with(indices, cut.together(kept_pairs))
 
 
 def count_dropped(program: Program, region: Routed) -> fx.Node | None:
@@ -84,9 +84,9 @@ def count_dropped(program: Program, region: Routed) -> fx.Node | None:
     limit = limit_of(program, region)
     if limit is None:
         return None
-    emit, kept = Emitter(program.graph, region.sort), limit.kept
-    kind = tensor_type(kept)
-    is_other = emit.call(aten.ne.Tensor, (kept, kept.args[0]), TensorType(torch.bool, kind.shape))
+    emit, kept_pairs = Emitter(program.graph, region.sort), limit.kept
+    kind = tensor_type(kept_pairs)
+    is_other = emit.call(aten.ne.Tensor, (kept_pairs, kept_pairs.args[0]), TensorType(torch.bool, kind.shape))
     return emit.call(aten.sum.dim_IntList, (is_other, [-2, -1]), TensorType(torch.int64, kind.shape[:-2]))
 
 
@@ -95,11 +95,11 @@ def limit_of(program: Program, region: Routed) -> Limit | None:
     part = share(program, region)
     if part is None:
         return None
-    (kept,) = operands(region.sort)
-    while kept.target in _TOGETHER:
-        kept = operands(kept)[0]
-    assert kept.target in _KEEPS
-    return Limit(kept, part, (kept.args[-1], part_of(tensor_type(kept).shape[-2], part)))
+    (kept_pairs,) = operands(region.sort)
+    while kept_pairs.target in _TOGETHER:
+        kept_pairs = operands(kept_pairs)[0]
+    assert kept_pairs.target in _KEEPS
+    return Limit(kept_pairs, part, (kept_pairs.args[-1], part_of(tensor_type(kept_pairs).shape[-2], part)))
 
 
 def _weights(region: Routed) -> fx.Node:
@@ -108,13 +108,13 @@ def _weights(region: Routed) -> fx.Node:
     Raises:
         PlanError: rows are weighed in no way that tells them.
     """
-    found = {operands(put)[1] for put in region.puts if put.target is fxp.put_weighed.default}
-    if len(found) != 1:
-        reason = f"its rows are added up with {len(found)} weights of their pairs, and drop_policy='probs' needs one"
+    distinct = {operands(put)[1] for put in region.puts if put.target is fxp.put_weighed.default}
+    if len(distinct) != 1:
+        reason = f"its rows are added up with {len(distinct)} weights of their pairs, and drop_policy='probs' needs one"
         raise PlanError(
             reason, where=describe(region.sort), remedy="call fxpar.ops.experts, or give drop_policy='position'"
         )
-    (weights,) = found
+    (weights,) = distinct
     _hoist(weights, region.sort)
     return weights
 
@@ -123,11 +123,11 @@ def _hoist(value: fx.Node, place: fx.Node) -> None:
     """Puts what a value is made of in front of a node, on which nothing of it depends: rows leave by `puts` alone."""
     behind = list(place.graph.nodes)
     behind = behind[behind.index(place) :]
-    wanted = {value}
+    needed = {value}
     for node in reversed(behind):
-        if node in wanted:
-            wanted.update(node.all_input_nodes)
-    assert place not in wanted
+        if node in needed:
+            needed.update(node.all_input_nodes)
+    assert place not in needed
     for node in behind:
-        if node in wanted:
+        if node in needed:
             place.prepend(node)

@@ -85,8 +85,8 @@ def _cut(layout: Layout, program: Program, dim: int) -> int:
 def _sizes(program: Program, node: fx.Node) -> None:
     layout, sizes = output_layouts(node)[0], []
     local, at = _local(program, node), SIZED[node.target]  # type: ignore[index]
-    given: Sequence[Any] = node.args[at]  # type: ignore[assignment]
-    for dim, size in enumerate(given):
+    whole_sizes: Sequence[Any] = node.args[at]  # type: ignore[assignment]
+    for dim, size in enumerate(whole_sizes):
         ranks = _cut(layout, program, dim)
         if ranks == 1 or (isinstance(size, int) and size == -1):
             sizes.append(size)
@@ -128,10 +128,10 @@ def _split(program: Program, node: fx.Node) -> None:
     rank = len(output_types(source)[0].shape)
     dim = int(bind_arguments(node).get("dim", 0)) % rank
     if _cut(output_layouts(source)[0], program, dim) > 1:
-        given: Any = node.args[1]
+        parts: Any = node.args[1]
         sizes = []
         for i in range(len(output_types(node))):
-            share, size = _local(program, node, i)[dim], given[i] if isinstance(given, (list, tuple)) else given
+            share, size = _local(program, node, i)[dim], parts[i] if isinstance(parts, (list, tuple)) else parts
             sizes.append(share if isinstance(share, int) else _share(program.graph, node, size, share))
         node.target, node.args, node.kwargs = aten.split_with_sizes.default, (source, sizes, dim), {}
 
@@ -144,13 +144,13 @@ def _slice(program: Program, node: fx.Node) -> None:
     if not any(placement.is_shard and placement.dim == dim for _, placement in before):
         return
     order = [axis for axis, _ in before]
-    made = listed(after, program.axes, order)
-    if made is None:
+    ordered = listed(after, program.axes, order)
+    if ordered is None:
         raise PassError(
             f"the slice nests axes otherwise than {before}", where=f"%{node.name}", remedy="split it before"
         )
     for axis in order:
-        call = peeled_call(replace(call, n=program.axes[axis]), [before.on(axis)], [made.on(axis)])
+        call = peeled_call(replace(call, n=program.axes[axis]), [before.on(axis)], [ordered.on(axis)])
     start, end, step = (call.get(name) for name in ("start", "end", "step"))
     if call.outputs[0].shape[dim] != call.operands[0].shape[dim]:
         node.args, node.kwargs = (source, dim, start, end, *([step] if step != 1 else [])), {}

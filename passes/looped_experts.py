@@ -60,9 +60,9 @@ def recognize_loops(graph: fx.Graph) -> None:
     for node in reversed(list(graph.nodes)):
         if node in done or node.op != "call_function":
             continue
-        found, base = added(node, terms, done)
-        if is_loop(found):
-            ordered = sorted(found, key=lambda term: term.column.expert)
+        addends, base = added(node, terms, done)
+        if is_loop(addends):
+            ordered = sorted(addends, key=lambda term: term.column.expert)
             _Layer(graph, node, ordered, base).write()
 
 
@@ -119,21 +119,21 @@ class _Layer(ChosenRows):
 
     def write(self) -> None:
         """Rewrites the sum, where all terms are alike."""
-        found = self._value(tuple(term.made for term in self.terms))
+        rows = self._value(tuple(term.made for term in self.terms))
         kind = tensor_type(self.total)
-        if not isinstance(found, _Rows) or len(tensor_type(found.node).shape) != 2:
+        if not isinstance(rows, _Rows) or len(tensor_type(rows.node).shape) != 2:
             return
         weights = self.emit.view(plain(self.column.weights), [-1, self.k], (self.tokens, self.k))
         width = kind.shape[-1]
-        made = self.put_weighed(found.node, weights, kind.dtype)
-        if product(kind.shape[:-1]) != self.tokens or tensor_type(made).shape[-1] != width:
+        summed = self.put_weighed(rows.node, weights, kind.dtype)
+        if product(kind.shape[:-1]) != self.tokens or tensor_type(summed).shape[-1] != width:
             return
         if len(kind.shape) > 2:
             lead = [self.emit.size(self.choice, dim) for dim in range(len(kind.shape) - 1)]
-            made = self.emit.view(made, [*lead, width], kind.shape)
+            summed = self.emit.view(summed, [*lead, width], kind.shape)
         if self.base is not None and not is_zero(self.base):
-            made = self.emit.call(aten.add.Tensor, (self.base, made), kind)
-        self.total.replace_all_uses_with(made)
+            summed = self.emit.call(aten.add.Tensor, (self.base, summed), kind)
+        self.total.replace_all_uses_with(summed)
 
     # ------------------------------------------------------------------ values
 
@@ -147,9 +147,9 @@ class _Layer(ChosenRows):
         first = nodes[0]
         if all(node is first for node in nodes):
             return self._shared(first)
-        own = self._own(nodes)
-        if own is not None:
-            return own
+        table = self._own(nodes)
+        if table is not None:
+            return table
         if any(node.op != "call_function" or node.target is not first.target for node in nodes):
             return None
         if self.column.picks is not None and first.target in (aten.index.Tensor, aten.index_select.default):
@@ -173,18 +173,18 @@ class _Layer(ChosenRows):
         leaves = [pytree.tree_flatten((node.args, dict(node.kwargs))) for node in nodes]
         if any(spec != leaves[0][1] for _, spec in leaves):
             return None
-        found: dict[fx.Node, _Value] = {}
-        for given in zip(*(values for values, _ in leaves), strict=True):
-            if not isinstance(given[0], fx.Node):
-                if any(type(each) is not type(given[0]) or each != given[0] for each in given):
+        by_operand: dict[fx.Node, _Value] = {}
+        for peers in zip(*(values for values, _ in leaves), strict=True):
+            if not isinstance(peers[0], fx.Node):
+                if any(type(peer) is not type(peers[0]) or peer != peers[0] for peer in peers):
                     return None
                 continue
-            if not all(isinstance(each, fx.Node) for each in given):
+            if not all(isinstance(peer, fx.Node) for peer in peers):
                 return None
-            value = self._value(given)
-            if value is None or found.setdefault(given[0], value) != value:
+            value = self._value(peers)
+            if value is None or by_operand.setdefault(peers[0], value) != value:
                 return None
-        return found
+        return by_operand
 
     def _shared(self, node: fx.Node) -> _Value | None:
         """Tokens, where experts compute all of them; else what is the same for all."""
@@ -218,8 +218,8 @@ class _Layer(ChosenRows):
             whole = TensorType(kind.dtype, (self.experts, *kind.shape))
             return _Table(self.emit.call(aten.stack.default, (list(nodes),), whole))
         if first.target is aten.select.int:
-            given = [bind_arguments(node) if node.target is aten.select.int else {} for node in nodes]
-            places = [(each.get("self"), each.get("dim"), each.get("index")) for each in given]
+            selects = [bind_arguments(node) if node.target is aten.select.int else {} for node in nodes]
+            places = [(select.get("self"), select.get("dim"), select.get("index")) for select in selects]
         elif first.target is operator.getitem and argument(first, 0).target is aten.unbind.int:
             unbound = argument(first, 0)
             if bind_arguments(unbound).get("dim", 0) != 0 or any(argument(node, 0) is not unbound for node in nodes):
@@ -236,17 +236,17 @@ class _Layer(ChosenRows):
         """The rows of each expert: `x[tokens]`, or `x[None, tokens]`."""
         sources = set[tuple[fx.Node, int, tuple[Size, ...]]]()
         for node, term in zip(nodes, self.terms, strict=True):
-            given = bind_arguments(node)
+            args = bind_arguments(node)
             if node.target is aten.index.Tensor:
-                *before, places = given["indices"]
+                *before, places = args["indices"]
             else:
-                before, places = [None] * given["dim"], given["index"]
-            found, shape = self.loop.picked(places), tensor_type(given["self"]).shape
-            if found is None or found[1] != term.column.picks or any(each is not None for each in before):
+                before, places = [None] * args["dim"], args["index"]
+            pairs, shape = self.loop.picked(places), tensor_type(args["self"]).shape
+            if pairs is None or pairs[1] != term.column.picks or any(index is not None for index in before):
                 return None
             if shape[: len(before)] != (1,) * len(before) or shape[len(before)] != self.tokens:
                 return None
-            sources.add((plain(given["self"]), len(before), shape[len(before) + 1 :]))
+            sources.add((plain(args["self"]), len(before), shape[len(before) + 1 :]))
         if len(sources) != 1:
             return None
         ((source, lead, trail),) = sources
@@ -260,17 +260,17 @@ class _Layer(ChosenRows):
 
     def _viewed(self, nodes: tuple[fx.Node, ...], source: _Rows) -> _Rows | None:
         """Another shape of the same rows, whose trails have as many elements."""
-        found = set[tuple[int, tuple[Size, ...]]]()
+        shapes = set[tuple[int, tuple[Size, ...]]]()
         for node in nodes:
             whole, shape = tensor_type(argument(node, 0)).shape, tensor_type(node).shape
             extent = product(whole[: source.lead])
             lead = next((n for n in range(1, len(shape) + 1) if product(shape[:n]) == extent), None)
             if lead is None or not is_written(shape[lead:]):
                 return None
-            found.add((lead, shape[lead:]))
-        if len(found) != 1:
+            shapes.add((lead, shape[lead:]))
+        if len(shapes) != 1:
             return None
-        ((lead, trail),) = found
+        ((lead, trail),) = shapes
         return _Rows(with_trail(self, source.node, trail), lead)
 
     def _of_table(self, node: fx.Node, table: _Value) -> _Table | None:
@@ -292,8 +292,8 @@ class _Layer(ChosenRows):
 
     def _product(self, node: fx.Node, values: Mapping[fx.Node, _Value]) -> _Rows | None:
         """Rows times the matrix of their expert."""
-        given = operands(node)
-        left, right = (values[operand] for operand in given) if len(given) == 2 else (None, None)
+        factors = operands(node)
+        left, right = (values[operand] for operand in factors) if len(factors) == 2 else (None, None)
         if not isinstance(left, _Rows) or not isinstance(right, _Table):
             return None
         rows, whole = tensor_type(left.node), tensor_type(right.node)
@@ -301,8 +301,8 @@ class _Layer(ChosenRows):
             return None
         transposed = (node.target is not aten.linear.default) != right.turned
         kind = TensorType(tensor_type(node).dtype, (self.rows, tensor_type(node).shape[-1]))
-        made = self.emit.call(fxp.grouped_linear.default, (left.node, right.node, self.counts, transposed), kind)
-        return _Rows(made, left.lead)
+        products = self.emit.call(fxp.grouped_linear.default, (left.node, right.node, self.counts, transposed), kind)
+        return _Rows(products, left.lead)
 
     def _each(self, node: fx.Node, values: Mapping[fx.Node, _Value]) -> _Rows | None:
         """What is done to each row by itself."""
@@ -318,8 +318,8 @@ class _Layer(ChosenRows):
         if node.target in ALONG:
             if not all(isinstance(value, _Rows) for value in values.values()):
                 return None
-            made = along(self, node, {operand: value.node for operand, value in values.items()}, lead)
-            return None if made is None else _Rows(made, lead)
+            rows = along(self, node, {operand: value.node for operand, value in values.items()}, lead)
+            return None if rows is None else _Rows(rows, lead)
         trail = len(tensor_type(node).shape) - lead
         others = {operand: self._aligned(operand, value, trail) for operand, value in values.items()}
         if any(other is None for other in others.values()):
@@ -332,12 +332,12 @@ class _Layer(ChosenRows):
             return for_all_rows(self, value.node, trail)
         if isinstance(value, _Rows):
             return value.node if len(tensor_type(operand).shape) == trail + value.lead else None
-        own = tensor_type(operand).shape
-        if value.turned or len(own) > trail or not tensor_type(operand).dtype.is_floating_point:
+        shape = tensor_type(operand).shape
+        if value.turned or len(shape) > trail or not tensor_type(operand).dtype.is_floating_point:
             return None
-        width = product(own)
+        width = product(shape)
         spread = self.spread(self.emit.view(value.node, [self.experts, -1], (self.experts, width)))
-        return with_trail(self, spread, (*(1,) * (trail - len(own)), *own))
+        return with_trail(self, spread, (*(1,) * (trail - len(shape)), *shape))
 
 
 def _turns(node: fx.Node) -> bool:

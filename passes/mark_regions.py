@@ -38,18 +38,18 @@ def mark_regions(program: Program) -> Program:
     """
     if regions(program):
         raise PassError("the program has calls of regions already", where="mark_regions", remedy="run it before")
-    wanted = program.plan.cuda_graphs.scope
-    scope_of = scopes(program) if wanted else {}
-    absent = [scope for scope in wanted if scope not in scope_of.values()]
+    chosen = program.plan.cuda_graphs.scope
+    scope_of = scopes(program) if chosen else {}
+    absent = [scope for scope in chosen if scope not in scope_of.values()]
     if absent:
         there = ", ".join(sorted(set(scope_of.values()))) or "none"
         raise InputError(f"no part of the model is {absent[0]}", where="cuda_graphs.scope", remedy=f"it has: {there}")
-    outside = f"is outside of the scope {', '.join(wanted)}"
-    counted = {each.name for each in program.counted}
+    outside = f"is outside of the scope {', '.join(chosen)}"
+    counted = {number.name for number in program.counted}
     for node in program.graph.nodes:
         if node.op != "call_function" or isinstance(note(node).type, ScalarType):
             continue
-        is_outside = bool(wanted) and scope_of.get(node) not in wanted
+        is_outside = bool(chosen) and scope_of.get(node) not in chosen
         reason = reason_of(node, counted) or (outside if is_outside else "")
         if reason != note(node).uncaptured:
             update(node, uncaptured=reason)
@@ -67,7 +67,7 @@ def reason_of(node: fx.Node, counted: Collection[str]) -> str:
 
 def _of_counted_rows(node: fx.Node, counted: Collection[str]) -> str:
     """Why what has or reads rows that are counted is in no graph; empty for others."""
-    kinds = [kind for each in (node, *operands(node)) for kind in output_types(each)] if counted else []
+    kinds = [kind for tensor in (node, *operands(node)) for kind in output_types(tensor)] if counted else []
     if names(size for kind in kinds for size in kind.shape).isdisjoint(counted):
         return ""
     return "has as many rows as the routing decides; give dispatch='static'"

@@ -35,7 +35,7 @@ def choose_by_masks(program: Program) -> None:
         x, values, mask = arguments["self"], arguments["values"], _mask(node)
         if mask is None:
             continue
-        before = next(dim for dim, each in enumerate(arguments["indices"]) if each is not None)
+        before = next(dim for dim, entry in enumerate(arguments["indices"]) if entry is not None)
         behind = len(tensor_type(x).shape) - before - len(tensor_type(mask).shape)
         if len(tensor_type(values).shape) > behind and tensor_type(values).shape[-behind - 1] != 1:
             continue  # a value for each true place
@@ -53,7 +53,7 @@ def choose_by_masks(program: Program) -> None:
 
 def _mask(node: fx.Node) -> fx.Node | None:
     """Returns the mask of a write whose only index it is, with dimensions of `x` before and behind it or without."""
-    entries = [each for each in bind_arguments(node)["indices"] if each is not None]
+    entries = [entry for entry in bind_arguments(node)["indices"] if entry is not None]
     if len(entries) != 1 or not isinstance(entries[0], fx.Node) or tensor_type(entries[0]).dtype != torch.bool:
         return None
     return entries[0]

@@ -90,13 +90,13 @@ def matrix_of(node: fx.Node, chosen: Mapping[fx.Node, fx.Node]) -> Matrix | None
     if node.op != "call_function" or not is_tensor(node):
         return None
     if node.target in _TURNS or node.target is aten._to_copy.default or node.target is aten.clone.default:
-        found = matrix_of(argument(node, 0), chosen)
-        if found is None or node.target is aten.clone.default:
-            return found
+        matrix = matrix_of(argument(node, 0), chosen)
+        if matrix is None or node.target is aten.clone.default:
+            return matrix
         kind = tensor_type(node)
         if node.target is aten._to_copy.default:
-            return replace(found, dtype=kind.dtype) if kind.dtype.is_floating_point else None
-        return replace(found, flipped=not found.flipped) if _turns(node, found.lead) else None
+            return replace(matrix, dtype=kind.dtype) if kind.dtype.is_floating_point else None
+        return replace(matrix, flipped=not matrix.flipped) if _turns(node, matrix.lead) else None
     places = places_of(node)
     if places not in chosen:
         return None
@@ -116,8 +116,8 @@ def places_of(node: fx.Node) -> Any:
         places = bind_arguments(node)["indices"]
         return places[0] if len(places) == 1 else None
     if node.target is aten.index_select.default:
-        given = bind_arguments(node)
-        return given["index"] if given["dim"] == 0 else None
+        args = bind_arguments(node)
+        return args["index"] if args["dim"] == 0 else None
     return None
 
 
@@ -133,13 +133,13 @@ def _turns(node: fx.Node, lead: int) -> bool:
 
 def _terms(node: fx.Node) -> tuple[list[str], list[fx.Node], str] | None:
     """The labels of an einsum of two operands, those, and the labels of its result."""
-    given = bind_arguments(node)
-    equation, values = str(given["equation"]).replace(" ", ""), list(given["tensors"])
+    args = bind_arguments(node)
+    equation, values = str(args["equation"]).replace(" ", ""), list(args["tensors"])
     if "." in equation or "->" not in equation or len(values) != 2:
         return None
     inner, out = equation.split("->")
     labels = inner.split(",")
-    if any(len(set(each)) != len(each) for each in (*labels, out)):
+    if any(len(set(term)) != len(term) for term in (*labels, out)):
         return None
     return labels, values, out
 
@@ -149,11 +149,11 @@ def _of_einsum(node: fx.Node, chosen: Mapping[fx.Node, fx.Node]) -> Product | No
     if terms is None:
         return None
     labels, values, out = terms
-    for own, vector in ((0, 1), (1, 0)):
-        matrix = matrix_of(values[own], chosen)
+    for operand, vector in ((0, 1), (1, 0)):
+        matrix = matrix_of(values[operand], chosen)
         if matrix is None:
             continue
-        lead, sides = labels[own][: matrix.lead], labels[own][matrix.lead :]
+        lead, sides = labels[operand][: matrix.lead], labels[operand][matrix.lead :]
         summed = [label for label in sides if label not in out]
         if len(summed) != 1 or out != lead + sides.replace(summed[0], ""):
             continue
@@ -170,8 +170,8 @@ def _same_sizes(labels: list[str], values: list[fx.Node]) -> bool:
     sizes: dict[str, Size] = {}
     return all(
         sizes.setdefault(label, size) == size
-        for each, value in zip(labels, values, strict=True)
-        for label, size in zip(each, tensor_type(value).shape, strict=True)
+        for term, value in zip(labels, values, strict=True)
+        for label, size in zip(term, tensor_type(value).shape, strict=True)
     )
 
 
@@ -182,11 +182,11 @@ def contraction(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
         if terms is None:
             return
         labels, values, out = terms
-        for own, weights in ((0, 1), (1, 0)):
-            lead = labels[own][:-1]
-            is_sum = labels[weights] == lead and out == lead[:-1] + labels[own][-1:]
+        for pairs, weights in ((0, 1), (1, 0)):
+            lead = labels[pairs][:-1]
+            is_sum = labels[weights] == lead and out == lead[:-1] + labels[pairs][-1:]
             if len(lead) > 1 and is_sum and _same_sizes(labels, values):
-                yield values[own], values[weights]
+                yield values[pairs], values[weights]
     elif node.target in _PRODUCTS:
         factors, rows = argument(node, 0), argument(node, 1)
         left, right = tensor_type(factors).shape, tensor_type(rows).shape

@@ -51,11 +51,11 @@ def _moments(c: Counting) -> None:
         remedy = "normalise within groups of rows, or take loss_reduction=mean"
         raise PlanError("is over all rows, and ranks have none of it", where=describe(c.node), remedy=remedy)
     dtype, keep, correction = wide(outs[0].dtype), bool(c.given.get("keepdim")), c.given.get("correction")
-    kept = TensorType(dtype, tuple(1 if d in dims else size for d, size in enumerate(shape)))
+    reduced = TensorType(dtype, tuple(1 if d in dims else size for d, size in enumerate(shape)))
     scalar, full, result = TensorType(dtype, ()), TensorType(dtype, shape), TensorType(dtype, outs[0].shape)
     count = c.count(x, dims, dtype)
-    total = c.call("sum", aten.sum.dim_IntList, (x, dims, True), kept, dtype=dtype)
-    mean = c.call("mean_kept", aten.div.Tensor, (total, count), kept)
+    total = c.call("sum", aten.sum.dim_IntList, (x, dims, True), reduced, dtype=dtype)
+    mean = c.call("mean_kept", aten.div.Tensor, (total, count), reduced)
     apart = c.call("apart", aten.sub.Tensor, (c.cast("wide", x, dtype), mean), full)
     squares = c.call("squares", aten.mul.Tensor, (apart, apart), full)
     around = c.call("around", aten.sum.dim_IntList, (squares, dims, keep), result)
@@ -69,8 +69,8 @@ def _moments(c: Counting) -> None:
     if not keep:
         mean = c.call("mean_of", aten.squeeze.dims, (mean, dims), result)
     for item in list(c.node.users):
-        found = (spread, mean)[int(item.args[1])]  # type: ignore[arg-type]
-        item.replace_all_uses_with(c.cast(f"item_{item.args[1]}", found, outs[0].dtype))
+        moment = (spread, mean)[int(item.args[1])]  # type: ignore[arg-type]
+        item.replace_all_uses_with(c.cast(f"item_{item.args[1]}", moment, outs[0].dtype))
         c.graph.erase_node(item)
     c.graph.erase_node(c.node)
 
@@ -106,8 +106,8 @@ def _class_loss(c: Counting) -> None:
         zero = c.call("zero", aten.zeros_like.default, (target,), tensor_type(target))
         known = c.call("known", aten.where.self, (counted, target, zero), tensor_type(target))
         kind = TensorType(tensor_type(weight).dtype, tensor_type(target).shape)
-        own = c.call("weights", aten.index.Tensor, (weight, [known]), kind)
-        ones = c.call("weighed", aten.mul.Tensor, (c.cast("wide_weights", own, dtype), ones), tensor_type(ones))
+        weights = c.call("weights", aten.index.Tensor, (weight, [known]), kind)
+        ones = c.call("weighed", aten.mul.Tensor, (c.cast("wide_weights", weights, dtype), ones), tensor_type(ones))
     c.finish(total, c.total("count", ones))
 
 

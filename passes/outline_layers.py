@@ -94,15 +94,15 @@ def _ordered(program: Program) -> list[fx.Node]:
         reads = (read.op == "placeholder" or read in early for read in node.all_input_nodes)
         if isinstance(note(node).type, ScalarType) and all(reads):
             early.add(node)
-    found = dict.fromkeys(node for node in calls if node in early)
+    ordered = dict.fromkeys(node for node in calls if node in early)
     by_phase: dict[str, list[fx.Node]] = {phase: [] for phase in PHASES}
     for node in calls:
         by_phase[note(node).phase].append(node)
     for nodes in by_phase.values():
         for node in nodes:
-            found[node] = None
-            found.update(dict.fromkeys(user for user in node.users if user.target is operator.getitem))
-    return list(found)
+            ordered[node] = None
+            ordered.update(dict.fromkeys(user for user in node.users if user.target is operator.getitem))
+    return list(ordered)
 
 
 def _operations(nodes: Sequence[fx.Node]) -> dict[fx.Node, tuple[int, list[fx.Node]]]:
@@ -111,13 +111,13 @@ def _operations(nodes: Sequence[fx.Node]) -> dict[fx.Node, tuple[int, list[fx.No
     That is all but its place in the author's model, its identity, and why its layout is what it is.
     """
     ids: dict[Hashable, int] = {}
-    found: dict[fx.Node, tuple[int, list[fx.Node]]] = {}
+    operations: dict[fx.Node, tuple[int, list[fx.Node]]] = {}
     for node in nodes:
-        kept, reads = note(node), list[fx.Node]()
+        noted, reads = note(node), list[fx.Node]()
         args = plain((node.args, node.kwargs), reads.append)
-        more = kept.random > 0, kept.role, kept.recompute > 0, kept.origin == RECOMPUTE, kept.uncaptured
-        found[node] = ids.setdefault((node.target, args, *_kind(node), more), len(ids)), reads
-    return found
+        more = noted.random > 0, noted.role, noted.recompute > 0, noted.origin == RECOMPUTE, noted.uncaptured
+        operations[node] = ids.setdefault((node.target, args, *_kind(node), more), len(ids)), reads
+    return operations
 
 
 def _kind(node: fx.Node) -> tuple[Hashable, Hashable]:
@@ -135,16 +135,16 @@ def _parts(nodes: Sequence[fx.Node]) -> list[_Part]:
     """What may be called of the nodes of a phase, in order."""
     operations = _operations(nodes)
     tokens, until = [number for number, _ in operations.values()], _until(nodes)
-    found = parts(tokens, until, least=_LEAST)
+    runs = parts(tokens, until, least=_LEAST)
 
     def whole(cuts: Sequence[tuple[int, int]]) -> list[_Part]:
-        made = (_Part(nodes[start:stop], operations) for start, stop in cuts)
-        return [part for part in made if part.is_whole]
+        candidates = (_Part(nodes[start:stop], operations) for start, stop in cuts)
+        return [part for part in candidates if part.is_whole]
 
-    own, moved = whole(found), whole(behind_rows(found, tokens, until, row_runs(nodes)))
+    unmoved, moved = whole(runs), whole(behind_rows(runs, tokens, until, row_runs(nodes)))
     # Tokens do not tell what the operations behind the last layer read: its text may be another one with them.
-    texts, others = ({part.text for part in each} for each in (own, moved))
-    return moved if len(others) <= len(texts) and len(moved) >= len(own) else own
+    texts, others = ({part.text for part in variant} for variant in (unmoved, moved))
+    return moved if len(others) <= len(texts) and len(moved) >= len(unmoved) else unmoved
 
 
 class _Part:
@@ -166,8 +166,8 @@ class _Part:
         for node in self.nodes:
             number, reads = operations[node]
             named = [places[read] if read in places else -1 - outer.setdefault(read, len(outer)) for read in reads]
-            kept = note(node)
-            identity = random.setdefault(kept.random, len(random) + 1) if kept.random else 0
+            noted = note(node)
+            identity = random.setdefault(noted.random, len(random) + 1) if noted.random else 0
             lines.append((number, identity, *named))
         self.outer, self.random = tuple(outer), tuple(random)
         self.text: Hashable = tuple(map(_kind, outer)), tuple(lines)
@@ -192,17 +192,17 @@ class _Class:
         self.parts, first = tuple(alike), alike[0]
         self.used = sorted(set[int]().union(*(part.used for part in alike)))
         graph = fx.Graph()
-        made: dict[fx.Node, fx.Node] = {}
+        copies: dict[fx.Node, fx.Node] = {}
         for node in first.outer:
-            made[node] = graph.placeholder(node.name)
-            kept = note(node)
-            set_note(made[node], Note(kept.type, kept.layout))
+            copies[node] = graph.placeholder(node.name)
+            noted = note(node)
+            set_note(copies[node], Note(noted.type, noted.layout))
         for node in first.nodes:
-            new = made[node] = copy_node(graph, node, made, node.name)
-            kept = note(node)
-            identity = first.random.index(kept.random) + 1 if kept.random else 0
-            set_note(new, replace(kept, random=identity))
-        graph.output(tuple(made[first.nodes[i]] for i in self.used))
+            new = copies[node] = copy_node(graph, node, copies, node.name)
+            noted = note(node)
+            identity = first.random.index(noted.random) + 1 if noted.random else 0
+            set_note(new, replace(noted, random=identity))
+        graph.output(tuple(copies[first.nodes[i]] for i in self.used))
         layer = _module(first, alike[1])[0]
         self._others = _others(alike, layer)
         self.region = Region(name, graph, self._joined(layer, first))
@@ -217,13 +217,13 @@ class _Class:
 
 def _module(one: _Part, other: _Part) -> tuple[str, str]:
     """The modules in which two parts differ: of most nodes, what their names have up to the first other word."""
-    found: Counter[tuple[str, str]] = Counter()
+    modules: Counter[tuple[str, str]] = Counter()
     for pair in zip(one.nodes, other.nodes, strict=True):
         words = [note(node).fqn.split(".") for node in pair]
         odd = next((i for i, (a, b) in enumerate(zip(*words, strict=False)) if a != b), None)
         if odd is not None:
-            found[".".join(words[0][: odd + 1]), ".".join(words[1][: odd + 1])] += 1
-    return found.most_common(1)[0][0] if found else ("", "")
+            modules[".".join(words[0][: odd + 1]), ".".join(words[1][: odd + 1])] += 1
+    return modules.most_common(1)[0][0] if modules else ("", "")
 
 
 def _others(alike: Sequence[_Part], layer: str) -> list[int]:
@@ -231,13 +231,13 @@ def _others(alike: Sequence[_Part], layer: str) -> list[int]:
 
     Of modules one of which is inside another one the inner one comes first.
     """
-    found: dict[str, int] = {}
+    positions: dict[str, int] = {}
     for i, nodes in enumerate(zip(*(part.nodes for part in alike), strict=True)):
         fqn, *there = (note(node).fqn for node in nodes)
         is_inside = layer and f"{fqn}.".startswith(f"{layer}.")
-        if fqn and not is_inside and any(each != fqn for each in there):
-            found.setdefault(fqn, i)
-    return [found[fqn] for fqn in sorted(found, key=len, reverse=True)]
+        if fqn and not is_inside and any(other != fqn for other in there):
+            positions.setdefault(fqn, i)
+    return [positions[fqn] for fqn in sorted(positions, key=len, reverse=True)]
 
 
 def _rebuilt(program: Program, order: Sequence[fx.Node], classes: Sequence[_Class]) -> Program:
@@ -245,7 +245,7 @@ def _rebuilt(program: Program, order: Sequence[fx.Node], classes: Sequence[_Clas
     starts = {part.nodes[0]: (known, part) for known in classes for part in known.parts}
     inside = {node for known in classes for part in known.parts for node in part.nodes}
     graph = fx.Graph()
-    made: dict[fx.Node, fx.Node] = {}
+    copies: dict[fx.Node, fx.Node] = {}
     count: Counter[str] = Counter()
     taken = {node.name for node in program.graph.nodes}
     for node in [*(n for n in program.graph.nodes if n.op == "placeholder"), *order]:
@@ -254,33 +254,33 @@ def _rebuilt(program: Program, order: Sequence[fx.Node], classes: Sequence[_Clas
             count[known.region.name] += 1
             name = _free(f"{known.region.name}_{count[known.region.name]}", taken)
             like = Note(fqn=known.fqn(part), phase=note(node).phase)
-            values = [made[each] for each in part.outer]
+            values = [copies[read] for read in part.outer]
             _, items = call_region(graph, known.region, values, part.random, name, like)
             for item, index in zip(items, known.used, strict=True):
-                made[part.nodes[index]] = item
+                copies[part.nodes[index]] = item
                 item.name = part.nodes[index].name
         elif node not in inside:
-            made[node] = copy_node(graph, node, made, node.name)
-    graph.output(fx.node.map_arg(output_node(program.graph).args[0], made.__getitem__))
+            copies[node] = copy_node(graph, node, copies, node.name)
+    graph.output(fx.node.map_arg(output_node(program.graph).args[0], copies.__getitem__))
     return program.with_(graph_module=module_of(graph))
 
 
 def _free(name: str, taken: set[str]) -> str:
     """The name, or the next one that nothing has."""
     numbers = itertools.count(2)
-    found = name
-    while found in taken:
-        found = f"{name}_{next(numbers)}"
-    taken.add(found)
-    return found
+    candidate = name
+    while candidate in taken:
+        candidate = f"{name}_{next(numbers)}"
+    taken.add(candidate)
+    return candidate
 
 
-def _named(found: Sequence[Sequence[_Part]]) -> list[_Class]:
+def _named(groups: Sequence[Sequence[_Part]]) -> list[_Class]:
     """The classes, each with a name of its own."""
     count: Counter[str] = Counter()
-    made = []
-    for alike in found:
+    classes = []
+    for alike in groups:
         name = _NAMES[note(alike[0].nodes[0]).phase]
         count[name] += 1
-        made.append(_Class(alike, name if count[name] == 1 else f"{name}_{count[name]}"))
-    return made
+        classes.append(_Class(alike, name if count[name] == 1 else f"{name}_{count[name]}"))
+    return classes

@@ -60,13 +60,13 @@ def overlap(program: Program) -> Program:
         region = region_of(node)
         if region is not None and region not in ordered:
             inside = dict(zip(by_call[node.name], region.body, strict=True))
-            order = [inside[each] for each in _Order(seconds).of(list(inside))]
+            order = [inside[inner] for inner in _Order(seconds).of(list(inside))]
             ordered[region] = region if order == region.body else _reordered(region, order)
         if region is not None:
             node.target = ordered[region]
     for run in _runs(program):
-        own = {written[node.name]: node for node in run}
-        _place(run[0].prev, [own[node] for node in _Order(seconds).of(list(own))])
+        originals = {written[node.name]: node for node in run}
+        _place(run[0].prev, [originals[node] for node in _Order(seconds).of(list(originals))])
     return program
 
 
@@ -82,9 +82,9 @@ def _runs(program: Program) -> Iterator[list[fx.Node]]:
         if of_call:
             phase = None
             continue
-        own = phase if isinstance(note(node).type, ScalarType) else note(node).phase
-        if own != phase:
-            key, phase = key + 1, own
+        node_phase = phase if isinstance(note(node).type, ScalarType) else note(node).phase
+        if node_phase != phase:
+            key, phase = key + 1, node_phase
         keys[node] = key
     for _, run in itertools.groupby(keys, key=keys.__getitem__):
         yield list(run)
@@ -98,10 +98,10 @@ def _place(behind: fx.Node, order: Sequence[fx.Node]) -> None:
 
 def _reordered(region: Region, order: Sequence[fx.Node]) -> Region:
     graph = fx.Graph()
-    made: dict[fx.Node, fx.Node] = {}
+    copies: dict[fx.Node, fx.Node] = {}
     for node in (*region.operands, *order):
-        made[node] = copy_node(graph, node, made, node.name)
-    graph.output(tuple(made[node] for node in region.results))
+        copies[node] = copy_node(graph, node, copies, node.name)
+    graph.output(tuple(copies[node] for node in region.results))
     return Region(region.name, graph, region.fqn)
 
 
@@ -131,18 +131,18 @@ class _Order:
                 self._run_postponed(run, sum(self._postponed.values()) - _BACKLOG)
                 continue
             self._place(run, node)
-            self._run_postponed(run, sum(each.seconds for each in sends.get(node.name, ())))
+            self._run_postponed(run, sum(send.seconds for send in sends.get(node.name, ())))
         for node in (*self._postponed, *nodes):
             self._place(run, node)
         return list(self._placed)
 
     def _listened(self, nodes: Sequence[fx.Node]) -> set[fx.Node]:
         """Collectives and what they need."""
-        found: set[fx.Node] = set()
+        listened: set[fx.Node] = set()
         for node in reversed(nodes):
-            if node.name in self.seconds.sends or any(user in found for user in node.users):
-                found.add(node)
-        return found
+            if node.name in self.seconds.sends or any(user in listened for user in node.users):
+                listened.add(node)
+        return listened
 
     def _run_postponed(self, run: frozenset[fx.Node], seconds: float) -> None:
         while self._postponed and seconds > 0:

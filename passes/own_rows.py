@@ -142,10 +142,10 @@ def _take_from_own_rows(program: Program, batch: str) -> None:
     negative the size is added. Where each index is the position in a dimension of its own, as in the masks of
     transformers (`mask[arange(b)[:, None], arange(s)]`), the result is a view.
     """
-    found = [node for node in program.graph.nodes if node.target is aten.index.Tensor]
-    found = [node for node in found if batch in names(tensor_type(node).shape[:1])]
-    known = elements(program, program.graph.nodes) if found else {}
-    for node in found:
+    indexings = [node for node in program.graph.nodes if node.target is aten.index.Tensor]
+    indexings = [node for node in indexings if batch in names(tensor_type(node).shape[:1])]
+    known = elements(program, program.graph.nodes) if indexings else {}
+    for node in indexings:
         entries: Any = node.args[1]
         indices = [entry for entry in entries if entry is not None]
         kinds = [tensor_type(entry) for entry in indices]
@@ -160,10 +160,10 @@ def _replace(program: Program, node: fx.Node, new: fx.Node) -> None:
     pending = [node]
     node.replace_all_uses_with(new)
     while pending:
-        each = pending.pop()
-        if each.op == "call_function" and not each.users and not note(each).random and each not in pending:
-            pending += each.all_input_nodes
-            program.graph.erase_node(each)
+        last = pending.pop()
+        if last.op == "call_function" and not last.users and not note(last).random and last not in pending:
+            pending += last.all_input_nodes
+            program.graph.erase_node(last)
     if new.name.startswith(f"{node.name}_"):
         new.name = node.name
 
@@ -202,96 +202,98 @@ class _Indexing:
 
     def size(self, x: fx.Node, dim: int) -> int | fx.Node:
         """The size of a dimension as an argument; off an input where one has it, for inputs are whole."""
-        found = tensor_type(x).shape[dim]
-        if isinstance(found, int):
-            return found
+        size = tensor_type(x).shape[dim]
+        if isinstance(size, int):
+            return size
         for symbol in self.program.symbols:
-            if symbol.size == found:
+            if symbol.size == size:
                 entry = next(entry for entry in self.program.inputs if entry.path == symbol.path)
                 x, dim = self.program.node(entry.node), symbol.dim
-        return self.call("size", aten.sym_size.int, (x, dim), ScalarType(found))
+        return self.call("size", aten.sym_size.int, (x, dim), ScalarType(size))
 
 
-def _rewritten(own: _Indexing, known: Mapping[fx.Node, Any]) -> fx.Node | None:
+def _rewritten(indexing: _Indexing, known: Mapping[fx.Node, Any]) -> fx.Node | None:
     """The same value without indices of rows; None where none is proved to be one, or the indices have other shapes."""
-    positions = [own.position_of(place, known.get(entry)) for place, entry in enumerate(own.indices)]
+    positions = [indexing.position_of(place, known.get(entry)) for place, entry in enumerate(indexing.indices)]
     if 0 not in positions:
         return None
-    wide = [dim for dim, size in enumerate(own.common) if dim and size != 1]
+    wide = [dim for dim, size in enumerate(indexing.common) if dim and size != 1]
     if None not in positions and len(set(positions)) == len(positions) and {*wide} <= {*positions}:
-        return _viewed(own, [dim for dim in positions if dim is not None])
+        return _viewed(indexing, [dim for dim in positions if dim is not None])
     place = positions.index(0)
-    others = [entry for other, entry in enumerate(own.indices) if other != place]
-    spread: tuple[Size, ...] = (1,) * len(own.common)
+    others = [entry for other, entry in enumerate(indexing.indices) if other != place]
+    spread: tuple[Size, ...] = (1,) * len(indexing.common)
     for entry in others:
         spread = _broadcast(spread, tensor_type(entry).shape)
-    if len(wide) > 1 or not others or spread[1:] != tuple(own.common[1:]):
+    if len(wide) > 1 or not others or spread[1:] != tuple(indexing.common[1:]):
         return None
-    return _gathered(own, _in_order(own, [place, *(p for p in range(len(positions)) if p != place)]), others, wide)
+    return _gathered(
+        indexing, _in_order(indexing, [place, *(p for p in range(len(positions)) if p != place)]), others, wide
+    )
 
 
-def _in_order(own: _Indexing, order: Sequence[int]) -> fx.Node:
+def _in_order(indexing: _Indexing, order: Sequence[int]) -> fx.Node:
     """What is indexed, its leading dimensions in an order."""
-    shape = tensor_type(own.x).shape
+    shape = tensor_type(indexing.x).shape
     dims = [*order, *range(len(order), len(shape))]
     if dims == sorted(dims):
-        return own.x
-    return own.view("rows", aten.permute.default, own.x, dims, [shape[dim] for dim in dims])
+        return indexing.x
+    return indexing.view("rows", aten.permute.default, indexing.x, dims, [shape[dim] for dim in dims])
 
 
-def _unsqueezed(own: _Indexing, x: fx.Node, dims: Sequence[int]) -> fx.Node:
+def _unsqueezed(indexing: _Indexing, x: fx.Node, dims: Sequence[int]) -> fx.Node:
     """With dimensions of size 1 at places of the result, in ascending order."""
     for dim in dims:
         shape = tensor_type(x).shape
-        x = own.view("of", aten.unsqueeze.default, x, dim, (*shape[:dim], 1, *shape[dim:]))
+        x = indexing.view("of", aten.unsqueeze.default, x, dim, (*shape[:dim], 1, *shape[dim:]))
     return x
 
 
-def _viewed(own: _Indexing, positions: Sequence[int]) -> fx.Node:
-    x = _in_order(own, sorted(range(len(positions)), key=positions.__getitem__))
-    return _unsqueezed(own, x, [dim for dim in range(len(own.common)) if dim not in positions])
+def _viewed(indexing: _Indexing, positions: Sequence[int]) -> fx.Node:
+    x = _in_order(indexing, sorted(range(len(positions)), key=positions.__getitem__))
+    return _unsqueezed(indexing, x, [dim for dim in range(len(indexing.common)) if dim not in positions])
 
 
-def _gathered(own: _Indexing, x: fx.Node, others: Sequence[fx.Node], wide: Sequence[int]) -> fx.Node:
+def _gathered(indexing: _Indexing, x: fx.Node, others: Sequence[fx.Node], wide: Sequence[int]) -> fx.Node:
     """Args: x: the rows in front; wide: the dimension of the broadcast indices behind the rows that has a size."""
-    shape, rank = tensor_type(x).shape, len(own.common)
+    shape, rank = tensor_type(x).shape, len(indexing.common)
     rest = shape[1 + len(others) :]
-    at = _position(own, x, others)
-    at = _unsqueezed(own, at, range(rank - len(tensor_type(at).shape)))
-    kept = wide[0] if wide else 1
-    units = [dim for dim in range(1, rank) if dim != kept]
+    at = _position(indexing, x, others)
+    at = _unsqueezed(indexing, at, range(rank - len(tensor_type(at).shape)))
+    kept_dim = wide[0] if wide else 1
+    units = [dim for dim in range(1, rank) if dim != kept_dim]
     if units:
         sizes = [size for dim, size in enumerate(tensor_type(at).shape) if dim not in units]
-        at = own.view("flat", aten.squeeze.dims, at, units, sizes)
+        at = indexing.view("flat", aten.squeeze.dims, at, units, sizes)
     elif rank == 1:
-        at = _unsqueezed(own, at, [1])
-    at = _unsqueezed(own, at, [2 + dim for dim in range(len(rest))])
+        at = _unsqueezed(indexing, at, [1])
+    at = _unsqueezed(indexing, at, [2 + dim for dim in range(len(rest))])
     before = tensor_type(at).shape
     after = (shape[0], before[1], *rest)
     if before != after:
         sizes = [
-            -1 if a == b else own.size(x, dim + (dim > 1) * (len(others) - 1))
+            -1 if a == b else indexing.size(x, dim + (dim > 1) * (len(others) - 1))
             for dim, (a, b) in enumerate(zip(before, after, strict=True))
         ]
-        at = own.view("all", aten.expand.default, at, sizes, after)
+        at = indexing.view("all", aten.expand.default, at, sizes, after)
     if len(others) > 1:
         flat = (shape[0], product(shape[1 : 1 + len(others)]), *rest)
         kind = TensorType(tensor_type(x).dtype, flat)
-        x = own.call("joined", aten.flatten.using_ints, (x, 1, len(others)), kind)
-    taken = own.call("own", aten.gather.default, (x, 1, at), TensorType(tensor_type(x).dtype, after))
+        x = indexing.call("joined", aten.flatten.using_ints, (x, 1, len(others)), kind)
+    taken = indexing.call("own", aten.gather.default, (x, 1, at), TensorType(tensor_type(x).dtype, after))
     if rank == 1:
-        return own.view("row", aten.squeeze.dim, taken, 1, (after[0], *rest))
-    return _unsqueezed(own, taken, units)
+        return indexing.view("row", aten.squeeze.dim, taken, 1, (after[0], *rest))
+    return _unsqueezed(indexing, taken, units)
 
 
-def _position(own: _Indexing, x: fx.Node, others: Sequence[fx.Node]) -> fx.Node:
+def _position(indexing: _Indexing, x: fx.Node, others: Sequence[fx.Node]) -> fx.Node:
     """Where in its row, the dimensions of the others flattened, each result stands: i64."""
-    at, *more = (_from_start(own, x, dim, entry) for dim, entry in enumerate(others, 1))
+    at, *more = (_from_start(indexing, x, dim, entry) for dim, entry in enumerate(others, 1))
     for dim, entry in enumerate(more, 2):
         kind = tensor_type(at)
-        scaled = own.call("scaled", aten.mul.Tensor, (at, own.size(x, dim)), kind)
+        scaled = indexing.call("scaled", aten.mul.Tensor, (at, indexing.size(x, dim)), kind)
         both = TensorType(torch.int64, _broadcast(kind.shape, tensor_type(entry).shape))
-        at = own.call("flat_at", aten.add.Tensor, (scaled, entry), both)
+        at = indexing.call("flat_at", aten.add.Tensor, (scaled, entry), both)
     return at
 
 
@@ -301,14 +303,14 @@ def _broadcast(one: Sequence[Size], other: Sequence[Size]) -> tuple[Size, ...]:
     return tuple(b if a == 1 else a for a, b in pairs)
 
 
-def _from_start(own: _Indexing, x: fx.Node, dim: int, entry: fx.Node) -> fx.Node:
+def _from_start(indexing: _Indexing, x: fx.Node, dim: int, entry: fx.Node) -> fx.Node:
     """An index that counts from the start: `gather` knows no others."""
     shape = tensor_type(entry).shape
     kind = TensorType(torch.int64, shape)
     if tensor_type(entry).dtype != torch.int64:
-        entry = own.call("long", aten._to_copy.default, (entry,), kind, dtype=torch.int64)
+        entry = indexing.call("long", aten._to_copy.default, (entry,), kind, dtype=torch.int64)
     if entry.target in _NEVER_NEGATIVE:
         return entry
-    is_back = own.call("is_back", aten.lt.Scalar, (entry, 0), TensorType(torch.bool, shape))
-    later = own.call("later", aten.add.Tensor, (entry, own.size(x, dim)), kind)
-    return own.call("from_start", aten.where.self, (is_back, later, entry), kind)
+    is_back = indexing.call("is_back", aten.lt.Scalar, (entry, 0), TensorType(torch.bool, shape))
+    later = indexing.call("later", aten.add.Tensor, (entry, indexing.size(x, dim)), kind)
+    return indexing.call("from_start", aten.where.self, (is_back, later, entry), kind)

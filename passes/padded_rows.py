@@ -33,20 +33,20 @@ class PaddedRows(StaticRows):
         assert limit is not None
         node, size = limit.capacity
         order, counts = self._sorted(indices)
-        experts, own = self.region.experts, self.own
+        experts, local_experts = self.region.experts, self.own
         kind = TensorType(integer, (*self.lead, simplify(experts * size)))
         self._places = emit.call(fxp.block_order.default, (order, counts, experts, node), kind)
         self._places_of_an_expert = node, size
         self._load = counts
         if self.holders:
-            self.capacity = emit.number(operator.mul, node, own), simplify(own * size)
-            shape = (*self.here, own)
+            self.capacity = emit.number(operator.mul, node, local_experts), simplify(local_experts * size)
+            shape = (*self.here, local_experts)
             self._load = emit.call(
                 aten.sum.dim_IntList, (self._exchanged(counts), [len(self.here)]), TensorType(integer, shape)
             )
         sources = self.sources if self.holders else 1
-        each, self._row_node = (emit.number(operator.mul, node, n) for n in (sources, sources * own))
-        self._counts = emit.call(aten.full_like.default, (self._load, each), tensor_type(self._load))
+        per_expert, self._row_node = (emit.number(operator.mul, node, n) for n in (sources, sources * local_experts))
+        self._counts = emit.call(aten.full_like.default, (self._load, per_expert), tensor_type(self._load))
 
     @property
     def _rows_here(self) -> tuple[Size, ...]:
@@ -63,9 +63,9 @@ class PaddedRows(StaticRows):
         if not self.holders:
             return super()._sent(value)
         if value not in self._holder:
-            own, (node, size) = self._source[value], self.capacity
-            width, sizes = tensor_type(own).shape[-1], tuple(self.holders.values())
-            parts = self.emit.view(own, (*self.lead, *sizes, node, width), (*self.lead, *sizes, size, width))
+            source_rows, (node, size) = self._source[value], self.capacity
+            width, sizes = tensor_type(source_rows).shape[-1], tuple(self.holders.values())
+            parts = self.emit.view(source_rows, (*self.lead, *sizes, node, width), (*self.lead, *sizes, size, width))
             self._holder[value] = self._turned(self._there(parts), (self.sources, self.own))
         return self._holder[value]
 

@@ -60,28 +60,28 @@ def partition_stages(program: Program) -> Program:
     return _cut(chosen.found, [chosen.bounds[i] for i in chosen.cuts])
 
 
-def holding(held: Mapping[str, tuple[int, ...]]) -> Pass:
+def holding(holders: Mapping[str, tuple[int, ...]]) -> Pass:
     """`partition_stages` for a further program of a module that exists already.
 
     Args:
-        held: the stages that hold each parameter in the module, by its name. The program is cut so that they do.
+        holders: the stages that hold each parameter in the module, by its name. The program is cut so that they do.
     """
 
     def run(program: Program) -> Program:
-        found = divisible(program)
-        return _cut(found, cuts_as_held(found, held))
+        forward = divisible(program)
+        return _cut(forward, cuts_as_held(forward, holders))
 
     return replace(partition_stages, run=run)
 
 
-def _cut(found: Divisible, cuts: Sequence[int]) -> Program:
-    if found.program.plan.recompute == "full":
-        mark_layers(found.program)
+def _cut(forward: Divisible, cuts: Sequence[int]) -> Program:
+    if forward.program.plan.recompute == "full":
+        mark_layers(forward.program)
     stage: dict[fx.Node, int] = {}
-    for index, (start, end) in enumerate(stage_ends(cuts, len(found.order))):
-        stage.update({node: index for node in found.order if start <= found.places[node] < end})
-    _Stages(found.program, stage).place()
-    return found.program
+    for index, (start, end) in enumerate(stage_ends(cuts, len(forward.order))):
+        stage.update({node: index for node in forward.order if start <= forward.places[node] < end})
+    _Stages(forward.program, stage).place()
+    return forward.program
 
 
 class _Stages:
@@ -114,7 +114,7 @@ class _Stages:
         for value in end.all_input_nodes:
             if value.op == "call_function" and (value not in self.stage or value is count):
                 # The new value of a buffer stays where it is read.
-                read = [stage for made, stage in self.made if made is value and value in new]
+                read = [stage for computed, stage in self.made if computed is value and value in new]
                 end.replace_input_with(value, self._on(value, min(read, default=last), end))
         for node in reversed(nodes):
             if node not in self.stage and not node.users:
@@ -128,9 +128,9 @@ class _Stages:
         """Lets a node read what its stage has."""
         for read in dict.fromkeys(node.all_input_nodes):
             if read.op == "call_function":
-                own = self._on(read, stage, node)
-                if own is not read:
-                    node.replace_input_with(read, own)
+                local = self._on(read, stage, node)
+                if local is not read:
+                    node.replace_input_with(read, local)
 
     def _on(self, value: fx.Node, stage: int, reader: fx.Node) -> fx.Node:
         """A value on a stage, computed there or received."""
@@ -153,9 +153,9 @@ class _Stages:
         name = f"{value.name}_on_{stage}"
         with self.graph.inserting_before(reader):
             new = self.graph.create_node("call_function", transfer, (source,), name=name)
-        kept = note(value)
+        noted = note(value)
         return set_note(
-            new, Note(type=kept.type, layout=kept.layout, fqn=kept.fqn, source=kept.source, stages=(stage,))
+            new, Note(type=noted.type, layout=noted.layout, fqn=noted.fqn, source=noted.source, stages=(stage,))
         )
 
     def _computed(self, value: fx.Node, stage: int, reader: fx.Node) -> fx.Node:
@@ -163,9 +163,9 @@ class _Stages:
         sources = {read: self._on(read, stage, reader) for read in value.all_input_nodes if read.op == "call_function"}
         sources |= {read: read for read in value.all_input_nodes if read.op == "placeholder"}
         if not note(value).stages:
-            for read, own in sources.items():
-                if own is not read:
-                    value.replace_input_with(read, own)
+            for read, local in sources.items():
+                if local is not read:
+                    value.replace_input_with(read, local)
             return update(value, stages=(stage,))
         with self.graph.inserting_after(value):
             new = copy_node(self.graph, value, sources, f"{value.name}_on_{stage}")

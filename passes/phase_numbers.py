@@ -29,11 +29,11 @@ def numbers_by_phase(program: Program) -> None:
                 continue
             first = min(readers, key=order.__getitem__)
             with program.graph.inserting_before(first):
-                made = program.graph.node_copy(node)
-            set_note(made, replace(note(node), phase=phase))
-            order[made] = order[first]
+                copied = program.graph.node_copy(node)
+            set_note(copied, replace(note(node), phase=phase))
+            order[copied] = order[first]
             for reader in readers:
-                reader.replace_input_with(node, made)
+                reader.replace_input_with(node, copied)
 
 
 def _is_inner(node: fx.Node) -> bool:

@@ -42,11 +42,11 @@ def prune(program: Program) -> Program:
 def shrink(node: fx.Node) -> None:
     """Leaves out of a bucket the gradients whose sum nobody takes."""
     items = {int(user.args[1]): user for user in node.users if user.target is operator.getitem}  # type: ignore[arg-type]
-    kept = sorted(items)
-    if len(kept) == len(node.args):
+    taken = sorted(items)
+    if len(taken) == len(node.args):
         return
     types, layouts = output_types(node), output_layouts(node)
-    for position, index in enumerate(kept):
+    for position, index in enumerate(taken):
         items[index].args = (node, position)
-    node.args = tuple(node.args[index] for index in kept)
-    update(node, type=tuple(types[i] for i in kept), layout=tuple(layouts[i] for i in kept) if layouts else None)
+    node.args = tuple(node.args[index] for index in taken)
+    update(node, type=tuple(types[i] for i in taken), layout=tuple(layouts[i] for i in taken) if layouts else None)

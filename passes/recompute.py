@@ -50,8 +50,8 @@ def recompute(program: Program) -> Program:
         whole, forward = _with_layers(program, forward)
         compute_again(program, {node for part in whole for node in _interior(part)}, backward)
     for region in _regions(forward):
-        own = [node for node in backward if note(node).recompute == note(region[0]).recompute]
-        compute_again(program, set(region), own)
+        region_backward = [node for node in backward if note(node).recompute == note(region[0]).recompute]
+        compute_again(program, set(region), region_backward)
     return program
 
 
@@ -70,14 +70,14 @@ def mark_layers(program: Program) -> None:
 
 
 def _layers(program: Program, forward: Program) -> list[list[fx.Node]]:
-    found = layers(program, storages(forward, frozenset()))
-    if not found:
+    parts = layers(program, storages(forward, frozenset()))
+    if not parts:
         raise PlanError(
             "finds no layers: nothing in the forward is followed by something like it",
             where="plan: recompute='full'",
             remedy="choose recompute='selective', or put torch.utils.checkpoint around what is to be computed again",
         )
-    return found
+    return parts
 
 
 def _phase(node: fx.Node) -> str:
@@ -92,28 +92,28 @@ def _forward(program: Program) -> list[fx.Node]:
 
 def _regions(nodes: Iterable[fx.Node]) -> list[list[fx.Node]]:
     """Those that the author checkpointed."""
-    found: dict[int, list[fx.Node]] = {}
+    regions: dict[int, list[fx.Node]] = {}
     for node in nodes:
         if note(node).recompute:
-            found.setdefault(note(node).recompute, []).append(node)
-    return list(found.values())
+            regions.setdefault(note(node).recompute, []).append(node)
+    return list(regions.values())
 
 
 def _with_layers(program: Program, forward: Sequence[fx.Node]) -> tuple[list[list[fx.Node]], list[fx.Node]]:
     """The layers, each with the author's regions that reach into it, as one; and the nodes that are of none."""
     allowed = set(forward)
-    found = _layers(program, forward_of(program))
-    owner = {node: i for i, part in enumerate(found) for node in part}
+    parts = _layers(program, forward_of(program))
+    owner = {node: i for i, part in enumerate(parts) for node in part}
     for region in _regions(forward):
         touched = sorted({owner[node] for node in region if node in owner})
         if touched:
             first, *others = touched
-            found[first] += [node for other in others for node in found[other]]
-            found[first] += [node for node in region if node not in owner]
+            parts[first] += [node for other in others for node in parts[other]]
+            parts[first] += [node for node in region if node not in owner]
             for other in others:
-                found[other] = []
-            owner.update(dict.fromkeys(found[first], first))
-    return [[node for node in part if node in allowed] for part in found], [n for n in forward if n not in owner]
+                parts[other] = []
+            owner.update(dict.fromkeys(parts[first], first))
+    return [[node for node in part if node in allowed] for part in parts], [n for n in forward if n not in owner]
 
 
 def _interior(part: Sequence[fx.Node]) -> list[fx.Node]:

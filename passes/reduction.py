@@ -65,12 +65,12 @@ def check_added(program: Program, means: Iterable[fx.Node], batch: str) -> None:
     Raises:
         PlanError: names the operation that is neither.
     """
-    adds, own = program.plan.loss_reduction == "sum", set(means)
+    adds, mean_nodes = program.plan.loss_reduction == "sum", set(means)
     where = f"loss_reduction={program.plan.loss_reduction}"
     remedy = "write the loss as a sum of means, or take loss_reduction=mean"
     if adds:
         remedy = "write the loss as sums over rows, divided by numbers or num_items_in_batch, or take another reduction"
-    elif not own:
+    elif not mean_nodes:
         raise PlanError("the loss is no mean over the batch", where=where, remedy=remedy)
     with_rows = {entry.node for entry in program.inputs if batch in names(entry.type.shape)}
 
@@ -83,7 +83,7 @@ def check_added(program: Program, means: Iterable[fx.Node], batch: str) -> None:
     todo, seen = [root], set[fx.Node]()
     while todo:
         node = todo.pop()
-        if node in seen or node in own or is_fixed(node) or (adds and _sums_rows(node, batch)):
+        if node in seen or node in mean_nodes or is_fixed(node) or (adds and _sums_rows(node, batch)):
             continue
         seen.add(node)
         is_scaled = node.target in _SCALING and all(map(is_fixed, _others(node, node.args[0])))
@@ -111,8 +111,8 @@ def _count_fixed(program: Program, node: fx.Node, is_fixed: Callable[[fx.Node], 
     for term in dict.fromkeys(operands(node)):
         if is_fixed(term):
             with program.graph.inserting_before(node):
-                made = _call(program, node, "of_ranks", aten.mul.Tensor, (term, ranks), tensor_type(term))
-            node.replace_input_with(term, made)
+                scaled = _call(program, node, "of_ranks", aten.mul.Tensor, (term, ranks), tensor_type(term))
+            node.replace_input_with(term, scaled)
     if len(node.args) > 1 and isinstance(node.args[1], int | float):
         node.update_arg(1, node.args[1] * ranks)
 
@@ -165,13 +165,13 @@ def _check_count(program: Program, count: fx.Node) -> None:
 
 
 def _ancestors(node: fx.Node) -> set[fx.Node]:
-    todo, found = [node], {node}
+    todo, ancestors = [node], {node}
     while todo:
         for operand in todo.pop().all_input_nodes:
-            if operand not in found:
-                found.add(operand)
+            if operand not in ancestors:
+                ancestors.add(operand)
                 todo.append(operand)
-    return found
+    return ancestors
 
 
 def _others(node: fx.Node, first: Any) -> list[fx.Node]:

@@ -67,27 +67,27 @@ def rematerialise(program: Program) -> Program:
 
 def _chosen(program: Program) -> set[fx.Node]:
     forward = forward_of(program)
-    held = storages(forward, _random_states(forward))
+    stored = storages(forward, _random_states(forward))
     sent = {entry.node: entry for entry in collectives(program)}
-    cheap, gathers, products = _kinds(program, held, set(sent))
-    seconds = _seconds(program, held, sent, {*cheap, *gathers, *products})
+    cheap, gathers, products = _kinds(program, stored, set(sent))
+    seconds = _seconds(program, stored, sent, {*cheap, *gathers, *products})
     readers = {node: [user for user in node.users if not is_forward(user)] for node in program.graph.nodes}
     reads = [node for node, users in readers.items() if is_forward(node) and users and node.op != "output"]
     fixed = {node for node in reads if any(note(user).phase == PARAMETER for user in readers[node])}
     fixed |= {node for node in program.output_nodes().values() if is_forward(node)}
-    keeping = Keeping(reads, fixed, seconds, held)
-    given = program.plan.activation_budget
-    if given is None:
+    keeping = Keeping(reads, fixed, seconds, stored)
+    requested = program.plan.activation_budget
+    if requested is None:
         return keeping.again(cheap, keeping.least(cheap))
-    budget = int(given * keeping.all_bytes if given <= 1 else given)
+    budget = int(requested * keeping.all_bytes if requested <= 1 else requested)
     for allowed in (cheap | gathers, cheap | gathers | products):
-        kept = keeping.quickest(allowed, budget)
-        if kept is not None:
-            return keeping.again(allowed, kept)
-    least = held.total(keeping.least(cheap | gathers | products))
+        quickest = keeping.quickest(allowed, budget)
+        if quickest is not None:
+            return keeping.again(allowed, quickest)
+    least = stored.total(keeping.least(cheap | gathers | products))
     raise PlanError(
         f"a rank cannot keep as little as {budget} bytes for the backward of the example's batch",
-        where=f"plan: activation_budget={given}",
+        where=f"plan: activation_budget={requested}",
         remedy=f"give at least {least} bytes, of {keeping.all_bytes} without recomputation, or use recompute='full'",
     )
 
@@ -99,20 +99,20 @@ def _random_states(forward: Program) -> frozenset[str]:
     return frozenset(state.name for state in states if isinstance(state, fx.Node))
 
 
-def _kinds(program: Program, held: Storages, sent: set[str]) -> tuple[set[fx.Node], set[fx.Node], set[fx.Node]]:
+def _kinds(program: Program, stored: Storages, sent: set[str]) -> tuple[set[fx.Node], set[fx.Node], set[fx.Node]]:
     """What may be computed again: what is cheap, what gathers a sequence, and what may hold matrix products."""
     weights = weights_of(program.graph, [program.node(p.node) for p in program.parameters])
     dear = {node for node, _ in matmul_flops(program)}
-    crossing = _crossing(program, held)
-    found: tuple[set[fx.Node], set[fx.Node], set[fx.Node]] = set(), set(), set()
+    crossing = _crossing(program, stored)
+    kinds: tuple[set[fx.Node], set[fx.Node], set[fx.Node]] = set(), set(), set()
     for node in program.graph.nodes:
         if not is_forward(node) or not is_repeatable(node) or node in weights or node in crossing:
             continue
         if node.name in sent:
-            found[1].update([node] if node.target is all_gather else [])
+            kinds[1].update([node] if node.target is all_gather else [])
         else:
-            found[2 if node in dear or _is_foreign(node) or unknown_product(node) else 0].add(node)
-    return found
+            kinds[2 if node in dear or _is_foreign(node) or unknown_product(node) else 0].add(node)
+    return kinds
 
 
 def _is_foreign(node: fx.Node) -> bool:
@@ -122,9 +122,9 @@ def _is_foreign(node: fx.Node) -> bool:
     return "path" in node.kwargs
 
 
-def _crossing(program: Program, held: Storages) -> set[fx.Node]:
+def _crossing(program: Program, stored: Storages) -> set[fx.Node]:
     """Values that are read behind the end of the layer, or of the run between layers, in which they are made."""
-    starts = {node for part in layers(program, held) for node in (part[0], part[-1].next)}
+    starts = {node for part in layers(program, stored) for node in (part[0], part[-1].next)}
     place, current = dict[fx.Node, int](), 0
     for node in program.graph.nodes:
         current += node in starts
@@ -133,7 +133,7 @@ def _crossing(program: Program, held: Storages) -> set[fx.Node]:
 
 
 def _seconds(
-    program: Program, held: Storages, sent: dict[str, Collective], nodes: set[fx.Node]
+    program: Program, stored: Storages, sent: dict[str, Collective], nodes: set[fx.Node]
 ) -> dict[fx.Node, float]:
     """In which a rank computes each node once more."""
     sizes, flops = symbol_sizes(program, None), dict(matmul_flops(program))
@@ -141,7 +141,7 @@ def _seconds(
         node: _sending(program, sent[node.name])
         if node.name in sent
         else again_seconds(
-            evaluate(flops.get(node, 0), sizes) * _part(program, node), _moved(node, held), program.plan.cost
+            evaluate(flops.get(node, 0), sizes) * _part(program, node), _moved(node, stored), program.plan.cost
         )
         for node in nodes
     }
@@ -159,10 +159,10 @@ def _part(program: Program, node: fx.Node) -> float:
     return prod(computed_fraction([layout.on(axis) for layout in layouts], n) for axis, n in program.axes.items())
 
 
-def _moved(node: fx.Node, held: Storages) -> int:
+def _moved(node: fx.Node, stored: Storages) -> int:
     """Bytes that a rank reads and writes; none where the result is a view."""
-    sources = set[int]().union(*(held.of.get(read.name, frozenset()) for read in operands(node)))
-    made = held.of.get(node.name, frozenset())
-    if made <= sources:
+    sources = set[int]().union(*(stored.of.get(read.name, frozenset()) for read in operands(node)))
+    written = stored.of.get(node.name, frozenset())
+    if written <= sources:
         return 0
-    return sum(held.sizes.get(each.name, 0) for each in (node, *dict.fromkeys(operands(node))))
+    return sum(stored.sizes.get(tensor.name, 0) for tensor in (node, *dict.fromkeys(operands(node))))

@@ -71,29 +71,29 @@ class Repeats:
         node: fx.Node,
         items: Mapping[int, fx.Node],
         tangents: Sequence[fx.Node | None],
-        wanted: Sequence[bool],
+        needed: Sequence[bool],
     ) -> Asked:
         """What a call's derivative depends on.
 
         Args:
             items: nodes of the results, by index.
             tangents: gradients of the results that have one.
-            wanted: for each operand whether a gradient is.
+            needed: for each operand whether a gradient is.
         """
-        given = [t for t in tangents if t is not None]
+        gradients = [t for t in tangents if t is not None]
         # A form reads what was turned, where that is turned back.
-        turned = [t.args[0] for t in given if t.target is aten.t.default and isinstance(t.args[0], fx.Node)]
-        inputs = (*operands(node), *items.values(), *given, *turned)
+        turned = [t.args[0] for t in gradients if t.target is aten.t.default and isinstance(t.args[0], fx.Node)]
+        inputs = (*operands(node), *items.values(), *gradients, *turned)
         places: dict[fx.Node, int] = {}
-        for each in inputs:
-            places.setdefault(each, len(places))
-        if any(note(each).phase not in ("", BACKWARD) for each in places):
+        for source in inputs:
+            places.setdefault(source, len(places))
+        if any(note(source).phase not in ("", BACKWARD) for source in places):
             return Asked(inputs, None)
         args = plain((node.args, node.kwargs), lambda read: places.get(read, note(read).type))
-        which = tuple(items), tuple(t is not None for t in tangents), tuple(wanted)
-        turns = tuple(t.target is aten.t.default for t in given)
-        held = tuple([(i, *self._described(each)) for each, i in places.items()])
-        key = node.target, args, which, turns, tuple([places[each] for each in inputs]), held
+        which = tuple(items), tuple(t is not None for t in tangents), tuple(needed)
+        turns = tuple(t.target is aten.t.default for t in gradients)
+        descriptions = tuple([(i, *self._described(source)) for source, i in places.items()])
+        key = node.target, args, which, turns, tuple([places[source] for source in inputs]), descriptions
         return Asked(inputs, key if _is_hashable(key) else None)
 
     def _described(self, node: fx.Node) -> tuple[Hashable, ...]:
@@ -105,33 +105,33 @@ class Repeats:
             self._emit.is_zero(node),
         )
 
-    def again(self, asked: Asked, like: Note) -> dict[fx.Node, fx.Node] | None:
+    def again(self, request: Asked, like: Note) -> dict[fx.Node, fx.Node] | None:
         """The gradients of a call's operands as those of an equal call before; None where there was none.
 
         Args:
             like: note of the call.
         """
-        found = self._known.get(asked.key)
-        if found is None:
+        recipe = self._known.get(request.key)
+        if recipe is None:
             return None
-        made = dict(zip(found.inputs, asked.inputs, strict=True))
-        for step in found.steps:
-            args, kwargs = map_arg((step.args, step.kwargs), lambda read: made.get(read, read))
-            kept = changed(step.kept, fqn=like.fqn, source=like.source, recompute=like.recompute)
-            made[step.node] = self._emit.repeated(step.target, args, kwargs, step.name, kept, step.is_zero)
-        return {made[operand]: made[gradient] for operand, gradient in found.gradients}
+        copies = dict(zip(recipe.inputs, request.inputs, strict=True))
+        for step in recipe.steps:
+            args, kwargs = map_arg((step.args, step.kwargs), lambda read: copies.get(read, read))
+            noted = changed(step.kept, fqn=like.fqn, source=like.source, recompute=like.recompute)
+            copies[step.node] = self._emit.repeated(step.target, args, kwargs, step.name, noted, step.is_zero)
+        return {copies[operand]: copies[gradient] for operand, gradient in recipe.gradients}
 
-    def learn(self, asked: Asked, start: int, gradients: Mapping[fx.Node, fx.Node]) -> None:
+    def learn(self, request: Asked, start: int, gradients: Mapping[fx.Node, fx.Node]) -> None:
         """Remembers what was emitted of a call.
 
         Args:
             start: how many nodes `emit.made` had before.
         """
         emitted = self._emit.made[start:]
-        if asked.key is None or any(each is None for each in emitted):
+        if request.key is None or any(entry is None for entry in emitted):
             return
-        steps, known = list[_Step](), set(asked.inputs)
-        for node, name in (each for each in emitted if each is not None):
+        steps, known = list[_Step](), set(request.inputs)
+        for node, name in (entry for entry in emitted if entry is not None):
             if note(node).phase != BACKWARD or not all(
                 read in known or _is_number(read) for read in node.all_input_nodes
             ):
@@ -140,7 +140,7 @@ class Repeats:
             is_zero = self._emit.is_zero(node)
             steps.append(_Step(node, name, node.target, node.args, node.kwargs, note(node), is_zero))
         if known.issuperset(gradients.values()):
-            self._known[asked.key] = _Recipe(asked.inputs, tuple(steps), tuple(gradients.items()))
+            self._known[request.key] = _Recipe(request.inputs, tuple(steps), tuple(gradients.items()))
 
 
 def _is_number(node: fx.Node) -> bool:

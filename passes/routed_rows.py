@@ -87,10 +87,10 @@ def routed(program: Program) -> list[Routed]:
 
 
 def _item(source: fx.Node, index: int) -> fx.Node:
-    found = next((user for user in source.users if user.target is operator.getitem and user.args[1] == index), None)
-    if found is None:
+    part = next((user for user in source.users if user.target is operator.getitem and user.args[1] == index), None)
+    if part is None:
         raise PassError("nothing takes its order and its counts", where=describe(source), remedy="drop it")
-    return found
+    return part
 
 
 def _region(sort: fx.Node) -> Routed:
@@ -117,10 +117,10 @@ def _region(sort: fx.Node) -> Routed:
             continue
         else:
             _check(node, rows)
-            own = [operand for operand in used if operand in rows]
-            if counted.intersection(own):
+            row_operands = [operand for operand in used if operand in rows]
+            if counted.intersection(row_operands):
                 counted.add(node)
-            if all(operand in holders for operand in own):
+            if all(operand in holders for operand in row_operands):
                 holders.add(node)
         if node in grouped and any(o in counted and o not in holders for o in used):
             _refuse(node, "it computes experts of rows that are weighed already")
@@ -156,8 +156,8 @@ def _check(node: fx.Node, rows: Mapping[fx.Node, None]) -> None:
     if node.target is aten.view.default and all(isinstance(size, int) for size in kinds[0].shape[1:]):
         return
     if node.target in _ALONG:
-        given, rank = bind_arguments(node), len(tensor_type(operands(node)[0]).shape)
-        dim = given.get("dim", 0)
+        args, rank = bind_arguments(node), len(tensor_type(operands(node)[0]).shape)
+        dim = args.get("dim", 0)
         if isinstance(dim, int) and dim % (rank + (node.target is aten.unsqueeze.default)) != 0:
             return
     _refuse(node, "it is not known to compute each row by itself")

@@ -62,13 +62,13 @@ def for_all_rows(sort: ChosenRows, value: fx.Node, trail: int) -> fx.Node | None
 
     None where its leading dimensions are more than that, and not all 1.
     """
-    own = tensor_type(value).shape
-    if len(own) <= trail:
+    shape = tensor_type(value).shape
+    if len(shape) <= trail:
         return value
-    kept = own[len(own) - trail :]
-    if not is_written(kept) or product(own[: len(own) - trail]) != 1:
+    trailing = shape[len(shape) - trail :]
+    if not is_written(trailing) or product(shape[: len(shape) - trail]) != 1:
         return None
-    return sort.emit.view(value, list(kept), kept)
+    return sort.emit.view(value, list(trailing), trailing)
 
 
 def pointwise(sort: ChosenRows, node: fx.Node, others: Mapping[fx.Node, fx.Node], lead: int) -> fx.Node:
@@ -91,9 +91,9 @@ def along(sort: ChosenRows, node: fx.Node, others: Mapping[fx.Node, fx.Node], le
     args: list[Any] = list(fx.map_arg(node.args, lambda arg: others.get(arg, arg)))
     kwargs: dict[str, Any] = fx.map_arg(node.kwargs, lambda arg: others.get(arg, arg))
     names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
-    place, own = names.index("dim"), dim % rank - lead + 1
+    place, row_dim = names.index("dim"), dim % rank - lead + 1
     if place < len(args):
-        args[place] = own
+        args[place] = row_dim
     else:
-        kwargs["dim"] = own
+        kwargs["dim"] = row_dim
     return sort.emit.call(node.target, args, kinds[0] if is_tensor(node) else kinds, **kwargs)

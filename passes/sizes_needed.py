@@ -29,11 +29,11 @@ def sizes_needed(program: Program) -> Needs:
     conditions = program.conditions
     derivatives = Derivatives(program.all_symbols, conditions)
     for call in _calls(program):
-        found = derivatives.needs(*call)
-        if found.numbers:
-            return Needs(conditions, found.numbers)
-        if found.conditions:
-            conditions = (*conditions, *found.conditions)
+        needs = derivatives.needs(*call)
+        if needs.numbers:
+            return Needs(conditions, needs.numbers)
+        if needs.conditions:
+            conditions = (*conditions, *needs.conditions)
             derivatives = Derivatives(program.all_symbols, conditions)
     return Needs(conditions)
 
@@ -47,14 +47,14 @@ def is_differentiable(program: Program) -> bool:
 def _calls(program: Program) -> Iterator[tuple[fx.Node, Any, Any, list[bool], list[bool]]]:
     """What `differentiate` asks PyTorch for, as `Derivatives.of` takes it."""
     flags = carried(program)
-    wanted = reached(program, flags)
+    needed = reached(program, flags)
     for node in program.graph.nodes:
-        if node not in wanted or not _is_traced(node):
+        if node not in needed or not _is_traced(node):
             continue
         args, kwargs = whole_call_of(program, node)
-        inputs = [any(flags[each]) and all(kind.is_float for kind in output_types(each)) for each in operands(node)]
+        inputs = [any(flags[read]) and all(kind.is_float for kind in output_types(read)) for read in operands(node)]
         items = items_of(node) if isinstance(note(node).type, tuple) else {0: node}
-        yield node, args, kwargs, inputs, [i in items and items[i] in wanted for i in range(len(output_types(node)))]
+        yield node, args, kwargs, inputs, [i in items and items[i] in needed for i in range(len(output_types(node)))]
 
 
 def _is_traced(node: fx.Node) -> bool:

@@ -144,16 +144,16 @@ def _kind(node: fx.Node, known: _Fact, facts: Mapping[fx.Node, _Fact]) -> _Kind 
             return _Kind.TOKENS if argument(node, 1) == tensor_type(known.choice).shape[-1] else None
         return _Kind.INVERSE if target in _ARGSORTS and _ascends(node) else None
     if kind is _Kind.MARKS and target is aten.sum.dim_IntList:
-        rank, given = len(tensor_type(argument(node, 0)).shape), bind_arguments(node)
-        dims = {int(dim) % rank for dim in given["dim"] or ()}
-        return _Kind.COUNTS if dims == set(range(rank - 1)) and not given.get("keepdim", False) else None
+        rank, bound = len(tensor_type(argument(node, 0)).shape), bind_arguments(node)
+        dims = {int(dim) % rank for dim in bound["dim"] or ()}
+        return _Kind.COUNTS if dims == set(range(rank - 1)) and not bound.get("keepdim", False) else None
     if kind is _Kind.COUNTS and target is aten.cumsum.default:
         return _Kind.ENDS
     return _Kind.SIZES if kind is _Kind.ENDS and target is fxp.group_sizes.default else None
 
 
 def _of_choice(node: fx.Node) -> _Kind | None:
-    target, given = node.target, bind_arguments(node)
+    target, bound = node.target, bind_arguments(node)
     if target in SHAPED:
         return _Kind.CHOICE
     is_flat = len(tensor_type(argument(node, 0)).shape) == 1
@@ -162,10 +162,10 @@ def _of_choice(node: fx.Node) -> _Kind | None:
     if is_flat and target in _ARGSORTS and _ascends(node):
         return _Kind.ORDER
     if target is aten.histc.default:
-        count = given.get("bins", 100)
-        return _Kind.COUNTS if given.get("min", 0) == 0 and given.get("max", 0) in (count, count - 1) else None
-    is_marked = target is aten.one_hot.default and given.get("num_classes", -1) != -1
-    return _Kind.MARKS if is_marked or (target is aten.eq.Tensor and _numbers(given["other"])) else None
+        count = bound.get("bins", 100)
+        return _Kind.COUNTS if bound.get("min", 0) == 0 and bound.get("max", 0) in (count, count - 1) else None
+    is_marked = target is aten.one_hot.default and bound.get("num_classes", -1) != -1
+    return _Kind.MARKS if is_marked or (target is aten.eq.Tensor and _numbers(bound["other"])) else None
 
 
 def _numbers(value: Any) -> bool:
@@ -198,9 +198,9 @@ class _Layer(ChosenRows):
             writer = _WRITERS.get(node.target)
             if node.op == "call_function" and writer is not None:
                 emit.like(node)
-                made = writer(self, node, bind_arguments(node))
-                if made is not None:
-                    node.replace_all_uses_with(made)
+                rewritten = writer(self, node, bind_arguments(node))
+                if rewritten is not None:
+                    node.replace_all_uses_with(rewritten)
                     self.graph.erase_node(node)
         self._give_order()
 
@@ -260,9 +260,9 @@ class _Layer(ChosenRows):
         weighed = None
         if (k > 1 or size == self.tokens) and len(rows.users) == 1:  # nothing else reads what is weighed
             weighed = self.weighed(rows)
-        made = self.put(rows, size, k) if weighed is None else self.put_weighed(*weighed, kind.dtype)
+        placed = self.put(rows, size, k) if weighed is None else self.put_weighed(*weighed, kind.dtype)
         shape = TensorType(kind.dtype, (size, kind.shape[1]))
-        return made if is_zero else self.emit.call(aten.add.Tensor, (base, made), shape)
+        return placed if is_zero else self.emit.call(aten.add.Tensor, (base, placed), shape)
 
 
 def _is_zero(value: Any) -> bool:
@@ -271,55 +271,55 @@ def _is_zero(value: Any) -> bool:
     return bool(value.target in _ZEROS or (value.target is aten.full.default and argument(value, 1) in (0, False)))
 
 
-def _index(layer: _Layer, node: fx.Node, given: Mapping[str, Any]) -> fx.Node | None:
-    if len(given["indices"]) != 1:
+def _index(layer: _Layer, node: fx.Node, bound: Mapping[str, Any]) -> fx.Node | None:
+    if len(bound["indices"]) != 1:
         return None
-    places = layer.kind(given["indices"][0])
+    places = layer.kind(bound["indices"][0])
     if places is _Kind.INVERSE:
         kind = tensor_type(node)
-        args = given["self"], layer.order, layer.count(layer.rows), 1
-        is_rows = len(kind.shape) == 2 and tensor_type(given["self"]).shape == kind.shape
+        args = bound["self"], layer.order, layer.count(layer.rows), 1
+        is_rows = len(kind.shape) == 2 and tensor_type(bound["self"]).shape == kind.shape
         return layer.emit.call(fxp.put_rows.default, args, kind) if is_rows else None
-    return layer.take(given["self"], places)
+    return layer.take(bound["self"], places)
 
 
-def _select(layer: _Layer, node: fx.Node, given: Mapping[str, Any]) -> fx.Node | None:
-    return layer.take(given["self"], layer.kind(given["index"])) if given["dim"] == 0 else None
+def _select(layer: _Layer, node: fx.Node, bound: Mapping[str, Any]) -> fx.Node | None:
+    return layer.take(bound["self"], layer.kind(bound["index"])) if bound["dim"] == 0 else None
 
 
-def _gather(layer: _Layer, node: fx.Node, given: Mapping[str, Any]) -> fx.Node | None:
-    is_whole = tensor_type(given["index"]).shape[1:] == tensor_type(given["self"]).shape[1:]
-    flat = layer.kind(given["index"])
-    if flat is not None and len(tensor_type(given["index"]).shape) == 1:
-        return layer.take(given["self"], flat)
-    return layer.take(given["self"], layer.along_rows(given["index"])) if given["dim"] == 0 and is_whole else None
+def _gather(layer: _Layer, node: fx.Node, bound: Mapping[str, Any]) -> fx.Node | None:
+    is_whole = tensor_type(bound["index"]).shape[1:] == tensor_type(bound["self"]).shape[1:]
+    flat = layer.kind(bound["index"])
+    if flat is not None and len(tensor_type(bound["index"]).shape) == 1:
+        return layer.take(bound["self"], flat)
+    return layer.take(bound["self"], layer.along_rows(bound["index"])) if bound["dim"] == 0 and is_whole else None
 
 
-def _add(layer: _Layer, node: fx.Node, given: Mapping[str, Any]) -> fx.Node | None:
-    if given["dim"] != 0 or given.get("alpha", 1) != 1:
+def _add(layer: _Layer, node: fx.Node, bound: Mapping[str, Any]) -> fx.Node | None:
+    if bound["dim"] != 0 or bound.get("alpha", 1) != 1:
         return None
-    rows, wide = given[_ADDS[node.target]], node.target is aten.scatter_add.default
-    if wide and tensor_type(given["index"]).shape != tensor_type(rows).shape:
+    rows, wide = bound[_ADDS[node.target]], node.target is aten.scatter_add.default
+    if wide and tensor_type(bound["index"]).shape != tensor_type(rows).shape:
         return None
-    return layer.put_at(given["self"], (layer.along_rows if wide else layer.kind)(given["index"]), rows, True)
+    return layer.put_at(bound["self"], (layer.along_rows if wide else layer.kind)(bound["index"]), rows, True)
 
 
-def _put(layer: _Layer, node: fx.Node, given: Mapping[str, Any]) -> fx.Node | None:
-    if len(given["indices"]) != 1:
+def _put(layer: _Layer, node: fx.Node, bound: Mapping[str, Any]) -> fx.Node | None:
+    if len(bound["indices"]) != 1:
         return None
     return layer.put_at(
-        given["self"], layer.kind(given["indices"][0]), given["values"], bool(given.get("accumulate", False))
+        bound["self"], layer.kind(bound["indices"][0]), bound["values"], bool(bound.get("accumulate", False))
     )
 
 
-def _product(layer: _Layer, node: fx.Node, given: Mapping[str, Any]) -> None:
+def _product(layer: _Layer, node: fx.Node, bound: Mapping[str, Any]) -> None:
     """Counts are those of the sort, matrices those that the author holds."""
-    if layer.kind(given["counts"]) is not _Kind.SIZES:
+    if layer.kind(bound["counts"]) is not _Kind.SIZES:
         return
-    weight, transposed = given["weight"], given["transposed"]
+    weight, transposed = bound["weight"], bound["transposed"]
     if weight.target is aten.transpose.int and {dim % 3 for dim in weight.args[1:]} == {1, 2}:
         weight, transposed = argument(weight, 0), not transposed
-    node.args = (given["x"], weight, layer.counts, transposed)
+    node.args = (bound["x"], weight, layer.counts, transposed)
 
 
 _WRITERS: Mapping[Any, Callable[[_Layer, fx.Node, Mapping[str, Any]], fx.Node | None]] = {

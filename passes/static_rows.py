@@ -42,9 +42,9 @@ class StaticRows:
     def __init__(self, program: Program, region: Routed, holders: Mapping[str, int]) -> None:
         self.region, self.holders = region, holders
         self.blocks = prod(holders.values())
-        given = program.plan.receive_budget
+        budget = program.plan.receive_budget
         # As it is written: of 1.1 no binary fraction is meant.
-        self._budget = None if given is None else Fraction(str(given))
+        self._budget = None if budget is None else Fraction(str(budget))
         self.excess: fx.Node | None = None
         self.own = _shared_out(region, self.blocks)
         self.emit = Emitter(program.graph, region.sort)
@@ -55,9 +55,9 @@ class StaticRows:
         self.axes = list(self.cut.axes)
         self.lead = tuple(self.cut.axes.values())
         self.held = [i for i, axis in enumerate(self.axes) if axis in holders]
-        kept = [i for i in range(len(self.axes)) if i not in self.held]
-        self.outer = [i for i in kept if self.axes[i] in self.cut.batch]
-        self.merged = [*(i for i in kept if i not in self.outer), *self.held]
+        others = [i for i in range(len(self.axes)) if i not in self.held]
+        self.outer = [i for i in others if self.axes[i] in self.cut.batch]
+        self.merged = [*(i for i in others if i not in self.outer), *self.held]
         self.sources = prod(self.lead[i] for i in self.merged)
         # Leading dimensions of what a holder has.
         self.here = (*(self.lead[i] for i in self.outer), *holders.values())
@@ -75,9 +75,9 @@ class StaticRows:
         """A source's rows by expert, and how many each has."""
         emit, experts, lead = self.emit, self.region.experts, self.lead
         # Those that are kept are apart already, but where tensor ranks do not share tokens out.
-        kept = None if self._limit is None else self._limit.kept
-        is_apart = kept is not None and tensor_type(kept).shape[:-2] == lead
-        chosen = kept if kept is not None and is_apart else self.cut.apart(indices, 1, fill=experts)
+        kept_pairs = None if self._limit is None else self._limit.kept
+        is_apart = kept_pairs is not None and tensor_type(kept_pairs).shape[:-2] == lead
+        chosen = kept_pairs if kept_pairs is not None and is_apart else self.cut.apart(indices, 1, fill=experts)
         self._tokens = tensor_type(chosen).shape[-2]
         self._token_node = emit.size(chosen, len(lead))
         rows, integer = simplify(self._tokens * self.region.k), torch.int64
@@ -132,8 +132,8 @@ class StaticRows:
         """As many as tokens may need, or as the budget has, where that is less."""
         emit, most, budget = self.emit, Fraction(min(self.region.k, self.own)), self._budget
         limited = self._limit is not None and self._limit.part * self.own < most
-        kept = self._limit.part * self.own if self._limit is not None and limited else most
-        self.is_budgeted = budget is not None and self.region.k * budget < kept * self.blocks
+        allowed = self._limit.part * self.own if self._limit is not None and limited else most
+        self.is_budgeted = budget is not None and self.region.k * budget < allowed * self.blocks
         if budget is not None and self.is_budgeted:
             return emit.part(self._token_node, self._tokens, self.region.k * budget / self.blocks)
         if self._limit is None or not limited:
@@ -177,8 +177,8 @@ class StaticRows:
     @property
     def _row_node_here(self) -> fx.Node:
         """The same as a number."""
-        made: fx.Node = self._row_node
-        return made
+        row_node: fx.Node = self._row_node
+        return row_node
 
     @property
     def counts_here(self) -> fx.Node:
@@ -188,29 +188,29 @@ class StaticRows:
     def _taken(self, node: fx.Node) -> fx.Node:
         value, _, k = node.args
         assert isinstance(value, fx.Node)
-        own = self.cut.apart(value, self.region.k // int(k))  # type: ignore[arg-type]
+        tokens = self.cut.apart(value, self.region.k // int(k))  # type: ignore[arg-type]
         kind = TensorType(tensor_type(node).dtype, (*tensor_type(self._places).shape, *tensor_type(node).shape[1:]))
-        return self.emit.call(fxp.take_rows.default, (own, self._places, k), kind)
+        return self.emit.call(fxp.take_rows.default, (tokens, self._places, k), kind)
 
     def _put(self, node: fx.Node) -> fx.Node:
-        value, given, *rest = node.args
+        value, weights_or_order, *rest = node.args
         assert isinstance(value, fx.Node)
-        assert isinstance(given, fx.Node)
+        assert isinstance(weights_or_order, fx.Node)
         emit, dtype, width = self.emit, tensor_type(node).dtype, tensor_type(node).shape[-1]
         if node.target is fxp.put_weighed.default:
-            args: tuple[Any, ...] = self._returned(value), self.cut.apart(given, 1), self._places, rest[-1]
+            args: tuple[Any, ...] = self._returned(value), self.cut.apart(weights_or_order, 1), self._places, rest[-1]
             return self.cut.together(emit.call(node.target, args, TensorType(dtype, (*self.lead, self._tokens, width))))
         # Of each pair alone where they are not added up: a token's stand together.
         times = self.region.k // int(rest[-1])  # type: ignore[arg-type]
         count = self._token_node if times == 1 else emit.number(operator.mul, self._token_node, times)
         shape = (*self.lead, simplify(self._tokens * times), width)
         args = self._returned(value), self._places, count, rest[-1]
-        made = emit.call(node.target, args, TensorType(dtype, shape))
+        tokens = emit.call(node.target, args, TensorType(dtype, shape))
         if times == 1:
-            return self.cut.together(made)
+            return self.cut.together(tokens)
         wide = (*self.lead, self._tokens, width * times)
-        made = self.cut.together(emit.view(made, (*self.lead, -1, width * times), wide))
-        return emit.view(made, (-1, width), tensor_type(node).shape)
+        tokens = self.cut.together(emit.view(tokens, (*self.lead, -1, width * times), wide))
+        return emit.view(tokens, (-1, width), tensor_type(node).shape)
 
     def _computed(self, node: fx.Node, operand: _Operand, rows: tuple[Size, ...], many: Any) -> fx.Node:
         """An operation over rows of another shape.
@@ -222,8 +222,8 @@ class StaticRows:
         kinds = tuple(TensorType(kind.dtype, (*rows, *kind.shape[1:])) for kind in output_types(node))
         if node.target is aten.view.default:
             (kind,), lead = kinds, len(rows) - 1
-            own = others[node.args[0]]  # type: ignore[index]
-            return self.emit.view(own, (*kind.shape[:lead], many, *kind.shape[lead + 1 :]), kind.shape)
+            viewed = others[node.args[0]]  # type: ignore[index]
+            return self.emit.view(viewed, (*kind.shape[:lead], many, *kind.shape[lead + 1 :]), kind.shape)
         is_one = isinstance(note(node).type, TensorType)
         return self.emit.shifted(node, others, kinds[0] if is_one else kinds, len(rows) - 1)
 
@@ -246,12 +246,12 @@ class StaticRows:
         if not self.holders:
             return self._source[value] if value in self._source else self._holder[value]
         if value not in self._holder:
-            own, (node, size) = self._source[value], self.capacity
-            width, sizes = tensor_type(own).shape[-1], tuple(self.holders.values())
-            parts = self.emit.view(own, (*self.lead, *sizes, node, width), (*self.lead, *sizes, size, width))
+            source_rows, (node, size) = self._source[value], self.capacity
+            width, sizes = tensor_type(source_rows).shape[-1], tuple(self.holders.values())
+            parts = self.emit.view(source_rows, (*self.lead, *sizes, node, width), (*self.lead, *sizes, size, width))
             rows = tensor_type(self._by_expert).shape
             there = self.emit.view(self._there(parts), (*self.here, -1, width), (*rows, width))
-            kind = TensorType(tensor_type(own).dtype, (*rows, width))
+            kind = TensorType(tensor_type(source_rows).dtype, (*rows, width))
             self._holder[value] = self.emit.call(fxp.take_rows.default, (there, self._by_expert, 1), kind)
         return self._holder[value]
 
@@ -260,8 +260,8 @@ class StaticRows:
         if not self.holders:
             return self._sent(value)
         if value not in self._source:
-            own = self._holder[value]
-            placed = self.emit.call(fxp.put_rows.default, (own, self._by_expert, self._row_node, 1), tensor_type(own))
+            rows = self._holder[value]
+            placed = self.emit.call(fxp.put_rows.default, (rows, self._by_expert, self._row_node, 1), tensor_type(rows))
             self._source[value] = self._back(placed)
         return self._source[value]
 
@@ -282,11 +282,11 @@ class StaticRows:
         place = {dim: i for i, dim in enumerate(self.outer)} | {dim: front + i for i, dim in enumerate(self.merged)}
         rank = len(self.here) + len(merged)
         dims = [*(place[i] for i in range(len(self.lead))), *range(outer, front), rank, rank + 1]
-        made = emit.permute(parts, dims)
+        returned = emit.permute(parts, dims)
         for index, axis in enumerate(self.axes):
             if index in self.merged:
-                made = emit.over(made, index, axis)
-        return emit.view(made, (*self.lead, -1, width), (*self.lead, simplify(self.blocks * size), width))
+                returned = emit.over(returned, index, axis)
+        return emit.view(returned, (*self.lead, -1, width), (*self.lead, simplify(self.blocks * size), width))
 
     def _weight(self, value: fx.Node) -> fx.Node:
         """[experts, …] → [holders, experts of each, …], cut over them."""
@@ -294,19 +294,19 @@ class StaticRows:
             return value
         if value not in self._weights:
             shape = (*self.holders.values(), self.own, *tensor_type(value).shape[1:])
-            made = self.emit.view(value, shape, shape)
+            weight = self.emit.view(value, shape, shape)
             for dim, axis in enumerate(self.holders):
-                made = self.emit.over(made, dim, axis)
-            self._weights[value] = made
+                weight = self.emit.over(weight, dim, axis)
+            self._weights[value] = weight
         return self._weights[value]
 
 
 def _shared_out(region: Routed, ranks: int) -> int:
-    own = divide(region.experts, ranks)
-    if own is None:
+    local_experts = divide(region.experts, ranks)
+    if local_experts is None:
         raise PlanError(
             f"{region.experts} experts are not shared out evenly by {ranks} ranks",
             where=describe(region.sort),
             remedy=f"choose an ep that divides {region.experts}",
         )
-    return int(own)
+    return int(local_experts)

@@ -62,13 +62,13 @@ class Emitter:
     def call(self, target: Any, args: Sequence[Any], kind: Any, **kwargs: Any) -> fx.Node:
         """An operation."""
         with self.graph.inserting_before(self._place):
-            made = self.graph.create_node("call_function", target, tuple(args), kwargs)
-        return set_note(made, replace(self._note, type=kind))
+            node = self.graph.create_node("call_function", target, tuple(args), kwargs)
+        return set_note(node, replace(self._note, type=kind))
 
     def several(self, target: Any, args: Sequence[Any], kinds: tuple[TensorType, ...]) -> list[fx.Node]:
         """The results of an operation of several."""
-        made = self.call(target, args, kinds)
-        return [self.call(operator.getitem, (made, index), kind) for index, kind in enumerate(kinds)]
+        source = self.call(target, args, kinds)
+        return [self.call(operator.getitem, (source, index), kind) for index, kind in enumerate(kinds)]
 
     def view(self, x: fx.Node, sizes: Sequence[Any], shape: Sequence[Size]) -> fx.Node:
         """The same elements in another shape.
@@ -171,39 +171,39 @@ class TokenCut:
         emit, kind = self.emit, tensor_type(value)
         width, data = kind.shape[-1], tuple(self.batch.values())
         if self.sequence is None:
-            own = self._shared_out(kind.shape[0])
-            return emit.view(value, (*data, -1, width), (*data, own, width))
+            local_rows = self._shared_out(kind.shape[0])
+            return emit.view(value, (*data, -1, width), (*data, local_rows, width))
         assert self.part is not None
         (node, length), (part_node, part), n = self.sequence, self.part, self.ranks
         rows = divide(kind.shape[0], length * per_token)
         assert rows is not None
         wide = per_token * width
-        made = emit.view(value, (-1, node, wide), (rows, length, wide))
+        blocks = emit.view(value, (-1, node, wide), (rows, length, wide))
         whole = simplify(part * n)
         if whole != length:
-            padded = (made, emit.number(operator.mul, part_node, n), fill)
-            made = emit.call(fxp.resize_rows.default, padded, TensorType(kind.dtype, (rows, whole, wide)))
-        own = self._shared_out(rows)
-        shape = (*data, own, n, part, wide)
-        made = emit.view(made, (*data, -1, n, part_node, wide), shape)
+            padded = (blocks, emit.number(operator.mul, part_node, n), fill)
+            blocks = emit.call(fxp.resize_rows.default, padded, TensorType(kind.dtype, (rows, whole, wide)))
+        local_rows = self._shared_out(rows)
+        shape = (*data, local_rows, n, part, wide)
+        blocks = emit.view(blocks, (*data, -1, n, part_node, wide), shape)
         front = list(range(len(data)))
-        made = emit.permute(made, [*front, len(data) + 1, len(data), len(data) + 2, len(data) + 3])
+        blocks = emit.permute(blocks, [*front, len(data) + 1, len(data), len(data) + 2, len(data) + 3])
         for axis in self.axes:
             if axis not in self.batch:
-                made = emit.over(made, len(data), axis)
-        tokens = simplify(own * part * per_token)
-        return emit.view(made, (*data, n, -1, width), (*data, n, tokens, width))
+                blocks = emit.over(blocks, len(data), axis)
+        tokens = simplify(local_rows * part * per_token)
+        return emit.view(blocks, (*data, n, -1, width), (*data, n, tokens, width))
 
     def _shared_out(self, rows: Size) -> Size:
         """What each data rank has of so many rows."""
-        own = divide(rows, product(self.batch.values()))
-        if own is None:
+        local_rows = divide(rows, product(self.batch.values()))
+        if local_rows is None:
             raise PassError(
                 f"{rows} rows are not shared out evenly by data ranks",
                 where="dispatch_experts",
                 remedy="run divide_batch",
             )
-        return own
+        return local_rows
 
     def together(self, value: fx.Node) -> fx.Node:
         """[lead, own tokens, f] → [tokens, f], without padding."""
@@ -213,17 +213,17 @@ class TokenCut:
             return emit.view(value, (-1, width), (simplify(product(data) * kind.shape[-2]), width))
         assert self.part is not None
         (node, length), (part_node, part), n = self.sequence, self.part, self.ranks
-        own = divide(kind.shape[-2], part)
-        assert own is not None
-        made = emit.view(value, (*data, n, -1, part_node, width), (*data, n, own, part, width))
-        made = emit.permute(made, [*range(len(data)), len(data) + 1, len(data), len(data) + 2, len(data) + 3])
-        rows, whole = simplify(product(data) * own), simplify(part * n)
+        local_rows = divide(kind.shape[-2], part)
+        assert local_rows is not None
+        blocks = emit.view(value, (*data, n, -1, part_node, width), (*data, n, local_rows, part, width))
+        blocks = emit.permute(blocks, [*range(len(data)), len(data) + 1, len(data), len(data) + 2, len(data) + 3])
+        rows, whole = simplify(product(data) * local_rows), simplify(part * n)
         whole_node = emit.number(operator.mul, part_node, n)
-        made = emit.view(made, (-1, whole_node, width), (rows, whole, width))
+        blocks = emit.view(blocks, (-1, whole_node, width), (rows, whole, width))
         if whole != length:
             kind = TensorType(kind.dtype, (rows, length, width))
-            made = emit.call(fxp.resize_rows.default, (made, node, 0), kind)
-        return emit.view(made, (-1, width), (simplify(rows * length), width))
+            blocks = emit.call(fxp.resize_rows.default, (blocks, node, 0), kind)
+        return emit.view(blocks, (-1, width), (simplify(rows * length), width))
 
 
 def token_cut(program: Program, emit: Emitter, tokens: Size, where: str, *, shared: bool) -> TokenCut:

@@ -68,11 +68,11 @@ def _is_cut(program: Program, node: fx.Node, axis: str) -> bool:
 def _replace(node: fx.Node, axis: str) -> None:
     target = COMPOSITE_OF[node.target]
     takes = {name: p.default for name, p in target.signature.parameters.items() if name != "axis"}
-    given: dict[str, Any] = {name: value for name, value in bind_arguments(node).items() if name in takes}
+    bound: dict[str, Any] = {name: value for name, value in bind_arguments(node).items() if name in takes}
     defaults = {name: value for name, value in takes.items() if value is not inspect.Parameter.empty}
     names = list(takes)
-    while names and names[-1] in defaults and given.get(names[-1], defaults[names[-1]]) == defaults[names[-1]]:
+    while names and names[-1] in defaults and bound.get(names[-1], defaults[names[-1]]) == defaults[names[-1]]:
         names = names[:-1]
-    node.args, node.kwargs = tuple(given.get(name, defaults.get(name)) for name in names), {"axis": axis}
+    node.args, node.kwargs = tuple(bound.get(name, defaults.get(name)) for name in names), {"axis": axis}
     node.target = target
     update(node, role="vocab")

@@ -41,10 +41,10 @@ def whole_call_of(program: Program, node: fx.Node) -> Arguments:
         source, dim = operands(node)[0], int(bind_arguments(node).get("dim", 0))
         return (source, [_number(kind.shape[dim]) for kind in output_types(node)], dim), {}
     if node.target is aten.slice.Tensor and output_layouts(node):
-        found = whole_call(call_of(node, 1), output_layouts(operands(node)[0])[0], program.axes)
-        if isinstance(found, Refusal):
-            raise PassError(found.reason, where=describe(node))
-        bounds = [found.get(name) for name in ("dim", "start", "end", "step")]
+        call = whole_call(call_of(node, 1), output_layouts(operands(node)[0])[0], program.axes)
+        if isinstance(call, Refusal):
+            raise PassError(call.reason, where=describe(node))
+        bounds = [call.get(name) for name in ("dim", "start", "end", "step")]
         return (operands(node)[0], *(_number(bound) for bound in bounds)), {}
     return node.args, dict(node.kwargs)
 
