@@ -54,8 +54,8 @@ class Cost:
 
     def __post_init__(self) -> None:
         if not any(self._wrong_axes()):
-            own = {axis: MappingProxyType(dict(sorted(given.items()))) for axis, given in sorted(self.axes.items())}
-            object.__setattr__(self, "axes", MappingProxyType(own))
+            axes = {axis: MappingProxyType(dict(sorted(link.items()))) for axis, link in sorted(self.axes.items())}
+            object.__setattr__(self, "axes", MappingProxyType(axes))
 
     def __hash__(self) -> int:
         return hash(repr(self))
@@ -82,31 +82,31 @@ class Cost:
         if not isinstance(self.axes, Mapping):
             yield f"cost.axes={shown(self.axes)} is no mapping: write {{'dp': {{'bandwidth': …}}}}"
             return
-        for axis, own in self.axes.items():
+        for axis, link in self.axes.items():
             if axis not in PURPOSES:
                 yield f"cost.axes has the unknown axis {shown(axis)}: choose from {', '.join(PURPOSES)}"
-            elif not isinstance(own, Mapping) or not own or not set(own) <= set(_OF_AXES):
-                yield f"cost.axes[{axis!r}]={shown(own)} is no mapping of {' and '.join(_OF_AXES)}: give one or both"
+            elif not isinstance(link, Mapping) or not link or not set(link) <= set(_OF_AXES):
+                yield f"cost.axes[{axis!r}]={shown(link)} is no mapping of {' and '.join(_OF_AXES)}: give one or both"
             else:
-                for name, value in own.items():
+                for name, value in link.items():
                     yield from _wrong_number(f"cost.axes[{axis!r}].{name}", value)
 
     def on(self, axes: Iterable[str]) -> Cost:
         """The constants for what some axes communicate: joined ones have the slowest of their links."""
         if not self.axes:
             return self
-        own = [self.axes.get(axis) or self.axes.get(axis.partition("_")[0], {}) for axis in axes]  # dp_in is of dp
+        links = [self.axes.get(axis) or self.axes.get(axis.partition("_")[0], {}) for axis in axes]  # dp_in is of dp
         return replace(
             self,
-            bandwidth=min((given.get("bandwidth", self.bandwidth) for given in own), default=self.bandwidth),
-            latency=max((given.get("latency", self.latency) for given in own), default=self.latency),
+            bandwidth=min((link.get("bandwidth", self.bandwidth) for link in links), default=self.bandwidth),
+            latency=max((link.get("latency", self.latency) for link in links), default=self.latency),
             axes={},
         )
 
     def to_dict(self) -> dict[str, Any]:
         """What differs from the defaults, in plain values."""
         values = {entry.name: getattr(self, entry.name) for entry in fields(self)}
-        values["axes"] = {axis: dict(own) for axis, own in self.axes.items()}
+        values["axes"] = {axis: dict(link) for axis, link in self.axes.items()}
         return {name: value for name, value in values.items() if value != getattr(_USUAL, name)}
 
 

@@ -72,8 +72,8 @@ def _wrong_capacity(plan: Plan) -> Iterator[str]:
     if type(plan.pad_to_capacity) is not bool:
         yield f"pad_to_capacity={shown(plan.pad_to_capacity)} is neither True nor False: write one of them"
     if factor is None:
-        given = {"drop_policy": plan.drop_policy != DROP_POLICIES[0], "pad_to_capacity": plan.pad_to_capacity is True}
-        for name in (name for name, is_given in given.items() if is_given):
+        options = {"drop_policy": plan.drop_policy != DROP_POLICIES[0], "pad_to_capacity": plan.pad_to_capacity is True}
+        for name in (name for name, is_given in options.items() if is_given):
             yield f"{name} is of a capacity_factor: give one, or leave {name} out"
         return
     if type(factor) not in (int, float) or not 0 < factor < 2**16:

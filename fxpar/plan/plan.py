@@ -352,15 +352,15 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """What differs from the defaults, in plain values."""
-        found = changed(self, Plan())
-        found |= {name: dict(found[name]) for name in _MAPPINGS if name in found}
-        found |= {name: list(found[name]) for name in _GLOBS if name in found}
-        if "stages" in found:
-            found["stages"] = dict(self.stages) if isinstance(self.stages, Mapping) else list(self.stages)
+        values = changed(self, Plan())
+        values |= {name: dict(values[name]) for name in _MAPPINGS if name in values}
+        values |= {name: list(values[name]) for name in _GLOBS if name in values}
+        if "stages" in values:
+            values["stages"] = dict(self.stages) if isinstance(self.stages, Mapping) else list(self.stages)
         for name in _PARTS:
-            if name in found:
-                found[name] = getattr(self, name).to_dict()
-        return found
+            if name in values:
+                values[name] = getattr(self, name).to_dict()
+        return values
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], *, where: str = "plan") -> Plan:
@@ -377,8 +377,8 @@ class Plan:
 
     def to_yaml(self) -> str:
         """Only what differs from the defaults, so that files stay short."""
-        own = self.to_dict()
-        return str(yaml.safe_dump(own, sort_keys=False)) if own else "{}\n"
+        values = self.to_dict()
+        return str(yaml.safe_dump(values, sort_keys=False)) if values else "{}\n"
 
     @classmethod
     def from_yaml(cls, text: str, *, where: str = "plan") -> Plan:
