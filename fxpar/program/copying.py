@@ -16,17 +16,17 @@ from torch.fx.node import map_arg
 _NUMBERED = re.compile(r"([a-zA-Z_][0-9a-zA-Z_]*?)(?:_(\d+))?")  # as fx takes names apart
 
 
-def copy_node(graph: fx.Graph, node: fx.Node, made: Mapping[fx.Node, fx.Node], name: str) -> fx.Node:
+def copy_node(graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node], name: str) -> fx.Node:
     """Copies a node to a graph's insertion point, under a name that is free there.
 
     Most of what `fx.Graph.node_copy` takes is a search of the arguments for symbolic integers, which no program has,
     and one for a name.
 
     Args:
-        made: what stands there for its operands.
+        copies: what stands there for its operands.
     """
-    args = map_arg(node.args, made.__getitem__)
-    kwargs = map_arg(node.kwargs, made.__getitem__) if node.kwargs else node.kwargs
+    args = map_arg(node.args, copies.__getitem__)
+    kwargs = map_arg(node.kwargs, copies.__getitem__) if node.kwargs else node.kwargs
     new = fx.Node(graph, name, node.op, node.target, args, kwargs, node.type)
     _enter(graph, new, name)
     new.meta.update(node.meta)
@@ -53,22 +53,22 @@ def _enter(graph: Any, new: fx.Node, name: str) -> None:
 @lru_cache(maxsize=65536)
 def _taken_apart(name: str) -> tuple[str, int | None]:
     """A name without its number, and that."""
-    found = _NUMBERED.fullmatch(name)
-    base, number = found.groups() if found is not None else (name, None)
+    match = _NUMBERED.fullmatch(name)
+    base, number = match.groups() if match is not None else (name, None)
     return base, None if number is None else int(number)
 
 
 _Record = TypeVar("_Record")
 
 
-def changed(kept: _Record, **changes: Any) -> _Record:
+def changed(record: _Record, **changes: Any) -> _Record:
     """A note with other fields, as `dataclasses.replace` gives it, in a fifth of the time: passes ask for thousands.
 
     Raises:
         TypeError: it has no such field.
     """
-    if not changes.keys() <= kept.__dict__.keys():
-        raise TypeError(f"a note has no {', '.join(changes.keys() - kept.__dict__.keys())}")
-    found = object.__new__(type(kept))
-    found.__dict__.update(kept.__dict__, **changes)
-    return found
+    if not changes.keys() <= record.__dict__.keys():
+        raise TypeError(f"a note has no {', '.join(changes.keys() - record.__dict__.keys())}")
+    new = object.__new__(type(record))
+    new.__dict__.update(record.__dict__, **changes)
+    return new

@@ -63,22 +63,22 @@ def carried(
         inputs: the tensor operands of each node, where they are known.
     """
     trainable = {p.node for p in program.parameters if p.trainable} | {i.node for i in program.inputs if i.carries}
-    found: dict[fx.Node, tuple[bool, ...]] = {}
+    flags: dict[fx.Node, tuple[bool, ...]] = {}
     for node in program.graph.nodes:
         kinds = () if node.op == "output" else output_types(node)
         if not is_forward(node):
-            found[node] = (False,) * len(kinds)  # nothing carries a gradient in the backward
+            flags[node] = (False,) * len(kinds)  # nothing carries a gradient in the backward
         elif node.op == "placeholder":
-            found[node] = tuple(node.name in trainable for _ in kinds)
+            flags[node] = tuple(node.name in trainable for _ in kinds)
         else:
-            found[node] = carried_by(node, kinds, found, None if inputs is None else inputs.get(node))
-    return found
+            flags[node] = carried_by(node, kinds, flags, None if inputs is None else inputs.get(node))
+    return flags
 
 
 def carried_by(
     node: fx.Node,
     kinds: Sequence[TensorType],
-    found: Mapping[fx.Node, tuple[bool, ...]],
+    flags_of: Mapping[fx.Node, tuple[bool, ...]],
     inputs: Sequence[fx.Node] | None = None,
 ) -> tuple[bool, ...]:
     """The flags of a call in the forward, whose outputs are of these types, by those of its operands.
@@ -87,9 +87,9 @@ def carried_by(
         inputs: its tensor operands, where they are known.
     """
     if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
-        flags = found[node.args[0]]
+        flags = flags_of[node.args[0]]
         return (flags[int(node.args[1])],) if flags else ()  # type: ignore[arg-type]
-    flows = not _stops(node.target) and any(True in found[o] for o in (operands(node) if inputs is None else inputs))
+    flows = not _stops(node.target) and any(True in flags_of[o] for o in (operands(node) if inputs is None else inputs))
     return tuple(flows and kind.is_float for kind in kinds)
 
 
@@ -105,8 +105,8 @@ def reached(program: Program, flags: Mapping[fx.Node, tuple[bool, ...]]) -> set[
     """
     ends = program.output_nodes()
     roots = [ends[program.loss]] if program.loss else list(ends.values())
-    found = {node for node in roots if any(flags[node])}
+    nodes = {node for node in roots if any(flags[node])}
     for node in reversed(program.graph.nodes):
-        if any(flags[node]) and any(user in found for user in node.users):
-            found.add(node)
-    return found
+        if any(flags[node]) and any(user in nodes for user in node.users):
+            nodes.add(node)
+    return nodes

@@ -17,7 +17,7 @@ _DROPPED = "fxpar.dropped."
 def load_name(module: str, taken: Sequence[str]) -> str:
     """The output that has the load of a module's experts, by another name than those that are taken."""
     name = f"{_LOAD}{module or 'experts'}"
-    return name if name not in taken else f"{name}#{sum(each.startswith(name) for each in taken)}"
+    return name if name not in taken else f"{name}#{sum(other.startswith(name) for other in taken)}"
 
 
 def is_load(output: str) -> bool:

@@ -112,11 +112,11 @@ def note(node: fx.Node) -> Note:
         KeyError: the node has none (a pass created it without `set_note`).
     """
     try:  # of what a compilation asks nothing is asked more often: nodes without a note are the exception
-        found = node.meta["custom"][_KEY]
+        entry = node.meta["custom"][_KEY]
     except KeyError:
-        found = None
-    if isinstance(found, Note):
-        return found
+        entry = None
+    if isinstance(entry, Note):
+        return entry
     raise KeyError(f"node %{node.name} has no fxpar note")
 
 
@@ -171,9 +171,9 @@ def is_tensor(node: fx.Node) -> bool:
 
 def describe(node: fx.Node) -> str:
     """`%name (fqn, file.py:41)`, of a pipeline with the stage."""
-    kept = note(node)
-    stages = [f"stage {'+'.join(map(str, kept.stages))}"] if kept.stages else []
-    place = ", ".join([part for part in (kept.fqn, kept.source) if part] + stages)
+    node_note = note(node)
+    stages = [f"stage {'+'.join(map(str, node_note.stages))}"] if node_note.stages else []
+    place = ", ".join([part for part in (node_note.fqn, node_note.source) if part] + stages)
     return f"%{node.name} ({place})" if place else f"%{node.name}"
 
 
@@ -288,12 +288,12 @@ class Program:
     def copy(self) -> Program:
         """A program with a graph of its own. Notes are frozen and shared."""
         graph = fx.Graph()
-        made: dict[fx.Node, fx.Node] = {}
+        copies: dict[fx.Node, fx.Node] = {}
         for node in self.graph.nodes:
             if node.op == "output":
-                graph.output(map_arg(node.args[0], made.__getitem__))
+                graph.output(map_arg(node.args[0], copies.__getitem__))
                 break
-            made[node] = copy_node(graph, node, made, node.name)
+            copies[node] = copy_node(graph, node, copies, node.name)
         return dataclasses.replace(self, graph_module=module_of(graph), constants=dict(self.constants))
 
     def with_(self, **changes: Any) -> Program:
@@ -313,11 +313,11 @@ class Program:
         known = self._found.get(name)
         if known is not None and known.name == name and not known._erased:
             return known
-        found: fx.Node
-        for found in self.graph.nodes:
-            if found.name == name:
-                self._found[name] = found
-                return found
+        node: fx.Node
+        for node in self.graph.nodes:
+            if node.name == name:
+                self._found[name] = node
+                return node
         raise KeyError(f"no node %{name}")
 
     @cached_property
@@ -341,38 +341,38 @@ class Program:
 
 def output_node(graph: fx.Graph) -> fx.Node:
     """The graph's only output node."""
-    found: fx.Node = next(node for node in reversed(graph.nodes) if node.op == "output")
-    return found
+    output: fx.Node = next(node for node in reversed(graph.nodes) if node.op == "output")
+    return output
 
 
 def operands(node: fx.Node) -> list[fx.Node]:
     """The tensor operands in argument order, lists flattened; a node used twice occurs twice."""
-    found: list[fx.Node] = []
-    _collect(node.args, found)
+    nodes: list[fx.Node] = []
+    _collect(node.args, nodes)
     if node.kwargs:
-        _collect(node.kwargs.values(), found)
-    return found
+        _collect(node.kwargs.values(), nodes)
+    return nodes
 
 
-def _collect(values: Iterable[Any], found: list[fx.Node]) -> None:
+def _collect(values: Iterable[Any], nodes: list[fx.Node]) -> None:
     for value in values:
         if isinstance(value, fx.Node):
             if _is_tensor(value):
-                found.append(value)
+                nodes.append(value)
         elif value is None or isinstance(value, (int, float, str)):  # most arguments that are no nodes
             continue
         elif isinstance(value, (list, tuple)):
-            _collect(value, found)
+            _collect(value, nodes)
         elif isinstance(value, dict):
-            _collect(value.values(), found)
+            _collect(value.values(), nodes)
 
 
 def _is_tensor(node: fx.Node) -> bool:
     try:
-        found = node.meta["custom"][_KEY]
+        entry = node.meta["custom"][_KEY]
     except KeyError:
         return False
-    return isinstance(found, Note) and isinstance(found.type, (TensorType, tuple))
+    return isinstance(entry, Note) and isinstance(entry.type, (TensorType, tuple))
 
 
 def with_operands(node: fx.Node, replacements: Sequence[fx.Node]) -> None:

@@ -76,13 +76,13 @@ class Region:
             call: the note of the call.
             changes: other fields of it.
         """
-        kept, there = note(node), call.fqn.split(BETWEEN_MODULES)
-        fqn = there[0] or kept.fqn
-        for own, other in zip(self.fqn.split(BETWEEN_MODULES), there, strict=False):
-            if own and f"{kept.fqn}.".startswith(f"{own}."):
-                fqn = other + kept.fqn[len(own) :]
+        inner, there = note(node), call.fqn.split(BETWEEN_MODULES)
+        fqn = there[0] or inner.fqn
+        for module, other in zip(self.fqn.split(BETWEEN_MODULES), there, strict=False):
+            if module and f"{inner.fqn}.".startswith(f"{module}."):
+                fqn = other + inner.fqn[len(module) :]
                 break
-        return changed(kept, fqn=fqn, **changes)
+        return changed(inner, fqn=fqn, **changes)
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
         """FX takes callables alone for targets.
@@ -133,8 +133,8 @@ def call_region(
     items = []
     for index, inside in enumerate(region.results):
         item = graph.create_node("call_function", operator.getitem, (call, index))
-        kept = region.note_of(inside, like)
-        set_note(item, Note(kept.type, kept.layout, fqn=kept.fqn, source=kept.source, phase=kept.phase))
+        inner = region.note_of(inside, like)
+        set_note(item, Note(inner.type, inner.layout, fqn=inner.fqn, source=inner.source, phase=inner.phase))
         items.append(item)
     return call, items
 
@@ -148,23 +148,23 @@ def inlined(program: Program) -> Program:
     if not regions(program):
         return program
     graph = fx.Graph()
-    made: dict[fx.Node, fx.Node] = {}
+    copies: dict[fx.Node, fx.Node] = {}
     for node in program.graph.nodes:
         region = region_of(node)
         if region is not None:
             _check_call(node, region)
-            _write_out(graph, node, region, made)
-        elif node not in made:  # results of calls are there
-            made[node] = copy_node(graph, node, made, node.name)
+            _write_out(graph, node, region, copies)
+        elif node not in copies:  # results of calls are there
+            copies[node] = copy_node(graph, node, copies, node.name)
     return program.with_(graph_module=module_of(graph))
 
 
-def _write_out(graph: fx.Graph, call: fx.Node, region: Region, made: dict[fx.Node, fx.Node]) -> None:
+def _write_out(graph: fx.Graph, call: fx.Node, region: Region, copies: dict[fx.Node, fx.Node]) -> None:
     items: dict[int, list[fx.Node]] = {}
     for user in call.users:
         items.setdefault(int(user.args[1]), []).append(user)  # type: ignore[arg-type]
     takers = {node: items.get(index, []) for index, node in enumerate(region.results)}
-    inside: dict[fx.Node, fx.Node] = dict(zip(region.operands, (made[each] for each in call.args), strict=True))  # type: ignore[index]
+    inside: dict[fx.Node, fx.Node] = dict(zip(region.operands, (copies[arg] for arg in call.args), strict=True))  # type: ignore[index]
     random, like = identities(call), note(call)
     for node in region.body:
         taken = takers.get(node, [])
@@ -173,17 +173,17 @@ def _write_out(graph: fx.Graph, call: fx.Node, region: Region, made: dict[fx.Nod
         drawn = note(node).random
         identity = random[drawn - 1] if drawn else 0
         set_note(new, region.note_of(node, like, region=call.name, random=identity))
-        made.update(dict.fromkeys(taken, new))
+        copies.update(dict.fromkeys(taken, new))
 
 
 def _check_call(call: fx.Node, region: Region) -> None:
     """Operands, draws and results are those of the region."""
-    wanted = region.operands
-    if len(call.args) != len(wanted):
+    operands = region.operands
+    if len(call.args) != len(operands):
         raise CheckFailed(
-            f"passes {len(call.args)} values to {region}, which takes {len(wanted)}", where=describe(call)
+            f"passes {len(call.args)} values to {region}, which takes {len(operands)}", where=describe(call)
         )
-    for value, inside in zip(call.args, wanted, strict=True):
+    for value, inside in zip(call.args, operands, strict=True):
         if not isinstance(value, fx.Node) or not _is_alike(value, inside):
             kind = f"{note(value).type} {note(value).layout}" if isinstance(value, fx.Node) else value
             reason = f"passes {kind} as %{inside.name} of {region}, which is {note(inside).type} {note(inside).layout}"

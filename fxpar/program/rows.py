@@ -65,7 +65,7 @@ def batch_rows(program: Program, size: object) -> dict[str, int]:
         LayoutError: two dimensions of an input are.
         PlanError: the plan names a dimension that is not.
     """
-    said, found = _said(program), {}
+    said, rows = _said(program), {}
     for entry in program.inputs:
         dims = [dim for dim, other in enumerate(entry.type.shape) if other == size]
         if entry.path in said:
@@ -81,16 +81,16 @@ def batch_rows(program: Program, size: object) -> dict[str, int]:
                 f"{_AXIS}=1",
             )
         if dims:
-            found[entry.path] = dims[0]
-    return found
+            rows[entry.path] = dims[0]
+    return rows
 
 
 def batch_dims(program: Program) -> dict[str, int]:
     """The dimension that is the rows, of each input that has one; of the first where the rows are no symbol."""
-    found = _said(program) or {entry.path: 0 for entry in program.inputs if entry.type.shape}
-    sizes = {entry.type.shape[found[entry.path]] for entry in program.inputs if entry.path in found}
+    dims = _said(program) or {entry.path: 0 for entry in program.inputs if entry.type.shape}
+    sizes = {entry.type.shape[dims[entry.path]] for entry in program.inputs if entry.path in dims}
     symbolic = [size for size in sizes if not isinstance(size, int)]
-    return batch_rows(program, symbolic[0]) if len(symbolic) == 1 else found
+    return batch_rows(program, symbolic[0]) if len(symbolic) == 1 else dims
 
 
 def _said(program: Program) -> dict[str, int]:

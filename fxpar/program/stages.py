@@ -74,12 +74,12 @@ def crossings(program: Program) -> list[Crossing]:
     """What crosses each cut, in the order in which it is sent."""
     flags = carried(program)
     ends = reached(program, flags)
-    found = []
+    crossed = []
     for node in program.graph.nodes:
         if is_transfer(node):
             (source,) = node.all_input_nodes
-            found.append(Crossing(node, source, any(flags[node]) and node in ends))
-    return found
+            crossed.append(Crossing(node, source, any(flags[node]) and node in ends))
+    return crossed
 
 
 def holders(program: Program) -> dict[str, tuple[int, ...]]:
@@ -132,23 +132,23 @@ def stage_program(program: Program, stage: int) -> Program:
     nodes = program.placeholders()
     parameters = tuple(p for p in program.parameters if stage in note(nodes[p.node]).stages)
     graph = fx.Graph()
-    made: dict[fx.Node, fx.Node] = {}
-    own = {p.node for p in parameters} | {i.node for i in program.inputs}
+    copies: dict[fx.Node, fx.Node] = {}
+    names = {p.node for p in parameters} | {i.node for i in program.inputs}
     for node in nodes.values():
-        if node.name in own:
-            made[node] = _own(copy_node(graph, node, made, node.name))
+        if node.name in names:
+            copies[node] = _own(copy_node(graph, node, copies, node.name))
     inputs = list(program.inputs)
-    for each in crossed:
-        if each.receiver == stage:
-            new = graph.create_node("placeholder", each.node.name, name=each.node.name)
-            new.meta.update(each.node.meta)
-            made[each.node] = update(_own(new), origin=RECEIVED)
-            inputs.append(Input(received_path(each.node.name), new.name, each.type, each.carries))
+    for crossing in crossed:
+        if crossing.receiver == stage:
+            new = graph.create_node("placeholder", crossing.node.name, name=crossing.node.name)
+            new.meta.update(crossing.node.meta)
+            copies[crossing.node] = update(_own(new), origin=RECEIVED)
+            inputs.append(Input(received_path(crossing.node.name), new.name, crossing.type, crossing.carries))
     for node in program.graph.nodes:
-        if node.op == "call_function" and node not in made and stage_of(node) == stage:
-            made[node] = _own(copy_node(graph, node, made, node.name))
-    outputs = dict(_outputs(program, made, stage))
-    outputs |= {sent_name(c.node.name): made[c.source] for c in crossed if c.receiver == stage + 1}
+        if node.op == "call_function" and node not in copies and stage_of(node) == stage:
+            copies[node] = _own(copy_node(graph, node, copies, node.name))
+    outputs = dict(_outputs(program, copies, stage))
+    outputs |= {sent_name(c.node.name): copies[c.source] for c in crossed if c.receiver == stage + 1}
     graph.output(tuple(outputs.values()))
     return replace(
         program,
@@ -167,12 +167,12 @@ def _own(node: fx.Node) -> fx.Node:
     return update(node, stages=())
 
 
-def _outputs(program: Program, made: dict[fx.Node, fx.Node], stage: int) -> Iterator[tuple[str, fx.Node]]:
+def _outputs(program: Program, copies: dict[fx.Node, fx.Node], stage: int) -> Iterator[tuple[str, fx.Node]]:
     values = output_node(program.graph).args[0]
     for name, node in zip(program.outputs, values, strict=True):  # type: ignore[arg-type]
         stages = note(node).stages
         if (stage == 0 and not stages) or (stages and min(stages) == stage):
-            yield name, made[node]
+            yield name, copies[node]
 
 
 @dataclass(frozen=True)
@@ -207,27 +207,27 @@ def stages_of(program: Program) -> list[Stage]:
     roots = [name for name in program.outputs if not program.loss or name == program.loss]
     ends = reached(program, flags)
     placeholders = program.placeholders()
-    found = []
+    stages = []
     for number in range(program.plan.pipeline_stages):
-        own = stage_program(program, number)
+        staged = stage_program(program, number)
         readers = {node for node in ends if node.op == "call_function" and stage_of(node) == number}
         entering = [c for c in crossed if c.receiver == number]
         leaving = [c for c in crossed if c.receiver == number + 1]
         nodes = program.output_nodes()
-        made = [name for name in roots if name in own.outputs and any(flags[nodes[name]])]
-        found.append(
+        stage_roots = [name for name in roots if name in staged.outputs and any(flags[nodes[name]])]
+        stages.append(
             Stage(
                 number,
-                own,
+                staged,
                 {sent_name(c.node.name): c.node.name for c in entering},
                 tuple(sent_name(c.node.name) for c in leaving),
-                (*made, *(sent_name(c.node.name) for c in leaving if c.carries)),
+                (*stage_roots, *(sent_name(c.node.name) for c in leaving if c.carries)),
                 {
                     sent_name(c.node.name): input_gradient_name(received_path(c.node.name))
                     for c in entering
                     if c.carries
                 },
-                frozenset(p.fqn for p in own.parameters if not readers.isdisjoint(placeholders[p.node].users)),
+                frozenset(p.fqn for p in staged.parameters if not readers.isdisjoint(placeholders[p.node].users)),
             )
         )
-    return found
+    return stages

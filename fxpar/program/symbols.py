@@ -93,12 +93,12 @@ class Counted:
 
 def with_counted(counted: Iterable[Counted], sizes: Mapping[str, int]) -> dict[str, int]:
     """Values of the symbols of inputs, and behind them of what is counted: that of a balanced load."""
-    return {**sizes, **{each.name: max(evaluate(each.balanced, sizes), 1) for each in counted}}
+    return {**sizes, **{entry.name: max(evaluate(entry.balanced, sizes), 1) for entry in counted}}
 
 
 def balanced(counted: Iterable[Counted], size: Size) -> Size:
     """A size in sizes of inputs alone, for a balanced load."""
-    values = {each.size: sympy.sympify(each.balanced) for each in counted}
+    values = {entry.size: sympy.sympify(entry.balanced) for entry in counted}
     if isinstance(size, int) or not values or names((size,)).isdisjoint(map(str, values)):
         return size
     return simplify(size.subs(values))

@@ -16,11 +16,11 @@ from fxpar.program.program import TensorType, note, operands
 
 def weights_of(graph: fx.Graph, owned: Iterable[fx.Node]) -> set[fx.Node]:
     """The placeholders `owned` and all values that are made from them alone."""
-    found = set(owned)
+    weights = set(owned)
     for node in graph.nodes:
-        if node.op == "call_function" and operands(node) and all(other in found for other in operands(node)):
-            found.add(node)
-    return found
+        if node.op == "call_function" and operands(node) and all(other in weights for other in operands(node)):
+            weights.add(node)
+    return weights
 
 
 def owner_of(node: fx.Node) -> fx.Node:
