@@ -87,29 +87,29 @@ def make_report(
         raise InputError("is no optimizer of the report", where=f"optimizer {optimizer}", remedy=f"choose from {known}")
     if sizes is not None and not isinstance(sizes, Mapping):
         raise InputError(f"{shown(sizes)} is no mapping", where="sizes", remedy='write {"b": 8}')
-    given = input_sizes(program, sizes or {})
+    all_sizes = input_sizes(program, sizes or {})
     figures = partial(
         _figures,
         lowering=lowering,
         name=name,
         device=device,
-        sizes=given,
+        sizes=all_sizes,
         optimizer=optimizer,
         reach=reach,
     )
-    share = split_flops(program, sizes=given)
+    share = split_flops(program, sizes=all_sizes)
     noted = (*findings, *remarks(program, share))
     if Property.STAGES not in program.properties:
         return replace(figures(program, _step_of(program, reach)), remarks=noted)
     stages = stages_of(program)
     if of_stage is not None:
-        own = stages[of_stage]
-        only = figures(own.program, step_of_stage(own, reach))
+        chosen = stages[of_stage]
+        only = figures(chosen.program, step_of_stage(chosen, reach))
         return replace(only, name=f"{name}, stage {of_stage}", remarks=noted)
-    found = [figures(stage.program, step_of_stage(stage, reach)) for stage in stages]
-    lines = stage_lines(program, found, given)
+    reports = [figures(stage.program, step_of_stage(stage, reach)) for stage in stages]
+    lines = stage_lines(program, reports, all_sizes)
     return replace(
-        joined(found, lines, program.plan),
+        joined(reports, lines, program.plan),
         passes=_passes(program),
         size=replace(_model_size(program, share), rank_elements=most_elements(lines, program.plan)),
         unsplit=whole_matrices(program),
@@ -120,11 +120,11 @@ def make_report(
 
 def step_of_stage(stage: Stage, reach: Reach | None = None) -> Program:
     """The step of one stage: of what it sends, and of the loss."""
-    own = stage.program
-    trained = [p.fqn for p in own.parameters if p.trainable]
-    kept = [name for name in own.outputs if is_sent(name) or name == own.loss]
-    ends = list(own.outputs) if not own.loss and not stage.sent else kept
-    return inlined(PassManager(step_passes(ends, stage.tangents, trained, copies=_copying(reach))).run(own))
+    program = stage.program
+    trained = [p.fqn for p in program.parameters if p.trainable]
+    needed = [name for name in program.outputs if is_sent(name) or name == program.loss]
+    ends = list(program.outputs) if not program.loss and not stage.sent else needed
+    return inlined(PassManager(step_passes(ends, stage.tangents, trained, copies=_copying(reach))).run(program))
 
 
 def _figures(
@@ -139,24 +139,24 @@ def _figures(
     reach: Reach | None,
 ) -> Report:
     """The report of a program and its step, without remarks."""
-    given, kind = dict(sizes), OPTIMIZERS[optimizer]
-    local = {s.name: given[s.name] // s.multiple for s in program.symbols}
+    all_sizes, kind = dict(sizes), OPTIMIZERS[optimizer]
+    local = {s.name: all_sizes[s.name] // s.multiple for s in program.symbols}
     lowered = lowering(trained)
     step = measure(trained, lowered, local, device)
-    listed = collectives(trained, given)
+    listed = collectives(trained, all_sizes)
     _check_counts(listed, step)
 
     def count(where: Mapping[str, int]) -> Measured:
         return measure(trained, lowered, where, device, backward=False)
 
     activations = _activations(program, step, local, count)
-    share = split_flops(program, sizes=given)
+    share = split_flops(program, sizes=all_sizes)
     inputs = _input_bytes(program, local)
     ranks = _ranks(program, step, kind, inputs)
     return Report(
         name,
         program.plan.to_dict(),
-        given,
+        all_sizes,
         optimizer,
         device.type,
         _passes(program),
@@ -195,47 +195,47 @@ def _step_of(program: Program, reach: Reach | None) -> Program:
     return inlined(PassManager(step_passes(outputs, tangents, trained, copies=_copying(reach))).run(program))
 
 
-def input_sizes(program: Program, given: Mapping[str, int]) -> dict[str, int]:
+def input_sizes(program: Program, sizes: Mapping[str, int]) -> dict[str, int]:
     """Sizes of the inputs by symbol: those given, else the example's.
 
     Raises:
         InputError: an unknown symbol, no positive integer, sizes that no tensor has, or one that the ranks cannot share
             out.
     """
-    found = {s.name: s.example * s.multiple for s in program.symbols}
-    for name, size in given.items():
-        if name not in found:
-            known = ", ".join(found) or "none"
+    examples = {s.name: s.example * s.multiple for s in program.symbols}
+    for name, size in sizes.items():
+        if name not in examples:
+            known = ", ".join(examples) or "none"
             raise InputError("is no symbol of the program", where=f"size {name}", remedy=f"choose from {known}")
         if type(size) is not int or size < 1:
             raise InputError(f"{shown(size)} is no positive integer", where=f"size {name}", remedy="give a number")
-    check_countable(program, given)
+    check_countable(program, sizes)
     for s in program.symbols:
-        if given.get(s.name, 0) % s.multiple:
+        if sizes.get(s.name, 0) % s.multiple:
             raise InputError(
-                f"{given[s.name]} cannot be shared out by {s.ranks} ranks" + in_groups_of(s),
+                f"{sizes[s.name]} cannot be shared out by {s.ranks} ranks" + in_groups_of(s),
                 where=f"size {s.name}",
                 remedy=f"give a multiple of {s.multiple}",
             )
-    return {**found, **given}
+    return {**examples, **sizes}
 
 
-def check_countable(program: Program, given: Mapping[str, int]) -> None:
+def check_countable(program: Program, sizes: Mapping[str, int]) -> None:
     """Refuses sizes at which a tensor of the program would have more bytes than an address can count.
 
     Raises:
         InputError: names the value.
     """
-    for name, size in given.items():
+    for name, size in sizes.items():
         if size > _MOST_BYTES:
             raise InputError(f"{shown(size)} is no tensor's size", where=f"size {name}", remedy="give a smaller one")
-    values = symbol_sizes(program, given)
+    values = symbol_sizes(program, sizes)
     for node in program.graph.nodes:
         for kind in output_types(node) if node.op != "output" else ():
-            held = evaluate(product(kind.shape), values) * kind.dtype.itemsize
-            if held > _MOST_BYTES:
+            byte_count = evaluate(product(kind.shape), values) * kind.dtype.itemsize
+            if byte_count > _MOST_BYTES:
                 raise InputError(
-                    f"would have {held:.1e} bytes with {', '.join(f'{n}={v}' for n, v in given.items())}",
+                    f"would have {byte_count:.1e} bytes with {', '.join(f'{n}={v}' for n, v in sizes.items())}",
                     where=f"%{node.name}",
                     remedy="give smaller sizes",
                 )
@@ -245,10 +245,10 @@ def check_countable(program: Program, given: Mapping[str, int]) -> None:
 
 
 def _check_counts(listed: Iterable[Collective], step: Measured) -> None:
-    wanted, found = Counter((c.op, c.bytes) for c in listed), Counter(step.collectives)
-    for op, size in (*(wanted - found), *(found - wanted)):
+    expected, measured = Counter((c.op, c.bytes) for c in listed), Counter(step.collectives)
+    for op, size in (*(expected - measured), *(measured - expected)):
         raise CheckFailed(
-            f"the program lists {wanted[op, size]} {op} of {size} bytes, and a step has {found[op, size]}",
+            f"the program lists {expected[op, size]} {op} of {size} bytes, and a step has {measured[op, size]}",
             where="collectives",
             remedy="compare 'fxpar comm' with the operators' backward: an autograd function may return no gradient",
         )
@@ -288,20 +288,20 @@ def _activations(
 ) -> Activations:
     powers = closed_form.exponents(program)
     where = closed_form.points(powers, sizes)
-    found = [_by_part(step.kept if point == sizes else count(point).kept) for point in where]
-    fitted = closed_form.fit(powers, where, found)
+    measured = [_by_part(step.kept if point == sizes else count(point).kept) for point in where]
+    fitted = closed_form.fit(powers, where, measured)
     formulas = {part: in_input_sizes(program, size) for part, size in fitted.items() if size is not None}
-    tensors = Counter(part_of(kept.place.module) for kept in step.kept)
+    tensors = Counter(part_of(tensor.place.module) for tensor in step.kept)
     return Activations(tensors, _by_part(step.kept), formulas)
 
 
-def _by_part(kept: Iterable[Kept]) -> dict[str, int]:
-    found: dict[str, int] = {_TOTAL: 0}
-    for entry in kept:
+def _by_part(saved: Iterable[Kept]) -> dict[str, int]:
+    sizes: dict[str, int] = {_TOTAL: 0}
+    for entry in saved:
         part = part_of(entry.place.module)
-        found[part] = found.get(part, 0) + entry.bytes
-        found[_TOTAL] += entry.bytes
-    return found
+        sizes[part] = sizes.get(part, 0) + entry.bytes
+        sizes[_TOTAL] += entry.bytes
+    return sizes
 
 
 def _weights(program: Program) -> list[Parameter]:
@@ -315,21 +315,21 @@ def places(program: Program) -> list[dict[str, int]]:
 
 def _ranks(program: Program, step: Measured, kind: OptimizerKind, inputs: int) -> tuple[RankMemory, ...]:
     weights = _weights(program)
-    held = sum(held_bytes(program, p) for p in weights)
+    parameters = sum(held_bytes(program, p) for p in weights)
     buffers = sum(held_bytes(program, p) for p in program.parameters if p.kind != "parameter")
     trained = [p for p in weights if p.node in step.gradients]
     gradients = sum(held_bytes(program, p) for p in trained)
     state = sum(kind.bytes(held_bytes(program, p)) for p in trained)
-    activations = sum(kept.bytes for kept in step.kept)
+    activations = sum(tensor.bytes for tensor in step.kept)
     copies = sum(copy_bytes(program, p) for p in weights)
-    peak = held + copies + buffers + state + inputs + step.peak.bytes
-    found = []
+    peak = parameters + copies + buffers + state + inputs + step.peak.bytes
+    ranks = []
     for rank, place in enumerate(places(program)):
         mine = [held_by(program, p, place) for p in weights]
         whole, shared, padding = (sum(getattr(h, part) for h in mine) for part in ("whole", "shared", "padding"))
         parts = (whole, shared, padding, copies, buffers, gradients, state, activations, peak)
-        found.append(RankMemory(rank, held, *parts))
-    return tuple(found)
+        ranks.append(RankMemory(rank, parameters, *parts))
+    return tuple(ranks)
 
 
 def _modules(
@@ -344,21 +344,21 @@ def _modules(
     for part in activations.bytes:
         if part != _TOTAL:
             parts.setdefault(part, [])
-    found = []
+    modules = []
     for part, mine in parts.items():
         trained = [held_bytes(program, p) for p in mine if p.node in step.gradients]
-        found.append(
+        modules.append(
             ModuleMemory(
                 part,
                 sum(held_bytes(program, p) for p in mine),
                 sum(trained),
-                sum(kind.bytes(held) for held in trained),
+                sum(kind.bytes(size) for size in trained),
                 activations.bytes.get(part, 0),
                 activations.tensors.get(part, 0),
                 activations.formulas.get(part, ""),
             )
         )
-    return tuple(found)
+    return tuple(modules)
 
 
 def _input_bytes(program: Program, sizes: Mapping[str, int]) -> int:

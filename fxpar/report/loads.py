@@ -50,10 +50,10 @@ def expert_loads(
         batch: those whose ranks have other tokens.
         dropped: by layer, how many rows were dropped.
     """
-    found = []
+    loads = []
     for module, by_rank in zip(modules, numbers, strict=True):
-        own = len(by_rank[0])
-        experts = [0] * (own * prod(holders.values()))
+        per_rank = len(by_rank[0])
+        experts = [0] * (per_rank * prod(holders.values()))
         for rank, rows in enumerate(by_rank):
             place = _coordinates(axes, rank)
             if any(place[axis] for axis in axes if axis not in holders and axis not in batch):
@@ -62,17 +62,17 @@ def expert_loads(
             for axis, size in holders.items():
                 block = block * size + place[axis]
             for index, count in enumerate(rows):
-                experts[block * own + index] += count
+                experts[block * per_rank + index] += count
         ranks = tuple(sum(rows) for rows in by_rank)
-        found.append(ExpertLoad(module, tuple(experts), ranks, dropped.get(module)))
-    return tuple(found)
+        loads.append(ExpertLoad(module, tuple(experts), ranks, dropped.get(module)))
+    return tuple(loads)
 
 
 def _coordinates(axes: Mapping[str, int], rank: int) -> dict[str, int]:
-    found = {}
+    place = {}
     for axis, size in reversed(list(axes.items())):
-        found[axis], rank = rank % size, rank // size
-    return found
+        place[axis], rank = rank % size, rank // size
+    return place
 
 
 def _peak(counts: Sequence[int]) -> float:

@@ -109,9 +109,9 @@ def stand_in(device: torch.device) -> torch.device:
 class Ledger(TorchDispatchMode):
     """Counts live bytes and collectives of everything that runs under it; `own` are storages that do not count."""
 
-    def __init__(self, own: set[int]) -> None:
+    def __init__(self, storages: set[int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.own = own
+        self.own = storages
         self.place = Place("forward", "")
         self.peaks: dict[str, Peak] = {}
         self.largest = Peak(0, self.place, "")
@@ -182,18 +182,18 @@ class _Walk(fx.Interpreter):
             if not self._backward:
                 raise _Stopped
         if has_note(n) and n.op == "call_function":
-            kept = note(n)
-            phase = RECOMPUTE if kept.origin == RECOMPUTE and kept.phase else kept.phase or "forward"
-            self.ledger.place = Place(phase, kept.fqn)
-        found = super().run_node(n)
+            node_note = note(n)
+            phase = RECOMPUTE if node_note.origin == RECOMPUTE and node_note.phase else node_note.phase or "forward"
+            self.ledger.place = Place(phase, node_note.fqn)
+        output = super().run_node(n)
         if n.op == "call_function":
-            for value in pytree.tree_leaves(found):
+            for value in pytree.tree_leaves(output):
                 if isinstance(value, Tensor):
                     storage = value.untyped_storage()
                     known = self._made.get(storage._cdata)
                     if known is None or known[0]() is None:  # an address is a storage's own only as long as it lives
                         self._made[storage._cdata] = weakref.ref(storage), self.ledger.place
-        return found
+        return output
 
     def _keep(self) -> None:
         """Lists the storages that are alive and that the backward reads: each once, views with what they are of."""
@@ -203,12 +203,12 @@ class _Walk(fx.Interpreter):
                 continue  # a number of the rank's indices, which the backward makes itself
             is_read = not (has_note(node) and note(node).phase)  # a tangent is none of the forward's
             is_read = is_read and any(has_note(user) and note(user).phase for user in node.users)
-            for each in pytree.tree_leaves(value) if is_read else ():
-                key = each.untyped_storage()._cdata if isinstance(each, Tensor) else None
+            for leaf in pytree.tree_leaves(value) if is_read else ():
+                key = leaf.untyped_storage()._cdata if isinstance(leaf, Tensor) else None
                 if key is not None and key not in self.ledger.own and key not in seen:
                     seen.add(key)
                     place = self._made[key][1] if key in self._made else Place("forward", "")  # else the random state
-                    self.kept.append(Kept(place, each.untyped_storage().nbytes()))
+                    self.kept.append(Kept(place, leaf.untyped_storage().nbytes()))
 
 
 class _Stopped(Exception):
@@ -241,8 +241,8 @@ def measure(
             values = _placeholders(program, sizes, device)
             indices = [torch.zeros((), dtype=torch.int64, device=device) for _ in lowered.places]
             tangents = {entry.node for entry in program.inputs if output_of(entry.path)}  # made for each step
-            own = [*(value for name, value in values.items() if name not in tangents), *indices]
-            ledger = Ledger({value.untyped_storage()._cdata for value in own})
+            inputs = [*(value for name, value in values.items() if name not in tangents), *indices]
+            ledger = Ledger({value.untyped_storage()._cdata for value in inputs})
             walk = _Walk(lowered.module, ledger, backward=backward)
             with ledger if backward else contextlib.nullcontext(), contextlib.suppress(_Stopped):
                 state = _random_state(program, device)  # kept by the module until the next step
@@ -263,13 +263,13 @@ def measure(
 def _placeholders(program: Program, sizes: Mapping[str, int], device: torch.device) -> dict[str, Tensor]:
     """A rank's parameters, as programs take them, the batch and tangents."""
     drawn = {entry.node for entry in program.inputs if entry.path == RNG_PATH}
-    found = {}
+    tensors = {}
     for node in program.graph.nodes:
         if node.op == "placeholder" and node.name not in drawn:
             kind = tensor_type(node)
             shape = [evaluate(size, sizes) for size in local_shape(kind.shape, output_layouts(node)[0], program.axes)]
-            found[node.name] = torch.empty(shape, dtype=kind.dtype, device=device)
-    return found
+            tensors[node.name] = torch.empty(shape, dtype=kind.dtype, device=device)
+    return tensors
 
 
 def _random_state(program: Program, device: torch.device) -> dict[str, Tensor]:

@@ -19,15 +19,15 @@ from fxpar.report.figures import ModuleMemory, RankMemory, Report, StageLine, Tr
 _SUMMED = ("parameters", "whole", "shared", "padding", "copies", "buffers", "gradients", "optimizer")
 
 
-def stage_lines(program: Program, found: Sequence[Report], sizes: Mapping[str, int]) -> tuple[StageLine, ...]:
+def stage_lines(program: Program, reports: Sequence[Report], sizes: Mapping[str, int]) -> tuple[StageLine, ...]:
     """A line for each stage.
 
     Args:
-        found: the figures of each.
+        reports: the figures of each.
     """
     plan, lines = program.plan, []
-    for share, report in zip(stage_shares(program, sizes), found, strict=True):
-        rank, own = share.stage % plan.pp, report.ranks[0]
+    for share, report in zip(stage_shares(program, sizes), reports, strict=True):
+        rank, memory = share.stage % plan.pp, report.ranks[0]
         flying = in_flight(plan.pp, plan.virtual_stages, rank)[share.stage // plan.pp]
         received = share.received
         lines.append(
@@ -39,10 +39,10 @@ def stage_lines(program: Program, found: Sequence[Report], sizes: Mapping[str, i
                 share.flops,
                 share.share,
                 share.elements,
-                own.parameters,
-                own.gradients,
-                own.optimizer,
-                own.activations + sum(each.bytes for each in received),
+                memory.parameters,
+                memory.gradients,
+                memory.optimizer,
+                memory.activations + sum(crossing.bytes for crossing in received),
                 flying,
                 received,
             )
@@ -55,51 +55,51 @@ def most_elements(lines: Sequence[StageLine], plan: Plan) -> int:
     return max(sum(line.elements for line in lines if line.rank == rank) for rank in range(plan.pp))
 
 
-def joined(found: Sequence[Report], lines: Sequence[StageLine], plan: Plan) -> Report:
+def joined(reports: Sequence[Report], lines: Sequence[StageLine], plan: Plan) -> Report:
     """The figures of all stages and ranks.
 
     Args:
-        found: the figures of each stage.
+        reports: the figures of each stage.
         lines: of each stage.
     """
     ranks: list[RankMemory] = []
     worst: dict[int, int] = {}
     for rank in range(plan.pp):
-        own = [line.stage for line in lines if line.rank == rank]
+        stages = [line.stage for line in lines if line.rank == rank]
         # The stage whose step makes the rank's peak.
-        top = max(own, key=lambda stage: found[stage].peak.bytes - found[stage].ranks[0].gradients)
-        for place in range(len(found[0].ranks)):
-            ranks.append(_rank(len(ranks), place, own, top, found, lines))
+        top = max(stages, key=lambda stage: reports[stage].peak.bytes - reports[stage].ranks[0].gradients)
+        for place in range(len(reports[0].ranks)):
+            ranks.append(_rank(len(ranks), place, stages, top, reports, lines))
         worst[top] = ranks[-1].peak
-    fullest = found[max(worst, key=lambda stage: worst[stage])]
+    fullest = reports[max(worst, key=lambda stage: worst[stage])]
     return replace(
         fullest,
-        collectives=_traffic(found),
+        collectives=_traffic(reports),
         ranks=tuple(ranks),
-        modules=_modules(found),
-        activations=_sum([report.activations for report in found if report.ranks[0].activations]),
-        inputs=max(report.inputs for report in found),
+        modules=_modules(reports),
+        activations=_sum([report.activations for report in reports if report.ranks[0].activations]),
+        inputs=max(report.inputs for report in reports),
         stages=tuple(lines),
     )
 
 
 def _rank(
-    number: int, place: int, own: Sequence[int], top: int, found: Sequence[Report], lines: Sequence[StageLine]
+    number: int, place: int, stages: Sequence[int], top: int, reports: Sequence[Report], lines: Sequence[StageLine]
 ) -> RankMemory:
     """What a rank of the pipeline holds: all its stages, of each the microbatches in flight."""
-    parts = [found[stage].ranks[place] for stage in own]
+    parts = [reports[stage].ranks[place] for stage in stages]
     sums = {name: sum(getattr(part, name) for part in parts) for name in _SUMMED}
-    activations = sum(lines[stage].in_flight * lines[stage].activations for stage in own)
-    step = found[top].peak.bytes  # with what one microbatch keeps, and the gradients of that stage
-    step -= found[top].ranks[place].activations + found[top].ranks[place].gradients
-    held = sum(sums[name] for name in ("parameters", "copies", "buffers", "gradients", "optimizer"))
-    peak = held + found[top].inputs + activations + max(step, 0)
+    activations = sum(lines[stage].in_flight * lines[stage].activations for stage in stages)
+    step = reports[top].peak.bytes  # with what one microbatch keeps, and the gradients of that stage
+    step -= reports[top].ranks[place].activations + reports[top].ranks[place].gradients
+    resident = sum(sums[name] for name in ("parameters", "copies", "buffers", "gradients", "optimizer"))
+    peak = resident + reports[top].inputs + activations + max(step, 0)
     return RankMemory(rank=number, **sums, activations=activations, peak=peak)
 
 
-def _traffic(found: Sequence[Report]) -> tuple[Traffic, ...]:
+def _traffic(reports: Sequence[Report]) -> tuple[Traffic, ...]:
     groups: dict[tuple[str, str, str], list[Traffic]] = {}
-    for report in found:
+    for report in reports:
         for one in report.collectives:
             groups.setdefault((one.axis, one.phase, one.op), []).append(one)
     return tuple(
@@ -122,13 +122,13 @@ def _sum(formulas: Sequence[str]) -> str:
     return str(simplify(sum(parse_size(text) for text in formulas))) if formulas and all(formulas) else ""
 
 
-def _modules(found: Sequence[Report]) -> tuple[ModuleMemory, ...]:
+def _modules(reports: Sequence[Report]) -> tuple[ModuleMemory, ...]:
     """Of all stages; what several have a part of says which."""
-    counts = Counter(module.module for report in found for module in report.modules)
+    counts = Counter(module.module for report in reports for module in report.modules)
     return tuple(
         replace(module, module=f"{module.module or 'the model'} on stage {stage}")
         if counts[module.module] > 1
         else module
-        for stage, report in enumerate(found)
+        for stage, report in enumerate(reports)
         for module in report.modules
     )

@@ -34,13 +34,13 @@ def whole_matrices(program: Program) -> tuple[Whole, ...]:
 
 def unsplit(program: Program) -> list[tuple[str, str]]:
     """Parameters with two or more dimensions that no axis divides of those that split layers, with the reason."""
-    axes, found = program.plan.axes_for(Cuts.FEATURES), []
+    axes, matrices = program.plan.axes_for(Cuts.FEATURES), []
     for parameter in program.parameters:
         node = program.node(parameter.node)
         is_matrix = parameter.kind == "parameter" and len(parameter.type.shape) > 1
         if is_matrix and any(not layout.on(axis).is_shard for layout in output_layouts(node) for axis in axes):
-            found.append((parameter.fqn, note(node).origin or ONLY))
-    return found
+            matrices.append((parameter.fqn, note(node).origin or ONLY))
+    return matrices
 
 
 def without_rule(program: Program) -> list[str]:
@@ -49,28 +49,28 @@ def without_rule(program: Program) -> list[str]:
     They have no rule, or are functions of the author's that are not known to be element-wise, with the reason. What the
     plan declares row-wise is whole for the ranks that split layers alone.
     """
-    found, declared = set(), RowWise(program.plan.row_wise if program.plan.data_ranks > 1 else ())
+    operators, declared = set(), RowWise(program.plan.row_wise if program.plan.data_ranks > 1 else ())
     splits_layers = bool(program.plan.axes_for(Cuts.FEATURES))
     for node in program.graph.nodes:
         if not lacks_rule(node) or (declared.names(node) and not splits_layers):
             continue
         known = isinstance(node.target, Operator) and node.target.whole is not None
         text = f"{node.target}: {node.target.whole(call_of(node, 2))}" if known else key_of(node.target)
-        found.add(f"{text} (of its rank's rows, as row_wise says)" if declared.names(node) else text)
-    return sorted(found)
+        operators.add(f"{text} (of its rank's rows, as row_wise says)" if declared.names(node) else text)
+    return sorted(operators)
 
 
 def remarks(program: Program, split_flops: float) -> tuple[str, ...]:
     """What the plan asked for and did not get, and what the figures leave out."""
-    found = []
+    sentences = []
     if program.axes and split_flops == 0:
-        found.append("No matrix product is split: every rank computes everything.")
+        sentences.append("No matrix product is split: every rank computes everything.")
     if unknown := uncounted(program):
         calls = ", ".join(f"{name} ({count})" for name, count in unknown.items())
-        found.append(f"Not counted as matrix FLOPs, for what they multiply is not known: {calls}.")
+        sentences.append(f"Not counted as matrix FLOPs, for what they multiply is not known: {calls}.")
     if program.plan.sequence_parallel and program.axes:
-        found += [f"sequence_parallel cut nothing: {reason}." for reason in _uncut_sequence(program)]
-    return tuple(found)
+        sentences += [f"sequence_parallel cut nothing: {reason}." for reason in _uncut_sequence(program)]
+    return tuple(sentences)
 
 
 def _uncut_sequence(program: Program) -> list[str]:
@@ -91,10 +91,10 @@ def _uncut_sequence(program: Program) -> list[str]:
 
 def _lengths(program: Program) -> set[Size]:
     """Sizes over which attention runs."""
-    found: set[Size] = set()
+    lengths: set[Size] = set()
     for node in program.graph.nodes:
         if alike(node.target) is aten.scaled_dot_product_attention.default:
-            found |= {output_types(operand)[0].shape[-2] for operand in operands(node)[:2]}
+            lengths |= {output_types(operand)[0].shape[-2] for operand in operands(node)[:2]}
         elif node.target in _SOFTMAX and output_types(node)[0].shape:
-            found.add(output_types(node)[0].shape[-1])
-    return found
+            lengths.add(output_types(node)[0].shape[-1])
+    return lengths

@@ -95,14 +95,14 @@ def _cuts(report: Report) -> Section:
     rows = [
         (
             str(line.stage),
-            f"%{each.value}",
-            each.type,
-            amount(each.bytes),
-            f"{each.bytes:,}",
-            "comes back" if each.returns else "none",
+            f"%{crossing.value}",
+            crossing.type,
+            amount(crossing.bytes),
+            f"{crossing.bytes:,}",
+            "comes back" if crossing.returns else "none",
         )
         for line in report.stages
-        for each in line.received
+        for crossing in line.received
     ]
     columns = ("in front of stage", "value", "type", "size", "bytes", "gradient")
     note = "Of one microbatch, on a rank; types are those of the whole."

@@ -16,17 +16,17 @@ from fxpar.text.tables import table
 
 def as_group(sections: Sequence[Section]) -> Group:
     """Tables under their titles, an empty line between."""
-    found: list[RenderableType] = []
+    renderables: list[RenderableType] = []
     for section in sections:
-        if found:
-            found.append(Text(""))
-        found.append(Text(section.title, style="bold"))
+        if renderables:
+            renderables.append(Text(""))
+        renderables.append(Text(section.title, style="bold"))
         if section.rows:
             rows = table(*section.columns, right=section.right)
             for row in section.rows:
                 if row[0] == "all":
                     rows.add_section()
                 rows.add_row(*[Text(cell) for cell in row])
-            found.append(rows)
-        found += [Text(note, style="dim") for note in section.notes]
-    return Group(*found)
+            renderables.append(rows)
+        renderables += [Text(note, style="dim") for note in section.notes]
+    return Group(*renderables)
