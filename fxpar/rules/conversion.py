@@ -77,15 +77,15 @@ def bucketed(node: fx.Node, source: Layout, axes: Mapping[str, int]) -> Layout:
         placement = source.on(axis)
         if placement != I and not placement.settled:
             fail(node, axis, f"sums gradients of what is {placement}", "leave it out of the bucket")
-    found = source
+    target = source
     for axis in names:
-        found = found.with_(axis, R if source.on(axis) == I else unsettled(source.on(axis)))
-    before, after = (innermost(layout, axes, names) for layout in (source, found))
+        target = target.with_(axis, R if source.on(axis) == I else unsettled(source.on(axis)))
+    before, after = (innermost(layout, axes, names) for layout in (source, target))
     if before is None or after is None:
         fail(node, names[-1], f"sums gradients of {source}, into which another axis cuts", "leave it out of the bucket")
     if len(names) > 1:
         _check_joined(node, before, after, axes)
-    return found
+    return target
 
 
 def coalesced(node: fx.Node, source: Layout, axes: Mapping[str, int]) -> Layout:
@@ -94,20 +94,20 @@ def coalesced(node: fx.Node, source: Layout, axes: Mapping[str, int]) -> Layout:
     Raises:
         LayoutError: it is no summand.
     """
-    found = source
+    target = source
     for axis in axes_of(node):
         placement = source.on(axis)
         if placement.kind != "P" and not placement.partial:
             fail(node, axis, f"sums what is {placement}", "leave it out of the reduction")
-        found = found.with_(axis, R if placement.kind == "P" else placement.plain)
-    return found
+        target = target.with_(axis, R if placement.kind == "P" else placement.plain)
+    return target
 
 
 def _check_row(node: fx.Node, source: Placement, target: Placement, axis: str) -> None:
     """The operator is the row of the table that converts these placements."""
     row = COERCION_OF[node.target]
-    wanted = (gradient_coercion if note(node).phase else coercion)(source, target)
-    remedy = f"use fxpar.{wanted.operator.__name__}[{axis}]" if wanted else ""
+    expected = (gradient_coercion if note(node).phase else coercion)(source, target)
+    remedy = f"use fxpar.{expected.operator.__name__}[{axis}]" if expected else ""
     if source.kind == target.kind != "S":
         remedy = "remove it" if len(axes_of(node)) == 1 else f"leave {axis} out"
     shown = ", ".join(f"%{o.name} is {source}" for o in operands(node))
@@ -120,7 +120,7 @@ def _check_row(node: fx.Node, source: Placement, target: Placement, axis: str) -
         fail(node, axis, f"converts {source} to itself", "remove it")
     if not (source.in_rank_order and target.in_rank_order):
         fail(node, axis, f"does not convert {source} to {target}", "leave the blocks in the order of the ranks")
-    if wanted is not row:
+    if expected is not row:
         fail(node, axis, f"does not convert {source} to {target}", remedy or "convert the segments one by one")
 
 
@@ -212,8 +212,8 @@ def _next(layout: Layout, target: Layout, axes: Mapping[str, int]) -> Iterator[C
         if before is None:
             continue
         wholes = [R] if before.on(axis).is_shard else []
-        wanted = _restricted(target, layout, axes, axis)
-        options = [wanted.on(axis)] if wanted is not None and _outside(wanted, axis) == _outside(before, axis) else []
+        after = _restricted(target, layout, axes, axis)
+        options = [after.on(axis)] if after is not None and _outside(after, axis) == _outside(before, axis) else []
         for placement in dict.fromkeys((*options, *wholes)):
             if not _recuts(before.on(axis), placement):
                 yield from _made(before, (axis,), [placement], axes)

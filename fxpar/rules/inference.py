@@ -88,12 +88,12 @@ def context_of(
         answers: of the nodes before it.
     """
     inputs = operands(node)
-    given = [layout for o in inputs for layout in layouts[o]]
+    operand_layouts = [layout for o in inputs for layout in layouts[o]]
     carries = [flag for o in inputs for flag in flags[o]]
     if not is_forward(node):
-        given = [_in_backward(layout) for layout in given]
+        operand_layouts = [_in_backward(layout) for layout in operand_layouts]
         carries = [False] * len(carries)
-    return Context(given, carries, flags[node], program.axes, local, composite, row_wise, answers)
+    return Context(operand_layouts, carries, flags[node], program.axes, local, composite, row_wise, answers)
 
 
 @dataclass(frozen=True)
@@ -113,36 +113,38 @@ class Step:
     found: tuple[Placement, ...] | Refusal
 
 
-def steps(node: fx.Node, given: Context) -> Iterator[Step]:
+def steps(node: fx.Node, context: Context) -> Iterator[Step]:
     """An operation as each axis sees it, from the outermost; ends with the first that refuses.
 
     Raises:
         LayoutError: the operands' axes nest in different orders, or the arguments do not fit the operator.
     """
-    order = common_order(given.layouts, given.axes)
+    order = common_order(context.layouts, context.axes)
     if order is None:
         inner = next(
-            axis for layout in given.layouts for axis, placement in reversed(list(layout)) if placement.is_shard
+            axis for layout in context.layouts for axis, placement in reversed(list(layout)) if placement.is_shard
         )
-        fail(node, inner, f"the operands' axes nest in different orders ({shown(node, given.layouts)})", "convert one")
-    layouts = [_listed(layout, given.axes, order) for layout in given.layouts]
+        fail(
+            node, inner, f"the operands' axes nest in different orders ({shown(node, context.layouts)})", "convert one"
+        )
+    layouts = [_listed(layout, context.axes, order) for layout in context.layouts]
     try:
-        call: Call | Refusal = call_of(node, given.axes[order[0]])
-        if given.local and layouts and not isinstance(call, Refusal):
-            call = whole_call(call, layouts[0], given.axes)
+        call: Call | Refusal = call_of(node, context.axes[order[0]])
+        if context.local and layouts and not isinstance(call, Refusal):
+            call = whole_call(call, layouts[0], context.axes)
     except _ILL_TYPED as error:
         call = _ill_typed(error)
     for axis, inside in zip(order, (*order[1:], None), strict=True):
         placements = tuple(layout.on(axis) for layout in layouts)
         if isinstance(call, Refusal):
             fail(node, axis, f"{call.reason} ({shown(node, placements)})")
-        call = replace(call, target=target_on(node, axis), rows=given.row_wise.of(node, axis))
-        found = judged(call, placements, given)
-        yield Step(axis, call, placements, found)
-        if isinstance(found, Refusal):
+        call = replace(call, target=target_on(node, axis), rows=context.row_wise.of(node, axis))
+        outputs = judged(call, placements, context)
+        yield Step(axis, call, placements, outputs)
+        if isinstance(outputs, Refusal):
             return
         if inside is not None:
-            call = _inside(call, placements, found, given.axes[inside])
+            call = _inside(call, placements, outputs, context.axes[inside])
 
 
 def target_on(node: fx.Node, axis: str) -> Any:
@@ -152,9 +154,9 @@ def target_on(node: fx.Node, axis: str) -> Any:
 
 
 def _listed(layout: Layout, axes: Mapping[str, int], order: Sequence[str]) -> Layout:
-    found = listed(layout, axes, order)
-    assert found is not None  # the order is common to all
-    return found
+    ordered = listed(layout, axes, order)
+    assert ordered is not None  # the order is common to all
+    return ordered
 
 
 def _inside(call: Call, operands: Sequence[Placement], outputs: Sequence[Placement], n: int) -> Call | Refusal:
@@ -169,36 +171,36 @@ def _ill_typed(error: Exception) -> Refusal:
     return Refusal(f"the arguments and types do not fit the operator ({type(error).__name__}: {error})")
 
 
-def judged(call: Call, found: Sequence[Placement], given: Context) -> tuple[Placement, ...] | Refusal:
+def judged(call: Call, placements: Sequence[Placement], context: Context) -> tuple[Placement, ...] | Refusal:
     """Placements of the outputs of an operation on one axis, or the reason why it has none."""
     try:
-        answer = inferred(call, found, given.carries, composite=given.composite)
+        answer = inferred(call, placements, context.carries, composite=context.composite)
     except _ILL_TYPED as error:
         return _ill_typed(error)
     if isinstance(answer, Refusal):
         return answer
-    return tuple(resting(placement, flag) for placement, flag in zip(answer, given.outputs, strict=True))
+    return tuple(resting(placement, flag) for placement, flag in zip(answer, context.outputs, strict=True))
 
 
-def infer_node(node: fx.Node, given: Context) -> tuple[Layout, ...]:
+def infer_node(node: fx.Node, context: Context) -> tuple[Layout, ...]:
     """Layouts of the outputs of a call.
 
     Raises:
         LayoutError: the operation does not accept the layouts on some axis; says which coercion would make it legal.
     """
     if node.target is operator.getitem:
-        found: Sequence[Layout] = (given.layouts[int(node.args[1])],)  # type: ignore[arg-type]
+        layouts: Sequence[Layout] = (context.layouts[int(node.args[1])],)  # type: ignore[arg-type]
     elif node.target is axis_index:
-        found = (Layout.of({axis: V if axis in axes_of(node) else R for axis in given.axes}),)
+        layouts = (Layout.of({axis: V if axis in axes_of(node) else R for axis in context.axes}),)
     elif node.target is sum_gradients:
-        found = [bucketed(node, layout, given.axes) for layout in given.layouts]
+        layouts = [bucketed(node, layout, context.axes) for layout in context.layouts]
     elif node.target is all_reduce_coalesced:
-        found = [coalesced(node, layout, given.axes) for layout in given.layouts]
+        layouts = [coalesced(node, layout, context.axes) for layout in context.layouts]
     elif node.target in COERCION_OF:
-        found = (coerced(node, given.layouts[0], given.axes),)
+        layouts = (coerced(node, context.layouts[0], context.axes),)
     else:
-        found = _operation(node, given)
-    return tuple(layout if flag else _at_rest(layout) for layout, flag in zip(found, given.outputs, strict=True))
+        layouts = _operation(node, context)
+    return tuple(layout if flag else _at_rest(layout) for layout, flag in zip(layouts, context.outputs, strict=True))
 
 
 @lru_cache(maxsize=65536)
@@ -213,40 +215,40 @@ def _in_backward(layout: Layout) -> Layout:
     return Layout(tuple((axis, in_backward(placement)) for axis, placement in layout))
 
 
-def _operation(node: fx.Node, given: Context) -> Sequence[Layout]:
-    rows = tuple((axis, given.row_wise.of(node, axis)) for axis in given.axes)
-    flags = tuple(given.carries), tuple(given.outputs), given.local, given.composite
-    key = (question(node), tuple(given.layouts), flags, tuple(given.axes.items()), rows)
-    if key not in given.answers:
-        given.answers[key] = tuple(_inferred(node, given))
-    return given.answers[key]
+def _operation(node: fx.Node, context: Context) -> Sequence[Layout]:
+    rows = tuple((axis, context.row_wise.of(node, axis)) for axis in context.axes)
+    flags = tuple(context.carries), tuple(context.outputs), context.local, context.composite
+    key = (question(node), tuple(context.layouts), flags, tuple(context.axes.items()), rows)
+    if key not in context.answers:
+        context.answers[key] = tuple(_inferred(node, context))
+    return context.answers[key]
 
 
-def _inferred(node: fx.Node, given: Context) -> list[Layout]:
+def _inferred(node: fx.Node, context: Context) -> list[Layout]:
     entries: list[list[tuple[str, Placement]]] = [[] for _ in output_types(node)]
-    for step in steps(node, given):
+    for step in steps(node, context):
         if isinstance(step.found, Refusal):
             rule = rule_of(node.target)
             indexed = rule is not None and rule.varying and step.operands[0].kind != "P"
-            remedy = "" if indexed else _remedy(node, given, step)  # else the reason says what the indices lack
+            remedy = "" if indexed else _remedy(node, context, step)  # else the reason says what the indices lack
             fail(node, step.axis, f"{step.found.reason} ({shown(node, step.operands)})", remedy)
         for entry, placement in zip(entries, step.found, strict=True):
             entry.append((step.axis, placement))
-    found = [spelled(Layout(tuple(entry)), given.axes) for entry in entries]
-    for layout, kind in zip(found, output_types(node), strict=True):
-        wrong = misfit(layout, kind.shape, given.axes) if any(p.is_padded for _, p in layout) else ""
+    layouts = [spelled(Layout(tuple(entry)), context.axes) for entry in entries]
+    for layout, kind in zip(layouts, output_types(node), strict=True):
+        wrong = misfit(layout, kind.shape, context.axes) if any(p.is_padded for _, p in layout) else ""
         if wrong:
             fail(node, wrong, f"{kind} is padded in a dimension that another axis cuts too ({layout})")
-    return found
+    return layouts
 
 
-def shown(node: fx.Node, held: Sequence[Placement | Layout]) -> str:
+def shown(node: fx.Node, placements: Sequence[Placement | Layout]) -> str:
     """`%x is P, %bias is I`: the operands of a node as they were found."""
     names = [o.name for o in operands(node) for _ in output_types(o)]
-    return ", ".join(f"%{name} is {item}" for name, item in zip(names, held, strict=True))
+    return ", ".join(f"%{name} is {item}" for name, item in zip(names, placements, strict=True))
 
 
-def remedy_of(node: fx.Node, given: Context, axis: str, *, exactly: bool = False) -> str:
+def remedy_of(node: fx.Node, context: Context, axis: str, *, exactly: bool = False) -> str:
     """`insert fxpar.reduce_from[tp](%x)`: the one coercion that makes the node legal, or gives what its note says.
 
     Empty where there is none, or where the node is a coercion itself.
@@ -254,20 +256,20 @@ def remedy_of(node: fx.Node, given: Context, axis: str, *, exactly: bool = False
     if node.op != "call_function" or node.target in COERCION_OF or node.target is operator.getitem:
         return ""
     try:
-        step = next((step for step in steps(node, given) if step.axis == axis), None)
+        step = next((step for step in steps(node, context) if step.axis == axis), None)
     except LayoutError:
         return ""
-    return "" if step is None else _remedy(node, given, step, exactly=exactly)
+    return "" if step is None else _remedy(node, context, step, exactly=exactly)
 
 
-def _remedy(node: fx.Node, given: Context, step: Step, *, exactly: bool = False) -> str:
-    wanted = [layout.on(step.axis) for layout in output_layouts(node)]
+def _remedy(node: fx.Node, context: Context, step: Step, *, exactly: bool = False) -> str:
+    expected = [layout.on(step.axis) for layout in output_layouts(node)]
 
     def judge(placements: Sequence[Placement]) -> Sequence[Placement] | Refusal:
-        return judged(step.call, placements, given)
+        return judged(step.call, placements, context)
 
     try:
-        best = suggest(judge, rule_for(step.call), step.call, step.operands, wanted, exactly=exactly)
+        best = suggest(judge, rule_for(step.call), step.call, step.operands, expected, exactly=exactly)
     except _ILL_TYPED:
         return ""
     if best is None:

@@ -63,11 +63,11 @@ def _whole_bounds(call: Call, placement: Placement, size: Size, n: int) -> tuple
         return Refusal(f"the slice {call.get('start')}:{call.get('end')} of {placement} is not known in numbers")
     if not 0 < step <= part:
         return Refusal(f"the step {step} is none of a rank's part of {part} elements")
-    found = global_bounds(placement.pieces, *bounds, step, n)
-    if found is None:
+    whole = global_bounds(placement.pieces, *bounds, step, n)
+    if whole is None:
         low, high = bounds
         return Refusal(f"the slice {low}:{high}:{step} of a rank's part tears {placement} over {n} ranks")
-    return found
+    return whole
 
 
 def _in_numbers(call: Call, size: Size) -> tuple[int, int] | None:

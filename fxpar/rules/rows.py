@@ -70,12 +70,12 @@ def check_declared(program: Program) -> None:
         PlanError: one names none.
     """
     for glob in program.plan.row_wise:
-        found = [node for node in program.graph.nodes if node.op == "call_function" and _matches(node, glob)]
-        if any(lacks_rule(node) for node in found):
+        nodes = [node for node in program.graph.nodes if node.op == "call_function" and _matches(node, glob)]
+        if any(lacks_rule(node) for node in nodes):
             continue
         free = sorted({name_of(node) for node in program.graph.nodes if lacks_rule(node)})
         remedy = (
             f"operators without a rule are {', '.join(free[:6])}" if free else "leave it out: all operators have rules"
         )
-        reason = "names operators whose rules say what they do to rows" if found else "matches no operator"
+        reason = "names operators whose rules say what they do to rows" if nodes else "matches no operator"
         raise PlanError(reason, where=f"row_wise: {glob!r}", remedy=remedy)

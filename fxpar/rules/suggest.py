@@ -23,8 +23,8 @@ def suggest(
     judge: Judgement,
     rule: Rule | None,
     call: Call,
-    found: Sequence[Placement],
-    wanted: Sequence[Placement],
+    placements: Sequence[Placement],
+    expected: Sequence[Placement],
     *,
     exactly: bool = False,
 ) -> tuple[int, Coercion, Placement] | None:
@@ -34,22 +34,22 @@ def suggest(
         judge: outputs for placements of the operands, written as in notes.
         rule: the operation's rule, which knows the shards that fit those of other operands.
         call: the operation.
-        found: the operands' placements.
-        wanted: what the note says of the outputs.
+        placements: the operands' placements.
+        expected: what the note says of the outputs.
         exactly: whether the outputs must be the wanted ones.
     """
     first = None
-    for index, placement in enumerate(found):
+    for index, placement in enumerate(placements):
         for row in COERCION_OF.values():
             if row.source != placement.kind:
                 continue
-            for target in _targets(row, rule, call, found, index):
+            for target in _targets(row, rule, call, placements, index):
                 if coercion(placement, target) is not row:
                     continue
-                outputs = judge([*found[:index], target, *found[index + 1 :]])
+                outputs = judge([*placements[:index], target, *placements[index + 1 :]])
                 if isinstance(outputs, Refusal):
                     continue
-                if tuple(outputs) == tuple(wanted):
+                if tuple(outputs) == tuple(expected):
                     return index, row, target
                 if first is None and not exactly:
                     first = (index, row, target)
@@ -57,16 +57,16 @@ def suggest(
 
 
 def _targets(
-    row: Coercion, rule: Rule | None, call: Call, found: Sequence[Placement], index: int
+    row: Coercion, rule: Rule | None, call: Call, placements: Sequence[Placement], index: int
 ) -> Iterator[Placement]:
     """What a row can make of an operand: the kind itself, or shards that fit the others, then every plain shard."""
     if row.target != "S":
         yield Placement(row.target)
         return
-    seen = {found[index]}
-    if found[index].settled:
-        yield unsettled(found[index])
-    for other, placement in enumerate(found):
+    seen = {placements[index]}
+    if placements[index].settled:
+        yield unsettled(placements[index])
+    for other, placement in enumerate(placements):
         if rule is not None and placement.is_shard and other != index:
             signature = seed_signature(rule, call, other, placement)
             target = None if isinstance(signature, Refusal) else signature.operands[index]

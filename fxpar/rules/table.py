@@ -71,13 +71,13 @@ def seeded(call: Call, index: int, placement: Placement) -> tuple[Signature | Re
     rule = rule_for(call)
     if rule is None:
         return Refusal("no rule says how the operation treats shards"), False
-    found = seed_signature(rule, call, index, placement)
-    if isinstance(found, Refusal) and call.target in COMPOSITE_OF:
+    signature = seed_signature(rule, call, index, placement)
+    if isinstance(signature, Refusal) and call.target in COMPOSITE_OF:
         other = COMPOSITE_OF[call.target]
         answer = seed_signature(_composite_rule(other), replace(call, target=other), index, placement)
         if not isinstance(answer, Refusal):
             return answer, True
-    return found, False
+    return signature, False
 
 
 def inferred(
@@ -93,12 +93,12 @@ def inferred(
         reason = nonlinearity(call, rule_of)
         if reason:
             return Refusal(f"{reason}, and replicated (R) operands have partial gradients: keep them invariant (I)")
-    found = infer(rule_for(call), call, placements, carries)
-    if isinstance(found, Refusal) and composite and call.target in COMPOSITE_OF:
+    outputs = infer(rule_for(call), call, placements, carries)
+    if isinstance(outputs, Refusal) and composite and call.target in COMPOSITE_OF:
         other = COMPOSITE_OF[call.target]
         answer = infer(_composite_rule(other), replace(call, target=other), placements, carries)
-        return found if isinstance(answer, Refusal) else answer
-    return found
+        return outputs if isinstance(answer, Refusal) else answer
+    return outputs
 
 
 def _composite_rule(record: Operator) -> Rule:
