@@ -54,9 +54,9 @@ def line_of(module: ParallelModule, model: nn.Module, places: Mapping[str, Colle
     for entry in named_tensors(model):
         if entry.first in module.foreign:
             kind = dtype if dtype is not None and entry.tensor.is_floating_point() else entry.tensor.dtype
-            ghost = torch.empty(entry.tensor.shape, dtype=kind, device="meta")
-            elsewhere.append(Named(entry.names, nn.Parameter(ghost, requires_grad=False)))
-    first = {name: min(own) for name, own in places.items() if len(own) < len(world.line)}
+            meta_tensor = torch.empty(entry.tensor.shape, dtype=kind, device="meta")
+            elsewhere.append(Named(entry.names, nn.Parameter(meta_tensor, requires_grad=False)))
+    first = {name: min(holders) for name, holders in places.items() if len(holders) < len(world.line)}
     return Line(world.groups["pp"], world.line, world.place, world.device, first, elsewhere)
 
 
@@ -80,15 +80,15 @@ def adopt(
         InputError, CheckpointError: see `parts` and `attach`.
     """
     loading = Loading()
-    held = held_by(module, model)
-    found = parts(model, held, module.plan.seed, module.world.device, dtype, checkpoint, loading)
+    holdings = held_by(module, model)
+    local_parts = parts(model, holdings, module.plan.seed, module.world.device, dtype, checkpoint, loading)
     taken: dict[int, Any] = {}
     for entry in named_tensors(skeleton):
         name = entry.first
         if name in module.foreign:
             taken[id(entry.tensor)] = Elsewhere(entry.tensor, name, module.world.device)
             continue
-        part, place = found[name], _place_of(module, name)
+        part, place = local_parts[name], _place_of(module, name)
         if entry.is_parameter:
             taken[id(entry.tensor)] = _parameter(part, place, entry.tensor.requires_grad, module)
         else:
@@ -107,5 +107,5 @@ def _parameter(part: Tensor, place: Place | None, requires_grad: bool, module: P
     kind: Any = MainParameter if is_mixed(module.plan) and part.is_floating_point() else nn.Parameter
     if kind is nn.Parameter and module.world.size > 1:
         kind = WholeParameter
-    made: Any = ShardedParameter(part, place, requires_grad) if place else kind(part, requires_grad)
-    return made  # type: ignore[no-any-return]
+    parameter: Any = ShardedParameter(part, place, requires_grad) if place else kind(part, requires_grad)
+    return parameter  # type: ignore[no-any-return]

@@ -30,18 +30,20 @@ def computing_again(backward: Segment, partner: Segment | None, forward: Sequenc
     # Numbers that are there at the start; what one of them is the size of has to be there, too.
     numbers = tuple(itertools.takewhile(is_number, backward.nodes))
     sized = {read for number in numbers for read in number.all_input_nodes}
-    made = {node for each in forward if each is not partner for node in each.nodes if not is_number(node)} - sized
-    order = [node for each in forward for node in each.nodes if node in made]
-    reads, own = set(backward.outer), {*partner.outer, *partner.inner} if partner is not None else set()
-    needed = [node for node in order if node in reads and node not in own]
-    wanted = [node for node in needed if _is_large(node) and _owner(node) in made]
-    there = reads.difference(wanted) | own
+    computed = {
+        node for segment in forward if segment is not partner for node in segment.nodes if not is_number(node)
+    } - sized
+    order = [node for segment in forward for node in segment.nodes if node in computed]
+    reads, of_partner = set(backward.outer), {*partner.outer, *partner.inner} if partner is not None else set()
+    needed = [node for node in order if node in reads and node not in of_partner]
+    large = [node for node in needed if _is_large(node) and _owner(node) in computed]
+    there = reads.difference(large) | of_partner
     again: set[fx.Node] = set()
-    for node in wanted:  # behind what it is made of
-        copies, kept = _copies(node, made, there, numbers)
-        if len(kept) == 1 and _is_smaller(kept[0], node):
-            there.add(kept[0])
-        elif kept:
+    for node in large:  # behind what it is made of
+        copies, sources = _copies(node, computed, there, numbers)
+        if len(sources) == 1 and _is_smaller(sources[0], node):
+            there.add(sources[0])
+        elif sources:
             there.add(node)
             continue
         again.update(copies)
@@ -52,12 +54,12 @@ def computing_again(backward: Segment, partner: Segment | None, forward: Sequenc
 
 
 def _copies(
-    wanted: fx.Node, made: Collection[fx.Node], there: Collection[fx.Node], numbers: Collection[fx.Node]
+    root: fx.Node, computed: Collection[fx.Node], there: Collection[fx.Node], numbers: Collection[fx.Node]
 ) -> tuple[list[fx.Node], list[fx.Node]]:
     """All that is computed again for a value, and what is kept for that and is not there."""
     copies: dict[fx.Node, None] = {}
-    kept: dict[fx.Node, None] = {}
-    pending = [wanted]
+    sources: dict[fx.Node, None] = {}
+    pending = [root]
     while pending:
         node = pending.pop()
         copies[node] = None
@@ -65,12 +67,12 @@ def _copies(
             is_there = read in (numbers if is_number(read) else there) or read in copies
             if is_there or read.op == "placeholder" or _has_one_column(read):
                 continue
-            large = [each for each in read.all_input_nodes if not _has_one_column(each)]
-            if read in made and _is_elementwise(read) and len(large) == 1:
+            large = [operand for operand in read.all_input_nodes if not _has_one_column(operand)]
+            if read in computed and _is_elementwise(read) and len(large) == 1:
                 pending.append(read)
             else:
-                kept[read] = None
-    return list(copies), list(kept)
+                sources[read] = None
+    return list(copies), list(sources)
 
 
 def _is_elementwise(node: fx.Node) -> bool:
@@ -101,7 +103,7 @@ def _has_one_column(value: fx.Node) -> bool:
 def _is_smaller(one: fx.Node, other: fx.Node) -> bool:
     """Whether a value takes fewer bytes than another one of as many elements."""
     kinds = [note(node).type if has_note(node) else None for node in (one, other)]
-    own, whole = kinds
-    if not isinstance(own, TensorType) or not isinstance(whole, TensorType):
+    kind, whole = kinds
+    if not isinstance(kind, TensorType) or not isinstance(whole, TensorType):
         return False
-    return own.shape == whole.shape and own.dtype.itemsize < whole.dtype.itemsize
+    return kind.shape == whole.shape and kind.dtype.itemsize < whole.dtype.itemsize

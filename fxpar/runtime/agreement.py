@@ -168,10 +168,10 @@ class Agreement:
         self.points += 1
         texts = self.told(f"at {self._meetings}", text)
         ranks: dict[str, list[int]] = {}
-        for rank, each in enumerate(texts):
-            ranks.setdefault(each, []).append(rank)
+        for rank, statement in enumerate(texts):
+            ranks.setdefault(statement, []).append(rank)
         raise InputError(
-            f"differs: {'; '.join(f'{_ranks(own)}: {each}' for each, own in ranks.items())}",
+            f"differs: {'; '.join(f'{_ranks(members)}: {statement}' for statement, members in ranks.items())}",
             where="the call",
             remedy="make the same calls on all ranks, with batches of the same structure and sizes",
         )
@@ -308,18 +308,18 @@ class Agreement:
         said = self._tell(store, self._failure(error))
         store.set(f"{point}/lost/{self.rank}", "")
         _poll(lambda: store.check([f"{point}/lost/{rank}" for rank in others]), _ROLL_CALL)
-        found = [_first_line(error)]
+        signs = [_first_line(error)]
         if said.get("kind") == "failed" and said["rank"] != self.rank:
-            found.append(f"{said['where']}: {said['reason']}")
+            signs.append(f"{said['where']}: {said['reason']}")
         compiling = [rank for rank in others if store.check([f"{point}/{rank}"])] if not self.points else []
         for rank in compiling:
             facts = _brief(json.loads(store.get(f"{point}/{rank}")))
-            found.append(f"rank {rank} compiled a program ({facts}) where this rank had one: their calls differ")
+            signs.append(f"rank {rank} compiled a program ({facts}) where this rank had one: their calls differ")
         known = {*compiling, said.get("rank"), *(r for r in others if store.check([f"{point}/lost/{r}"]))}
         silent = [rank for rank in others if rank not in known]
         if silent:
-            found.append(f"{_ranks(silent)} gave no sign: ended, or busy with something else")
-        return "; ".join(found)
+            signs.append(f"{_ranks(silent)} gave no sign: ended, or busy with something else")
+        return "; ".join(signs)
 
     # ------------------------------------------------------------------ agreements
 
@@ -359,7 +359,7 @@ class Agreement:
         keys = [f"fxpar/{self.module}/told/{what}/{rank}" for rank in range(self.size)]
         store.set(keys[self.rank], text)
         self.agree({}, "")
-        return [told.decode() for told in store.multi_get(keys)]
+        return [encoded.decode() for encoded in store.multi_get(keys)]
 
     def post(self, calls: int, look: int) -> None:
         """Leaves a sign that this rank goes on, for those that wait for it (`fxpar.exchange.watch`)."""
@@ -371,14 +371,14 @@ class Agreement:
     def posted(self) -> list[tuple[int, int] | None]:
         """The signs of all ranks, in order: None of one that left none, and of all where the store is gone."""
         store = self._store()
-        found: list[tuple[int, int] | None] = [None] * self.size
+        signs: list[tuple[int, int] | None] = [None] * self.size
         if store is not None:
             with contextlib.suppress(dist.DistError):
                 for rank in range(self.size):
                     if store.check([self._sign(rank)]):
                         calls, look = store.get(self._sign(rank)).split()
-                        found[rank] = int(calls), int(look)
-        return found
+                        signs[rank] = int(calls), int(look)
+        return signs
 
     def _sign(self, rank: int) -> str:
         return f"fxpar/{self.module}/sign/{rank}"
@@ -399,13 +399,13 @@ class Agreement:
 
     def _compared(self, store: Store, point: str, remedy: str) -> dict[str, Any]:
         texts = store.multi_get([f"{point}/{rank}" for rank in range(self.size)])
-        told = [json.loads(text) for text in texts]
-        for name in dict.fromkeys(name for found in told for name in found if name != _PARTY):
-            for party in dict.fromkeys(found.get(_PARTY) for found in told):
-                first, *rest = (rank for rank, found in enumerate(told) if found.get(_PARTY) == party)
-                odd = [rank for rank in rest if told[rank].get(name) != told[first].get(name)]
+        facts = [json.loads(text) for text in texts]
+        for name in dict.fromkeys(name for rank_facts in facts for name in rank_facts if name != _PARTY):
+            for party in dict.fromkeys(rank_facts.get(_PARTY) for rank_facts in facts):
+                first, *rest = (rank for rank, rank_facts in enumerate(facts) if rank_facts.get(_PARTY) == party)
+                odd = [rank for rank in rest if facts[rank].get(name) != facts[first].get(name)]
                 if odd:
-                    here, there = _shown(told[first].get(name)), _shown(told[odd[0]].get(name))
+                    here, there = _shown(facts[first].get(name)), _shown(facts[odd[0]].get(name))
                     reason = f"differs between rank {first}{here} and {_ranks(odd)}{there}"
                     return {"kind": "differs", "where": name, "reason": reason, "remedy": remedy}
         return {}

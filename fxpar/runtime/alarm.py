@@ -182,9 +182,9 @@ class Alarm:
     def hang_up(self) -> None:
         """Ends the connections of the module's groups on CPUs: both sides of each wait no longer."""
         for number, name in self._sockets & _connections():
-            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as found:
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
                 if _name(number) == name:
-                    found.shutdown(socket.SHUT_RDWR)
+                    connection.shutdown(socket.SHUT_RDWR)
         self._sockets.clear()
 
     def _stop(self, record: dict[str, str]) -> None:
@@ -216,7 +216,9 @@ def abort_groups(error: RankError) -> None:
 
 
 def _abort_groups() -> None:
-    groups = [group for group, _ in sorted(dict(c10d._world.pg_names).items(), key=lambda each: each[1], reverse=True)]
+    groups = [
+        group for group, _ in sorted(dict(c10d._world.pg_names).items(), key=lambda entry: entry[1], reverse=True)
+    ]
     backend: Any = dist.group.WORLD and dist.group.WORLD._get_backend(torch.device("cuda"))
     together = hasattr(backend, "_group_start")
     if together:  # so that none waits for another's
@@ -236,15 +238,15 @@ def _name(number: int | str) -> str:
 
 def _connections() -> set[_Socket]:
     """The connections that this process has; none on systems that do not tell."""
-    found = set()
+    connections = set()
     numbers = os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else []
     for number in numbers:
         name = _name(number)
         if name.startswith("socket:"):
-            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(number))) as each:
-                if each.family in (socket.AF_INET, socket.AF_INET6) and each.getpeername():
-                    found.add((int(number), name))
-    return found
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(number))) as connection:
+                if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.getpeername():
+                    connections.add((int(number), name))
+    return connections
 
 
 class _Lookout:
@@ -348,11 +350,11 @@ _LOOKOUT = _Lookout()
 
 def alarm_of(module: int, rank: int, size: int) -> Alarm:
     """The alarm of a module, which is listened to from now on."""
-    made = Alarm(module, rank, size)
+    alarm = Alarm(module, rank, size)
     if size > 1:
-        _LOOKOUT.watch(made)
-        weakref.finalize(made, _LOOKOUT.forget, module, rank, _LOOKOUT._group).atexit = False
-    return made
+        _LOOKOUT.watch(alarm)
+        weakref.finalize(alarm, _LOOKOUT.forget, module, rank, _LOOKOUT._group).atexit = False
+    return alarm
 
 
 def wait_for(alarm: Alarm, store: Store, seconds: float) -> bool:

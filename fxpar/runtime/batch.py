@@ -153,11 +153,11 @@ def _check_tensor(path: str, value: Tensor) -> None:
 
 def leaves(batch: Any) -> list[tuple[str, Any]]:
     """Paths and values: `input_ids`, `batch.0`; the only tensor of a batch is `0`."""
-    found = []
+    entries = []
     for keys, value in pytree.tree_flatten_with_path(batch)[0]:
         path = ".".join(str(getattr(k, "key", getattr(k, "idx", getattr(k, "name", k)))) for k in keys)
-        found.append((path or "0", value))
-    return found
+        entries.append((path or "0", value))
+    return entries
 
 
 def structure(batch: Any) -> tuple[Any, ...]:
@@ -179,7 +179,7 @@ def batch_facts(batch: Any, values: bool, sizes: bool = True) -> dict[str, str]:
         values: whether a digest of the elements is part of it.
         sizes: whether shapes are, and not only the numbers of dimensions.
     """
-    found = {"the batch": f"{type(batch).__name__} of {', '.join(path for path, _ in leaves(batch))}"}
+    facts = {"the batch": f"{type(batch).__name__} of {', '.join(path for path, _ in leaves(batch))}"}
     for path, value in leaves(batch):
         text = repr(value) if isinstance(value, _CONSTANTS) else type(value).__name__
         if isinstance(value, Tensor):
@@ -188,8 +188,8 @@ def batch_facts(batch: Any, values: bool, sizes: bool = True) -> dict[str, str]:
             if values and not value.is_meta:
                 data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
                 text += f" of values {hashlib.sha256(data.tobytes()).hexdigest()[:12]}"
-        found[f"batch entry {path}"] = text
-    return found
+        facts[f"batch entry {path}"] = text
+    return facts
 
 
 def bind(spec: CallSpec, call: Any, device: torch.device) -> dict[str, Tensor]:
@@ -219,15 +219,15 @@ def sizes_of(program: Program, inputs: Mapping[str, Tensor]) -> Sizes | None:
     Raises:
         InputError: sizes differ that were equal in the example.
     """
-    found = Sizes({}, {})
+    sizes = Sizes({}, {})
     first: dict[str, str] = {}
     symbols = {symbol.size: symbol for symbol in program.symbols}
     entries = user_inputs(program)
     for entry in entries:
         cut = _cut_dims(program, entry)
-        for dim, wanted in enumerate(entry.type.shape):
-            if wanted in symbols:
-                size, known = inputs[entry.path].shape[dim], symbols[wanted]
+        for dim, expected in enumerate(entry.type.shape):
+            if expected in symbols:
+                size, known = inputs[entry.path].shape[dim], symbols[expected]
                 ranks = known.multiple // cut.get(dim, 1)
                 share, rest = divmod(size, ranks)
                 if rest and known.group > 1 and dim not in cut:
@@ -245,15 +245,15 @@ def sizes_of(program: Program, inputs: Mapping[str, Tensor]) -> Sizes | None:
                         remedy=f"pad it to a multiple of {ranks}, or set sequence_parallel=False",
                     )
                 place = first.setdefault(known.name, f"{entry.path} dimension {dim}")
-                known_size = found.given.setdefault(known.name, size * cut.get(dim, 1))
-                if found.shares.setdefault(known.name, share) != share:
+                known_size = sizes.given.setdefault(known.name, size * cut.get(dim, 1))
+                if sizes.shares.setdefault(known.name, share) != share:
                     _unequal(entry.path, dim, size, place, known_size // cut.get(dim, 1))
     for entry in entries:
         part = [local_shape(entry.type.shape, layout, program.axes) for layout in _layouts(program, entry)]
         shape = part[0] if part else entry.type.shape
-        if tuple(evaluate(size, found.shares) for size in shape) != tuple(inputs[entry.path].shape):
+        if tuple(evaluate(size, sizes.shares) for size in shape) != tuple(inputs[entry.path].shape):
             return None
-    return found
+    return sizes
 
 
 def own_rows(program: Program, batch: Any, coordinates: Mapping[str, int]) -> Any:
@@ -270,21 +270,21 @@ def own_rows(program: Program, batch: Any, coordinates: Mapping[str, int]) -> An
     if not cut:
         return batch
     values, spec = pytree.tree_flatten(batch)
-    found = []
+    parts = []
     for (path, value), plain in zip(leaves(batch), values, strict=True):
-        own = value if isinstance(value, Tensor) else plain
+        part = value if isinstance(value, Tensor) else plain
         has_rows = isinstance(value, Tensor) and value.dim() > 0
         for axis, placement, n in _row_cuts(program, entries.get(path)) if has_rows else ():
-            rows = own.shape[placement.dim]
+            rows = part.shape[placement.dim]
             if rows < n:
                 raise InputError(
                     f"has {rows} rows in dimension {placement.dim}, fewer than the {n} ranks of {axis}",
                     where=f"batch entry {path}",
                     remedy=f"pass at least {n}",
                 )
-            own = own.tensor_split(n, placement.dim)[coordinates[axis]]
-        found.append(own)
-    return pytree.tree_unflatten(found, spec)
+            part = part.tensor_split(n, placement.dim)[coordinates[axis]]
+        parts.append(part)
+    return pytree.tree_unflatten(parts, spec)
 
 
 def cut_rows(program: Program, batch: Any, count: int) -> list[Any]:
@@ -301,7 +301,7 @@ def cut_rows(program: Program, batch: Any, count: int) -> list[Any]:
         return [batch]
     dims = batch_rows(program, batch_size(program))
     values, spec = pytree.tree_flatten(batch)
-    found: list[list[Any]] = [[] for _ in range(count)]
+    batches: list[list[Any]] = [[] for _ in range(count)]
     for (path, value), plain in zip(leaves(batch), values, strict=True):
         dim = dims.get(path)
         if not isinstance(value, Tensor) or dim is None:
@@ -314,18 +314,18 @@ def cut_rows(program: Program, batch: Any, count: int) -> list[Any]:
             )
         else:
             parts = value.chunk(count, dim)
-        for part, own in zip(found, parts, strict=True):
-            part.append(own)
-    return [pytree.tree_unflatten(part, spec) for part in found]
+        for part, piece in zip(batches, parts, strict=True):
+            part.append(piece)
+    return [pytree.tree_unflatten(part, spec) for part in batches]
 
 
 def _row_cuts(program: Program, entry: Input | None) -> list[tuple[str, Placement, int]]:
     """The axes that share out an entry, from the outermost. One that the program does not take is cut as others are."""
     known = user_inputs(program) if entry is None else [entry]
     for other in known:
-        found = [(a, p, program.axes[a]) for layout in _layouts(program, other) for a, p in layout if p.is_shard]
-        if found or entry is not None:
-            return found
+        cuts = [(a, p, program.axes[a]) for layout in _layouts(program, other) for a, p in layout if p.is_shard]
+        if cuts or entry is not None:
+            return cuts
     return []
 
 
@@ -335,17 +335,17 @@ def _layouts(program: Program, entry: Input) -> tuple[Layout, ...]:
 
 def _cut_dims(program: Program, entry: Input) -> dict[int, int]:
     """Ranks by the dimension of an input that they share out; each brings its part of it."""
-    found: dict[int, int] = {}
+    ranks: dict[int, int] = {}
     for layout in _layouts(program, entry):
         for axis, placement in layout:
             if placement.is_shard:
-                found[placement.dim] = found.get(placement.dim, 1) * program.axes[axis]
-    return found
+                ranks[placement.dim] = ranks.get(placement.dim, 1) * program.axes[axis]
+    return ranks
 
 
-def _unequal(path: str, dim: int, found: int, place: str, known: int) -> NoReturn:
+def _unequal(path: str, dim: int, size: int, place: str, known: int) -> NoReturn:
     raise InputError(
-        f"has size {found} in dimension {dim}, but {place} has {known}; the example had equal sizes",
+        f"has size {size} in dimension {dim}, but {place} has {known}; the example had equal sizes",
         where=f"batch entry {path}",
         remedy="pass equal sizes, or parallelize with an example in which they differ",
     )

@@ -44,13 +44,13 @@ class Budget:
             finished: makes them.
         """
 
-        def check(held: dict[str, Tensor], signature: Hashable, finish: Finish) -> Mapping[str, Tensor]:
+        def check(local_gradients: dict[str, Tensor], signature: Hashable, finish: Finish) -> Mapping[str, Tensor]:
             self.steps += 1
             excess = [value.flatten() for part in rows for name, value in part.items() if is_excess(name)]
             if excess and max_over(torch.cat(excess).amax(), self._group).item() > 0:
                 self.repeated += 1
                 raise Overflow
-            return finished(held, signature, finish)
+            return finished(local_gradients, signature, finish)
 
         return check
 

@@ -108,18 +108,18 @@ class Buffers:
             leaves: the parameters' tensors by name.
             gradients: of some, of this rank's whole step.
         """
-        found, moved, added = dict(gradients), list[str](), list[str]()
+        placed, moved, added = dict(gradients), list[str](), list[str]()
         for name, gradient in gradients.items():
             place = self.destination(leaves, name)
             if place is None:
                 continue
-            found[name] = place.tensor
+            placed[name] = place.tensor
             if place.tensor.data_ptr() != gradient.data_ptr() or not gradient.numel():  # else it was written there
                 (added if place.adds else moved).append(name)
         for names, function in ((moved, torch._foreach_copy_), (added, torch._foreach_add_)):
             if names:
-                function([found[name] for name in names], [gradients[name] for name in names])
-        return found
+                function([placed[name] for name in names], [gradients[name] for name in names])
+        return placed
 
     def destination(self, leaves: Mapping[str, Tensor], name: str) -> Destination | None:
         """Where the gradient of a parameter is to stay; None where a hook is to see it first."""
@@ -152,8 +152,8 @@ class Buffers:
             return self._added.state
         if self._graphed:
             self._leave(leaves)
-        found = tuple([self._state(name, leaf, inside) for name, leaf in leaves.items()])
-        state = self._remade or None if all(each is None for each in found) else (self._remade, found)
+        places = tuple([self._state(name, leaf, inside) for name, leaf in leaves.items()])
+        state = self._remade or None if all(place is None for place in places) else (self._remade, places)
         self._looked_at = leaves if self._is_fresh else {}
         if not self.is_hooked and all(self._buffers.get(n) is g for n, g in zip(leaves, gradients, strict=True)):
             self._added = _Added(leaves, inside, gradients, Placed(gradients), state)
@@ -190,11 +190,11 @@ class Buffers:
         """
         fresh: list[tuple[Tensor, Tensor]] = []
         more: list[tuple[Tensor, Tensor]] = []
-        for name, found in gradients.items():
+        for name, unhooked in gradients.items():
             leaf = leaf_of(parameters[name])
-            if leaf.grad is not None and found.data_ptr() == leaf.grad.data_ptr():  # added already
+            if leaf.grad is not None and unhooked.data_ptr() == leaf.grad.data_ptr():  # added already
                 continue
-            gradient = _hooked(leaf, found)
+            gradient = _hooked(leaf, unhooked)
             if leaf.grad is None:
                 leaf.grad = self._buffer(name, leaf)
                 if gradient is not leaf.grad:
@@ -262,7 +262,7 @@ def call_hooks(leaves: Mapping[str, Tensor], names: Iterable[str]) -> None:
 def _hooked(leaf: Tensor, gradient: Tensor) -> Tensor:
     """What the hooks of a tensor make of its gradient."""
     for hook in list((leaf._backward_hooks or {}).values()):
-        made: Any = hook(gradient)
-        if made is not None:
-            gradient = made
+        replacement: Any = hook(gradient)
+        if replacement is not None:
+            gradient = replacement
     return gradient

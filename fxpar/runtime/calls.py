@@ -65,13 +65,13 @@ def freeing(calls: Sequence[UnitCall], needed: Iterable[str]) -> list[UnitCall]:
         needed: names of the values that are wanted at the end, which stay.
     """
     later = set(needed)
-    found = []
+    reversed_calls = []
     for call in reversed(calls):
         frees = frozenset(name for name in call.takes if name not in later)
         gives = tuple(name if name in later else "" for name in call.gives)
         later.update(call.takes)
-        found.append(replace(call, frees=frees, gives=gives))
-    return found[::-1]
+        reversed_calls.append(replace(call, frees=frees, gives=gives))
+    return reversed_calls[::-1]
 
 
 def size_name(name: str) -> str:
@@ -96,7 +96,7 @@ class Runnable(Protocol):
             sizes: of the call, by symbol.
         """
 
-    def backward(self, own: Values, tangents: Mapping[str, Tensor], place: Place | None = None) -> dict[str, Tensor]:
+    def backward(self, saved: Values, tangents: Mapping[str, Tensor], place: Place | None = None) -> dict[str, Tensor]:
         """What the backward gives, by name of the value.
 
         Args:
@@ -137,62 +137,62 @@ class StepCalls:
 
     def forward(self, values: Mapping[str, Any], sizes: Mapping[str, int]) -> tuple[dict[str, Tensor], Values]:
         """See `Runnable`."""
-        own = self.start(values, sizes)
+        environment = self.start(values, sizes)
         for call in self.forward_calls:
-            call(own)
-        return {name: own[value] for name, value in self.step.results.items()}, own
+            call(environment)
+        return {name: environment[value] for name, value in self.step.results.items()}, environment
 
     def start(self, values: Mapping[str, Any], sizes: Mapping[str, int]) -> Values:
         """What is there before the first call."""
         return {**self.constants, **{size_name(name): size for name, size in sizes.items()}, **values}
 
-    def backward(self, own: Values, tangents: Mapping[str, Tensor], place: Place | None = None) -> dict[str, Tensor]:
+    def backward(self, saved: Values, tangents: Mapping[str, Tensor], place: Place | None = None) -> dict[str, Tensor]:
         """See `Runnable`."""
-        own.update({self.step.tangents[name]: tangent for name, tangent in tangents.items()})
+        saved.update({self.step.tangents[name]: tangent for name, tangent in tangents.items()})
         for index in range(len(self.backward_calls)):
-            self.run_backward(index, own, place)
-        return {name: own[name] for name in self.gives}
+            self.run_backward(index, saved, place)
+        return {name: saved[name] for name in self.gives}
 
-    def input_backward(self, own: Values, tangents: Mapping[str, Tensor]) -> Values:
-        """The calls before those that only gradients of weights need. Gives `own`, with what they gave in it."""
-        own.update({self.step.tangents[name]: tangent for name, tangent in tangents.items()})
+    def input_backward(self, saved: Values, tangents: Mapping[str, Tensor]) -> Values:
+        """The calls before those that only gradients of weights need. Gives `saved`, with what they gave in it."""
+        saved.update({self.step.tangents[name]: tangent for name, tangent in tangents.items()})
         for index in range(self.early):
-            self.run_backward(index, own, None)
-        return own
+            self.run_backward(index, saved, None)
+        return saved
 
-    def weight_backward(self, own: Values) -> dict[str, Tensor]:
+    def weight_backward(self, saved: Values) -> dict[str, Tensor]:
         """The rest of the calls behind `input_backward`."""
         for index in range(self.early, len(self.backward_calls)):
-            self.run_backward(index, own, None)
-        return {name: own[name] for name in self.gives}
+            self.run_backward(index, saved, None)
+        return {name: saved[name] for name in self.gives}
 
-    def run_backward(self, index: int, own: Values, place: Place | None) -> None:
+    def run_backward(self, index: int, values: Values, place: Place | None) -> None:
         """One call of the backward, behind which the gradients that are ready are placed."""
         call, ready = self.backward_calls[index], self.ready[index]
         if place is None or not ready:
-            call(own)
+            call(values)
             return
         owners = {value: fqn for fqn, value in ready.items()}
         with into([place.destination(owners[value]) if value in owners else None for value in call.gives]):
-            call(own)
-        placed = place({fqn: own[value] for fqn, value in ready.items()})
-        own.update({value: placed[fqn] for fqn, value in ready.items()})
+            call(values)
+        placed = place({fqn: values[value] for fqn, value in ready.items()})
+        values.update({value: placed[fqn] for fqn, value in ready.items()})
 
     def _ready(self) -> list[dict[str, str]]:
         """Behind each call of the backward, the gradients that are there from then on, and that no later call reads.
 
         Not what is the gradient of several parameters: one place would be given to all of them.
         """
-        found: list[dict[str, str]] = []
+        ready: list[dict[str, str]] = []
         if not self.whole:
             return [{} for _ in self.backward_calls]
         shared = Counter(self.step.gradients.values())
         gradients = {fqn: value for fqn, value in self.step.gradients.items() if shared[value] == 1}
         read: set[str] = set()
         for call in reversed(self.backward_calls):
-            found.append({f: v for f, v in gradients.items() if v in call.gives and v not in read})
+            ready.append({f: v for f, v in gradients.items() if v in call.gives and v not in read})
             read.update(call.takes)
-        return found[::-1]
+        return ready[::-1]
 
 
 class ForwardCalls:
@@ -209,10 +209,10 @@ class ForwardCalls:
 
     def __call__(self, values: Mapping[str, Any], sizes: Mapping[str, int]) -> dict[str, Tensor]:
         """The outputs by name; sizes as for a step."""
-        own = self.start(values, sizes)
+        environment = self.start(values, sizes)
         for call in self.calls:
-            call(own)
-        return {name: own[value] for name, value in self.results.items()}
+            call(environment)
+        return {name: environment[value] for name, value in self.results.items()}
 
     def start(self, values: Mapping[str, Any], sizes: Mapping[str, int]) -> Values:
         """What is there before the first call."""

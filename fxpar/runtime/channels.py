@@ -44,9 +44,9 @@ class Channels:
         for way in _ways(schedule):
             timeout = timedelta(seconds=world.agreement.seconds)
             with world.agreement.alarm.opening():
-                own, _ = dist.new_subgroups_by_enumeration([list(line) for line in lines], timeout=timeout)
-            assert own is not None
-            self._groups[way] = Group(own.group_name, own.size())
+                subgroup, _ = dist.new_subgroups_by_enumeration([list(line) for line in lines], timeout=timeout)
+            assert subgroup is not None
+            self._groups[way] = Group(subgroup.group_name, subgroup.size())
             hold(self, [self._groups[way]])
             world.agreement.alarm.on_failure(partial(refuse_group, self._groups[way]))
             self._meet(world.place, way)
@@ -84,12 +84,12 @@ class Channels:
             return []
         sender = self._schedule.rank_of[message.sender]
         group = process_group(self._groups[self._way(message)])
-        found = [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in shapes]
-        works = [dist.irecv(value, self._line[sender], group) for value in found]
+        tensors = [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in shapes]
+        works = [dist.irecv(value, self._line[sender], group) for value in tensors]
         for work in works:
             assert work is not None
             work.wait()
-        return found
+        return tensors
 
     def finish(self) -> None:
         """Waits until all that was sent is there."""

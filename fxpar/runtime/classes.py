@@ -57,5 +57,5 @@ def class_of(ours: type[_Module], author: type[nn.Module]) -> type[_Module]:
     }
     metaclass, maker = type(author), ABCMeta if isinstance(author, ABCMeta) else type
     alike = Alike if metaclass is type else type(metaclass.__name__, (Alike, metaclass), {})
-    made: type[_Module] = maker.__new__(alike, author.__name__, (ours, author), namespace)
-    return made
+    stand_in: type[_Module] = maker.__new__(alike, author.__name__, (ours, author), namespace)
+    return stand_in

@@ -37,8 +37,8 @@ class CompiledUnits:
             knows them.
     """
 
-    def __init__(self, inductor: Inductor, device: torch.device, told: Told, scope: Scope) -> None:
-        self._inductor, self._device, self._told, self._scope = inductor, device, told, scope
+    def __init__(self, inductor: Inductor, device: torch.device, progress: Told, scope: Scope) -> None:
+        self._inductor, self._device, self._told, self._scope = inductor, device, progress, scope
         self._mode = scope.mode
         self._known: dict[Any, Pair | Boxed] = {}
         self._shapes: dict[Any, Sequence[Tensor]] = {}
@@ -111,13 +111,13 @@ class CompiledUnits:
         if key not in self._shapes:
             alone = Unit(segment, None, tuple(takes), ())
             module = graph_of(alone, [[alone.position(name) for name in gives]], [])
-            given = [*(fakes[name] for name in takes), *self._drawn(alone)]
+            operands = [*(fakes[name] for name in takes), *self._drawn(alone)]
             with torch.no_grad(), enable_python_dispatcher(), self._mode:
-                self._shapes[key] = module(*given)
+                self._shapes[key] = module(*operands)
         # What is computed again may lie in memory in another way than what the forward gives to others.
         again = {node.name for node in segment.again}
-        found = zip(gives, self._shapes[key], strict=True)
-        fakes.update((name, fake) for name, fake in found if name not in again)
+        named = zip(gives, self._shapes[key], strict=True)
+        fakes.update((name, fake) for name, fake in named if name not in again)
 
     def _compile_all(self, units: Units, fakes: Mapping[str, Tensor]) -> dict[Unit, Pair | Boxed]:
         keys = {unit: self._key(unit, units, fakes) for unit in (*units.forward, *units.backward)}
@@ -155,14 +155,14 @@ class CompiledUnits:
     def _compile(self, unit: Unit, units: Units, fakes: Mapping[str, Tensor]) -> Pair | Boxed:
         results = units.results[unit]
         function = graph_of(unit, results, self._scope.names)
-        given: list[Any] = self._scope.integers
-        given += [self._another(fakes[name]) for name in unit.early]
-        given += self._drawn(unit)
-        early = len(given)
-        given += [self._another(fakes[name]) for name in unit.late]
+        operands: list[Any] = self._scope.integers
+        operands += [self._another(fakes[name]) for name in unit.early]
+        operands += self._drawn(unit)
+        early = len(operands)
+        operands += [self._another(fakes[name]) for name in unit.late]
         if unit.forward is None or unit.backward is None:
-            return self._inductor.alone(function, given, self._mode, backward=unit.forward is None)
-        return self._inductor.pair(function, given, self._mode, early, len(results[0]))
+            return self._inductor.alone(function, operands, self._mode, backward=unit.forward is None)
+        return self._inductor.pair(function, operands, self._mode, early, len(results[0]))
 
 
 def _meta(value: Tensor) -> Any:
@@ -186,8 +186,8 @@ class Compiler:
     """
 
     def __init__(self, plan: Plan, device: torch.device, shapes: Mapping[str, tuple[Size, ...]]) -> None:
-        inductor, told = Inductor(plan), Progress()
-        self._scopes = Scopes(shapes, lambda scope: CompiledUnits(inductor, device, told, scope))
+        inductor, progress = Inductor(plan), Progress()
+        self._scopes = Scopes(shapes, lambda scope: CompiledUnits(inductor, device, progress, scope))
         self._known: dict[Hashable, Variants[CompiledUnits, Any]] = {}
 
     def step(self, step: Step, sizes: Mapping[str, int], values: Mapping[str, Tensor], *, whole: bool) -> StepCalls:
@@ -206,8 +206,8 @@ class Compiler:
             forward, backward, drawn, early = units.calls(step.graph, phases, values, tangents, needed, paired=paired)
             return StepCalls(step, forward, backward, drawn, whole=whole, early=early)
 
-        made: StepCalls = self._variants((id(step), whole)).of(sizes, make)
-        return made
+        step_calls: StepCalls = self._variants((id(step), whole)).of(sizes, make)
+        return step_calls
 
     def forward(
         self, graph: fx.Graph, results: Mapping[str, str], sizes: Mapping[str, int], values: Mapping[str, Tensor]
@@ -224,8 +224,8 @@ class Compiler:
             calls, _, identities, _ = units.calls(graph, (), values, {}, results.values(), paired=False)
             return ForwardCalls(calls, results, identities)
 
-        made: ForwardCalls = self._variants((id(graph), tuple(results))).of(sizes, make)
-        return made
+        forward_calls: ForwardCalls = self._variants((id(graph), tuple(results))).of(sizes, make)
+        return forward_calls
 
     def _variants(self, key: Hashable) -> Variants[CompiledUnits, Any]:
         return self._known.setdefault(key, Variants(self._scopes))

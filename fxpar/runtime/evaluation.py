@@ -61,7 +61,7 @@ class Evaluation:
     def outputs(
         self,
         call: Call,
-        wanted: Sequence[str],
+        requested: Sequence[str],
         values: Mapping[str, Any],
         state: Callable[[], Tensor],
     ) -> dict[str, Tensor]:
@@ -72,42 +72,47 @@ class Evaluation:
             state: gives the random state; it is asked for on all ranks or on none.
         """
         self._world.agreement.enter()
-        own = dict(values)
+        inputs = dict(values)
         draws = [entry.node for entry in call.compiled.program.inputs if entry.path == RNG_PATH]
         if draws:
-            own |= dict.fromkeys(draws, state())
-        made: dict[str, Tensor] = {}
+            inputs |= dict.fromkeys(draws, state())
+        outputs: dict[str, Tensor] = {}
         for number, (stage, steps) in sorted(call.ready.stages.items()):
             if steps is None:
                 continue
             try:
-                made |= self._stage(call, stage, wanted, own, made)
+                outputs |= self._stage(call, stage, requested, inputs, outputs)
             except RuntimeError as error:
                 if not is_lost(error):
                     raise
                 reason = str(error).splitlines()[0]
                 raise dist.DistError(f"the forward on stage {number}: {reason}") from error
         self._channels.finish()
-        return {name: self._everywhere(call, name, made.get(name)) for name in wanted}
+        return {name: self._everywhere(call, name, outputs.get(name)) for name in requested}
 
     def _stage(
-        self, call: Call, stage: Stage, wanted: Sequence[str], values: Mapping[str, Any], before: Mapping[str, Tensor]
+        self,
+        call: Call,
+        stage: Stage,
+        requested: Sequence[str],
+        values: Mapping[str, Any],
+        before: Mapping[str, Tensor],
     ) -> dict[str, Tensor]:
         """What a stage gives, after it has sent the next one its part."""
         _, steps = call.ready.stages[stage.number]
         assert steps is not None, "a rank runs its own stages alone"
         places = dict(zip(call.ready.lowered.places, call.places, strict=True))
-        own = {p.node: values[p.node] for p in stage.program.parameters}
-        own |= {e.node: values[e.node] for e in stage.program.inputs if not received_name(e.path)}
-        own |= {name: places[name] for name in steps.lowered.places}
+        inputs = {p.node: values[p.node] for p in stage.program.parameters}
+        inputs |= {e.node: values[e.node] for e in stage.program.inputs if not received_name(e.path)}
+        inputs |= {name: places[name] for name in steps.lowered.places}
         if stage.received:
-            own |= dict(zip(stage.received.values(), self._taken(call, stage, before), strict=True))
-        names = (*(name for name in wanted if name in stage.program.outputs), *stage.sent)
-        made = steps.outputs(call.sizes, names, own, call.rows)
+            inputs |= dict(zip(stage.received.values(), self._taken(call, stage, before), strict=True))
+        names = (*(name for name in requested if name in stage.program.outputs), *stage.sent)
+        outputs = steps.outputs(call.sizes, names, inputs, call.rows)
         if stage.sent and self._rank_of[stage.number + 1] != self._world.place:
             message = Message(Kind.ACTIVATION, stage.number, stage.number + 1, 0)
-            self._channels.send(message, [made.pop(name) for name in stage.sent])
-        return made
+            self._channels.send(message, [outputs.pop(name) for name in stage.sent])
+        return outputs
 
     def _taken(self, call: Call, stage: Stage, before: Mapping[str, Tensor]) -> list[Tensor]:
         if self._rank_of[stage.number - 1] == self._world.place:
@@ -123,13 +128,13 @@ class Evaluation:
         shape, dtype = part_of(program, program.output_nodes()[name].name, call.sizes)
         if maker == self._world.place:
             assert value is not None, "a stage gives the outputs that it computes"
-            found = value.contiguous()
+            output = value.contiguous()
         else:
-            found = torch.empty(shape, dtype=dtype, device=self._world.device)
+            output = torch.empty(shape, dtype=dtype, device=self._world.device)
         # As bytes: not every backend sends every type.
-        raw = found.reshape(-1).view(torch.uint8)
+        raw = output.reshape(-1).view(torch.uint8)
         dist.broadcast(raw, self._world.line[maker], process_group(self._world.groups["pp"]))
-        return found
+        return output
 
 
 def part_of(program: Program, name: str, sizes: Mapping[str, int]) -> tuple[tuple[int, ...], torch.dtype]:

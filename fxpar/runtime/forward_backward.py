@@ -68,8 +68,8 @@ class ForwardBackward:
         if call.unproven:
             self._check_padding(call, self._loss_name(call, "call"))
         outputs = call.compiled.program.outputs
-        wanted = tuple(n for n in outputs if n != COUNT and not is_counted(n) and not is_buffer(n))
-        return call, self._runner.outputs(call, wanted)
+        names = tuple(n for n in outputs if n != COUNT and not is_counted(n) and not is_buffer(n))
+        return call, self._runner.outputs(call, names)
 
     def bind(self, batch: Any) -> Bound:
         """The program for a batch whose loss is to be differentiated.
@@ -116,13 +116,13 @@ class ForwardBackward:
             InputError: as of `Runner.prepared`.
         """
         first: dict[int, Prepared] = {}
-        found = []
+        prepared = []
         for bound in bounds:
             call = bound.call
             if id(call.ready) not in first:
                 first[id(call.ready)] = self._runner.prepared(call, True)
-            found.append(first[id(call.ready)].of(call))
-        return found
+            prepared.append(first[id(call.ready)].of(call))
+        return prepared
 
     def train(
         self,

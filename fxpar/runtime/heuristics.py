@@ -66,7 +66,7 @@ class Heuristics(InductorChoices):
 def _awaited(scheduler: Any, node: Any) -> set[str]:
     """Names of the waits for collectives that a kernel depends on."""
     if scheduler not in _WAITS:
-        _WAITS[scheduler] = frozenset(name for name, each in scheduler.name_to_node.items() if _is_wait(each.node))
+        _WAITS[scheduler] = frozenset(name for name, kernel in scheduler.name_to_node.items() if _is_wait(kernel.node))
     return {name for name in _WAITS[scheduler] if name in node.ancestors}
 
 
@@ -87,19 +87,19 @@ def _held(x: Any) -> Any:
 @lowering.register_lowering(_ops.send_copies.default, type_promotion_kind=None)
 def _send_copies(x: Any, *more: Any) -> Any:
     """What is sent stays as it is until it is taken, which reads the same memory."""
-    held = _held(x)
-    found = _extern(_ops.send_copies.default, held, *more)
-    _SENT.setdefault(V.graph, {})[found.get_name()] = held.get_name()
-    return found
+    buffer = _held(x)
+    token = _extern(_ops.send_copies.default, buffer, *more)
+    _SENT.setdefault(V.graph, {})[token.get_name()] = buffer.get_name()
+    return token
 
 
 def _taken(token: Any, x: Any) -> Any:
     """What was sent, as it was sent."""
-    held = _held(x)
+    buffer = _held(x)
     sent = _SENT[V.graph][token.get_name()]
-    if sent != held.get_name():  # two copies were made of it: nothing else reads the first
+    if sent != buffer.get_name():  # two copies were made of it: nothing else reads the first
         V.graph.never_reuse_buffers.add(sent)
-    return held
+    return buffer
 
 
 @lowering.register_lowering(_ops.take_copies.default, type_promotion_kind=None)
@@ -123,14 +123,14 @@ def _taken_rows(token: Any, x: Any, *more: Any) -> Any:
 @lowering.register_lowering(_ops.arrived.default, type_promotion_kind=None)
 def _arrived(token: Any, x: Any, *more: Any) -> Any:
     """Memory into which another rank will write again: nothing else is put there."""
-    found = _extern(_ops.arrived.default, token, _taken(token, x), *more)
-    V.graph.never_reuse_buffers.add(found.get_name())
-    return found
+    arrived = _extern(_ops.arrived.default, token, _taken(token, x), *more)
+    V.graph.never_reuse_buffers.add(arrived.get_name())
+    return arrived
 
 
 @lowering.register_lowering(_ops.added.default, type_promotion_kind=None)
 def _added(x: Any, came: Any, name: str) -> Any:
     """An addition, in a kernel with what reads it; whatever else reads it reads the sum."""
-    found = lowering.lowerings[torch.ops.aten.add.Tensor](x, came)
-    found.realize()
-    return found
+    total = lowering.lowerings[torch.ops.aten.add.Tensor](x, came)
+    total.realize()
+    return total

@@ -104,16 +104,16 @@ class Inductor:
             graph.graph = fx_graph_cse(graph.graph)
             first, second = min_cut_rematerialization_partition(graph, list(fakes), num_fwd_outputs=results)
             # Names tell which result of the forward an input of the backward is.
-            given: Any = output_node(first.graph).args[0]
-            made = [node.name for node in given]
+            outputs: Any = output_node(first.graph).args[0]
+            output_names = [node.name for node in outputs]
             taken = [str(node.target) for node in second.graph.nodes if node.op == "placeholder"]
             late = [int(name.removeprefix(_LATE)) for name in taken if name.startswith(_LATE)]
-            order = [made.index(name, results) for name in taken if not name.startswith(_LATE)]
+            order = [output_names.index(name, results) for name in taken if not name.startswith(_LATE)]
             run_first, run_second = self._compiled(first, False), self._compiled(second, True)
 
         def forward(inputs: list[Any]) -> Sequence[Any]:
-            found = run_first(inputs)
-            return [*found[:results], *(found[index] for index in order)]
+            values = run_first(inputs)
+            return [*values[:results], *(values[index] for index in order)]
 
         return Pair(forward, run_second, len(order), tuple(late))
 
@@ -128,8 +128,8 @@ class Inductor:
         # Whoever takes a result was compiled for its strides: none may be padded.
         end = output_node(graph.graph)
         end.meta["user_visible_output_idxs"] = list(range(len(end.args[0])))  # type: ignore[arg-type]
-        found: Any = compile_fx_inner(graph, fakes, is_backward=backward, is_inference=False)
-        return opaque(found)
+        compiled: Any = compile_fx_inner(graph, fakes, is_backward=backward, is_inference=False)
+        return opaque(compiled)
 
     @contextlib.contextmanager
     def _compiling(self, mode: FakeTensorMode) -> Iterator[None]:

@@ -98,27 +98,27 @@ class Inputs:
         words += [] if alike is None else [alike]
         if not words:
             return batch, None, others
-        found = _extremes(torch.cat(words), self._everyone)
-        host = torch.empty(found.shape, dtype=torch.int64, pin_memory=True)
-        host.copy_(found, non_blocking=True)
+        extremes = _extremes(torch.cat(words), self._everyone)
+        host = torch.empty(extremes.shape, dtype=torch.int64, pin_memory=True)
+        host.copy_(extremes, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
         self._pending = (event, host, batch, whole)
-        return batch, found[0].eq(found[1].bitwise_not()).all(), others
+        return batch, extremes[0].eq(extremes[1].bitwise_not()).all(), others
 
-    def _shapes(self, own: list[list[int]]) -> Shapes | None:
+    def _shapes(self, shapes: list[list[int]]) -> Shapes | None:
         """By data rank, the shapes of the tensors of its batch; None where ranks of one differ."""
-        mine = torch.tensor([size for shape in own for size in shape])
-        found = [torch.empty_like(mine) for _ in range(self._world.size)]
+        mine = torch.tensor([size for shape in shapes for size in shape])
+        gathered = [torch.empty_like(mine) for _ in range(self._world.size)]
         meeting = self._world.agreement.meeting
         assert meeting is not None, "there are several ranks"
-        dist.all_gather(found, mine, group=process_group(meeting.group))
+        dist.all_gather(gathered, mine, group=process_group(meeting.group))
         by_part: dict[int, list[int]] = {}
-        for part, sizes in zip(self._parts, (sizes.tolist() for sizes in found), strict=True):
+        for part, sizes in zip(self._parts, (sizes.tolist() for sizes in gathered), strict=True):
             if by_part.setdefault(part, sizes) != sizes:
                 return None
-        split = [[by_part[part].pop(0) for _ in shape] for part in sorted(by_part) for shape in own]
-        return [[tuple(s) for s in split[i : i + len(own)]] for i in range(0, len(split), len(own))]
+        split = [[by_part[part].pop(0) for _ in shape] for part in sorted(by_part) for shape in shapes]
+        return [[tuple(s) for s in split[i : i + len(shapes)]] for i in range(0, len(split), len(shapes))]
 
     def _settle(self) -> None:
         """Raises for the call before. Its checksum lies before its program on the device, which has begun by now."""
@@ -156,8 +156,8 @@ class Inputs:
         assert self._devices is not None
         if self._world.device.type == "cpu":  # on other devices the hosts have met
             self._world.agreement.enter("compares the batch of one part")
-        found = _extremes(values, self._devices)
-        is_same = found[0].eq(found[1].bitwise_not()).all()
+        extremes = _extremes(values, self._devices)
+        is_same = extremes[0].eq(extremes[1].bitwise_not()).all()
         return torch.where(is_same, 0, self._world.rank + 1).reshape(1)
 
     def checksum(self, batch: Any) -> Tensor:
@@ -204,19 +204,19 @@ def _words(value: Tensor) -> list[Tensor]:
         data = data.clone()
     data = data.view(torch.uint8)
     whole = data.numel() // 8 * 8
-    found = list(data[:whole].view(torch.int64).split(_CHUNK)) if whole else []
-    return [*found, data[whole:].long()] if whole < data.numel() else found
+    words = list(data[:whole].view(torch.int64).split(_CHUNK)) if whole else []
+    return [*words, data[whole:].long()] if whole < data.numel() else words
 
 
 def _extremes(values: Tensor, group: Group) -> Tensor:
     """The largest value over the ranks, and the largest complement."""
-    found = torch.stack([values, values.bitwise_not()])
-    dist.all_reduce(found, dist.ReduceOp.MAX, group=process_group(group))
-    return found
+    extremes = torch.stack([values, values.bitwise_not()])
+    dist.all_reduce(extremes, dist.ReduceOp.MAX, group=process_group(group))
+    return extremes
 
 
-def _is_equal(found: Tensor) -> bool:
-    return torch.equal(found[0], found[1].bitwise_not())
+def _is_equal(extremes: Tensor) -> bool:
+    return torch.equal(extremes[0], extremes[1].bitwise_not())
 
 
 def _alike(world: World) -> Group | None:

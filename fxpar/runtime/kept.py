@@ -41,10 +41,10 @@ def keep_sums(graph: fx.Graph, late: str) -> None:
 
 def _size(value: Any) -> tuple[Any, ...]:
     """Shape and type of a tensor; nothing is asked of symbolic sizes, which would be a guard."""
-    held = value.meta.get("val") if isinstance(value, fx.Node) else None
-    if not isinstance(held, Tensor):
+    tensor = value.meta.get("val") if isinstance(value, fx.Node) else None
+    if not isinstance(tensor, Tensor):
         return ()
-    return (*(size.node.expr if isinstance(size, torch.SymInt) else size for size in held.shape), held.dtype)
+    return (*(size.node.expr if isinstance(size, torch.SymInt) else size for size in tensor.shape), tensor.dtype)
 
 
 def _is_only_for(value: fx.Node, total: fx.Node) -> bool:
@@ -86,8 +86,8 @@ def _is_large(node: fx.Node, total: fx.Node) -> bool:
 
 
 def _bytes(node: fx.Node) -> int:
-    held = node.meta.get("val")
-    if not isinstance(held, Tensor):
+    tensor = node.meta.get("val")
+    if not isinstance(tensor, Tensor):
         return 0
-    sizes = [int(size.node.hint or 0) if isinstance(size, torch.SymInt) else size for size in held.shape]
-    return prod(sizes) * held.itemsize
+    sizes = [int(size.node.hint or 0) if isinstance(size, torch.SymInt) else size for size in tensor.shape]
+    return prod(sizes) * tensor.itemsize

@@ -57,4 +57,4 @@ def gathered(parts: Sequence[Mapping[str, Tensor]], world: World, plan: Plan) ->
     summed = [torch.stack([part[name].flatten() for part in parts]).sum(0) for name in (*names, *dropped)]
     group = world.groups["-".join(plan.axes)]
     counts = arrived(start_gather(torch.cat(summed), group))
-    return Loads(names, tuple(len(each) for each in summed[: len(names)]), dropped, counts)
+    return Loads(names, tuple(len(load) for load in summed[: len(names)]), dropped, counts)

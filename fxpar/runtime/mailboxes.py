@@ -68,28 +68,28 @@ class Mailboxes:
         is_gpu = self._world.device.type == "cuda"
         if plan.exchange == "nccl" or self._world.size == 1 or (plan.exchange == "auto" and not is_gpu):
             return {}
-        told = self._world.agreement.told("its memory", json.dumps(_place(self._world.device)))
-        places = [json.loads(each) for each in told]
+        texts = self._world.agreement.told("its memory", json.dumps(_place(self._world.device)))
+        places = [json.loads(text) for text in texts]
         names = joined_names(plan.axes)
-        asked = plan.exchange == "copy"
-        return {name: why_not_copy(self._world.mesh.groups(name), places, asked) for name in names}
+        requested = plan.exchange == "copy"
+        return {name: why_not_copy(self._world.mesh.groups(name), places, requested) for name in names}
 
     def groups(self, program: Program) -> Mapping[str, Group]:
         """The groups of the axes, with mailboxes where the program has buffers. All ranks call it for one program."""
         if not self.names:
             return self._world.groups
-        found = dict(self._world.groups)
+        groups = dict(self._world.groups)
         nodes = [node for node in inlined(program).graph.nodes if has_note(node) and note(node).buffer]
         for axis in dict.fromkeys(str(node.kwargs["axis"]) for node in nodes):
             if axis not in self._open:
-                self._open[axis] = self._opened(axis, found[axis])
-            found[axis] = replace(found[axis], mailbox=self._open[axis])
-        return found
+                self._open[axis] = self._opened(axis, groups[axis])
+            groups[axis] = replace(groups[axis], mailbox=self._open[axis])
+        return groups
 
     def _opened(self, axis: str, group: Group) -> str:
         name = f"{group.name}/{self._world.agreement.module}/{axis}"
-        own = next(ranks for ranks in self._world.mesh.groups(axis) if self._world.rank in ranks)
-        rank, size = own.index(self._world.rank), len(own)
+        members = next(ranks for ranks in self._world.mesh.groups(axis) if self._world.rank in ranks)
+        rank, size = members.index(self._world.rank), len(members)
         if self._world.device.type == "cuda":
             from fxpar.exchange.device import DeviceMailbox  # its symmetric memory takes a second to import
 
@@ -98,12 +98,12 @@ class Mailboxes:
                 events = itertools.cycle((torch.cuda.Event(), torch.cuda.Event()))
                 self._marks.append(_Marks(device, self._watch(device), events))
             ended = self._marks[0].mark
-            made = DeviceMailbox(rank=rank, size=size, device=device, group=group.name, ended=ended)
-            mailbox.register(name, made.open())
+            device_mailbox = DeviceMailbox(rank=rank, size=size, device=device, group=group.name, ended=ended)
+            mailbox.register(name, device_mailbox.open())
         else:
             seconds = self._world.agreement.seconds
-            held = HostMailbox(rank=rank, size=size, group=process_group(group), ranks=own, seconds=seconds)
-            mailbox.register(name, held.open())
+            host_mailbox = HostMailbox(rank=rank, size=size, group=process_group(group), ranks=members, seconds=seconds)
+            mailbox.register(name, host_mailbox.open())
         self._world.agreement.alarm.on_stop(functools.partial(mailbox.stop, name))
         return name
 
@@ -166,9 +166,9 @@ def _place(device: torch.device) -> dict[str, Any]:
     if device.type != "cuda":
         return {"machine": machine()}
     seen = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
-    own = next(uuid for uuid, i in seen.items() if i == device.index)
+    gpu = next(uuid for uuid, i in seen.items() if i == device.index)
     reached = [uuid for uuid, i in seen.items() if i != device.index and can_access(device.index, i)]
-    return {"machine": machine(), "gpu": own, "reaches": reached, "triton": find_spec("triton") is not None}
+    return {"machine": machine(), "gpu": gpu, "reaches": reached, "triton": find_spec("triton") is not None}
 
 
 def why_not_copy(groups: Iterable[Sequence[int]], places: Sequence[Mapping[str, Any]], asked: bool) -> str:

@@ -53,10 +53,10 @@ class Copies:
         self._copies: dict[str, Tensor] = {}
         self._seen: dict[str, tuple[int, ...]] = {}
         self._mode = (False, False)
-        own = weakref.ref(self)
+        reference = weakref.ref(self)
 
         def stepped(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-            copies = own()
+            copies = reference()
             if copies is not None:
                 copies.expire()
 
@@ -67,35 +67,35 @@ class Copies:
         """Makes the next call cast all: the values have been changed."""
         self._seen.clear()
 
-    def current(self, mains: Mapping[str, Tensor], training: bool, differentiated: bool) -> list[Tensor]:
+    def current(self, parameters: Mapping[str, Tensor], training: bool, differentiated: bool) -> list[Tensor]:
         """The copies of some parameters, as fresh as their values.
 
         Args:
-            mains: the parameters by name.
+            parameters: by name.
             training: the module's mode.
             differentiated: whether the call has a backward.
         """
         mode, self._mode = self._mode, (training, differentiated)
-        has_gradients = any(leaf_of(main).grad is not None for main in mains.values())
+        has_gradients = any(leaf_of(main).grad is not None for main in parameters.values())
         accumulates = mode == self._mode and differentiated and has_gradients
-        changed = [name for name, main in mains.items() if self._seen.get(name) != _state(main)]
-        self._cast(mains, changed if accumulates else list(mains), changed)
-        return [self._copies[name] for name in mains]
+        changed = [name for name, main in parameters.items() if self._seen.get(name) != _state(main)]
+        self._cast(parameters, changed if accumulates else list(parameters), changed)
+        return [self._copies[name] for name in parameters]
 
     @torch.no_grad()
-    def _cast(self, mains: Mapping[str, Tensor], names: list[str], changed: list[str]) -> None:
+    def _cast(self, parameters: Mapping[str, Tensor], names: list[str], changed: list[str]) -> None:
         """Casts some; graphs that saved a copy learn of it where its main values are known to have changed."""
         with torch.inference_mode(False):  # what is made in that mode can never be trained
             for name in names:
                 if name not in self._copies:
-                    self._copies[name] = torch.empty_like(local_of(mains[name]), dtype=self._dtype)
+                    self._copies[name] = torch.empty_like(local_of(parameters[name]), dtype=self._dtype)
         if names:
             # Through `data`, which is not counted: a pending backward may have saved copies that keep their values.
-            parts = [local_of(mains[name]) for name in names]
+            parts = [local_of(parameters[name]) for name in names]
             torch._foreach_copy_([self._copies[name].data for name in names], parts)
         if changed:
             torch.autograd.graph.increment_version([self._copies[name] for name in changed])
-        self._seen.update({name: _state(mains[name]) for name in names})
+        self._seen.update({name: _state(parameters[name]) for name in names})
         self.casts += len(names)
 
 

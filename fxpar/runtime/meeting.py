@@ -100,9 +100,9 @@ class Meeting:
         """
         size, (failed, *counts) = self.group.size, state
         head = [(size - self.rank if failed else 0) + size * (failed is Failed.LATE), *counts, *map(number, place)]
-        own = [*head, *compared, *[0] * (_PAYLOAD - len(compared))]
-        both = self._largest(torch.tensor([*own, *(~word for word in own)]), seconds).tolist()
-        largest, smallest = both[: len(own)], [~word for word in both[len(own) :]]
+        words = [*head, *compared, *[0] * (_PAYLOAD - len(compared))]
+        both = self._largest(torch.tensor([*words, *(~word for word in words)]), seconds).tolist()
+        largest, smallest = both[: len(words)], [~word for word in both[len(words) :]]
         return Met(
             -largest[0] % size if largest[0] else None,
             smallest[0] > 0,
@@ -139,14 +139,14 @@ def hosts(rank: int, size: int, seconds: float) -> Meeting:
     """
     limit = limit_of_cpus() or timedelta(seconds=seconds)
     try:
-        own = dist.new_group(backend="gloo", timeout=limit)
+        gloo_group = dist.new_group(backend="gloo", timeout=limit)
     except RuntimeError as error:
         raise RankError(
             f"the hosts cannot reach each other by gloo: {str(error).splitlines()[0]}",
             where=f"rank {rank}, start-up",
             remedy="set GLOO_SOCKET_IFNAME to the network's interface",
         ) from error
-    return Meeting(Group(own.group_name, size), rank)
+    return Meeting(Group(gloo_group.group_name, size), rank)
 
 
 @cache

@@ -113,27 +113,27 @@ def run_microbatches(
     totals: dict[Hashable, tuple[dict[str, Tensor], Ran]] = {}
     for index, part in enumerate(parts):
         unit = done[0].counted if done else None
-        found = run(part, Microbatch(index, len(parts), state, unit, adds))
-        total, ran = totals.get(found.ran.signature, ({}, replace(found.ran, held={})))
+        completed = run(part, Microbatch(index, len(parts), state, unit, adds))
+        total, ran = totals.get(completed.ran.signature, ({}, replace(completed.ran, held={})))
         if not total:
-            total = {name: value.clone() for name, value in found.ran.held.items()}
+            total = {name: value.clone() for name, value in completed.ran.held.items()}
         else:
-            torch._foreach_add_(list(total.values()), [found.ran.held[name] for name in total])
+            torch._foreach_add_(list(total.values()), [completed.ran.held[name] for name in total])
         totals[ran.signature] = total, ran
-        done.append(replace(found, ran=replace(found.ran, held={})))
+        done.append(replace(completed, ran=replace(completed.ran, held={})))
     if len(totals) == 1:
         return _joined(done, finished(total, ran.signature, ran.finish), adds)
 
     def finish(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         gradients: dict[str, Tensor] = {}
-        for index, (own, ran) in enumerate(totals.values()):
-            for name, gradient in ran.finish({key: values[f"{index} {key}"] for key in own}).items():
+        for index, (summed, ran) in enumerate(totals.values()):
+            for name, gradient in ran.finish({key: values[f"{index} {key}"] for key in summed}).items():
                 gradients[name] = gradients[name] + gradient if name in gradients else gradient
         return gradients
 
     groups = enumerate(total for total, _ in totals.values())
-    held = {f"{index} {name}": value for index, total in groups for name, value in total.items()}
-    return _joined(done, finished(held, tuple(totals), finish), adds)
+    combined = {f"{index} {name}": value for index, total in groups for name, value in total.items()}
+    return _joined(done, finished(combined, tuple(totals), finish), adds)
 
 
 def joined_loss(losses: Sequence[Tensor], adds: bool) -> Tensor:
@@ -145,8 +145,8 @@ def joined_loss(losses: Sequence[Tensor], adds: bool) -> Tensor:
 def _joined(done: Sequence[Part], gradients: Mapping[str, Tensor], adds: bool) -> tuple[Tensor, Mapping[str, Tensor]]:
     """The loss of the step. Gradients that were weighed by counts are divided by that of all."""
     if done[0].counted is None:
-        return joined_loss([each.loss for each in done], adds), gradients
-    losses = torch.stack([each.loss for each in done])
-    counts = torch.stack([each.counted for each in done if each.counted is not None])
+        return joined_loss([part.loss for part in done], adds), gradients
+    losses = torch.stack([part.loss for part in done])
+    counts = torch.stack([part.counted for part in done if part.counted is not None])
     factor = unit_of(counts[0]) / counts.sum()
-    return (losses * counts).sum() / counts.sum(), {name: each * factor for name, each in gradients.items()}
+    return (losses * counts).sum() / counts.sum(), {name: gradient * factor for name, gradient in gradients.items()}

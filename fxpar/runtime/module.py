@@ -217,10 +217,10 @@ class ParallelModule(Stateful):
         if scaler is not None and self._pipeline is not None:
             join(scaler, self.world)
         count = 1 if is_list else self.plan.microbatches
-        found = self._training.step(parts, count, Ending(scaler, optimizer, max_norm))
-        self._flags = StepFlags(found.norm, found.is_finite)
+        step = self._training.step(parts, count, Ending(scaler, optimizer, max_norm))
+        self._flags = StepFlags(step.norm, step.is_finite)
         self._mailboxes.mark()
-        return found.loss
+        return step.loss
 
     @property
     def step_flags(self) -> StepFlags:
@@ -299,15 +299,15 @@ class ParallelModule(Stateful):
             InputError: an unknown optimizer or symbol, or a size that the ranks cannot share out.
         """
         compiled = self._programs.first
-        given: dict[str, Any] = {"device": self.world.device, "sizes": sizes, "optimizer": optimizer}
-        given["reach"] = self._mailboxes.reach
+        options: dict[str, Any] = {"device": self.world.device, "sizes": sizes, "optimizer": optimizer}
+        options["reach"] = self._mailboxes.reach
         figures = self.graph_figures
-        told = [str(each) for each in (figures, self._training.budget) if each is not None]
+        notes = [str(figure) for figure in (figures, self._training.budget) if figure is not None]
         sizes_of = self._programs.of_sizes
-        told += [f"Programs for sizes of their own: {'; '.join(sizes_of)}."] if sizes_of else []
-        given["findings"] = (*compiled.captured.findings, *told)
-        found = make_report(
-            compiled.program, compiled.ready.counting, name=type(self._programs.skeleton).__name__, **given
+        notes += [f"Programs for sizes of their own: {'; '.join(sizes_of)}."] if sizes_of else []
+        options["findings"] = (*compiled.captured.findings, *notes)
+        report = make_report(
+            compiled.program, compiled.ready.counting, name=type(self._programs.skeleton).__name__, **options
         )
         load = self._training.load
-        return found if load is None else replace(found, loads=load.read(self.plan))
+        return report if load is None else replace(report, loads=load.read(self.plan))

@@ -65,9 +65,9 @@ class StepNode(torch.autograd.Function):
                 remedy="add the losses and call backward() once, or call the model again",
             )
         run, pending.run = pending.run, None
-        given = {name: tangent for name, tangent in zip(pending.names, tangents, strict=True) if tangent is not None}
-        found = run(given) if given else {}
-        return None, None, *(found.get(name) for name in pending.parameters)
+        named = {name: tangent for name, tangent in zip(pending.names, tangents, strict=True) if tangent is not None}
+        gradients = run(named) if named else {}
+        return None, None, *(gradients.get(name) for name in pending.parameters)
 
 
 def differentiable(
@@ -80,5 +80,5 @@ def differentiable(
         leaves: the tensors whose gradients the backward gives, by name of the parameter.
     """
     pending = Pending(tuple(names), tuple(leaves), run)
-    made: Any = StepNode.apply(pending, [outputs[name] for name in names], *leaves.values())  # type: ignore[no-untyped-call]
-    return {**outputs, **dict(zip(names, made, strict=True))}
+    tracked: Any = StepNode.apply(pending, [outputs[name] for name in names], *leaves.values())  # type: ignore[no-untyped-call]
+    return {**outputs, **dict(zip(names, tracked, strict=True))}

@@ -58,9 +58,9 @@ class Optimizers:
         """Whether it steps a parameter of the module."""
         if optimizer not in self._steps_own:
             owner = self._owner()
-            own = set() if owner is None else {id(parameter) for parameter in owner.parameters()}
+            owned = set() if owner is None else {id(parameter) for parameter in owner.parameters()}
             stepped = (id(parameter) for group in optimizer.param_groups for parameter in group["params"])
-            self._steps_own[optimizer] = any(parameter in own for parameter in stepped)
+            self._steps_own[optimizer] = any(parameter in owned for parameter in stepped)
         return self._steps_own[optimizer]
 
     def __call__(self, optimizer: Optimizer) -> None:

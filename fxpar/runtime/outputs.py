@@ -46,9 +46,9 @@ def _with_plain_gradient(value: Tensor) -> Tensor:
     """The value. Where a loss of the author's own joins it with a DTensor, its gradient comes as one."""
     if not value.requires_grad:
         return value
-    made = value.view_as(value) if value.is_leaf else value  # a hook on a parameter would stay
-    made.register_hook(lambda gradient: gradient.full_tensor() if isinstance(gradient, DTensor) else gradient)
-    return made
+    view = value.view_as(value) if value.is_leaf else value  # a hook on a parameter would stay
+    view.register_hook(lambda gradient: gradient.full_tensor() if isinstance(gradient, DTensor) else gradient)
+    return view
 
 
 def _whole_or_dtensor(name: str, value: Tensor, layout: Layout, call: Call, world: World) -> Any:
@@ -70,18 +70,18 @@ def _whole_or_dtensor(name: str, value: Tensor, layout: Layout, call: Call, worl
     if not any(placement.is_shard for placement in cuts.values()):
         return _with_plain_gradient(value)
     # The last ranks may hold less than the first: the whole shape cannot be told from the part.
-    own = without_padding(value, layout, program.axes, world.coordinates)
+    local = without_padding(value, layout, program.axes, world.coordinates)
     shape = torch.Size([evaluate(size, call.sizes) for size in kind.shape])
     if call.rows:
         mine = call.rows[data_part(world.mesh, world.rank)]
-        shape = _whole_shape(name, own.shape, shape, layout, call, mine)
+        shape = _whole_shape(name, local.shape, shape, layout, call, mine)
     mesh = world.device_mesh
     assert mesh.mesh_dim_names is not None
-    held = [cuts[axis] for axis in mesh.mesh_dim_names]
+    placements = [cuts[axis] for axis in mesh.mesh_dim_names]
     return DTensor.from_local(
-        own,
+        local,
         mesh,
-        [Shard(placement.dim) if placement.is_shard else Replicate() for placement in held],
+        [Shard(placement.dim) if placement.is_shard else Replicate() for placement in placements],
         run_check=False,
         shape=shape,
         stride=torch.empty(shape, device="meta").stride(),
@@ -89,12 +89,12 @@ def _whole_or_dtensor(name: str, value: Tensor, layout: Layout, call: Call, worl
 
 
 def _whole_shape(
-    name: str, own: Sequence[int], shape: Sequence[int], layout: Layout, call: Call, mine: int
+    name: str, local: Sequence[int], shape: Sequence[int], layout: Layout, call: Call, mine: int
 ) -> torch.Size:
     """The shape of the whole where data ranks hold other numbers of rows, as `DTensor` can say it.
 
     Args:
-        own: this rank's shape.
+        local: this rank's shape.
         shape: of the whole, if all ranks held as many rows as this one.
         mine: this rank's rows.
 
@@ -104,7 +104,7 @@ def _whole_shape(
     sizes = list(shape)
     for axis, placement in layout:
         if placement.is_shard and PURPOSES[axis].cuts is Cuts.BATCH:
-            unit = own[placement.dim] // mine
+            unit = local[placement.dim] // mine
             parts = [unit * rows for rows in call.rows]
             if [len(part) for part in torch.arange(sum(parts)).chunk(len(parts))] != parts:
                 _refuse_rows(name, call.rows)
@@ -131,8 +131,8 @@ def _gathered(name: str, value: Tensor, axis: str, placement: Placement, call: C
     pieces = [(evaluate(p.outer, call.sizes), evaluate(p.size, call.sizes)) for p in placement.pieces]
     group = world.groups[axis]
     index = call.compiled.indices[call.compiled.lowered.indices.index(axis)]
-    found: Tensor = _Gathered.apply(value, (placement.dim, pieces), group, index)  # type: ignore[no-untyped-call]
-    return found
+    whole: Tensor = _Gathered.apply(value, (placement.dim, pieces), group, index)  # type: ignore[no-untyped-call]
+    return whole
 
 
 class _Gathered(torch.autograd.Function):

@@ -107,9 +107,9 @@ class Elsewhere(WholeParameter):
             name: the parameter's.
             device: of this rank, which `device` names: code moves batches there.
         """
-        made: Elsewhere = torch.Tensor._make_subclass(cls, like.detach(), like.requires_grad)
-        made.place = name, device
-        return made
+        tensor: Elsewhere = torch.Tensor._make_subclass(cls, like.detach(), like.requires_grad)
+        tensor.place = name, device
+        return tensor
 
     @property
     def data(self) -> Tensor:
@@ -126,25 +126,25 @@ class Elsewhere(WholeParameter):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        own = next(value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, Elsewhere))
+        elsewhere = next(value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, Elsewhere))
         what = getattr(func, "__name__", "reading it")
         if func in _OF_DEVICE and len(args) == 1:
-            return func(torch.empty(0, dtype=own.dtype, device=own.place[1]))
+            return func(torch.empty(0, dtype=elsewhere.dtype, device=elsewhere.place[1]))
         is_written = bool(args) and isinstance(args[0], Elsewhere) and what.endswith("_") and not what.endswith("__")
         if is_written:  # here the values that are written are of no effect
             args, kwargs = pytree.tree_map_only(Tensor, _without_values, (args, kwargs))
         if func in _READS or any(isinstance(v, Tensor) and not v.is_meta for v in _others((args, kwargs))):
-            own.refuse(what)
+            elsewhere.refuse(what)
         with torch._C.DisableTorchFunctionSubclass():
             try:
                 result = func(*args, **kwargs)
             except RuntimeError as error:
                 if "meta" not in str(error).lower():
                     raise
-                own.refuse(what)
+                elsewhere.refuse(what)
         if type(result) in (list, tuple):  # and no torch.Size
-            return type(result)(_placed(item, own) for item in result)
-        return _placed(result, own)
+            return type(result)(_placed(item, elsewhere) for item in result)
+        return _placed(result, elsewhere)
 
     def refuse(self, what: str) -> NoReturn:
         """Refuses to read values."""
@@ -170,6 +170,6 @@ def _without_values(value: Tensor) -> Tensor:
 def _placed(value: Any, like: Elsewhere) -> Any:
     if not isinstance(value, Tensor) or isinstance(value, Elsewhere) or not value.is_meta:
         return value
-    made: Any = value.as_subclass(Elsewhere)
-    made.place = like.place
-    return made
+    placed: Any = value.as_subclass(Elsewhere)
+    placed.place = like.place
+    return placed

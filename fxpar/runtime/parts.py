@@ -25,7 +25,7 @@ class Emptying(CodeGen):
 
     def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **options: Any) -> str:
         """The head of the function, and how it takes its arguments."""
-        names = [each.split(":")[0].split("=")[0].strip() for each in free_vars]
+        names = [variable.split(":")[0].split("=")[0].strip() for variable in free_vars]
         names = [name for name in names if name != "self"]
         taken = f"\n    {', '.join(names)}, = values\n    values.clear()" if names else ""
         return f"def {self._func_name}(self, values){maybe_return_annotation}:{taken}"
@@ -136,8 +136,8 @@ def cut(graph: fx.Graph) -> tuple[Parts, Parts, Parts, Parts, Parts]:
     returned = set(end.all_input_nodes)
 
     def parts(first: int, last: int) -> Parts:
-        made = [n for n, phase in phases.items() if _is_made(n) and phase is not None and first <= phase <= last]
-        runs = itertools.groupby(made, key=lambda node: note(node).uncaptured if has_note(node) else "")
+        nodes = [n for n, phase in phases.items() if _is_made(n) and phase is not None and first <= phase <= last]
+        runs = itertools.groupby(nodes, key=lambda node: note(node).uncaptured if has_note(node) else "")
         return tuple(_part(list(run), phases, returned, uncaptured) for uncaptured, run in runs)
 
     last = len(PHASES) - 1
@@ -149,22 +149,22 @@ def _is_made(node: fx.Node) -> bool:
 
 
 def _part(
-    made: Sequence[fx.Node], phases: Mapping[fx.Node, int | None], returned: Collection[fx.Node], uncaptured: str
+    computed: Sequence[fx.Node], phases: Mapping[fx.Node, int | None], returned: Collection[fx.Node], uncaptured: str
 ) -> Part:
     """What computes some nodes, with the numbers that they read."""
-    own = set(made)
+    inside = set(computed)
 
     def is_read_outside(node: fx.Node) -> bool:
         """Also where a part reads a size off it, which it makes itself."""
-        users = [user for user in node.users if user.op != "output" and user not in own]
+        users = [user for user in node.users if user.op != "output" and user not in inside]
         return any(phases[user] is not None or is_read_outside(user) for user in users)
 
-    outputs = [node for node in made if node in returned or is_read_outside(node)]
-    for node in reversed(made[0].graph.nodes):
-        if node in own:
-            own.update(read for read in node.all_input_nodes if phases[read] is None)
-    nodes = [node for node in made[0].graph.nodes if node in own]
-    inputs = list(dict.fromkeys(read for node in nodes for read in node.all_input_nodes if read not in own))
+    outputs = [node for node in computed if node in returned or is_read_outside(node)]
+    for node in reversed(computed[0].graph.nodes):
+        if node in inside:
+            inside.update(read for read in node.all_input_nodes if phases[read] is None)
+    nodes = [node for node in computed[0].graph.nodes if node in inside]
+    inputs = list(dict.fromkeys(read for node in nodes for read in node.all_input_nodes if read not in inside))
     graph = fx.Graph()
     graph.set_codegen(Emptying())
     copies: dict[fx.Node, fx.Node] = {}
@@ -174,5 +174,5 @@ def _part(
     for node in nodes:
         copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(tuple(copies[node] for node in outputs))
-    names = [tuple(node.name for node in each) for each in (inputs, outputs)]
+    names = [tuple(node.name for node in group) for group in (inputs, outputs)]
     return Part(fx.GraphModule(nn.Module(), graph), names[0], names[1], uncaptured)

@@ -78,7 +78,9 @@ class Pipeline:
         first = self.schedule(plan.microbatches)
         self._channels = Channels(world, first)
         self._side = torch.cuda.Stream(world.device) if world.device.type == "cuda" else None
-        self.shared = Shared(world, {name: {first.rank_of[s] for s in own} for name, own in holders(program).items()})
+        self.shared = Shared(
+            world, {name: {first.rank_of[s] for s in stages} for name, stages in holders(program).items()}
+        )
 
     @property
     def evaluation(self) -> Evaluation:
@@ -145,9 +147,9 @@ class Pipeline:
 
     def joined(self, squares: Tensor) -> Tensor:
         """The norm of what all ranks of the pipeline have, of its square on this one. A collective call."""
-        found = squares.clone()
-        dist.all_reduce(found, group=process_group(self._world.groups["pp"]))
-        return found.sqrt()
+        total = squares.clone()
+        dist.all_reduce(total, group=process_group(self._world.groups["pp"]))
+        return total.sqrt()
 
     def _random_state(self, bounds: Sequence[Bound], state: Callable[[], Tensor]) -> Tensor | None:
         draws = any(entry.path == RNG_PATH for bound in bounds for entry in bound.call.compiled.program.inputs)
@@ -162,10 +164,10 @@ class Pipeline:
         main = torch.cuda.current_stream(self._world.device)
         self._side.wait_stream(main)
         with torch.cuda.stream(self._side):
-            made = done.last[stage].parameter(done.total[stage])
-        for value in made.values():
+            gradients = done.last[stage].parameter(done.total[stage])
+        for value in gradients.values():
             value.record_stream(main)
-        done.gradients[stage] = made
+        done.gradients[stage] = gradients
 
     def _finished(self, run: _Step) -> dict[str, Tensor]:
         """The gradients of what the microbatches have left: summed over data ranks, then over stages."""
@@ -176,19 +178,19 @@ class Pipeline:
             node = next(p.node for p in call.compiled.program.parameters if p.fqn == fqn)
             return torch.zeros_like(ready.values[node], dtype=ready.leaves[fqn].dtype)
 
-        held = {f"{stage} {name}": value for stage, total in done.total.items() for name, value in total.items()}
+        totals = {f"{stage} {name}": value for stage, total in done.total.items() for name, value in total.items()}
         signature: Hashable = tuple((stage, pending.step.signature) for stage, pending in done.last.items())
 
         def finish(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-            found: dict[str, Tensor] = {}
+            gradients: dict[str, Tensor] = {}
             for stage, pending in sorted(done.last.items()):
-                own = {name: values[f"{stage} {name}"] for name in done.total[stage]}
-                made = done.gradients[stage] if stage in done.gradients else pending.parameter(own)
-                for fqn, gradient in made.items():
-                    found[fqn] = found[fqn] + gradient if fqn in found else gradient
-            return self.shared.summed(found, trained, zeros)
+                local = {name: values[f"{stage} {name}"] for name in done.total[stage]}
+                reduced = done.gradients[stage] if stage in done.gradients else pending.parameter(local)
+                for fqn, gradient in reduced.items():
+                    gradients[fqn] = gradients[fqn] + gradient if fqn in gradients else gradient
+            return self.shared.summed(gradients, trained, zeros)
 
-        return dict(self._waiting.finished(held, signature, finish))
+        return dict(self._waiting.finished(totals, signature, finish))
 
     def _share(self, bounds: Sequence[Bound], ready: Prepared, new: Written) -> None:
         """Gives all ranks of the pipeline the new values of buffers; all have the same programs."""
@@ -207,19 +209,19 @@ class Pipeline:
         """The loss of the step on all ranks; where gradients were weighed by counts, what they are multiplied by."""
         kind = tensor_type(bound.call.compiled.program.output_nodes()[bound.loss])
         is_counted = COUNT in bound.call.compiled.program.outputs
-        found = torch.ones(2, dtype=torch.float64, device=self._world.device)
+        loss_and_factor = torch.ones(2, dtype=torch.float64, device=self._world.device)
         holder = run.schedule.rank_of[-1]
         if self._world.place == holder:
             losses = [run.done.losses[i] for i in range(len(run.bounds))]
             if is_counted and len(run.bounds) > 1:
                 counts = torch.stack([run.done.counts[i] for i in range(len(run.bounds))])
-                found[0] = (torch.stack(losses) * counts).sum() / counts.sum()
+                loss_and_factor[0] = (torch.stack(losses) * counts).sum() / counts.sum()
                 assert run.unit is not None
-                found[1] = unit_of(run.unit) / counts.sum()
+                loss_and_factor[1] = unit_of(run.unit) / counts.sum()
             else:
-                found[0] = joined_loss(losses, bound.adds)
-        dist.broadcast(found, self._world.line[holder], process_group(self._world.groups["pp"]))
-        return found[0].to(kind.dtype), found[1] if is_counted and len(run.bounds) > 1 else None
+                loss_and_factor[0] = joined_loss(losses, bound.adds)
+        dist.broadcast(loss_and_factor, self._world.line[holder], process_group(self._world.groups["pp"]))
+        return loss_and_factor[0].to(kind.dtype), loss_and_factor[1] if is_counted and len(run.bounds) > 1 else None
 
 
 def _said(action: Action) -> str:
@@ -295,8 +297,8 @@ class _Step:
             values |= dict(zip(stage.received.values(), taken, strict=True))
         leaves = frozenset(self.ready[action.microbatch].leaves) & {p.fqn for p in stage.program.parameters}
         new = filter(is_buffer, stage.program.outputs)
-        own = (*stage.sent, *(n for n in (bound.loss, COUNT) if n in stage.program.outputs), *new)
-        step = steps.step(stage.tangents, leaves, own)
+        names = (*stage.sent, *(n for n in (bound.loss, COUNT) if n in stage.program.outputs), *new)
+        step = steps.step(stage.tangents, leaves, names)
         pending = steps.run(bound.call.sizes, step, values, whole=False, rows=bound.call.rows)
         if bound.loss in stage.program.outputs:
             self.done.losses[action.microbatch] = pending.outputs[bound.loss]
@@ -312,17 +314,17 @@ class _Step:
         """What a stage takes besides what it receives."""
         call = self.bounds[action.microbatch].call
         ready = self._new.read(call.compiled.program, self.ready[action.microbatch])
-        found: dict[str, Any] = {}
+        sources: dict[str, Any] = {}
         for entry in stage.program.inputs:
             if entry.path == RNG_PATH:
                 assert self._state is not None
-                found[entry.node] = Microbatch(action.microbatch, len(self.bounds), self._state).random_state
+                sources[entry.node] = Microbatch(action.microbatch, len(self.bounds), self._state).random_state
             elif not received_name(entry.path):
-                found[entry.node] = ready.values[entry.node]
-        found |= {p.node: ready.values[p.node] for p in stage.program.parameters}
+                sources[entry.node] = ready.values[entry.node]
+        sources |= {p.node: ready.values[p.node] for p in stage.program.parameters}
         places = dict(zip(call.ready.lowered.places, call.places, strict=True))
-        found |= {name: places[name] for name in steps.lowered.places}
-        return found
+        sources |= {name: places[name] for name in steps.lowered.places}
+        return sources
 
     def _input_backward(self, action: Action) -> None:
         stage, _ = self._stage(action)
@@ -335,9 +337,9 @@ class _Step:
             tangents |= dict(zip(names, self._take(action, Kind.GRADIENT, stage.number + 1, shapes), strict=True))
         if bound.loss in stage.tangents:
             tangents[bound.loss] = self._share(action.microbatch, pending.outputs[bound.loss])
-        made = pending.input_backward(tangents)
+        gradients = pending.input_backward(tangents)
         if stage.returned:
-            self._give(action, Kind.GRADIENT, [made[name] for name in stage.returned.values()])
+            self._give(action, Kind.GRADIENT, [gradients[name] for name in stage.returned.values()])
 
     def _share(self, microbatch: int, loss: Tensor) -> Tensor:
         """The gradient of a microbatch's loss, of that of the step."""
@@ -350,7 +352,7 @@ class _Step:
             self.unit = counted if self.unit is None else self.unit
         return share if self._scaler is None else self._scaler.scale(share)
 
-    def _add(self, action: Action, pending: Pending, made: Mapping[str, Tensor]) -> None:
+    def _add(self, action: Action, pending: Pending, gradients: Mapping[str, Tensor]) -> None:
         before = self.done.last.get(action.stage)
         if before is not None and before.step.signature != pending.step.signature:
             raise InputError(
@@ -358,11 +360,11 @@ class _Step:
                 where=f"microbatch {action.microbatch}",
                 remedy="pass microbatches of one structure and kind of sizes",
             )
-        own = {name: made[name] for name in pending.step.held}
+        local = {name: gradients[name] for name in pending.step.held}
         if before is None:
             # Clones: some are views, and what is added to must be this rank's own.
-            self.done.total[action.stage] = {name: value.clone() for name, value in own.items()}
-        elif own:
+            self.done.total[action.stage] = {name: value.clone() for name, value in local.items()}
+        elif local:
             total = self.done.total[action.stage]
-            torch._foreach_add_(list(total.values()), [own[name] for name in total])
+            torch._foreach_add_(list(total.values()), [local[name] for name in total])
         self.done.last[action.stage] = pending

@@ -23,9 +23,9 @@ class Placed:
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._places = list(map(_PLACE, tensors))
-        sizes: Any = [list(each.shape) for each in tensors]
-        strides: Any = [list(each.stride()) for each in tensors]
-        trained = [each.requires_grad for each in tensors]
+        sizes: Any = [list(tensor.shape) for tensor in tensors]
+        strides: Any = [list(tensor.stride()) for tensor in tensors]
+        trained = [tensor.requires_grad for tensor in tensors]
         self._facts = (self._places, sizes, strides, trained)
         self._hash = hash(tuple(self._places))
         # Types and devices too, and all as the surrounding has it (inference mode).

@@ -24,11 +24,13 @@ def schedule_of(plan: Plan, microbatches: int) -> Schedule:
     name = plan.schedule or ("1f1b" if plan.virtual_stages == 1 else "interleaved_1f1b")
     sizes = {"pp": plan.pp, "virtual_stages": plan.virtual_stages, "microbatches": microbatches}
     is_named = name in SCHEDULES
-    made = build_schedule(name, **sizes, group_size=plan.group_size) if is_named else read_schedule(Path(name), **sizes)
-    if made.forward_only:
+    schedule = (
+        build_schedule(name, **sizes, group_size=plan.group_size) if is_named else read_schedule(Path(name), **sizes)
+    )
+    if schedule.forward_only:
         remedy = "choose one that trains; plain calls run forwards alone under any"
         raise ScheduleError("has no backward, and a step would train nothing", where=f"schedule {name}", remedy=remedy)
-    return verified(made).schedule
+    return verified(schedule).schedule
 
 
 def rank_of(plan: Plan) -> tuple[int, ...]:

@@ -173,13 +173,13 @@ def _moved(batch: Any, move: Callable[[Tensor], Tensor], known: dict[int, Tensor
 
     def one(value: Any) -> Any:
         if isinstance(value, Mapping):
-            items = {key: _moved(each, move, known) for key, each in value.items()}
+            items = {key: _moved(entry, move, known) for key, entry in value.items()}
             if type(value) is dict or not isinstance(value, MutableMapping):
                 return items
-            own = copy.copy(value)  # a BatchEncoding stays one
-            for key, each in items.items():
-                own[key] = each
-            return own
+            moved = copy.copy(value)  # a BatchEncoding stays one
+            for key, entry in items.items():
+                moved[key] = entry
+            return moved
         if not isinstance(value, Tensor) or value.requires_grad or value.layout is not torch.strided or value.is_meta:
             return value  # with what no batch may hold, the call has its own words
         if id(value) not in known:

@@ -91,7 +91,7 @@ class Compiled:
         key = tuple(sizes.values())
         if key not in self.admitted:
             conditions = self.captured.program.conditions
-            if self.captured.spec.admits(sizes) and all(each.holds(sizes) for each in conditions):
+            if self.captured.spec.admits(sizes) and all(condition.holds(sizes) for condition in conditions):
                 self.admitted.add(key)
         return key in self.admitted
 
@@ -176,16 +176,16 @@ class Programs:
     @cached_property
     def foreign(self) -> frozenset[str]:
         """Names of the parameters that other ranks of the pipeline hold, and this one does not."""
-        own = set(self._own)
-        return frozenset(name for name, stages in self.held.items() if own.isdisjoint(stages))
+        local = set(self._own)
+        return frozenset(name for name, stages in self.held.items() if local.isdisjoint(stages))
 
     @cached_property
     def held(self) -> Mapping[str, tuple[int, ...]]:
         """The stages of a pipeline that hold each parameter, by its name; nothing without one."""
         if not self._own:
             return {}
-        found, kinds = holders(self.first.program), {p.fqn: p.kind for p in self.first.program.parameters}
-        return {name: stages for name, stages in found.items() if kinds[name] == "parameter"}
+        stages_by_name, kinds = holders(self.first.program), {p.fqn: p.kind for p in self.first.program.parameters}
+        return {name: stages for name, stages in stages_by_name.items() if kinds[name] == "parameter"}
 
     @property
     def places(self) -> dict[str, frozenset[int]]:
@@ -202,13 +202,13 @@ class Programs:
     def without_rows(self) -> frozenset[str]:
         """Paths of the first program's inputs that are the same on all data ranks, and none of whose sizes varies."""
         program, axes = self.first.program, self._plan.axes_for(Cuts.BATCH)
-        found = set[str]()
+        paths = set[str]()
         for entry in calls.user_inputs(program):
             (layout,) = output_layouts(program.node(entry.node))
             varies = names(entry.type.shape) or has_fixed(entry, self.first.captured.fixed)
             if not varies and not any(axis in axes and placement.is_shard for axis, placement in layout):
-                found.add(entry.path)
-        return frozenset(found)
+                paths.add(entry.path)
+        return frozenset(paths)
 
     def __iter__(self) -> Iterator[Compiled]:
         """All that are compiled."""
@@ -239,22 +239,22 @@ class Programs:
         if shapes is None:
             return self._bound(batch, with_loss, differentiated)
         compiled = self._bound(uneven.largest(batch, shapes), with_loss, differentiated).compiled
-        brought = uneven.brought(compiled, batch, shapes, self._world)
-        inputs = self._inputs(compiled, brought.batch)
+        fitted = uneven.brought(compiled, batch, shapes, self._world)
+        inputs = self._inputs(compiled, fitted.batch)
         sizes = calls.sizes_of(compiled.program, inputs)
         assert sizes is not None, "a program does not fit a batch that was made to fit"
-        if brought.rows:
-            sizes.given[batch_symbol(compiled.program)] = sum(brought.rows)
+        if fitted.rows:
+            sizes.given[batch_symbol(compiled.program)] = sum(fitted.rows)
         if not compiled.admits(sizes.given):
             _refuse_branch(sizes.given)
         call = Call(compiled, compiled.ready, inputs, sizes.shares, compiled.indices)
-        if brought.fills is not None:
-            call = replace(call, fills=self._inputs(compiled, brought.fills), unproven=brought.unproven)
-        if not brought.rows:
+        if fitted.fills is not None:
+            call = replace(call, fills=self._inputs(compiled, fitted.fills), unproven=fitted.unproven)
+        if not fitted.rows:
             return call
         if not compiled.uneven:
             compiled.uneven.append(self._ready(compiled.program, uneven_rows=True))
-        return replace(call, ready=compiled.uneven[0], places=(*compiled.indices, *brought.places), rows=brought.rows)
+        return replace(call, ready=compiled.uneven[0], places=(*compiled.indices, *fitted.places), rows=fitted.rows)
 
     def _bound(self, batch: Any, with_loss: bool, differentiated: bool) -> Call:
         calls.check(self.skeleton, batch, with_loss)
@@ -263,8 +263,8 @@ class Programs:
             call = self._fit(compiled, batch)
             if call is not None and (not differentiated or compiled.is_differentiable):
                 return call
-        brought = ", ".join(f"{name}: {text}" for name, text in calls.batch_facts(batch, False, True).items())
-        self._world.agreement.meet("compiles a program", more=f" for {brought}")
+        entries = ", ".join(f"{name}: {text}" for name, text in calls.batch_facts(batch, False, True).items())
+        self._world.agreement.meet("compiles a program", more=f" for {entries}")
         check_count(known, batch, self._plan.size_programs)
         fixed = fixed_sizes(known, batch) if differentiated else frozenset()
         compiled = self._compile(batch, with_loss, differentiated=differentiated, fixed=fixed)
@@ -348,8 +348,8 @@ class Programs:
             fixed: as for `compile_model`.
         """
         calls.check(self.skeleton, batch, with_loss)
-        for ghost, own in self._twins:
-            ghost.training = own.training
+        for skeleton, module in self._twins:
+            skeleton.training = module.training
         passes = self._again() if self.layouts else [*self._passes]
 
         def review(captured: Captured) -> Captured:
@@ -359,9 +359,11 @@ class Programs:
             captured = replace(captured, findings=findings(captured, self._compared(captured, batch, model)))
             return replace(captured, program=of_all_ranks(captured.program))
 
-        asked = self._loss if with_loss else loss
+        chosen_loss = self._loss if with_loss else loss
         options: dict[str, Any] = {"differentiated": differentiated, "fixed": fixed}
-        compiled = compile_model(self.skeleton, calls.example(batch), self._plan, asked, passes, review, **options)
+        compiled = compile_model(
+            self.skeleton, calls.example(batch), self._plan, chosen_loss, passes, review, **options
+        )
         if not self.layouts and self._plan.microbatches > 1 and self._plan.dp == 1:
             prove_rows(compiled.captured.program, self._passes)
         program = compiled.program
@@ -411,16 +413,16 @@ class Programs:
         """The output to differentiate; a plain call may be without (no labels)."""
         kinds = {name: note(node).type for name, node in program.output_nodes().items()}
         scalars = [n for n, kind in kinds.items() if isinstance(kind, TensorType) and kind.is_float and not kind.shape]
-        wanted = self._loss if isinstance(self._loss, str) else "loss"
-        if wanted in scalars:
-            return wanted
+        preferred = self._loss if isinstance(self._loss, str) else "loss"
+        if preferred in scalars:
+            return preferred
         return scalars[0] if len(scalars) == 1 and self._loss is None else ""
 
 
 def _refuse_branch(sizes: Mapping[str, int]) -> NoReturn:
-    given = ", ".join(f"{name}={size}" for name, size in sizes.items())
+    text = ", ".join(f"{name}={size}" for name, size in sizes.items())
     raise InputError(
-        f"the model takes another branch for the rows of all data ranks ({given}) than for those of one",
+        f"the model takes another branch for the rows of all data ranks ({text}) than for those of one",
         where="batch",
         remedy=f"write the model without a branch on the number of rows, or set {axis_that(Cuts.BATCH)}=1",
     )

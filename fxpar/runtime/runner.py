@@ -78,9 +78,11 @@ class Prepared:
 
     def of(self, call: Call) -> Prepared:
         """What another call of the same program takes."""
-        own = {entry.node: call.inputs[entry.path] for entry in call.compiled.program.inputs if entry.path != RNG_PATH}
-        own.update(zip(call.ready.lowered.places, call.places, strict=True))
-        return replace(self, values={**self.values, **own}, others={**self.others, **own})
+        inputs = {
+            entry.node: call.inputs[entry.path] for entry in call.compiled.program.inputs if entry.path != RNG_PATH
+        }
+        inputs.update(zip(call.ready.lowered.places, call.places, strict=True))
+        return replace(self, values={**self.values, **inputs}, others={**self.others, **inputs})
 
     def drawing(self, state: Callable[[], Tensor]) -> dict[str, Any]:
         """The values with the random state, which is asked for where there are draws."""
@@ -129,18 +131,18 @@ class Runner:
         """Gradients that are not summed over the ranks yet."""
         return self._waiting
 
-    def outputs(self, call: Call, wanted: tuple[str, ...]) -> dict[str, Tensor]:
+    def outputs(self, call: Call, requested: tuple[str, ...]) -> dict[str, Tensor]:
         """The wanted outputs by name, to be differentiated where gradients are on.
 
         Raises:
             InputError: autocast is on, a parameter was exchanged or is trainable since, or `step` is no number.
         """
         with self._random.of_accepted():
-            return self._outputs(call, wanted)
+            return self._outputs(call, requested)
 
-    def _outputs(self, call: Call, wanted: tuple[str, ...]) -> dict[str, Tensor]:
+    def _outputs(self, call: Call, requested: tuple[str, ...]) -> dict[str, Tensor]:
         ready = self.prepared(call, torch.is_grad_enabled())
-        every = (*wanted, *filter(is_buffer, call.compiled.program.outputs))
+        every = (*requested, *filter(is_buffer, call.compiled.program.outputs))
         if self.evaluation is not None:
             self.evaluation.check(call, bool(ready.leaves))
             return self._committed(self.evaluation.outputs(call, every, ready.values, self._random.draw))
@@ -178,12 +180,12 @@ class Runner:
                 ran = steps.run(sizes, step, values, whole=self._waiting.is_idle, rows=call.rows)
             if self._waiting.is_idle:
                 return ran.backward(tangents, whole=True)
-            held = ran.backward(tangents, whole=False)
-            return self._waiting.finished(held, ran.step.signature, ran.parameter)
+            local_gradients = ran.backward(tangents, whole=False)
+            return self._waiting.finished(local_gradients, ran.step.signature, ran.parameter)
 
-        names = [name for name in steps.differentiable if name in wanted]
-        made = differentiable({name: pending.outputs[name] for name in wanted}, names, leaves, backward)
-        return {name: made[name] for name in wanted}
+        names = [name for name in steps.differentiable if name in requested]
+        outputs = differentiable({name: pending.outputs[name] for name in requested}, names, leaves, backward)
+        return {name: outputs[name] for name in requested}
 
     def _committed(self, outputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """The outputs of a forward, behind which the buffers are what it has made of them."""
@@ -220,16 +222,16 @@ class Runner:
                 "no parameter that the loss reaches requires a gradient", where="train_step", remedy="unfreeze some"
             )
         whole = microbatch is None and self._waiting.is_idle
-        wanted = tuple(n for n in steps.program.outputs if n in (name, COUNT) or is_counted(n) or is_buffer(n))
-        step, sizes = steps.step((name,), frozenset(leaves), wanted), call.sizes
+        names = tuple(n for n in steps.program.outputs if n in (name, COUNT) or is_counted(n) or is_buffer(n))
+        step, sizes = steps.step((name,), frozenset(leaves), names), call.sizes
         steps.check_whole(step)
         state_of_gradients = self._buffers.state(leaves) if whole else None
         pending = steps.run(sizes, step, values, whole=whole, gradients=state_of_gradients, rows=call.rows)
         place = Placing(self._buffers, leaves) if whole else None
-        found = pending.backward({name: tangent(pending.outputs)}, whole=whole, place=place)
+        gradients = pending.backward({name: tangent(pending.outputs)}, whole=whole, place=place)
         if whole:
-            return Ran(pending.outputs, {}, lambda total: found, step.signature)
-        return Ran(pending.outputs, found, pending.parameter, step.signature)
+            return Ran(pending.outputs, {}, lambda total: gradients, step.signature)
+        return Ran(pending.outputs, gradients, pending.parameter, step.signature)
 
     def gradients(self, call: Call, name: str) -> list[Tensor | None]:
         """An output, new values of buffers, and what this rank has of gradients, with the bits of no counted step."""
@@ -265,10 +267,12 @@ class Runner:
         random = tuple(entry.node for entry in program.inputs if entry.path == RNG_PATH)
         others: dict[str, Any] = {e.node: call.inputs[e.path] for e in program.inputs if e.path != RNG_PATH}
         if self._copies is not None:
-            own = [p for p in program.parameters if p.kind == "parameter" and p.fqn not in self._foreign]
-            copied = {p.node: p.fqn for p in own if is_copy(program.plan, p.type)}
-            mains = {fqn: tensors[fqn] for fqn in copied.values()}
-            others.update(zip(copied, self._copies.current(mains, self._module.training, differentiated), strict=True))
+            local = [p for p in program.parameters if p.kind == "parameter" and p.fqn not in self._foreign]
+            copied = {p.node: p.fqn for p in local if is_copy(program.plan, p.type)}
+            parameters = {fqn: tensors[fqn] for fqn in copied.values()}
+            others.update(
+                zip(copied, self._copies.current(parameters, self._module.training, differentiated), strict=True)
+            )
         others.update(zip(call.ready.lowered.places, call.places, strict=True))
         return Prepared({**owned.values, **others}, owned.leaves, random, others, owned.state)
 

@@ -28,9 +28,9 @@ class _Joined:
 
     def __call__(self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool) -> dict[Any, Tensor]:
         scaler: Any = self._scaler()
-        own = type(scaler)._unscale_grads_(scaler, optimizer, inv_scale, found_inf, allow_fp16)
+        local = type(scaler)._unscale_grads_(scaler, optimizer, inv_scale, found_inf, allow_fp16)
         total = torch.zeros((), dtype=torch.float32, device=self._world.device)
-        for value in own.values():
+        for value in local.values():
             total = total.maximum(value.to(total.device))
         dist.all_reduce(total, dist.ReduceOp.MAX, process_group(self._world.groups["pp"]))
         return {total.device: total}
@@ -40,8 +40,8 @@ def join(scaler: torch.amp.GradScaler, world: World) -> None:
     """Makes a scaler that of all stages."""
     if not scaler.is_enabled():
         return
-    made: Any = scaler
-    if not isinstance(made.__dict__.get("_unscale_grads_"), _Joined):
-        made._unscale_grads_ = _Joined(scaler, world)
+    untyped: Any = scaler
+    if not isinstance(untyped.__dict__.get("_unscale_grads_"), _Joined):
+        untyped._unscale_grads_ = _Joined(scaler, world)
     # The last stage alone scales a loss, and a scaler has no scale before it has scaled something.
     scaler.scale(torch.ones((), device=world.device))

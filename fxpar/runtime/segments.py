@@ -61,36 +61,36 @@ def segments(graph: fx.Graph, phases: Collection[str]) -> list[Segment]:
         for node in graph.nodes
         if node.op == "call_function" and not is_number(node) and note(node).phase in phases
     ]
-    found = []
+    segments = []
     # Where the parameter phase is part of the backward, it is one with it.
     for (region, uncaptured, phase), run in itertools.groupby(nodes, key=_place):
-        own = list(run)
-        numbers = _numbers(own)
-        found.append(Segment(_ordered(graph, numbers, own), region, uncaptured, phase))
-    return found
+        members = list(run)
+        numbers = _numbers(members)
+        segments.append(Segment(_ordered(graph, numbers, members), region, uncaptured, phase))
+    return segments
 
 
-def _numbers(own: Sequence[fx.Node]) -> set[fx.Node]:
+def _numbers(nodes: Sequence[fx.Node]) -> set[fx.Node]:
     """The numbers that nodes read, and those that these are made of."""
-    found: set[fx.Node] = set()
-    pending = [read for node in own for read in node.all_input_nodes if is_number(read)]
+    numbers: set[fx.Node] = set()
+    pending = [read for node in nodes for read in node.all_input_nodes if is_number(read)]
     while pending:
         node = pending.pop()
-        if node not in found:
-            found.add(node)
+        if node not in numbers:
+            numbers.add(node)
             pending += [read for read in node.all_input_nodes if is_number(read)]
-    return found
+    return numbers
 
 
-def _ordered(graph: fx.Graph, numbers: Collection[fx.Node], own: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
+def _ordered(graph: fx.Graph, numbers: Collection[fx.Node], nodes: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
     """Numbers in front of the segment's nodes, but those that are sizes of what it makes itself behind that.
 
     Of those in front many segments read the same ones, which the first made: left where they are, they would make its
     text another than that of its like.
     """
     if not numbers:
-        return tuple(own)
-    front, behind, inner = [], [], set(own)
+        return tuple(nodes)
+    front, behind, inner = [], [], set(nodes)
     for node in graph.nodes:
         if node in numbers and inner.isdisjoint(node.all_input_nodes):
             front.append(node)
@@ -101,8 +101,8 @@ def _ordered(graph: fx.Graph, numbers: Collection[fx.Node], own: Sequence[fx.Nod
 
 
 def _place(node: fx.Node) -> tuple[str, str, str]:
-    kept = note(node)
-    return kept.region, kept.uncaptured, BACKWARD if kept.phase == PARAMETER else kept.phase
+    noted = note(node)
+    return noted.region, noted.uncaptured, BACKWARD if noted.phase == PARAMETER else noted.phase
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,7 +133,9 @@ class Unit:
     @cached_property
     def identities(self) -> tuple[int, ...]:
         """Of its draws, in the order of first use."""
-        return tuple(dict.fromkeys(each for node in self.nodes for each in _identities((node.args, node.kwargs))))
+        return tuple(
+            dict.fromkeys(identity for node in self.nodes for identity in _identities((node.args, node.kwargs)))
+        )
 
     @cached_property
     def text(self) -> str:
@@ -144,7 +146,7 @@ class Unit:
         lines = [f"{len(self.early)} {len(self.late)} {count} {bool(self.uncaptured)}"]
         random = {identity: f"?{i}" for i, identity in enumerate(self.identities)}
         for node in self.nodes:
-            mapped = fx.node.map_aggregate((node.args, node.kwargs), lambda each: _written(each, names, random))
+            mapped = fx.node.map_aggregate((node.args, node.kwargs), lambda leaf: _written(leaf, names, random))
             lines.append(f"{_function(node.target)} {mapped}")
         return "\n".join(lines)
 
@@ -168,20 +170,20 @@ def graph_of(unit: Unit, results: Sequence[Sequence[int]], sizes: Sequence[str])
     graph = fx.Graph()
     for i, _ in enumerate(sizes):
         graph.placeholder(f"size_{i}")
-    made: dict[str, fx.Node] = {name: graph.placeholder(f"early_{i}") for i, name in enumerate(unit.early)}
+    nodes: dict[str, fx.Node] = {name: graph.placeholder(f"early_{i}") for i, name in enumerate(unit.early)}
     random = {identity: graph.placeholder(f"identity_{i}") for i, identity in enumerate(unit.identities)}
-    made |= {name: graph.placeholder(f"late_{i}") for i, name in enumerate(unit.late)}
+    nodes |= {name: graph.placeholder(f"late_{i}") for i, name in enumerate(unit.late)}
 
-    def argument(each: Any) -> Any:
-        if isinstance(each, fx.Node):
-            return made[each.name]
-        return random[int(each)] if isinstance(each, Identity) else each
+    def argument(leaf: Any) -> Any:
+        if isinstance(leaf, fx.Node):
+            return nodes[leaf.name]
+        return random[int(leaf)] if isinstance(leaf, Identity) else leaf
 
     for node in unit.nodes:
-        args, kwargs = (fx.node.map_aggregate(each, argument) for each in (node.args, node.kwargs))
-        made[node.name] = graph.create_node(node.op, node.target, args, kwargs)  # type: ignore[arg-type]
-    given = [made[unit.nodes[i].name] for part in results for i in part]
-    graph.output(tuple(graph.call_function(dense, (value,)) for value in given))
+        args, kwargs = (fx.node.map_aggregate(operands, argument) for operands in (node.args, node.kwargs))
+        nodes[node.name] = graph.create_node(node.op, node.target, args, kwargs)  # type: ignore[arg-type]
+    outputs = [nodes[unit.nodes[i].name] for part in results for i in part]
+    graph.output(tuple(graph.call_function(dense, (value,)) for value in outputs))
     return fx.GraphModule(nn.Module(), graph)
 
 
@@ -206,8 +208,8 @@ def _identities(value: Any) -> Iterator[int]:
     if isinstance(value, Identity):
         yield int(value)
     elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _identities(each)
+        for element in value:
+            yield from _identities(element)
     elif isinstance(value, dict):
         yield from _identities(list(value.values()))
 

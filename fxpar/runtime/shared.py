@@ -31,18 +31,18 @@ class Shared:
     def __init__(self, world: World, ranks: Mapping[str, Collection[int]]) -> None:
         lines = world.mesh.groups("pp")
         place = world.mesh.coordinates(world.rank)["pp"]
-        self.counted = frozenset(name for name, own in ranks.items() if min(own) == place)
+        self.counted = frozenset(name for name, holders in ranks.items() if min(holders) == place)
         self._groups: dict[str, Group] = {}
-        several = sorted({tuple(sorted(own)) for own in ranks.values() if len(own) > 1})
+        several = sorted({tuple(sorted(holders)) for holders in ranks.values() if len(holders) > 1})
         for places in several:
             timeout = timedelta(seconds=world.agreement.seconds)
-            found = [[line[i] for i in places] for line in lines]
+            members = [[line[i] for i in places] for line in lines]
             with world.agreement.alarm.opening():
-                own, _ = dist.new_subgroups_by_enumeration(found, timeout=timeout)
-            if own is not None:
-                group = Group(own.group_name, own.size())
+                subgroup, _ = dist.new_subgroups_by_enumeration(members, timeout=timeout)
+            if subgroup is not None:
+                group = Group(subgroup.group_name, subgroup.size())
                 hold(self, [group])
-                self._groups |= {name: group for name, held in ranks.items() if tuple(sorted(held)) == places}
+                self._groups |= {name: group for name, holders in ranks.items() if tuple(sorted(holders)) == places}
 
     def summed(
         self, gradients: Mapping[str, Tensor], trained: Collection[str], zeros: Callable[[str], Tensor]
@@ -53,12 +53,12 @@ class Shared:
             trained: names of the parameters to which some stage gives a gradient, the same on all ranks.
             zeros: a gradient of a parameter to which no stage of this rank gives one.
         """
-        found = dict(gradients)
+        summed = dict(gradients)
         for name in sorted(self._groups):
             if name in trained:
                 # Of one order in memory on all ranks: that of a transposed use is transposed.
-                own = found[name] if name in found else zeros(name)
-                total = own.clone(memory_format=torch.contiguous_format)
+                local = summed[name] if name in summed else zeros(name)
+                total = local.clone(memory_format=torch.contiguous_format)
                 dist.all_reduce(total, group=process_group(self._groups[name]))
-                found[name] = total
-        return found
+                summed[name] = total
+        return summed

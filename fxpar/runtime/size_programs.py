@@ -36,13 +36,13 @@ def fixed_sizes(known: Sequence[Compiled], batch: Any) -> frozenset[tuple[int, i
         known: the other programs.
     """
     shapes = {path: value.shape for path, value in calls.leaves(batch) if isinstance(value, Tensor)}
-    found = set()
+    fixed = set()
     for compiled in known:
         for entry in calls.user_inputs(compiled.program):
             for dim, size in enumerate(entry.type.shape):
                 if isinstance(size, int) and (dim, size) in compiled.captured.fixed and entry.path in shapes:
-                    found.add((dim, shapes[entry.path][dim]))
-    return frozenset(found)
+                    fixed.add((dim, shapes[entry.path][dim]))
+    return frozenset(fixed)
 
 
 def sizes_text(program: Program) -> str:
@@ -70,8 +70,8 @@ def check_count(known: Sequence[Compiled], batch: Any, most: int) -> None:
 
 def size_programs(known: Mapping[Any, Sequence[Compiled]]) -> tuple[str, ...]:
     """Of modes and structures with several programs, or one that is for some sizes alone: the sizes of each."""
-    found = []
+    texts = []
     for programs in known.values():
         is_one = len(programs) == 1 and not programs[0].captured.fixed and not programs[0].program.conditions
-        found += [] if is_one else [sizes_text(compiled.program) for compiled in programs]
-    return tuple(found)
+        texts += [] if is_one else [sizes_text(compiled.program) for compiled in programs]
+    return tuple(texts)

@@ -43,8 +43,8 @@ class Scope:
         self._integers: dict[str, Any] = dict(self._fixed)
         for name in varying:
             source, hint = ConstantSource(name), sizes[name]
-            made = self._env.create_symbol(hint, source=source, dynamic_dim=DimDynamic.DYNAMIC)
-            self._integers[name] = self._env.create_symintnode(made, hint=hint, source=source)
+            symbol = self._env.create_symbol(hint, source=source, dynamic_dim=DimDynamic.DYNAMIC)
+            self._integers[name] = self._env.create_symintnode(symbol, hint=hint, source=source)
 
     @property
     def integers(self) -> list[Any]:
@@ -111,8 +111,8 @@ class Scopes(Generic[Units]):
         for scope, units in self._symbolic:
             if scope.names == tuple(varying) and scope.admits(sizes):
                 yield scope, units
-        made = Scope(self._shapes, sizes, varying)
-        self._symbolic.append((made, self._units(made)))
+        new_scope = Scope(self._shapes, sizes, varying)
+        self._symbolic.append((new_scope, self._units(new_scope)))
         yield self._symbolic[-1]
 
 
@@ -132,9 +132,9 @@ class Variants(Generic[Units, Compiled]):
         """
         key = tuple(sizes.items())
         if key not in self._known:
-            fitting = (made for scope, guards, made in self._symbolic if scope.admits(sizes, guards))
-            found = next(fitting, None)
-            self._known[key] = self._made(sizes, make) if found is None else found
+            fitting = (candidate for scope, guards, candidate in self._symbolic if scope.admits(sizes, guards))
+            compiled = next(fitting, None)
+            self._known[key] = self._made(sizes, make) if compiled is None else compiled
         return self._known[key]
 
     def _made(self, sizes: Mapping[str, int], make: Callable[[Units], Compiled]) -> Compiled:
@@ -143,9 +143,9 @@ class Variants(Generic[Units, Compiled]):
         if not varying:
             return make(self._scopes.fixed)
         for scope, units in self._scopes.symbolic(sizes, varying):
-            made = make(units)
+            compiled = make(units)
             guards = scope.guards()
             if scope.admits(sizes, guards):
-                self._symbolic.append((scope, guards, made))
-                return made
+                self._symbolic.append((scope, guards, compiled))
+                return compiled
         raise AssertionError("what was compiled for these sizes does not admit them")

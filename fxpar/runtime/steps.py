@@ -70,34 +70,34 @@ class Pending:
             place: of a whole backward: called with gradients by parameter as soon as they are there, gives them where
                 they are to stay.
         """
-        calls, own, self.own = self.calls, self.own, {}
+        calls, saved, self.own = self.calls, self.own, {}
         if calls.whole != whole:  # for another backward than the one that was expected
             calls = eager_calls(self.step, whole=whole)
-            _, own = calls.forward(self.sources, self.sizes)
+            _, saved = calls.forward(self.sources, self.sizes)
         like = {name: _like(tangent, self.types[name]) for name, tangent in tangents.items()}
-        made = calls.backward(own, like, place)
-        return {fqn: made[value] for fqn, value in self.step.gradients.items()} if whole else made
+        gradients = calls.backward(saved, like, place)
+        return {fqn: gradients[value] for fqn, value in self.step.gradients.items()} if whole else gradients
 
     def input_backward(self, tangents: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The part of a backward that the gradients of inputs need; these, by name of the output."""
         assert isinstance(self.calls, StepCalls)
         like = {name: _like(tangent, self.types[name]) for name, tangent in tangents.items()}
-        made = self.calls.input_backward(self.own, like)
-        return {name: made[value] for name, value in self.step.returned.items()}
+        gradients = self.calls.input_backward(self.own, like)
+        return {name: gradients[value] for name, value in self.step.returned.items()}
 
     def weight_backward(self) -> dict[str, Tensor]:
         """The rest of the backward: what this rank has of the gradients, by name of the value."""
         assert isinstance(self.calls, StepCalls)
-        own, self.own = self.own, {}
-        return self.calls.weight_backward(own)
+        saved, self.own = self.own, {}
+        return self.calls.weight_backward(saved)
 
-    def parameter(self, held: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def parameter(self, local_gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The gradients by name of the parameter. A collective call.
 
         Args:
-            held: what the backward left, of one microbatch or summed over several.
+            local_gradients: what the backward left, of one microbatch or summed over several.
         """
-        values = {**self.sources, **held}
+        values = {**self.sources, **local_gradients}
         for part in self.step.parameter:
             part(values)
         return {fqn: values[value] for fqn, value in self.step.gradients.items()}
@@ -150,10 +150,10 @@ class Steps:
             from fxpar.runtime.compiled import Compiler  # Inductor takes a second to import
 
             # One for all stages, so that layers that are equal are compiled once.
-            own = [steps for _, steps in self.stages.values() if steps is not None] or [self]
-            shapes = {name: shape for steps in own for name, shape in steps._shapes().items()}
+            all_steps = [steps for _, steps in self.stages.values() if steps is not None] or [self]
+            shapes = {name: shape for steps in all_steps for name, shape in steps._shapes().items()}
             compiler = Compiler(self.plan, self.device, shapes)
-            for steps in own:
+            for steps in all_steps:
                 steps._compiler = compiler
 
     def _of(self, stage: Stage) -> Steps | None:
@@ -174,11 +174,11 @@ class Steps:
         Raises:
             FxparError: a pass or a check refused it.
         """
-        wanted = tuple(outputs) or self.program.outputs
-        key = (tuple(names), frozenset(trained), wanted)
+        returned = tuple(outputs) or self.program.outputs
+        key = (tuple(names), frozenset(trained), returned)
         if key not in self._made:
             copies = () if self.mailboxes is None else self.mailboxes.names
-            step = compile_step(self.program, wanted, names, trained, splits=self.splits, copies=copies)
+            step = compile_step(self.program, returned, names, trained, splits=self.splits, copies=copies)
             self._made[key] = self._cut(step)
         return self._made[key]
 
@@ -209,8 +209,8 @@ class Steps:
             self.check_whole(step)
             runnable = self.graphs.step(calls, values, self.moving(sources, values), (gradients, rows))
         self.enter()
-        outputs, own = runnable.forward(values, sizes)
-        return Pending(step, runnable, values, sizes, outputs, own)
+        outputs, saved = runnable.forward(values, sizes)
+        return Pending(step, runnable, values, sizes, outputs, saved)
 
     def check_whole(self, step: Step) -> None:
         """Refuses a step that one graph is to hold and cannot.
@@ -247,24 +247,26 @@ class Steps:
         return self._eager[key]
 
     def outputs(
-        self, sizes: Mapping[str, int], wanted: Sequence[str], sources: Mapping[str, Any], rows: tuple[int, ...] = ()
+        self, sizes: Mapping[str, int], requested: Sequence[str], sources: Mapping[str, Any], rows: tuple[int, ...] = ()
     ) -> dict[str, Tensor]:
         """Outputs of the forward alone, for which nothing is kept; `rows` as for `run`."""
         values = self._values(sources)
-        calls = self.forward_calls(sizes, wanted, values)
+        calls = self.forward_calls(sizes, requested, values)
         runnable: Callable[[Mapping[str, Any], Mapping[str, int]], dict[str, Tensor]] = calls
         if self.graphs is not None:
             runnable = self.graphs.forward(calls, values, self.moving(sources, values), rows)
         self.enter()
         return runnable(values, sizes)
 
-    def forward_calls(self, sizes: Mapping[str, int], wanted: Sequence[str], values: Mapping[str, Any]) -> ForwardCalls:
+    def forward_calls(
+        self, sizes: Mapping[str, int], requested: Sequence[str], values: Mapping[str, Any]
+    ) -> ForwardCalls:
         """What a forward alone runs; as for `outputs`."""
-        key = tuple(wanted)
+        key = tuple(requested)
         if key not in self._forwards:
             graph = self.lowering(outlined(self.program)).only(key).module.graph
             nodes: Any = output_node(graph).args[0]
-            results = dict(zip(wanted, (node.name for node in nodes), strict=True))
+            results = dict(zip(requested, (node.name for node in nodes), strict=True))
             self._forwards[key] = graph, ForwardCalls([*map(part_call, cut(graph)[0])], results, {})
         graph, eager = self._forwards[key]
         if self._compiler is None:
@@ -279,13 +281,13 @@ class Steps:
 
     def _shapes(self) -> dict[str, tuple[Size, ...]]:
         """What a rank has of the inputs, in the program's symbols, by name of the placeholder."""
-        found = {}
+        shapes = {}
         for entry in user_inputs(self.program):
             shape = entry.type.shape
             for layout in output_layouts(self.program.node(entry.node)):
                 shape = local_shape(shape, layout, self.program.axes)
-            found[entry.node] = shape
-        return found
+            shapes[entry.node] = shape
+        return shapes
 
     def lowering(self, program: Program) -> Lowered:
         """What this rank runs of a program, or of a step of it."""
@@ -303,10 +305,10 @@ class Steps:
         ends: dict[str, fx.Node] = dict(zip(program.outputs, values, strict=True))
         forward, early, late, parameter, both = cut(graph)
         gradients = {fqn: ends[name].name for fqn, name in parameter_gradients(program).items()}
-        made = {name for part in parameter for name in part.outputs}
+        computed = {name for part in parameter for name in part.outputs}
         takes = (name for part in parameter for name in part.inputs)
-        held = dict.fromkeys(name for name in takes if name not in made and name not in lowered.sources)
-        held |= dict.fromkeys(name for name in gradients.values() if name not in made)
+        needed = dict.fromkeys(name for name in takes if name not in computed and name not in lowered.sources)
+        needed |= dict.fromkeys(name for name in gradients.values() if name not in computed)
         return Step(
             program,
             graph,
@@ -316,7 +318,7 @@ class Steps:
             both,
             {name: node.name for name, node in ends.items() if not is_gradient(name)},
             gradients,
-            tuple(held),
+            tuple(needed),
             {output_of(entry.path): entry.node for entry in program.inputs if output_of(entry.path)},
             {name: node.name for name, node in ends.items() if is_input_gradient(name)},
             len(early),

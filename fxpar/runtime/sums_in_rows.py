@@ -68,15 +68,15 @@ def sums_in_rows(graph: fx.Graph) -> int:
 
 
 def _is_taken(total: fx.Node) -> bool:
-    held = _static(total)
-    return held is not None and held.dim() > 0 and held.numel() > 0 and fits(held.shape[-1], held.dtype)
+    fake = _static(total)
+    return fake is not None and fake.dim() > 0 and fake.numel() > 0 and fits(fake.shape[-1], fake.dtype)
 
 
 def _static(node: Any) -> Tensor | None:
     """The value of a node whose shape is known; nothing is asked of symbolic sizes, which would be a guard."""
-    held = node.meta.get("val")
-    is_known = isinstance(held, Tensor) and all(isinstance(size, int) for size in held.shape)
-    return held if is_known else None
+    fake = node.meta.get("val")
+    is_known = isinstance(fake, Tensor) and all(isinstance(size, int) for size in fake.shape)
+    return fake if is_known else None
 
 
 def _changes(node: fx.Node) -> bool:
@@ -132,12 +132,12 @@ class _Group:
             self._take(node)
         if node not in self._members and _is_fusible(node):
             near = (self.early, self._members, self.fusible)
-            if all(any(read in each for each in near) for read in reads):
+            if all(any(read in nodes for nodes in near) for read in reads):
                 self.fusible.add(node)
 
     def _is_light(self, node: fx.Node) -> bool:
-        held = _static(node)
-        return held is not None and not _changes(node) and (node.target in _VIEWS or held.numel() <= self.width)
+        fake = _static(node)
+        return fake is not None and not _changes(node) and (node.target in _VIEWS or fake.numel() <= self.width)
 
     def _take(self, node: fx.Node) -> None:
         """Makes a node one of the group, if it can be."""
@@ -173,21 +173,21 @@ class _Group:
         return value not in self.values or value is self.total or len(value.users) > 1 or value.target in _VIEWS
 
     def _compute(self, node: fx.Node, name: str, args: tuple[Any, ...]) -> None:
-        extent, held = self._extent(node), node.meta["val"]
-        if extent is None or not held.is_contiguous():  # a result is: what reads it is compiled for its strides
+        extent, fake = self._extent(node), node.meta["val"]
+        if extent is None or not fake.is_contiguous():  # a result is: what reads it is compiled for its strides
             return
         before = len(self.operands)
-        given: list[int | float] = []
+        operands: list[int | float] = []
         for arg in args:
-            value = self._operand(arg, held)
+            value = self._operand(arg, fake)
             if value is None:
                 del self.operands[before:]
                 return
-            given.append(value)
+            operands.append(value)
         if sum(kind is Extent.FULL for _, kind in self.operands) > _MOST:
             del self.operands[before:]
             return
-        self.values[node] = self._step(name, given, held.dtype, extent)
+        self.values[node] = self._step(name, operands, fake.dtype, extent)
 
     def _operand(self, arg: Any, result: Tensor) -> int | float | None:
         """The value that an argument is, a number as such; None where a program of rows cannot read it."""
@@ -200,15 +200,15 @@ class _Group:
         known = next((i for i, (node, _) in enumerate(self.operands) if node is arg), None)
         if known is not None:
             return -1 - known
-        held = _static(arg)
-        if held is None or held.dtype not in TYPES or held.device != result.device:
+        fake = _static(arg)
+        if fake is None or fake.dtype not in TYPES or fake.device != result.device:
             return None
-        shape = tuple(held.shape)
+        shape = tuple(fake.shape)
         if shape == tuple(result.shape) and self._extent(arg) is Extent.FULL:
             extent = Extent.FULL
-        elif held.numel() == self.width and shape[-1:] == (self.width,):
+        elif fake.numel() == self.width and shape[-1:] == (self.width,):
             extent = Extent.COLUMN
-        elif shape == (*result.shape[:-1], 1) and held.numel() == self.rows:
+        elif shape == (*result.shape[:-1], 1) and fake.numel() == self.rows:
             extent = Extent.ROW
         else:
             return None
@@ -217,43 +217,43 @@ class _Group:
 
     def _extent(self, node: Any) -> Extent | None:
         """Of what has the sum's rows; None of other shapes and types."""
-        held = _static(node)
-        if held is None or held.dtype not in TYPES or held.dim() < 1:
+        fake = _static(node)
+        if fake is None or fake.dtype not in TYPES or fake.dim() < 1:
             return None
-        if held.shape[-1] == self.width and held.numel() == self.width * self.rows:
+        if fake.shape[-1] == self.width and fake.numel() == self.width * self.rows:
             return Extent.FULL
-        return Extent.ROW if held.shape[-1] == 1 and held.numel() == self.rows else None
+        return Extent.ROW if fake.shape[-1] == 1 and fake.numel() == self.rows else None
 
     def _is_along_rows(self, node: fx.Node) -> bool:
-        dims, held = node.args[1], node.args[0].meta["val"]  # type: ignore[union-attr]
-        kept = len(node.args) > 2 and node.args[2] is True
-        return kept and isinstance(dims, (list, tuple)) and [d % held.dim() for d in dims] == [held.dim() - 1]
+        dims, fake = node.args[1], node.args[0].meta["val"]  # type: ignore[union-attr]
+        keepdim = len(node.args) > 2 and node.args[2] is True
+        return keepdim and isinstance(dims, (list, tuple)) and [d % fake.dim() for d in dims] == [fake.dim() - 1]
 
     def _reduce(self, node: fx.Node, name: str) -> None:
         if node.args[0] in self.values and self._extent(node.args[0]) is Extent.FULL:
-            held = node.meta["val"]
-            self.values[node] = self._step(name, [self.values[node.args[0]]], held.dtype, Extent.ROW)  # type: ignore[index]
+            fake = node.meta["val"]
+            self.values[node] = self._step(name, [self.values[node.args[0]]], fake.dtype, Extent.ROW)  # type: ignore[index]
 
     def _take_moments(self, node: fx.Node) -> None:
         """Variance and mean, or the variance alone."""
         x, dims = node.args[0], node.args[1] if len(node.args) > 1 else None
         correction = node.kwargs.get("correction", 1)
-        kept, held = node.kwargs.get("keepdim") is True, x.meta["val"]  # type: ignore[union-attr]
-        if not kept or not isinstance(dims, (list, tuple)) or [d % held.dim() for d in dims] != [held.dim() - 1]:
+        keepdim, fake = node.kwargs.get("keepdim") is True, x.meta["val"]  # type: ignore[union-attr]
+        if not keepdim or not isinstance(dims, (list, tuple)) or [d % fake.dim() for d in dims] != [fake.dim() - 1]:
             return
         if x not in self.values or self._extent(x) is not Extent.FULL or not isinstance(correction, (int, float)):
             return
         if correction >= self.width:
             return
-        value, kind = self.values[x], held.dtype  # type: ignore[index]
+        value, kind = self.values[x], fake.dtype  # type: ignore[index]
         var = self._step("var", [value, float(correction)], kind, Extent.ROW)
         if node.target is aten.var.correction:
             self.values[node] = var
         else:
             self.moments[node] = var, self._step("mean", [value], kind, Extent.ROW)
 
-    def _step(self, name: str, given: list[int | float], dtype: torch.dtype, extent: Extent) -> int:
-        self.steps.append(RowStep(name, tuple(given), dtype, extent))
+    def _step(self, name: str, operands: list[int | float], dtype: torch.dtype, extent: Extent) -> int:
+        self.steps.append(RowStep(name, tuple(operands), dtype, extent))
         return len(self.steps)
 
     def replace(self) -> bool:
@@ -266,9 +266,9 @@ class _Group:
         for node in self.moved:
             self.total.prepend(node)
         program = self._program(results)
-        given = (*sent, [node for node, _ in self.operands], program.text, name, buffer)
+        args = (*sent, [node for node, _ in self.operands], program.text, name, buffer)
         with graph.inserting_before(self.total):
-            call = _made(graph, _SUMS[self.total.target], given)
+            call = _made(graph, _SUMS[self.total.target], args)
             parts = {value: _made(graph, operator.getitem, (call, i)) for i, value in enumerate(results)}
             seen: dict[tuple[int, tuple[int, ...]], fx.Node] = {}
             for node in outside:
@@ -286,23 +286,23 @@ class _Group:
         best, count = 0, 0
         everything = dict(self.values), dict(self.moments), list(self.taken)
         self.every = frozenset(node for node, _, _ in self.taken)
-        for kept in range(1, len(self.taken) + 1):
-            self._restrict(everything, kept)
+        for number in range(1, len(self.taken) + 1):
+            self._restrict(everything, number)
             saved = self._saved()
             if saved > 0 and saved >= best and self.taken[-1][1]:  # views alone are nothing
-                best, count = saved, kept
+                best, count = saved, number
         self._restrict(everything, count)
         if count:
             _, steps, operands = self.taken[-1]
             del self.steps[steps:], self.operands[operands:]
         return count > 0
 
-    def _restrict(self, everything: tuple[Any, Any, Any], kept: int) -> None:
+    def _restrict(self, everything: tuple[Any, Any, Any], count: int) -> None:
         values, moments, taken = everything
-        own = {node for node, _, _ in taken[:kept]} | {self.total}
-        self.values = {node: value for node, value in values.items() if node in own}
-        self.moments = {node: pair for node, pair in moments.items() if node in own}
-        self.taken = taken[:kept]
+        members = {node for node, _, _ in taken[:count]} | {self.total}
+        self.values = {node: value for node, value in values.items() if node in members}
+        self.moments = {node: pair for node, pair in moments.items() if node in members}
+        self.taken = taken[:count]
 
     def _saved(self) -> int:
         """Bytes that are neither written nor read; less than none where the call would write too much."""
@@ -317,8 +317,8 @@ class _Group:
                 full.add(value)
         if not late or len(full) > _MOST or any(node in members and self._is_lost(node) for node in self.moments):
             return -1
-        own: int = self.total.meta["val"].nbytes
-        saved = own if 0 in late else 2 * own
+        nbytes: int = self.total.meta["val"].nbytes
+        saved = nbytes if 0 in late else 2 * nbytes
         return saved - sum(2 * self._size(value) for value in full if value and not late[value])
 
     def _is_lost(self, node: fx.Node) -> bool:
@@ -346,13 +346,13 @@ class _Group:
             return -value if value < 0 else value + count
 
         steps = tuple(RowStep(s.name, tuple(map(number, s.operands)), s.dtype, s.extent) for s in self.steps)
-        kept = tuple(int(number(value)) for value in results)
-        return RowProgram(self.width, tuple(extent for _, extent in self.operands), steps, kept)
+        outputs = tuple(int(number(value)) for value in results)
+        return RowProgram(self.width, tuple(extent for _, extent in self.operands), steps, outputs)
 
 
 def _made(graph: fx.Graph, target: Callable[..., Any], args: tuple[Any, ...]) -> fx.Node:
     """A call, with the value that it gives of its operands' fakes."""
     node = graph.call_function(target, args)
-    given = fx.map_arg(args, lambda each: each.meta["val"])
-    node.meta["val"] = target(*given)
+    fakes = fx.map_arg(args, lambda arg: arg.meta["val"])
+    node.meta["val"] = target(*fakes)
     return node

@@ -117,9 +117,13 @@ class Training:
             return nn.utils.clip_grad_norm_(parameters.values(), max_norm, foreach=True)
         gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
         counted = [g for name, g in gradients.items() if name in self._pipeline.shared.counted]
-        own = norms([g if isinstance(g, Sharded) else local_of(g) for g in counted], 2.0, None)
+        local_norms = norms([g if isinstance(g, Sharded) else local_of(g) for g in counted], 2.0, None)
         # In float64: the square of a norm that float32 holds may be beyond it.
-        squares = torch.stack([norm.double() for norm in own]).square().sum() if own else self._pipeline.nothing
+        squares = (
+            torch.stack([norm.double() for norm in local_norms]).square().sum()
+            if local_norms
+            else self._pipeline.nothing
+        )
         some = next(iter(gradients.values() or parameters.values()), squares)
         norm = self._pipeline.joined(squares).to(some.dtype)
         nn.utils.clip_grads_with_norm_(parameters.values(), max_norm, norm, foreach=True)
@@ -147,23 +151,23 @@ class Training:
         run = partial(self._run, bounds, parameters=parameters, ending=ending)
         with self._random.of_accepted():
             if self._full is None:
-                found = run(ready, self._random.draw)
+                outcome = run(ready, self._random.draw)
             else:
                 gradients = self._gradients.state(ready[0].leaves, ending.optimizer is not None)
                 hooked = ready[0].leaves if self._gradients.is_hooked else {}
-                found = self._full(bounds, ready, run, gradients, ending, hooked)
+                outcome = self._full(bounds, ready, run, gradients, ending, hooked)
         if self._full is not None:
             if ending.optimizer is None:
-                self._gradients.attach(leaves, found.names)
+                self._gradients.attach(leaves, outcome.names)
             else:
                 self._expire()
         if ending.optimizer is None and (self._full is None or self._gradients.is_hooked):
-            call_hooks(leaves, found.names)
-        self.load = found.load
-        loss = found.loss
+            call_hooks(leaves, outcome.names)
+        self.load = outcome.load
+        loss = outcome.loss
         for bound in bounds:
             loss = loss if bound.are_equal is None else loss.where(bound.are_equal, torch.nan)
-        return replace(found, loss=loss)
+        return replace(outcome, loss=loss)
 
     def _run(
         self,
@@ -206,8 +210,8 @@ class Training:
 
         def run(index: int, microbatch: Any) -> Any:
             bound = bounds[index]
-            own = new.read(bound.call.compiled.program, ready[index])
-            part = self._batches.train(bound, own, lambda: drawn, microbatch, ending.scaler)
+            prepared = new.read(bound.call.compiled.program, ready[index])
+            part = self._batches.train(bound, prepared, lambda: drawn, microbatch, ending.scaler)
             rows.append(part.rows)
             new.add(part.ran.outputs)
             return part
@@ -224,7 +228,7 @@ class Training:
         ready = self._batches.prepare(bounds)
         return run_microbatches(range(len(bounds)), drawn, run, finished, adds)
 
-    def _stepped(self, found: Found, parameters: Mapping[str, Tensor], ending: Ending) -> Found:
+    def _stepped(self, outcome: Found, parameters: Mapping[str, Tensor], ending: Ending) -> Found:
         """Clips, steps and frees the gradients."""
         optimizer, scaler = ending.optimizer, ending.scaler
         assert optimizer is not None
@@ -233,7 +237,7 @@ class Training:
         norm = None
         if ending.max_norm is not None:
             norm = local_of(self.clip(ending.max_norm))
-        is_finite = found.loss.isfinite() if norm is None else found.loss.isfinite() & norm.isfinite()
+        is_finite = outcome.loss.isfinite() if norm is None else outcome.loss.isfinite() & norm.isfinite()
         rates = self._rates.get(optimizer)
         with nullcontext() if rates is None else rates.in_place():
             if scaler is None:
@@ -242,4 +246,4 @@ class Training:
                 scaler.step(optimizer)
                 scaler.update()
         optimizer.zero_grad(set_to_none=True)
-        return replace(found, norm=norm, is_finite=is_finite)
+        return replace(outcome, norm=norm, is_finite=is_finite)

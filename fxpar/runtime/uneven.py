@@ -109,10 +109,10 @@ def largest(batch: Any, shapes: Shapes) -> Any:
 
     What is added repeats the last of what is there.
     """
-    wanted = iter([tuple(map(max, *of_ranks)) for of_ranks in zip(*shapes, strict=True)])
+    sizes = iter([tuple(map(max, *of_ranks)) for of_ranks in zip(*shapes, strict=True)])
 
     def grown(value: Tensor) -> Tensor:
-        for dim, size in enumerate(next(wanted)):
+        for dim, size in enumerate(next(sizes)):
             value = value.index_select(dim, torch.arange(size, device=value.device).clamp(max=value.shape[dim] - 1))
         return value
 
@@ -216,7 +216,7 @@ def _filling(compiled: Compiled, path: str, dtype: torch.dtype) -> tuple[Any, An
 
 def ignored_targets(program: Program) -> dict[str, int]:
     """The inputs that are targets of a loss over classes, and what this leaves out."""
-    paths, found = {entry.node: entry.path for entry in program.inputs}, dict[str, int]()
+    paths, ignored = {entry.node: entry.path for entry in program.inputs}, dict[str, int]()
     for node in program.graph.nodes:
         if node.target not in CLASS_LOSSES:
             continue
@@ -224,8 +224,8 @@ def ignored_targets(program: Program) -> dict[str, int]:
         while source.target in _MOVING:
             source = operands(source)[0]
         if source.name in paths:
-            found[paths[source.name]] = bind_arguments(node).get("ignore_index", -100)
-    return found
+            ignored[paths[source.name]] = bind_arguments(node).get("ignore_index", -100)
+    return ignored
 
 
 # ---------------------------------------------------------------------- rows
@@ -247,12 +247,12 @@ def _check_rows(program: Program, name: str, rows: tuple[int, ...]) -> None:
 
 def _takes_rows(node: fx.Node, name: str) -> bool:
     """Whether an operation is given the number of rows otherwise than as a size of what it makes."""
-    given = [*node.args, *node.kwargs.values()]
+    args = [*node.args, *node.kwargs.values()]
     if node.target in SIZED.keys() | _REPEATING:
-        given = [value for value in given if isinstance(value, fx.Node)]
-    found: list[fx.Node] = []
-    fx.map_arg(given, found.append)
-    values = [note(x).type for x in found]
+        args = [value for value in args if isinstance(value, fx.Node)]
+    nodes: list[fx.Node] = []
+    fx.map_arg(args, nodes.append)
+    values = [note(x).type for x in nodes]
     return any(name in names((kind.value,)) for kind in values if isinstance(kind, ScalarType))
 
 
@@ -288,7 +288,7 @@ def _needs_equal_rows(program: Program, name: str) -> Iterator[tuple[fx.Node, st
         row = COERCION_OF.get(node.target)
         moved = row is not None and "S" in (row.source, row.target) and set(axes_of(node)) & axes.keys()
         is_local = row is not None and not row.forward + row.backward and same.issuperset(operands(node))
-        cuts = (is_cut(layout) for each in (node, *operands(node)) for layout in output_layouts(each))
+        cuts = (is_cut(layout) for neighbour in (node, *operands(node)) for layout in output_layouts(neighbour))
         if moved and not is_local and any(cuts):
             yield node, "moves equal parts of the rows"
         if node not in same and not is_local and not same.isdisjoint(operands(node)):

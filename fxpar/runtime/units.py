@@ -48,15 +48,18 @@ def units_of(graph: fx.Graph, phases: Collection[str], needed: Collection[str], 
     """
     first, second = segments(graph, ("",)), segments(graph, phases)
     # What is put off is no partner: its forward's would be kept for it alone.
-    pairs = _pairs(first, [each for each in second if each.phase != WEIGHT]) if paired else {}
+    pairs = _pairs(first, [segment for segment in second if segment.phase != WEIGHT]) if paired else {}
     partners = {backward: forward for forward, backward in pairs.items()}
-    whole = {each: computing_again(each, partners.get(each), first) for each in second}
-    second, pairs = [whole[each] for each in second], {forward: whole[each] for forward, each in pairs.items()}
+    whole = {segment: computing_again(segment, partners.get(segment), first) for segment in second}
+    second, pairs = (
+        [whole[segment] for segment in second],
+        {forward: whole[segment] for forward, segment in pairs.items()},
+    )
     of_backward = {backward: forward for forward, backward in pairs.items()}
     place = {node: i for i, segment in enumerate(first) for node in segment.nodes if node.op == "call_function"}
 
     def unit(forward: Segment | None, backward: Segment | None) -> Unit:
-        outer = dict.fromkeys(node for each in (forward, backward) if each is not None for node in each.outer)
+        outer = dict.fromkeys(node for segment in (forward, backward) if segment is not None for node in segment.outer)
         if forward is None:
             return Unit(None, backward, tuple(node.name for node in outer), ())
         at = first.index(forward)
@@ -65,9 +68,9 @@ def units_of(graph: fx.Graph, phases: Collection[str], needed: Collection[str], 
         late = [n for n in outer if n not in inside and not _is_early(n, place, at)]
         return Unit(forward, backward, tuple(n.name for n in early), tuple(n.name for n in late))
 
-    made = {segment: unit(segment, pairs.get(segment)) for segment in first}
-    backward = [made[of_backward[each]] if each in of_backward else unit(None, each) for each in second]
-    forward = tuple(made[segment] for segment in first)
+    units = {segment: unit(segment, pairs.get(segment)) for segment in first}
+    backward = [units[of_backward[segment]] if segment in of_backward else unit(None, segment) for segment in second]
+    forward = tuple(units[segment] for segment in first)
     return Units(forward, tuple(backward), _results((*forward, *backward), needed))
 
 
@@ -81,18 +84,18 @@ def _is_early(node: fx.Node, place: Mapping[fx.Node, int], at: int) -> bool:
 def _pairs(first: Sequence[Segment], second: Sequence[Segment]) -> dict[Segment, Segment]:
     """Each segment of the backward with that of the forward of which it reads most, no two with one."""
     home = {node: segment for segment in first for node in segment.nodes}
-    found: dict[Segment, Segment] = {}
+    pairs: dict[Segment, Segment] = {}
     taken: set[Segment] = set()
     counts: list[tuple[int, int, Segment, Segment]] = []
     for i, backward in enumerate(second):
         reads = Counter(home[node] for node in backward.outer if node in home)
         alike = {segment: count for segment, count in reads.items() if segment.uncaptured == backward.uncaptured}
         counts += [(-count, i, forward, backward) for forward, count in alike.items()]
-    for _, _, forward, backward in sorted(counts, key=lambda each: each[:2]):
-        if forward not in found and backward not in taken:
-            found[forward] = backward
+    for _, _, forward, backward in sorted(counts, key=lambda candidate: candidate[:2]):
+        if forward not in pairs and backward not in taken:
+            pairs[forward] = backward
             taken.add(backward)
-    return found
+    return pairs
 
 
 def _results(units: Sequence[Unit], needed: Collection[str]) -> dict[Unit, tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -108,8 +111,8 @@ def _results(units: Sequence[Unit], needed: Collection[str]) -> dict[Unit, tuple
                     continue
                 if node.name in needed or node.name in taken:
                     part.add(unit.position(node.name))
-    found = {}
+    results = {}
     for unit in dict.fromkeys(units):
         forward, backward = used[unit.text]
-        found[unit] = (tuple(sorted(forward)), tuple(sorted(backward - forward)))
-    return found
+        results[unit] = (tuple(sorted(forward)), tuple(sorted(backward - forward)))
+    return results

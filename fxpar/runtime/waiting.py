@@ -33,11 +33,11 @@ class Waiting:
         return not self.holds and not self._held
 
     @torch.no_grad()
-    def finished(self, held: dict[str, Tensor], signature: Hashable, finish: Finish) -> Mapping[str, Tensor]:
+    def finished(self, unsummed: dict[str, Tensor], signature: Hashable, finish: Finish) -> Mapping[str, Tensor]:
         """The gradients of a call and of those that waited; none where this one waits too.
 
         Args:
-            held: what the call leaves.
+            unsummed: what the call leaves.
             signature: of what.
             finish: makes gradients of it. A collective call.
 
@@ -45,7 +45,7 @@ class Waiting:
             InputError: what waits is of another program.
         """
         if self.is_idle:
-            return finish(held)
+            return finish(unsummed)
         if self._held:
             if signature != self._signature:
                 raise InputError(
@@ -53,12 +53,12 @@ class Waiting:
                     where="no_sync",
                     remedy="make calls of one structure, mode and kind of sizes under no_sync and right after it",
                 )
-            torch._foreach_add_(list(held.values()), [self._held[name] for name in held])
+            torch._foreach_add_(list(unsummed.values()), [self._held[name] for name in unsummed])
         if self.holds:
-            self._held, self._signature = held, signature
+            self._held, self._signature = unsummed, signature
             return {}
         self._held = {}
-        return finish(held)
+        return finish(unsummed)
 
     def discard(self) -> None:
         """Forgets what waits."""

@@ -105,9 +105,9 @@ def join(plan: Plan, agreement: Agreement) -> World:
     size = dist.get_world_size() if dist.is_initialized() else 1
     if size != plan.world_size:
         sizes = {**plan.axes, "pp": plan.pp} if plan.pp > 1 else plan.axes
-        asked = ", ".join(f"{axis}={n}" for axis, n in sizes.items()) or "of one rank"
+        requested = ", ".join(f"{axis}={n}" for axis, n in sizes.items()) or "of one rank"
         raise PlanError(
-            f"the plan needs {plan.world_size} processes ({asked}) and there are {size}",
+            f"the plan needs {plan.world_size} processes ({requested}) and there are {size}",
             where="world size",
             remedy=f"start with torchrun --nproc-per-node {plan.world_size}",
         )

@@ -52,7 +52,7 @@ class Written:
             tensors: of the module, by name.
         """
         for place in sorted(set(maker.values())):
-            names = [name for name, each in maker.items() if each == place]
+            names = [name for name, owner in maker.items() if owner == place]
             like = [leaf_of(tensors[name]).detach() for name in names]
             mine = [self._values[name] for name in names] if world.place == place else like
             # As bytes: not every backend sends every type.
@@ -76,6 +76,6 @@ class Written:
 def write(values: Mapping[Tensor, Tensor]) -> None:
     """Copies values into tensors; what is to be copied may be one of these itself."""
     places = {tensor.untyped_storage().data_ptr() for tensor in values}
-    found = {t: v.clone() if v.untyped_storage().data_ptr() in places else v for t, v in values.items()}
-    for tensor, value in found.items():
+    copies = {t: v.clone() if v.untyped_storage().data_ptr() in places else v for t, v in values.items()}
+    for tensor, value in copies.items():
         tensor.copy_(value)

@@ -49,7 +49,7 @@ class Found:
 
     def copied(self) -> Found:
         """With tensors of its own."""
-        norm, is_finite = (None if each is None else each.clone() for each in (self.norm, self.is_finite))
+        norm, is_finite = (None if tensor is None else tensor.clone() for tensor in (self.norm, self.is_finite))
         load = None if self.load is None else replace(self.load, counts=self.load.counts.clone())
         return Found(self.loss.clone(), self.names, norm, is_finite, load)
 
@@ -112,17 +112,20 @@ class FullIteration:
             InputError: something of the step cannot be replayed.
         """
         self._check(hooked, ending)
-        moving = [bound.call.ready.moving(each.others, each.others) for bound, each in zip(bounds, ready, strict=True)]
+        moving = [
+            bound.call.ready.moving(prepared.others, prepared.others)
+            for bound, prepared in zip(bounds, ready, strict=True)
+        ]
         key: Any = ("iteration", gradients, ending.state)
-        for bound, each, names in zip(bounds, ready, moving, strict=True):
-            key += (id(bound.call.ready), bound.call.rows, bound.loss, each.placed)
-            key += key_of(each.others, names)
-        made = self._graphs.variant(key, lambda pool: Iteration(pool, self._random), None)
+        for bound, prepared, names in zip(bounds, ready, moving, strict=True):
+            key += (id(bound.call.ready), bound.call.rows, bound.loss, prepared.placed)
+            key += key_of(prepared.others, names)
+        iteration = self._graphs.variant(key, lambda pool: Iteration(pool, self._random), None)
         self._graphs.enter()
-        if made is None:
+        if iteration is None:
             return run(ready, self._random.draw)
-        found: Found = made(ready, moving, run)
-        return found
+        step: Found = iteration(ready, moving, run)
+        return step
 
     def _check(self, leaves: Mapping[str, Tensor], ending: Ending) -> None:
         if ending.optimizer is not None:
@@ -178,36 +181,36 @@ class Iteration:
         if self._recording is None:
             self._record(ready, moving, run)
         else:
-            for static, each in zip(self._static, ready, strict=True):
-                static.fill(each.values)
+            for static, prepared in zip(self._static, ready, strict=True):
+                static.fill(prepared.values)
         assert self._recording is not None
         assert self._found is not None
         if self._step != self._random.step:
             self._state.copy_(self._random.peek())
         self._recording.replay()
-        draws = any(each.random for each in ready) or len(ready) > 1
+        draws = any(prepared.random for prepared in ready) or len(ready) > 1
         self._step = self._random.step = self._random.step + draws
-        found = self._found.copied()
+        copied = self._found.copied()
         self._pool.scramble([value for static in self._static for value in static.tensors.values()], (), ())
-        return found
+        return copied
 
     def _record(self, ready: Sequence[Prepared], moving: Sequence[Sequence[str]], run: Run) -> None:
         self._state = self._random.peek()
         self._step = self._random.step
         self._one = torch.tensor([0, 1, 0], device=self._state.device)
         self._static = [
-            Static({name: each.values[name] for name in names if name in each.values})
-            for each, names in zip(ready, moving, strict=True)
+            Static({name: prepared.values[name] for name in names if name in prepared.values})
+            for prepared, names in zip(ready, moving, strict=True)
         ]
-        own = [
-            replace(each, values={**each.values, **static.tensors})
-            for each, static in zip(ready, self._static, strict=True)
+        static_ready = [
+            replace(prepared, values={**prepared.values, **static.tensors})
+            for prepared, static in zip(ready, self._static, strict=True)
         ]
 
         def work() -> Found:
             state = self._state.clone()
             self._state.add_(self._one)
-            return run(own, lambda: state)
+            return run(static_ready, lambda: state)
 
         self._recording, self._found = self._pool.record(work)
 

@@ -47,8 +47,8 @@ class _Between:
 
     def replay(self) -> None:
         """Runs it."""
-        found = self._call.function(list(self.operands))
-        for name, static, value in zip(self._call.gives, self._results, found, strict=True):
+        values = self._call.function(list(self.operands))
+        for name, static, value in zip(self._call.gives, self._results, values, strict=True):
             if name and isinstance(static, Tensor):
                 static.copy_(value)
 
@@ -59,41 +59,41 @@ class Replayed:
     Args:
         pool: in which they are recorded.
         calls: what they are; runs of those that can be are one graph.
-        own: values by name, of fixed addresses; what the calls give is there afterwards.
+        values: by name, of fixed addresses; what the calls give is there afterwards.
         make: runs one of the calls.
     """
 
-    def __init__(self, pool: Pool, calls: Sequence[UnitCall], own: Values, make: Made) -> None:
+    def __init__(self, pool: Pool, calls: Sequence[UnitCall], values: Values, make: Made) -> None:
         self.graphs: list[Recording] = []
         self._pieces: list[Recording | _Between] = []
         runs = itertools.groupby(range(len(calls)), key=lambda index: bool(calls[index].uncaptured))
         for is_between, run in runs:
             for indices in [[index] for index in run] if is_between else [list(run)]:
                 if is_between:
-                    self._pieces.append(self._run_between(calls[indices[0]], own))
+                    self._pieces.append(self._run_between(calls[indices[0]], values))
                 else:
-                    self._record(pool, indices, own, make)
+                    self._record(pool, indices, values, make)
 
-    def _record(self, pool: Pool, indices: Sequence[int], own: Values, make: Made) -> None:
+    def _record(self, pool: Pool, indices: Sequence[int], values: Values, make: Made) -> None:
         def work() -> None:
             for index in indices:
-                make(index, own)
+                make(index, values)
 
         recording, _ = pool.record(work)
         recording.replay()  # recording computes nothing, and what stands behind may read values
         self.graphs.append(recording)
         self._pieces.append(recording)
 
-    def _run_between(self, call: UnitCall, own: Values) -> _Between:
-        operands = [own[name] for name in call.takes]
-        call(own)
-        return _Between(call, operands, [own.get(name) if name else None for name in call.gives])
+    def _run_between(self, call: UnitCall, values: Values) -> _Between:
+        operands = [values[name] for name in call.takes]
+        call(values)
+        return _Between(call, operands, [values.get(name) if name else None for name in call.gives])
 
     @property
     def reads(self) -> list[Tensor]:
         """What is read between graphs."""
         between = (piece for piece in self._pieces if isinstance(piece, _Between))
-        return [each for piece in between for each in piece.operands if isinstance(each, Tensor)]
+        return [operand for piece in between for operand in piece.operands if isinstance(operand, Tensor)]
 
     def replay(self) -> None:
         """Runs all."""
@@ -156,20 +156,20 @@ class GraphedStep:
             self._static = Static({name: values[name] for name in self._inputs})
             self._own = self._calls.start({**values, **self._static.tensors}, sizes)
             calls = self._calls.forward_calls
-            self._forward = Replayed(self._pool, calls, self._own, lambda index, own: calls[index](own))
+            self._forward = Replayed(self._pool, calls, self._own, lambda index, environment: calls[index](environment))
             self._results = {name: self._own[value] for name, value in self._calls.step.results.items()}
         else:
             assert self._static is not None
             self._static.fill(values)
             self._forward.replay()
-        found = {name: value.clone() for name, value in self._results.items()}
+        outputs = {name: value.clone() for name, value in self._results.items()}
         if self._backward is not None:
             self._pool.scramble(self._static.tensors.values(), self._backward.graphs, self._backward.reads)
-        return found, {_FLIGHT: flight}
+        return outputs, {_FLIGHT: flight}
 
-    def backward(self, own: Values, tangents: Mapping[str, Tensor], place: Place | None = None) -> dict[str, Tensor]:
+    def backward(self, saved: Values, tangents: Mapping[str, Tensor], place: Place | None = None) -> dict[str, Tensor]:
         """See `Runnable`. Of what is placed the places; of all else copies."""
-        own.clear()
+        saved.clear()
         if self._forward is None:
             raise InputError(
                 "the graphs of this call's forward are freed", where="close()", remedy="close behind the last backward"
@@ -194,11 +194,11 @@ class GraphedStep:
             self._tangents.fill(tangents)
             self._backward.replay()
         self._pool.flight = None
-        found = copied(self._found, self._placed)
+        gradients = copied(self._found, self._placed)
         assert self._static is not None
         static = (*self._static.tensors.values(), *self._tangents.tensors.values())
         self._pool.scramble(static, (), self._placed)
-        return found
+        return gradients
 
     def reset(self) -> None:
         """Frees the graphs and what they hold."""
@@ -218,19 +218,19 @@ class Noting:
 
     def __call__(self, gradients: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """See `Place`."""
-        found = self.place(gradients)
-        self.there.extend(value for name, value in found.items() if self.destination(name) is not None)
-        return found
+        placed = self.place(gradients)
+        self.there.extend(value for name, value in placed.items() if self.destination(name) is not None)
+        return placed
 
     def destination(self, name: str) -> Destination | None:
         """See `Place`."""
         return self.place.destination(name)
 
 
-def copied(found: Mapping[str, Tensor], placed: Sequence[Tensor]) -> dict[str, Tensor]:
+def copied(gradients: Mapping[str, Tensor], placed: Sequence[Tensor]) -> dict[str, Tensor]:
     """What a recorded backward gives: of what is placed the places; copies of all else, which hooks may keep."""
-    kept = {id(value) for value in placed}
-    return {name: value if id(value) in kept else value.clone() for name, value in found.items()}
+    placed_ids = {id(value) for value in placed}
+    return {name: value if id(value) in placed_ids else value.clone() for name, value in gradients.items()}
 
 
 class GraphedForward:
@@ -264,16 +264,16 @@ class GraphedForward:
             self._static.fill(values)
             self._replayed.replay()
         assert self._static is not None
-        found = {name: value.clone() for name, value in self._results.items()}
+        outputs = {name: value.clone() for name, value in self._results.items()}
         self._pool.scramble(self._static.tensors.values(), (), ())
-        return found
+        return outputs
 
     def _record(self, values: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
         self._static = Static({name: values[name] for name in self._inputs})
-        own = self._calls.start({**values, **self._static.tensors}, sizes)
+        environment = self._calls.start({**values, **self._static.tensors}, sizes)
         calls = self._calls.calls
-        self._replayed = Replayed(self._pool, calls, own, lambda index, values: calls[index](values))
-        self._results = {name: own[value] for name, value in self._calls.results.items()}
+        self._replayed = Replayed(self._pool, calls, environment, lambda index, values: calls[index](values))
+        self._results = {name: environment[value] for name, value in self._calls.results.items()}
 
     def reset(self) -> None:
         """Frees the graphs and what they hold."""

@@ -53,35 +53,35 @@ class Tape:
             if argument.alias_info is None or not argument.alias_info.is_write:
                 continue
             value = args[i] if i < len(args) else kwargs.get(argument.name)
-            self.keep_values([each for each in pytree.tree_leaves(value) if isinstance(each, Tensor)])
+            self.keep_values([leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)])
 
     def keep_values(self, values: Iterable[Tensor]) -> None:
         """Remembers values that are about to be changed, if they are others'."""
-        known = {_number(own) for own, _ in self._before} | self.writes.keys()
-        for each in values:
-            if _number(each) not in known:
-                known.add(_number(each))
-                whole = _bytes(each)
+        known = {_number(storage) for storage, _ in self._before} | self.writes.keys()
+        for tensor in values:
+            if _number(tensor) not in known:
+                known.add(_number(tensor))
+                whole = _bytes(tensor)
                 self._before.append((whole, whole.clone()))
 
     def put_back(self) -> None:
         """What others have is as before the recording, which computes nothing on a GPU."""
-        for own, before in self._before:
-            own.copy_(before)
+        for whole, before in self._before:
+            whole.copy_(before)
         self._before.clear()
 
-    def add(self, function: Callable[..., Any], args: Any, kwargs: Any, found: Any) -> None:
+    def add(self, function: Callable[..., Any], args: Any, kwargs: Any, returned: Any) -> None:
         """A call that was made."""
-        there = {_number(each) for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Tensor)}
-        results = [each for each in pytree.tree_leaves(found) if isinstance(each, Tensor)]
-        fresh = {i: each for i, each in enumerate(results) if _number(each) not in there}
+        there = {_number(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        results = [leaf for leaf in pytree.tree_leaves(returned) if isinstance(leaf, Tensor)]
+        fresh = {i: tensor for i, tensor in enumerate(results) if _number(tensor) not in there}
         args, kwargs = pytree.tree_map_only(Tensor, self._own, (args, kwargs))
-        self.writes.update({_number(each): each for each in fresh.values()})
+        self.writes.update({_number(tensor): tensor for tensor in fresh.values()})
 
         def again() -> None:
-            made = [each for each in pytree.tree_leaves(function(*args, **kwargs)) if isinstance(each, Tensor)]
+            leaves = [leaf for leaf in pytree.tree_leaves(function(*args, **kwargs)) if isinstance(leaf, Tensor)]
             for i, static in fresh.items():
-                static.copy_(torch.ops._c10d_functional.wait_tensor(made[i]))
+                static.copy_(torch.ops._c10d_functional.wait_tensor(leaves[i]))
 
         self._calls.append(again)
 
@@ -96,15 +96,15 @@ class Tape:
                 views[geometry] = value.detach()
         return views[geometry]
 
-    def check(self, own: Set[int]) -> None:
+    def check(self, pooled: Set[int]) -> None:
         """Refuses to read memory that nobody keeps, where a graph would find something else.
 
         Args:
-            own: numbers of storages that are the pool's.
+            pooled: numbers of storages that are the pool's.
         """
         for number, views in self.reads.items():
             # One more is the storage's object of Python.
-            if number not in own and torch._C._storage_Use_Count(number) <= len(views) + 1:
+            if number not in pooled and torch._C._storage_Use_Count(number) <= len(views) + 1:
                 value = next(iter(views.values()))
                 raise AssertionError(f"a graph reads {value.dtype}{list(value.shape)}, which nobody keeps")
 
@@ -146,9 +146,9 @@ class _Recorder(TorchDispatchMode):
             )
         if func._schema.is_mutable:
             self.tape.keep(func, args, kwargs)
-        found = func(*args, **kwargs)
-        self.tape.add(func, args, kwargs, found)
-        return found
+        returned = func(*args, **kwargs)
+        self.tape.add(func, args, kwargs, returned)
+        return returned
 
 
 _tape: ContextVar[Tape | None] = ContextVar("fxpar's tape", default=None)
@@ -161,22 +161,22 @@ def opaque(function: Boxed) -> Boxed:
         tape = _tape.get()
         if tape is None:
             return function(operands)
-        kept, places = list(operands), [place for place in destinations() if place is not None]
+        inputs, places = list(operands), [place for place in destinations() if place is not None]
         operands.clear()
         # What it writes besides its results are operands for the tape.
         where = [None if place is None else places.index(place) for place in destinations()]
 
         def again(*args: Any) -> Sequence[Any]:
-            own = args[len(kept) :]
-            with into([None if i is None else Destination(own[i], places[i].adds) for i in where]):
-                return function(list(args[: len(kept)]))
+            targets = args[len(inputs) :]
+            with into([None if i is None else Destination(targets[i], places[i].adds) for i in where]):
+                return function(list(args[: len(inputs)]))
 
         written = [place.tensor for place in places]
         with _disable_current_modes():
             tape.keep_values(written)
-            found = function(list(kept))
-        tape.add(again, [*kept, *written], {}, found)
-        return found
+            outputs = function(list(inputs))
+        tape.add(again, [*inputs, *written], {}, outputs)
+        return outputs
 
     return call
 
@@ -218,11 +218,11 @@ class StandInPool(OneFlight):
 
     def scramble(self, static: Iterable[Tensor], later: Iterable[Any], live: Iterable[Tensor]) -> None:
         """See `fxpar.runtime.graphs.pool.Pool`."""
-        kept = {_number(each) for each in live}
-        kept = kept.union(*(tape.reads for tape in later))
+        live_numbers = {_number(tensor) for tensor in live}
+        live_numbers = live_numbers.union(*(tape.reads for tape in later))
         written = (value for tape in self.tapes for value in tape.writes.values())
         for value in (*static, *written):
-            if _number(value) not in kept:
+            if _number(value) not in live_numbers:
                 poison(value)
 
 

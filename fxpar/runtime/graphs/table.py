@@ -82,18 +82,18 @@ class Graphs:
         """
         key = ("step", id(calls), *key_of(values, inputs), key)
         kind = EngineStep if self.options.impl == "transformer_engine" else GraphedStep
-        found: Runnable = self.variant(key, lambda pool: kind(calls, inputs, pool), calls)
-        return found
+        runnable: Runnable = self.variant(key, lambda pool: kind(calls, inputs, pool), calls)
+        return runnable
 
     def forward(
         self, calls: ForwardCalls, values: Mapping[str, Any], inputs: Collection[str], key: Hashable
     ) -> GraphedForward | ForwardCalls:
         """What runs a forward alone; as for `step`."""
         key = ("forward", id(calls), *key_of(values, inputs), key)
-        found: GraphedForward | ForwardCalls = self.variant(
+        forward: GraphedForward | ForwardCalls = self.variant(
             key, lambda pool: GraphedForward(calls, inputs, pool), calls
         )
-        return found
+        return forward
 
     def variant(self, key: Hashable, make: Callable[[Pool], Made], plain: Any) -> Any:
         """What runs calls of a key; `plain` the first time.
@@ -115,7 +115,7 @@ class Graphs:
             self._pools.append((new_pool(self._device), {}))
             free = self._pools[-1:]
         pool, known = free[0]
-        self._check_room(sum(len(each) for _, each in self._pools))
+        self._check_room(sum(len(variants) for _, variants in self._pools))
         known[key] = make(pool)
         return known[key]
 
@@ -133,17 +133,17 @@ class Graphs:
     @property
     def figures(self) -> GraphFigures:
         """What they take by now."""
-        made = [each for _, known in self._pools for each in known.values()]
+        variants = [variant for _, known in self._pools for variant in known.values()]
         costs = [pool.cost for pool, _ in self._pools]
-        seconds, size = (sum(each) for each in zip(*costs, strict=True)) if costs else (0.0, 0)
-        return GraphFigures(sum(each.graphs for each in made), len(made), seconds, size)
+        seconds, size = (sum(column) for column in zip(*costs, strict=True)) if costs else (0.0, 0)
+        return GraphFigures(sum(variant.graphs for variant in variants), len(variants), seconds, size)
 
     def close(self) -> None:
         """Frees all graphs; no call can be made any more."""
         self._closed = True
         for _, known in self._pools:
-            for made in known.values():
-                made.reset()
+            for variant in known.values():
+                variant.reset()
         self._pools.clear()
 
 

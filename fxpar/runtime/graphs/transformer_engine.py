@@ -37,10 +37,10 @@ class _Step(torch.autograd.Function):
     def backward(ctx: Any, *tangents: Tensor) -> tuple[Tensor | None, ...]:
         """Zero; the gradients are put aside."""
         owner = ctx.owner
-        wanted = owner.calls.step.tangents
+        names = owner.calls.step.tangents
         named = dict(zip(owner.outputs, tangents, strict=True))
         place = owner.placing if torch.cuda.is_current_stream_capturing() else None
-        owner.found = owner.calls.backward(ctx.own, {name: named[name].contiguous() for name in wanted}, place)
+        owner.found = owner.calls.backward(ctx.own, {name: named[name].contiguous() for name in names}, place)
         return None, torch.zeros((), device=tangents[0].device), *[None for _ in owner.inputs]
 
 
@@ -91,23 +91,23 @@ class EngineStep:
         flight = self._pool.flight = Flight()
         if self._graphed is None:
             self.values, self.sizes = dict(values), sizes
-            outputs, own = self.calls.forward(values, sizes)
-            return outputs, {**own, _FLIGHT: flight}
+            outputs, saved = self.calls.forward(values, sizes)
+            return outputs, {**saved, _FLIGHT: flight}
         with torch.enable_grad():
-            made = self._graphed(self._handle, *(values[name] for name in self.inputs))
-        outputs = dict(zip(self.outputs, made, strict=True))
+            tensors = self._graphed(self._handle, *(values[name] for name in self.inputs))
+        outputs = dict(zip(self.outputs, tensors, strict=True))
         return {name: value.detach().clone() for name, value in outputs.items()}, {_OUTPUTS: outputs, _FLIGHT: flight}
 
-    def backward(self, own: Values, tangents: Mapping[str, Tensor], place: Place | None = None) -> dict[str, Tensor]:
+    def backward(self, saved: Values, tangents: Mapping[str, Tensor], place: Place | None = None) -> dict[str, Tensor]:
         """See `Runnable`. Of what is placed the places; of all else copies."""
-        own.pop(_FLIGHT)
+        saved.pop(_FLIGHT)
         if self._graphed is None:
-            found = self.calls.backward(own, tangents, place)
+            gradients = self.calls.backward(saved, tangents, place)
             self.placing = None if place is None else Noting(place, self._placed)
             self._capture()
             self._pool.flight = None
-            return found
-        outputs = own.pop(_OUTPUTS)
+            return gradients
+        outputs = saved.pop(_OUTPUTS)
         names = list(tangents)
         assert self._handle is not None
         torch.autograd.grad([outputs[name] for name in names], [self._handle], [tangents[name] for name in names])
