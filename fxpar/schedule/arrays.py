@@ -22,7 +22,7 @@ def order_array(schedule: Schedule, rank: int) -> list[int | float]:
     Raises:
         ScheduleError: microbatches of a chunk do not ascend, which an array cannot say.
     """
-    found: list[int | float] = []
+    order: list[int | float] = []
     numbers = {stage: chunk for chunk, stage in enumerate(schedule.stages_of(rank), 1)}
     seen: Counter[tuple[int, Phase]] = Counter()
     for position, action in enumerate(schedule.ranks[rank]):
@@ -35,8 +35,8 @@ def order_array(schedule: Schedule, rank: int) -> list[int | float]:
             )
         seen[stage, phase] += 1
         number = numbers[stage]
-        found.append({Phase.FORWARD: number, Phase.BACKWARD_WEIGHT: -number - 0.5}.get(phase, -number))
-    return found
+        order.append({Phase.FORWARD: number, Phase.BACKWARD_WEIGHT: -number - 0.5}.get(phase, -number))
+    return order
 
 
 def from_arrays(
@@ -62,7 +62,7 @@ def from_arrays(
 def _actions(
     array: Sequence[int | float], rank: int, pp: int, virtual_stages: int, style: Style, split: bool
 ) -> tuple[Action, ...]:
-    found, seen = [], Counter[tuple[int, Phase]]()
+    actions, seen = [], Counter[tuple[int, Phase]]()
     for position, number in enumerate(array):
         chunk = int(abs(number)) if abs(number) <= virtual_stages + 1 else 0
         weight = number == -chunk - 0.5
@@ -76,6 +76,6 @@ def _actions(
         backward = Phase.BACKWARD_INPUT if split else Phase.BACKWARD
         phase = Phase.FORWARD if number > 0 else Phase.BACKWARD_WEIGHT if weight else backward
         stage = style.stage(rank, chunk - 1, pp)
-        found.append(Action(stage, phase, seen[stage, phase]))
+        actions.append(Action(stage, phase, seen[stage, phase]))
         seen[stage, phase] += 1
-    return tuple(found)
+    return tuple(actions)

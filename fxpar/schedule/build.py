@@ -94,7 +94,7 @@ def build_schedule(
     sizes = _Sizes(pp, virtual_stages, microbatches, (group_size or pp) if grouped else microbatches)
     style = Style.V if name == "zbv" else Style.LOOP
     steps = [_MAKERS[name](sizes, rank) for rank in range(pp)]
-    ranks = tuple(_actions(found, style, rank, pp) for rank, (found, _) in enumerate(steps))
+    ranks = tuple(_actions(order, style, rank, pp) for rank, (order, _) in enumerate(steps))
     warmup = tuple(leading_forwards(a) if w is None else w for a, (_, w) in zip(ranks, steps, strict=True))
     return Schedule(name, ranks, virtual_stages, microbatches, warmup, style, sizes.n if grouped else None)
 
@@ -177,15 +177,15 @@ def _alternating(sizes: _Sizes, warmup: int, behind: int | None = None) -> tuple
         The steps, and the warmup.
     """
     forwards, backwards = sizes.forwards, sizes.backwards
-    found: list[_Step] = [(F, *cell) for cell in forwards[:warmup]]
+    steps: list[_Step] = [(F, *cell) for cell in forwards[:warmup]]
     for place, cell in enumerate(backwards):
-        found += [(F, *ahead) for ahead in forwards[warmup + place : warmup + place + 1]]
-        found.append((B if behind is None else I, *cell))
+        steps += [(F, *ahead) for ahead in forwards[warmup + place : warmup + place + 1]]
+        steps.append((B if behind is None else I, *cell))
         if behind is not None and place >= behind:
-            found.append((W, *backwards[place - behind]))
+            steps.append((W, *backwards[place - behind]))
     if behind is not None:
-        found += [(W, *cell) for cell in backwards[max(len(backwards) - behind, 0) :]]
-    return found, warmup
+        steps += [(W, *cell) for cell in backwards[max(len(backwards) - behind, 0) :]]
+    return steps, warmup
 
 
 def _zbv(sizes: _Sizes, rank: int) -> _Made:
@@ -209,14 +209,14 @@ def _zbv(sizes: _Sizes, rank: int) -> _Made:
         ("W1", rank),
         ("W0", rank),
     ]
-    found: list[_Step] = []
+    steps: list[_Step] = []
     seen: dict[str, int] = {}
     for words, times in phases:
         for word in words.split() * times:
             microbatch = seen[word] = seen.get(word, -1) + 1
             if microbatch < sizes.m:
-                found.append((Phase(word[0]), int(word[1]), microbatch))
-    return found, None
+                steps.append((Phase(word[0]), int(word[1]), microbatch))
+    return steps, None
 
 
 def _actions(steps: list[_Step], style: Style, rank: int, pp: int) -> tuple[Action, ...]:

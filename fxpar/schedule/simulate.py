@@ -98,13 +98,13 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
         for position in range(len(own_ends), len(actions)):
             stage, phase, microbatch = actions[position]
             at = stage * count + microbatch
-            made, ready = outputs, 0
+            times, ready = outputs, 0
             if phase is F:
                 if stage and (ready := outputs[at - count]) < 0:
                     waiting[0][at - count] = rank
                     break
             elif phase is not W:
-                made = gradients
+                times = gradients
                 if stage < stages - 1 and (ready := gradients[at + count]) < 0:
                     waiting[1][at + count] = rank
                     break
@@ -113,8 +113,8 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
             own_starts.append(start)
             own_ends.append(now)
             if phase is not W:
-                made[at] = now
-                waiter = waiting[made is gradients].pop(at, None)
+                times[at] = now
+                waiter = waiting[times is gradients].pop(at, None)
                 if waiter is not None:
                     runnable.append(waiter)
     if any(len(done) < len(actions) for done, actions in zip(ends, schedule.ranks, strict=True)):
@@ -168,5 +168,5 @@ def _producer(schedule: Schedule, message: Message) -> Action:
     if message.kind is Kind.ACTIVATION:
         return Action(message.sender, F, message.microbatch)
     whole = Action(message.sender, B, message.microbatch)
-    own = schedule.ranks[schedule.rank_of[message.sender]]
-    return whole if whole in own else Action(message.sender, I, message.microbatch)
+    actions = schedule.ranks[schedule.rank_of[message.sender]]
+    return whole if whole in actions else Action(message.sender, I, message.microbatch)

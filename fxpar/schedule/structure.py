@@ -34,16 +34,16 @@ def check_structure(schedule: Schedule) -> None:
         raise ScheduleError("holds no action", where="schedule", remedy="give ranks, stages and microbatches")
     refuse_many(schedule.pp, schedule.virtual_stages, schedule.microbatches, "schedule")
     positions = [_positions(schedule, rank) for rank in range(schedule.pp)]
-    for rank, found in enumerate(positions):
-        _check_complete(schedule, rank, found)
-    for rank, found in enumerate(positions):
-        _check_order(schedule, rank, found)
+    for rank, of_rank in enumerate(positions):
+        _check_complete(schedule, rank, of_rank)
+    for rank, of_rank in enumerate(positions):
+        _check_order(schedule, rank, of_rank)
 
 
 def _positions(schedule: Schedule, rank: int) -> _Positions:
     """Where each action of a rank stands."""
     stages, microbatches, rank_of = schedule.stages, schedule.microbatches, schedule.rank_of
-    found: _Positions = {}
+    positions: _Positions = {}
     for position, action in enumerate(schedule.ranks[rank]):
         stage, phase, microbatch = action
         if not isinstance(phase, Phase):  # a plain "F" is equal to a phase, and none by identity
@@ -59,37 +59,37 @@ def _positions(schedule: Schedule, rank: int) -> _Positions:
                 remedy=f"take it out, or ask for more {'microbatches' if what == 'microbatch' else 'stages'}",
             )
         if rank_of[stage] != rank:
-            held = ", ".join(map(str, schedule.stages_of(rank)))
+            rank_stages = ", ".join(map(str, schedule.stages_of(rank)))
             raise ScheduleError(
-                f"stage {stage} is on rank {rank_of[stage]}; rank {rank} holds {held}",
+                f"stage {stage} is on rank {rank_of[stage]}; rank {rank} holds {rank_stages}",
                 where=place(rank, position, action),
                 remedy=f"move it to rank {rank_of[stage]}, or write another stage",
             )
-        if found.setdefault(action, position) != position:
+        if positions.setdefault(action, position) != position:
             raise ScheduleError(
-                f"runs a second time, after position {found[action]}",
+                f"runs a second time, after position {positions[action]}",
                 where=place(rank, position, action),
                 remedy="take one of the two out",
             )
-    return found
+    return positions
 
 
-def _check_complete(schedule: Schedule, rank: int, found: _Positions) -> None:
+def _check_complete(schedule: Schedule, rank: int, positions: _Positions) -> None:
     """Each stage runs each microbatch forward and, in training, backward, whole or in its two parts."""
     every = [(stage, mb) for stage in schedule.stages_of(rank) for mb in range(schedule.microbatches)]
     for stage, mb in every:
-        if (stage, F, mb) not in found:
+        if (stage, F, mb) not in positions:
             raise _missing(rank, Action(stage, F, mb))
     for stage, mb in () if schedule.forward_only else every:
         whole, parts = Action(stage, B, mb), [Action(stage, phase, mb) for phase in (I, W)]
-        there = [part for part in parts if part in found]
-        if whole in found and there:
+        there = [part for part in parts if part in positions]
+        if whole in positions and there:
             raise ScheduleError(
-                f"is the whole backward, and {there[0]} at position {found[there[0]]} a part of it",
-                where=place(rank, found[whole], whole),
+                f"is the whole backward, and {there[0]} at position {positions[there[0]]} a part of it",
+                where=place(rank, positions[whole], whole),
                 remedy=f"keep {whole}, or {parts[0]} and {parts[1]}",
             )
-        if whole not in found and len(there) < 2:
+        if whole not in positions and len(there) < 2:
             raise _missing(rank, whole if not there else next(p for p in parts if p not in there))
 
 
@@ -101,23 +101,23 @@ def _missing(rank: int, action: Action) -> ScheduleError:
     )
 
 
-def _check_order(schedule: Schedule, rank: int, found: _Positions) -> None:
+def _check_order(schedule: Schedule, rank: int, positions: _Positions) -> None:
     """What a rank needs of its own comes before."""
-    actions, own = schedule.ranks[rank], set(schedule.stages_of(rank))
+    actions, stages = schedule.ranks[rank], set(schedule.stages_of(rank))
     for position, (stage, phase, mb) in enumerate(actions):
         if phase is F:
-            needs = [(stage - 1, F, mb)] if stage - 1 in own else []
+            needs = [(stage - 1, F, mb)] if stage - 1 in stages else []
         elif phase is W:
             needs = [(stage, I, mb)]
         else:
             needs = [(stage, F, mb)]
-            if stage + 1 in own:
+            if stage + 1 in stages:
                 needs += [(stage + 1, B, mb), (stage + 1, I, mb)]  # there is one of the two
         for need in needs:
-            if found.get(need, -1) > position:
+            if positions.get(need, -1) > position:
                 action, before = actions[position], Action(*need)
                 raise ScheduleError(
-                    f"needs {before}, which the rank runs later, at position {found[need]}",
+                    f"needs {before}, which the rank runs later, at position {positions[need]}",
                     where=place(rank, position, action),
                     remedy=f"put {before} before {action}",
                 )

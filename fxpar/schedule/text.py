@@ -53,19 +53,19 @@ def parse_schedule(
         raise ScheduleError("holds no action", where=where, remedy="write a line for each rank: 0F0,0F1,0B0,0B1")
     _check_number(where, "ranks", len(ranks), pp, "write a line for each rank")
     stages = 1 + max(action.stage for actions in ranks for action in actions)
-    each, rest = divmod(stages, len(ranks))
+    per_rank, rest = divmod(stages, len(ranks))
     if rest:
         raise ScheduleError(
             f"its {len(ranks)} ranks cannot share out {stages} stages, 0–{stages - 1}, alike",
             where=where,
             remedy="give every rank the same number of stages",
         )
-    _check_number(where, "stages a rank", each, virtual_stages, "name every stage")
+    _check_number(where, "stages a rank", per_rank, virtual_stages, "name every stage")
     named = 1 + max(action.microbatch for actions in ranks for action in actions)
     _check_number(where, "microbatches", named, microbatches, "name every microbatch")
-    refuse_many(len(ranks), each, named, where)
+    refuse_many(len(ranks), per_rank, named, where)
     warmup = tuple(leading_forwards(actions) for actions in ranks)
-    return Schedule("custom", tuple(ranks), each, named, warmup, _style(ranks, each))
+    return Schedule("custom", tuple(ranks), per_rank, named, warmup, _style(ranks, per_rank))
 
 
 def read_schedule(
@@ -84,10 +84,10 @@ def read_schedule(
     return parse_schedule(text, where=str(path), pp=pp, virtual_stages=virtual_stages, microbatches=microbatches)
 
 
-def _check_number(where: str, what: str, found: int, wanted: int | None, remedy: str) -> None:
-    if wanted is not None and found != wanted:
-        reason = f"has {found} {what}, and {wanted} were asked for"
-        raise ScheduleError(reason, where=where, remedy=f"{remedy}, or ask for {found}")
+def _check_number(where: str, what: str, count: int, requested: int | None, remedy: str) -> None:
+    if requested is not None and count != requested:
+        reason = f"has {count} {what}, and {requested} were asked for"
+        raise ScheduleError(reason, where=where, remedy=f"{remedy}, or ask for {count}")
 
 
 def _style(ranks: list[tuple[Action, ...]], virtual_stages: int) -> Style:

@@ -42,9 +42,9 @@ class VerifiedSchedule:
         check_structure(self.schedule)
         object.__setattr__(self, "timeline", simulate(self.schedule, self.costs))
         _check_channels(self.schedule, self.channels)
-        held = [_held(self.schedule, rank) for rank in range(self.schedule.pp)]
-        object.__setattr__(self, "peaks", tuple(peak for peak, _ in held))
-        object.__setattr__(self, "slots", tuple(slots for _, slots in held))
+        maxima = [_held(self.schedule, rank) for rank in range(self.schedule.pp)]
+        object.__setattr__(self, "peaks", tuple(peak for peak, _ in maxima))
+        object.__setattr__(self, "slots", tuple(slots for _, slots in maxima))
 
 
 def verified(
@@ -80,23 +80,23 @@ def _check_channels(schedule: Schedule, channels: Channels) -> None:
         if end.sends == end.receives:
             continue
         pairs = enumerate(zip(end.sends, end.receives, strict=True))
-        number, (brought, expected) = next((k, pair) for k, pair in pairs if pair[0] != pair[1])
-        messages = [message._replace(microbatch=mb) for message, mb in (expected, brought)]
+        number, (incoming, expected) = next((k, pair) for k, pair in pairs if pair[0] != pair[1])
+        messages = [message._replace(microbatch=mb) for message, mb in (expected, incoming)]
         position = end.positions[number]
-        own = "" if channel.kind else ", or give activations and gradients channels of their own"
+        advice = "" if channel.kind else ", or give activations and gradients channels of their own"
         raise ScheduleError(
             f"waits for the {messages[0]}, and message {number} of the {channel} is the {messages[1]}",
             where=place(channel.receiver, position, schedule.ranks[channel.receiver][position]),
             remedy=f"run what sends and what receives in one order on ranks {channel.sender} and "
-            f"{channel.receiver}{own}",
+            f"{channel.receiver}{advice}",
         )
 
 
 def _ends(schedule: Schedule, channels: Channels) -> dict[Channel, _Ends]:
-    found: dict[Channel, _Ends] = defaultdict(_Ends)
+    ends: dict[Channel, _Ends] = defaultdict(_Ends)
 
     def way(message: Message | None) -> tuple[Message, _Ends] | None:
-        return None if message is None else (message, found[channel_of(schedule, message, channels)])
+        return None if message is None else (message, ends[channel_of(schedule, message, channels)])
 
     for rank, actions in enumerate(schedule.ranks):
         kinds = [Action(stage, phase, 0) for stage in schedule.stages_of(rank) for phase in Phase]
@@ -110,7 +110,7 @@ def _ends(schedule: Schedule, channels: Channels) -> dict[Channel, _Ends]:
             if out is not None:
                 message, end = out
                 end.sends.append((message, microbatch))
-    return found
+    return ends
 
 
 def _held(schedule: Schedule, rank: int) -> tuple[int, tuple[int, ...]]:
