@@ -83,19 +83,19 @@ def _factor(node: fx.Node, passed: fx.Node, loss: fx.Node, value: float, seed: i
     shape = [evaluate(size, dict.fromkeys(names(kind.shape), _SIZE)) for size in kind.shape]
     generator = torch.Generator().manual_seed(seed)
     x, upstream = (torch.randn(shape, generator=generator).to(kind.dtype) for _ in range(2))
-    given = {passed: x.requires_grad_(), loss: torch.tensor(value, dtype=tensor_type(loss).dtype).requires_grad_()}
+    tensors = {passed: x.requires_grad_(), loss: torch.tensor(value, dtype=tensor_type(loss).dtype).requires_grad_()}
     try:
         with torch.enable_grad():
-            args = [given[a] if isinstance(a, fx.Node) else a for a in node.args]
+            args = [tensors[a] if isinstance(a, fx.Node) else a for a in node.args]
             result = resolve_function(str(node.kwargs["path"])).apply(*args)
         if not isinstance(result, Tensor) or not torch.equal(result, x):
             _refuse(node, "it does not return its first operand")
-        found: Sequence[Any] = torch.autograd.grad(result, list(given.values()), upstream, allow_unused=True)
+        gradients: Sequence[Any] = torch.autograd.grad(result, list(tensors.values()), upstream, allow_unused=True)
     except _FAILURES as error:
         _refuse(node, f"it raises {type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}")
-    if found[0] is None or not torch.equal(found[0], upstream):
+    if gradients[0] is None or not torch.equal(gradients[0], upstream):
         _refuse(node, "it does not hand the gradient on to its first operand")
-    return 0.0 if found[1] is None else float(found[1])
+    return 0.0 if gradients[1] is None else float(gradients[1])
 
 
 def _refuse(node: fx.Node, reason: str) -> NoReturn:

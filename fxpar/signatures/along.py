@@ -49,40 +49,40 @@ def _along(*names: str) -> Callable[[Call], Labelling | Refusal]:
 
     def labels(call: Call) -> Labelling | Refusal:
         out = call.outputs[0].shape
-        own = numbered(len(out))
+        out_labels = numbered(len(out))
         for name in names:
             dims = call.get(name)
             for dim in dims if isinstance(dims, (list, tuple)) else [dims]:
-                if own and dim is not None:
-                    own[wrap(dim, len(own))] = None
-        ins = tuple(broadcast(kind.shape, out, tuple(own)) for kind in call.operands)
-        return Labelling(ins, tuple(tuple(own) for _ in call.outputs))
+                if out_labels and dim is not None:
+                    out_labels[wrap(dim, len(out_labels))] = None
+        ins = tuple(broadcast(kind.shape, out, tuple(out_labels)) for kind in call.operands)
+        return Labelling(ins, tuple(tuple(out_labels) for _ in call.outputs))
 
     return labels
 
 
 def _resized(call: Call) -> Labelling | Refusal:
     """A dimension gets another length in the result (glu, quantiles of a row): it is whole in both."""
-    own = numbered(len(call.operands[0].shape))
-    own[wrap(call.get("dim", -1), len(own))] = None
-    return Labelling((tuple(own),) * len(call.operands), tuple(tuple(own) for _ in call.outputs))
+    labels = numbered(len(call.operands[0].shape))
+    labels[wrap(call.get("dim", -1), len(labels))] = None
+    return Labelling((tuple(labels),) * len(call.operands), tuple(tuple(labels) for _ in call.outputs))
 
 
 def _one_apart(call: Call) -> Labelling | Refusal:
     """Slices along `dim` are apart, and whole in all other dimensions (renorm)."""
     rank = len(call.operands[0].shape)
     dim = wrap(call.get("dim"), rank)
-    own: Labels = tuple("d" if i == dim else None for i in range(rank))
-    return Labelling((own,), (own,))
+    labels: Labels = tuple("d" if i == dim else None for i in range(rank))
+    return Labelling((labels,), (labels,))
 
 
 def _unfold(call: Call) -> Labelling | Refusal:
     """Windows along a dimension, whose elements are a new last one."""
     rank = len(call.operands[0].shape)
-    own = numbered(rank)
-    if own:
-        own[wrap(call.get("dimension"), rank)] = None
-    return Labelling((tuple(own),), ((*own[: max(rank, 1)], None) if own else (None,),))
+    labels = numbered(rank)
+    if labels:
+        labels[wrap(call.get("dimension"), rank)] = None
+    return Labelling((tuple(labels),), ((*labels[: max(rank, 1)], None) if labels else (None,),))
 
 
 def _repeat_interleave(call: Call, index: int, placement: Placement) -> Signature | Refusal:
@@ -104,23 +104,23 @@ def _searched(call: Call) -> Labelling | Refusal:
     known = dict(zip(call.names, call.operands, strict=True))
     if "self" not in known:  # a number is looked up
         return Refusal("a number is looked up in all of it")
-    own, row = numbered(len(known["self"].shape)), len(known["sorted_sequence"].shape)
-    lead = [] if row == 1 else own[:-1]
-    labels: dict[str, Labels] = {"self": tuple(own), **dict.fromkeys(("sorted_sequence", "sorter"), (*lead, None))}
+    apart, row = numbered(len(known["self"].shape)), len(known["sorted_sequence"].shape)
+    lead = [] if row == 1 else apart[:-1]
+    labels: dict[str, Labels] = {"self": tuple(apart), **dict.fromkeys(("sorted_sequence", "sorter"), (*lead, None))}
     return Labelling(tuple(labels[name] for name in call.names), (labels["self"],))
 
 
 def _bucketize(call: Call) -> Labelling | Refusal:
-    own = tuple(numbered(len(call.operands[0].shape)))
-    return Labelling((own, (None,)), (own,))
+    labels = tuple(numbered(len(call.operands[0].shape)))
+    return Labelling((labels, (None,)), (labels,))
 
 
 def _is_in(call: Call) -> Labelling | Refusal:
     """Each element is looked up among all test elements."""
     known = dict(zip(call.names, call.operands, strict=True))
-    own = tuple(numbered(len(call.outputs[0].shape)))
-    ins = tuple(own if name == "elements" else (None,) * len(known[name].shape) for name in call.names)
-    return Labelling(ins, (own,))
+    labels = tuple(numbered(len(call.outputs[0].shape)))
+    ins = tuple(labels if name == "elements" else (None,) * len(known[name].shape) for name in call.names)
+    return Labelling(ins, (labels,))
 
 
 def _matrices(call: Call) -> Labelling | Refusal:
@@ -204,10 +204,11 @@ def _instance_norm(call: Call) -> Labelling | Refusal:
 def _scatter_reduce(call: Call) -> Labelling | Refusal:
     """`dim` stays whole, as of `scatter`; the others go along where all operands have them whole."""
     shapes = [kind.shape for kind in call.operands]
-    own = numbered(len(shapes[0]))
-    dim = int(call.get("dim")) % max(len(own), 1)
+    all_labels = numbered(len(shapes[0]))
+    dim = int(call.get("dim")) % max(len(all_labels), 1)
     labels = tuple(
-        None if i == dim or any(shape[i] != shapes[0][i] for shape in shapes) else label for i, label in enumerate(own)
+        None if i == dim or any(shape[i] != shapes[0][i] for shape in shapes) else label
+        for i, label in enumerate(all_labels)
     )
     return Labelling((labels,) * len(shapes), (labels,))
 
@@ -218,21 +219,21 @@ def _unread(*names: str) -> Callable[[Call], tuple[str, ...]]:
 
 def _pooling() -> dict[str, Rule]:
     """Pooling and resampling, with their gradients."""
-    found: dict[str, Rule] = {}
+    rules: dict[str, Rule] = {}
     for name in ("avg_pool2d", "avg_pool3d", "_adaptive_avg_pool3d"):
-        found[name] = Rule(_behind(space_of(name)), _SELF)
-        found[f"{name}_backward"] = ignoring(_unread("self"), Rule(_behind(space_of(name)), _GRADIENT))
+        rules[name] = Rule(_behind(space_of(name)), _SELF)
+        rules[f"{name}_backward"] = ignoring(_unread("self"), Rule(_behind(space_of(name)), _GRADIENT))
     for name in ("max_pool2d_with_indices", "max_pool3d_with_indices", "adaptive_max_pool2d", "adaptive_max_pool3d"):
-        found[name] = Rule(_behind(space_of(name)))
-        found[f"{name}_backward"] = ignoring(_unread("self"), Rule(_behind(space_of(name)), _GRADIENT))
+        rules[name] = Rule(_behind(space_of(name)))
+        rules[f"{name}_backward"] = ignoring(_unread("self"), Rule(_behind(space_of(name)), _GRADIENT))
     for name in RESAMPLED:
-        found[name] = Rule(_behind(space_of(name)), _SELF)
-        found[f"{name}.vec"] = Rule(_behind(space_of(name)), (("input",),))
-        found[f"{name}_backward"] = Rule(_behind(space_of(name)), _GRADIENT)
+        rules[name] = Rule(_behind(space_of(name)), _SELF)
+        rules[f"{name}.vec"] = Rule(_behind(space_of(name)), (("input",),))
+        rules[f"{name}_backward"] = Rule(_behind(space_of(name)), _GRADIENT)
     for name in ("grid_sampler_2d", "grid_sampler_3d"):
-        found[name] = Rule(_sampled, (("input",),))
-        found[f"{name}_backward"] = Rule(_sampled_backward, _GRADIENT)
-    return found
+        rules[name] = Rule(_sampled, (("input",),))
+        rules[f"{name}_backward"] = Rule(_sampled_backward, _GRADIENT)
+    return rules
 
 
 # Of which the backward has rules too. Of other factorings it writes into diagonals and unpacks them.
@@ -241,8 +242,8 @@ _MATRICES = "linalg_inv linalg_inv_ex linalg_cholesky linalg_cholesky_ex cholesk
 
 def _algebra() -> dict[str, Rule]:
     """Matrices of a batch, and distances between their rows."""
-    found = {name: Rule(_matrices) for name in _MATRICES}
-    return found | {
+    rules = {name: Rule(_matrices) for name in _MATRICES}
+    return rules | {
         "linalg_solve_triangular": Rule(_triangular, (("B",),)),
         "linalg_cross": Rule(_along("dim"), (("self",), ("other",))),
         "_cdist_forward": Rule(_distances),

@@ -82,8 +82,8 @@ def bind_arguments(node: fx.Node) -> dict[str, Any]:
         names = code.co_varnames[: code.co_argcount]
         values = getattr(function, "__defaults__", None) or ()
         defaults = dict(zip(names[len(names) - len(values) :], values, strict=True))
-    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    return {**given, **{k: v for k, v in defaults.items() if k not in given}}
+    arguments = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    return {**arguments, **{k: v for k, v in defaults.items() if k not in arguments}}
 
 
 @lru_cache(maxsize=4096)

@@ -44,8 +44,8 @@ def einsum_terms(equation: str, ranks: Sequence[int]) -> tuple[Terms, tuple[str,
     width = max((w for part, w in zip(parts, widths, strict=True) if "..." in part), default=0)
 
     def read(part: str, dots: int) -> tuple[str, ...]:
-        before, found, behind = part.partition("...")
-        return (*before, *(f".{i}" for i in range(width - dots, width) if found), *behind)
+        before, ellipsis, behind = part.partition("...")
+        return (*before, *(f".{i}" for i in range(width - dots, width) if ellipsis), *behind)
 
     terms = tuple(read(part, dots) for part, dots in zip(parts, widths, strict=True))
     if not arrow:
@@ -56,12 +56,12 @@ def einsum_terms(equation: str, ranks: Sequence[int]) -> tuple[Terms, tuple[str,
 
 def _sizes(terms: Terms, kinds: Sequence[TensorType]) -> dict[str, Size]:
     """The size of each label: that of the operands that are not broadcast along it."""
-    found: dict[str, Size] = {}
+    sizes: dict[str, Size] = {}
     for term, kind in zip(terms, kinds, strict=True):
         for label, size in zip(term, kind.shape, strict=True):
-            if found.get(label, 1) == 1:
-                found[label] = size
-    return found
+            if sizes.get(label, 1) == 1:
+                sizes[label] = size
+    return sizes
 
 
 def einsum_labels(call: Call) -> Labelling | Refusal:
@@ -99,9 +99,9 @@ def einsum_steps(call: Call) -> list[Step] | Refusal:
         path = path[2:]
         pair = left[first] | left[second]
         rest = [labels for i, labels in enumerate(left) if i not in (first, second)]
-        kept = pair & frozenset(result).union(*rest)
-        steps.append(Step({label: sizes[label] for label in pair}, pair - kept, 2))
-        left = [*rest, kept] if call.get("path") else [kept, *rest]
+        remaining = pair & frozenset(result).union(*rest)
+        steps.append(Step({label: sizes[label] for label in pair}, pair - remaining, 2))
+        left = [*rest, remaining] if call.get("path") else [remaining, *rest]
     return steps
 
 
@@ -125,8 +125,8 @@ def _tensordot(call: Call) -> Labelling | Refusal:
         one = shapes[0][a] == shapes[1][b]
         labels[0][a] = f"k{i}" if one or shapes[0][a] != 1 else None
         labels[1][b] = f"k{i}" if one or shapes[1][b] != 1 else None
-    out = tuple(label for own, gone in zip(labels, dims, strict=True) for d, label in enumerate(own) if d not in gone)
-    summed = frozenset(label for own in labels for label in own if label is not None and label not in out)
+    out = tuple(label for term, gone in zip(labels, dims, strict=True) for d, label in enumerate(term) if d not in gone)
+    summed = frozenset(label for term in labels for label in term if label is not None and label not in out)
     return Labelling((tuple(labels[0]), tuple(labels[1])), (out,), summed)
 
 
@@ -149,9 +149,9 @@ def _bilinear(call: Call) -> Labelling | Refusal:
     """`… i, … j, o i j, o -> … o`; with a bias, which is added once, i and j are needed whole."""
     lead = tuple(f"d{i}" for i in range(len(call.outputs[0].shape) - 1))
     i, j = (None, None) if "bias" in call.names else ("i", "j")
-    found: dict[str, Labels] = {"input1": (*lead, i), "input2": (*lead, j), "weight": ("o", i, j), "bias": ("o",)}
+    labels: dict[str, Labels] = {"input1": (*lead, i), "input2": (*lead, j), "weight": ("o", i, j), "bias": ("o",)}
     summed = frozenset(label for label in (i, j) if label)
-    return Labelling(tuple(found[name] for name in call.names), ((*lead, "o"),), summed)
+    return Labelling(tuple(labels[name] for name in call.names), ((*lead, "o"),), summed)
 
 
 def contraction_rules() -> dict[str, Rule]:

@@ -35,8 +35,8 @@ def transfer(placement: Placement, source: Size, dim: int, size: Size, n: int) -
     copies = piece.copies
     group = divide(piece.size, run)
     if divide(run, n // copies) is None and group is not None and isinstance(run, int):
-        own = divide(piece.size, n // copies)
-        if n % run == 0 and own is not None and divide(group, own) is not None:
+        share = divide(piece.size, n // copies)
+        if n % run == 0 and share is not None and divide(group, share) is not None:
             copies = n // run
     if copies == n:
         return R
@@ -58,14 +58,14 @@ def seed_signature(
         return Refusal(f"{placement} of {call.operands[index]} is not divisible by {call.n}", structural=True)
     if not placement.in_rank_order and not _hands_on(rule, call):
         return _out_of_order(placement, call.names[index])
-    found = _seed(rule, call, index, placement, known)
-    if not isinstance(found, Refusal):
-        found = Signature(found.operands, _zero(rule, found.outputs))
-    if placement.is_padded and not isinstance(found, Refusal):
-        for i, (name, operand) in enumerate(zip(call.names, found.operands, strict=True)):
+    signature = _seed(rule, call, index, placement, known)
+    if not isinstance(signature, Refusal):
+        signature = Signature(signature.operands, _zero(rule, signature.outputs))
+    if placement.is_padded and not isinstance(signature, Refusal):
+        for i, (name, operand) in enumerate(zip(call.names, signature.operands, strict=True)):
             if operand.is_padded and name not in rule.padding and i not in known.zeros:
                 return Refusal(f"the operation would compute with the padding of {operand} of {name}")
-    return found
+    return signature
 
 
 def signature_of_summands(rule: Rule, call: Call, index: int, placement: Placement) -> Signature | Refusal:
@@ -105,10 +105,10 @@ def _seed(rule: Rule, call: Call, index: int, placement: Placement, known: _Grad
 
     def spread(kinds: Sequence[TensorType], labels: Sequence[Labels], absent: Placement) -> list[Placement | Refusal]:
         return [
-            transfer(placement, source, found.index(label), kind.shape[found.index(label)], call.n)
-            if label in found
+            transfer(placement, source, dim_labels.index(label), kind.shape[dim_labels.index(label)], call.n)
+            if label in dim_labels
             else absent
-            for kind, found in zip(kinds, labels, strict=True)
+            for kind, dim_labels in zip(kinds, labels, strict=True)
         ]
 
     ins = spread(call.operands, labelling.operands, R)
@@ -116,7 +116,7 @@ def _seed(rule: Rule, call: Call, index: int, placement: Placement, known: _Grad
     for item in (*ins, *outs):
         if isinstance(item, Refusal):
             return item
-    if label not in labelling.summed and any(label not in found for found in labelling.outputs):
+    if label not in labelling.summed and any(label not in dim_labels for dim_labels in labelling.outputs):
         return Refusal(f"an output lacks the sharded dimension {placement.dim}")
     return Signature(tuple(ins), tuple(outs))  # type: ignore[arg-type]
 
@@ -156,10 +156,10 @@ def infer(
         if joined and any(p.is_shared for p in placements):
             return Refusal("what several ranks hold meets what they hold summands of")
         return answer if rule is None or isinstance(answer, Refusal) else _zero(rule, answer)
-    found = _infer(rule, call, [p.plain for p in placements], carries, known)
-    if isinstance(found, Refusal) or rule is None:
-        return found
-    return _of_gradients(rule, call, placements, found, known)
+    outputs = _infer(rule, call, [p.plain for p in placements], carries, known)
+    if isinstance(outputs, Refusal) or rule is None:
+        return outputs
+    return _of_gradients(rule, call, placements, outputs, known)
 
 
 def _zero(rule: Rule, outputs: tuple[Placement, ...]) -> tuple[Placement, ...]:
@@ -168,7 +168,7 @@ def _zero(rule: Rule, outputs: tuple[Placement, ...]) -> tuple[Placement, ...]:
 
 
 def _of_gradients(
-    rule: Rule, call: Call, given: Sequence[Placement], found: Sequence[Placement], known: _Gradients
+    rule: Rule, call: Call, placements: Sequence[Placement], inferred: Sequence[Placement], known: _Gradients
 ) -> tuple[Placement, ...] | Refusal:
     """Which outputs are summands on ranks that share blocks, and which have zeros for padding.
 
@@ -176,12 +176,12 @@ def _of_gradients(
     linear in an operand is zero, the result is.
     """
     groups = [group for group in _groups(rule, call) if _is_linear(rule, call, group)]
-    alone = {i for i, p in enumerate(given) if p == P or (p.is_shard and not p.is_shared)}
+    alone = {i for i, p in enumerate(placements) if p == P or (p.is_shard and not p.is_shared)}
     if known.partial and not any(known.partial <= group <= known.partial | alone for group in groups):
         return Refusal("the operation is not linear in what several ranks hold summands of: add those first")
     is_zero = rule.zeros or any(group and group <= known.zeros for group in groups)
     outputs = []
-    for placement in found:
+    for placement in inferred:
         if known.partial and placement == R:
             placement = P
         elif known.partial and placement.is_shared:
@@ -193,8 +193,8 @@ def _of_gradients(
 def _is_linear(rule: Rule, call: Call, group: set[int]) -> bool:
     """Whether this very call, with its numbers, makes summands of summands: filling does with zeros alone."""
     placements = [P if i in group else R for i in range(len(call.operands))]
-    found = _infer(rule, call, placements, [False] * len(placements), _Gradients())
-    return not isinstance(found, Refusal) and set(found) == {P}
+    outputs = _infer(rule, call, placements, [False] * len(placements), _Gradients())
+    return not isinstance(outputs, Refusal) and set(outputs) == {P}
 
 
 def _infer(
@@ -233,18 +233,18 @@ def _infer(
     if "P" in kinds:
         return _infer_partial(rule, call, kinds)
     index = kinds.index("S")
-    wanted = seed_signature(rule, call, index, placements[index], known)
-    if isinstance(wanted, Refusal):
-        return wanted
-    for i, (kind, want) in enumerate(zip(kinds, wanted.operands, strict=True)):
+    expected = seed_signature(rule, call, index, placements[index], known)
+    if isinstance(expected, Refusal):
+        return expected
+    for i, (kind, want) in enumerate(zip(kinds, expected.operands, strict=True)):
         if rule.varying and call.names[i] in rule.varying:
             continue  # of the axes' indices one varies here: the rule's check has seen which
-        given = placements[i] if kind == "S" else R
-        if given != want.plain:
+        actual = placements[i] if kind == "S" else R
+        if actual != want.plain:
             return Refusal(
-                f"operand {call.names[i]} is {given} where {want} fits {placements[index]} of {call.names[index]}"
+                f"operand {call.names[i]} is {actual} where {want} fits {placements[index]} of {call.names[index]}"
             )
-    return wanted.outputs
+    return expected.outputs
 
 
 def _infer_partial(rule: Rule, call: Call, kinds: Sequence[str]) -> tuple[Placement, ...] | Refusal:
@@ -258,30 +258,30 @@ def _infer_partial(rule: Rule, call: Call, kinds: Sequence[str]) -> tuple[Placem
 
 def _groups(rule: Rule, call: Call) -> list[set[int]]:
     """The operands that may be partial together, for each group of the rule and each item of a list."""
-    found = []
+    groups = []
     for group in rule.partial:
         if group[0].endswith("*"):
             name = group[0].removesuffix("*")
-            found += [{i} for i, other in enumerate(call.names) if other == name]
+            groups += [{i} for i, other in enumerate(call.names) if other == name]
         else:
-            found.append(_members(call, group))
-    return [members for members in found if not any(call.operands[i].dtype == torch.bool for i in members)]
+            groups.append(_members(call, group))
+    return [members for members in groups if not any(call.operands[i].dtype == torch.bool for i in members)]
 
 
 def _members(call: Call, group: Sequence[str]) -> set[int]:
     """Operands of a group of `Rule.partial`; none where one that it needs was not passed."""
     if any(not name.endswith("?") and name not in call.names for name in group):
         return set()
-    wanted = {name.removesuffix("?") for name in group}
-    return {i for i, name in enumerate(call.names) if name in wanted}
+    group_names = {name.removesuffix("?") for name in group}
+    return {i for i, name in enumerate(call.names) if name in group_names}
 
 
 def partial_signatures(rule: Rule, call: Call) -> list[Signature]:
     """All signatures with partial operands, the others being replicated."""
-    found = []
+    signatures = []
     for members in _groups(rule, call):
         ins = tuple(P if i in members else R for i in range(len(call.operands)))
         outs = infer(rule, call, ins, [True] * len(ins)) if members else Refusal("")
         if not isinstance(outs, Refusal):
-            found.append(Signature(ins, outs))
-    return found
+            signatures.append(Signature(ins, outs))
+    return signatures

@@ -101,8 +101,8 @@ class Facts:
         Args:
             check: its name, and whatever of a program its answers depend on besides plan, symbols and the node.
         """
-        found: dict[Any, Any] = self.memory.found.setdefault(check, {})
-        return found
+        answers: dict[Any, Any] = self.memory.found.setdefault(check, {})
+        return answers
 
 
 def facts_of(program: Program, seen: Mapping[str, Sighting] | None = None, before: Facts | None = None) -> Facts:
@@ -115,7 +115,7 @@ def facts_of(program: Program, seen: Mapping[str, Sighting] | None = None, befor
     header = f"{program.plan}{program.all_symbols}{program.conditions}"
     seen = sightings(program.graph) if seen is None else seen
     before = before if before is not None and before.header == header else None
-    found = Facts(program, header, seen, Memory() if before is None else before.memory)
+    facts = Facts(program, header, seen, Memory() if before is None else before.memory)
     if (
         before is not None
         and list(seen.items()) == list(before.seen.items())
@@ -124,8 +124,8 @@ def facts_of(program: Program, seen: Mapping[str, Sighting] | None = None, befor
         return replace(before, program=program.with_(graph_module=before.program.graph_module))
     for node in program.graph.nodes:
         if node.op != "output":
-            _add(found, node, before)
-    return found
+            _add(facts, node, before)
+    return facts
 
 
 def has_same_operations(one: Facts, other: Facts) -> bool:
@@ -155,8 +155,12 @@ def _operations(facts: Facts, known: dict[Hashable, int]) -> Hashable:
 
 def _said(node: fx.Node) -> Hashable:
     """What a note says of the operation that is not in the number."""
-    kept = _note(node)
-    return None if kept is None else (kept.random, kept.role, kept.origin == RECOMPUTE, kept.recompute > 0)
+    node_note = _note(node)
+    return (
+        None
+        if node_note is None
+        else (node_note.random, node_note.role, node_note.origin == RECOMPUTE, node_note.recompute > 0)
+    )
 
 
 def _has_tables_of(program: Program, other: Program) -> bool:
@@ -164,56 +168,60 @@ def _has_tables_of(program: Program, other: Program) -> bool:
     return (program.parameters, program.inputs) == (other.parameters, other.inputs)
 
 
-def _add(found: Facts, node: fx.Node, before: Facts | None) -> None:
-    name, nodes = node.name, found.nodes
-    sighting = found.seen[name]
+def _add(facts: Facts, node: fx.Node, before: Facts | None) -> None:
+    name, nodes = node.name, facts.nodes
+    sighting = facts.seen[name]
     old = before.nodes.get(name) if before is not None else None
     # Whether indices that a node finds decide anything is up to its users.
     if old is not None and before.seen[name] == sighting and not _gives_indices(sighting[3]):  # type: ignore[union-attr]
         read_before, reads = before.reads[old], []  # type: ignore[union-attr]
         for other in read_before:
             read = nodes.get(other.name)
-            if read is None or found.values[read] != before.values[other]:  # type: ignore[union-attr]
+            if read is None or facts.values[read] != before.values[other]:  # type: ignore[union-attr]
                 break
             reads.append(read)
         else:
             nodes[name] = node
-            _take(found, node, before, old, reads)  # type: ignore[arg-type]
+            _take(facts, node, before, old, reads)  # type: ignore[arg-type]
             return
     nodes[name] = node
-    _number(found, node, sighting[3])
+    _number(facts, node, sighting[3])
 
 
-def _take(found: Facts, node: fx.Node, before: Facts, old: fx.Node, reads: list[fx.Node]) -> None:
+def _take(facts: Facts, node: fx.Node, before: Facts, old: fx.Node, reads: list[fx.Node]) -> None:
     """What holds of a node held of the one of its name before."""
-    found.numbers[node], found.values[node], found.reads[node] = before.numbers[old], before.values[old], reads
+    facts.numbers[node], facts.values[node], facts.reads[node] = before.numbers[old], before.values[old], reads
     operands_before = before.operands[old]
     is_all = operands_before == before.reads[old]
-    found.operands[node] = reads if is_all else [found.nodes[operand.name] for operand in operands_before]
+    facts.operands[node] = reads if is_all else [facts.nodes[operand.name] for operand in operands_before]
 
 
-def _number(found: Facts, node: fx.Node, kept: Note | None) -> None:
-    memory, reads = found.memory, list[fx.Node]()
-    value: Hashable = None if kept is None else (kept.type, kept.layout)
+def _number(facts: Facts, node: fx.Node, node_note: Note | None) -> None:
+    memory, reads = facts.memory, list[fx.Node]()
+    value: Hashable = None if node_note is None else (node_note.type, node_note.layout)
 
     def read(operand: fx.Node) -> int | None:
         reads.append(operand)
-        return found.values.get(operand)
+        return facts.values.get(operand)
 
     args = plain((node.args, node.kwargs), read)
-    said = None if kept is None else (kept.needs, kept.phase, kept.stages, _gives_indices(kept) and decides(node))
+    said = (
+        None
+        if node_note is None
+        else (node_note.needs, node_note.phase, node_note.stages, _gives_indices(node_note) and decides(node))
+    )
     try:
-        found.values[node] = memory.values.setdefault(value, len(memory.values))
-        key = node.op, node.target, args, found.values[node], said
+        facts.values[node] = memory.values.setdefault(value, len(memory.values))
+        key = node.op, node.target, args, facts.values[node], said
         number = memory.numbers.setdefault(key, len(memory.numbers))
     except TypeError:  # what no key can be made of is like nothing else
         number = memory.numbers.setdefault((node, object()), len(memory.numbers))
-        found.values.setdefault(node, -1 - number)
-    found.numbers[node], found.reads[node], found.operands[node] = number, reads, operands(node)
+        facts.values.setdefault(node, -1 - number)
+    facts.numbers[node], facts.reads[node], facts.operands[node] = number, reads, operands(node)
 
 
-def _gives_indices(kept: Note | None) -> bool:
-    kinds = kept.type if kept is not None else None
+def _gives_indices(node_note: Note | None) -> bool:
+    kinds = node_note.type if node_note is not None else None
     if isinstance(kinds, TensorType):
         return not (kinds.is_float or kinds.dtype.is_complex)
     return isinstance(kinds, tuple) and any(not (kind.is_float or kind.dtype.is_complex) for kind in kinds)

@@ -129,14 +129,14 @@ def resolve_function(path: str) -> Any:
     """
     module, _, name = path.rpartition(".")
     try:
-        found = getattr(importlib.import_module(module), name)
+        function = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError):
-        found = None
-    if not (isinstance(found, type) and issubclass(found, torch.autograd.Function)):
+        function = None
+    if not (isinstance(function, type) and issubclass(function, torch.autograd.Function)):
         raise InputError(
             "there is no such autograd function", where=path, remedy="define it at the top level of a module"
         )
-    return found
+    return function
 
 
 def _flat(value: Any) -> list[Tensor]:
@@ -167,40 +167,40 @@ def _traces(target: Any, arguments: tuple[Argument, ...]) -> tuple[Traced, ...] 
     kinds = [(a.dtype, a.value) for a in arguments if a.dtype is not None]
     run = _call(target, arguments)
     floating = [i for i, (dtype, _) in enumerate(kinds) if dtype.is_floating_point or dtype.is_complex]
-    found = []
+    traces = []
     try:
         for asking in _subsets(len(floating)):
-            wanted = [floating[i] for i in asking]
+            indices = [floating[i] for i in asking]
             with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
-                leaves = [torch.empty(s, dtype=d, requires_grad=i in wanted) for i, (d, s) in enumerate(kinds)]
+                leaves = [torch.empty(s, dtype=d, requires_grad=i in indices) for i, (d, s) in enumerate(kinds)]
                 upstream = [torch.empty_like(o).detach() for o in _flat(run(*leaves)) if o.requires_grad]
             for got in _subsets(len(upstream)):
-                found.append(_trace(run, leaves, wanted, [upstream[i] for i in got], got))
+                traces.append(_trace(run, leaves, indices, [upstream[i] for i in got], got))
     except _FAILURES as error:
         return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
-    return tuple(found)
+    return tuple(traces)
 
 
 def _call(target: Any, arguments: Sequence[Argument]) -> Callable[..., Any]:
     def run(*tensors: Tensor) -> Any:
         remaining = iter(tensors)
-        given = {a.name: next(remaining) if a.dtype is not None else a.value for a in arguments}
-        return target(**given) if isinstance(target, torch._ops.OpOverload) else target.apply(*given.values())
+        by_name = {a.name: next(remaining) if a.dtype is not None else a.value for a in arguments}
+        return target(**by_name) if isinstance(target, torch._ops.OpOverload) else target.apply(*by_name.values())
 
     return run
 
 
 def _trace(
-    run: Callable[..., Any], leaves: list[Tensor], wanted: list[int], upstream: list[Tensor], got: tuple[int, ...]
+    run: Callable[..., Any], leaves: list[Tensor], indices: list[int], upstream: list[Tensor], got: tuple[int, ...]
 ) -> Traced:
     reads = _Reads()
     count = len(leaves)
 
     def both(*values: Tensor) -> Any:
         with reads:
-            found = _flat(run(*values[:count]))
-        roots = [o for o in found if o.requires_grad]
-        asked = tuple(values[i] for i in wanted)
+            outputs = _flat(run(*values[:count]))
+        roots = [o for o in outputs if o.requires_grad]
+        inputs = tuple(values[i] for i in indices)
         with reads:
             # The public call would switch the mode off while it runs the author's backward.
             gradients = _engine_run_backward(
@@ -208,11 +208,11 @@ def _trace(
                 tuple(values[count:]),
                 False,
                 False,
-                asked,
+                inputs,
                 allow_unreachable=True,
                 accumulate_grad=False,
             )
-        return [g for g in gradients if g is not None], found
+        return [g for g in gradients if g is not None], outputs
 
     with torch.enable_grad():
         graph_module = make_fx(both, tracing_mode="fake")(*leaves, *upstream)
@@ -256,15 +256,15 @@ def impurity(call: Call, known: Set[str]) -> str:
     for first in (2, 11):  # what a size decides differs between them
         shape = tuple(range(first, first + rank))
         arguments = _arguments(call)
-        target, given = arguments[0], [replace(a, value=shape) if a.dtype is not None else a for a in arguments[1]]
-        found = _cached(target, given)
-        if isinstance(found, str):
-            return f"cannot be traced ({found})"
+        target, resized = arguments[0], [replace(a, value=shape) if a.dtype is not None else a for a in arguments[1]]
+        traces = _cached(target, resized)
+        if isinstance(traces, str):
+            return f"cannot be traced ({traces})"
         allowed = (known | _DERIVATIVES | set(_ZEROS)) - set(_RANDOM)
-        other = next((text for traced in found if (text := _not_pointwise(traced, allowed))), "")
+        other = next((text for traced in traces if (text := _not_pointwise(traced, allowed))), "")
         if other:
             return other
-        texts.append([_text(traced) for traced in found])
+        texts.append([_text(traced) for traced in traces])
     return "" if texts[0] == texts[1] else "computes with numbers that depend on a size"
 
 
@@ -289,10 +289,10 @@ def nonlinearity(call: Call, rule_of: RuleOf) -> str:
     name = str(call.target) if is_operator else str(call.get("path"))
     if set(call.names) & set(call.arguments):
         return f"{name} takes a list of tensors, so its backward is not known to be linear in the gradient"
-    found = _cached(*_arguments(call))
-    if isinstance(found, str):
-        return f"the backward of {name} cannot be traced ({found})"
-    for traced in found:
+    traces = _cached(*_arguments(call))
+    if isinstance(traces, str):
+        return f"the backward of {name} cannot be traced ({traces})"
+    for traced in traces:
         other = _not_a_sum(traced, rule_of)
         if other:
             return f"the backward of {name} is not known to be linear in the gradient ({other})"
@@ -310,19 +310,19 @@ def _cached(target: Any, arguments: Sequence[Argument]) -> tuple[Traced, ...] | 
 
 def _arguments(call: Call) -> tuple[Any, list[Argument]]:
     """What a call calls, and its arguments in order; shapes in numbers."""
-    given = {k: Argument(k, None, v, type(v)) for k, v in call.arguments.items() if k != "path"}
+    arguments = {k: Argument(k, None, v, type(v)) for k, v in call.arguments.items() if k != "path"}
     for name, kind in zip(call.names, call.operands, strict=True):
-        given[name] = Argument(name, kind.dtype, _shape(kind))
+        arguments[name] = Argument(name, kind.dtype, _shape(kind))
     if isinstance(call.target, torch._ops.OpOverload):
-        return call.target, [given[a.name] for a in call.target._schema.arguments if a.name in given]
-    return resolve_function(str(call.get("path"))), [given[name] for name in sorted(given, key=int)]
+        return call.target, [arguments[a.name] for a in call.target._schema.arguments if a.name in arguments]
+    return resolve_function(str(call.get("path"))), [arguments[name] for name in sorted(arguments, key=int)]
 
 
 def _shape(kind: TensorType) -> tuple[int, ...]:
     """The shape with a prime for each symbol, so that no two of them are equal."""
-    found = sorted(names(kind.shape))
-    primes = dict(zip(found, (101, 103, 107, 109, 113, 127, 131, 137), strict=False))
-    return tuple(evaluate(size, {n: primes.get(n, 139) for n in found}) for size in kind.shape)
+    symbols = sorted(names(kind.shape))
+    primes = dict(zip(symbols, (101, 103, 107, 109, 113, 127, 131, 137), strict=False))
+    return tuple(evaluate(size, {n: primes.get(n, 139) for n in symbols}) for size in kind.shape)
 
 
 def _not_a_sum(traced: Traced, rule_of: RuleOf) -> str:
@@ -334,9 +334,9 @@ def _not_a_sum(traced: Traced, rule_of: RuleOf) -> str:
             gradients = [g for g in node.args[0][0] if isinstance(g, fx.Node)]
             fixed = next((g for g in gradients if placed[g] != P and g not in zeros), None)
             return f"{fixed.target} does not depend on it" if fixed is not None else ""
-        given = operands(node) if node.op == "call_function" else []
-        placements = [placed[o] for o in given]
-        wide = [P if o in zeros else placed[o] for o in given]
+        sources = operands(node) if node.op == "call_function" else []
+        placements = [placed[o] for o in sources]
+        wide = [P if o in zeros else placed[o] for o in sources]
         if node in traced.gradients or (
             P in placements and P in (_sum(node, placements, rule_of), _sum(node, wide, rule_of))
         ):
@@ -358,5 +358,5 @@ def _sum(node: fx.Node, placements: Sequence[Placement], rule_of: RuleOf) -> Pla
     is_derivative = isinstance(target, torch._ops.OpOverload) and target._schema.name.endswith("_backward")
     if is_derivative and target.namespace == "aten" and placements.count(P) == 1 and placements[0] == P:
         return P  # torch's own backward is linear in its gradient, which comes first
-    found = infer(rule_of(target), call_of(node, 2), placements, [True] * len(placements))
-    return P if not isinstance(found, Refusal) and set(found) == {P} else None
+    outputs = infer(rule_of(target), call_of(node, 2), placements, [True] * len(placements))
+    return P if not isinstance(outputs, Refusal) and set(outputs) == {P} else None

@@ -65,15 +65,15 @@ def _trilinear(call: Call) -> Labelling | Refusal:
     rank = len(call.operands[0].shape) + len(call.get("expand1"))
     shapes: list[list[Size]] = []
     for kind, name in zip(call.operands, ("expand1", "expand2", "expand3"), strict=True):
-        own, expanded = list(kind.shape), {dim % rank for dim in call.get(name)}
-        shapes.append([1 if dim in expanded else own.pop(0) for dim in range(rank)])
+        remaining, expanded = list(kind.shape), {dim % rank for dim in call.get(name)}
+        shapes.append([1 if dim in expanded else remaining.pop(0) for dim in range(rank)])
     sizes = [next((shape[dim] for shape in shapes if shape[dim] != 1), 1) for dim in range(rank)]
     gone = {dim % rank for dim in call.get("sumdim")}
     ins = []
     for shape, name in zip(shapes, ("expand1", "expand2", "expand3"), strict=True):
         expanded = {dim % rank for dim in call.get(name)}
-        kept = [dim for dim in range(rank) if dim not in expanded]
-        ins.append(tuple(f"d{dim}" if shape[dim] != 1 or sizes[dim] == 1 else None for dim in kept))
+        dims = [dim for dim in range(rank) if dim not in expanded]
+        ins.append(tuple(f"d{dim}" if shape[dim] != 1 or sizes[dim] == 1 else None for dim in dims))
     # A sum over what an operand lacks is its product with every element: cut there it is summed all the same.
     out = tuple(f"d{dim}" for dim in range(rank) if dim not in gone)
     return Labelling(tuple(ins), (out,), frozenset(f"d{dim}" for dim in gone))
@@ -101,8 +101,8 @@ def _batch_norm_backward(call: Call) -> Labelling | Refusal:
     # What is not asked for has no elements, of which there is any sum, or is not there.
     there = known if len(call.outputs) == len(known) else [pair for pair in known if pair[1]]
     pairs = zip(there, call.outputs, strict=True)
-    outs = tuple(labels if asked else (None,) * len(kind.shape) for (labels, asked), kind in pairs)
-    return Labelling(ins, outs, frozenset() if all(asked for _, asked in there) else frozenset({"c"}))
+    outs = tuple(labels if needed else (None,) * len(kind.shape) for (labels, needed), kind in pairs)
+    return Labelling(ins, outs, frozenset() if all(needed for _, needed in there) else frozenset({"c"}))
 
 
 def _embedding_backward(call: Call) -> Labelling | Refusal:
@@ -126,19 +126,19 @@ def _nll_labels(call: Call) -> tuple[dict[str, Labels], Labels] | Refusal:
 
 def _nll_forward(call: Call) -> Labelling | Refusal:
     """The loss of each row or their sum, and the sum of weights."""
-    found = _nll_labels(call)
-    if isinstance(found, Refusal):
-        return found
-    known, rows = found
+    labels = _nll_labels(call)
+    if isinstance(labels, Refusal):
+        return labels
+    known, rows = labels
     outs: tuple[Labels, ...] = (rows if call.outputs[0].shape else (), ())
     return Labelling(tuple(known[name] for name in call.names), outs, frozenset(r for r in rows if r is not None))
 
 
 def _nll_backward(call: Call) -> Labelling | Refusal:
-    found = _nll_labels(call)
-    if isinstance(found, Refusal):
-        return found
-    known, rows = found
+    labels = _nll_labels(call)
+    if isinstance(labels, Refusal):
+        return labels
+    known, rows = labels
     known["grad_output"] = rows if call.operands[0].shape else ()
     return Labelling(tuple(known[name] for name in call.names), (known["self"],))
 
@@ -177,22 +177,22 @@ def _loss_backward(call: Call) -> Labelling | Refusal:
 
 def gradient_rules() -> dict[str, Rule]:
     """Rules by `aten` overload name."""
-    found: dict[str, Rule] = {}
+    rules: dict[str, Rule] = {}
     for name in _POINTWISE:
         schema = getattr(torch.ops.aten, name).default._schema
         tensors = tuple(argument.name for argument in schema.arguments)
         padding = () if name in _UNBOUNDED else tensors
-        found[f"aten.{name}.default"] = Rule(pointwise_labels, ((_gradient_name(name),),), padding=padding)
+        rules[f"aten.{name}.default"] = Rule(pointwise_labels, ((_gradient_name(name),),), padding=padding)
     for name in _LOSSES:
-        found[f"aten.{name}.default"] = Rule(_loss_backward, (("grad_output",),))
+        rules[f"aten.{name}.default"] = Rule(_loss_backward, (("grad_output",),))
     for name in ("_softmax_backward_data", "_log_softmax_backward_data"):
-        found[f"aten.{name}.default"] = Rule(_keeping_dim, (("grad_output",),))
+        rules[f"aten.{name}.default"] = Rule(_keeping_dim, (("grad_output",),))
     for name in ("nll_loss_forward", "nll_loss2d_forward"):
-        found[f"aten.{name}.default"] = Rule(_nll_forward, check=_nll_partial)
+        rules[f"aten.{name}.default"] = Rule(_nll_forward, check=_nll_partial)
     for name in ("nll_loss_backward", "nll_loss2d_backward"):
-        found[f"aten.{name}.default"] = ignoring(_nll_unread, Rule(_nll_backward, (("grad_output",),)))
+        rules[f"aten.{name}.default"] = ignoring(_nll_unread, Rule(_nll_backward, (("grad_output",),)))
     return {
-        **found,
+        **rules,
         **scattering_rules(),
         "aten.native_layer_norm_backward.default": Rule(
             _layer_norm_backward, (("grad_out",),), check=_norm_backward_partial

@@ -23,13 +23,13 @@ def _index(call: Call) -> Labelling | Refusal:
     shape, out = call.operands[0].shape, call.outputs[0].shape
     width = len(out) - (len(shape) - len(places))
     first, count = places[0], len(places)
-    own: Labels = tuple(
+    labels: Labels = tuple(
         None if first <= i < first + count else (f"d{i}" if i < first else f"d{i - count + width}")
         for i in range(len(shape))
     )
     spread = tuple(f"d{first + i}" for i in range(width))
     taken = out[first : first + width]
-    return Labelling((own, *(broadcast(k.shape, taken, spread) for k in indices)), (tuple(numbered(len(out))),))
+    return Labelling((labels, *(broadcast(k.shape, taken, spread) for k in indices)), (tuple(numbered(len(out))),))
 
 
 def _gather(call: Call) -> Labelling | Refusal:
@@ -37,9 +37,9 @@ def _gather(call: Call) -> Labelling | Refusal:
     shape, index = call.operands[0].shape, call.operands[1].shape
     dim = wrap(call.get("dim", 0), len(shape)) if shape else 0
     labels = numbered(len(index))
-    own = [None if i == dim or shape[i] != index[i] else labels[i] for i in range(len(shape))]
-    other = [labels[i] if i == dim or own[i] else None for i in range(len(index))]
-    return Labelling((tuple(own), tuple(other)), (tuple(other),))
+    source = [None if i == dim or shape[i] != index[i] else labels[i] for i in range(len(shape))]
+    other = [labels[i] if i == dim or source[i] else None for i in range(len(index))]
+    return Labelling((tuple(source), tuple(other)), (tuple(other),))
 
 
 def _embedding(call: Call) -> Labelling | Refusal:
@@ -53,8 +53,8 @@ def _embedding(call: Call) -> Labelling | Refusal:
 def _index_select(call: Call) -> Labelling | Refusal:
     labels = numbered(len(call.operands[0].shape))
     dim = wrap(call.get("dim", 0), len(labels))
-    own = [None if i == dim else label for i, label in enumerate(labels)]
-    return Labelling((tuple(own), (labels[dim],)), (tuple(labels),))
+    source = [None if i == dim else label for i, label in enumerate(labels)]
+    return Labelling((tuple(source), (labels[dim],)), (tuple(labels),))
 
 
 def _one_hot(call: Call) -> Labelling | Refusal:

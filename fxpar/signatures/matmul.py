@@ -32,12 +32,12 @@ def formula(text: str, *names: str) -> Callable[[Call], Labelling | Refusal]:
         ins = tuple(_read(parts[name], len(kind.shape)) for name, kind in zip(call.names, call.operands, strict=True))
         outs = tuple(_read(part, len(kind.shape)) for part, kind in zip(right.split(","), call.outputs, strict=True))
         if any(
-            len(found) != len(kind.shape)
-            for found, kind in zip((*ins, *outs), (*call.operands, *call.outputs), strict=True)
+            len(part) != len(kind.shape)
+            for part, kind in zip((*ins, *outs), (*call.operands, *call.outputs), strict=True)
         ):
             return Refusal(f"ranks do not match {text}")
-        kept = {label for found in outs for label in found}
-        summed = frozenset(label for found in ins for label in found if label and label not in kept)
+        remaining = {label for part in outs for label in part}
+        summed = frozenset(label for part in ins for label in part if label and label not in remaining)
         return Labelling(ins, outs, summed)
 
     return labels
@@ -47,11 +47,13 @@ def _without(name: str, rule: Callable[[Call], Labelling | Refusal]) -> Callable
     """Summed labels are lost where the operand `name` is added once: the sum would count it n times."""
 
     def labels(call: Call) -> Labelling | Refusal:
-        found = rule(call)
-        if isinstance(found, Refusal) or name not in call.names:
-            return found
-        ins = tuple(tuple(None if label in found.summed else label for label in part) for part in found.operands)
-        return Labelling(ins, found.outputs)
+        labelling = rule(call)
+        if isinstance(labelling, Refusal) or name not in call.names:
+            return labelling
+        ins = tuple(
+            tuple(None if label in labelling.summed else label for label in part) for part in labelling.operands
+        )
+        return Labelling(ins, labelling.outputs)
 
     return labels
 
@@ -62,12 +64,14 @@ def _added(text: str, first: str, second: str) -> Callable[[Call], Labelling | R
 
     def labels(call: Call) -> Labelling | Refusal:
         inner = Call(call.target, call.arguments, call.operands[1:], call.names[1:], call.outputs, call.n)
-        found = product(inner)
-        if isinstance(found, Refusal):
-            return found
-        own = broadcast(call.operands[0].shape, call.outputs[0].shape, found.outputs[0])
-        ins = tuple(tuple(None if label in found.summed else label for label in part) for part in found.operands)
-        return Labelling((own, *ins), found.outputs)
+        labelling = product(inner)
+        if isinstance(labelling, Refusal):
+            return labelling
+        addend = broadcast(call.operands[0].shape, call.outputs[0].shape, labelling.outputs[0])
+        ins = tuple(
+            tuple(None if label in labelling.summed else label for label in part) for part in labelling.operands
+        )
+        return Labelling((addend, *ins), labelling.outputs)
 
     return labels
 
@@ -117,8 +121,8 @@ def _convolution(call: Call) -> Labelling | Refusal:
         return Refusal("a convolution without a batch dimension has no rule for shards")
     c, o = ("c", "o") if call.get("groups") == 1 else (None, None)
     space = (None,) * (rank - 2)
-    found: dict[str, Labels] = {"input": ("n", c, *space), "weight": (o, c, *space), "bias": (o,)}
-    return Labelling(tuple(found[name] for name in call.names), (("n", o, *space),), frozenset("c" if c else ""))
+    labels: dict[str, Labels] = {"input": ("n", c, *space), "weight": (o, c, *space), "bias": (o,)}
+    return Labelling(tuple(labels[name] for name in call.names), (("n", o, *space),), frozenset("c" if c else ""))
 
 
 def matmul_rules() -> dict[str, Rule]:

@@ -60,11 +60,11 @@ def _each_for_itself(call: Call, placements: Sequence[Placement]) -> tuple[Place
 
 def _prelu_labels(call: Call) -> Labelling | Refusal:
     """`n c …, c -> n c …`; a single weight is broadcast."""
-    found = pointwise_labels(call)
-    if isinstance(found, Refusal):
-        return found
-    values, weight = found.operands[0], call.operands[1].shape
-    return Labelling((values, (None if weight[0] == 1 or len(values) < 2 else values[1],)), found.outputs)
+    labelling = pointwise_labels(call)
+    if isinstance(labelling, Refusal):
+        return labelling
+    values, weight = labelling.operands[0], call.operands[1].shape
+    return Labelling((values, (None if weight[0] == 1 or len(values) < 2 else values[1],)), labelling.outputs)
 
 
 _UNARY = """

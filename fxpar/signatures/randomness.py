@@ -37,12 +37,12 @@ def draws_bits(node: fx.Node) -> bool:
         return False
     if torch.Tag.nondeterministic_seeded not in target.tags:
         return False
-    given = bind_arguments(node)
+    arguments = bind_arguments(node)
     if target._schema.name in _RECURRENT:  # which drop between their layers
-        return bool(given["train"] and given["dropout"] and given["num_layers"] > 1)
+        return bool(arguments["train"] and arguments["dropout"] and arguments["num_layers"] > 1)
     is_dropout = "dropout" in target._schema.name or "attention" in target._schema.name
-    probability = given.get("p", given.get("dropout_p")) if is_dropout else None
-    idle = given.get("train", given.get("training")) is False
+    probability = arguments.get("p", arguments.get("dropout_p")) if is_dropout else None
+    idle = arguments.get("train", arguments.get("training")) is False
     return not idle and not (isinstance(probability, (int, float)) and probability == 0)
 
 

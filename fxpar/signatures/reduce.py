@@ -22,11 +22,11 @@ def _reduction(summed: bool) -> Callable[[Call], Labelling | Refusal]:
     def labels(call: Call) -> Labelling | Refusal:
         rank = len(call.operands[0].shape)
         gone = _reduced(call)
-        own = [f"d{i}" for i in range(rank)]
+        names = [f"d{i}" for i in range(rank)]
         keep = call.get("keepdim", False)
-        out: list[str | None] = [None if i in gone else own[i] for i in range(rank) if keep or i not in gone]
-        lost = frozenset(own[i] for i in gone)
-        shown: list[str | None] = [label if summed or label not in lost else None for label in own]
+        out: list[str | None] = [None if i in gone else names[i] for i in range(rank) if keep or i not in gone]
+        lost = frozenset(names[i] for i in gone)
+        shown: list[str | None] = [label if summed or label not in lost else None for label in names]
         return Labelling((tuple(shown),), tuple(tuple(out) for _ in call.outputs), lost if summed else frozenset())
 
     return labels
@@ -34,10 +34,10 @@ def _reduction(summed: bool) -> Callable[[Call], Labelling | Refusal]:
 
 def _topk(call: Call) -> Labelling | Refusal:
     """The dimension that is searched stays, shorter, and cannot be sharded."""
-    own: list[str | None] = [f"d{i}" for i in range(len(call.operands[0].shape))]
-    if own:
-        own[int(call.get("dim", -1)) % len(own)] = None
-    return Labelling((tuple(own),), tuple(tuple(own) for _ in call.outputs))
+    labels: list[str | None] = [f"d{i}" for i in range(len(call.operands[0].shape))]
+    if labels:
+        labels[int(call.get("dim", -1)) % len(labels)] = None
+    return Labelling((tuple(labels),), tuple(tuple(labels) for _ in call.outputs))
 
 
 def _norm(normalized: Callable[[Call], int]) -> Callable[[Call], Labelling | Refusal]:
@@ -80,13 +80,13 @@ def _loss(call: Call) -> Labelling | Refusal:
 
     Of probabilities in place of classes `n _, n _ -> n`.
     """
-    x, wanted = call.operands[:2]
+    x, targets = call.operands[:2]
     if len(x.shape) < 2:
         return Refusal("a loss without a batch dimension needs whole operands")
     how = call.get("reduction", 1)
     rows = ("n", *(f"d{i}" for i in range(len(x.shape) - 2)))
     logits: Labels = ("n", None, *rows[1:])
-    target: Labels = logits if wanted.is_float else rows
+    target: Labels = logits if targets.is_float else rows
     if how == 1:
         logits, target = (None,) * len(logits), (None,) * len(target)
     weights = tuple((None,) * len(kind.shape) for kind in call.operands[2:])

@@ -26,8 +26,8 @@ def _linear(call: Call) -> Labelling:
     x, weight, _ = (len(kind.shape) for kind in call.operands)
     lead = _lead(x - 2, x - 2)
     matrix: Labels = ("i", "o") if call.get("transposed") else ("o", "i")
-    own: Labels = (*_lead(weight - 3, x - 2), None, *matrix)
-    return _summed(((*lead, None, "i"), own, (*lead, None)), (*lead, None, "o"))
+    weight_labels: Labels = (*_lead(weight - 3, x - 2), None, *matrix)
+    return _summed(((*lead, None, "i"), weight_labels, (*lead, None)), (*lead, None, "o"))
 
 
 def _outer(call: Call) -> Labelling:
@@ -40,8 +40,8 @@ def _outer(call: Call) -> Labelling:
 def _spread(call: Call) -> Labelling:
     rank = len(call.outputs[0].shape)
     lead = _lead(rank - 2, rank - 2)
-    own: Labels = (*_lead(len(call.operands[0].shape) - 2, rank - 2), None, "o")
-    return _summed((own, (*lead, None)), (*lead, None, "o"))
+    rows: Labels = (*_lead(len(call.operands[0].shape) - 2, rank - 2), None, "o")
+    return _summed((rows, (*lead, None)), (*lead, None, "o"))
 
 
 def _sum(call: Call) -> Labelling:
@@ -81,8 +81,8 @@ def routed_rules() -> dict[str, Rule]:
         "fxpar.take_rows.default": Rule(formula("... _ h, ... m -> ... m h", "x", "order"), (("x",),)),
         "fxpar.put_rows.default": Rule(formula("... m h, ... m -> ... _ h", "y", "order"), (("y",),)),
         **{
-            f"fxpar.{name}.default": Rule(formula(*text), (given[:1], given[1:]))
-            for name, (text, given) in weighed.items()
+            f"fxpar.{name}.default": Rule(formula(*text), (operands[:1], operands[1:]))
+            for name, (text, operands) in weighed.items()
         },
-        **{f"fxpar.{name}.default": Rule(*found) for name, found in labels.items()},
+        **{f"fxpar.{name}.default": Rule(*args) for name, args in labels.items()},
     }

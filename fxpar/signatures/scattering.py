@@ -20,10 +20,10 @@ def ignoring(unread: Callable[[Call], Sequence[str]], rule: Rule) -> Rule:
 
     def check(call: Call, placements: Sequence[Placement]) -> tuple[Placement, ...] | Refusal | None:
         names = unread(call)
-        given = [R if p == P and name in names else p for name, p in zip(call.names, placements, strict=True)]
-        if given == list(placements):
+        effective = [R if p == P and name in names else p for name, p in zip(call.names, placements, strict=True)]
+        if effective == list(placements):
             return None
-        return infer(rule, call, given, [False] * len(given))
+        return infer(rule, call, effective, [False] * len(effective))
 
     return replace(rule, check=check)
 
@@ -41,22 +41,22 @@ def _of_rows(labels: Callable[[Call], Labelling | Refusal], rows: Callable[[Call
     """
 
     def check(call: Call, placements: Sequence[Placement]) -> tuple[Placement, ...] | Refusal | None:
-        own = call.names.index("self")
+        self_index = call.names.index("self")
         cut = next((i for i, p in enumerate(placements) if p.is_shard), None)
-        if placements[own] != P or cut is None:
+        if placements[self_index] != P or cut is None:
             return None
-        found = labels(call)
-        if isinstance(found, Refusal):
-            return found
-        label = found.operands[cut][placements[cut].dim]
+        labelling = labels(call)
+        if isinstance(labelling, Refusal):
+            return labelling
+        label = labelling.operands[cut][placements[cut].dim]
         if label is None or label not in rows(call):
             return Refusal("partial (P) operands meet shards (S)")
         if placements[cut].is_padded or placements[cut].is_shared:
             return Refusal(f"what several ranks hold of {placements[cut]}, or nothing, would be added by each of them")
-        for i, (name, placement, mine) in enumerate(zip(call.names, placements, found.operands, strict=True)):
-            wanted = placements[cut].at(mine.index(label)) if label in mine else R
-            if i != own and placement != wanted:
-                return Refusal(f"operand {name} is {placement} where {wanted} fits {placements[cut]}")
+        for i, (name, placement, mine) in enumerate(zip(call.names, placements, labelling.operands, strict=True)):
+            expected = placements[cut].at(mine.index(label)) if label in mine else R
+            if i != self_index and placement != expected:
+                return Refusal(f"operand {name} is {placement} where {expected} fits {placements[cut]}")
         return (P,)
 
     return check
@@ -73,20 +73,20 @@ def _scatter(call: Call) -> Labelling | Refusal:
     if not labels:
         return Labelling(tuple((None,) * len(shape) for shape in shapes), ((),))
     dim = int(call.get("dim")) % len(labels)
-    own = [None if i == dim or any(s[i] != shapes[0][i] for s in shapes) else f"d{i}" for i in range(len(labels))]
+    whole = [None if i == dim or any(s[i] != shapes[0][i] for s in shapes) else f"d{i}" for i in range(len(labels))]
     alike = "src" in known and known["index"].shape[dim] == known["src"].shape[dim]
-    moved = [("rows" if alike else None) if i == dim else label for i, label in enumerate(own)]
-    ins = tuple(tuple(own if name == "self" else moved) for name in call.names)
-    return Labelling(ins, (tuple(own),))
+    moved = [("rows" if alike else None) if i == dim else label for i, label in enumerate(whole)]
+    ins = tuple(tuple(whole if name == "self" else moved) for name in call.names)
+    return Labelling(ins, (tuple(whole),))
 
 
 def _scatter_in_place_of(call: Call) -> Labelling | Refusal:
     """As `_scatter`; of two elements at one place each rank would keep another, so that `dim` stays whole there too."""
-    found = _scatter(call)
-    if isinstance(found, Refusal):
-        return found
-    ins = tuple(tuple(None if label == "rows" else label for label in labels) for labels in found.operands)
-    return Labelling(ins, found.outputs)
+    labelling = _scatter(call)
+    if isinstance(labelling, Refusal):
+        return labelling
+    ins = tuple(tuple(None if label == "rows" else label for label in labels) for labels in labelling.operands)
+    return Labelling(ins, labelling.outputs)
 
 
 def _rows(call: Call) -> Labels:
@@ -115,27 +115,27 @@ def _index_put(call: Call) -> Labelling | Refusal:
     places = [i for i, entry in enumerate(entries) if entry is not None]
     if not call.get("accumulate") or not places or places != list(range(places[0], places[-1] + 1)):
         return Refusal("indices that stand apart, or that replace, have no rule for shards")
-    own = _numbered(len(call.operands[0].shape))
+    labels = _numbered(len(call.operands[0].shape))
     values = call.operands[call.names.index("values")].shape
     if any(kind.dtype.is_floating_point or str(kind.dtype) == "torch.bool" for kind in call.operands[1:-1]):
         return Refusal("a boolean index takes an unknown number of values")
     spread = _index_rows(call)
     for place in places:
-        own[place] = None
+        labels[place] = None
     shape: tuple[Size, ...] = values[places[0] : places[0] + len(spread)]
-    moved: Labels = (*own[: places[0]], *spread, *own[places[-1] + 1 :])
+    moved: Labels = (*labels[: places[0]], *spread, *labels[places[-1] + 1 :])
     if len(moved) != len(values):
         return Refusal("values that are broadcast have no rule for shards")
     whole = call.operands[0].shape
     sizes = (*whole[: places[0]], *shape, *whole[places[-1] + 1 :])
     if values != sizes:
         return Refusal("values that are broadcast have no rule for shards")
-    known = {"self": tuple(own), "values": moved}
+    known = {"self": tuple(labels), "values": moved}
     ins = tuple(
         broadcast(kind.shape, shape, spread) if name == "indices" else known[name]
         for name, kind in zip(call.names, call.operands, strict=True)
     )
-    return Labelling(ins, (tuple(own),))
+    return Labelling(ins, (tuple(labels),))
 
 
 def _behind(count: int) -> Callable[[Call], Labelling | Refusal]:
@@ -143,8 +143,8 @@ def _behind(count: int) -> Callable[[Call], Labelling | Refusal]:
 
     def labels(call: Call) -> Labelling | Refusal:
         rank = len(call.operands[0].shape)
-        found: Labels = tuple(f"d{i}" if i < rank - count else None for i in range(rank))
-        return Labelling((found,) * len(call.operands), (found,))
+        lead: Labels = tuple(f"d{i}" if i < rank - count else None for i in range(rank))
+        return Labelling((lead,) * len(call.operands), (lead,))
 
     return labels
 
@@ -162,14 +162,14 @@ def _convolution(call: Call) -> Labelling | Refusal:
     if "bias" in call.names:
         c = None  # it would be added by each rank
     space = (None,) * (rank - 2)
-    found: dict[str, Labels] = {"input": ("n", c, *space), "weight": (o, c, *space), "bias": (o,)}
-    return Labelling(tuple(found[name] for name in call.names), (("n", o, *space),), frozenset("c" if c else ""))
+    labels: dict[str, Labels] = {"input": ("n", c, *space), "weight": (o, c, *space), "bias": (o,)}
+    return Labelling(tuple(labels[name] for name in call.names), (("n", o, *space),), frozenset("c" if c else ""))
 
 
 def _one_gradient(call: Call) -> int | None:
     """Which of the gradients of input, weight and bias is computed; None where it is not one of the first two."""
-    wanted = [i for i, flag in enumerate(call.get("output_mask")) if flag]
-    return wanted[0] if wanted in ([0], [1]) else None
+    needed = [i for i, flag in enumerate(call.get("output_mask")) if flag]
+    return needed[0] if needed in ([0], [1]) else None
 
 
 def _convolution_backward(call: Call) -> Labelling | Refusal:
@@ -181,9 +181,9 @@ def _convolution_backward(call: Call) -> Labelling | Refusal:
     c, o = ("c", "o") if call.get("groups") == 1 and not call.get("transposed") else (None, None)
     space = (None,) * (rank - 2)
     ins: tuple[Labels, ...] = (("n", o, *space), ("n", c, *space), (o, c, *space))
-    made: list[Labels] = [(None,), (None,), (None,)]
-    made[index] = ins[index + 1]
-    outs = made if len(call.outputs) == len(made) else [made[index]]
+    gradients: list[Labels] = [(None,), (None,), (None,)]
+    gradients[index] = ins[index + 1]
+    outs = gradients if len(call.outputs) == len(gradients) else [gradients[index]]
     return Labelling(ins, tuple(outs), frozenset(label for label in ("n", o, c) if label))
 
 

@@ -20,7 +20,7 @@ _upsample_bilinear2d_aa _upsample_bicubic2d_aa
 
 
 def _named(name: str, *targets: torch._ops.OpOverload) -> dict[torch._ops.OpOverload, int]:
-    return {target: [each.name for each in target._schema.arguments].index(name) for target in targets}
+    return {target: [argument.name for argument in target._schema.arguments].index(name) for target in targets}
 
 
 # The place of the shape among the arguments.

@@ -273,9 +273,9 @@ def _whole_behind(count: int) -> Callable[[Call], Labelling | Refusal]:
     """The last dimensions are mixed: what pools pixels, or makes pixels of channels, keeps images apart."""
 
     def labels(call: Call) -> Labelling | Refusal:
-        found = numbered(len(call.operands[0].shape))
-        found[-count:] = [None] * count
-        return Labelling((tuple(found),), (tuple(found),))
+        lead = numbered(len(call.operands[0].shape))
+        lead[-count:] = [None] * count
+        return Labelling((tuple(lead),), (tuple(lead),))
 
     return labels
 
