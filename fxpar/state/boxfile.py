@@ -140,10 +140,10 @@ class BoxFile:
 
     def check(self, descriptor: int, name: str, box: Box) -> int:
         """The check sum of a box as the file has it now. OSError where the file ends before."""
-        found = 0
+        checksum = 0
         for offset, length in self._runs(name, box):
-            found = zlib.crc32(_read_all(descriptor, length, offset), found)
-        return found
+            checksum = zlib.crc32(_read_all(descriptor, length, offset), checksum)
+        return checksum
 
     def _runs(self, name: str, box: Box) -> Iterator[tuple[int, int]]:
         """The places of a box in the file, as offset and length in bytes, in the order of its elements."""
@@ -168,11 +168,11 @@ def _counted(sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
     """All indices below the sizes, the last running fastest."""
     total = math.prod(sizes)
     for flat in range(total):
-        found = []
+        indices = []
         for size in reversed(sizes):
             flat, index = divmod(flat, size)
-            found.append(index)
-        yield tuple(reversed(found))
+            indices.append(index)
+        yield tuple(reversed(indices))
 
 
 def _write_all(descriptor: int, data: memoryview, offset: int) -> None:
@@ -182,10 +182,10 @@ def _write_all(descriptor: int, data: memoryview, offset: int) -> None:
 
 
 def _read_all(descriptor: int, length: int, offset: int) -> bytes:
-    found = b""
-    while len(found) < length:
-        piece = os.pread(descriptor, length - len(found), offset + len(found))
+    content = b""
+    while len(content) < length:
+        piece = os.pread(descriptor, length - len(content), offset + len(content))
         if not piece:
-            raise OSError(f"it ends at byte {offset + len(found)}")
-        found = piece if not found else found + piece
-    return found
+            raise OSError(f"it ends at byte {offset + len(content)}")
+        content = piece if not content else content + piece
+    return content

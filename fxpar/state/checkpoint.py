@@ -132,13 +132,13 @@ class Reader:
             slices = file.get_slice(entry.key)
             shape = part_shape(entry.shape, layout, axes)
             if len(pieces) == 1 and pieces[0].sizes == shape:
-                own = self._counted(slices[pieces[0].slices])
-                return own.clone(memory_format=torch.contiguous_format)
+                block = self._counted(slices[pieces[0].slices])
+                return block.clone(memory_format=torch.contiguous_format)
             part: Tensor | None = None
             for piece in pieces:
-                own = self._counted(slices[piece.slices])
-                part = own.new_zeros(shape) if part is None else part
-                piece.within(part).copy_(own)
+                block = self._counted(slices[piece.slices])
+                part = block.new_zeros(shape) if part is None else part
+                piece.within(part).copy_(block)
             return slices[tuple(slice(0, 0) for _ in shape)].new_zeros(shape) if part is None else part
         except (SafetensorError, OSError) as error:
             raise CheckpointError(
@@ -175,14 +175,14 @@ def _entries(path: Path) -> list[_Entry]:
     if not exists:
         raise CheckpointError("there is no such file or folder", where=str(path), remedy="check the path")
     if is_folder:
-        found = [path / name for name in (FILE, INDEX) if (path / name).is_file()]
-        if len(found) != 1:
+        files = [path / name for name in (FILE, INDEX) if (path / name).is_file()]
+        if len(files) != 1:
             raise CheckpointError(
-                f"the folder holds {'both' if found else 'neither'} {FILE} {'and' if found else 'nor'} {INDEX}",
+                f"the folder holds {'both' if files else 'neither'} {FILE} {'and' if files else 'nor'} {INDEX}",
                 where=str(path),
-                remedy="name the file to load" if found else "save the model as safetensors",
+                remedy="name the file to load" if files else "save the model as safetensors",
             )
-        path = found[0]
+        path = files[0]
     if path.name.endswith(".index.json"):
         return _indexed(path)
     if path.suffix != ".safetensors":
@@ -198,27 +198,27 @@ def _indexed(path: Path) -> list[_Entry]:
     """The tensors of an index, each in the file that it names."""
     try:
         places = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        wanted = {str(key): str(file) for key, file in places.items()}
+        files = {str(key): str(file) for key, file in places.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"is no index: {type(error).__name__} {error}", where=str(path), remedy="download or save it again"
         ) from error
-    found = []
-    for file in sorted(set(wanted.values())):
+    tensors = []
+    for file in sorted(set(files.values())):
         if Path(file).name != file:
             raise CheckpointError(
                 f"names the file {file!r} in another folder", where=str(path), remedy="keep all files in one folder"
             )
         entries = {entry.key: entry for entry in _headers(path.parent / file)}
-        missing = [key for key, place in wanted.items() if place == file and key not in entries]
+        missing = [key for key, place in files.items() if place == file and key not in entries]
         if missing:
             raise CheckpointError(
                 f"{file} lacks {missing[0]}, which the index places there",
                 where=str(path),
                 remedy="download or save it again",
             )
-        found += [entries[key] for key, place in wanted.items() if place == file]
-    return found
+        tensors += [entries[key] for key, place in files.items() if place == file]
+    return tensors
 
 
 def _headers(path: Path) -> list[_Entry]:

@@ -23,36 +23,36 @@ from fxpar.state.place import Place
 from fxpar.state.sharded import Sharded, local_of
 
 
-def saved_once(held: Held) -> dict[str, Named]:
+def saved_once(weights: Held) -> dict[str, Named]:
     """What the unsplit model would save, each tensor under the first of its names that are saved.
 
     Raises:
         CheckpointError: the unsplit model's state dict holds something else than parameters and buffers.
     """
-    entries = held.entries()
-    found: dict[str, Named] = {}
+    entries = weights.entries()
+    saved: dict[str, Named] = {}
     done: set[str] = set()
-    for name in held.saved:
+    for name in weights.saved:
         check_saved(name, entries)
         if entries[name].first not in done:
             done.add(entries[name].first)
-            found[name] = entries[name]
-    return found
+            saved[name] = entries[name]
+    return saved
 
 
-def state_dict(held: Held) -> dict[str, Tensor]:
+def state_dict(weights: Held) -> dict[str, Tensor]:
     """This rank's part of what the unsplit model would save; shares memory with the module's tensors.
 
     Raises:
         CheckpointError: the unsplit model's state dict holds something else than parameters and buffers.
     """
-    tensors, entries = held.by_name(), held.entries()
-    for name in held.saved:
+    tensors, entries = weights.by_name(), weights.entries()
+    for name in weights.saved:
         check_saved(name, entries)
-    return {name: tensors[name].detach() for name in held.saved if name in tensors}
+    return {name: tensors[name].detach() for name in weights.saved if name in tensors}
 
 
-def load_state_dict(held: Held, state: Mapping[str, Any], strict: bool) -> _IncompatibleKeys:
+def load_state_dict(weights: Held, state: Mapping[str, Any], strict: bool) -> _IncompatibleKeys:
     """Inverse of `state_dict`; what shares memory with the module's tensors is in its place already.
 
     Whole tensors are taken too, each rank its part.
@@ -63,20 +63,20 @@ def load_state_dict(held: Held, state: Mapping[str, Any], strict: bool) -> _Inco
     Raises:
         CheckpointError: a name is missing or unknown, or a tensor is another part; nothing is loaded then.
     """
-    tensors = held.by_name()
-    elsewhere = {name for name in held.entries() if name not in tensors}
-    groups = [entry.names for entry in held.everything]
+    tensors = weights.by_name()
+    elsewhere = {name for name in weights.entries() if name not in tensors}
+    groups = [entry.names for entry in weights.everything]
     remedy = "load the state dict of the same model and plan; torch.distributed.checkpoint.load fits it to other plans"
     # What other ranks of a pipeline hold may be there, and need not: `state_dict` is without.
-    given = [*state, *elsewhere] if isinstance(state, Mapping) else state
-    missing, unknown = check_names(given, held.saved, groups, "state dict", remedy, strict)
+    keys = [*state, *elsewhere] if isinstance(state, Mapping) else state
+    missing, unknown = check_names(keys, weights.saved, groups, "state dict", remedy, strict)
     parts: dict[str, Tensor] = {}
     for name, value in state.items():
         if name in unknown or name in elsewhere:
             continue
         if not isinstance(value, Tensor):
             raise CheckpointError(f"is a {type(value).__name__} and must be a tensor", where=name, remedy=remedy)
-        check_shape(name, tuple(value.shape), held.shape_of(name))
+        check_shape(name, tuple(value.shape), weights.shape_of(name))
         parts[name] = _part(name, value, tensors[name], remedy)
     _check_ties(parts, tensors)
     with torch.no_grad():
@@ -87,18 +87,18 @@ def load_state_dict(held: Held, state: Mapping[str, Any], strict: bool) -> _Inco
     return _IncompatibleKeys(missing, unknown)
 
 
-def _part(name: str, value: Tensor, own: Tensor, remedy: str) -> Tensor:
+def _part(name: str, value: Tensor, target: Tensor, remedy: str) -> Tensor:
     """What a rank takes of a value that has the whole's shape."""
     if isinstance(value, DTensor) and not isinstance(value, Sharded):
         if all(isinstance(placement, Replicate) for placement in value.placements):
             value = value.to_local()
-        elif not isinstance(own, Sharded) or tuple(value.placements) != own.placements:
+        elif not isinstance(target, Sharded) or tuple(value.placements) != target.placements:
             raise CheckpointError(f"is placed {value.placements}, other than here", where=name, remedy=remedy)
-    if isinstance(own, Sharded):
-        if isinstance(value, Sharded) and not value.place.is_like(own.place):
-            what = f"is cut {_text(value.place)} and must be cut {_text(own.place)}"
+    if isinstance(target, Sharded):
+        if isinstance(value, Sharded) and not value.place.is_like(target.place):
+            what = f"is cut {_text(value.place)} and must be cut {_text(target.place)}"
             raise CheckpointError(what, where=name, remedy=remedy)
-        return part_of(value.detach(), own.place)
+        return part_of(value.detach(), target.place)
     if isinstance(value, Sharded):
         raise CheckpointError(f"is cut {_text(value.place)} and must be whole", where=name, remedy=remedy)
     return value.detach()

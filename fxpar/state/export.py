@@ -27,7 +27,7 @@ from fxpar.state.held import Held
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
-def save_checkpoint(held: Held, model: nn.Module, folder: str | Path, shard_size: int | str) -> None:
+def save_checkpoint(weights: Held, model: nn.Module, folder: str | Path, shard_size: int | str) -> None:
     """Writes the whole model from rank 0, one file after the other. A collective call.
 
     Each tensor is gathered by itself: the ranks hold one whole tensor at a time, rank 0 besides those of one file.
@@ -43,18 +43,18 @@ def save_checkpoint(held: Held, model: nn.Module, folder: str | Path, shard_size
             holds something else than parameters and buffers.
         InputError: `shard_size` is no size.
     """
-    entries = saved_once(held)
+    entries = saved_once(weights)
     tensors = {name: entry.tensor for name, entry in entries.items()}
-    files = _files(held, tensors, bytes_of(shard_size))
-    path, is_writer = folder_of(folder), held.rank == 0
+    files = _files(weights, tensors, bytes_of(shard_size))
+    path, is_writer = folder_of(folder), weights.rank == 0
     if is_writer:
         _prepare(path)
     # What the writer is refused, the others hear here and not in a gather that it never joins.
-    held.agree({"the files": " ".join(files)}, "save the same model on every rank")
+    weights.agree({"the files": " ".join(files)}, "save the same model on every rank")
     for file, names in files.items():
         written: dict[str, Tensor] = {}
         for name in names:
-            whole = on_all(held, entries[name])
+            whole = on_all(weights, entries[name])
             if is_writer:
                 written[name] = whole.cpu().contiguous()
             del whole
@@ -62,7 +62,7 @@ def save_checkpoint(held: Held, model: nn.Module, folder: str | Path, shard_size
             _write(path / file, written)
     if is_writer:
         _describe(path, model, tensors, files)
-    held.agree({}, "")  # all files are there
+    weights.agree({}, "")  # all files are there
 
 
 def folder_of(folder: str | Path) -> Path:
@@ -90,12 +90,12 @@ def bytes_of(size: int | str) -> int:
     return count
 
 
-def _files(held: Held, tensors: dict[str, Tensor], limit: int) -> dict[str, list[str]]:
+def _files(weights: Held, tensors: dict[str, Tensor], limit: int) -> dict[str, list[str]]:
     """Names of tensors by file, in the model's order."""
     groups: list[list[str]] = []
     room = 0
     for name, value in tensors.items():
-        size = torch.Size(held.shape_of(name)).numel() * value.element_size()
+        size = torch.Size(weights.shape_of(name)).numel() * value.element_size()
         if not groups or size > room:
             groups.append([])
             room = limit
@@ -109,12 +109,12 @@ def _files(held: Held, tensors: dict[str, Tensor], limit: int) -> dict[str, list
 def _prepare(path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
-        found = sorted(file.name for file in path.glob("model*.safetensors*"))
+        files = sorted(file.name for file in path.glob("model*.safetensors*"))
     except OSError as error:
         raise _unwritable(path, error) from error
-    if found:
+    if files:
         raise CheckpointError(
-            f"the folder holds {found[0]} already", where=str(path), remedy="save to another folder, or empty it"
+            f"the folder holds {files[0]} already", where=str(path), remedy="save to another folder, or empty it"
         )
 
 

@@ -21,7 +21,7 @@ from fxpar.state.sharded import local_of, whole_of
 _SAMPLES = 1024
 
 
-def full_state_dict(held: Held) -> dict[str, Tensor]:
+def full_state_dict(weights: Held) -> dict[str, Tensor]:
     """What `state_dict()` of the unsplit model would hold, on the CPU, the same on every rank. A collective call.
 
     Tensors share no memory with the module's; tied names share one tensor.
@@ -29,29 +29,29 @@ def full_state_dict(held: Held) -> dict[str, Tensor]:
     Raises:
         CheckpointError: the unsplit model's state dict holds something else than parameters and buffers.
     """
-    entries = held.entries()
-    found: dict[str, Tensor] = {}
+    entries = weights.entries()
+    state: dict[str, Tensor] = {}
     done: dict[str, Tensor] = {}
-    for name in held.saved:
+    for name in weights.saved:
         check_saved(name, entries)
         entry = entries[name]
         if entry.first not in done:
-            whole, own = on_all(held, entry), local_of(entry.tensor)
-            is_own = not own.is_meta and whole.data_ptr() == own.data_ptr()
+            whole, local = on_all(weights, entry), local_of(entry.tensor)
+            is_own = not local.is_meta and whole.data_ptr() == local.data_ptr()
             done[entry.first] = whole.to("cpu", copy=is_own)
-        found[name] = done[entry.first]
-    return found
+        state[name] = done[entry.first]
+    return state
 
 
-def on_all(held: Held, entry: Named) -> Tensor:
+def on_all(weights: Held, entry: Named) -> Tensor:
     """A whole tensor on every rank, whoever holds it, detached. A collective call."""
-    if held.line is None or entry.first not in held.line.first:
+    if weights.line is None or entry.first not in weights.line.first:
         return whole_of(entry.tensor)
-    own = whole_of(entry.tensor) if held.counts(entry) else None
-    return held.line.shared(entry.first, own, entry.tensor)
+    whole = whole_of(entry.tensor) if weights.counts(entry) else None
+    return weights.line.shared(entry.first, whole, entry.tensor)
 
 
-def load_full_state_dict(held: Held, state: Mapping[str, Any]) -> None:
+def load_full_state_dict(weights: Held, state: Mapping[str, Any]) -> None:
     """Loads what `full_state_dict` or the unsplit model's `state_dict` gives; each rank keeps its shards.
 
     Values are cast to the module's element types. Tied names may be left out if one of them is there.
@@ -60,27 +60,27 @@ def load_full_state_dict(held: Held, state: Mapping[str, Any]) -> None:
         CheckpointError: a name is missing or unknown, a tensor has another shape, or tied names have different
             values; nothing is loaded then.
     """
-    entries = held.entries()
-    groups = [entry.names for entry in held.everything]
-    check_names(state, held.saved, groups, "state dict", "load the model it was saved from")
+    entries = weights.entries()
+    groups = [entry.names for entry in weights.everything]
+    check_names(state, weights.saved, groups, "state dict", "load the model it was saved from")
     first: dict[str, str] = {}
     for name, value in state.items():
         if not isinstance(value, Tensor):
             raise CheckpointError(
-                f"has the type {type(value).__name__} and must be a tensor of shape {list(held.shape_of(name))}",
+                f"has the type {type(value).__name__} and must be a tensor of shape {list(weights.shape_of(name))}",
                 where=name,
                 remedy="load the state dict of a model of the same configuration",
             )
-        check_shape(name, tuple(value.shape), held.shape_of(name))
+        check_shape(name, tuple(value.shape), weights.shape_of(name))
         known = first.setdefault(entries[name].first, name)
         if state[known] is not value and not torch.equal(state[known], value):
             raise CheckpointError(
                 f"is tied to {known} and has other values", where=name, remedy="leave one of the two names out"
             )
-    tensors = held.by_name()
+    tensors = weights.by_name()
     with torch.no_grad():
         for name in (name for name in first.values() if name in tensors):
-            part = local_block(state[name], held.layout_of(name), held.axes, held.coordinates)
+            part = local_block(state[name], weights.layout_of(name), weights.axes, weights.coordinates)
             local_of(tensors[name]).copy_(part)
 
 
@@ -99,7 +99,7 @@ def check_saved(name: str, tensors: Collection[str]) -> None:
 
 
 def check_names(
-    given: Collection[str],
+    keys: Collection[str],
     saved: Sequence[str],
     groups: Sequence[Sequence[str]],
     where: str,
@@ -116,11 +116,11 @@ def check_names(
     Raises:
         CheckpointError: a name is missing or unknown, or there is no mapping at all.
     """
-    if isinstance(given, (str, bytes)) or not hasattr(given, "__iter__"):
+    if isinstance(keys, (str, bytes)) or not hasattr(keys, "__iter__"):
         raise CheckpointError(
-            f"a {type(given).__name__} is no mapping from names to tensors", where=where, remedy=remedy
+            f"a {type(keys).__name__} is no mapping from names to tensors", where=where, remedy=remedy
         )
-    missing, unknown = _misfits(given, saved, groups)
+    missing, unknown = _misfits(keys, saved, groups)
     if strict and (missing or unknown):
         parts = [f"lacks {_some(missing)}"] if missing else []
         parts += [f"has the unknown {_some(unknown)}"] if unknown else []
@@ -128,28 +128,28 @@ def check_names(
     return missing, unknown
 
 
-def names_fit(given: Collection[str], saved: Sequence[str], groups: Sequence[Sequence[str]]) -> bool:
+def names_fit(keys: Collection[str], saved: Sequence[str], groups: Sequence[Sequence[str]]) -> bool:
     """Whether `check_names` takes them."""
-    return not any(_misfits(given, saved, groups))
+    return not any(_misfits(keys, saved, groups))
 
 
 def _misfits(
-    given: Collection[str], saved: Sequence[str], groups: Sequence[Sequence[str]]
+    keys: Collection[str], saved: Sequence[str], groups: Sequence[Sequence[str]]
 ) -> tuple[list[str], list[str]]:
-    known = set(given)
+    known = set(keys)
     present = {name for names in groups if not known.isdisjoint(names) for name in names} | known
     return [name for name in saved if name not in present], sorted(known - set(saved))
 
 
-def check_shape(name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:
+def check_shape(name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
     """Checks the whole shape of what is to be loaded.
 
     Raises:
         CheckpointError: it is another one.
     """
-    if found != wanted:
+    if shape != expected:
         raise CheckpointError(
-            f"has shape {list(found)} and must be a tensor of shape {list(wanted)}",
+            f"has shape {list(shape)} and must be a tensor of shape {list(expected)}",
             where=name,
             remedy="load the state dict of a model of the same configuration",
         )
@@ -164,13 +164,13 @@ def fingerprints(model: nn.Module) -> dict[str, str]:
 
     Of meta tensors the type and shape alone: their values follow from the plan's seed.
     """
-    found = {}
+    digests = {}
     for name, value in (*model.named_parameters(), *model.named_buffers()):
         if value.is_meta:
-            found[name] = f"meta {value.dtype}{tuple(value.shape)}"
+            digests[name] = f"meta {value.dtype}{tuple(value.shape)}"
             continue
         flat = value.detach().reshape(-1)
         some = flat[:: max(1, flat.numel() // _SAMPLES)].contiguous().cpu()
         data = some.view(torch.uint8).numpy().tobytes() if some.numel() else b""
-        found[name] = hashlib.sha256(f"{value.dtype}{tuple(value.shape)}".encode() + data).hexdigest()
-    return found
+        digests[name] = hashlib.sha256(f"{value.dtype}{tuple(value.shape)}".encode() + data).hexdigest()
+    return digests

@@ -76,27 +76,27 @@ class Line:
 
     def gathered(self, value: Any) -> list[Any]:
         """What each rank has of something that can be pickled, by place. A collective call."""
-        found: list[Any] = [None] * len(self.ranks)
-        dist.all_gather_object(found, value, process_group(self.group))
-        return found
+        values: list[Any] = [None] * len(self.ranks)
+        dist.all_gather_object(values, value, process_group(self.group))
+        return values
 
-    def shared(self, name: str, own: Tensor | None, like: Tensor) -> Tensor:
+    def shared(self, name: str, local: Tensor | None, like: Tensor) -> Tensor:
         """A tensor on all ranks, of the one whose it is by `first`. A collective call.
 
         Args:
             name: the first name.
-            own: on that rank, the tensor.
+            local: on that rank, the tensor.
             like: of its shape and type.
         """
         source = self.first[name]
         if source == self.place:
-            assert own is not None, "a rank holds what it counts for"
-            found = own.contiguous()
+            assert local is not None, "a rank holds what it counts for"
+            tensor = local.contiguous()
         else:
-            found = torch.empty(like.shape, dtype=like.dtype, device=self.device)
-        if found.numel():  # as bytes: not every backend sends every type
-            dist.broadcast(found.reshape(-1).view(torch.uint8), self.ranks[source], process_group(self.group))
-        return found
+            tensor = torch.empty(like.shape, dtype=like.dtype, device=self.device)
+        if tensor.numel():  # as bytes: not every backend sends every type
+            dist.broadcast(tensor.reshape(-1).view(torch.uint8), self.ranks[source], process_group(self.group))
+        return tensor
 
 
 @dataclass(frozen=True)

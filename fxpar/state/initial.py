@@ -51,11 +51,11 @@ class Named:
 
 def named_tensors(model: nn.Module) -> list[Named]:
     """Every parameter and buffer of a model once: all parameters before all buffers."""
-    found: dict[int, tuple[Tensor, list[str]]] = {}
+    entries: dict[int, tuple[Tensor, list[str]]] = {}
     for pairs in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
         for name, tensor in pairs:
-            found.setdefault(id(tensor), (tensor, []))[1].append(name)
-    return [Named(tuple(names), tensor) for tensor, names in found.values()]
+            entries.setdefault(id(tensor), (tensor, []))[1].append(name)
+    return [Named(tuple(names), tensor) for tensor, names in entries.values()]
 
 
 def materialize(model: nn.Module, seed: int = 0, device: torch.device | str = "cpu") -> nn.Module:
@@ -89,12 +89,12 @@ def materialize(model: nn.Module, seed: int = 0, device: torch.device | str = "c
     except (RuntimeError, TypeError) as error:
         reason = str(error).splitlines()[0]
         raise InputError(reason, where=f"device {shown(device)}", remedy="name one such as 'cpu' or 'cuda'") from None
-    made: dict[str, Tensor] = {}
+    weights: dict[str, Tensor] = {}
     for values in initialised(model, seed, place):
-        made.update(values)
+        weights.update(values)
     for entry in named_tensors(model):
-        if entry.first in made:
-            value = made[entry.first]
+        if entry.first in weights:
+            value = weights[entry.first]
             if entry.is_parameter:
                 value = nn.Parameter(value, requires_grad=entry.tensor.requires_grad)
             for name in entry.names:
@@ -129,11 +129,11 @@ def initialised(
             aside += [(_place(model, name), entry.tensor) for name in entry.names]
     for path, leaves in modules.items():
         full = {leaf: f"{path}.{leaf}".lstrip(".") for leaf in leaves}
-        wanted = [leaf for leaf in leaves if names is None or full[leaf] in names]
-        if wanted:
+        needed = [leaf for leaf in leaves if names is None or full[leaf] in names]
+        if needed:
             with _set_aside(aside):
-                made = _Module(model, path, leaves, device).values(seed)
-            yield {full[leaf]: made.pop(leaf) for leaf in wanted}
+                values = _Module(model, path, leaves, device).values(seed)
+            yield {full[leaf]: values.pop(leaf) for leaf in needed}
 
 
 def _place(model: nn.Module, name: str) -> _Place:
@@ -154,14 +154,14 @@ def _check_attributes(model: nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def _set_aside(kept: Sequence[tuple[_Place, Tensor]]) -> Iterator[None]:
+def _set_aside(aside: Sequence[tuple[_Place, Tensor]]) -> Iterator[None]:
     """Keeps tensors that have values from initialisers, which may read a buffer's."""
-    for (store, leaf), value in kept:
+    for (store, leaf), value in aside:
         store[leaf] = _ghost(value) if isinstance(value, nn.Parameter) else value.clone()
     try:
         yield
     finally:
-        for (store, leaf), value in kept:
+        for (store, leaf), value in aside:
             store[leaf] = value
 
 
@@ -209,33 +209,33 @@ class _Module:
                 unfilled = [leaf for leaf, store in self._places.items() if not _is_written(store[leaf], meta[leaf])]
                 if not unfilled:
                     break
-            made = {leaf: store[leaf].detach() for leaf, store in self._places.items() if leaf not in unfilled}
+            values = {leaf: store[leaf].detach() for leaf, store in self._places.items() if leaf not in unfilled}
         finally:
             for leaf, store in self._places.items():
                 store[leaf] = meta[leaf]
         for leaf in unfilled:
             self._refuse(leaf)
-        return made
+        return values
 
     def _authors(self) -> list[tuple[str, Callable[[], Any]]]:
         """`_init_weights` for the module and each one around it, by the nearest that has the method."""
-        found = []
+        initialisers = []
         for index, (name, module) in enumerate(self._chain):
             for _, owner in self._chain[index:]:
                 method = getattr(owner, "_init_weights", None)
                 if callable(method) and _takes(method, module):
-                    found.append((name, _call(method, module)))
+                    initialisers.append((name, _call(method, module)))
                     break
-        return found
+        return initialisers
 
     def _resets(self) -> list[tuple[str, Callable[[], Any]]]:
         """`reset_parameters` of the module and of those around it; torch's attention has a `_reset_parameters`."""
-        found = []
+        initialisers = []
         for name, module in self._chain:
             method = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
             if callable(method) and _takes(method):
-                found.append((name, _call(method)))
-        return found
+                initialisers.append((name, _call(method)))
+        return initialisers
 
     def _run(self, name: str, initialise: Callable[[], Any]) -> None:
         try:
@@ -273,13 +273,13 @@ def _call(method: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
 
 def _unwritten(meta: Tensor, device: torch.device) -> Tensor:
     """Memory for a tensor of the meta device, filled with what no initialiser leaves."""
-    made = torch.empty_like(meta, device=device)
-    if made.is_floating_point() or made.is_complex():
-        made.fill_(float("nan"))
+    tensor = torch.empty_like(meta, device=device)
+    if tensor.is_floating_point() or tensor.is_complex():
+        tensor.fill_(float("nan"))
     else:
-        made = torch.full((*made.shape, made.element_size()), _UNWRITTEN, dtype=torch.uint8, device=device)
-        made = made.view(meta.dtype).reshape(meta.shape)
-    return nn.Parameter(made, requires_grad=meta.requires_grad) if isinstance(meta, nn.Parameter) else made
+        tensor = torch.full((*tensor.shape, tensor.element_size()), _UNWRITTEN, dtype=torch.uint8, device=device)
+        tensor = tensor.view(meta.dtype).reshape(meta.shape)
+    return nn.Parameter(tensor, requires_grad=meta.requires_grad) if isinstance(meta, nn.Parameter) else tensor
 
 
 def _is_written(value: Any, meta: Tensor) -> bool:
@@ -295,7 +295,7 @@ def _is_written(value: Any, meta: Tensor) -> bool:
 @contextlib.contextmanager
 def _drawing(digest: bytes, device: torch.device) -> Iterator[None]:
     """Random states from a digest, of the generators of host and device; those before come back at the end."""
-    kept = random.getstate(), np.random.get_state()
+    states = random.getstate(), np.random.get_state()
     number = int.from_bytes(digest[:8], "little") >> 1
     with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
         torch.default_generator.manual_seed(number)
@@ -306,5 +306,5 @@ def _drawing(digest: bytes, device: torch.device) -> Iterator[None]:
         try:
             yield
         finally:
-            random.setstate(kept[0])
-            np.random.set_state(kept[1])
+            random.setstate(states[0])
+            np.random.set_state(states[1])

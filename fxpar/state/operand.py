@@ -51,9 +51,9 @@ def place_of(func: Any, values: Sequence[Any]) -> Place:
     Raises:
         InputError: they are not.
     """
-    found = place_or_none(func, values)
-    assert found is not None, f"{func} has no part among its operands"
-    return found
+    place = place_or_none(func, values)
+    assert place is not None, f"{func} has no part among its operands"
+    return place
 
 
 def place_or_none(func: Any, values: Sequence[Any]) -> Place | None:
@@ -80,12 +80,14 @@ def part_of(value: Tensor, place: Place, func: Any = None) -> Tensor:
         InputError: it is another part, or has another shape.
     """
     if is_sharded(value):
-        held: Any = value
-        if not held.place.is_like(place):
+        sharded: Any = value
+        if not sharded.place.is_like(place):
             raise InputError(
-                f"holds other elements than {place.name} does on this rank", where=held.place.name, remedy="use its own"
+                f"holds other elements than {place.name} does on this rank",
+                where=sharded.place.name,
+                remedy="use its own",
             )
-        return held._local_tensor  # type: ignore[no-any-return]
+        return sharded._local_tensor  # type: ignore[no-any-return]
     if isinstance(value, DTensor):
         if value.shape == place.shape and tuple(value.placements) == place.placements:
             return value._local_tensor
@@ -111,7 +113,7 @@ def part_of(value: Tensor, place: Place, func: Any = None) -> Tensor:
 
 def flat(values: Sequence[Any]) -> list[Any]:
     """Values and those of lists among them."""
-    found: list[Any] = []
+    leaves: list[Any] = []
     for value in values:
-        found += flat(value) if isinstance(value, (list, tuple)) else [value]
-    return found
+        leaves += flat(value) if isinstance(value, (list, tuple)) else [value]
+    return leaves

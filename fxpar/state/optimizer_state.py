@@ -42,14 +42,14 @@ class OptimizerState:
     document: Mapping[str, Any]
 
 
-def collect(held: Held, optimizer: Optimizer) -> OptimizerState:
+def collect(weights: Held, optimizer: Optimizer) -> OptimizerState:
     """The state of an optimizer of a module's parameters.
 
     Raises:
         InputError: it is no optimizer, or one of other parameters.
         CheckpointError: a state that cannot be saved by shards.
     """
-    names = _names(held, optimizer)
+    names = _names(weights, optimizer)
     stray = [key for key in optimizer.state if not isinstance(key, Tensor) or id(key) not in names]
     if stray:
         what = f"a {type(stray[0]).__name__}" if not isinstance(stray[0], str) else repr(stray[0])
@@ -78,52 +78,54 @@ def collect(held: Held, optimizer: Optimizer) -> OptimizerState:
         for number, group in enumerate(optimizer.param_groups)
     ]
     host = [
-        key for key, found in tensors.items() if all(v.dim() == 0 and v.device.type == "cpu" for v in found.values())
+        key
+        for key, by_name in tensors.items()
+        if all(v.dim() == 0 and v.device.type == "cpu" for v in by_name.values())
     ]
-    own = OptimizerState(tensors, {"class": _kind(optimizer), "groups": groups, "values": values, "host": host})
-    return own if held.line is None else _of_all(held, held.line, own)
+    local = OptimizerState(tensors, {"class": _kind(optimizer), "groups": groups, "values": values, "host": host})
+    return local if weights.line is None else _of_all(weights, weights.line, local)
 
 
-def _of_all(held: Held, line: Line, own: OptimizerState) -> OptimizerState:
+def _of_all(weights: Held, line: Line, local: OptimizerState) -> OptimizerState:
     """The state of the optimizers of all ranks of a pipeline as that of one. A collective call.
 
     Raises:
         InputError: their classes or options differ, or the numbers of their parameter groups.
     """
     kinds = {
-        key: {name: (tuple(value.shape), value.dtype) for name, value in found.items()}
-        for key, found in own.tensors.items()
+        key: {name: (tuple(value.shape), value.dtype) for name, value in by_name.items()}
+        for key, by_name in local.tensors.items()
     }
-    held.agree({}, "")  # no rank has an objection
-    told: list[tuple[Any, Mapping[str, Any]]] = line.gathered((kinds, own.document))
-    order = {name: place for place, name in enumerate(held.saved)}
-    documents = [document for _, document in told]
+    weights.agree({}, "")  # no rank has an objection
+    gathered: list[tuple[Any, Mapping[str, Any]]] = line.gathered((kinds, local.document))
+    order = {name: place for place, name in enumerate(weights.saved)}
+    documents = [document for _, document in gathered]
     for what, seen in (
-        ("class", [each["class"] for each in documents]),
-        ("number of parameter groups", [len(each["groups"]) for each in documents]),
-        ("options", [[group["options"] for group in each["groups"]] for each in documents]),
+        ("class", [document["class"] for document in documents]),
+        ("number of parameter groups", [len(document["groups"]) for document in documents]),
+        ("options", [[group["options"] for group in document["groups"]] for document in documents]),
     ):
         if any(other != seen[0] for other in seen):
             remedy = "make it alike on every rank, with a group for each kind of parameters even where it is empty"
             raise InputError(f"its {what} differs between the ranks of a pipeline", where="optimizer", remedy=remedy)
     tensors: dict[str, dict[str, Tensor]] = {}
-    for key in sorted({key for found, _ in told for key in found}):
-        made = {
+    for key in sorted({key for rank_kinds, _ in gathered for key in rank_kinds}):
+        merged = {
             name: torch.empty(shape, dtype=dtype, device="meta")
-            for found, _ in told
-            for name, (shape, dtype) in found.get(key, {}).items()
+            for rank_kinds, _ in gathered
+            for name, (shape, dtype) in rank_kinds.get(key, {}).items()
         }
-        made |= own.tensors.get(key, {})
-        tensors[key] = {name: made[name] for name in sorted(made, key=order.__getitem__)}
+        merged |= local.tensors.get(key, {})
+        tensors[key] = {name: merged[name] for name in sorted(merged, key=order.__getitem__)}
     groups = [
         {
-            "parameters": sorted({name for each in parts for name in each["parameters"]}, key=order.__getitem__),
+            "parameters": sorted({name for group in parts for name in group["parameters"]}, key=order.__getitem__),
             "options": parts[0]["options"],
         }
         for parts in zip(*(document["groups"] for document in documents), strict=True)
     ]
     values = {name: value for document in documents for name, value in document["values"].items()}
-    elsewhere = {key for found, document in told for key in found if key not in document["host"]}
+    elsewhere = {key for rank_kinds, document in gathered for key in rank_kinds if key not in document["host"]}
     host = [key for key in tensors if key not in elsewhere]
     document = {"class": documents[0]["class"], "groups": groups, "values": values, "host": host}
     return OptimizerState(tensors, document)
@@ -147,15 +149,15 @@ def _check_state(value: Tensor, parameter: Tensor, where: str) -> None:
         )
 
 
-def check_fits(held: Held, optimizer: Optimizer, document: Mapping[str, Any], where: str) -> None:
+def check_fits(weights: Held, optimizer: Optimizer, document: Mapping[str, Any], where: str) -> None:
     """Checks that a saved state is one of this optimizer.
 
     Raises:
         CheckpointError: another class, or other parameter groups.
         InputError: it is no optimizer of the module's parameters.
     """
-    names = _names(held, optimizer)
-    others = held.entries().keys() - held.by_name().keys()
+    names = _names(weights, optimizer)
+    others = weights.entries().keys() - weights.by_name().keys()
     if document["class"] != _kind(optimizer):
         raise CheckpointError(
             f"holds the state of {document['class']} and not of {_kind(optimizer)}",
@@ -168,10 +170,10 @@ def check_fits(held: Held, optimizer: Optimizer, document: Mapping[str, Any], wh
         raise CheckpointError(
             f"has {len(saved)} parameter groups, and the optimizer {len(here)}", where=where, remedy=_SAME_GROUPS
         )
-    for number, (wanted, found) in enumerate(zip(saved, here, strict=True)):
-        odd = sorted((wanted - others) ^ found)
+    for number, (saved_names, local_names) in enumerate(zip(saved, here, strict=True)):
+        odd = sorted((saved_names - others) ^ local_names)
         if odd:
-            side = "in the save alone" if odd[0] in wanted else "in the optimizer alone"
+            side = "in the save alone" if odd[0] in saved_names else "in the optimizer alone"
             more = f" and {len(odd) - 1} more" if len(odd) > 1 else ""
             raise CheckpointError(
                 f"parameter group {number} differs: {odd[0]}{more} is {side}", where=where, remedy=_SAME_GROUPS
@@ -182,7 +184,7 @@ _SAME_GROUPS = "make the optimizer with the parameter groups that it was saved w
 
 
 def restore(
-    held: Held,
+    weights: Held,
     optimizer: Optimizer,
     document: Mapping[str, Any],
     saved: Mapping[str, Any],
@@ -194,16 +196,16 @@ def restore(
         saved: names of parameters by state key, for which there are tensors.
         read: this rank's part of a key's tensor of a parameter; the last argument says whether it is one number.
     """
-    names = _names(held, optimizer)
+    names = _names(weights, optimizer)
     host = set(document["host"])
-    for group, kept in zip(optimizer.param_groups, document["groups"], strict=True):
-        _restore_options(group, {key: decode(value) for key, value in kept["options"].items()})
+    for group, saved_group in zip(optimizer.param_groups, document["groups"], strict=True):
+        _restore_options(group, {key: decode(value) for key, value in saved_group["options"].items()})
     for group in optimizer.param_groups:
         on_device = bool(group.get("capturable") or group.get("fused"))
         for parameter in group["params"]:
             name = names[id(parameter)]
             state: dict[str, Any] = {key: decode(v) for key, v in document["values"].get(name, {}).items()}
-            for key in (key for key, found in saved.items() if name in found):
+            for key in (key for key, parameters in saved.items() if name in parameters):
                 if saved[key][name]:
                     part = read(key, name, True)
                     is_host = not on_device if key == "step" else key in host
@@ -221,23 +223,23 @@ def _restore_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
     for key, value in options.items():
         if key in _MACHINE and key in group:
             continue
-        own = group.get(key)
-        if isinstance(own, Tensor):  # a graph may have captured it
-            own.fill_(value)
+        current = group.get(key)
+        if isinstance(current, Tensor):  # a graph may have captured it
+            current.fill_(value)
         else:
-            group[key] = value.item() if isinstance(value, Tensor) and own is not None else value
+            group[key] = value.item() if isinstance(value, Tensor) and current is not None else value
 
 
-def _names(held: Held, optimizer: Any) -> dict[int, str]:
+def _names(weights: Held, optimizer: Any) -> dict[int, str]:
     """The name under which each of the optimizer's parameters is saved."""
     if not isinstance(optimizer, Optimizer):
         raise InputError(
             f"a {type(optimizer).__name__} is no torch.optim.Optimizer", where="optimizer", remedy="pass the optimizer"
         )
-    saved = set(held.saved)
+    saved = set(weights.saved)
     names = {
         id(entry.tensor): next((name for name in entry.names if name in saved), entry.first)
-        for entry in held.tensors
+        for entry in weights.tensors
         if entry.is_parameter
     }
     for number, group in enumerate(optimizer.param_groups):

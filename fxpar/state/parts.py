@@ -50,7 +50,7 @@ class Loading:
 
 def parts(
     model: nn.Module,
-    held: Held,
+    weights: Held,
     seed: int,
     device: torch.device,
     dtype: torch.dtype | None,
@@ -70,42 +70,42 @@ def parts(
         InputError: a meta tensor that no initialiser fills.
         CheckpointError: see `open_alike`.
     """
-    entries = {entry.first: entry for entry in held.tensors}
-    found: dict[str, Tensor] = {}
+    entries = {entry.first: entry for entry in weights.tensors}
+    tensors: dict[str, Tensor] = {}
 
     def keep(entry: Named, part: Tensor, copy: bool) -> None:
         floating = dtype is not None and entry.is_parameter and entry.tensor.is_floating_point()
         kind = dtype if floating else entry.tensor.dtype
-        found[entry.first] = loading.keep(part.to(device, kind, copy=copy).contiguous())
+        tensors[entry.first] = loading.keep(part.to(device, kind, copy=copy).contiguous())
 
     def cut(entry: Named, whole: Tensor) -> None:
-        keep(entry, local_block(whole, held.layout_of(entry.first), held.axes, held.coordinates), True)
+        keep(entry, local_block(whole, weights.layout_of(entry.first), weights.axes, weights.coordinates), True)
 
     if checkpoint is not None:
-        for entry, part in _read(held, checkpoint, loading):
+        for entry, part in _read(weights, checkpoint, loading):
             keep(entry, part, False)
             del part  # of another type than what was kept, it would be there when the next one is read
-    meta = {name for name, entry in entries.items() if entry.tensor.is_meta and name not in found}
+    meta = {name for name, entry in entries.items() if entry.tensor.is_meta and name not in tensors}
     for values in initialised(model, seed, device, meta) if meta else ():
         loading.at_hand(sum(_bytes(value) for value in values.values()))
         while values:  # emptied, so that it is gone when the next module gets memory
             name = next(iter(values))
             cut(entries[name], values.pop(name))
     for name, entry in entries.items():
-        if name not in found:
+        if name not in tensors:
             cut(entry, entry.tensor.detach())
-    return found
+    return tensors
 
 
-def load(held: Held, checkpoint: str | Path | Checkpoint) -> None:
+def load(weights: Held, checkpoint: str | Path | Checkpoint) -> None:
     """Loads a checkpoint into what is held; each rank reads its parts, in its own types. A collective call.
 
     Raises:
         CheckpointError: see `open_alike`; nothing is loaded then.
     """
-    found = _open_alike(checkpoint, held.agree)
+    opened = _open_alike(checkpoint, weights.agree)
     with torch.no_grad():
-        for entry, part in _read(held, found, Loading()):
+        for entry, part in _read(weights, opened, Loading()):
             local_of(entry.tensor).copy_(part)
 
 
@@ -116,17 +116,17 @@ def open_alike(checkpoint: str | Path | Checkpoint, model: nn.Module, agree: Agr
         CheckpointError: it cannot be read, lacks a name, has an unknown one or a tensor of another shape.
         InputError: the ranks have different checkpoints.
     """
-    found = _open_alike(checkpoint, agree)
+    opened = _open_alike(checkpoint, agree)
     entries = named_tensors(model)
     shapes = {name: tuple(entry.tensor.shape) for entry in entries for name in entry.names}
-    _matched(found, entries, list(model.state_dict()), shapes.__getitem__)
-    return found
+    _matched(opened, entries, list(model.state_dict()), shapes.__getitem__)
+    return opened
 
 
 def _open_alike(checkpoint: str | Path | Checkpoint, agree: Agree) -> Checkpoint:
-    found = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint(checkpoint)
-    agree({"the checkpoint": found.digest}, "give every rank the same files")
-    return found
+    opened = checkpoint if isinstance(checkpoint, Checkpoint) else Checkpoint(checkpoint)
+    agree({"the checkpoint": opened.digest}, "give every rank the same files")
+    return opened
 
 
 def _matched(
@@ -135,47 +135,47 @@ def _matched(
     """What the checkpoint has of the model's tensors, each with its names there."""
     # Buffers that the model does not save are in older checkpoints; the module's own values stand.
     unsaved = {name for entry in entries for name in entry.names} - set(saved)
-    given = [name for name in checkpoint.shapes if name not in unsaved]
+    keys = [name for name in checkpoint.shapes if name not in unsaved]
     groups = [entry.names for entry in entries]
     where = str(checkpoint.path)
-    check_names(given, saved, groups, where, _prefix_remedy(given, saved, groups))
-    for name in given:
+    check_names(keys, saved, groups, where, _prefix_remedy(keys, saved, groups))
+    for name in keys:
         check_shape(name, checkpoint.shapes[name], shape_of(name))
-    present = set(given)
+    present = set(keys)
     matched = [(entry, [name for name in entry.names if name in present]) for entry in entries]
     for entry, name in ((entry, name) for entry, names in matched for name in names):
-        found, wanted = checkpoint.kinds[name], kind_of(entry.tensor.dtype)
-        if found != wanted:
+        kind, expected = checkpoint.kinds[name], kind_of(entry.tensor.dtype)
+        if kind != expected:
             raise CheckpointError(
-                f"holds numbers of the kind {found}, and the model's are {wanted}",
+                f"holds numbers of the kind {kind}, and the model's are {expected}",
                 where=f"{where}: {name}",
                 remedy="convert it (quantised weights, say) and save it again",
             )
     return [(entry, names) for entry, names in matched if names]
 
 
-def _prefix_remedy(given: Sequence[str], saved: Sequence[str], groups: Sequence[Sequence[str]]) -> str:
+def _prefix_remedy(keys: Sequence[str], saved: Sequence[str], groups: Sequence[Sequence[str]]) -> str:
     """What to do about other names: the change where they differ by what they begin with alone."""
-    for theirs, ours, change in ((given, saved, "name.removeprefix({!r})"), (saved, given, "{!r} + name")):
+    for theirs, ours, change in ((keys, saved, "name.removeprefix({!r})"), (saved, keys, "{!r} + name")):
         for prefix in {name[: -len(ours[0])] for name in theirs if ours and name.endswith(f".{ours[0]}")}:
             changed = [name.removeprefix(prefix) for name in theirs if name.startswith(prefix)]
-            names, wanted = (changed, saved) if theirs is given else (given, changed)
-            if len(changed) == len(theirs) and names_fit(names, wanted, groups):
+            names, expected = (changed, saved) if theirs is keys else (keys, changed)
+            if len(changed) == len(theirs) and names_fit(names, expected, groups):
                 return f"all names differ by {prefix!r}: pass fxpar.Checkpoint(path, rename=lambda name: " + (
                     change.format(prefix) + ")"
                 )
     return "load the checkpoint of this very model; fxpar.Checkpoint(path, rename=…) changes names or leaves some out"
 
 
-def _read(held: Held, checkpoint: Checkpoint, loading: Loading) -> Iterator[tuple[Named, Tensor]]:
+def _read(weights: Held, checkpoint: Checkpoint, loading: Loading) -> Iterator[tuple[Named, Tensor]]:
     """This rank's part of each tensor of the checkpoint; tied names are compared first."""
-    own = {entry.first for entry in held.tensors}
-    matched = _matched(checkpoint, held.everything, held.saved, held.shape_of)
-    matched = [(entry, names) for entry, names in matched if entry.first in own]
+    local_names = {entry.first for entry in weights.tensors}
+    matched = _matched(checkpoint, weights.everything, weights.saved, weights.shape_of)
+    matched = [(entry, names) for entry, names in matched if entry.first in local_names]
     with checkpoint.reading() as reader:
 
         def part_of(name: str) -> Tensor:
-            return reader.part(name, held.layout_of(name), held.axes, held.coordinates)
+            return reader.part(name, weights.layout_of(name), weights.axes, weights.coordinates)
 
         for first, other in ((names[0], other) for _, names in matched for other in names[1:]):
             if not torch.equal(part_of(first), part_of(other)):

@@ -117,8 +117,8 @@ class Place:
         for axis, placement in self.cuts:
             for piece in placement.pieces:
                 if piece.padded:
-                    own = real_part(piece, self.axes[axis], self.ranks.coordinates[axis])[1]
-                    part.narrow(placement.dim, own, part.shape[placement.dim] - own).zero_()
+                    length = real_part(piece, self.axes[axis], self.ranks.coordinates[axis])[1]
+                    part.narrow(placement.dim, length, part.shape[placement.dim] - length).zero_()
 
     # ------------------------------------------------------------------ for torch.distributed.tensor
 
@@ -186,32 +186,32 @@ def gathered(part: Tensor, placement: Placement, group: Group) -> Tensor:
     return whole(blocks, placement)
 
 
-def exchanged(own: Tensor, group: Group, what: str) -> tuple[Tensor, Tensor]:
+def exchanged(payload: Tensor, group: Group, what: str) -> tuple[Tensor, Tensor]:
     """The bytes of all ranks of a group, one row a rank, and whether all ranks ask for the same.
 
     What is sent first begins with a mark of what it is, and is always of one size: collectives of ranks that send
     different things meet too, and would wait for ever or read what is none of theirs.
 
     Args:
-        own: u8[n].
+        payload: u8[n].
 
     Raises:
         InputError: on a CPU, where the marks differ. A GPU goes on.
     """
-    mark = _mark(what, own.device)
-    sent = torch.cat([mark, own])
+    mark = _mark(what, payload.device)
+    sent = torch.cat([mark, payload])
     sent = torch.nn.functional.pad(sent, (0, max(0, _FRAME - len(sent))))
     table = _gathered(sent[:_FRAME], group)
     agree = (table[:, : len(mark)] == mark).all()
-    check_agreed(own.device.type != "cpu" or bool(agree), what)
+    check_agreed(payload.device.type != "cpu" or bool(agree), what)
     if len(sent) > _FRAME:
         table = torch.cat([table, _gathered(sent[_FRAME:], group)], 1)
-    return table[:, len(mark) : len(mark) + len(own)], agree
+    return table[:, len(mark) : len(mark) + len(payload)], agree
 
 
-def _gathered(own: Tensor, group: Group) -> Tensor:
-    rows = torch.empty(group.size, len(own), dtype=own.dtype, device=own.device)
-    dist.all_gather(list(rows.unbind()), own, group=process_group(group))
+def _gathered(payload: Tensor, group: Group) -> Tensor:
+    rows = torch.empty(group.size, len(payload), dtype=payload.dtype, device=payload.device)
+    dist.all_gather(list(rows.unbind()), payload, group=process_group(group))
     return rows
 
 

@@ -35,8 +35,8 @@ def encode(value: Any, where: str) -> Any:
     if type(value) is float:
         return value if math.isfinite(value) else {"float": repr(value)}
     if type(value) in (list, tuple):
-        found = [encode(item, f"{where}[{index}]") for index, item in enumerate(value)]
-        return found if type(value) is list else {"tuple": found}
+        encoded = [encode(item, f"{where}[{index}]") for index, item in enumerate(value)]
+        return encoded if type(value) is list else {"tuple": encoded}
     if type(value) is Counter or isinstance(value, dict):
         return _mapping(value, where)
     if isinstance(value, Tensor) and value.dim() == 0 and value.dtype in DTYPE_NAMES and not value.is_complex():

@@ -40,14 +40,14 @@ def writable(path: Path) -> Iterator[None]:
 def completed(folder: Path) -> list[Path]:
     """All saves, the oldest first."""
     try:
-        found = [path for path in folder.iterdir() if _COMPLETE.fullmatch(path.name)]
+        saves = [path for path in folder.iterdir() if _COMPLETE.fullmatch(path.name)]
     except FileNotFoundError:
         return []
     except OSError as error:
         raise CheckpointError(
             f"cannot be read: {error.strerror or error}", where=str(folder), remedy="check the path"
         ) from error
-    return sorted(found)
+    return sorted(saves)
 
 
 def newest(folder: Path) -> Path:
@@ -58,9 +58,9 @@ def newest(folder: Path) -> Path:
     """
     if _COMPLETE.fullmatch(folder.name) and (folder / DOCUMENT).is_file():
         return folder  # a certain one
-    found = completed(folder)
-    if found:
-        return found[-1]
+    saves = completed(folder)
+    if saves:
+        return saves[-1]
     is_there = folder.is_dir()
     raise CheckpointError(
         "holds no completed save" if is_there else "there is no such folder",
@@ -91,22 +91,22 @@ def begun(folder: Path) -> Path:
     """
 
     def look() -> Path | None:
-        found = [path for path in folder.glob("saving-*") if _LEFTOVER.fullmatch(path.name)]
-        return found[0] if len(found) == 1 else None
+        folders = [path for path in folder.glob("saving-*") if _LEFTOVER.fullmatch(path.name)]
+        return folders[0] if len(folders) == 1 else None
 
-    found = eventually(look)
-    if found is None:
+    fresh = eventually(look)
+    if fresh is None:
         raise not_shared(folder)
-    return found
+    return fresh
 
 
 def eventually(look: Callable[[], _T | None]) -> _T | None:
     """What another machine wrote, as soon as it is seen here."""
     deadline = time.monotonic() + _DELAY
     while True:
-        found = look()
-        if found is not None or time.monotonic() > deadline:
-            return found
+        seen = look()
+        if seen is not None or time.monotonic() > deadline:
+            return seen
         time.sleep(0.05)
 
 
@@ -167,12 +167,12 @@ def read_document(path: Path) -> Any:
         CheckpointError: it cannot be read or is none.
     """
     try:
-        found = json.loads(path.read_bytes())
+        document = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
         raise damaged(path, f"cannot be read: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(document, dict):
         raise damaged(path, "is no document of a save")
-    return found
+    return document
 
 
 def damaged(path: Path, reason: str) -> CheckpointError:

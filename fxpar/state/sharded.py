@@ -43,11 +43,11 @@ class Sharded(DTensor):
     @staticmethod
     def __new__(cls, part: Tensor, place: Place) -> Sharded:
         """A tensor without memory of its own beside the part."""
-        made: Sharded = Tensor._make_wrapper_subclass(
+        tensor: Sharded = Tensor._make_wrapper_subclass(
             cls, place.shape, strides=place.stride, dtype=part.dtype, device=part.device
         )
-        made._local_tensor, made.place = part, place
-        return made
+        tensor._local_tensor, tensor.place = part, place
+        return tensor
 
     def __init__(self, part: Tensor, place: Place) -> None:
         """Nothing is left to do; DTensor's own would be slow."""
@@ -67,9 +67,9 @@ class Sharded(DTensor):
 
     def to_local(self, *, grad_placements: Any = None) -> Tensor:
         """This rank's part, padding included; shares memory. `copy_` into it takes a whole tensor too."""
-        made: Part = self._local_tensor.detach().as_subclass(Part)
-        made.place = self.place
-        return made
+        part: Part = self._local_tensor.detach().as_subclass(Part)
+        part.place = self.place
+        return part
 
     def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
         """The whole tensor, on every rank. A collective call."""
@@ -81,13 +81,13 @@ class Sharded(DTensor):
         Raises:
             InputError: other placements.
         """
-        mesh, wanted = self.place.device_mesh, placements and tuple(placements)
-        if wanted == self.placements:
+        mesh, requested = self.place.device_mesh, placements and tuple(placements)
+        if requested == self.placements:
             return self
-        if wanted is None or all(isinstance(p, Replicate) for p in wanted):
+        if requested is None or all(isinstance(p, Replicate) for p in requested):
             return DTensor.from_local(self.full_tensor(), mesh, [Replicate()] * mesh.ndim, run_check=False)
         raise InputError(
-            f"cannot be placed as {list(wanted)}", where=self.place.name, remedy="use full_tensor() and cut that"
+            f"cannot be placed as {list(requested)}", where=self.place.name, remedy="use full_tensor() and cut that"
         )
 
     @property
@@ -123,15 +123,15 @@ class Sharded(DTensor):
         return [_chunk(box) for box in self.place.boxes]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        found = next(box for box in self.place.boxes if torch.Size(box.offsets) == index.offset)
-        return found.within(self._local_tensor.detach())
+        chunk = next(box for box in self.place.boxes if torch.Size(box.offsets) == index.offset)
+        return chunk.within(self._local_tensor.detach())
 
     # ------------------------------------------------------------------ copies
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Sharded:
-        made = Sharded(copy.deepcopy(self._local_tensor.detach(), memo), self.place)
-        memo[id(self)] = made
-        return made
+        clone = Sharded(copy.deepcopy(self._local_tensor.detach(), memo), self.place)
+        memo[id(self)] = clone
+        return clone
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise InputError(
@@ -177,9 +177,9 @@ class Part(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             if func is Tensor.copy_ and isinstance(args[0], Part):
-                own, source, *rest = args
-                if not isinstance(source, Sharded) and source.shape == own.place.shape:
-                    args = (own, own.place.cut(source), *rest)
+                target, source, *rest = args
+                if not isinstance(source, Sharded) and source.shape == target.place.shape:
+                    args = (target, target.place.cut(source), *rest)
             return func(*args, **(kwargs or {}))
 
 

@@ -88,11 +88,11 @@ def _on_parts(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], wrap: W
     def part(value: Any) -> Any:
         return part_of(value, place, func) if isinstance(value, Tensor) else value
 
-    own, named = [part(value) for value in args], {key: part(value) for key, value in kwargs.items()}
-    found = func(*own, **named)
+    local_args, named = [part(value) for value in args], {key: part(value) for key, value in kwargs.items()}
+    output = func(*local_args, **named)
     if not func._schema.is_mutable:
-        return _wrapped(found, place, func, wrap)
-    written = [value for is_target, value in _bound(func, own, named) if is_target]
+        return _wrapped(output, place, func, wrap)
+    written = [value for is_target, value in _bound(func, local_args, named) if is_target]
     for value in written:
         if place.is_padded and value.shape == place.part_shape:
             place.clear_padding(value)
@@ -113,11 +113,13 @@ def _on_lists(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], wrap: W
             return value
         return [v if place is None else part_of(v, place, func) for v, place in zip(value, places, strict=True)]
 
-    own, named = [parts(value) for value in args], {key: parts(value) for key, value in kwargs.items()}
-    found = func(*own, **named)
+    local_args, named = [parts(value) for value in args], {key: parts(value) for key, value in kwargs.items()}
+    outputs = func(*local_args, **named)
     if not func._schema.is_mutable:
-        return [v if place is None else _wrapped(v, place, func, wrap) for v, place in zip(found, places, strict=True)]
-    for values in (value for is_target, value in _bound(func, own, named) if is_target and _is_list(value)):
+        return [
+            v if place is None else _wrapped(v, place, func, wrap) for v, place in zip(outputs, places, strict=True)
+        ]
+    for values in (value for is_target, value in _bound(func, local_args, named) if is_target and _is_list(value)):
         for value, place in zip(values, places, strict=True):
             if place is not None and place.is_padded and value.shape == place.part_shape:
                 place.clear_padding(value)
@@ -128,11 +130,11 @@ def _on_lists(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], wrap: W
 def _bound(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[bool, Any]]:
     """Tensors and lists of them among the arguments, and whether the operator writes to each."""
     names = [argument.name for argument in func._schema.arguments]
-    given = dict(zip(names, args, strict=False)) | dict(kwargs)
-    found = [(argument, given.get(argument.name)) for argument in func._schema.arguments]
+    arguments = dict(zip(names, args, strict=False)) | dict(kwargs)
+    pairs = [(argument, arguments.get(argument.name)) for argument in func._schema.arguments]
     return [
         (argument.alias_info is not None and argument.alias_info.is_write, value)
-        for argument, value in found
+        for argument, value in pairs
         if isinstance(value, Tensor) or _is_list(value)
     ]
 
@@ -166,12 +168,12 @@ def _check_written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
                 )
 
 
-def _wrapped(found: Any, place: Place, func: Any, wrap: Wrap) -> Any:
-    if isinstance(found, (list, tuple)):
-        return type(found)(_wrapped(item, place, func, wrap) for item in found)
-    assert isinstance(found, Tensor), f"{func} does not treat each element by itself"
-    assert found.shape == place.part_shape, f"{func} does not treat each element by itself"
-    return wrap(found, place)
+def _wrapped(output: Any, place: Place, func: Any, wrap: Wrap) -> Any:
+    if isinstance(output, (list, tuple)):
+        return type(output)(_wrapped(item, place, func, wrap) for item in output)
+    assert isinstance(output, Tensor), f"{func} does not treat each element by itself"
+    assert output.shape == place.part_shape, f"{func} does not treat each element by itself"
+    return wrap(output, place)
 
 
 def _made(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], wrap: Wrap) -> Any:
@@ -183,11 +185,11 @@ def _made(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], wrap: Wrap)
 
 def _is_fill(args: Sequence[Any]) -> bool:
     """Whether `x[mask] = number` is meant, the mask of x's shape."""
-    own, indices, value, *rest = args
+    target, indices, value, *rest = args
     is_one = len(indices) == 1 and indices[0] is not None and value.dim() == 0 and not any(rest[:1])
-    return is_one and is_sharded(own) and indices[0].dtype == torch.bool and indices[0].shape == own.shape
+    return is_one and is_sharded(target) and indices[0].dtype == torch.bool and indices[0].shape == target.shape
 
 
 def _keeps_shape(args: Sequence[Any]) -> bool:
-    own, sizes = args[0], list(args[1])
-    return is_sharded(own) and sizes in (list(own.shape), [-1, *own.shape[1:]])
+    source, sizes = args[0], list(args[1])
+    return is_sharded(source) and sizes in (list(source.shape), [-1, *source.shape[1:]])

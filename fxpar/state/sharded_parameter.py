@@ -42,10 +42,10 @@ class ShardedParameter(Sharded):
     @staticmethod
     def __new__(cls, part: Tensor, place: Place, requires_grad: bool = True) -> ShardedParameter:
         """A parameter with a leaf that shares the part's memory."""
-        made: Any = Sharded.__new__(cls, part, place)
-        made.leaf = part.detach().requires_grad_(requires_grad)
-        made._gradient = None
-        return made  # type: ignore[no-any-return]
+        parameter: Any = Sharded.__new__(cls, part, place)
+        parameter.leaf = part.detach().requires_grad_(requires_grad)
+        parameter._gradient = None
+        return parameter  # type: ignore[no-any-return]
 
     def __init__(self, part: Tensor, place: Place, requires_grad: bool = True) -> None:
         """Nothing is left to do."""
@@ -80,11 +80,11 @@ class ShardedParameter(Sharded):
     @property
     def grad(self) -> Sharded | None:
         """This rank's part of the gradient; shares memory with what autograd adds to."""
-        held = self.leaf.grad
-        if held is None:
+        gradient = self.leaf.grad
+        if gradient is None:
             self._gradient = None
-        elif self._gradient is None or self._gradient._local_tensor is not held:
-            self._gradient = Sharded(held, self.place)
+        elif self._gradient is None or self._gradient._local_tensor is not gradient:
+            self._gradient = Sharded(gradient, self.place)
         return self._gradient
 
     @grad.setter
@@ -119,8 +119,8 @@ class ShardedParameter(Sharded):
         """Calls the hook with each gradient that autograd computes, as a part of the whole; it may return another."""
 
         def call(gradient: Tensor) -> Tensor | None:
-            found = hook(Sharded(gradient, self.place))
-            return None if found is None else part_of(found, self.place)
+            replacement = hook(Sharded(gradient, self.place))
+            return None if replacement is None else part_of(replacement, self.place)
 
         return self.leaf.register_hook(call)
 
@@ -148,10 +148,10 @@ class ShardedParameter(Sharded):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedParameter:
         part = copy.deepcopy(self._local_tensor.detach(), memo)
-        made = ShardedParameter(part, self.place, self.leaf.requires_grad)
-        memo[id(self)] = made
-        made.grad = copy.deepcopy(self.grad, memo)
-        return made
+        clone = ShardedParameter(part, self.place, self.leaf.requires_grad)
+        memo[id(self)] = clone
+        clone.grad = copy.deepcopy(self.grad, memo)
+        return clone
 
 
 class _Used(torch.autograd.Function):
@@ -160,9 +160,9 @@ class _Used(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, leaf: Tensor, parameter: ShardedParameter) -> Sharded:
         ctx.place = parameter.place
-        made = Sharded(parameter._local_tensor.detach(), parameter.place)
-        made.is_in_graph = True
-        return made
+        alias = Sharded(parameter._local_tensor.detach(), parameter.place)
+        alias.is_in_graph = True
+        return alias
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
@@ -213,15 +213,15 @@ def _grad(
 ) -> Any:
     """`torch.autograd.grad` by parameters: by their leaves."""
     leaves = pytree.tree_map_only(ShardedParameter, leaf_of, inputs)
-    found = torch.autograd.grad(outputs, leaves, grad_outputs, retain_graph, *rest, **options)
-    given = (inputs,) if isinstance(inputs, Tensor) else inputs if isinstance(inputs, dict) else tuple(inputs)
-    flat, spec = pytree.tree_flatten(given)
-    parts = found.values() if isinstance(found, dict) else found
-    made = [
+    gradients = torch.autograd.grad(outputs, leaves, grad_outputs, retain_graph, *rest, **options)
+    tree = (inputs,) if isinstance(inputs, Tensor) else inputs if isinstance(inputs, dict) else tuple(inputs)
+    flat, spec = pytree.tree_flatten(tree)
+    parts = gradients.values() if isinstance(gradients, dict) else gradients
+    wrapped = [
         Sharded(part, value.place) if part is not None and isinstance(value, ShardedParameter) else part
         for value, part in zip(flat, parts, strict=True)
     ]
-    return pytree.tree_unflatten(made, spec)
+    return pytree.tree_unflatten(wrapped, spec)
 
 
 def leaf_of(parameter: Tensor) -> Tensor:

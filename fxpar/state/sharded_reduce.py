@@ -33,31 +33,37 @@ def run(func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     Raises:
         InputError: it is asked for by rows, or its operands are cut in different ways.
     """
-    given = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}
-    given |= dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | dict(kwargs)
+    arguments = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}
+    arguments |= dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | dict(kwargs)
     if name == _UNSCALE:
-        return _unscale(func, given)
+        return _unscale(func, arguments)
     if name == "_foreach_norm":
-        if any(_is_of_stage(value) for value in given["self"]):
+        if any(_is_of_stage(value) for value in arguments["self"]):
             raise stage_norm.refusal()
-        return norms(given["self"], given["ord"], given["dtype"])
+        return norms(arguments["self"], arguments["ord"], arguments["dtype"])
     if name == "equal":
-        return _equal(func, given)
-    source = given["self"]
-    dims = given.get("dim")
+        return _equal(func, arguments)
+    source = arguments["self"]
+    dims = arguments.get("dim")
     dims = [] if dims is None else [dims] if isinstance(dims, int) else list(dims)
     whole = not dims or {dim % source.dim() for dim in dims} == set(range(source.dim()))
-    if "out" in given or "other" in given or not is_sharded(source) or not whole or (name in ("max", "min") and dims):
+    if (
+        "out" in arguments
+        or "other" in arguments
+        or not is_sharded(source)
+        or not whole
+        or (name in ("max", "min") and dims)
+    ):
         raise refusal(func, args, dict(kwargs))
     if name in _NORMS:
-        (found,) = norms([source], given.get("ord", given.get("p", 2)), given.get("dtype"))
-        found = found.as_subclass(stage_norm.StageNorm) if _is_of_stage(source) else found
+        (reduced,) = norms([source], arguments.get("ord", arguments.get("p", 2)), arguments.get("dtype"))
+        reduced = reduced.as_subclass(stage_norm.StageNorm) if _is_of_stage(source) else reduced
     else:
-        found = _over_all(name, source._local_tensor, source.place, given.get("dtype"))
-    return found.reshape([1] * source.dim()) if given.get("keepdim") else found
+        reduced = _over_all(name, source._local_tensor, source.place, arguments.get("dtype"))
+    return reduced.reshape([1] * source.dim()) if arguments.get("keepdim") else reduced
 
 
-def gathered_rows(own: Tensor, axis: str, place: Place, what: str) -> Tensor:
+def gathered_rows(local: Tensor, axis: str, place: Place, what: str) -> Tensor:
     """The values of all ranks of an axis, one row a rank.
 
     A gather and no reduction: with it NaN stays NaN in an extreme, and the sum's order is that of the ranks. With the
@@ -71,9 +77,9 @@ def gathered_rows(own: Tensor, axis: str, place: Place, what: str) -> Tensor:
         InputError: the ranks ask for different things. Where to know it would stop a GPU the numbers are NaN instead.
     """
     group = place.ranks.groups[axis]
-    rows, agree = exchanged(own.reshape(-1).view(torch.uint8), group, what)
-    values = rows.contiguous().view(own.dtype).reshape(group.size, *own.shape)
-    if own.device.type != "cpu" and own.is_floating_point():
+    rows, agree = exchanged(local.reshape(-1).view(torch.uint8), group, what)
+    values = rows.contiguous().view(local.dtype).reshape(group.size, *local.shape)
+    if local.device.type != "cpu" and local.is_floating_point():
         return values.where(agree, math.nan)
     check_agreed(bool(agree), what)
     return values
@@ -90,14 +96,14 @@ def _is_of_stage(value: Any) -> bool:
 def norms(values: Sequence[Tensor], order: Any, dtype: torch.dtype | None) -> list[Tensor]:
     """The norm of each tensor, of plain ones too; one collective for all that are cut by the same axes."""
     p = 2.0 if order is None else float(order)
-    found: list[Tensor] = [torch.empty(0)] * len(values)
+    all_norms: list[Tensor] = [torch.empty(0)] * len(values)
     by_axes: dict[tuple[str, ...], list[int]] = {}
     for index, value in enumerate(values):
         if is_sharded(value):
-            held: Any = value
-            by_axes.setdefault(tuple(axis for axis, _ in held.place.cuts), []).append(index)
+            sharded: Any = value
+            by_axes.setdefault(tuple(axis for axis, _ in sharded.place.cuts), []).append(index)
         else:
-            found[index] = torch.linalg.vector_norm(value, p, dtype=dtype)
+            all_norms[index] = torch.linalg.vector_norm(value, p, dtype=dtype)
     for axes, indices in by_axes.items():
         parts: list[Any] = [values[index] for index in indices]
         what = f"a norm of {', '.join(part.place.name for part in parts)}"
@@ -106,8 +112,8 @@ def norms(values: Sequence[Tensor], order: Any, dtype: torch.dtype | None) -> li
             powers = _together(gathered_rows(powers, axis, parts[0].place, what), p)
         norms = powers if p in (0.0, math.inf, -math.inf) else powers.pow(1 / p)
         for index, part, norm in zip(indices, parts, norms.unbind(), strict=True):
-            found[index] = norm.to(dtype or (part.dtype.to_real() if part.dtype.is_complex else part.dtype))
-    return found
+            all_norms[index] = norm.to(dtype or (part.dtype.to_real() if part.dtype.is_complex else part.dtype))
+    return all_norms
 
 
 def _power(pieces: Sequence[Tensor], p: float, device: torch.device) -> Tensor:
@@ -115,10 +121,12 @@ def _power(pieces: Sequence[Tensor], p: float, device: torch.device) -> Tensor:
 
     In float64: the square of a norm that float32 holds may be beyond it.
     """
-    found = [torch.linalg.vector_norm(piece, p, dtype=_wide(piece.dtype)).double() for piece in pieces if piece.numel()]
-    if not found:
+    piece_norms = [
+        torch.linalg.vector_norm(piece, p, dtype=_wide(piece.dtype)).double() for piece in pieces if piece.numel()
+    ]
+    if not piece_norms:
         return torch.full((), math.inf if p == -math.inf else 0.0, dtype=torch.float64, device=device)
-    norms = torch.stack(found)
+    norms = torch.stack(piece_norms)
     return _together(norms if p in (0.0, math.inf, -math.inf) else norms.pow(p), p)
 
 
@@ -140,45 +148,45 @@ def _over_all(name: str, part: Tensor, place: Place, dtype: torch.dtype | None) 
     flat = torch.cat(pieces) if len(pieces) > 1 else pieces[0] if pieces else part.new_empty(0)
     if name in ("sum", "mean", "count_nonzero"):
         kind = dtype or (part.dtype if part.dtype.is_floating_point or part.dtype.is_complex else torch.int64)
-        own = flat.count_nonzero() if name == "count_nonzero" else flat.sum(dtype=_wide(kind) or kind)
+        local = flat.count_nonzero() if name == "count_nonzero" else flat.sum(dtype=_wide(kind) or kind)
         kind = torch.int64 if name == "count_nonzero" else kind
-        own = own.double() if own.dtype.is_floating_point else own
-        found = _reduced(name, own, place, lambda rows: rows.sum(0))
-        return (found / place.shape.numel() if name == "mean" else found).to(kind)
+        local = local.double() if local.dtype.is_floating_point else local
+        total = _reduced(name, local, place, lambda rows: rows.sum(0))
+        return (total / place.shape.numel() if name == "mean" else total).to(kind)
     if name in ("any", "all"):
-        own = flat.any() if name == "any" else flat.all()
+        local = flat.any() if name == "any" else flat.all()
         combine: Callable[[Tensor], Tensor] = lambda rows: rows.amax(0) if name == "any" else rows.amin(0)  # noqa: E731
-        return _reduced(name, own.to(torch.uint8), place, combine).bool()
+        return _reduced(name, local.to(torch.uint8), place, combine).bool()
     is_max = name in ("amax", "max")
     lowest: Any = torch.finfo(part.dtype) if part.dtype.is_floating_point else torch.iinfo(part.dtype)
     none = flat.new_full((), (-math.inf if is_max else math.inf) if part.dtype.is_floating_point else 0)
     if not part.dtype.is_floating_point:
         none = flat.new_full((), lowest.min if is_max else lowest.max)
-    own = none if not flat.numel() else flat.amax() if is_max else flat.amin()
-    return _reduced(name, own, place, lambda rows: rows.amax(0) if is_max else rows.amin(0))
+    local = none if not flat.numel() else flat.amax() if is_max else flat.amin()
+    return _reduced(name, local, place, lambda rows: rows.amax(0) if is_max else rows.amin(0))
 
 
-def _reduced(name: str, own: Tensor, place: Place, combine: Callable[[Tensor], Tensor]) -> Tensor:
+def _reduced(name: str, partial: Tensor, place: Place, combine: Callable[[Tensor], Tensor]) -> Tensor:
     for axis, _ in place.cuts:
-        own = combine(gathered_rows(own, axis, place, f"{name} of {place.name}"))
-    return own
+        partial = combine(gathered_rows(partial, axis, place, f"{name} of {place.name}"))
+    return partial
 
 
-def _equal(func: Any, given: Mapping[str, Any]) -> bool:
-    one, other = given["self"], given["other"]
+def _equal(func: Any, arguments: Mapping[str, Any]) -> bool:
+    one, other = arguments["self"], arguments["other"]
     if one.shape != other.shape:
         return False
     place = place_of(func, [one, other])
     pairs = zip(place.counted(part_of(one, place)), place.counted(part_of(other, place)), strict=True)
-    own = torch.tensor(all(torch.equal(a, b) for a, b in pairs), dtype=torch.uint8, device=one.device)
-    return bool(_reduced("equal", own, place, lambda rows: rows.amin(0)))
+    is_equal = torch.tensor(all(torch.equal(a, b) for a, b in pairs), dtype=torch.uint8, device=one.device)
+    return bool(_reduced("equal", is_equal, place, lambda rows: rows.amin(0)))
 
 
-def _unscale(func: Any, given: Mapping[str, Any]) -> None:
+def _unscale(func: Any, arguments: Mapping[str, Any]) -> None:
     """Gradients by a loss scale; what one rank finds infinite is so for all."""
-    found = given["found_inf"]
-    parts = [value._local_tensor if is_sharded(value) else value for value in given["self"]]
-    func(parts, found, given["inv_scale"])
-    axes = {axis: value.place for value in given["self"] if is_sharded(value) for axis, _ in value.place.cuts}
+    found_inf = arguments["found_inf"]
+    parts = [value._local_tensor if is_sharded(value) else value for value in arguments["self"]]
+    func(parts, found_inf, arguments["inv_scale"])
+    axes = {axis: value.place for value in arguments["self"] if is_sharded(value) for axis, _ in value.place.cuts}
     for axis, place in axes.items():
-        found.copy_(gathered_rows(found, axis, place, "infinities found in gradients").amax(0))
+        found_inf.copy_(gathered_rows(found_inf, axis, place, "infinities found in gradients").amax(0))

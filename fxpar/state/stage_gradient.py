@@ -28,5 +28,5 @@ class StageGradient(Tensor):
         if func is Tensor.__deepcopy__:
             return args[0].clone()
         with routed(Sharded):
-            found = func(*args, **(kwargs or {}))
-        return found.as_subclass(StageNorm) if func in _NORMS and found.dim() == 0 else found
+            computed = func(*args, **(kwargs or {}))
+        return computed.as_subclass(StageNorm) if func in _NORMS and computed.dim() == 0 else computed

@@ -32,5 +32,5 @@ class StageNorm(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in JOINING:
             raise refusal()
-        own: Any = super().__torch_function__
-        return own(func, types, args, kwargs or {})
+        inherited: Any = super().__torch_function__
+        return inherited(func, types, args, kwargs or {})

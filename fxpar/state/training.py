@@ -69,7 +69,7 @@ class _File:
 
 
 def save_training(
-    held: Held,
+    local_weights: Held,
     model: nn.Module,
     plan: Plan,
     folder: str | Path,
@@ -93,11 +93,11 @@ def save_training(
             f"{shown(keep)} is no positive integer", where="keep", remedy="give the number of saves that stay"
         )
     limit, root = bytes_of(shard_size), folder_of(folder)
-    state = collect(held, optimizer)
-    weights = {name: entry.tensor for name, entry in saved_once(held).items()}
-    tensors = {_WEIGHTS: weights, **{f"optimizer.{key}": found for key, found in state.tensors.items()}}
-    specs = {kind: {name: _spec(value) for name, value in found.items()} for kind, found in tensors.items()}
-    files = {kind: split_files(kind, found, limit) for kind, found in specs.items()}
+    state = collect(local_weights, optimizer)
+    weights = {name: entry.tensor for name, entry in saved_once(local_weights).items()}
+    tensors = {_WEIGHTS: weights, **{f"optimizer.{key}": by_name for key, by_name in state.tensors.items()}}
+    specs = {kind: {name: _spec(value) for name, value in by_name.items()} for kind, by_name in tensors.items()}
+    files = {kind: split_files(kind, kind_specs, limit) for kind, kind_specs in specs.items()}
     content = {
         "version": VERSION,
         "step": progress.step,
@@ -107,34 +107,36 @@ def save_training(
         "scaler": _extra(extras.scaler, "scaler"),
         "plan": plan.to_dict(),
         "seed": plan.seed,
-        "ranks": held.size,
+        "ranks": local_weights.size,
         "files": {
             file: {"kind": kind, "tensors": {name: _spec_document(specs[kind][name]) for name in names}}
-            for kind, found in files.items()
-            for file, names in found.items()
+            for kind, by_file in files.items()
+            for file, names in by_file.items()
         },
     }
     facts = {key: _fact(value) for key, value in content.items()}
-    if held.rank == 0:
+    if local_weights.rank == 0:
         fresh = saves.begin(root)
         with saves.writable(fresh):
             for entry in _files(fresh, content):
                 entry.file.create()
-            for kind, found in files.items():
-                if len(found) > 1:
-                    text = index_document(specs[kind], found)
+            for kind, by_file in files.items():
+                if len(by_file) > 1:
+                    text = index_document(specs[kind], by_file)
                     saves.write_synced(fresh / f"{kind}.safetensors.index.json", text.encode())
             save_configuration(fresh, model, weights)
-    held.agree(facts, "train alike on every rank, and pass the same position")
-    fresh = fresh if held.rank == 0 else saves.begun(root)
+    local_weights.agree(facts, "train alike on every rank, and pass the same position")
+    fresh = fresh if local_weights.rank == 0 else saves.begun(root)
     with saves.writable(fresh):
-        checks = {entry.file.path.name: _write(held, entry, tensors[entry.kind]) for entry in _files(fresh, content)}
-        saves.write_synced(fresh / _checks(held.rank), _sealed({"files": checks}))
-    held.agree({}, "")  # all have written
-    if held.rank == 0:
+        checks = {
+            entry.file.path.name: _write(local_weights, entry, tensors[entry.kind]) for entry in _files(fresh, content)
+        }
+        saves.write_synced(fresh / _checks(local_weights.rank), _sealed({"files": checks}))
+    local_weights.agree({}, "")  # all have written
+    if local_weights.rank == 0:
         _check_written(fresh, content)
         fresh = saves.finish(fresh, _sealed(content), keep)
-    held.agree({}, "")  # it counts
+    local_weights.agree({}, "")  # it counts
     return root / fresh.name.replace("saving", "training")
 
 
@@ -176,23 +178,23 @@ def _fact(value: Any) -> str:
     return text if len(text) < 60 else hashlib.sha256(text.encode()).hexdigest()
 
 
-def _write(held: Held, entry: _File, tensors: Mapping[str, Tensor]) -> list[Any]:
+def _write(weights: Held, entry: _File, tensors: Mapping[str, Tensor]) -> list[Any]:
     """Writes this rank's boxes of a file; returns each with its check sum."""
-    found: list[Any] = []
-    mine = [(name, box) for name in entry.specs for box in _boxes(held, name, entry.specs[name]) if box.stands]
+    rows: list[Any] = []
+    mine = [(name, box) for name in entry.specs for box in _boxes(weights, name, entry.specs[name]) if box.stands]
     if not mine:
-        return found
+        return rows
     opened = saves.eventually(lambda: _opened(entry.file.path))
     if opened is None:
         raise saves.not_shared(entry.file.path.parent)
     try:
         for name, box in mine:
             check = entry.file.write(opened, name, box, local_of(tensors[name]))
-            found.append([name, list(box.offsets), list(box.sizes), check])
+            rows.append([name, list(box.offsets), list(box.sizes), check])
         os.fsync(opened)
     finally:
         os.close(opened)
-    return found
+    return rows
 
 
 def _opened(path: Path) -> int | None:
@@ -202,15 +204,15 @@ def _opened(path: Path) -> int | None:
         return None
 
 
-def _boxes(held: Held, name: str, spec: Spec) -> list[Box]:
+def _boxes(weights: Held, name: str, spec: Spec) -> list[Box]:
     """This rank's boxes of a tensor; with `stands`, those that it writes."""
-    if not held.counts(held.entries()[name]):
+    if not weights.counts(weights.entries()[name]):
         return []
-    layout = held.layout_of(name)
+    layout = weights.layout_of(name)
     cut = {axis for axis, placement in layout if placement.is_shard} if spec.shape else set[str]()
-    if any(held.coordinates[axis] for axis in held.coordinates.keys() - cut):
+    if any(weights.coordinates[axis] for axis in weights.coordinates.keys() - cut):
         return []  # the first rank on the axes that do not cut it writes it
-    return boxes(spec.shape, layout if cut else Layout(), held.axes, held.coordinates)
+    return boxes(spec.shape, layout if cut else Layout(), weights.axes, weights.coordinates)
 
 
 def _check_written(fresh: Path, content: Mapping[str, Any]) -> None:
@@ -224,8 +226,8 @@ def _check_written(fresh: Path, content: Mapping[str, Any]) -> None:
         path = fresh / _checks(rank)
         if not saves.appears(path):
             raise saves.not_shared(fresh.parent)
-        for file, found in _unsealed(path)["files"].items():
-            for name, offsets, sizes, check in sorted(found, key=lambda row: _product(row[2]))[:1]:
+        for file, rows in _unsealed(path)["files"].items():
+            for name, offsets, sizes, check in sorted(rows, key=lambda row: _product(row[2]))[:1]:
                 with known[file].path.open("rb") as opened:
                     seen = known[file].check(opened.fileno(), name, _box(offsets, sizes))
                 if seen != check:
@@ -253,16 +255,16 @@ def _sealed(content: Mapping[str, Any]) -> bytes:
 
 
 def _unsealed(path: Path) -> Any:
-    found = saves.read_document(path)
-    if not isinstance(found.get("content"), dict) or zlib.crc32(document(found["content"])) != found.get("check"):
+    sealed = saves.read_document(path)
+    if not isinstance(sealed.get("content"), dict) or zlib.crc32(document(sealed["content"])) != sealed.get("check"):
         raise saves.damaged(path, "is not as it was written: its check sum differs")
-    return found["content"]
+    return sealed["content"]
 
 
 # ---------------------------------------------------------------------- resuming
 
 
-def resume_training(held: Held, folder: str | Path, optimizer: Optimizer, extras: Extras, seed: int) -> Progress:
+def resume_training(weights: Held, folder: str | Path, optimizer: Optimizer, extras: Extras, seed: int) -> Progress:
     """Takes up the last save of a folder, or a certain one. A collective call.
 
     Args:
@@ -280,12 +282,12 @@ def resume_training(held: Held, folder: str | Path, optimizer: Optimizer, extras
             where=str(path),
             remedy="resume with the fxpar that saved it",
         )
-    held.agree({"the save": path.name, "its content": _fact(content)}, "give every rank the same folder")
-    _check_fits(held, path, content, optimizer, extras, seed)
-    _check_files(held, path, content)
-    held.agree({}, "")  # no rank has an objection
-    load(held, Checkpoint(_entry_point(path, _WEIGHTS)))
-    _restore_optimizer(held, path, content, optimizer)
+    weights.agree({"the save": path.name, "its content": _fact(content)}, "give every rank the same folder")
+    _check_fits(weights, path, content, optimizer, extras, seed)
+    _check_files(weights, path, content)
+    weights.agree({}, "")  # no rank has an objection
+    load(weights, Checkpoint(_entry_point(path, _WEIGHTS)))
+    _restore_optimizer(weights, path, content, optimizer)
     for name, value in (("scheduler", extras.scheduler), ("scaler", extras.scaler)):
         if value is not None:
             value.load_state_dict(decode(content[name]["state"]))
@@ -298,7 +300,7 @@ def _entry_point(path: Path, kind: str) -> Path:
 
 
 def _check_fits(
-    held: Held, path: Path, content: Mapping[str, Any], optimizer: Optimizer, extras: Extras, seed: int
+    weights: Held, path: Path, content: Mapping[str, Any], optimizer: Optimizer, extras: Extras, seed: int
 ) -> None:
     where = str(path)
     if content["seed"] != seed:
@@ -307,7 +309,7 @@ def _check_fits(
             where=where,
             remedy=f"use Plan(seed={content['seed']})",
         )
-    check_fits(held, optimizer, content["optimizer"], where)
+    check_fits(weights, optimizer, content["optimizer"], where)
     for name, value in (("scheduler", extras.scheduler), ("scaler", extras.scaler)):
         saved = content[name]
         if (saved is None) != (value is None):
@@ -317,11 +319,11 @@ def _check_fits(
         if saved and saved["class"] != _kind(value):
             reason = f"holds a {saved['class']}, and a {_kind(value)} was passed"
             raise CheckpointError(reason, where=where, remedy=f"pass the same {name}")
-    own = {name: _spec(entry.tensor) for name, entry in saved_once(held).items()}
+    module_specs = {name: _spec(entry.tensor) for name, entry in saved_once(weights).items()}
     saved_specs = {n: s for entry in _files(path, content) if entry.kind == _WEIGHTS for n, s in entry.specs.items()}
-    for name in (*own, *saved_specs):
-        if own.get(name) != saved_specs.get(name):
-            here, there = (str(found.get(name, "nothing")) for found in (own, saved_specs))
+    for name in (*module_specs, *saved_specs):
+        if module_specs.get(name) != saved_specs.get(name):
+            here, there = (str(specs.get(name, "nothing")) for specs in (module_specs, saved_specs))
             raise CheckpointError(
                 f"is {there} in the save and {here} in the module",
                 where=f"{where}: {name}",
@@ -329,7 +331,7 @@ def _check_fits(
             )
 
 
-def _check_files(held: Held, path: Path, content: Mapping[str, Any]) -> None:
+def _check_files(weights: Held, path: Path, content: Mapping[str, Any]) -> None:
     """Checks sizes and headers of all files, and check sums of this rank's share of the boxes.
 
     Raises:
@@ -342,27 +344,27 @@ def _check_files(held: Held, path: Path, content: Mapping[str, Any]) -> None:
     rows = [
         (file, *row)
         for rank in range(content["ranks"])
-        for file, found in _unsealed(path / _checks(rank))["files"].items()
-        for row in found
+        for file, file_rows in _unsealed(path / _checks(rank))["files"].items()
+        for row in file_rows
     ]
-    for file, name, offsets, sizes, check in rows[held.rank :: held.size]:
+    for file, name, offsets, sizes, check in rows[weights.rank :: weights.size]:
         with known[file].path.open("rb") as opened:
             if known[file].check(opened.fileno(), name, _box(offsets, sizes)) != check:
                 raise saves.damaged(known[file].path, f"holds other bytes of {name} than when it was saved")
 
 
-def _restore_optimizer(held: Held, path: Path, content: Mapping[str, Any], optimizer: Optimizer) -> None:
+def _restore_optimizer(weights: Held, path: Path, content: Mapping[str, Any], optimizer: Optimizer) -> None:
     parts: dict[str, dict[str, bool]] = {}  # by state key and parameter, whether it is one number
     for entry in _files(path, content):
         if entry.kind != _WEIGHTS:
-            found = parts.setdefault(entry.kind.removeprefix("optimizer."), {})
-            found.update({n: not spec.shape and bool(held.shape_of(n)) for n, spec in entry.specs.items()})
+            are_numbers = parts.setdefault(entry.kind.removeprefix("optimizer."), {})
+            are_numbers.update({n: not spec.shape and bool(weights.shape_of(n)) for n, spec in entry.specs.items()})
     checkpoints = {key: Checkpoint(_entry_point(path, f"optimizer.{key}")) for key in parts}
 
     def read(key: str, name: str, is_number: bool) -> Tensor:
-        layout = Layout() if is_number else held.layout_of(name)
+        layout = Layout() if is_number else weights.layout_of(name)
         with checkpoints[key].reading() as reader:
-            return reader.part(name, layout, held.axes, held.coordinates)
+            return reader.part(name, layout, weights.axes, weights.coordinates)
 
     with torch.no_grad():
-        restore(held, optimizer, content["optimizer"], parts, read)
+        restore(weights, optimizer, content["optimizer"], parts, read)
