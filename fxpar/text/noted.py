@@ -47,8 +47,8 @@ def read_note(scanner: Scanner, node: fx.Node, axes: Mapping[str, int]) -> Note:
         axes: sizes of the plan's mesh axes.
     """
     fields: dict[str, Any] = {}
-    if found := scanner.match(_TYPE):
-        fields["type"], fields["layout"] = parse_type(_without_source(node, found[1].strip(), axes), axes)
+    if match := scanner.match(_TYPE):
+        fields["type"], fields["layout"] = parse_type(_without_source(node, match[1].strip(), axes), axes)
     if scanner.match(_BRACE):
         for _ in scanner.items("}"):
             key, value = _attribute(scanner, node, axes)
@@ -67,25 +67,25 @@ def read_end(scanner: Scanner) -> re.Match[str]:
 
 
 def _attribute(scanner: Scanner, node: fx.Node, axes: Mapping[str, int]) -> tuple[str, Any]:
-    found = scanner.match(_ATTRIBUTE)
-    if found is None:
+    match = scanner.match(_ATTRIBUTE)
+    if match is None:
         ahead = scanner.text[scanner.at : scanner.at + 20]
         fail(
             f"{ahead!r} starts no attribute",
             'write needs=, role="…", origin="…", random=, recompute=, buffer=, one_shot=true, phase=, region=, stage='
             " or uncaptured=",
         )
-    if found[3]:
-        return found[3], unquote(found[4])
-    if found[5]:
-        return found[5], int(found[6])
-    if found[7] or found[9]:
-        return found[7] or found[9], found[8] or found[10]
-    if found[11]:
-        return "stages", tuple(map(int, found[12].split("+")))
-    if found[13]:
-        return found[13], True
-    parts, shapes = split(found[2], ";"), need_shapes(node)
+    if match[3]:
+        return match[3], unquote(match[4])
+    if match[5]:
+        return match[5], int(match[6])
+    if match[7] or match[9]:
+        return match[7] or match[9], match[8] or match[10]
+    if match[11]:
+        return "stages", tuple(map(int, match[12].split("+")))
+    if match[13]:
+        return match[13], True
+    parts, shapes = split(match[2], ";"), need_shapes(node)
     if len(parts) != len(shapes):
         fail(f"needs has {len(parts)} layouts for {len(shapes)} operands", "write one for each, separated by ';'")
     return "needs", tuple(parse_layout(p, s, axes) for p, s in zip(parts, shapes, strict=True))
@@ -94,24 +94,24 @@ def _attribute(scanner: Scanner, node: fx.Node, axes: Mapping[str, int]) -> tupl
 def _without_source(node: fx.Node, text: str, axes: Mapping[str, int]) -> str:
     """The type text of a coercion without its `P→`, which must be what its operand is."""
     coercion = node.target in COERCION_OF
-    given = operands(node) if coercion else []
-    if coercion and [len(output_types(operand)) for operand in given] != [1]:
+    coerced = operands(node) if coercion else []
+    if coercion and [len(output_types(operand)) for operand in coerced] != [1]:
         fail("a coercion needs one tensor", "pass it one %name of a tensor")
     tokens = split(text, " ")
     for i, token in enumerate(tokens):
         if "→" not in token:
             continue
-        found = _AXIS.fullmatch(token)
-        if not coercion or found is None or found[1] not in axes_of(node):
+        match = _AXIS.fullmatch(token)
+        if not coercion or match is None or match[1] not in axes_of(node):
             fail(f"an arrow stands in '{token}'", "write arrows only for a coercion, on its axis")
-        source, _, target = found[2].partition("→")
-        before = {k: v for layout in output_layouts(given[0]) for k, v in layout}.get(found[1])
-        shape = output_types(given[0])[0].shape
-        seen = seen_by(output_layouts(given[0])[0], shape, axes) if output_layouts(given[0]) else {}
-        if placement(source, seen.get(found[1], shape)) != before:
+        source, _, target = match[2].partition("→")
+        before = {k: v for layout in output_layouts(coerced[0]) for k, v in layout}.get(match[1])
+        shape = output_types(coerced[0])[0].shape
+        seen = seen_by(output_layouts(coerced[0])[0], shape, axes) if output_layouts(coerced[0]) else {}
+        if placement(source, seen.get(match[1], shape)) != before:
             fail(
-                f"the operand %{given[0].name} is {before or 'without layout'} on {found[1]} and not {source}",
+                f"the operand %{coerced[0].name} is {before or 'without layout'} on {match[1]} and not {source}",
                 "write its layout before the arrow, or none",
             )
-        tokens[i] = f"{found[1]}:{target}"
+        tokens[i] = f"{match[1]}:{target}"
     return " ".join(tokens)

@@ -163,8 +163,8 @@ class _Reader:
         elif key == "properties":
             self.header[key] = frozenset(rest.split())
         else:
-            found = _NAME.fullmatch(rest.strip()) or fail(f"'{rest}' is no output's name", "write one name")
-            self.header[key] = "" if found[1] == NO_LOSS else unquote(found[1])
+            match = _NAME.fullmatch(rest.strip()) or fail(f"'{rest}' is no output's name", "write one name")
+            self.header[key] = "" if match[1] == NO_LOSS else unquote(match[1])
 
     def finish(self) -> Program:
         """The program, once all lines are read."""
@@ -203,27 +203,27 @@ class _Reader:
         return program
 
     def _read_symbol(self, text: str) -> None:
-        found = _SYMBOL.fullmatch(text)
-        if found is None:
+        match = _SYMBOL.fullmatch(text)
+        if match is None:
             fail(f"'{text}' is no symbol", "write 'symbol name = input.dim like example', or input.dim / ranks")
-        self._check_new(found[1])
-        multiple, group = int(found[4] or 1), int(found[5] or 1)
+        self._check_new(match[1])
+        multiple, group = int(match[4] or 1), int(match[5] or 1)
         if group < 1 or multiple % group:
             fail(f"{multiple} is no multiple of the group {group}", "write the ranks times the group")
-        self.symbols.append(Symbol(found[1], unquote(found[2]), int(found[3]), int(found[6]), multiple, group))
+        self.symbols.append(Symbol(match[1], unquote(match[2]), int(match[3]), int(match[6]), multiple, group))
 
     def _read_counted(self, text: str) -> None:
-        found = _COUNTED.fullmatch(text)
-        if found is None:
+        match = _COUNTED.fullmatch(text)
+        if match is None:
             fail(f"'{text}' is no number of rows", "write 'counted name = size like example'")
-        self._check_new(found[1])
-        self.counted.append(Counted(found[1], parse_size(found[2]), int(found[3])))
+        self._check_new(match[1])
+        self.counted.append(Counted(match[1], parse_size(match[2]), int(match[3])))
 
     def _read_condition(self, text: str) -> None:
-        found = _CONDITION.fullmatch(text)
-        if found is None:
+        match = _CONDITION.fullmatch(text)
+        if match is None:
             fail(f"'{text}' is no condition", f"write 'condition size relation size' with {' '.join(RELATIONS)}")
-        self.conditions.append(Condition(parse_size(found[1]), found[2], parse_size(found[3])))
+        self.conditions.append(Condition(parse_size(match[1]), match[2], parse_size(match[3])))
 
     def _check_new(self, name: str) -> None:
         if name in {known.name for known in self.symbols} | {known.name for known in self.counted}:
@@ -234,8 +234,8 @@ class _Reader:
         names: list[str] = []
         values: list[Any] = []
         while text and (not names or scanner.match(_SEPARATOR)):
-            found = scanner.match(_OUTPUT) or fail("an output has no name", "write 'return name=%node, …'")
-            names.append(unquote(found[1]))
+            match = scanner.match(_OUTPUT) or fail("an output has no name", "write 'return name=%node, …'")
+            names.append(unquote(match[1]))
             values.append(parse_value(scanner, self.nodes))
         read_end(scanner)
         if len(set(names)) != len(names):
@@ -245,13 +245,13 @@ class _Reader:
 
     def _start_region(self, text: str) -> None:
         scanner = Scanner(text)
-        found = scanner.match(_REGION) or fail("the region has no name", "write 'region name'")
+        match = scanner.match(_REGION) or fail("the region has no name", "write 'region name'")
         if "plan" not in self.header or self.nodes or self.inside is not None:
             fail("a region stands above the plan, below a node or in another region", "write regions above the nodes")
-        if found[1] in self.regions:
-            fail(f"the region {found[1]} is defined twice", "rename one of the two")
+        if match[1] in self.regions:
+            fail(f"the region {match[1]} is defined twice", "rename one of the two")
         fqn = read_end(scanner)[1] or ""
-        self.inside = _Inside(found[1], unquote(fqn), self.graph)
+        self.inside = _Inside(match[1], unquote(fqn), self.graph)
         self.graph = fx.Graph()
 
     def _end_region(self, text: str) -> None:
@@ -274,13 +274,13 @@ class _Reader:
         takers: list[str] = []
         if scanner.match(_GIVES):
             while not takers or scanner.match(_SEPARATOR):
-                found = scanner.match(_TAKER) or fail("expected who takes a result", "write %name, or - for none")
-                takers.append(found[1] or "")
+                match = scanner.match(_TAKER) or fail("expected who takes a result", "write %name, or - for none")
+                takers.append(match[1] or "")
         if len(takers) != len(region.results):
             fail(f"takes {len(takers)} of the {len(region.results)} results of {region}", "write %name or - for each")
         if not all(isinstance(value, fx.Node) for value in args):
             fail(f"passes what is no node to {region}", "pass one %name for each operand")
-        if not isinstance(random, list) or not all(type(each) is int for each in random):
+        if not isinstance(random, list) or not all(type(identity) is int for identity in random):
             fail("the identities of the draws are no list of numbers", "write random=[…]")
         placeholder = self.graph.create_node("call_function", operator.getitem, name=name)
         like = read_note(scanner, placeholder, self.axes)
@@ -299,8 +299,8 @@ class _Reader:
 
     def _read_node(self, line: str) -> None:
         scanner = Scanner(line)
-        found = scanner.match(_DEFINITION) or fail("the line defines no node", "write '%name = operator(…) : type'")
-        name = found[1]
+        match = scanner.match(_DEFINITION) or fail("the line defines no node", "write '%name = operator(…) : type'")
+        name = match[1]
         if "plan" not in self.header:
             fail("the plan line is missing", "write it above the first node")
         if name in self.nodes:
@@ -322,11 +322,11 @@ class _Reader:
             node = self.graph.create_node("call_function", target, args, kwargs, name=name)
         if node.name != name:  # torch.fx renames what shadows a builtin
             node.name = name
-        kept = read_note(scanner, node, self.axes)
-        set_note(node, kept)
+        noted = read_note(scanner, node, self.axes)
+        set_note(node, noted)
         self.nodes[name] = node
         if tensor is not None:
-            self._own(tensor, name, kept.type)
+            self._own(tensor, name, noted.type)
 
     def _own(self, tensor: Owned, node: str, kind: ValueType) -> None:
         path = tensor.path
@@ -345,8 +345,8 @@ class _Reader:
             self.constants[path] = constant(tensor.values, kind)
 
     def _call(self, scanner: Scanner) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-        found = scanner.match(_TARGET) or fail("expected an operator", "write its full name and '(', aten.mm.default(")
-        name, axis = found[1], found[2]
+        match = scanner.match(_TARGET) or fail("expected an operator", "write its full name and '(', aten.mm.default(")
+        name, axis = match[1], match[2]
         target = self._region(name) if name.startswith("region.") else resolve(name, self.operators)
         args: list[Any] = []
         kwargs: dict[str, Any] = {}

@@ -144,18 +144,18 @@ def need_shapes(node: fx.Node) -> list[tuple[Size, ...]]:
 
 def node_text(node: fx.Node, program: Program) -> str:
     """The node's line."""
-    kept = note(node)
+    noted = note(node)
     line = f"%{node.name} = {_head(node, program)}"
     region = region_of(node)
     if region is not None:
         line += f" gives {', '.join(_taken(node, len(region.results)))}"
-    elif kept.type is not None:
+    elif noted.type is not None:
         line += f" : {_type_text(node, program.axes)}"
     attributes = _attributes(node, program.axes)
     if attributes:
         line += " {" + ", ".join(attributes) + "}"
-    if kept.fqn or kept.source:
-        line += f"  # {word(kept.fqn) if kept.fqn else '-'}" + (f" {word(kept.source)}" if kept.source else "")
+    if noted.fqn or noted.source:
+        line += f"  # {word(noted.fqn) if noted.fqn else '-'}" + (f" {word(noted.source)}" if noted.source else "")
     return line
 
 
@@ -221,34 +221,34 @@ def _layout_text(node: fx.Node, layout: Layout, axes: Mapping[str, int]) -> str:
     if not sources:
         return layout_text(layout, shape, axes)
     before = dict(sources[0])
-    given = seen_by(sources[0], output_types(operands(node)[0])[0].shape, axes)
+    seen_before = seen_by(sources[0], output_types(operands(node)[0])[0].shape, axes)
     seen, shown = seen_by(layout, shape, axes), []
     for name, placement in layout:
         arrow = name in axes_of(node) and name in before
-        source = f"{placement_text(before[name], given[name])}→" if arrow else ""
+        source = f"{placement_text(before[name], seen_before[name])}→" if arrow else ""
         shown.append(f"{name}:{source}{placement_text(placement, seen[name])}")
     return " ".join(shown) or "-"
 
 
 def _attributes(node: fx.Node, axes: Mapping[str, int]) -> list[str]:
-    kept = note(node)
-    found = []
-    if kept.needs:
+    noted = note(node)
+    attributes = []
+    if noted.needs:
         shapes = need_shapes(node)
-        if len(shapes) != len(kept.needs):
+        if len(shapes) != len(noted.needs):
             raise TextError(
-                f"{len(shapes)} operands have {len(kept.needs)} needs",
+                f"{len(shapes)} operands have {len(noted.needs)} needs",
                 where=f"%{node.name}",
                 remedy="set one for each operand",
             )
-        texts = [layout_text(n, s, axes) for n, s in zip(kept.needs, shapes, strict=True)]
-        found.append("needs=" + " ; ".join(texts))
-    found += [f"{key}={json.dumps(getattr(kept, key))}" for key in ("role", "origin") if getattr(kept, key)]
+        texts = [layout_text(n, s, axes) for n, s in zip(noted.needs, shapes, strict=True)]
+        attributes.append("needs=" + " ; ".join(texts))
+    attributes += [f"{key}={json.dumps(getattr(noted, key))}" for key in ("role", "origin") if getattr(noted, key)]
     plain = ("random", "recompute", "buffer", "phase", "region")
-    found += [f"{key}={getattr(kept, key)}" for key in plain if getattr(kept, key)]
-    found += ["one_shot=true"] if kept.one_shot else []
-    found += ["stage=" + "+".join(map(str, kept.stages))] if kept.stages else []
-    return [*found, f"uncaptured={json.dumps(kept.uncaptured)}"] if kept.uncaptured else found
+    attributes += [f"{key}={getattr(noted, key)}" for key in plain if getattr(noted, key)]
+    attributes += ["one_shot=true"] if noted.one_shot else []
+    attributes += ["stage=" + "+".join(map(str, noted.stages))] if noted.stages else []
+    return [*attributes, f"uncaptured={json.dumps(noted.uncaptured)}"] if noted.uncaptured else attributes
 
 
 def has_scalar(program: Program) -> bool:
@@ -269,8 +269,8 @@ def print_program(program: Program) -> str:
         share = f" / {s.multiple}" if s.multiple > 1 else ""
         share += f" in groups of {s.group}" if s.group > 1 else ""
         lines.append(f"symbol {s.name} = {word(s.path)}.{s.dim}{share} like {s.example}")
-    lines += [f"counted {each.name} = {each.balanced} like {each.example}" for each in program.counted]
-    lines += [f"condition {each}" for each in program.conditions]
+    lines += [f"counted {symbol.name} = {symbol.balanced} like {symbol.example}" for symbol in program.counted]
+    lines += [f"condition {condition}" for condition in program.conditions]
     if program.loss or has_scalar(program):
         lines.append(f"loss {word(program.loss) if program.loss else NO_LOSS}")
     for region in regions(program):

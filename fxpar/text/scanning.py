@@ -67,10 +67,10 @@ class Scanner:
 
     def match(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
         """Matches here and steps over the match; None leaves the position."""
-        found = pattern.match(self.text, self.at)
-        if found is not None:
-            self.at = found.end()
-        return found
+        match = pattern.match(self.text, self.at)
+        if match is not None:
+            self.at = match.end()
+        return match
 
     def take(self, sign: str) -> bool:
         """Steps over the sign if it stands here."""
@@ -87,10 +87,10 @@ class Scanner:
 
     def string(self) -> str:
         """Steps over a text in double quotes."""
-        found = self.match(_STRING)
-        if found is None:
+        match = self.match(_STRING)
+        if match is None:
             fail(f"expected a text in quotes before '{self.text[self.at : self.at + 20]}'", 'write it as "…"')
-        return unquote(found[0])
+        return unquote(match[0])
 
     def items(self, closing: str) -> Iterator[None]:
         """Yields at the start of every item of a list, and steps over commas and the closing bracket."""
@@ -136,21 +136,21 @@ def parse_value(scanner: Scanner, nodes: Mapping[str, fx.Node], depth: int = 0) 
         if depth == _DEEPEST_LIST:
             fail("lists are nested too deeply", f"nest at most {_DEEPEST_LIST}")
         return [parse_value(scanner, nodes, depth + 1) for _ in scanner.items("]")]
-    if found := scanner.match(_NAME):
-        if found[1] not in nodes:
-            fail(f"%{found[1]} is not defined", "define it on a line above")
-        return nodes[found[1]]
-    if found := scanner.match(_SINGLETON):
-        return _SINGLETONS[found[0]]
-    if found := scanner.match(_NUMBER):
-        return _number(found[0])
-    if found := scanner.match(_COMPLEX):
-        return complex(*map(_number, found.groups()))
-    if found := scanner.match(_QUALIFIED):
-        if found[0] not in _TORCH_VALUES:
-            known = [name for name in _TORCH_VALUES if name.startswith(f"{found[1]}.")]
-            fail(f"{found[0]} is unknown", f"choose one of {', '.join(known)}")
-        return _TORCH_VALUES[found[0]]
+    if match := scanner.match(_NAME):
+        if match[1] not in nodes:
+            fail(f"%{match[1]} is not defined", "define it on a line above")
+        return nodes[match[1]]
+    if match := scanner.match(_SINGLETON):
+        return _SINGLETONS[match[0]]
+    if match := scanner.match(_NUMBER):
+        return _number(match[0])
+    if match := scanner.match(_COMPLEX):
+        return complex(*map(_number, match.groups()))
+    if match := scanner.match(_QUALIFIED):
+        if match[0] not in _TORCH_VALUES:
+            known = [name for name in _TORCH_VALUES if name.startswith(f"{match[1]}.")]
+            fail(f"{match[0]} is unknown", f"choose one of {', '.join(known)}")
+        return _TORCH_VALUES[match[0]]
     if scanner.text.startswith('"', scanner.at):
         return scanner.string()
     ahead = scanner.text[scanner.at : scanner.at + 20]
@@ -182,15 +182,15 @@ def parse_layout(text: str, shape: Sequence[Size], axes: Mapping[str, int]) -> L
     placements: dict[str, Placement] = {}
     seen = tuple(shape)
     for part in [] if text == "-" else split(text, " "):
-        found = _AXIS.fullmatch(part)
-        if found is None:
+        match = _AXIS.fullmatch(part)
+        if match is None:
             fail(f"'{part}' is no layout", "write axis:I, axis:R, axis:P, axis:V or axis:S(dim)")
-        check_axis(found[1], axes)
-        if found[1] in placements:
-            fail(f"the axis {found[1]} has two layouts", "keep one")
-        placements[found[1]] = placement(found[2], seen)
-        if fits(placements[found[1]], seen, axes[found[1]]):
-            seen = peel(seen, placements[found[1]], axes[found[1]])
+        check_axis(match[1], axes)
+        if match[1] in placements:
+            fail(f"the axis {match[1]} has two layouts", "keep one")
+        placements[match[1]] = placement(match[2], seen)
+        if fits(placements[match[1]], seen, axes[match[1]]):
+            seen = peel(seen, placements[match[1]], axes[match[1]])
     if not placements and text != "-":
         fail("a layout is missing", "write axis:I and so on, or - for none")
     return Layout.of(placements)
@@ -210,15 +210,15 @@ def check_axis(axis: str, axes: Collection[str]) -> None:
 
 
 def _parse_tensor(text: str) -> TensorType:
-    found = _TENSOR.fullmatch(text)
-    if found is None:
+    match = _TENSOR.fullmatch(text)
+    if match is None:
         fail(f"'{text}' is no tensor type", "write dtype[sizes], for example f32[b, 64]")
-    if found[1] not in DTYPES:
-        fail(f"the element type {found[1]} is unknown", f"choose one of {', '.join(DTYPES)}")
-    shape = tuple(parse_size(size) for size in split(found[2], ","))
+    if match[1] not in DTYPES:
+        fail(f"the element type {match[1]} is unknown", f"choose one of {', '.join(DTYPES)}")
+    shape = tuple(parse_size(size) for size in split(match[2], ","))
     if any(isinstance(size, int) and size < 0 for size in shape):
         fail(f"'{text}' has a negative size", "write sizes from 0 on")
-    return TensorType(DTYPES[found[1]], shape)
+    return TensorType(DTYPES[match[1]], shape)
 
 
 def _parse_output(text: str, axes: Mapping[str, int]) -> tuple[TensorType | ScalarType, Layout | None]:
@@ -260,11 +260,11 @@ def resolve(name: str, operators: Mapping[str, GraphOperator]) -> Any:
     parts = name.split(".")
     if len(parts) == 3:
         try:
-            found = getattr(getattr(getattr(torch.ops, parts[0]), parts[1]), parts[2])
+            overload = getattr(getattr(getattr(torch.ops, parts[0]), parts[1]), parts[2])
         except (AttributeError, RuntimeError):
-            found = None
-        if isinstance(found, torch._ops.OpOverload):
-            return found
+            overload = None
+        if isinstance(overload, torch._ops.OpOverload):
+            return overload
     elif len(parts) == 2 and parts[0] == "fxpar" and parts[1] in operators:
         return operators[parts[1]]
     elif name in FUNCTIONS:
@@ -277,10 +277,10 @@ def check_call(name: str, target: Any, args: Sequence[Any], kwargs: Mapping[str,
     if isinstance(target, torch._ops.OpOverload):
         schema = target._schema.arguments
         positional = [a.name for a in schema if not a.kwarg_only]
-        given = [*positional[: len(args)], *kwargs]
+        passed = [*positional[: len(args)], *kwargs]
         required = {a.name for a in schema if not a.has_default_value()}
-        fits = len(args) <= len(positional) and len(set(given)) == len(given)
-        fits = fits and required <= set(given) <= {a.name for a in schema}
+        fits = len(args) <= len(positional) and len(set(passed)) == len(passed)
+        fits = fits and required <= set(passed) <= {a.name for a in schema}
     else:
         try:
             takes = target.signature if isinstance(target, GraphOperator) else inspect.signature(target)
