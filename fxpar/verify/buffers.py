@@ -24,7 +24,7 @@ def check_buffers(program: Program) -> None:
             way at once; or one that opens or closes its part of the step has a buffer that another call may use next to
             it.
     """
-    for node in (each for each in program.graph.nodes if has_note(each) and note(each).one_shot):
+    for node in (node for node in program.graph.nodes if has_note(node) and note(node).one_shot):
         if not note(node).buffer or not (is_sum(node) or is_shot(node)):
             reason = "is one_shot and no sum that has a buffer"
             raise CheckFailed(reason, where=describe(node), remedy="leave one_shot out")

@@ -30,7 +30,7 @@ def check_counted(program: Program) -> None:
         CheckFailed: a symbol without an exchange or of two, an exchange without one, or a collective over axes whose
             ranks have other numbers of rows.
     """
-    known = {each.name for each in program.counted}
+    known = {symbol.name for symbol in program.counted}
     sizes: dict[str, fx.Node] = {}
     cut: dict[str, set[str]] = {}
     for node in program.graph.nodes:
@@ -44,7 +44,7 @@ def check_counted(program: Program) -> None:
                     where=describe(node),
                     remedy="give each exchange a symbol of its own",
                 )
-            if any(other != name and own is operands(node)[1] for other, own in sizes.items()):
+            if any(other != name and split_sizes is operands(node)[1] for other, split_sizes in sizes.items()):
                 raise CheckFailed(
                     f"brings {name} rows by the split sizes of another exchange",
                     where=describe(node),
@@ -71,10 +71,10 @@ def check_counted(program: Program) -> None:
 
 def _check_picked(node: fx.Node, known: set[str], sizes: dict[str, fx.Node]) -> None:
     """A loop over experts picks a number of rows of its own for each, until `canonicalize` has recognised it."""
-    found = names(size for kind in output_types(node) for size in kind.shape) & known
-    if len(found) != 1 or any(sizes.setdefault(name, node) is not node for name in found):
+    picked = names(size for kind in output_types(node) for size in kind.shape) & known
+    if len(picked) != 1 or any(sizes.setdefault(name, node) is not node for name in picked):
         raise CheckFailed(
-            f"picks {', '.join(sorted(found)) or 'no'} rows, of one number that no other operation picks",
+            f"picks {', '.join(sorted(picked)) or 'no'} rows, of one number that no other operation picks",
             where=describe(node),
             remedy="give each a symbol of its own",
         )
@@ -82,11 +82,11 @@ def _check_picked(node: fx.Node, known: set[str], sizes: dict[str, fx.Node]) -> 
 
 def _symbol_of(node: fx.Node, known: set[str]) -> str:
     (kind,) = output_types(node)
-    found = names((kind.shape[-2],))
-    if len(found) != 1 or not found <= known or str(kind.shape[-2]) not in found:
+    symbols = names((kind.shape[-2],))
+    if len(symbols) != 1 or not symbols <= known or str(kind.shape[-2]) not in symbols:
         raise CheckFailed(
             f"brings {kind.shape[-2]} rows, but values decide how many",
             where=describe(node),
             remedy="declare a symbol: counted r = … like …",
         )
-    return found.pop()
+    return symbols.pop()

@@ -34,19 +34,19 @@ def check_derivatives(program: Program, facts: Facts) -> None:
         CheckFailed: PyTorch has no derivative of it.
     """
     sizes, flags = {s.name: s.example for s in program.all_symbols}, facts.flags
-    wanted, sound = reached(program, flags), facts.known("derivatives")
+    differentiated, sound = reached(program, flags), facts.known("derivatives")
     for node in program.graph.nodes:
-        if node not in wanted or not isinstance(node.target, torch._ops.OpOverload):
+        if node not in differentiated or not isinstance(node.target, torch._ops.OpOverload):
             continue
-        given = tuple([flags[operand] for operand in facts.operands[node]])
-        if (facts.numbers[node], given) in sound:
+        operand_flags = tuple([flags[operand] for operand in facts.operands[node]])
+        if (facts.numbers[node], operand_flags) in sound:
             continue
         kinds = tuple(kind.dtype for operand in facts.operands[node] for kind in output_types(operand))
-        key = node.target, kinds, given
+        key = node.target, kinds, operand_flags
         if key not in _known and _is_differentiated(node, flags, sizes):
             _known.add(key)
         if key in _known:
-            sound[facts.numbers[node], given] = True
+            sound[facts.numbers[node], operand_flags] = True
 
 
 def _is_differentiated(node: fx.Node, flags: Mapping[fx.Node, tuple[bool, ...]], sizes: Mapping[str, int]) -> bool:
@@ -62,19 +62,19 @@ def _is_differentiated(node: fx.Node, flags: Mapping[fx.Node, tuple[bool, ...]],
         if isinstance(kind, ScalarType):
             return evaluate(kind.value, sizes)
         kinds = kind if isinstance(kind, tuple) else (kind,)
-        made = []
+        tensors = []
         for item, flag in zip(kinds, flags[operand], strict=True):
             assert isinstance(item, TensorType)
             shape = [evaluate(size, sizes) for size in item.shape]
-            made.append(torch.empty(shape, dtype=item.dtype, device="meta", requires_grad=flag))
-            tracked.extend(made[-1:] if flag else [])
-        return made if isinstance(kind, tuple) else made[0]
+            tensors.append(torch.empty(shape, dtype=item.dtype, device="meta", requires_grad=flag))
+            tracked.extend(tensors[-1:] if flag else [])
+        return tensors if isinstance(kind, tuple) else tensors[0]
 
     try:
         args, kwargs = map_arg((node.args, node.kwargs), value)
         with torch.enable_grad():
-            found = node.target(*args, **kwargs)  # type: ignore[operator]
-        made_of_it = found if isinstance(found, (tuple, list)) else [found]
+            outputs = node.target(*args, **kwargs)  # type: ignore[operator]
+        made_of_it = outputs if isinstance(outputs, (tuple, list)) else [outputs]
         results = [r for r in made_of_it if isinstance(r, Tensor) and r.requires_grad]
         torch.autograd.grad(results, tracked, [torch.empty_like(r) for r in results], allow_unused=True)
     except _FAILURES as error:

@@ -52,12 +52,12 @@ def compare(captured: Captured, model: nn.Module, batch: Any, run: bool = True) 
         CheckFailed: they differ; names the output, or the parameter whose gradient it is.
         InputError: the model itself raises an error.
     """
-    found = _hindrance(captured, model, batch)
-    if isinstance(found, str):
-        return found
+    reason_or_sizes = _hindrance(captured, model, batch)
+    if isinstance(reason_or_sizes, str):
+        return reason_or_sizes
     if run:
         inputs = call_inputs(captured, model, batch, as_given=True)
-        check_capture(captured, model, _cut(captured.program, inputs, batch, found), canonical=False)
+        check_capture(captured, model, _cut(captured.program, inputs, batch, reason_or_sizes), canonical=False)
     return ""
 
 
@@ -70,8 +70,8 @@ def compare_filled(
         skeleton: the model on the meta device.
         buffers: their values by name.
     """
-    found = _hindrance(captured, skeleton, batch, has_values=True)
-    return found if isinstance(found, str) else compare(captured, _filled(skeleton, buffers), batch) if run else ""
+    reason = _hindrance(captured, skeleton, batch, has_values=True)
+    return reason if isinstance(reason, str) else compare(captured, _filled(skeleton, buffers), batch) if run else ""
 
 
 def findings(captured: Captured, uncompared: str) -> tuple[str, ...]:
@@ -137,13 +137,13 @@ def _filled(skeleton: nn.Module, buffers: Mapping[str, Tensor]) -> nn.Module:
     generator = torch.Generator().manual_seed(1)
 
     def fill(parameter: Tensor) -> nn.Parameter:
-        made = torch.empty(parameter.shape, dtype=parameter.dtype)
-        if made.is_floating_point() or made.is_complex():
-            spread = 0.1 if made.dim() < 2 else 1 / math.sqrt(max(made[0].numel(), 1))
-            made.normal_(1.0 if made.dim() < 2 else 0.0, spread, generator=generator)
+        weight = torch.empty(parameter.shape, dtype=parameter.dtype)
+        if weight.is_floating_point() or weight.is_complex():
+            spread = 0.1 if weight.dim() < 2 else 1 / math.sqrt(max(weight[0].numel(), 1))
+            weight.normal_(1.0 if weight.dim() < 2 else 0.0, spread, generator=generator)
         else:
-            made.zero_()
-        return nn.Parameter(made, requires_grad=parameter.requires_grad)
+            weight.zero_()
+        return nn.Parameter(weight, requires_grad=parameter.requires_grad)
 
     memo: dict[int, Any] = {id(p): fill(p) for p in skeleton.parameters()}
     memo |= {id(b): buffers[n].detach().cpu().clone() for n, b in skeleton.named_buffers() if n in buffers}

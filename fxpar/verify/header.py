@@ -71,20 +71,20 @@ def _check_node(program: Program, node: fx.Node) -> None:
 
 
 def _check_symbol(program: Program, name: str) -> None:
-    found = [entry for entry in program.symbols if entry.name == name]
-    if len(found) > 1:
+    symbols = [entry for entry in program.symbols if entry.name == name]
+    if len(symbols) > 1:
         raise CheckFailed("is defined twice", where=f"symbol {name}")
-    place = f"{found[0].path}.{found[0].dim}"
-    inputs = [entry for entry in program.inputs if entry.path == found[0].path]
-    if not inputs or not 0 <= found[0].dim < len(inputs[0].type.shape):
+    place = f"{symbols[0].path}.{symbols[0].dim}"
+    inputs = [entry for entry in program.inputs if entry.path == symbols[0].path]
+    if not inputs or not 0 <= symbols[0].dim < len(inputs[0].type.shape):
         raise CheckFailed(f"no input has the size {place}", where=f"symbol {name}", remedy="name an input's dimension")
-    size = inputs[0].type.shape[found[0].dim]
-    if size != found[0].size:
+    size = inputs[0].type.shape[symbols[0].dim]
+    if size != symbols[0].size:
         raise CheckFailed(f"the size {place} is {size}", where=f"symbol {name}", remedy="name a dimension of that size")
-    if found[0].multiple < 1:
-        raise CheckFailed(f"{found[0].multiple} ranks share out {place}", where=f"symbol {name}")
-    if found[0].example < 1:
-        raise CheckFailed(f"the example has the size {found[0].example}", where=f"symbol {name}")
+    if symbols[0].multiple < 1:
+        raise CheckFailed(f"{symbols[0].multiple} ranks share out {place}", where=f"symbol {name}")
+    if symbols[0].example < 1:
+        raise CheckFailed(f"the example has the size {symbols[0].example}", where=f"symbol {name}")
 
 
 def _check_condition(program: Program, condition: Condition) -> None:
@@ -93,5 +93,5 @@ def _check_condition(program: Program, condition: Condition) -> None:
     if unknown:
         raise CheckFailed(f"names {min(unknown)}, which is no size of an input", where=f"condition {condition}")
     if not condition.holds(examples):
-        given = ", ".join(f"{name}={examples[name]}" for name in sorted(condition.names))
-        raise CheckFailed(f"does not hold of the example ({given})", where=f"condition {condition}")
+        example = ", ".join(f"{name}={examples[name]}" for name in sorted(condition.names))
+        raise CheckFailed(f"does not hold of the example ({example})", where=f"condition {condition}")

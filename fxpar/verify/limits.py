@@ -45,19 +45,19 @@ def _gives_list(target: torch._ops.OpOverload) -> bool:
 def _parts(target: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """How many tensors an operation makes of one at most; 0 for those of lists."""
     schema = target._schema.arguments
-    given = {a.name: a.default_value for a in schema if a.has_default_value()}
-    given |= {**dict(zip((a.name for a in schema), args, strict=False)), **kwargs}
-    source, dim = given.get("self"), given.get("dim", 0)
+    arguments = {a.name: a.default_value for a in schema if a.has_default_value()}
+    arguments |= {**dict(zip((a.name for a in schema), args, strict=False)), **kwargs}
+    source, dim = arguments.get("self"), arguments.get("dim", 0)
     if not isinstance(source, Tensor) or not source.dim() or not isinstance(dim, int):
         return 0
     size = source.shape[dim % source.dim()]
     for name in ("chunks", "sections"):
-        count = given.get(name)
+        count = arguments.get(name)
         if isinstance(count, int):
             return min(count, size)
-    if any(isinstance(value, (list, tuple)) for value in given.values()):
+    if any(isinstance(value, (list, tuple)) for value in arguments.values()):
         return 0  # as many as the list has
-    step = given.get("split_size", 1)
+    step = arguments.get("split_size", 1)
     return -(-size // step) if isinstance(step, int) and step > 0 else size
 
 

@@ -54,9 +54,9 @@ class Phases:
         outputs, total, values = [], list[Tensor](), list[Tensor]()
         for microbatch in microbatches:
             values = list(microbatch())
-            made = self.each(*values)
-            outputs.append(dict(zip(self.outputs, made, strict=False)))
-            left = made[len(self.outputs) :]
+            returned = self.each(*values)
+            outputs.append(dict(zip(self.outputs, returned, strict=False)))
+            left = returned[len(self.outputs) :]
             total = [one + other for one, other in zip(total, left, strict=True)] if total else list(left)
         return outputs, dict(zip(self.gradients, self.once(*values, *total), strict=True))
 
@@ -68,14 +68,14 @@ def phases_of(lowered: Lowered) -> Phases:
     gradients = {name: node for name, node in ends.items() if is_gradient(name) and not is_input_gradient(name)}
     late = [node for node in source.nodes if _is_late(node)]
     reads = [read for node in late for read in node.all_input_nodes]
-    made = (node for node in (*reads, *gradients.values()) if not (_is_late(node) or _is_number(node)))
-    held = dict.fromkeys(node for node in made if node.op != "placeholder" or not is_forward(node))
+    early = (node for node in (*reads, *gradients.values()) if not (_is_late(node) or _is_number(node)))
+    summed = dict.fromkeys(node for node in early if node.op != "placeholder" or not is_forward(node))
     outputs = tuple(name for name in ends if name not in gradients)
     return Phases(
-        _each(source, [*(ends[name] for name in outputs), *held]),
+        _each(source, [*(ends[name] for name in outputs), *summed]),
         outputs,
-        tuple(node.name for node in held),
-        _once(source, list(held), list(gradients.values())),
+        tuple(node.name for node in summed),
+        _once(source, list(summed), list(gradients.values())),
         tuple(gradients),
     )
 
@@ -89,23 +89,23 @@ def _is_number(node: fx.Node) -> bool:
 
 
 def _each(source: fx.Graph, results: Sequence[fx.Node]) -> fx.GraphModule:
-    graph, made = fx.Graph(), dict[fx.Node, fx.Node]()
-    graph.graph_copy(source, made)
-    graph.output(tuple(made[node] for node in results))
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    graph.graph_copy(source, copies)
+    graph.output(tuple(copies[node] for node in results))
     return _pruned(graph)
 
 
-def _once(source: fx.Graph, held: Sequence[fx.Node], results: Sequence[fx.Node]) -> fx.GraphModule:
-    graph, made = fx.Graph(), dict[fx.Node, fx.Node]()
+def _once(source: fx.Graph, summed: Sequence[fx.Node], results: Sequence[fx.Node]) -> fx.GraphModule:
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in source.nodes:
         if node.op == "placeholder":
-            made[node] = graph.node_copy(node)
-    for node in held:
-        made[node] = graph.placeholder(f"{node.name}_sum")
+            copies[node] = graph.node_copy(node)
+    for node in summed:
+        copies[node] = graph.placeholder(f"{node.name}_sum")
     for node in source.nodes:
-        if node.op == "call_function" and node not in made and all(read in made for read in node.all_input_nodes):
-            made[node] = graph.node_copy(node, made.__getitem__)
-    graph.output(tuple(made[node] for node in results))
+        if node.op == "call_function" and node not in copies and all(read in copies for read in node.all_input_nodes):
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(tuple(copies[node] for node in results))
     return _pruned(graph)
 
 
@@ -123,9 +123,9 @@ def with_other_rows(program: Program, inputs: Mapping[str, Tensor]) -> dict[str,
         size = batch_size(program)
     except PlanError:  # no input says which its rows are: tangents and random bits differ alone
         return dict(inputs)
-    found = dict(inputs)
+    flipped = dict(inputs)
     for entry in program.inputs:
         dims = [dim for dim, other in enumerate(entry.type.shape) if other == size]
-        if dims and entry.path in found:
-            found[entry.path] = torch.flip(found[entry.path], [program.plan.batch_dims.get(entry.path, dims[0])])
-    return found
+        if dims and entry.path in flipped:
+            flipped[entry.path] = torch.flip(flipped[entry.path], [program.plan.batch_dims.get(entry.path, dims[0])])
+    return flipped

@@ -54,8 +54,8 @@ def check_operations(program: Program, facts: Facts | None = None) -> None:
     for node in program.graph.nodes:
         if node.op != "call_function":
             continue
-        asked = facts.numbers[node], True in flags[node]
-        if asked in sound:  # equal layers, and what a pass left alone
+        key = facts.numbers[node], True in flags[node]
+        if key in sound:  # equal layers, and what a pass left alone
             continue
         try:
             hash(question(node))
@@ -70,7 +70,7 @@ def check_operations(program: Program, facts: Facts | None = None) -> None:
         _check_domains(node)
         if any(flags[node]):
             _check_arithmetic(node)
-        sound[asked] = True
+        sound[key] = True
     check_derivatives(program, facts)
 
 
@@ -79,13 +79,13 @@ def _fail(node: fx.Node, reason: str, remedy: str) -> None:
 
 
 def _check_effects(node: fx.Node, target: torch._ops.OpOverload) -> None:
-    name, given = target._schema.name, bind_arguments(node)
+    name, arguments = target._schema.name, bind_arguments(node)
     if target._schema.is_mutable:
         written = [a.name for a in target._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
         remedy = "call the operation that returns a new tensor"
         _fail(node, f"{target} writes to its operand {', '.join(written)}", remedy)
-    trains = any(given.get(flag) is True for flag in ("training", "train", "use_input_stats"))
-    if _NORMS.search(name) and trains and "functional" not in name and given.get("running_mean") is not None:
+    trains = any(arguments.get(flag) is True for flag in ("training", "train", "use_input_stats"))
+    if _NORMS.search(name) and trains and "functional" not in name and arguments.get("running_mean") is not None:
         _fail(node, f"{target} writes to its running statistics", "pass None for them")
     if target.namespace in _NETWORK:
         _fail(node, f"{target} communicates by itself", "write the coercion of fxpar that does it")
@@ -99,14 +99,14 @@ def _check_effects(node: fx.Node, target: torch._ops.OpOverload) -> None:
 
 def _check_canonical(node: fx.Node, target: torch._ops.OpOverload) -> None:
     """What canonicalize takes out: memory that nothing has written, and where tensors lie."""
-    given = bind_arguments(node)
+    arguments = bind_arguments(node)
     if _UNSET.search(target._schema.name.partition("::")[2]):
         _fail(node, f"{target} holds what is in memory by chance", "make it of zeros")
-    device = node.kwargs.get("device") or given.get("device")
+    device = node.kwargs.get("device") or arguments.get("device")
     if device is not None and ("device" in node.kwargs or getattr(device, "type", "") == "meta"):
         _fail(node, f"names the device {device}", "leave it out: the run says where tensors are")
-    if given.get("layout") not in (None, torch.strided):
-        _fail(node, f"asks for the layout {given['layout']}", "keep tensors dense")
+    if arguments.get("layout") not in (None, torch.strided):
+        _fail(node, f"asks for the layout {arguments['layout']}", "keep tensors dense")
 
 
 Domain = tuple[str, Callable[[Any], bool]]
@@ -168,17 +168,17 @@ _OWN: Mapping[str, Mapping[str, Domain]] = {
 
 def _check_domains(node: fx.Node) -> None:
     name = str(node.target)
-    given = bind_arguments(node) if isinstance(node.target, torch._ops.OpOverload) or _draws(node) else {}
-    own = dict(_OWN.get(name, {}))
+    arguments = bind_arguments(node) if isinstance(node.target, torch._ops.OpOverload) or _draws(node) else {}
+    domains = dict(_OWN.get(name, {}))
     if _draws(node) or re.search(r"dropout|bernoulli", name):
-        own["p"] = _PROBABILITY
-    for key, value in given.items():
-        domain = own.get(key) or _DOMAINS.get(key)
+        domains["p"] = _PROBABILITY
+    for key, value in arguments.items():
+        domain = domains.get(key) or _DOMAINS.get(key)
         if domain is None or _is_tensor(node, key, value):
             continue
         if not domain[1](value):
             _fail(node, f"{key}={value} is not {domain[0]}", "write another")
-    _check_pairs(node, given)
+    _check_pairs(node, arguments)
     if _KERNELS.fullmatch(name):
         _check_kernel(node)
     if _BITS.fullmatch(name) and any(kind.is_float for operand in operands(node) for kind in output_types(operand)):
@@ -217,16 +217,16 @@ def _check_kernel(node: fx.Node) -> None:
             _fail(node, f"normalises {first} with weights of {dtype}", "cast them first")
 
 
-def _check_pairs(node: fx.Node, given: Mapping[str, Any]) -> None:
+def _check_pairs(node: fx.Node, arguments: Mapping[str, Any]) -> None:
     """Bounds in order, lists of one length, a padding index within its table."""
     for least, most in (("min_val", "max_val"), ("from", "to"), ("lower", "upper"), ("low", "high")):
-        low, high = given.get(least), given.get(most)
+        low, high = arguments.get(least), arguments.get(most)
         if isinstance(low, (int, float)) and isinstance(high, (int, float)) and low > high:
             _fail(node, f"{least}={low} is above {most}={high}", "exchange them")
-    shifts, dims = given.get("shifts"), given.get("dims")
+    shifts, dims = arguments.get("shifts"), arguments.get("dims")
     if isinstance(shifts, Sequence) and isinstance(dims, Sequence) and len(shifts) != len(dims or [0]):
         _fail(node, f"{len(shifts)} shifts are given for {len(dims)} dimensions", "write as many of both")
-    table, word = given.get("weight"), given.get("padding_idx")
+    table, word = arguments.get("weight"), arguments.get("padding_idx")
     if isinstance(table, fx.Node) and isinstance(word, int) and table in operands(node):
         rows = output_types(table)[0].shape[0]
         if word < -1 or (isinstance(rows, int) and word >= rows):

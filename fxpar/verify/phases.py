@@ -63,7 +63,7 @@ def _check_order(program: Program, facts: Facts) -> bool:
     for node, rank in ranks.items() if has_several else ():
         later = next((read for read in facts.reads[node] if ranks[read] > rank), None)
         if later is not None:
-            phases = [note(each).phase or "forward" for each in (node, later)]
+            phases = [note(end).phase or "forward" for end in (node, later)]
             raise CheckFailed(
                 f"is of the phase {phases[0]} and reads %{later.name}, which is of the phase {phases[1]}",
                 where=describe(node),
@@ -87,7 +87,7 @@ def _check_tuples(program: Program) -> None:
     for node in program.graph.nodes:
         source = node.args[0] if node.target is operator.getitem else None
         if isinstance(source, fx.Node) and note(source).phase != note(node).phase:
-            phases = [note(each).phase or "forward" for each in (node, source)]
+            phases = [note(end).phase or "forward" for end in (node, source)]
             raise CheckFailed(
                 f"is of the phase {phases[0]}, and its tuple %{source.name} of the phase {phases[1]}",
                 where=describe(node),
@@ -103,12 +103,12 @@ def _check_ends(program: Program) -> None:
         phase = note(value).phase
         if is_gradient(name):
             is_wrong = phase != BACKWARD if is_input_gradient(name) else phase == ""
-            wanted = "the backward" if is_input_gradient(name) else "the backward or of what follows it"
+            expected = "the backward" if is_input_gradient(name) else "the backward or of what follows it"
         else:
-            is_wrong, wanted = phase != "", "the forward"
+            is_wrong, expected = phase != "", "the forward"
         if is_wrong:
             raise CheckFailed(
-                f"is returned as {name}, and is of the phase {phase or 'forward'}, not of {wanted}",
+                f"is returned as {name}, and is of the phase {phase or 'forward'}, not of {expected}",
                 where=describe(value),
                 remedy="run the pass differentiate again, or undo the edit of the phase",
             )
@@ -150,20 +150,24 @@ class _ParameterPhase:
         for read in node.all_input_nodes:
             if isinstance(note(read).type, ScalarType) and note(read).phase != PARAMETER:
                 self._check_number(read, node)
-        given = tuple(placement for read in operands(node) for placement in self._read(node, read))
+        placements = tuple(placement for read in operands(node) for placement in self._read(node, read))
         if node.target is operator.getitem:
             number = int(node.args[1])  # type: ignore[arg-type]
-            if not 0 <= number < len(given):
+            if not 0 <= number < len(placements):
                 raise CheckFailed(
-                    f"takes item {number} of {len(given)}", where=describe(node), remedy="take an item that is there"
+                    f"takes item {number} of {len(placements)}",
+                    where=describe(node),
+                    remedy="take an item that is there",
                 )
-            return (given[number],)
-        if P not in given:
+            return (placements[number],)
+        if P not in placements:
             return (R,) * len(output_types(node))
         if node.target in _ITEM_BY_ITEM or node.target in COERCION_OF:
-            return given
+            return placements
         call = call_of(node, _MICROBATCHES)
-        answer = inferred(replace(call, target=alike(call.target)), given, [False] * len(given), composite=False)
+        answer = inferred(
+            replace(call, target=alike(call.target)), placements, [False] * len(placements), composite=False
+        )
         if isinstance(answer, Refusal):
             reads = ", ".join(f"%{read.name}" for read in operands(node))
             raise CheckFailed(

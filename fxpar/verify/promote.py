@@ -60,8 +60,8 @@ def promote(program: Program) -> Program:
         if node.op == "output":
             continue
         has_default_type = _has_default_type(node)
-        kept: Note = note(node)
-        set_note(node, Note(**{**vars(kept), "type": _double(kept.type)}))
+        noted: Note = note(node)
+        set_note(node, Note(**{**vars(noted), "type": _double(noted.type)}))
         node.args = map_aggregate(node.args, _wide)
         node.kwargs = map_aggregate(node.kwargs, _wide)
         if has_default_type:

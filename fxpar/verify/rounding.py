@@ -94,14 +94,14 @@ def _may_sum(func: Any) -> bool:
 
 def _is_moved(result: Any, operands: list[Tensor]) -> bool:
     """Returns whether a result consists of elements of the operands and of zeros, or of no floating numbers."""
-    made = [t.flatten() for t in pytree.tree_leaves(result) if _is_inexact(t)]
-    if not made or not operands:
+    outputs = [t.flatten() for t in pytree.tree_leaves(result) if _is_inexact(t)]
+    if not outputs or not operands:
         return True
-    dtype = made[0].dtype
-    known = torch.cat([made[0].new_zeros(1), *(t.flatten().to(dtype) for t in operands)]).unique()
+    dtype = outputs[0].dtype
+    known = torch.cat([outputs[0].new_zeros(1), *(t.flatten().to(dtype) for t in operands)]).unique()
 
     def is_known(values: Tensor) -> bool:
         places = torch.searchsorted(known, values).clamp(max=len(known) - 1)
         return bool(((known[places] == values) | values.isnan()).all())
 
-    return not dtype.is_complex and all(is_known(values) for values in made if values.dtype == dtype)
+    return not dtype.is_complex and all(is_known(values) for values in outputs if values.dtype == dtype)

@@ -97,7 +97,7 @@ def _check(facts: Facts, local: bool) -> None:
 
 def _examples(program: Program) -> dict[str, int]:
     """Of the symbols of inputs; of counted rows numbers that differ from each other, so that rows are not mixed."""
-    counted = {each.name: each.example + place for place, each in enumerate(program.counted)}
+    counted = {symbol.name: symbol.example + place for place, symbol in enumerate(program.counted)}
     return {s.name: s.example for s in program.symbols} | counted
 
 
@@ -117,7 +117,7 @@ def _run(facts: Facts, sizes: Mapping[str, int], local: bool) -> None:
     program = facts.program
     whole = Property.LOCAL in program.properties and not local
     values: dict[fx.Node, Any] = {}
-    held: dict[fx.Node, Hashable] = {}  # what values are to a question
+    identities: dict[fx.Node, Hashable] = {}  # what values are to a question
     # Equal layers repeat types and calls, and passes leave most of them as they are: what these give is worked out
     # once. A question has all of a call on which its result and the comparison depend; values are kept, so that one
     # stays itself.
@@ -127,22 +127,22 @@ def _run(facts: Facts, sizes: Mapping[str, int], local: bool) -> None:
     known: dict[Any, Any] = facts.known(*reading)
     for node, number in facts.numbers.items():
         try:
-            question = (number, *[held[read] for read in facts.reads[node]])
+            question = (number, *[identities[read] for read in facts.reads[node]])
             if question in known:
-                values[node], held[node] = known[question]
+                values[node], identities[node] = known[question]
                 continue
             if note(node).type is None:  # asserts
                 continue
-            wanted = _expected(program, node, sizes, types, local)
+            expected = _expected(program, node, sizes, types, local)
             if node.op == "placeholder":
-                values[node], held[node] = known[question] = wanted[0], id(wanted[0])
+                values[node], identities[node] = known[question] = expected[0], id(expected[0])
                 continue
-            given = map_arg((node.args, node.kwargs), values.__getitem__)
-            args, kwargs = whole_arguments(node, *given, program.axes, wanted) if whole else given
+            arguments = map_arg((node.args, node.kwargs), values.__getitem__)
+            args, kwargs = whole_arguments(node, *arguments, program.axes, expected) if whole else arguments
             check_cost(node, args, kwargs)
             key = _identity(node, args, kwargs)
             if key is None or key not in calls:
-                calls[key] = _call(node, args, kwargs, wanted, program.axes if local else {})
+                calls[key] = _call(node, args, kwargs, expected, program.axes if local else {})
             values[node] = calls[key]
         except _FAILURES as error:
             if note(node).type is None:
@@ -150,9 +150,9 @@ def _run(facts: Facts, sizes: Mapping[str, int], local: bool) -> None:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             place = "a rank's shapes" if local else "the shapes of the whole"
             raise CheckFailed(f"cannot run on {place}: {reason}", where=describe(node)) from None
-        _compare(node, values[node], wanted, sizes, "on a rank" if local else "")
-        held[node] = _held(values[node])
-        known[question] = values[node], held[node]
+        _compare(node, values[node], expected, sizes, "on a rank" if local else "")
+        identities[node] = _held(values[node])
+        known[question] = values[node], identities[node]
 
 
 def _held(value: Any) -> Hashable:
@@ -181,15 +181,15 @@ def _call(
     node: fx.Node,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    wanted: Sequence[Tensor],
+    expected: Sequence[Tensor],
     axes: Mapping[str, int],
 ) -> Any:
     """The operation on meta tensors; for fxpar's own operators what their records say."""
     target: Any = node.target
     if isinstance(target, Operator):
-        return target.on_shapes(OnShapes(node, args, kwargs, tuple(wanted), axes))
+        return target.on_shapes(OnShapes(node, args, kwargs, tuple(expected), axes))
     if target is aten.where.default:
-        return _places(args[0], wanted)
+        return _places(args[0], expected)
     if _makes_tensors(node) or "device" in kwargs:
         kwargs = {**kwargs, "device": "meta"}
     if target is aten.view.default:  # as it is lowered: strides are those of a kernel
@@ -197,12 +197,12 @@ def _call(
     return target(*args, **kwargs)
 
 
-def _places(mask: Tensor, wanted: Sequence[Tensor]) -> list[Tensor]:
+def _places(mask: Tensor, expected: Sequence[Tensor]) -> list[Tensor]:
     """Places in each dimension of a mask, as many as values decide: what a note says of them it says of all alike."""
-    found = {tuple(each.shape) for each in wanted}
-    if len(wanted) != mask.dim() or len(found) != 1 or len(next(iter(found))) != 1:
+    shapes = {tuple(tensor.shape) for tensor in expected}
+    if len(expected) != mask.dim() or len(shapes) != 1 or len(next(iter(shapes))) != 1:
         raise ValueError(f"gives as many places for each of {mask.dim()} dimensions")
-    return [torch.empty_like(each, dtype=torch.int64) for each in wanted]
+    return [torch.empty_like(tensor, dtype=torch.int64) for tensor in expected]
 
 
 def _makes_tensors(node: fx.Node) -> bool:
@@ -220,21 +220,21 @@ def _expected(
     local: bool,
 ) -> list[Tensor]:
     layouts = output_layouts(node) if local else ()
-    found = []
+    tensors = []
     for i, kind in enumerate(output_types(node)):
         layout = layouts[i] if layouts else Layout()
         try:
             if (kind, layout) not in known:
                 shape = [evaluate(size, sizes) for size in local_shape(kind.shape, layout, program.axes)]
                 known[kind, layout] = torch.empty(shape, dtype=kind.dtype, device="meta")
-            found.append(known[kind, layout])
+            tensors.append(known[kind, layout])
         except (ValueError, IndexError, RuntimeError, OverflowError, TypeError) as error:
             reason = str(error).splitlines()[0]
             raise CheckFailed(f"{layout} does not fit {kind}: {reason}", where=describe(node)) from None
-    return found
+    return tensors
 
 
-def _compare(node: fx.Node, value: Any, wanted: list[Tensor], sizes: Mapping[str, int], where: str) -> None:
+def _compare(node: fx.Node, value: Any, noted: list[Tensor], sizes: Mapping[str, int], where: str) -> None:
     kind = note(node).type
     if isinstance(kind, ScalarType):
         expected = evaluate(kind.value, sizes)
@@ -245,10 +245,10 @@ def _compare(node: fx.Node, value: Any, wanted: list[Tensor], sizes: Mapping[str
                 remedy="a number is the same on every rank and on one device: read sizes that no axis cuts",
             )
         return
-    found = list(value) if isinstance(value, (tuple, list)) else [value]
-    if len(found) != len(wanted) or (isinstance(kind, TensorType) and isinstance(value, (tuple, list))):
-        raise CheckFailed(f"gives {len(found)} tensors where the note has {len(wanted)}", where=describe(node))
-    for mine, other in zip(found, wanted, strict=True):
+    tensors = list(value) if isinstance(value, (tuple, list)) else [value]
+    if len(tensors) != len(noted) or (isinstance(kind, TensorType) and isinstance(value, (tuple, list))):
+        raise CheckFailed(f"gives {len(tensors)} tensors where the note has {len(noted)}", where=describe(node))
+    for mine, other in zip(tensors, noted, strict=True):
         if mine is None and other.shape == (0,) and bind_arguments(node).get("output_mask") is not None:
             continue  # a gradient that the operation was told not to compute
         if not isinstance(mine, Tensor):

@@ -120,10 +120,10 @@ def check_world(size: int) -> None:
 
 def coordinates(axes: Mapping[str, int], rank: int) -> dict[str, int]:
     """A rank's index on every axis, neighbours being on the innermost, which is the last."""
-    found = {}
+    indices = {}
     for axis, n in reversed(list(axes.items())):
-        found[axis], rank = rank % n, rank // n
-    return {axis: found[axis] for axis in axes}
+        indices[axis], rank = rank % n, rank // n
+    return {axis: indices[axis] for axis in axes}
 
 
 def symbol_values(program: Program, inputs: Mapping[str, Tensor]) -> dict[str, int]:
@@ -145,17 +145,17 @@ def cotangents(program: Program, sizes: Mapping[str, int]) -> dict[str, Tensor]:
     One for the loss. Of a program without loss every floating output is differentiated, with random numbers that are
     the same for each program that has the same outputs: a gradient that is wrong in one place cannot cancel.
     """
-    found = {}
+    upstream = {}
     for index, (name, node) in enumerate(program.output_nodes().items()):
         kind = output_types(node)[0]
         shape = [evaluate(size, sizes) for size in kind.shape]
         if name == program.loss:
-            found[name] = torch.ones(shape, dtype=kind.dtype)
+            upstream[name] = torch.ones(shape, dtype=kind.dtype)
         elif not program.loss and kind.is_float and not is_gradient(name) and not is_buffer(name):
             generator = torch.Generator().manual_seed(index)
             wide = torch.complex128 if kind.dtype.is_complex else torch.float64
-            found[name] = torch.randn(shape, dtype=wide, generator=generator).to(kind.dtype)
-    return found
+            upstream[name] = torch.randn(shape, dtype=wide, generator=generator).to(kind.dtype)
+    return upstream
 
 
 def run_single(program: Program, state: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Run:
@@ -219,8 +219,8 @@ def run_ranks(
     if Property.STAGES in program.properties:
         return _run_stages(program, state, inputs, sizes, lowering)
     with _Ranks(program, state, inputs, sizes, lowering) as ranks:
-        found = ranks.run(program, {})
-    return ranks.runs(found, parameter_gradients(program), model_outputs(program))
+        outputs = ranks.run(program, {})
+    return ranks.runs(outputs, parameter_gradients(program), model_outputs(program))
 
 
 def run_microbatches(
@@ -240,7 +240,7 @@ def run_microbatches(
     with _Ranks(program, state, microbatches[0], sizes, lower) as ranks:
         outputs, gradients = ranks.run_phases(program, microbatches, scales)
     names = parameter_gradients(program)
-    return [ranks.runs({**found, **gradients}, names, model_outputs(program)) for found in outputs]
+    return [ranks.runs({**by_name, **gradients}, names, model_outputs(program)) for by_name in outputs]
 
 
 def _run_stages(
@@ -258,32 +258,32 @@ def _run_stages(
     stages = stages_of(program)
     check_neighbours(stages)
     steps = [step_of_stage(stage) for stage in stages]
-    found: dict[str, Tensor] = {}
+    outputs: dict[str, Tensor] = {}
     with _Ranks(program, state, inputs, sizes, lowering) as ranks:
         sent: list[dict[str, Tensor]] = [{}]
         for stage in stages[:-1]:
-            given = {node: sent[-1][name] for name, node in stage.received.items()}
-            made = ranks.run(promote(stage.program), given)
-            sent.append({name: made[name] for name in stage.sent})
+            received = {node: sent[-1][name] for name, node in stage.received.items()}
+            returned = ranks.run(promote(stage.program), received)
+            sent.append({name: returned[name] for name in stage.sent})
         gradients: dict[str, Tensor] = {}
         tangents: dict[str, Tensor] = {}
         for stage, step in zip(reversed(stages), reversed(steps), strict=True):
-            given = {node: sent[stage.number][name] for name, node in stage.received.items()}
+            received = {node: sent[stage.number][name] for name, node in stage.received.items()}
             entries = {output_of(entry.path): entry.node for entry in step.inputs if output_of(entry.path)}
-            given |= {entries[name]: value for name, value in tangents.items() if name in entries}
-            made = ranks.run(promote(step), given)
-            found |= {name: made[name] for name in stage.program.outputs if name not in stage.sent}
-            tangents = {name: made[output] for name, output in stage.returned.items()}
+            received |= {entries[name]: value for name, value in tangents.items() if name in entries}
+            returned = ranks.run(promote(step), received)
+            outputs |= {name: returned[name] for name in stage.program.outputs if name not in stage.sent}
+            tangents = {name: returned[output] for name, output in stage.returned.items()}
             for fqn, name in parameter_gradients(step).items():
-                gradients[fqn] = gradients[fqn] + made[name] if fqn in gradients else made[name]
-    return ranks.runs({**found, **gradients}, {fqn: fqn for fqn in gradients}, tuple(found))
+                gradients[fqn] = gradients[fqn] + returned[name] if fqn in gradients else returned[name]
+    return ranks.runs({**outputs, **gradients}, {fqn: fqn for fqn in gradients}, tuple(outputs))
 
 
 def step_of_stage(stage: Stage) -> Program:
     """A stage's program with its backward."""
-    own = stage.program
-    trained = [p.fqn for p in own.parameters]
-    return PassManager([of_outputs(stage.tangents, own.outputs, trained)]).run(own)
+    program = stage.program
+    trained = [p.fqn for p in program.parameters]
+    return PassManager([of_outputs(stage.tangents, program.outputs, trained)]).run(program)
 
 
 class _Ranks:
@@ -323,15 +323,15 @@ class _Ranks:
     def __exit__(self, *exception: Any) -> None:
         self._stack.__exit__(*exception)
 
-    def run(self, program: Program, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def run(self, program: Program, local_inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The outputs of a program by name, one tensor a rank.
 
         Args:
-            given: of some placeholders what the ranks have; of the others it is the ranks' parts of whole values.
+            local_inputs: of some placeholders what the ranks have; of the others it is parts of whole values.
         """
         lowered = self._lowered(program)
         with torch.no_grad():
-            results = lowered.module(*self._operands(program, lowered, given, self._inputs))
+            results = lowered.module(*self._operands(program, lowered, local_inputs, self._inputs))
         return dict(zip(program.outputs, results, strict=True))
 
     def run_phases(
@@ -355,11 +355,11 @@ class _Ranks:
         self,
         program: Program,
         lowered: Lowered,
-        given: Mapping[str, Tensor],
+        local_inputs: Mapping[str, Tensor],
         inputs: Mapping[str, Tensor],
         scale: float = 1.0,
     ) -> list[Tensor]:
-        """What the ranks take, in order: `given` by name of the placeholder, of all else their parts of whole values.
+        """What the ranks take, in order: `local_inputs` by name of the placeholder, else parts of whole values.
 
         Args:
             scale: by what tangents are multiplied.
@@ -368,14 +368,14 @@ class _Ranks:
         whole = {p.node: self._state[p.fqn].detach() for p in program.parameters}
         for entry in program.inputs:
             output = output_of(entry.path)
-            if entry.node not in given:
+            if entry.node not in local_inputs:
                 whole[entry.node] = self._cotangents[output] * scale if output else inputs[entry.path]
-        by_name = {**given, **{name: self._local(layouts[name], value) for name, value in whole.items()}}
+        by_name = {**local_inputs, **{name: self._local(layouts[name], value) for name, value in whole.items()}}
         ranks = range(self._world)
         indices = [LocalTensor({r: torch.tensor(self._places[r][axis]) for r in ranks}) for axis in lowered.indices]
         return [*(by_name[name] for name in lowered.inputs), *indices]
 
-    def runs(self, found: Mapping[str, Tensor], gradients: Mapping[str, str], outputs: Sequence[str]) -> list[Run]:
+    def runs(self, tensors: Mapping[str, Tensor], gradients: Mapping[str, str], outputs: Sequence[str]) -> list[Run]:
         """What each rank has.
 
         Args:
@@ -383,8 +383,8 @@ class _Ranks:
         """
         return [
             Run(
-                {name: _rank(found[name], r) for name in outputs},
-                {fqn: _rank(found[name], r) for fqn, name in gradients.items()},
+                {name: _rank(tensors[name], r) for name in outputs},
+                {fqn: _rank(tensors[name], r) for fqn, name in gradients.items()},
             )
             for r in range(self._world)
         ]

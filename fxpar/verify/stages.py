@@ -29,8 +29,8 @@ def check_stages(program: Program) -> None:
         if node.op != "call_function":
             continue
         if len(note(node).stages) != 1 or not 0 <= stage_of(node) < count:
-            found = "+".join(map(str, note(node).stages)) or "none"
-            raise CheckFailed(f"is on {found} and not on one of {count} stages", where=describe(node))
+            noted = "+".join(map(str, note(node).stages)) or "none"
+            raise CheckFailed(f"is on {noted} and not on one of {count} stages", where=describe(node))
         if is_transfer(node):
             _check_transfer(node, received)
         else:
@@ -98,9 +98,9 @@ def _check_held(program: Program) -> None:
         readers = {stage_of(user) for user in node.users if user.op == "call_function"}
         stages = note(node).stages
         if stages != (tuple(sorted(readers)) or (0,)):
-            held = "+".join(map(str, stages)) or "no stage"
+            holders = "+".join(map(str, stages)) or "no stage"
             raise CheckFailed(
-                f"is held by {held} and read by {'+'.join(map(str, sorted(readers))) or 'none'}",
+                f"is held by {holders} and read by {'+'.join(map(str, sorted(readers))) or 'none'}",
                 where=parameter.fqn,
                 remedy="note the stages that read it; what nothing reads is of stage 0",
             )
@@ -126,11 +126,11 @@ def check_neighbours(stages: Sequence[Stage]) -> None:
         entries = {entry.node: entry for entry in receiver.program.inputs}
         nodes = sender.program.output_nodes()
         for name, placeholder in receiver.received.items():
-            node, own, entry = nodes[name], receiver.program.node(placeholder), entries[placeholder]
-            if tensor_type(node) != entry.type or output_layouts(node) != output_layouts(own):
-                raise CheckFailed(f"is another type or layout than was sent, behind {cut}", where=describe(own))
+            node, received, entry = nodes[name], receiver.program.node(placeholder), entries[placeholder]
+            if tensor_type(node) != entry.type or output_layouts(node) != output_layouts(received):
+                raise CheckFailed(f"is another type or layout than was sent, behind {cut}", where=describe(received))
             if entry.carries != (name in sender.tangents):
                 waits = name in sender.tangents
                 reason = f"stage {sender.number} waits for its gradient" if waits else "its gradient goes nowhere"
                 reason += f", and behind {cut} it {'is an input without one' if waits else 'has one'}"
-                raise CheckFailed(reason, where=describe(own), remedy="write (gradient) on what is received of it")
+                raise CheckFailed(reason, where=describe(received), remedy="write (gradient) on what is received of it")

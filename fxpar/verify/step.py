@@ -33,17 +33,17 @@ def check_step(program: Program) -> None:
         raise CheckFailed("has a tangent and is not returned", where=f"output {missing[0]}")
     again = of_outputs(tangents, model_outputs(program), trained).run(forward)
     known = Expressions()
-    found, wanted = known.outputs(program), known.outputs(again)
-    for name in (*wanted, *found):
-        if name not in found:
+    actual, expected = known.outputs(program), known.outputs(again)
+    for name in (*expected, *actual):
+        if name not in actual:
             raise CheckFailed(
                 "is missing, and what is differentiated depends on it",
                 where=f"output {name}",
                 remedy="return it, or write left_out at the parameter",
             )
-        if name not in wanted:
+        if name not in expected:
             raise CheckFailed("is no gradient of what is differentiated", where=f"output {name}", remedy="remove it")
-        if found[name] != wanted[name]:
+        if actual[name] != expected[name]:
             node, other = known.parting(program, again), known.parting(again, program)
             at = f": {describe(node)} computes what the derivative of the forward does not" if node is not None else ""
             lacks = f"; it lacks {other.target}" if other is not None else ""

@@ -150,9 +150,9 @@ def _check_note(program: Program, node: fx.Node, known: _Known) -> None:
             _check_layout(program, node, layout)
             known.layouts.add(layout)
     if node.op == "call_function" and node.target in COERCION_OF:
-        given = [kind for operand in operands(node) for kind in output_types(operand)]
-        if len(given) != 1 or count != 1:
-            raise CheckFailed(f"a coercion converts one tensor and not {len(given)}", where=describe(node))
+        operand_types = [kind for operand in operands(node) for kind in output_types(operand)]
+        if len(operand_types) != 1 or count != 1:
+            raise CheckFailed(f"a coercion converts one tensor and not {len(operand_types)}", where=describe(node))
     if node.target is sum_gradients:
         _check_bucket(program, node)
 
@@ -162,10 +162,10 @@ def _check_bucket(program: Program, node: fx.Node) -> None:
 
     Its reduction runs once a step, not in each microbatch.
     """
-    given, kinds = operands(node), output_types(node)
-    if [kind for operand in given for kind in output_types(operand)] != list(kinds):
-        raise CheckFailed(f"gives {len(kinds)} tensors that are not its {len(given)} operands", where=describe(node))
-    for operand in given:
+    sources, kinds = operands(node), output_types(node)
+    if [kind for operand in sources for kind in output_types(operand)] != list(kinds):
+        raise CheckFailed(f"gives {len(kinds)} tensors that are not its {len(sources)} operands", where=describe(node))
+    for operand in sources:
         parameter = program.parameter(owner_of(operand))
         if parameter is None or not parameter.trainable:
             raise CheckFailed(
@@ -254,20 +254,20 @@ def _check_items(program: Program) -> None:
 def _check_marks(program: Program) -> None:
     """What a note says of how a node runs: its buffer, whether it computes again, and where CUDA graphs end."""
     is_step = Property.STEP in program.properties
-    counted = {each.name for each in program.counted}
+    counted = {symbol.name for symbol in program.counted}
     for node in program.graph.nodes:
         if node.op != "call_function":
             continue
-        kept = note(node)
-        if (kept.buffer or kept.one_shot) and not is_step:
+        noted = note(node)
+        if (noted.buffer or noted.one_shot) and not is_step:
             raise CheckFailed("has a buffer, and the program is no step", where=describe(node), remedy="leave it out")
-        if kept.origin == RECOMPUTE and is_forward(node):
+        if noted.origin == RECOMPUTE and is_forward(node):
             raise CheckFailed(
                 "computes again what the forward has, and is of the forward",
                 where=describe(node),
                 remedy="write phase=backward",
             )
-        if Property.REGIONS in program.properties and not kept.uncaptured and not isinstance(kept.type, ScalarType):
+        if Property.REGIONS in program.properties and not noted.uncaptured and not isinstance(noted.type, ScalarType):
             reason = reason_of(node, counted)
             if reason:
                 raise CheckFailed(
@@ -350,15 +350,15 @@ def _check_drawn_again(node: fx.Node, first: fx.Node | None) -> None:
 
 
 def _check_counter(node: fx.Node, states: list[str]) -> None:
-    given = bind_arguments(node)
-    if getattr(given["rng"], "name", "") not in states:
-        raise CheckFailed(f"takes its state from {given['rng']}", where=describe(node), remedy=f"pass {RNG_PATH}")
-    indices = given.get("indices") or ()
+    arguments = bind_arguments(node)
+    if getattr(arguments["rng"], "name", "") not in states:
+        raise CheckFailed(f"takes its state from {arguments['rng']}", where=describe(node), remedy=f"pass {RNG_PATH}")
+    indices = arguments.get("indices") or ()
     if not isinstance(indices, (list, tuple)):
         raise CheckFailed(f"takes the indices {indices}", where=describe(node), remedy="pass a list, one for each axis")
     targets = [getattr(item, "target", None) for item in indices]
-    own = [(item.kwargs.get("axis"), item.args[2:]) for item in indices if isinstance(item, fx.Node)]
-    if not {*targets} <= {axis_index} or len(set(own)) != len(indices):
+    index_keys = [(item.kwargs.get("axis"), item.args[2:]) for item in indices if isinstance(item, fx.Node)]
+    if not {*targets} <= {axis_index} or len(set(index_keys)) != len(indices):
         shown = ", ".join(f"%{item}" for item in indices)
         raise CheckFailed(f"takes the indices {shown}", where=describe(node), remedy="pass one index for each axis")
 

@@ -51,22 +51,22 @@ def check_types(program: Program, facts: Facts | None = None) -> None:
     is_local, composite = Property.LOCAL in program.properties, _open(program)
     # Of nodes of which this was told the same, by what their operands are: the layouts, which are those of the notes.
     sound = facts.known("types", is_local, composite, tuple(row_wise.globs), tuple(row_wise.rows.items()))
-    found: dict[fx.Node, tuple[Layout, ...]] = {}
+    layouts: dict[fx.Node, tuple[Layout, ...]] = {}
     for node in program.graph.nodes:
         if node.op == "placeholder":
-            found[node] = (_placeholder(program, node, flags[node][0]),)
+            layouts[node] = (_placeholder(program, node, flags[node][0]),)
         elif node.op == "call_function" and output_types(node):
-            asked = (facts.numbers[node], flags[node], *[(found[o], flags[o]) for o in facts.operands[node]])
-            if asked in sound:
-                found[node] = sound[asked]
+            key = (facts.numbers[node], flags[node], *[(layouts[o], flags[o]) for o in facts.operands[node]])
+            if key in sound:
+                layouts[node] = sound[key]
                 continue
-            given = context_of(program, node, found, flags, row_wise, answers, local=is_local, composite=composite)
-            found[node] = infer_node(node, given)
-            _compare(node, found[node], given)
-            sound[asked] = found[node]
+            context = context_of(program, node, layouts, flags, row_wise, answers, local=is_local, composite=composite)
+            layouts[node] = infer_node(node, context)
+            _compare(node, layouts[node], context)
+            sound[key] = layouts[node]
         elif node.op == "call_function":
-            _check_number(node, found)
-    _check_outputs(program, found, flags)
+            _check_number(node, layouts)
+    _check_outputs(program, layouts, flags)
 
 
 def _open(program: Program) -> bool:
@@ -94,27 +94,27 @@ def check_choice(program: Program, facts: Facts | None = None) -> None:
             _placeholder(program, node, flags[node][0])
         elif node.op == "call_function" and output_types(node):
             inputs = facts.operands[node]
-            asked = (facts.numbers[node], flags[node], *[flags[o] for o in inputs])
-            if asked in sound:
+            key = (facts.numbers[node], flags[node], *[flags[o] for o in inputs])
+            if key in sound:
                 continue
-            given = [layout for o in inputs for layout in output_layouts(o)]
+            sources = [layout for o in inputs for layout in output_layouts(o)]
             carries = [flag for o in inputs for flag in flags[o]]
-            needs = list(note(node).needs) or given
-            if len(needs) != len(given):
-                raise CheckFailed(f"has {len(needs)} needs for {len(given)} operands", where=describe(node))
+            needs = list(note(node).needs) or sources
+            if len(needs) != len(sources):
+                raise CheckFailed(f"has {len(needs)} needs for {len(sources)} operands", where=describe(node))
             names = [o.name for o in inputs for _ in flags[o]]
-            for name, source, target, flag in zip(names, given, needs, carries, strict=True):
+            for name, source, target, flag in zip(names, sources, needs, carries, strict=True):
                 _convertible(node, name, source, target, flag)
-            wanted = Context(
+            context = Context(
                 needs, carries, flags[node], program.axes, composite=True, row_wise=row_wise, answers=answers
             )
-            _compare(node, infer_node(node, wanted), wanted)
-            sound[asked] = True
+            _compare(node, infer_node(node, context), context)
+            sound[key] = True
         elif node.op == "call_function":
             _check_number(node, {o: output_layouts(o) for o in operands(node)})
 
 
-def _check_number(node: fx.Node, found: Mapping[fx.Node, tuple[Layout, ...]]) -> None:
+def _check_number(node: fx.Node, layouts: Mapping[fx.Node, tuple[Layout, ...]]) -> None:
     """A number that is read off a tensor is the same on every rank, and on one device.
 
     Raises:
@@ -123,7 +123,7 @@ def _check_number(node: fx.Node, found: Mapping[fx.Node, tuple[Layout, ...]]) ->
     if node.target is size:
         return  # it speaks of the whole
     for operand in operands(node):
-        for layout, kind in zip(found[operand], output_types(operand), strict=True):
+        for layout, kind in zip(layouts[operand], output_types(operand), strict=True):
             for axis, placement in layout:
                 if placement.kind in "IR":
                     continue
@@ -142,11 +142,11 @@ def _check_number(node: fx.Node, found: Mapping[fx.Node, tuple[Layout, ...]]) ->
 
 
 def _convertible(node: fx.Node, name: str, source: Layout, target: Layout, carries: bool) -> None:
-    for axis, wanted in target:
-        found = source.on(axis)
-        is_free = found == wanted or (not carries and {found.kind, wanted.kind} <= {"I", "R"})
-        if not is_free and coercion(found, wanted) is None:
-            raise LayoutError(f"on axis {axis}: needs %{name} as {wanted}, which is {found}", where=describe(node))
+    for axis, needed in target:
+        actual = source.on(axis)
+        is_free = actual == needed or (not carries and {actual.kind, needed.kind} <= {"I", "R"})
+        if not is_free and coercion(actual, needed) is None:
+            raise LayoutError(f"on axis {axis}: needs %{name} as {needed}, which is {actual}", where=describe(node))
 
 
 def _placeholder(program: Program, node: fx.Node, carries: bool) -> Layout:
@@ -197,12 +197,12 @@ def _tangent(program: Program, node: fx.Node, layout: Layout) -> Layout:
     output = program.output_nodes().get(output_of(path))
     if output is None:
         raise CheckFailed(f"is the gradient of no output ({path})", where=describe(node), remedy="name an output")
-    wanted = dual_layout(output_layouts(output)[0])
-    if layout != wanted:
+    dual = dual_layout(output_layouts(output)[0])
+    if layout != dual:
         raise CheckFailed(
-            f"is {layout}, and the gradient of {describe(output)} is {wanted}",
+            f"is {layout}, and the gradient of {describe(output)} is {dual}",
             where=describe(node),
-            remedy=f"write {wanted}",
+            remedy=f"write {dual}",
         )
     return layout
 
@@ -213,43 +213,43 @@ def _check_gradient(name: str, node: fx.Node, layout: Layout, owner: fx.Node | N
         raise CheckFailed(
             "is the gradient of nothing", where=f"output {name}", remedy="name a parameter of the program"
         )
-    wanted = dual_layout(output_layouts(owner)[0])
-    if layout != wanted:
+    dual = dual_layout(output_layouts(owner)[0])
+    if layout != dual:
         raise CheckFailed(
-            f"is {layout}, and the gradient of %{owner.name} is {wanted}", where=f"output {name} = {describe(node)}"
+            f"is {layout}, and the gradient of %{owner.name} is {dual}", where=f"output {name} = {describe(node)}"
         )
 
 
-def _start(node: fx.Node, axis: str, whole: Placement, wanted: Placement) -> str:
-    row = coercion(whole, wanted)
+def _start(node: fx.Node, axis: str, whole: Placement, placement: Placement) -> str:
+    row = coercion(whole, placement)
     behind = f" and insert fxpar.{row.operator.__name__}[{axis}](%{node.name})" if row else ""
     return f"write {axis}:{whole}{behind}"
 
 
-def _compare(node: fx.Node, found: tuple[Layout, ...], given: Context) -> None:
-    for noted, layout in zip(output_layouts(node), found, strict=True):
-        for axis in given.axes:
-            wanted, mine = noted.on(axis), layout.on(axis)
-            if wanted == mine:
+def _compare(node: fx.Node, layouts: tuple[Layout, ...], context: Context) -> None:
+    for noted, layout in zip(output_layouts(node), layouts, strict=True):
+        for axis in context.axes:
+            claim, mine = noted.on(axis), layout.on(axis)
+            if claim == mine:
                 continue
             raise CheckFailed(
-                f"on axis {axis}: the note says {wanted}, its operands give {mine} ({shown(node, given.found(axis))})",
+                f"on axis {axis}: the note says {claim}, its operands give {mine} ({shown(node, context.found(axis))})",
                 where=describe(node),
-                remedy=_conversion(node, given, axis, mine, wanted),
+                remedy=_conversion(node, context, axis, mine, claim),
             )
 
 
-def _conversion(node: fx.Node, given: Context, axis: str, mine: Placement, wanted: Placement) -> str:
+def _conversion(node: fx.Node, context: Context, axis: str, mine: Placement, claim: Placement) -> str:
     """The coercion of an operand, or of a sum that is made here, that gives what the note says."""
-    row = coercion(mine, wanted)
-    behind = f"insert fxpar.{row.operator.__name__}[{axis}](%{node.name}) : {axis}:{mine}→{wanted}" if row else ""
-    made_here = mine.kind == "P" and not any(placement.kind == "P" for placement in given.found(axis))
-    before = "" if made_here else remedy_of(node, given, axis, exactly=True)
-    return before or ("" if wanted.kind == "P" else behind)
+    row = coercion(mine, claim)
+    behind = f"insert fxpar.{row.operator.__name__}[{axis}](%{node.name}) : {axis}:{mine}→{claim}" if row else ""
+    made_here = mine.kind == "P" and not any(placement.kind == "P" for placement in context.found(axis))
+    before = "" if made_here else remedy_of(node, context, axis, exactly=True)
+    return before or ("" if claim.kind == "P" else behind)
 
 
 def _check_outputs(
-    program: Program, found: dict[fx.Node, tuple[Layout, ...]], flags: dict[fx.Node, tuple[bool, ...]]
+    program: Program, layouts: dict[fx.Node, tuple[Layout, ...]], flags: dict[fx.Node, tuple[bool, ...]]
 ) -> None:
     """Callers differentiate outputs as if there were one rank: they are invariant (R without gradient) or shards.
 
@@ -261,14 +261,14 @@ def _check_outputs(
             raise CheckFailed("carries no gradient to any parameter", where=f"loss {program.loss} = {describe(node)}")
     owners = {gradient_name(p.fqn): p.node for p in reversed(program.parameters)}
     owners = {**{input_gradient_name(i.path): i.node for i in program.inputs if i.carries}, **owners}
-    held = program.placeholders()
+    placeholders = program.placeholders()
     for name, node in program.output_nodes().items():
         if is_gradient(name):
-            _check_gradient(name, node, found[node][0], held[owners[name]] if name in owners else None)
+            _check_gradient(name, node, layouts[node][0], placeholders[owners[name]] if name in owners else None)
             continue
         if is_sent(name):  # the next stage takes it as it is, and its gradient is the dual
             continue
-        for axis, placement in found[node][0]:
+        for axis, placement in layouts[node][0]:
             whole = resting(I, flags[node][0])
             if placement.is_shared:
                 raise CheckFailed(

@@ -165,9 +165,9 @@ def _weights(program: Program, state: Mapping[str, Tensor]) -> dict[str, Tensor]
 
 
 def _given(program: Program, inputs: Mapping[str, Tensor], step: int, microbatch: int = 0) -> dict[str, Tensor]:
-    given = {name: wide(value) for name, value in inputs.items()}
-    given[RNG_PATH] = rng_state(program.plan.seed, step, microbatch)
-    return given
+    wide_inputs = {name: wide(value) for name, value in inputs.items()}
+    wide_inputs[RNG_PATH] = rng_state(program.plan.seed, step, microbatch)
+    return wide_inputs
 
 
 def _scale(whole: Tensor) -> float:
@@ -177,23 +177,23 @@ def _scale(whole: Tensor) -> float:
     return float(finite.max()) if finite.numel() else 0.0
 
 
-def _deviation(mine: Tensor, own: Tensor, scale: float) -> float:
+def _deviation(mine: Tensor, reference: Tensor, scale: float) -> float:
     """Largest difference over `scale`; infinite for other shapes, integers, infinities or NaNs."""
-    if mine.shape != own.shape or mine.dtype != own.dtype:
+    if mine.shape != reference.shape or mine.dtype != reference.dtype:
         return float("inf")
-    same = (mine == own) | ((mine != mine) & (own != own))
+    same = (mine == reference) | ((mine != mine) & (reference != reference))
     if bool(same.all()):
         return 0.0
     if not mine.is_floating_point() and not mine.is_complex():
         return float("inf")
-    gap = float((mine - own).abs()[~same].max()) / max(scale, 1e-30)
+    gap = float((mine - reference).abs()[~same].max()) / max(scale, 1e-30)
     return gap if gap == gap else float("inf")
 
 
 def _check_places(ranks: Sequence[Run]) -> None:
     excess = {name: max(int(run.outputs[name].max()) for run in ranks) for name in ranks[0].outputs if is_excess(name)}
     if any(excess.values()):
-        module, count = max(((module_of_load(name), count) for name, count in excess.items()), key=lambda each: each[1])
+        module, count = max(((module_of_load(name), count) for name, count in excess.items()), key=lambda pair: pair[1])
         raise CheckFailed(
             f"receives {count} rows more than the plan's receive_budget has places for",
             where=f"the experts {module}",
@@ -238,11 +238,11 @@ def compare(
         kinds = [("output", name, layout, reference.outputs, run.outputs) for name, layout in outputs.items()]
         kinds += [("gradient", name, layouts[name], reference.gradients, run.gradients) for name in reference.gradients]
         for what, name, layout, whole, mine in kinds:
-            own, found = local_block(whole[name], layout, program.axes, place, sizes), mine[name]
+            expected, actual = local_block(whole[name], layout, program.axes, place, sizes), mine[name]
             if what == "output":  # padding holds anything, but has no gradient
-                own, found = (without_padding(part, layout, program.axes, place) for part in (own, found))
+                expected, actual = (without_padding(part, layout, program.axes, place) for part in (expected, actual))
             scale = _scale(whole[name]) if what == "output" else largest
-            error = _deviation(found, own, scale)
+            error = _deviation(actual, expected, scale)
             errors[what] = max(errors[what], error)
             if error > TOLERANCE:
                 key = ("gradient of" if what == "gradient" else what), name
@@ -308,8 +308,8 @@ def _verify_step(
     sizes, other = symbol_values(program, inputs), with_other_rows(captured, inputs)
     second = functools.partial(reference_run, captured, state, other, step=step, microbatch=1)
     references = [reference, second()]
-    given = [_given(program, rows, step, index) for index, rows in enumerate((inputs, other))]
-    found = run_microbatches(promote(program), _weights(program, state), given, SCALES, sizes)
+    microbatches = [_given(program, rows, step, index) for index, rows in enumerate((inputs, other))]
+    by_microbatch = run_microbatches(promote(program), _weights(program, state), microbatches, SCALES, sizes)
 
     def both(runs: Sequence[Run]) -> list[Run]:
         """Each with the gradients of the step, which are sums."""
@@ -324,7 +324,7 @@ def _verify_step(
 
     reports = [
         compare(one, program, ranks, sizes, functools.partial(again, index))
-        for index, (one, ranks) in enumerate(zip(both(references), found, strict=True))
+        for index, (one, ranks) in enumerate(zip(both(references), by_microbatch, strict=True))
     ]
     worst = max(reports, key=lambda report: max(report.loss_error, report.output_error, report.max_grad_error))
     return replace(worst, ok=all(report.ok for report in reports))
@@ -365,15 +365,15 @@ class _RoundingDecides(CheckFailed):
 @contextlib.contextmanager
 def _widened(model: nn.Module) -> Iterator[None]:
     """The model in float64 for a while; afterwards it holds the very tensors that it held."""
-    kept = [(parameter, parameter.data, parameter.grad) for parameter in model.parameters()]
+    saved = [(parameter, parameter.data, parameter.grad) for parameter in model.parameters()]
     try:
-        for parameter, data, _ in kept:
+        for parameter, data, _ in saved:
             parameter.grad = None
             parameter.data = wide(data)
         with swapped(model, {id(b): wide(b) for b in model.buffers()}):
             yield
     finally:
-        for parameter, data, gradient in kept:
+        for parameter, data, gradient in saved:
             parameter.grad = None
             parameter.data = data
             parameter.grad = gradient
@@ -405,8 +405,8 @@ def _check_capture(
             with nothing_remembered(model):
                 return _run_graph(label, program, {**state, **program.constants}, inputs)
 
-        for label, own in programs.items():
-            program = typed(own)
+        for label, original in programs.items():
+            program = typed(original)
             run = graph(label, program)
             gaps = _gaps(label, (eager, gradients), (run.outputs, run.gradients))
             _expect(label, gaps, epsilon(program), functools.partial(graph, label, program), run)
@@ -423,8 +423,8 @@ def _run_graph(label: str, program: Program, state: Mapping[str, Tensor], inputs
 def _seed(device: torch.device) -> None:
     """Seeds the CPU's generator and the device's, and no other: `torch.manual_seed` would seed those of all GPUs."""
     torch.default_generator.manual_seed(17)
-    for each in _devices(device):
-        with torch.cuda.device(each):
+    for gpu in _devices(device):
+        with torch.cuda.device(gpu):
             torch.cuda.manual_seed(17)
 
 
@@ -460,16 +460,16 @@ def _run_eagerly(captured: Captured, model: nn.Module, batch: Any) -> tuple[dict
             remedy="keep caches in attributes of the module, or in none",
         )
     pairs = zip(captured.spec.out_leaves, leaves, strict=True)
-    found = {str(name): leaf for (kind, name), leaf in pairs if kind == "output"}
+    output_leaves = {str(name): leaf for (kind, name), leaf in pairs if kind == "output"}
     upstream = cotangents(captured.program, symbol_values(captured.program, call_inputs(captured, model, batch)))
-    roots = {name: found[name] for name in upstream if found[name].requires_grad}
+    roots = {name: output_leaves[name] for name in upstream if output_leaves[name].requires_grad}
     gradients: dict[str, Tensor] = {}
     if roots:
         parameters = dict(model.named_parameters())
         trained = {p.fqn: parameters[p.fqn] for p in captured.program.parameters if p.trainable}
         with _eagerly(model):
-            gradients = _gradients(roots, {n: u.to(found[n].device) for n, u in upstream.items()}, trained)
-    return {**{name: leaf.detach() for name, leaf in found.items()}, **new}, gradients
+            gradients = _gradients(roots, {n: u.to(output_leaves[n].device) for n, u in upstream.items()}, trained)
+    return {**{name: leaf.detach() for name, leaf in output_leaves.items()}, **new}, gradients
 
 
 def _eagerly(model: nn.Module) -> Blamed:
@@ -489,7 +489,7 @@ def _gradients(
     roots: Mapping[str, Tensor], upstream: Mapping[str, Tensor], parameters: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """Gradients by `backward`, which reentrant checkpoints ask for; what the parameters held is put back."""
-    kept = {name: parameter.grad for name, parameter in parameters.items()}
+    saved = {name: parameter.grad for name, parameter in parameters.items()}
     for parameter in parameters.values():
         parameter.grad = None
     try:
@@ -497,17 +497,17 @@ def _gradients(
         return {name: p.grad.to_dense() for name, p in parameters.items() if p.grad is not None}
     finally:
         for name, parameter in parameters.items():
-            parameter.grad = kept[name]
+            parameter.grad = saved[name]
 
 
-def _gaps(label: str, wanted: _Results, found: _Results) -> _Gaps:
+def _gaps(label: str, expected: _Results, actual: _Results) -> _Gaps:
     """Returns by kind and name how far results are apart, over the largest value.
 
     Raises:
         CheckFailed: one side alone has a result.
     """
     gaps = {}
-    for what, mine, others in (("output", wanted[0], found[0]), ("gradient of", wanted[1], found[1])):
+    for what, mine, others in (("output", expected[0], actual[0]), ("gradient of", expected[1], actual[1])):
         largest = max((_scale(value) for value in mine.values()), default=0.0)
         for name in sorted(mine.keys() | others.keys()):
             if name not in mine or name not in others:
@@ -518,18 +518,18 @@ def _gaps(label: str, wanted: _Results, found: _Results) -> _Gaps:
     return gaps
 
 
-def _noise(label: str, found: Run, again: Callable[[], Run]) -> _Gaps:
+def _noise(label: str, run: Run, again: Callable[[], Run]) -> _Gaps:
     """How far results of a graph are from themselves where its sums are rounded otherwise; as `_gaps`."""
     noise: dict[tuple[str, str], float] = {}
     for seed in range(_RUNS):
         with OtherOrder(seed):
             other = again()
-        for key, gap in _gaps(label, (found.outputs, found.gradients), (other.outputs, other.gradients)).items():
+        for key, gap in _gaps(label, (run.outputs, run.gradients), (other.outputs, other.gradients)).items():
             noise[key] = max(noise.get(key, 0.0), gap)
     return noise
 
 
-def _expect(label: str, gaps: _Gaps, unit: float, again: Callable[[], Run], found: Run) -> None:
+def _expect(label: str, gaps: _Gaps, unit: float, again: Callable[[], Run], run: Run) -> None:
     """Accepts what rounding explains.
 
     Args:
@@ -537,7 +537,7 @@ def _expect(label: str, gaps: _Gaps, unit: float, again: Callable[[], Run], foun
         gaps: between the module and the graph.
         unit: of the last place of the coarsest type.
         again: runs the graph once more; it is asked only where kernels of one library do not explain the gaps.
-        found: the run that was compared.
+        run: the one that was compared.
 
     Raises:
         CheckFailed: a gap is larger, or so much of a result is rounding that nothing can be said.
@@ -545,7 +545,7 @@ def _expect(label: str, gaps: _Gaps, unit: float, again: Callable[[], Run], foun
     large = {key: gap for key, gap in gaps.items() if gap > UNITS * unit}
     if not large:
         return
-    noise = _noise(label, found, again)
+    noise = _noise(label, run, again)
     for (what, name), gap in large.items():
         allowed = UNITS * unit + FACTOR * noise[what, name]
         if gap > allowed:

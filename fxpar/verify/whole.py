@@ -62,19 +62,19 @@ def _sized(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], outputs
     target: Any = node.target
     name, at = name_of_sizes(target), SIZED[target]
     cut = {placement.dim for _, placement in _cuts(node)}
-    given = kwargs[name] if name in kwargs else args[at]
-    if len(given) != outputs[0].dim():
-        raise ValueError(f"{len(given)} sizes are given for {outputs[0].dim()} dimensions")
-    sizes = [outputs[0].shape[dim] if dim in cut and size != -1 else size for dim, size in enumerate(given)]
+    passed = kwargs[name] if name in kwargs else args[at]
+    if len(passed) != outputs[0].dim():
+        raise ValueError(f"{len(passed)} sizes are given for {outputs[0].dim()} dimensions")
+    sizes = [outputs[0].shape[dim] if dim in cut and size != -1 else size for dim, size in enumerate(passed)]
     if name in kwargs:
         return args, {**kwargs, name: sizes}
     return (*args[:at], sizes, *args[at + 1 :]), kwargs
 
 
 def _split(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Sequence[Tensor]) -> Arguments:
-    source, given = operands(node)[0], bind_arguments(node)
+    source, arguments = operands(node)[0], bind_arguments(node)
     rank = outputs[0].dim() if outputs else 1
-    dim = int(given.get("dim", 0)) % max(rank, 1)
+    dim = int(arguments.get("dim", 0)) % max(rank, 1)
     if all(placement.dim != dim for _, placement in _cuts(source)):
         return args, kwargs
     return (args[0], [output.shape[dim] for output in outputs], dim), {}
@@ -84,10 +84,10 @@ def _slice(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], axes: M
     if not _cuts(operands(node)[0]):
         return args, kwargs
     call = call_of(node, 1)
-    found = whole_call(call, output_layouts(operands(node)[0])[0], axes)
-    if isinstance(found, Refusal):
-        raise ValueError(found.reason)
-    if found is call:
+    whole = whole_call(call, output_layouts(operands(node)[0])[0], axes)
+    if isinstance(whole, Refusal):
+        raise ValueError(whole.reason)
+    if whole is call:
         return args, kwargs
-    bounds = {name: found.get(name) for name in ("dim", "start", "end", "step")}
+    bounds = {name: whole.get(name) for name in ("dim", "start", "end", "step")}
     return args[:1], {**{k: v for k, v in kwargs.items() if k == "self"}, **bounds}
