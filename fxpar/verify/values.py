@@ -39,12 +39,11 @@ from fxpar.passes.assign_rng import RNG_PATH, assign_rng
 from fxpar.passes.canonicalize import canonicalize
 from fxpar.passes.divide_batch import divide_batch
 from fxpar.passes.insert_collectives import insert_collectives
-from fxpar.passes.limited_rows import limit_rows
-from fxpar.passes.routed_rows import routed
 from fxpar.program.loads import is_excess, module_of_load
 from fxpar.program.program import Program, output_layouts
 from fxpar.program.properties import Property
 from fxpar.program.written import buffer_name, written
+from fxpar.verify.capacity import drop_beyond_capacity
 from fxpar.verify.microbatches import SCALES, with_other_rows
 from fxpar.verify.promote import promote, wide
 from fxpar.verify.rounding import FACTOR, UNITS, OtherOrder, epsilon
@@ -114,13 +113,11 @@ def reference_program(captured: Program) -> Program:
     if captured.loss and captured.plan.loss_reduction != "mean":
         # What the plan takes for the loss is written into the graph; its numbers are those of the whole.
         captured = PassManager([canonicalize, divide_batch]).run(captured)
-    if captured.plan.capacity_factor is not None and Property.EXPERTS not in captured.properties:
-        # So are the rows that are dropped: each source drops its own.
-        captured = PassManager([canonicalize, divide_batch]).run(captured)
-        for region in routed(captured):
-            limit_rows(captured, region)
     single = captured.with_(plan=captured.plan.on_one_rank())
-    return promote(PassManager([canonicalize, annotate, insert_collectives, assign_rng]).run(single))
+    program = promote(PassManager([canonicalize, annotate, insert_collectives, assign_rng]).run(single))
+    if captured.plan.capacity_factor is not None and Property.EXPERTS not in captured.properties:
+        drop_beyond_capacity(program, captured.plan)
+    return program
 
 
 def rng_state(seed: int = 0, step: int = 0, microbatch: int = 0) -> Tensor:

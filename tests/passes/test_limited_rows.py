@@ -17,13 +17,14 @@ from fxpar.compile import compile_program
 from fxpar.errors import PlanError
 from fxpar.manager import PassManager
 from fxpar.ops.capacity import keep_first, keep_heaviest
-from fxpar.passes import DEFAULT_PASSES
+from fxpar.passes import DEFAULT_PASSES, limited_rows
 from fxpar.passes.differentiate import differentiate
 from fxpar.passes.mark_regions import mark_regions
 from fxpar.plan.plan import Plan
 from fxpar.program.program import Program
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
+from fxpar.verification import verify
 from fxpar.verify.values import TOLERANCE, call_inputs, program_state, reference_run
 from tests.passes.experts import EXPERTS, ROWS, WIDTH, Routed, batch
 from tests.passes.limited import captured, compared, looped
@@ -128,6 +129,19 @@ def test_the_reference_of_a_verification_drops_what_the_loop_drops() -> None:
             torch.testing.assert_close(found.outputs["output"], wanted.outputs["output"], rtol=TOLERANCE, atol=0)
             for name, gradient in wanted.gradients.items():
                 torch.testing.assert_close(found.gradients[name], gradient, rtol=0, atol=TOLERANCE)
+
+
+def test_a_verification_sees_a_fault_of_the_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its reference is no work of the pass."""
+    plan = Plan(dp=2, ep=2, capacity_factor=0.5)
+    model, inputs = captured("learned", 2, 5)[0], batch(5)
+    assert verify(model, inputs, plan).ok
+    right = limited_rows.share
+    monkeypatch.setattr(limited_rows, "share", lambda *region: (right(*region) or 0) * 2)
+    report = verify(model, inputs, plan)
+    assert not report.ok
+    assert report.values is not None
+    assert report.values.max_grad_error > 1e-3
 
 
 def test_another_capacity_and_another_policy_are_other_values() -> None:
