@@ -78,13 +78,9 @@ def dispatch_experts(program: Program) -> Program:
 
     With `Plan(dispatch="exact")` rows travel as they are sorted, as many as there are::
 
-        %sizes = fxpar.split_sizes(%order, %counts, %counts_received) : i64[2, 7]
+        %sizes = fxpar.split_sizes(%order, %counts, %counts_received) : i64[2, 5]
         %there = fxpar.send_rows[dp](%rows, %sizes) : f32[2, r, 64]
         %by_expert, %counts_here = fxpar.arrived_order.default(%counts_received, %r) : i64[2, r], i64[2, 2]
-
-    There a `grouped_gemm` that takes the counts from the host finds them behind the split sizes::
-
-        %counts_on_host = aten.slice.Tensor(%sizes, 1, 5, 7) : i64[2, 2]
 
     Refuses experts that the holders do not divide, experts of a parameter each on tensor parallel ranks that are to
     hold different ones, and a plan whose ep nothing in the model consumes.

@@ -42,8 +42,6 @@ class ExactRows(StaticRows):
         example = with_counted((Counted(name, rows, 1),), {s.name: s.example for s in program.symbols})[name]
         self.counted = Counted(name, rows, example)
         self._axis = "-".join(holders)
-        self._is_split_on_host = program.plan.grouped_gemm == "transformer_engine"
-        self._on_host: fx.Node | None = None
 
     def _is_shared(self, program: Program) -> bool:
         """Where tensor parallel ranks split each expert all of them need all rows of it."""
@@ -52,7 +50,7 @@ class ExactRows(StaticRows):
     def _plan(self, indices: fx.Node) -> None:
         self._places, counts = self._sorted(indices)
         self._received = self._exchanged(counts)
-        kind = TensorType(torch.int64, (*self.lead, 2 * self.blocks + 1 + self.own))
+        kind = TensorType(torch.int64, (*self.lead, 2 * self.blocks + 1))
         self._sizes = self.emit.call(split_sizes, (self._places, counts, self._received), kind)
         self._arrived: tuple[fx.Node, fx.Node, fx.Node] | None = None
 
@@ -74,19 +72,6 @@ class ExactRows(StaticRows):
         """How many rows a holder has for each of its experts."""
         return self._order()[2]
 
-    def _holder_operand(self, node: fx.Node, arg: fx.Node) -> fx.Node:
-        if arg is self.region.counts and self._is_split_on_host and node.target is fxp.grouped_linear.default:
-            return self._counts_on_host()
-        return super()._holder_operand(node, arg)
-
-    def _counts_on_host(self) -> fx.Node:
-        """The same on the host: the split sizes have them, so that no layer waits once more."""
-        if self._on_host is None:
-            dim, end = len(self.lead), int(tensor_type(self._sizes).shape[-1])
-            kind = TensorType(torch.int64, (*self.here, self.own))
-            self._on_host = self.emit.call(aten.slice.Tensor, (self._sizes, dim, end - self.own, end), kind)
-        return self._on_host
-
     def _order(self) -> tuple[fx.Node, fx.Node, fx.Node]:
         """A holder's rows: how many, by expert, and how many each expert has."""
         if self._arrived is None:
@@ -103,10 +88,10 @@ class ExactRows(StaticRows):
     def _sent(self, value: fx.Node) -> fx.Node:
         if value in self._holder:
             return self._holder[value]
-        own = self._source[value]
-        width, rows = tensor_type(own).shape[-1], self._rows_here
-        kind = TensorType(tensor_type(own).dtype, (*rows, width))
-        there = self.emit.call(send_rows, (own, self._sizes), kind, axis=self._axis)
+        local = self._source[value]
+        width, rows = tensor_type(local).shape[-1], self._rows_here
+        kind = TensorType(tensor_type(local).dtype, (*rows, width))
+        there = self.emit.call(send_rows, (local, self._sizes), kind, axis=self._axis)
         if self._arrived is None:
             count = self.emit.size(there, len(self.here))
             kinds = TensorType(torch.int64, rows), TensorType(torch.int64, (*self.here, self.own))
@@ -118,8 +103,8 @@ class ExactRows(StaticRows):
     def _returned(self, value: fx.Node) -> fx.Node:
         if value in self._source:
             return self._source[value]
-        own, (count, order, _) = self._holder[value], self._order()
-        placed = self.emit.call(fxp.put_rows.default, (own, order, count, 1), tensor_type(own))
-        kind = TensorType(tensor_type(own).dtype, (*tensor_type(self._places).shape, tensor_type(own).shape[-1]))
+        local, (count, order, _) = self._holder[value], self._order()
+        placed = self.emit.call(fxp.put_rows.default, (local, order, count, 1), tensor_type(local))
+        kind = TensorType(tensor_type(local).dtype, (*tensor_type(self._places).shape, tensor_type(local).shape[-1]))
         self._source[value] = self.emit.call(return_rows, (placed, self._sizes), kind, axis=self._axis)
         return self._source[value]

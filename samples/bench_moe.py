@@ -1,14 +1,14 @@
 """Milliseconds of a training step whose experts are on different GPUs.
 
     torchrun --nproc-per-node 2 samples/bench_moe.py --runs learned balanced learned+compile
-    torchrun --nproc-per-node 2 samples/bench_moe.py --runs learned+exact learned+exact+te
+    torchrun --nproc-per-node 2 samples/bench_moe.py --runs learned+exact learned+alltoall
     torchrun --nproc-per-node 4 samples/bench_moe.py --runs learned+compile --batch 2 --json times.jsonl
     torchrun --nproc-per-node 2 samples/bench_moe.py --tiny --precision fp32     # to see that it runs, on a CPU too
 
 A run is FLAG+FLAG…: `learned`, the model's own router, or `balanced`, as many tokens for each expert; `compile`;
 `graph` (the step is one CUDA graph); `adamw` (the step has torch's fused AdamW and its clipping too, behind a graph);
 `unchecked` (batches are not compared over the ranks); `selective` and `full` (recomputation); `exact` (rows travel
-alone), `te` (with `exact`: Transformer Engine multiplies), `alltoall` (rows travel in blocks), `budget` (buffers have
+alone), `alltoall` (rows travel in blocks), `budget` (buffers have
 half as many places again as an even load needs), `copy` and `nccl` (what ranks send by, where not by what is faster).
 Every GPU has its own sequences and experts: the plan is dp = ep = their number, etp = 1. The model is transformers'
 Mixtral on the meta device, of 8 layers of width 2048 with 64 experts of width 1024, of which a token has 8, and 4
@@ -36,7 +36,7 @@ from samples.bench_tp import Size, build, run_all, time_steps, where_time_goes
 
 FLAGS = (
     *("learned", "balanced", "eager", "compile", "graph", "adamw", "unchecked", "selective", "full", "exact"),
-    *("te", "alltoall", "budget", "copy", "nccl"),
+    *("alltoall", "budget", "copy", "nccl"),
 )
 # Larger than any router's score.
 _FAR = 1e4
@@ -103,7 +103,6 @@ def measure(run: str, options: argparse.Namespace) -> dict[str, Any]:
         ep=world,
         etp=1,
         dispatch=next((how for how in ("exact", "alltoall") if how in flags), "static"),
-        grouped_gemm="transformer_engine" if "te" in flags else "torch",
         exchange=next((how for how in ("copy", "nccl") if how in flags), "auto"),
         receive_budget=1.5 if "budget" in flags else None,
         compile="compile" in flags,

@@ -3,10 +3,9 @@
 Enters: a rank's rows, and its split sizes. Leaves: the rows that it received. All of it is what a rank runs; the
 operators are in `fxpar.ops.sent_rows`.
 
-Terms: the *split sizes* of n ranks with E experts each are 2n + 1 + E numbers, i64 [lead, 2n + 1 + E], where every
-leading dimension is 1: to each rank how many rows go, of each how many come, how many rows the source has, those that
-go nowhere included, and how many of those that come each of this rank's experts has. A source's rows stand by rank;
-those that go nowhere stand last.
+Terms: the *split sizes* of n ranks are 2n + 1 numbers, i64 [lead, 2n + 1], where every leading dimension is 1: to each
+rank how many rows go, of each how many come, and how many rows the source has, those that go nowhere included. A
+source's rows stand by rank; those that go nowhere stand last.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ def split_sizes(order: Tensor, counts: Tensor, received: Tensor) -> Tensor:
     ranks = received.shape[-2]
     rows = counts.new_full((*counts.shape[:-1], 1), order.shape[-1])
     there = counts.unflatten(-1, (ranks, -1)).sum(-1)
-    return torch.cat((there, received.sum(-1), rows, received.sum(-2)), dim=-1)
+    return torch.cat((there, received.sum(-1), rows), dim=-1)
 
 
 def start_sizes(order: Tensor, counts: Tensor, received: Tensor) -> tuple[Tensor, Any]:

@@ -17,7 +17,6 @@ import torch
 from torch import fx
 
 from fxpar.ops.collectives import Group
-from fxpar.ops.engine_products import by_engine, check_type
 from fxpar.ops.onrank import OnRank
 from fxpar.ops.operator import Operator
 from fxpar.ops.unread import leave_unread
@@ -93,15 +92,11 @@ def lower(
     graph = program.graph
     inputs = tuple(node.name for node in graph.nodes if node.op == "placeholder")
     rank = OnRank(program, groups, torch.device(device), uneven_rows=uneven_rows)
-    engine = by_engine(program, rank.device)
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
         if isinstance(node.target, Operator):
             _replace(node, node.target, rank)
-        elif node.target in engine:
-            check_type(node)
-            node.target = engine[node.target]
         elif isinstance(node.target, torch._ops.OpOverload):
             _place(node, rank.device)
     leave_unread(graph)

@@ -83,7 +83,7 @@ def _sizes_shape(call: OnShapes) -> Tensor:
         raise ValueError(
             f"{list(order.shape)} rows and {list(counts.shape)} counts, of which {list(received.shape)} come"
         )
-    sizes: Tensor = counts.new_empty((*lead, 2 * ranks + 1 + local_experts))
+    sizes: Tensor = counts.new_empty((*lead, 2 * ranks + 1))
     return sizes
 
 
@@ -149,7 +149,7 @@ def _back_derivative(call: Reverse) -> Gradients:
     uncaptured="copies how many rows travel to the host; give dispatch='static'",
 )
 def split_sizes(order: Any, counts: Any, received: Any) -> Any:
-    """How many rows go where, and how many of them each expert has, on the host (`fxpar.ops.exact`).
+    """How many rows go where, on the host (`fxpar.ops.exact`).
 
     The copy starts where the operator stands, and is awaited in front of the first reader.
 
@@ -159,7 +159,7 @@ def split_sizes(order: Any, counts: Any, received: Any) -> Any:
         received: i64[…, n, E / n]: of each of n sources the rows for each expert of the holder.
 
     Returns:
-        i64[…, 2n + 1 + E / n].
+        i64[…, 2n + 1].
     """
 
 

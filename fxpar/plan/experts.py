@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from fxpar.plan.plan import Plan
 
 DISPATCHES = ("static", "allgather", "alltoall", "exact")
-GROUPED_GEMMS = ("torch", "transformer_engine")
 DROP_POLICIES = ("probs", "position")
 
 
@@ -23,7 +22,6 @@ def expert_problems(plan: Plan) -> Iterator[str]:
     """What is wrong with the dispatch of a plan."""
     if plan.dispatch not in DISPATCHES:
         return
-    yield from _wrong_grouped_gemm(plan)
     yield from _wrong_budget(plan)
     yield from _wrong_capacity(plan)
     if plan.dispatch == "static":
@@ -38,15 +36,6 @@ def expert_problems(plan: Plan) -> Iterator[str]:
     if plan.compile:
         # Units are compiled for sizes of inputs (`fxpar.runtime.sizes`); rows would be further ones in each layer.
         yield "dispatch='exact' has sizes that the routing decides: give compile=False, or dispatch='static'"
-
-
-def _wrong_grouped_gemm(plan: Plan) -> Iterator[str]:
-    if plan.grouped_gemm == "transformer_engine" and plan.dispatch != "exact":
-        # Without ranks that send rows nothing is copied to the host either: there would be a wait in every layer.
-        yield (
-            "grouped_gemm='transformer_engine' takes from the host how many rows each expert has, where only "
-            "dispatch='exact' brings that: give it, with ep of at least 2, or grouped_gemm='torch'"
-        )
 
 
 def _wrong_budget(plan: Plan) -> Iterator[str]:

@@ -20,7 +20,7 @@ from fxpar.errors import PlanError, shorter, shown
 from fxpar.mesh.mesh import Mesh
 from fxpar.mesh.purpose import DENSE, PURPOSES, Cuts
 from fxpar.plan.cost import Cost
-from fxpar.plan.experts import DISPATCHES, DROP_POLICIES, GROUPED_GEMMS, expert_problems
+from fxpar.plan.experts import DISPATCHES, DROP_POLICIES, expert_problems
 from fxpar.plan.fields import by_path, changed, check_known, fault, globs, part
 from fxpar.plan.graphs import CudaGraphs
 from fxpar.plan.lines import read_mapping
@@ -35,7 +35,7 @@ EXCHANGES = ("auto", "nccl", "copy")
 # Options that take one of some words.
 CHOICES: Mapping[str, tuple[str, ...]] = {
     **{"loss_reduction": LOSS_REDUCTIONS, "batch_norm": BATCH_NORMS, "precision": PRECISIONS, "recompute": RECOMPUTES},
-    **{"exchange": EXCHANGES, "dispatch": DISPATCHES, "drop_policy": DROP_POLICIES, "grouped_gemm": GROUPED_GEMMS},
+    **{"exchange": EXCHANGES, "dispatch": DISPATCHES, "drop_policy": DROP_POLICIES},
 }
 
 # Options that are mappings, which are kept sorted and cannot be written to.
@@ -152,9 +152,6 @@ class Plan:
             equal ones those that stand first; `position`, those that stand first.
         pad_to_capacity: with a `capacity_factor` and `static` dispatch, whether each expert computes as many rows as
             its capacity, rows of zeros where it has fewer: products whose sizes no routing changes.
-        grouped_gemm: what multiplies rows with their experts' matrices. `torch`: its grouped kernel, which reads on the
-            device how many rows each expert has, or a product for each expert. `transformer_engine`: its grouped GEMM,
-            by cuBLAS on several streams, for `exact` dispatch on GPUs; it takes those numbers from the host.
         experts: globs on the names of modules of experts (`*.mlp.experts`) whose forward is
             `(hidden_states [T, h], top_k_index [T, K], top_k_weights [T, K]) -> [T, h]`, with a loop over experts that
             depends on the routing, and so cannot be traced. They are computed as experts on rows instead, from weights
@@ -201,7 +198,6 @@ class Plan:
     capacity_factor: int | float | None = None
     drop_policy: str = "probs"
     pad_to_capacity: bool = False
-    grouped_gemm: str = "torch"
     experts: tuple[str, ...] = ()
     cuda_graphs: CudaGraphs = field(default_factory=CudaGraphs)
     cost: Cost = field(default_factory=Cost)
@@ -313,7 +309,7 @@ class Plan:
         """The same plan for a single device: no axis has several ranks, no line splits anything, and all is kept."""
         changes: dict[str, Any] = {**dict.fromkeys(_AXES, 1), "etp": None, "split": {}, "row_wise": ()}
         changes |= {"virtual_stages": 1, "stages": (), "microbatches": 1, "schedule": "", "group_size": None}
-        changes |= {"dispatch": "static", "grouped_gemm": "torch", "receive_budget": None, "capacity_factor": None}
+        changes |= {"dispatch": "static", "receive_budget": None, "capacity_factor": None}
         changes |= {"drop_policy": "probs", "pad_to_capacity": False}
         changes |= {"recompute": "none", "activation_budget": None, "cuda_graphs": CudaGraphs()}
         return dataclasses.replace(self, **changes)

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from fxpar.errors import InputError, shown
 from fxpar.layout.layout import Layout
 from fxpar.manager import Pass
-from fxpar.ops.engine_products import check_engine
 from fxpar.plan.plan import Plan
 from fxpar.program.dtypes import PRECISION_DTYPES
 from fxpar.program.mixed import is_mixed, main_dtype
@@ -93,8 +92,6 @@ class ParallelModule(Stateful):
         self._random = RandomState(plan.seed, world.device)
         self.saved_names = list(model.state_dict().keys())
         self._shapes = {name: tuple(entry.tensor.shape) for entry in named_tensors(model) for name in entry.names}
-        if plan.grouped_gemm == "transformer_engine":
-            check_engine(world.device)
         self._graphs = Graphs(plan.cuda_graphs, world.device, world.agreement.enter) if plan.cuda_graphs.is_on else None
         self._mailboxes = Mailboxes(plan, world)
         self._programs = Programs(model, plan, world, loss, passes, self._graphs, self._mailboxes)

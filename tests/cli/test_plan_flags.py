@@ -69,7 +69,6 @@ PLANS: dict[str, st.SearchStrategy[dict[str, Any]]] = {
     "capacity_factor": one("capacity_factor", st.one_of(parts, sizes)),
     "drop_policy": one("drop_policy", words("probs", "position"), capacity_factor=1.25),
     "pad_to_capacity": one("pad_to_capacity", st.booleans(), capacity_factor=1.25),
-    "grouped_gemm": one("grouped_gemm", words("torch", "transformer_engine"), **experts, dispatch="exact"),
     "cuda_graphs": one("cuda_graphs", st.builds(CudaGraphs, st.just("partial"), st.just(("attn", "mlp")), sizes)),
     "cost": one("cost", st.builds(Cost, parts, hidden=st.just(0.25), axes=st.just({"dp": {"latency": 2e-5}}))),
 }

@@ -102,17 +102,6 @@ def test_it_prints_and_parses() -> None:
     assert print_program(parse_program(text)) == text
 
 
-def test_products_may_read_the_counts_that_are_on_the_host() -> None:
-    """Behind the split sizes, which one copy brings; all else reads those on the device."""
-    program = dispatched(plan(4, 1, 2, 2).replace(grouped_gemm="transformer_engine"))
-    text = print_program(program)
-    assert print_program(parse_program(text)) == text
-    (counts,) = re.findall(r"%(\w+) = aten\.slice\.Tensor\(%split_sizes, 2, 9, 10\) : i64\[2, 2, 1\]", text)
-    assert len(re.findall(rf"fxpar\.grouped_linear\.default\(%\w+, %\w+, %{counts}, ", text)) == 2
-    assert len(re.findall(rf"%{counts}\b", text)) == 3
-    assert text.count("fxpar.split_sizes(") == 1
-
-
 class Two(nn.Module):
     """Two layers of experts."""
 

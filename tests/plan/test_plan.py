@@ -238,9 +238,6 @@ def test_how_rows_travel_is_an_option_of_experts_on_several_ranks() -> None:
     plan = Plan(dp=2, ep=2, dispatch="exact")
     assert Plan.from_yaml(plan.to_yaml()) == plan
     assert plan.on_one_rank().dispatch == "static"
-    engine = plan.replace(grouped_gemm="transformer_engine")
-    assert Plan.from_yaml(engine.to_yaml()) == engine
-    assert engine.on_one_rank().grouped_gemm == "torch"
     budgeted = Plan.from_yaml("{dp: 2, ep: 2, receive_budget: 1.25}")
     assert budgeted == Plan(dp=2, ep=2, receive_budget=1.25)
     assert budgeted.on_one_rank().receive_budget is None
@@ -290,11 +287,6 @@ def test_what_an_expert_takes_is_an_option_of_every_layout() -> None:
             {"dispatch": "some", "dp": 2, "ep": 2},
             "choose one of static, allgather, alltoall, exact",
         ),
-        ({"grouped_gemm": "cutlass"}, "choose one of torch, transformer_engine"),
-        ({"grouped_gemm": ["torch"]}, "choose one of torch, transformer_engine"),
-        ({"grouped_gemm": "transformer_engine"}, "where only dispatch='exact' brings that"),
-        ({"grouped_gemm": "transformer_engine", "dp": 2, "ep": 2}, "or grouped_gemm='torch'"),
-        ({"grouped_gemm": "transformer_engine", "dp": 2, "ep": 2, "dispatch": "alltoall"}, "or grouped_gemm='torch'"),
         ({"dispatch": "exact", "dp": 2}, "and ep=1: give ep of at least 2"),
         ({"dispatch": "allgather", "dp": 2}, "dispatch='allgather' is of experts on several ranks, and ep=1"),
         ({"dispatch": "alltoall", "dp": 2}, "dispatch='alltoall' is of experts on several ranks, and ep=1"),

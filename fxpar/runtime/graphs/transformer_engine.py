@@ -8,13 +8,14 @@ It warms functions up by running them, so gradients are placed only while a grap
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fxpar.ops import transformer_engine
+from fxpar.errors import InputError
 from fxpar.runtime.calls import Place, StepCalls, Values
 from fxpar.runtime.graphs.partial import Noting, copied
 from fxpar.runtime.graphs.pool import Flight, Pool
@@ -130,7 +131,14 @@ class EngineStep:
 
 
 def _engine() -> Any:
-    return transformer_engine.part("pytorch", _WHERE, "CudaGraphs('partial')")
+    try:
+        return importlib.import_module("transformer_engine.pytorch")
+    except (ImportError, OSError) as error:  # a library that it needs is not there, or of another version
+        raise InputError(
+            f"Transformer Engine cannot be imported: {error}",
+            where=_WHERE,
+            remedy="pip install fxpar[te] beside torch's own cuDNN, or set CudaGraphs('partial')",
+        ) from error
 
 
 def check_engine(device: torch.device) -> None:
@@ -139,6 +147,10 @@ def check_engine(device: torch.device) -> None:
     Raises:
         InputError: says which.
     """
-    remedy = "set CudaGraphs('partial'), for which there is a stand-in"
-    transformer_engine.check_device(device, "captures", _WHERE, remedy)
+    if device.type != "cuda":
+        raise InputError(
+            f"Transformer Engine captures on GPUs, and the ranks run on {device.type}",
+            where=_WHERE,
+            remedy="set CudaGraphs('partial'), for which there is a stand-in",
+        )
     _engine()
