@@ -121,14 +121,13 @@ def compile_program(
     *,
     until: str | None = None,
     on_pass: Callable[[PassRecord], None] | None = None,
-    on_program: Callable[[Program], None] | None = None,
 ) -> Program:
     """The program after all passes, or after the pass named `until`, statically checked before and after each.
 
     Raises:
         FxparError: a pass or a check refused it.
     """
-    return PassManager(passes, verifiers, on_pass=on_pass, on_program=on_program).run(program, until=until)
+    return PassManager(passes, verifiers, on_pass=on_pass).run(program, until=until)
 
 
 def compile_step(

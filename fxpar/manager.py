@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fxpar.errors import CheckFailed, FxparError, PassError, shown
+from fxpar.errors import CheckFailed, FxparError, InputError, PassError, shown
 from fxpar.ops.dataflow import Expressions
 from fxpar.program.collector import without_collections
 from fxpar.program.program import PassRecord, Program, describe
@@ -149,7 +149,9 @@ class PassManager:
     Attributes:
         passes: what to run.
         verifiers: what to check after each pass (and before the first).
-        dump: folder for the text of the program before the first and after each pass; None for no dump.
+        dump: folder for the texts of the program that enters and of that after each pass; None for no dump.
+        first: number of the text that enters.
+        dumps_first: whether that is written.
         checked: whether the program that enters was checked already.
         on_pass: called with each pass's record, for progress reports.
         on_program: called with the program before the first and after each pass, before it is checked.
@@ -158,6 +160,8 @@ class PassManager:
     passes: Sequence[Pass]
     verifiers: Sequence[Verifier] = ()
     dump: Path | None = None
+    first: int = 0
+    dumps_first: bool = True
     checked: bool = False
     on_pass: Callable[[PassRecord], None] | None = None
     on_program: Callable[[Program], None] | None = None
@@ -188,20 +192,22 @@ class PassManager:
             return self._run(program, until)
 
     def _run(self, program: Program, until: str | None) -> Program:
-        self._write(program, 0, "capture")
+        number = self.first
+        self._write(program, number if self.dumps_first else None)
         _lint(program, "capture")
         out = inlined(program)  # what holds of a region's nodes in each call holds of the region
         nodes = sightings(program.graph)
         facts = None if self.checked else self._verify(out, "capture", nodes if out is program else None)
         flows = Expressions()
-        for index, item in enumerate(self.passes, 1):
+        for item in self.passes:
             if not item.when(program):
                 if item.name == until:
                     break
                 continue
             before, known, old = program, out, nodes
             program, nodes = self._apply(item, program, old)
-            self._write(program, index, item.name)
+            number += 1  # those left out have none
+            self._write(program, number)
             _lint(program, item.name)
             done = program.history[-1]
             is_changed = done.added or done.erased or done.changed or list(old) != list(nodes)
@@ -284,12 +290,18 @@ class PassManager:
                     raise
         return facts
 
-    def _write(self, program: Program, index: int, name: str) -> None:
+    def _write(self, program: Program, number: int | None) -> None:
         if self.on_program is not None:
             self.on_program(program)
-        if self.dump is not None:
-            self.dump.mkdir(parents=True, exist_ok=True)
-            (self.dump / f"{index:02d}-{name}.txt").write_text(print_program(program), encoding="utf-8")
+        if self.dump is not None and number is not None:
+            name = program.history[-1].name if program.history else "capture"
+            path = self.dump / f"{number:02d}-{name}.txt"
+            try:
+                self.dump.mkdir(parents=True, exist_ok=True)
+                path.write_text(print_program(program), encoding="utf-8")
+            except (OSError, ValueError) as error:
+                reason = getattr(error, "strerror", None) or str(error)
+                raise InputError(reason, where=str(path), remedy="name a place that can be written") from None
 
 
 def _lint(program: Program, after: str) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -26,10 +26,10 @@ from fxpar.cli.functions import import_functions, save_functions
 from fxpar.cli.models import SAMPLES, LoadedModel, is_built, load_model
 from fxpar.cli.options import EXAMPLE_FLAGS, MODE_FLAG, PLAN_FLAGS, Request
 from fxpar.cli.output import Ui, is_file, write_text
-from fxpar.compile import capture_differentiable, compile_program
+from fxpar.compile import capture_differentiable
 from fxpar.errors import InputError
 from fxpar.layout.symbols import evaluate
-from fxpar.manager import Pass
+from fxpar.manager import Pass, PassManager
 from fxpar.passes.assign_rng import RNG_PATH
 from fxpar.program.dtypes import DTYPE_NAMES
 from fxpar.program.program import Input, PassRecord, Program
@@ -37,6 +37,7 @@ from fxpar.program.step import output_of
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
 from fxpar.verify.faithful import compare, findings
+from fxpar.verify.static import STATIC
 from fxpar.verify.values import call_inputs, program_state
 
 CAPTURE, VALUES = "00-capture.txt", "values.safetensors"
@@ -280,39 +281,6 @@ def _given(program: Program) -> list[Input]:
     return [entry for entry in program.inputs if entry.path != RNG_PATH and not output_of(entry.path)]
 
 
-@dataclass
-class Tape:
-    """Keeps the text after each pass, in memory and in a folder.
-
-    It is told before the checks, so that a program which they reject is kept too.
-
-    Attributes:
-        position: number of the pass that is noted next; 0 for the captured program.
-        folder: where to write all texts; None for nowhere.
-        wanted: passes whose texts are kept in memory.
-        texts: by pass.
-        begun: whether the program that enters was noted already, by another tape.
-    """
-
-    position: int
-    folder: Path | None = None
-    wanted: Sequence[str] = ()
-    texts: dict[str, str] = field(default_factory=dict)
-    begun: bool = False
-
-    def note(self, program: Program) -> None:
-        """Keeps the program's text under the name of its last pass."""
-        if self.begun:
-            self.begun, self.position = False, self.position + 1
-            return
-        name = program.history[-1].name if program.history else "capture"
-        if name in self.wanted:
-            self.texts[name] = print_program(program)
-        if self.folder is not None and (self.position == 0 or program.history):
-            write_text(self.folder / f"{self.position:02d}-{name}.txt", print_program(program))
-        self.position += 1
-
-
 def run_passes(
     ui: Ui,
     start: Start,
@@ -336,11 +304,10 @@ def run_passes(
     for option, names in (("--until", [until] if until else []), ("--print-after", print_after)):
         _check_names(passes, todo, start.program, option, names)
     behind = sum(item.when(start.program) for item in passes[:position])  # those left out have no number
-    tape = Tape(before or behind, folder, print_after, begun=before > 0)
     if folder is not None and not before:
         _prepare(folder, start)
         save_functions(folder, start.program)
-    program = start.program
+    program, texts = start.program, dict[str, str]()
     names = [item.name for item in todo]
     with ui.working(start.name) as update:
 
@@ -348,8 +315,15 @@ def run_passes(
             done = names.index(record.name) + 1
             update(f"{record.name} done in {record.seconds:.2f} s ({done} of {len(names)} passes)")
 
-        program = compile_program(program, todo, until=until, on_pass=progress, on_program=tape.note)
-    return program, tape.texts
+        def note(program: Program) -> None:
+            name = program.history[-1].name if program.history else "capture"
+            if name in print_after:
+                texts[name] = print_program(program)
+
+        manager = PassManager(todo, STATIC, on_pass=progress, on_program=note, dump=folder, first=before or behind)
+        is_new = not before and (not behind or bool(program.history))
+        program = replace(manager, dumps_first=is_new).run(program, until=until)
+    return program, texts
 
 
 def _check_names(
