@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
+from functools import lru_cache
+from math import ceil, prod
 
 from torch import fx
 
@@ -16,7 +17,6 @@ from fxpar.analysis.collectives import Collective, collectives, symbol_sizes
 from fxpar.analysis.flops import matmul_flops
 from fxpar.analysis.ring import collective_seconds
 from fxpar.analysis.split import computed_part
-from fxpar.analysis.waves import filled
 from fxpar.layout.nesting import local_shape
 from fxpar.layout.symbols import evaluate
 from fxpar.program.program import Note, Program, note, output_layouts, tensor_type
@@ -97,3 +97,41 @@ def _filled(program: Program, node: fx.Node, values: Mapping[str, int]) -> float
     if str(node.target) not in _BATCHED:
         leading, rows = [], rows * prod(leading)
     return filled(prod(leading), rows, columns, program.plan.cost.multiprocessors)
+
+
+# Rows and columns of a tile, and its rate over that of the largest.
+TILES: Mapping[tuple[int, int], float] = {
+    (128, 256): 1.0,
+    (256, 128): 1.0,
+    (192, 192): 1.0,
+    (128, 192): 0.97,
+    (192, 128): 0.97,
+    (128, 128): 0.9,
+    (64, 256): 0.85,
+    (256, 64): 0.85,
+    (64, 128): 0.75,
+    (128, 64): 0.75,
+    (64, 64): 0.65,
+}
+
+
+@lru_cache(maxsize=4096)
+def filled(matrices: int, rows: int, columns: int, multiprocessors: int) -> float:
+    """The part of its time in which a product computes, by the tiles with which that is most; at most 1.
+
+    Args:
+        matrices: results of a batched product, each of `rows` by `columns` elements.
+        multiprocessors: of the GPU; 1 where there are no waves.
+    """
+    elements = matrices * rows * columns
+    if multiprocessors == 1 or not elements:
+        return 1.0
+    return max(
+        rate * elements / (_rounds(matrices * ceil(rows / high) * ceil(columns / wide), multiprocessors) * high * wide)
+        for (high, wide), rate in TILES.items()
+    )
+
+
+def _rounds(tiles: int, multiprocessors: int) -> int:
+    """Tiles for which there is time in as many waves as these need."""
+    return ceil(tiles / multiprocessors) * multiprocessors

@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import sympy
 import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn
 from torch._subclasses.fake_tensor import is_fake
+from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.fx.node import map_arg
 
-from fxpar.capture.conditions import conditions
 from fxpar.capture.notes import Notes
 from fxpar.capture.picked import FINDS, FINDS_TOO
 from fxpar.capture.places import source_of
@@ -358,3 +359,55 @@ def _loss_name(program: Program, requested: str | None) -> str:
             remedy="name one: parallelize(…, loss='…')",
         )
     return scalars[0] if scalars else ""
+
+
+def conditions(traced: Trace, names: Mapping[Any, Any]) -> tuple[Any, ...]:
+    """Relations between the symbols of a program.
+
+    Args:
+        traced: the trace.
+        names: the program's symbol for each symbol of the trace.
+    """
+    environment = _environment(traced.exported)
+    if environment is None:
+        return ()
+    relations: dict[Any, None] = {}
+    known = set().union(*(sympy.sympify(size).free_symbols for size in names.values()))
+    for expression in (*(guard.expr for guard in environment.guards), *_assumed(traced)):
+        relation = _plain(expression, environment.replacements).subs(names)
+        if relation is not sympy.true and set(relation.free_symbols) <= known:
+            relations[relation] = None
+    return tuple(relations)
+
+
+def _assumed(traced: Trace) -> Iterator[Any]:
+    """What Dynamo assumed, in the symbols of the export."""
+    specs = traced.exported.graph_signature.input_specs
+    holders = [n for n in traced.exported.graph.nodes if n.op == "placeholder"]
+    leaves = [n for n, spec in zip(holders, specs, strict=True) if spec.kind is InputKind.USER_INPUT]
+    for assumption in traced.assumptions:
+        sizes = {}
+        for symbol, (leaf, dim) in assumption.sizes.items():
+            size = leaves[leaf].meta["val"].shape[dim]
+            sizes[symbol] = size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)
+        yield assumption.relation.subs(sizes, simultaneous=True)
+
+
+def _plain(expression: Any, replacements: Mapping[Any, Any]) -> Any:
+    """Symbols that the trace replaced by others or by numbers, and the rest by their names' plain symbols."""
+    for _ in range(len(replacements) + 1):
+        replaced = expression.xreplace(dict(replacements))
+        if replaced == expression:
+            break
+        expression = replaced
+    plain = {s: sympy.Symbol(s.name, integer=True, positive=True) for s in expression.free_symbols}
+    return expression.xreplace(plain)
+
+
+def _environment(exported: ExportedProgram) -> Any:
+    for node in exported.graph.nodes:
+        value = node.meta.get("val")
+        for size in value.shape if isinstance(value, torch.Tensor) else ():
+            if isinstance(size, torch.SymInt):
+                return size.node.shape_env
+    return None

@@ -11,11 +11,12 @@ from typing import NoReturn
 
 from torch import fx
 
+from fxpar.choice.collapse import cheapest
 from fxpar.choice.demands import held_over
 from fxpar.choice.options import Option, Options, Value, list_options, value_of
 from fxpar.choice.overrides import Lines, Pin, resolve_overrides
 from fxpar.choice.prices import Prices
-from fxpar.choice.solve import Solution, solve
+from fxpar.choice.problem import cost_of, problem_of
 from fxpar.errors import PlanError
 from fxpar.layout.layout import I, Layout, Placement, shard
 from fxpar.program.coercions import resting
@@ -125,3 +126,27 @@ def _pin_of(weight: fx.Node, pins: Mapping[fx.Node, Pin]) -> Pin:
     while pending[0] not in pins:
         pending = [*operands(pending[0]), *pending[1:]]
     return pins[pending[0]]
+
+
+@dataclass(frozen=True)
+class Solution:
+    """The choice and its cost in seconds, ties included."""
+
+    chosen: Mapping[fx.Node, Option]
+    cost: float
+
+
+def solve(
+    graph: fx.Graph, options: Options, prices: Prices, ends: Mapping[Value, tuple[Placement, ...]]
+) -> Solution | None:
+    """Chooses an option for every node. Layers that pose the same problem are solved once.
+
+    Args:
+        ends: what values that leave the program may be.
+    """
+    nodes, problem = problem_of(graph, options, prices, ends)
+    picks = cheapest(problem)
+    if picks is None:
+        return None
+    chosen = {node: options.of[node][pick] for node, pick in zip(nodes, picks, strict=True)}
+    return Solution({node: chosen[node] for node in options.of}, cost_of(problem, picks))

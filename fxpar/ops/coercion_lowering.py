@@ -7,12 +7,16 @@ its records name. What a rank holds before and after is in the layouts of operan
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from fxpar.layout.layout import Placement
 from fxpar.layout.symbols import Size, product, simplify
-from fxpar.ops import bound, coalesced, copied, factored
+from fxpar.ops import bound, copied, factored
+from fxpar.ops.collectives import Group, arrived, start_sum
+from fxpar.ops.factored import Shared, restored, summand
 from fxpar.ops.onrank import OnRank
 from fxpar.ops.operator import Crossing, OnShapes, Run, Sent
 from fxpar.program.coercions import shared_fraction
@@ -169,7 +173,7 @@ def lower_all_to_all(node: fx.Node, rank: OnRank) -> Run:
 
 def lower_sum_gradients(node: fx.Node, rank: OnRank) -> Run:
     """All values as they are."""
-    return Run(coalesced.sum_gradients, (list(node.args),))
+    return Run(sum_gradients, (list(node.args),))
 
 
 def lower_pad_part(node: fx.Node, rank: OnRank) -> Run:
@@ -190,7 +194,7 @@ def lower_sum_shared(node: fx.Node, rank: OnRank) -> Run:
 
 def lower_coalesced(node: fx.Node, rank: OnRank) -> Run:
     """One all-reduce of all values, shared blocks in their places."""
-    ranks, cuts = rank.ranks(node), list[coalesced.Held]()
+    ranks, cuts = rank.ranks(node), list[Held]()
     for source in operands(node):
         placement = rank.placed(source, node)
         pieces = rank.shared(placement.plain, placement.plain, ranks.size) if placement.is_shard else []
@@ -198,8 +202,46 @@ def lower_coalesced(node: fx.Node, rank: OnRank) -> Run:
     args = list(node.args), cuts
     rest = (*args, ranks.size, ranks.index)
     return Run(
-        coalesced.start_sums,
+        start_sums,
         (*args, ranks.group, ranks.size, ranks.index),
-        finish=coalesced.sums,
+        finish=sums,
         rest=rest,
     )
+
+
+# Dimension and pieces of a weight of which ranks share blocks, as tuples of `Shared`'s fields; None of one that every
+# rank holds whole.
+Held = tuple[int, Sequence[Sequence[Any]]] | None
+
+
+def sum_gradients(weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """`fxpar.sum_gradients`: the values stay the same."""
+    return tuple(weights)
+
+
+def start_sums(gradients: Sequence[Tensor], cuts: Sequence[Held], group: str, size: int, index: Tensor) -> Tensor:
+    """All sums in one flat tensor, on its way."""
+    return start_sum(torch.cat([part.reshape(-1) for part in _parts(gradients, cuts, size, index)]), Group(group, size))
+
+
+def sums(
+    started: Tensor, gradients: Sequence[Tensor], cuts: Sequence[Held], size: int, index: Tensor
+) -> tuple[Tensor, ...]:
+    """Of `start_sums`."""
+    parts = list(_parts(gradients, cuts, size, index))
+    totals = arrived(started).split([part.numel() for part in parts])
+    summed = []
+    for gradient, item, part, flat in zip(gradients, cuts, parts, totals, strict=True):
+        total = flat.view(part.shape)
+        summed.append(total if item is None else restored(gradient, total, *_pieces(item), size, index))
+    return tuple(summed)
+
+
+def _parts(gradients: Sequence[Tensor], cuts: Sequence[Held], size: int, index: Tensor) -> Iterator[Tensor]:
+    """What is summed of each."""
+    for gradient, item in zip(gradients, cuts, strict=True):
+        yield gradient if item is None else summand(gradient, *_pieces(item), size, index)
+
+
+def _pieces(item: tuple[int, Sequence[Sequence[Any]]]) -> tuple[int, list[Shared]]:
+    return item[0], [Shared(*piece) for piece in item[1]]

@@ -10,7 +10,7 @@ outside it leave (`fxpar.layout.nesting`).
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -18,23 +18,23 @@ from typing import Any
 from torch import fx
 
 from fxpar.errors import LayoutError
-from fxpar.layout.layout import Layout, Placement, R, V
+from fxpar.layout.layout import Layout, Placement, R, V, fits, shard
 from fxpar.layout.nesting import common_order, listed, misfit, spelled
 from fxpar.ops import alike
-from fxpar.ops.coercion_table import COERCION_OF
+from fxpar.ops.coercion_table import COERCION_OF, Coercion, coercion
 from fxpar.ops.coercions import all_reduce_coalesced, sum_gradients
 from fxpar.ops.random import axis_index
-from fxpar.program.coercions import axes_of, in_backward, resting
+from fxpar.program.coercions import axes_of, in_backward, resting, unsettled
 from fxpar.program.program import Program, operands, output_layouts, output_types
 from fxpar.program.step import is_forward
 from fxpar.rules.conversion import bucketed, coalesced, coerced, fail
 from fxpar.rules.local import peeled_call, whole_call
 from fxpar.rules.memo import Answers, question
 from fxpar.rules.rows import RowWise
-from fxpar.rules.suggest import suggest
 from fxpar.rules.table import inferred, rule_for, rule_of
 from fxpar.signatures.calls import Call, call_of
-from fxpar.signatures.rule import Refusal
+from fxpar.signatures.engine import seed_signature
+from fxpar.signatures.rule import Refusal, Rule
 
 _ILL_TYPED = (IndexError, KeyError, TypeError, ValueError, ArithmeticError, AttributeError)
 
@@ -278,3 +278,66 @@ def _remedy(node: fx.Node, context: Context, step: Step, *, exactly: bool = Fals
     names = [o.name for o in operands(node) for _ in output_types(o)]
     call = f"fxpar.{row.operator.__name__}[{step.axis}](%{names[index]})"
     return f"insert {call} : {step.axis}:{step.operands[index]}→{target}"
+
+
+Judgement = Callable[[Sequence[Placement]], Sequence[Placement] | Refusal]
+
+
+def suggest(
+    judge: Judgement,
+    rule: Rule | None,
+    call: Call,
+    placements: Sequence[Placement],
+    expected: Sequence[Placement],
+    *,
+    exactly: bool = False,
+) -> tuple[int, Coercion, Placement] | None:
+    """Index of the operand, row of the table and target placement; None where no single coercion helps.
+
+    Args:
+        judge: outputs for placements of the operands, written as in notes.
+        rule: the operation's rule, which knows the shards that fit those of other operands.
+        call: the operation.
+        placements: the operands' placements.
+        expected: what the note says of the outputs.
+        exactly: whether the outputs must be the wanted ones.
+    """
+    first = None
+    for index, placement in enumerate(placements):
+        for row in COERCION_OF.values():
+            if row.source != placement.kind:
+                continue
+            for target in _targets(row, rule, call, placements, index):
+                if coercion(placement, target) is not row:
+                    continue
+                outputs = judge([*placements[:index], target, *placements[index + 1 :]])
+                if isinstance(outputs, Refusal):
+                    continue
+                if tuple(outputs) == tuple(expected):
+                    return index, row, target
+                if first is None and not exactly:
+                    first = (index, row, target)
+    return first
+
+
+def _targets(
+    row: Coercion, rule: Rule | None, call: Call, placements: Sequence[Placement], index: int
+) -> Iterator[Placement]:
+    """What a row can make of an operand: the kind itself, or shards that fit the others, then every plain shard."""
+    if row.target != "S":
+        yield Placement(row.target)
+        return
+    seen = {placements[index]}
+    if placements[index].settled:
+        yield unsettled(placements[index])
+    for other, placement in enumerate(placements):
+        if rule is not None and placement.is_shard and other != index:
+            signature = seed_signature(rule, call, other, placement)
+            target = None if isinstance(signature, Refusal) else signature.operands[index]
+            if target is not None and target.is_shard and target not in seen:
+                seen.add(target)
+                yield target
+    for dim, size in enumerate(call.operands[index].shape):
+        target = shard(dim, size)
+        if target not in seen and fits(target, call.operands[index].shape, call.n):
+            yield target

@@ -6,6 +6,9 @@ forward and its backward as lists of calls, which run without autograd.
 
 from __future__ import annotations
 
+import os
+import sys
+import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +22,6 @@ from fxpar.program.step import BACKWARD, PARAMETER, WEIGHT
 from fxpar.runtime.calls import ForwardCalls, StepCalls, UnitCall, Values, size_name
 from fxpar.runtime.inductor import Boxed, Inductor, Pair
 from fxpar.runtime.parts import Step
-from fxpar.runtime.progress import Progress
 from fxpar.runtime.segments import Segment, Unit, graph_of, is_number
 from fxpar.runtime.sizes import Scope, Scopes, Variants
 from fxpar.runtime.units import Units, units_of
@@ -229,3 +231,21 @@ class Compiler:
 
     def _variants(self, key: Hashable) -> Variants[CompiledUnits, Any]:
         return self._known.setdefault(key, Variants(self._scopes))
+
+
+class Progress:
+    """Tells of regions that are being compiled."""
+
+    def __init__(self) -> None:
+        self._start = 0.0
+
+    def __call__(self, done: int, count: int) -> None:
+        """Writes the line anew; the last one stays."""
+        if not sys.stderr.isatty() or os.environ.get("RANK", "0") != "0":
+            return
+        if done == 0:
+            self._start = time.monotonic()
+        seconds = time.monotonic() - self._start
+        what = f"compiling region {done + 1} of {count}" if done < count else f"compiled {count} regions"
+        sys.stderr.write(f"\r\x1b[Kfxpar: {what} ({seconds:.0f} s)" + ("\n" if done == count else ""))
+        sys.stderr.flush()

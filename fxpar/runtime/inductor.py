@@ -28,13 +28,15 @@ from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fxpar.ops import dropped
+from fxpar.ops import (
+    dropped,
+    products,  # noqa: F401 - defines the operator
+)
 from fxpar.plan.plan import Plan
 from fxpar.program.program import output_node
 from fxpar.runtime.graphs.standin import opaque
 from fxpar.runtime.heuristics import Heuristics
 from fxpar.runtime.kept import keep_sums
-from fxpar.runtime.placed_products import place_products
 from fxpar.runtime.sums_in_rows import sums_in_rows
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
@@ -151,3 +153,20 @@ def _name_inputs(graph: fx.Graph, early: int) -> None:
         name = f"{_EARLY}{index}" if index < early else f"{_LATE}{index - early}"
         node.target = name
         node._rename(name)
+
+
+_MM = torch.ops.aten.mm.default
+_PLACED = torch.ops.fxpar.placed_product.default
+
+
+def place_products(graph: fx.Graph) -> int:
+    """Lets products be written where a call's results are to stay; gives how many."""
+    end = output_node(graph)
+    placed = 0
+    for index, value in enumerate(end.args[0]):  # type: ignore[arg-type]
+        if not isinstance(value, fx.Node) or value.target is not _MM or list(value.users) != [end]:
+            continue
+        if list(end.args[0]).count(value) == 1:  # type: ignore[arg-type]
+            value.target, value.args = _PLACED, (*value.args, index)
+            placed += 1
+    return placed

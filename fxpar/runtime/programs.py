@@ -19,12 +19,13 @@ from torch import Tensor, nn
 from fxpar.capture import Captured, arguments
 from fxpar.capture.precision import cast_inputs, in_precision, input_dtype
 from fxpar.compile import compile_model, compile_program
-from fxpar.errors import InputError
+from fxpar.errors import FxparError, InputError
 from fxpar.layout.layout import Layout
 from fxpar.layout.symbols import names
 from fxpar.manager import Pass
 from fxpar.mesh.purpose import Cuts, axis_that
 from fxpar.ops.lower import Lowered
+from fxpar.passes import insert_collectives
 from fxpar.passes.annotate import annotate, keeping
 from fxpar.passes.divide_batch import of_all_ranks
 from fxpar.passes.partition_stages import holding, partition_stages
@@ -40,7 +41,6 @@ from fxpar.runtime.graphs.table import Graphs
 from fxpar.runtime.inputs import Shapes
 from fxpar.runtime.mailboxes import Mailboxes
 from fxpar.runtime.placement import own_stages, rank_of, schedule_of
-from fxpar.runtime.rows import prove_rows
 from fxpar.runtime.size_programs import check_count, fixed_sizes, has_fixed, size_programs
 from fxpar.runtime.skeleton import skeleton_of
 from fxpar.runtime.steps import Steps
@@ -434,3 +434,22 @@ def _digest(compiled: Compiled) -> str:
 
 def _parameter_layouts(program: Program) -> dict[str, Layout]:
     return {p.fqn: output_layouts(program.node(p.node))[0] for p in program.parameters}
+
+
+def prove_rows(program: Program, passes: Sequence[Pass]) -> None:
+    """Refuses a program whose batch cannot be cut into microbatches.
+
+    Raises:
+        InputError: names what takes the rows together, or the inputs that do not say which dimension they are.
+    """
+    plan = replace(program.plan, virtual_stages=1, stages=(), microbatches=1, schedule="", group_size=None)
+    plan = replace(plan, loss_reduction="mean", tp=1, dp=2, pp=1, split={}, sequence_parallel=False)
+    try:
+        compile_program(of_all_ranks(program.copy().with_(plan=plan)), passes, until=insert_collectives.name)
+    except FxparError as error:
+        raise InputError(
+            f"nothing proves which rows a microbatch may have: {error.where}: {error.reason}",
+            where="microbatches",
+            remedy="say which dimension of each input is the rows (batch_dims={path: dim}), or set microbatches=1 and "
+            "pass train_step a list of microbatches",
+        ) from error

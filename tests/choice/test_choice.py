@@ -15,9 +15,9 @@ from torch.nn import functional
 
 from fxpar.analysis.split import split_flops
 from fxpar.capture import Captured, capture
+from fxpar.choice.choose import solve
 from fxpar.choice.options import Options, Value, list_options, value_of
 from fxpar.choice.prices import Prices
-from fxpar.choice.solve import solve
 from fxpar.compile import compile_program
 from fxpar.layout.layout import I, Placement, V
 from fxpar.passes import canonicalize

@@ -15,7 +15,7 @@ from torch.nn import functional
 from fxpar.compile import compile_model
 from fxpar.errors import InputError
 from fxpar.plan.plan import Plan
-from fxpar.runtime.padding import check_padding
+from fxpar.runtime.forward_backward import check_padding
 from fxpar.runtime.programs import Call
 from fxpar.runtime.uneven import Brought, brought, ignored_targets, largest
 from tests.runtime.uneven_jobs import Pooled

@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fxpar
 from fxpar.ops import products
 from fxpar.ops.products import Destination, into, placed_product
-from fxpar.runtime.placed_products import place_products
+from fxpar.runtime.inductor import place_products
 
 
 def traced(function: Any, *values: Tensor) -> torch.fx.GraphModule:
