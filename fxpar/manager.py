@@ -16,11 +16,11 @@ from pathlib import Path
 
 from fxpar.errors import CheckFailed, FxparError, InputError, PassError, shown
 from fxpar.ops.dataflow import Expressions
-from fxpar.program.collector import without_collections
+from fxpar.program.gc_pause import without_collections
 from fxpar.program.program import PassRecord, Program, describe
 from fxpar.program.properties import Property
 from fxpar.program.regions import inlined
-from fxpar.signatures.facts import Facts, Sighting, facts_of, has_same_operations, sightings
+from fxpar.signatures.check_cache import Facts, Sighting, facts_of, has_same_operations, sightings
 from fxpar.text.printing import print_program
 
 PassFunction = Callable[[Program], Program]

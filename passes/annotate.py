@@ -11,8 +11,8 @@ from torch import fx
 
 from fxpar.choice.choose import Choice
 from fxpar.choice.explain import reason_of
+from fxpar.choice.multi_axis import place
 from fxpar.choice.options import Option, value_of
-from fxpar.choice.several import place
 from fxpar.errors import PassError
 from fxpar.layout.layout import Layout, Placement
 from fxpar.layout.nesting import spelled
@@ -40,9 +40,9 @@ def annotate(program: Program) -> Program:
     refuses plan lines that match nothing, contradict each other or ask for a cut that the model cannot carry.
 
     Algorithm: inputs are cut over their rows on the axes that share out the batch, and every operation follows. The
-    rest is solved on what one data rank has (`fxpar.choice.several`). Overrides become pins (a fused dimension is cut
-    in the way that nothing downstream tears). Every other parameter that an operation uses may be cut. Of all choices
-    of legal signatures that one is taken which costs the fewest seconds of a training step (`fxpar.choice`):
+    rest is solved on what one data rank has (`fxpar.choice.multi_axis`). Overrides become pins (a fused dimension is
+    cut in the way that nothing downstream tears). Every other parameter that an operation uses may be cut. Of all
+    choices of legal signatures that one is taken which costs the fewest seconds of a training step (`fxpar.choice`):
     collectives, forward and backward, matrix products and memory traffic, the optimizer's too. Shards of weights are
     never converted.
     """

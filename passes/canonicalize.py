@@ -85,7 +85,7 @@ def canonicalize(program: Program) -> Program:
     (`masked_writes`); counts are comparisons and sums; biases, those
     of convolutions too, are separate additions, so that a row-split product can be reduced before its bias is added;
     rows that are sorted by expert for grouped products, pairs of token and expert that take a matrix each, and loops
-    over experts are rows of `fxpar.ops.routed` (`sorted_rows`, `chosen_matrices`, `looped_experts`); losses that
+    over experts are rows of `fxpar.ops.permute` (`sorted_rows`, `chosen_matrices`, `looped_experts`); losses that
     functions add by the plan's word are terms of the loss (`added_losses`). Values, gradients
     and the order of random nodes stay. Refuses sub-graphs: what is in them has no layout, and loops over experts that
     pick rows and are not recognised.

@@ -1,7 +1,7 @@
 """The experts that a router chooses for its tokens, and rows sorted by them.
 
-Enters: a graph. Leaves: which values are a choice of a top-k, and the operators of `fxpar.ops.routed` for one. A helper
-of what recognises experts (`sorted_rows`, `chosen_matrices`, `looped_experts`).
+Enters: a graph. Leaves: which values are a choice of a top-k, and the operators of `fxpar.ops.permute` for one. A
+helper of what recognises experts (`sorted_rows`, `chosen_matrices`, `looped_experts`).
 
 Terms: a *choice* are the experts of all tokens as a top-k gives them, whatever its shape; T tokens, K experts of each,
 M = T * K pairs.

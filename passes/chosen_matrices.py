@@ -1,7 +1,7 @@
 """Products with a matrix for each pair of token and expert, `weight[indices]`, as grouped products of routed rows.
 
 Enters: a graph in one spelling. Leaves: the same, in which what is computed of pairs is written with the operators of
-`fxpar.ops.routed`. A helper of `canonicalize`.
+`fxpar.ops.permute`. A helper of `canonicalize`.
 
 Terms: see `choices`. A value *by pair* has leading dimensions whose sizes make M, [M, …] or [T, K, …], in the order of
 the choice; what stands behind them is its *trail*. Its *rows* are the same sorted by expert, [M, trail].

@@ -12,9 +12,9 @@ from torch import fx
 from fxpar.layout.symbols import product
 from fxpar.manager import register_pass
 from fxpar.ops.coercions import copy_to, share, sum_gradients
+from fxpar.program.parameter_flow import owner_of, summed
 from fxpar.program.program import Note, Program, note, operands, set_note, tensor_type
 from fxpar.program.properties import Property
-from fxpar.program.weights import owner_of, summed
 
 # Bytes of gradients that one reduction sums at most: large enough for bandwidth, small enough to start early.
 BUCKET = 64 * 2**20

@@ -18,7 +18,6 @@ from fxpar.derivatives.trace import Derivative, Number, Operand, trace
 from fxpar.errors import FxparError, InputError
 from fxpar.passes.emit import Emitter
 from fxpar.passes.forms import BY_ITEM, form_of
-from fxpar.program.keys import plain
 from fxpar.program.program import (
     ScalarType,
     TensorType,
@@ -28,8 +27,9 @@ from fxpar.program.program import (
     operands,
     output_types,
 )
+from fxpar.program.structural_key import plain
 from fxpar.program.symbols import Condition, Counted, Symbol
-from fxpar.signatures.functions import resolve_function
+from fxpar.signatures.autograd_functions import resolve_function
 
 aten = torch.ops.aten
 

@@ -25,6 +25,7 @@ from fxpar.passes.whole import whole_call_of
 from fxpar.program.copying import copy_node, take_name
 from fxpar.program.gradients import carried
 from fxpar.program.mixed import MAIN, is_copy
+from fxpar.program.parameter_flow import weights_of
 from fxpar.program.program import (
     Input,
     Note,
@@ -50,7 +51,6 @@ from fxpar.program.step import (
     output_of,
     tangent_path,
 )
-from fxpar.program.weights import weights_of
 
 aten = torch.ops.aten
 

@@ -17,7 +17,7 @@ from fxpar.passes.limited_rows import count_dropped, limit_rows
 from fxpar.passes.padded_rows import PaddedRows
 from fxpar.passes.routed_rows import Routed, routed
 from fxpar.passes.static_rows import StaticRows
-from fxpar.program.loads import dropped_name, excess_name, load_name
+from fxpar.program.expert_load_outputs import dropped_name, excess_name, load_name
 from fxpar.program.program import Program, describe, note, operands, output_node
 from fxpar.program.properties import Property
 from fxpar.program.symbols import Counted

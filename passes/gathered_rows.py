@@ -21,8 +21,8 @@ from torch import fx
 
 from fxpar.layout.symbols import Size, divide, product, simplify
 from fxpar.mesh.purpose import Cuts
-from fxpar.ops.needed import expand_needed, needed_part, sum_needed
-from fxpar.ops.over_ranks import expand_over, sum_over
+from fxpar.ops.rank_dim import expand_over, sum_over
+from fxpar.ops.selective_dispatch import expand_needed, needed_part, sum_needed
 from fxpar.passes.limited_rows import share
 from fxpar.passes.routed_rows import Routed
 from fxpar.passes.static_rows import StaticRows

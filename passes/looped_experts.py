@@ -1,7 +1,7 @@
 """Loops over experts, each of which computes all tokens or those that are its own, as routed rows.
 
 Enters: a graph in one spelling. Leaves: the same, in which what a loop adds up is written with the operators of
-`fxpar.ops.routed`. A helper of `canonicalize`.
+`fxpar.ops.permute`. A helper of `canonicalize`.
 
 Terms: see `choices`. A *term* is what an expert adds for its tokens: its results times its *column* of weights
 (`expert_masks`). Of the nodes that do the same for each expert the first one's stands for all: what it makes of tokens

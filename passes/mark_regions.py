@@ -7,7 +7,7 @@ from collections.abc import Collection
 from torch import fx
 
 from fxpar.analysis.capturable import why_not_capturable
-from fxpar.analysis.scopes import scopes
+from fxpar.analysis.module_scopes import scopes
 from fxpar.errors import InputError, PassError
 from fxpar.layout.symbols import names
 from fxpar.manager import register_pass

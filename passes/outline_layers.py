@@ -14,7 +14,6 @@ from fxpar.analysis.periods import behind_rows, parts
 from fxpar.analysis.row_runs import row_runs
 from fxpar.manager import register_pass
 from fxpar.program.copying import copy_node
-from fxpar.program.keys import plain
 from fxpar.program.program import (
     Note,
     Program,
@@ -29,6 +28,7 @@ from fxpar.program.program import (
 from fxpar.program.properties import Property
 from fxpar.program.regions import BETWEEN_MODULES, Region, call_region
 from fxpar.program.step import BACKWARD, PHASES, RECOMPUTE, WEIGHT
+from fxpar.program.structural_key import plain
 
 _LEAST = 24  # operations of a part; fewer are not worth a call
 

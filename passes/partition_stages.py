@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from torch import fx
 
-from fxpar.analysis.divisible import Divisible, divisible
+from fxpar.analysis.stage_cut_points import Divisible, divisible
 from fxpar.choice.cuts import stage_ends
 from fxpar.choice.stages import choose_stages, cuts_as_held
 from fxpar.errors import PassError, PlanError

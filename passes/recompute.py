@@ -12,10 +12,10 @@ from fxpar.errors import PlanError
 from fxpar.manager import register_pass
 from fxpar.passes.again import compute_again, is_repeatable
 from fxpar.passes.differentiate import forward_of
+from fxpar.program.parameter_flow import weights_of
 from fxpar.program.program import Program, note, update
 from fxpar.program.properties import Property
 from fxpar.program.step import BACKWARD, is_forward
-from fxpar.program.weights import weights_of
 
 
 @register_pass("recompute", requires={Property.STEP}, preserves="dataflow")

@@ -13,7 +13,7 @@ from fxpar.analysis.layers import layers
 from fxpar.analysis.ring import collective_seconds
 from fxpar.analysis.seconds import again_seconds
 from fxpar.analysis.storages import Storages, storages
-from fxpar.choice.keep import Keeping
+from fxpar.choice.activation_knapsack import Keeping
 from fxpar.errors import PlanError
 from fxpar.layout.symbols import evaluate
 from fxpar.manager import register_pass
@@ -22,10 +22,10 @@ from fxpar.ops.coercions import all_gather
 from fxpar.passes.again import compute_again, is_repeatable
 from fxpar.passes.differentiate import forward_of
 from fxpar.program.coercions import computed_fraction
+from fxpar.program.parameter_flow import weights_of
 from fxpar.program.program import Program, note, operands, output_layouts
 from fxpar.program.properties import Property
 from fxpar.program.step import BACKWARD, PARAMETER, is_forward
-from fxpar.program.weights import weights_of
 from fxpar.rules import bind_arguments
 
 

@@ -19,9 +19,9 @@ from torch.fx.node import map_arg
 
 from fxpar.passes.emit import Emitter
 from fxpar.program.copying import changed
-from fxpar.program.keys import plain
 from fxpar.program.program import Note, ScalarType, note, operands, output_layouts, output_types
 from fxpar.program.step import BACKWARD
+from fxpar.program.structural_key import plain
 
 aten = torch.ops.aten
 

@@ -1,7 +1,7 @@
 """Grouped products of rows that a model sorts by expert itself, as routed rows.
 
 Enters: a graph in one spelling. Leaves: the same, in which what sorts, takes, spreads and adds up the rows of tokens is
-written with the operators of `fxpar.ops.routed`. A helper of `canonicalize`.
+written with the operators of `fxpar.ops.permute`. A helper of `canonicalize`.
 
 Terms: see `choices`. What else is known of a value is a `_Kind`, and of which choice.
 """
@@ -75,7 +75,7 @@ _ZEROS = (aten.zeros_like.default, aten.zeros.default, aten.new_zeros.default)
 
 
 def recognize_rows(graph: fx.Graph) -> None:
-    """Writes rows that a model sorts itself as those of `fxpar.ops.routed`.
+    """Writes rows that a model sorts itself as those of `fxpar.ops.permute`.
 
     Before::
 

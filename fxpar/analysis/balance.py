@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fxpar.analysis.collectives import symbol_sizes
-from fxpar.analysis.divisible import divisible
 from fxpar.analysis.flops import matmul_flops
 from fxpar.analysis.parameters import held_bytes, local_elements
+from fxpar.analysis.stage_cut_points import divisible
 from fxpar.layout.symbols import evaluate
 from fxpar.program.program import Program, note
 from fxpar.program.stages import crossings, holders, is_transfer, stage_of

@@ -19,11 +19,11 @@ from fxpar.ops.operator import Crossing, Operator
 from fxpar.program.coercions import apart_view, axes_of, inner_view
 from fxpar.program.gradients import carried, reached
 from fxpar.program.mixed import held_type
+from fxpar.program.parameter_flow import weights_of
 from fxpar.program.program import Program, TensorType, note, operands, output_layouts
 from fxpar.program.properties import Property
 from fxpar.program.step import RECOMPUTE
 from fxpar.program.symbols import balanced, with_counted
-from fxpar.program.weights import weights_of
 from fxpar.rules import call_of
 
 _LAYER = re.compile(r"(?:.*?\.)?\d+(?=\.|$)")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from fxpar.analysis.handshakes import copyable
+from fxpar.analysis.buffer_reuse import copyable
 from fxpar.ops.operator import Operator
 from fxpar.program.program import Program, note
 

@@ -31,12 +31,12 @@ from fxpar.capture.written import check_written
 from fxpar.errors import CaptureError
 from fxpar.ops.functions import function as kept
 from fxpar.plan.plan import Plan
-from fxpar.program.collector import without_collections
+from fxpar.program.gc_pause import without_collections
 from fxpar.program.gradients import carried
 from fxpar.program.program import Program
 from fxpar.signatures.added_losses import check_added_losses
+from fxpar.signatures.autograd_functions import forget_proofs
 from fxpar.signatures.defaults import write_defaults
-from fxpar.signatures.functions import forget_proofs
 
 __all__ = ["CallSpec", "Captured", "arguments", "capture", "check_model", "check_samples"]
 

@@ -23,8 +23,8 @@ from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.fx.node import map_arg
 
+from fxpar.capture.data_dependent_loops import FINDS, FINDS_TOO
 from fxpar.capture.notes import Notes
-from fxpar.capture.picked import FINDS, FINDS_TOO
 from fxpar.capture.places import source_of
 from fxpar.capture.recording import refuse_foreign
 from fxpar.capture.trace import Trace

@@ -30,14 +30,14 @@ from torch.autograd.graph import Node, _engine_run_backward
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fxpar.capture.decided import host_numbers
 from fxpar.capture.expert_modules import Named
 from fxpar.capture.experts import routed_experts
 from fxpar.capture.guards import no_host_random, separate
 from fxpar.capture.hooks import hooks_watched
+from fxpar.capture.layer_cache_check import Number, Observed
+from fxpar.capture.layerdrop import host_numbers
 from fxpar.capture.memo import OtherMemos, nothing_remembered
 from fxpar.capture.memory import plain_surrounding, without_values
-from fxpar.capture.observed import Number, Observed
 from fxpar.capture.places import is_foreign_file, place_of
 from fxpar.capture.recording import Watch, is_internal, recording
 from fxpar.capture.state import untouched

@@ -1,6 +1,6 @@
 """The experts of transformers' models, as operators on routed rows while a model is captured.
 
-Enters: a trace. Leaves: a context in which each module of experts computes by `fxpar.ops.routed`; its author's loop
+Enters: a trace. Leaves: a context in which each module of experts computes by `fxpar.ops.permute`; its author's loop
 over experts depends on the routing and cannot be traced. Nothing is changed behind the context, and where transformers
 is not loaded nothing at all.
 """
@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from fxpar.capture.expert_modules import Named, computed_as_read
 from fxpar.capture.patches import grouped_products
+from fxpar.ops.combine import put_weighed
 from fxpar.ops.gates import halves, swiglu_rows
 from fxpar.ops.grouped import group_sizes, grouped_linear, spread_rows
-from fxpar.ops.routed import sort_by_expert, take_rows
-from fxpar.ops.weighed import put_weighed
+from fxpar.ops.permute import sort_by_expert, take_rows
 
 _INTERFACE = "transformers.integrations.moe"
 # What torch's two grouped products call their operands.

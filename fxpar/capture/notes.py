@@ -15,8 +15,8 @@ from torch import fx
 from torch.export.graph_signature import InputKind
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+from fxpar.capture.data_dependent_loops import FINDS, FINDS_TOO, choice_of
 from fxpar.capture.groups import of_rows
-from fxpar.capture.picked import FINDS, FINDS_TOO, choice_of
 from fxpar.capture.places import module_of, source_of
 from fxpar.capture.recording import RECOMPUTE_KEY
 from fxpar.capture.sizes import SizeError, written

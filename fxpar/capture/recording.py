@@ -25,11 +25,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpar.capture import known, patches
-from fxpar.capture.decided import Decided
+from fxpar.capture.layerdrop import Decided
 from fxpar.capture.places import is_foreign_file
 from fxpar.capture.sizes import Sizes
 from fxpar.errors import CaptureError, InputError
-from fxpar.signatures.functions import resolve_function
+from fxpar.signatures.autograd_functions import resolve_function
 
 NAMESPACE = "fxpar_capture"
 RECOMPUTE_KEY = "fxpar_recompute"

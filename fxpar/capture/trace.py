@@ -26,8 +26,7 @@ from torch.export import Dim, ExportedProgram
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from fxpar.capture import patches
-from fxpar.capture.asked import Questions
-from fxpar.capture.decided import host_numbers
+from fxpar.capture.data_dependent_loops import refuse_loop
 from fxpar.capture.dynamo import Assumption, Offered, dynamo_graph
 from fxpar.capture.expert_modules import Named
 from fxpar.capture.experts import routed_experts
@@ -40,16 +39,17 @@ from fxpar.capture.guards import (
     no_host_random,
     separate,
 )
+from fxpar.capture.is_compiling import Questions
+from fxpar.capture.layer_cache_check import Number
+from fxpar.capture.layer_trace_cache import Repeats
+from fxpar.capture.layerdrop import host_numbers
 from fxpar.capture.memo import OtherMemos, nothing_remembered
 from fxpar.capture.memory import with_memory
 from fxpar.capture.norms import normed_batches
-from fxpar.capture.observed import Number
-from fxpar.capture.picked import refuse_loop
 from fxpar.capture.places import Blamed, place_of
 from fxpar.capture.precision import cast_inputs
 from fxpar.capture.recording import Recorder, Watch, recording
 from fxpar.capture.regions import refuse_mutation, replace_copies, settle
-from fxpar.capture.repeated import Repeats
 from fxpar.capture.sizes import SizeError
 from fxpar.capture.state import untouched, watched
 from fxpar.errors import CaptureError

@@ -22,7 +22,7 @@ from fxpar.capture.trace import FAILURES
 from fxpar.layout.symbols import Size, divide, evaluate
 from fxpar.ops.functions import function
 from fxpar.program.program import Program, ScalarType, has_note, note, operands, output_types, tensor_type
-from fxpar.signatures.functions import resolve_function
+from fxpar.signatures.autograd_functions import resolve_function
 from fxpar.signatures.rows import has_rows
 
 RAISED = (*FAILURES, IndexError, ArithmeticError)

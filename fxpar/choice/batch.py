@@ -18,7 +18,7 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from fxpar.choice.demands import demanded_by, demands, held_over, without_demand
+from fxpar.choice.layout_constraints import demanded_by, demands, held_over, without_demand
 from fxpar.choice.options import Option, value_of
 from fxpar.errors import LayoutError
 from fxpar.layout.layout import I, P, Placement, R, shard

@@ -12,7 +12,7 @@ from typing import NoReturn
 from torch import fx
 
 from fxpar.choice.collapse import cheapest
-from fxpar.choice.demands import held_over
+from fxpar.choice.layout_constraints import held_over
 from fxpar.choice.options import Option, Options, Value, list_options, value_of
 from fxpar.choice.overrides import Lines, Pin, resolve_overrides
 from fxpar.choice.prices import Prices

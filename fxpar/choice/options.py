@@ -18,10 +18,10 @@ import torch
 from torch import fx
 
 from fxpar.analysis.flops import matmul_flops
-from fxpar.choice.demands import demanded_by, demands
-from fxpar.choice.follow import Trail, Weights, follow
-from fxpar.choice.heads import all_cuts, farthest, heads_of, met_heads, natural_cut, shares_attention
+from fxpar.choice.gqa_cuts import all_cuts, farthest, heads_of, met_heads, natural_cut, shares_attention
+from fxpar.choice.layout_constraints import demanded_by, demands
 from fxpar.choice.segments import met_cut
+from fxpar.choice.shard_propagation import Trail, Weights, follow
 from fxpar.choice.tokens import tokens_of
 from fxpar.layout.layout import I, Placement, R, fits, shard
 from fxpar.layout.symbols import Size, names

@@ -12,9 +12,9 @@ from itertools import pairwise
 import torch
 from torch import fx
 
-from fxpar.choice.follow import Weights, follow
+from fxpar.choice.shard_propagation import Weights, follow
 from fxpar.layout.layout import Piece, Placement, padded_shard, shard
-from fxpar.layout.pieces import pieces_of
+from fxpar.layout.shard_segments import pieces_of
 from fxpar.layout.symbols import divide
 from fxpar.program.program import operands, output_types, tensor_type
 from fxpar.rules.table import rule_of

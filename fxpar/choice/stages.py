@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from fxpar.analysis.divisible import Divisible, candidates, divisible
 from fxpar.analysis.layers import layers
+from fxpar.analysis.stage_cut_points import Divisible, candidates, divisible
 from fxpar.analysis.storages import storages
 from fxpar.choice.cuts import SLACK, Goals, Units, best_cuts, goals_of
 from fxpar.errors import InputError

@@ -21,10 +21,10 @@ from collections.abc import Mapping, Sequence
 
 from torch import fx
 
-from fxpar.choice.follow import Step, Trail, Weights, advance, step_of
+from fxpar.choice.shard_propagation import Step, Trail, Weights, advance, step_of
 from fxpar.layout.layout import Placement, shard
+from fxpar.program.parameter_flow import weights_of
 from fxpar.program.program import Program, describe, operands, output_types, tensor_type
-from fxpar.program.weights import weights_of
 from fxpar.rules.table import rule_of
 from fxpar.signatures.calls import call_of
 from fxpar.signatures.rule import Labelling, Refusal

@@ -56,7 +56,7 @@ def explain(
     """
     from fxpar.choice.explain import explain as explained
     from fxpar.choice.explain import followed
-    from fxpar.choice.several import place
+    from fxpar.choice.multi_axis import place
     from fxpar.cli.files import open_start, run_passes
     from fxpar.passes import DEFAULT_PASSES
 

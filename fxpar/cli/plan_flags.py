@@ -20,7 +20,7 @@ import typer
 import yaml
 
 from fxpar.errors import InputError, shown
-from fxpar.plan.fields import check_known
+from fxpar.plan.option_checks import check_known
 from fxpar.plan.plan import CHOICES, Plan
 
 # More digits than any size, rank or seed has; Python's own limit is thousands.

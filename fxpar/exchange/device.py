@@ -22,11 +22,11 @@ from torch import Tensor
 
 from fxpar.errors import InputError, RankError
 from fxpar.exchange.driver import allow_while_captured, copy, take_down, write_value
-from fxpar.exchange.mailbox import Mailbox
 from fxpar.exchange.needed import slot_stride
 from fxpar.exchange.row_programs import fits, sum_alone
 from fxpar.exchange.streams import current_stream, raw_stream
 from fxpar.exchange.sums import row_blocks
+from fxpar.exchange.symmetric_buffer import Mailbox
 from fxpar.exchange.watch import end_process
 
 _WORD = 4

@@ -1,8 +1,9 @@
 """Tokens that go to those ranks alone that need them, and the sums of what these made of them, by copies.
 
 Enters: a rank's end, its tensor, and which experts each token of all ranks has chosen. Leaves: what `expand_needed` and
-`sum_needed` give (`fxpar.ops.needed`). How many rows travel follows from the choice, but no size does: an area has a
-place for every token of every rank, and only those are written, and read, that are needed. Both ends know which.
+`sum_needed` give (`fxpar.ops.selective_dispatch`). How many rows travel follows from the choice, but no size does: an
+area has a place for every token of every rank, and only those are written, and read, that are needed. Both ends know
+which.
 
 This is what any mailbox does, and what a kernel of one must give (`fxpar.exchange.push_needed`).
 
@@ -20,7 +21,7 @@ from torch import Tensor
 from fxpar.exchange.sums import added, slot
 
 if TYPE_CHECKING:
-    from fxpar.exchange.mailbox import Mailbox
+    from fxpar.exchange.symmetric_buffer import Mailbox
 
 # Bytes in which the slots of an area begin: a GPU reads as many at once.
 _GRAIN = 128

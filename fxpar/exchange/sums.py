@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from fxpar.exchange.mailbox import Mailbox
+    from fxpar.exchange.symmetric_buffer import Mailbox
 
 # Bytes in which the slots of an area begin: a GPU reads as many at once.
 _GRAIN = 128

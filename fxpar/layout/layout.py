@@ -1,7 +1,7 @@
 """The layout type system: what each rank of a mesh axis holds of a value (and of its gradient).
 
 Enters: global shapes. Leaves: `Placement` (one axis) and `Layout` (all axes), their text, and which of them fit a
-shape. The arithmetic of shards through views and concatenations is in `fxpar.layout.pieces`, through slices in
+shape. The arithmetic of shards through views and concatenations is in `fxpar.layout.shard_segments`, through slices in
 `fxpar.layout.slices`; how several axes share a value is said by `fxpar.layout.nesting`.
 
 For each mesh axis a value is one of
@@ -40,7 +40,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from fxpar.errors import TextError
-from fxpar.layout.remembered import remembers_hash
+from fxpar.layout.cached_hash import remembers_hash
 from fxpar.layout.symbols import Size, divide, parse_size, simplify
 
 

@@ -20,7 +20,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from fxpar.layout.layout import Layout, Piece, Placement, fits, share_of
-from fxpar.layout.pieces import pieces_of
+from fxpar.layout.shard_segments import pieces_of
 from fxpar.layout.symbols import Size, divide, simplify
 
 Entry = tuple[str, Placement]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from fxpar.layout.layout import Piece
-from fxpar.layout.pieces import pieces_of
+from fxpar.layout.shard_segments import pieces_of
 from fxpar.layout.symbols import Size, divide, sign, simplify
 
 

@@ -10,17 +10,17 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from fxpar.ops import blocks, capacity, gates, grouped, routed, weighed  # noqa: F401 - operators of torch
+from fxpar.ops import capacity, capacity_indices, combine, gates, grouped, permute  # noqa: F401 - operators of torch
 from fxpar.ops.attention import attention_backward, attention_forward
 from fxpar.ops.coercion_table import COERCION_OF
 from fxpar.ops.coercions import all_reduce_coalesced, sum_gradients
 from fxpar.ops.expert_layer import experts
 from fxpar.ops.functions import function
 from fxpar.ops.host import item
-from fxpar.ops.needed import expand_needed, sum_needed
 from fxpar.ops.operator import Operator, alike
-from fxpar.ops.over_ranks import expand_over, sum_over
 from fxpar.ops.random import attention, axis_index, dropout, uniform, uniform_like
+from fxpar.ops.rank_dim import expand_over, sum_over
+from fxpar.ops.selective_dispatch import expand_needed, sum_needed
 from fxpar.ops.sent_rows import return_rows, send_rows, split_sizes
 from fxpar.ops.shard_over import shard_over
 from fxpar.ops.sizes import size

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, fx
 
 from fxpar.layout.layout import P, Placement, R
-from fxpar.ops import attend
-from fxpar.ops.onrank import OnRank
+from fxpar.ops import sdpa
+from fxpar.ops.lowering_context import OnRank
 from fxpar.ops.operator import Gradients, OnShapes, Operator, Reverse, Run, Saving
 from fxpar.ops.random import indexed, own_bits_of_probabilities
 from fxpar.program.program import TensorType, note, output_types
@@ -174,16 +174,16 @@ def _lower_backward(node: fx.Node, rank: OnRank) -> Run:
 
 def saving_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, drops: Any, options: Any) -> Any:
     """`fxpar.attention_forward` as a lowered graph calls it."""
-    dropout = attend.Drops(*drops) if drops else None
-    return attend.forward(query, key, value, mask, dropout, attend.Options(*options))
+    dropout = sdpa.Drops(*drops) if drops else None
+    return sdpa.forward(query, key, value, mask, dropout, sdpa.Options(*options))
 
 
 def attention_gradients(*args: Any) -> Any:
     """`fxpar.attention_backward` as a lowered graph calls it."""
     query, key, value, gradient, out, log_sum, mask, drops, options, of_mask = args
-    dropout = attend.Drops(*drops) if drops else None
+    dropout = sdpa.Drops(*drops) if drops else None
     values = (query, key, value, gradient, out, log_sum, mask)
-    return attend.backward(*values, dropout, attend.Options(*options), of_mask)
+    return sdpa.backward(*values, dropout, sdpa.Options(*options), of_mask)
 
 
 def _derivative(reverse: Reverse) -> Gradients:

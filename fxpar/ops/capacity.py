@@ -1,7 +1,7 @@
 """Which rows an expert of a limited capacity takes.
 
 Enters: for each token the experts that it chose. Leaves: the same, where what goes beyond an expert's capacity goes to
-nobody. For the terms see `fxpar.ops.routed`. Nothing is read on the host.
+nobody. For the terms see `fxpar.ops.permute`. Nothing is read on the host.
 
 Leading dimensions, one for each axis that cuts tokens, stand for ranks: each fills its own places of every expert.
 """

@@ -14,10 +14,10 @@ from torch import Tensor, fx
 
 from fxpar.layout.layout import Placement
 from fxpar.layout.symbols import Size, product, simplify
-from fxpar.ops import bound, copied, factored
+from fxpar.ops import factored, peer_memory, process_group
 from fxpar.ops.collectives import Group, arrived, start_sum
 from fxpar.ops.factored import Shared, restored, summand
-from fxpar.ops.onrank import OnRank
+from fxpar.ops.lowering_context import OnRank
 from fxpar.ops.operator import Crossing, OnShapes, Run, Sent
 from fxpar.program.coercions import shared_fraction
 from fxpar.program.program import TensorType, note, operands, output_types
@@ -95,22 +95,31 @@ def _bytes(kind: TensorType, placement: Placement, cuts: Sequence[Placement]) ->
 
 def as_it_is(node: fx.Node, rank: OnRank) -> Run:
     """The value itself."""
-    return Run(bound.same, (node.args[0],))
+    return Run(process_group.same, (node.args[0],))
 
 
 def first_only(node: fx.Node, rank: OnRank) -> Run:
     """The value on the first rank, zeros on the others."""
-    return Run(bound.first_only, (node.args[0], rank.ranks(node).index))
+    return Run(process_group.first_only, (node.args[0], rank.ranks(node).index))
 
 
 def lower_sum(node: fx.Node, rank: OnRank) -> Run:
     """An all-reduce."""
     ranks = rank.ranks(node)
     if ranks.copies is not None and note(node).one_shot:
-        return Run(copied.sum_in_one_shot, (node.args[0], *ranks.copies))
+        return Run(peer_memory.sum_in_one_shot, (node.args[0], *ranks.copies))
     if ranks.copies is not None:
-        return Run(copied.start_sum, (node.args[0], *ranks.copies), finish=copied.summed, rest=ranks.copies)
-    return Run(bound.start_sum, (node.args[0], ranks.group, ranks.size), finish=bound.summed)
+        return Run(
+            peer_memory.start_sum,
+            (node.args[0], *ranks.copies),
+            finish=peer_memory.summed,
+            rest=ranks.copies,
+        )
+    return Run(
+        process_group.start_sum,
+        (node.args[0], ranks.group, ranks.size),
+        finish=process_group.summed,
+    )
 
 
 def lower_gather(node: fx.Node, rank: OnRank) -> Run:
@@ -118,9 +127,14 @@ def lower_gather(node: fx.Node, rank: OnRank) -> Run:
     ranks, (source, _) = rank.ranks(node), _sides(node, rank)
     if ranks.copies is not None:
         rest = (*rank.cut(source), *ranks.copies)
-        return Run(copied.start_gather, (node.args[0], *ranks.copies), finish=copied.gathered, rest=rest)
+        return Run(
+            peer_memory.start_gather,
+            (node.args[0], *ranks.copies),
+            finish=peer_memory.gathered,
+            rest=rest,
+        )
     start = (node.args[0], ranks.group, ranks.size)
-    return Run(bound.start_gather, start, finish=bound.gathered, rest=rank.cut(source))
+    return Run(process_group.start_gather, start, finish=process_group.gathered, rest=rank.cut(source))
 
 
 def lower_scatter(node: fx.Node, rank: OnRank) -> Run:
@@ -128,9 +142,9 @@ def lower_scatter(node: fx.Node, rank: OnRank) -> Run:
     ranks, (_, result) = rank.ranks(node), _sides(node, rank)
     if ranks.copies is not None:
         sends = (node.args[0], *rank.cut(result), ranks.size, *ranks.copies)
-        return Run(copied.start_scatter, sends, finish=copied.scattered, rest=ranks.copies)
+        return Run(peer_memory.start_scatter, sends, finish=peer_memory.scattered, rest=ranks.copies)
     start = (node.args[0], *rank.cut(result), ranks.group, ranks.size)
-    return Run(bound.start_scatter, start, finish=bound.scattered)
+    return Run(process_group.start_scatter, start, finish=process_group.scattered)
 
 
 def lower_take(node: fx.Node, rank: OnRank) -> Run:
@@ -138,13 +152,13 @@ def lower_take(node: fx.Node, rank: OnRank) -> Run:
     ranks, (_, result) = rank.ranks(node), _sides(node, rank)
     if result.is_shared:
         return lower_take_part(node, rank)
-    return Run(bound.take, (node.args[0], *rank.cut(result), ranks.group, ranks.size, ranks.index))
+    return Run(process_group.take, (node.args[0], *rank.cut(result), ranks.group, ranks.size, ranks.index))
 
 
 def lower_pad(node: fx.Node, rank: OnRank) -> Run:
     """The rank's block in its place among zeros."""
     ranks, (source, _) = rank.ranks(node), _sides(node, rank)
-    return Run(bound.pad, (node.args[0], *rank.cut(source), ranks.group, ranks.size, ranks.index))
+    return Run(process_group.pad, (node.args[0], *rank.cut(source), ranks.group, ranks.size, ranks.index))
 
 
 def _sides(node: fx.Node, rank: OnRank) -> tuple[Placement, Placement]:
@@ -164,11 +178,26 @@ def lower_all_to_all(node: fx.Node, rank: OnRank) -> Run:
     before, after, where = rank.cut(source), rank.cut(result), (ranks.group, ranks.size)
     if source.dim == result.dim:
         rest = (before, after, *where, ranks.index)
-        return Run(bound.start_gather, (node.args[0], *where), finish=bound.recut, rest=rest)
+        return Run(
+            process_group.start_gather,
+            (node.args[0], *where),
+            finish=process_group.recut,
+            rest=rest,
+        )
     if ranks.copies is not None:
         start = (node.args[0], *after, ranks.size, *ranks.copies)
-        return Run(copied.start_exchange, start, finish=copied.exchanged, rest=(*before, *ranks.copies))
-    return Run(bound.start_exchange, (node.args[0], *after, *where), finish=bound.exchanged, rest=before)
+        return Run(
+            peer_memory.start_exchange,
+            start,
+            finish=peer_memory.exchanged,
+            rest=(*before, *ranks.copies),
+        )
+    return Run(
+        process_group.start_exchange,
+        (node.args[0], *after, *where),
+        finish=process_group.exchanged,
+        rest=before,
+    )
 
 
 def lower_sum_gradients(node: fx.Node, rank: OnRank) -> Run:

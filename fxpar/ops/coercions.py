@@ -49,11 +49,11 @@ from fxpar.ops.coercion_lowering import (
 )
 from fxpar.ops.operator import Gradients, Operator, Reverse
 from fxpar.program.coercions import dual
+from fxpar.program.parameter_flow import owner_of
 from fxpar.program.program import TensorType, note, operands, output_layouts, output_types
 from fxpar.program.properties import Property
 from fxpar.program.stages import is_received
 from fxpar.program.step import BACKWARD, PARAMETER
-from fxpar.program.weights import owner_of
 
 # ---------------------------------------------------------------------- derivatives
 

@@ -20,9 +20,9 @@ from fxpar.layout.symbols import simplify
 from fxpar.ops.coercion_table import COERCION_OF
 from fxpar.ops.coercions import IN_BACKWARD, all_reduce_coalesced, sum_gradients
 from fxpar.program.coercions import in_backward
-from fxpar.program.keys import plain
 from fxpar.program.operators import GraphOperator
 from fxpar.program.program import Program, ScalarType, note, operands, output_layouts
+from fxpar.program.structural_key import plain
 
 aten = torch.ops.aten
 

@@ -1,6 +1,6 @@
 """Attention with dropout as one operator, where the device has a kernel that draws the counter generator's bits.
 
-Enters: a rank's heads of query, key and value, and how probabilities are dropped (`fxpar.ops.attend.Drops`). Leaves:
+Enters: a rank's heads of query, key and value, and how probabilities are dropped (`fxpar.ops.sdpa.Drops`). Leaves:
 whether there is a kernel, and the operators that call it; on the meta device they are shapes alone, and stand
 for those of a GPU that this machine has not. For what it computes see `fxpar.ops.dropped_launches`.
 """

@@ -1,7 +1,7 @@
 """Attention with dropout in one pass over keys on NVIDIA GPUs: of a probability one bit is in memory.
 
 Enters: a rank's heads of query, key and value, and where they stand among those of all ranks. Leaves: what the plain
-form of `fxpar.ops.attend` computes, with the bits of `fxpar.ops.counter`. A kernel of its own draws these, for a draw
+form of `fxpar.ops.sdpa` computes, with the bits of `fxpar.ops.counter`. A kernel of its own draws these, for a draw
 is most of what attention would compute: forward and backward read them. Sums over keys and queries have one order, so
 that results do not change from run to run. Importing this module needs Triton.
 

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from fxpar.errors import InputError
+from fxpar.ops.combine import put_weighed
 from fxpar.ops.gates import halves, swiglu_rows
 from fxpar.ops.grouped import grouped_linear, spread_rows
-from fxpar.ops.routed import sort_by_expert, take_rows
-from fxpar.ops.weighed import put_weighed
+from fxpar.ops.permute import sort_by_expert, take_rows
 
 
 def swiglu(*inner: Tensor) -> Tensor:

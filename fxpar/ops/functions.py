@@ -12,10 +12,10 @@ from typing import Any
 from torch import fx
 
 from fxpar.layout.layout import Placement
-from fxpar.ops.onrank import OnRank
+from fxpar.ops.lowering_context import OnRank
 from fxpar.ops.operator import OnShapes, Operator, Run
+from fxpar.signatures.autograd_functions import impurity, resolve_function
 from fxpar.signatures.calls import Call
-from fxpar.signatures.functions import impurity, resolve_function
 from fxpar.signatures.pointwise import pointwise_labels, pointwise_rules
 from fxpar.signatures.rule import Labelling, Refusal, Rule
 

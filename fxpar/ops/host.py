@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxpar.ops.onrank import OnRank
+from fxpar.ops.lowering_context import OnRank
 from fxpar.ops.operator import OnShapes, Operator, Run
 from fxpar.signatures.calls import Call
 from fxpar.signatures.rule import Labelling, Rule

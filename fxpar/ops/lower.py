@@ -17,9 +17,9 @@ import torch
 from torch import fx
 
 from fxpar.ops.collectives import Group
-from fxpar.ops.onrank import OnRank
+from fxpar.ops.lowering_context import OnRank
 from fxpar.ops.operator import Operator
-from fxpar.ops.unread import leave_unread
+from fxpar.ops.skip_padding_rows import leave_unread
 from fxpar.program.program import Note, Program, ScalarType, has_note, module_of, note, operands, set_note
 from fxpar.program.regions import inlined
 

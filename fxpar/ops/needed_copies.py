@@ -1,16 +1,16 @@
 """Tokens for those ranks that need them, and sums of what these made, by copies between the ranks' memories.
 
 Enters: a rank's tensor, the experts that all tokens chose, the name of a mailbox and the number of a buffer. Leaves: as
-`expand_needed` and `sum_needed` on a rank (`fxpar.ops.needed`). Each is one call, which sends, waits and reads: how
-much travels is known where it is sent alone, and no copy engine is told which rows.
+`expand_needed` and `sum_needed` on a rank (`fxpar.ops.selective_dispatch`). Each is one call, which sends, waits and
+reads: how much travels is known where it is sent alone, and no copy engine is told which rows.
 """
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from fxpar.exchange.mailbox import mailbox
 from fxpar.exchange.needed import slot_stride
+from fxpar.exchange.symmetric_buffer import mailbox
 from fxpar.ops.torch_operators import torch_operator
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 
 from fxpar.layout.layout import Layout, Placement
 from fxpar.layout.symbols import Size
-from fxpar.ops.onrank import OnRank
+from fxpar.ops.lowering_context import OnRank
 from fxpar.program.operators import GraphOperator
 from fxpar.program.program import Note, TensorType, note, output_types, update
 from fxpar.program.properties import Property

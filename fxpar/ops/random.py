@@ -16,8 +16,8 @@ from torch import Tensor, fx
 
 from fxpar.errors import InputError
 from fxpar.layout.layout import I, Placement, R, V
-from fxpar.ops import attend, counter, dropped
-from fxpar.ops.onrank import OnRank
+from fxpar.ops import counter, dropped, sdpa
+from fxpar.ops.lowering_context import OnRank
 from fxpar.ops.operator import Gradients, OnShapes, Operator, Reverse, Run
 from fxpar.program.program import note, operands, output_types
 from fxpar.program.properties import Property
@@ -175,7 +175,7 @@ def _lower_uniform_like(node: fx.Node, rank: OnRank) -> Run:
 def _lower_attention(node: fx.Node, rank: OnRank) -> Run:
     query, key, value, mask, rng, p, causal, scale, gqa, *_ = node.args
     cuts, random = _cuts(node, rank), rank.identity(node)
-    return Run(attend.attention_with_dropout, (query, key, value, mask, rng, p, random, causal, scale, gqa, cuts))
+    return Run(sdpa.attention_with_dropout, (query, key, value, mask, rng, p, random, causal, scale, gqa, cuts))
 
 
 def _cuts(node: fx.Node, rank: OnRank) -> list[Any]:

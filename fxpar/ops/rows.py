@@ -1,7 +1,7 @@
 """Rows moved between tokens and experts: each form in one kernel on GPUs with Triton, elsewhere in torch's operations.
 
 Enters: tokens, rows, and which row is whose. Leaves: rows of tokens, or sums over the rows of a token. For the terms
-see `fxpar.ops.routed`; its operators and those of `fxpar.ops.weighed` are made of these.
+see `fxpar.ops.permute`; its operators and those of `fxpar.ops.combine` are made of these.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Rows of experts that travel alone: what sends as many as there are, to the ranks of their experts and back.
 
 Enters: nothing. Leaves: the records of `fxpar.split_sizes`, `fxpar.send_rows` and `fxpar.return_rows`. What a rank runs
-is in `fxpar.ops.exact`.
+is in `fxpar.ops.alltoallv`.
 
 Terms: *holders* are the axes whose ranks hold different experts; a source has a leading dimension for each axis that
 cuts tokens, and a holder the same ones: index i of a holder's dimension is what rank i received. How many rows that is
@@ -18,8 +18,8 @@ from torch import Tensor, fx
 
 from fxpar.layout.layout import Placement, shard
 from fxpar.layout.symbols import product
-from fxpar.ops import exact
-from fxpar.ops.onrank import OnRank
+from fxpar.ops import alltoallv
+from fxpar.ops.lowering_context import OnRank
 from fxpar.ops.operator import Crossing, Gradients, OnShapes, Operator, Reverse, Run, Sent
 from fxpar.program.program import TensorType, output_types, tensor_type
 from fxpar.signatures.calls import Call
@@ -107,18 +107,20 @@ def _sent(crossing: Crossing, kind: TensorType) -> Iterator[Sent]:
 
 
 def _lower_sizes(node: fx.Node, rank: OnRank) -> Run:
-    return Run(exact.start_sizes, node.args, finish=exact.sizes_there)
+    return Run(alltoallv.start_sizes, node.args, finish=alltoallv.sizes_there)
 
 
 def _lower_there(node: fx.Node, rank: OnRank) -> Run:
     lead, ranks = len(tensor_type(node).shape) - 2, rank.ranks(node)
-    return Run(exact.start_there, (*node.args, ranks.group, ranks.size), finish=exact.arrived_there, rest=(lead,))
+    return Run(
+        alltoallv.start_there, (*node.args, ranks.group, ranks.size), finish=alltoallv.arrived_there, rest=(lead,)
+    )
 
 
 def _lower_back(node: fx.Node, rank: OnRank) -> Run:
     lead, sizes, ranks = len(tensor_type(node).shape) - 2, node.args[1], rank.ranks(node)
     rest = (sizes, ranks.size, lead)
-    return Run(exact.start_back, (*node.args, ranks.group, ranks.size), finish=exact.arrived_back, rest=rest)
+    return Run(alltoallv.start_back, (*node.args, ranks.group, ranks.size), finish=alltoallv.arrived_back, rest=rest)
 
 
 def _reversed(call: Reverse, target: Operator) -> Gradients:
@@ -149,7 +151,7 @@ def _back_derivative(call: Reverse) -> Gradients:
     uncaptured="copies how many rows travel to the host; give dispatch='static'",
 )
 def split_sizes(order: Any, counts: Any, received: Any) -> Any:
-    """How many rows go where, on the host (`fxpar.ops.exact`).
+    """How many rows go where, on the host (`fxpar.ops.alltoallv`).
 
     The copy starts where the operator stands, and is awaited in front of the first reader.
 

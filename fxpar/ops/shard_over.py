@@ -13,8 +13,8 @@ import torch
 from torch import fx
 
 from fxpar.layout.layout import Placement, shard
-from fxpar.ops import bound
-from fxpar.ops.onrank import OnRank
+from fxpar.ops import process_group
+from fxpar.ops.lowering_context import OnRank
 from fxpar.ops.operator import Gradients, OnShapes, Operator, Reverse, Run
 from fxpar.signatures.calls import Call
 from fxpar.signatures.rule import Refusal, Rule, Signature
@@ -37,7 +37,7 @@ def _seed(call: Call, index: int, placement: Placement) -> Signature | Refusal:
 
 
 def _lower(node: fx.Node, rank: OnRank) -> Run:
-    return Run(bound.same, node.args[:1])
+    return Run(process_group.same, node.args[:1])
 
 
 def _back(call: Reverse) -> Gradients:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from fxpar.ops.onrank import OnRank
+from fxpar.ops.lowering_context import OnRank
 from fxpar.ops.operator import OnShapes, Operator, Run
 from fxpar.program.program import operands, output_layouts
 from fxpar.signatures.calls import bind_arguments

@@ -13,8 +13,8 @@ from typing import Any
 from torch import fx
 
 from fxpar.layout.layout import Placement
-from fxpar.ops import bound
-from fxpar.ops.onrank import OnRank
+from fxpar.ops import process_group
+from fxpar.ops.lowering_context import OnRank
 from fxpar.ops.operator import Gradients, OnShapes, Operator, Reverse, Run
 from fxpar.signatures.calls import Call
 from fxpar.signatures.pointwise import pointwise_labels
@@ -30,7 +30,7 @@ def _alike(call: Call, index: int, placement: Placement) -> Signature:
 
 
 def _lower(node: fx.Node, rank: OnRank) -> Run:
-    return Run(bound.same, node.args)
+    return Run(process_group.same, node.args)
 
 
 def _back(call: Reverse) -> Gradients:

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 
 from fxpar.layout.layout import I, Piece, Placement, fits
 from fxpar.ops import words
-from fxpar.ops.onrank import OnRank
+from fxpar.ops.lowering_context import OnRank
 from fxpar.ops.operator import Gradients, OnShapes, Operator, Reverse, Run
 from fxpar.ops.vocabulary_rules import (
     by_rows,

@@ -14,7 +14,7 @@ from torch import fx
 from fxpar.layout.layout import Placement, R
 from fxpar.layout.symbols import Size, product, simplify
 from fxpar.ops import words
-from fxpar.ops.onrank import OnRank
+from fxpar.ops.lowering_context import OnRank
 from fxpar.ops.operator import Crossing, Run, Sent
 from fxpar.program.program import operands
 from fxpar.signatures.calls import Call, bind_arguments

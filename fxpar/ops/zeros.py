@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from fxpar.layout.layout import Placement
-from fxpar.ops.onrank import OnRank
+from fxpar.ops.lowering_context import OnRank
 from fxpar.ops.operator import Operator, Run
 from fxpar.signatures.calls import Call
 from fxpar.signatures.pointwise import pointwise_labels, same_values

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxpar.ops import attend
+from fxpar.ops import sdpa
 from fxpar.ops.counter import IndexCut
 from fxpar.oracle.ranks import Sample, tensors_of
 from fxpar.oracle.ranks import sample as differentiated
@@ -175,8 +175,8 @@ def attention_forward(
     cuts: tuple[IndexCut, ...] = (),
 ) -> tuple[Tensor, Tensor]:
     """`fxpar.attention_forward` of a node with some identity; `cuts` say which block the probabilities are."""
-    drops = None if rng is None else attend.Drops(rng, p, _IDENTITY, cuts)
-    return attend.forward(query, key, value, mask, drops, attend.Options(is_causal, scale, enable_gqa))
+    drops = None if rng is None else sdpa.Drops(rng, p, _IDENTITY, cuts)
+    return sdpa.forward(query, key, value, mask, drops, sdpa.Options(is_causal, scale, enable_gqa))
 
 
 def attention_backward(
@@ -198,9 +198,9 @@ def attention_backward(
     cuts: tuple[IndexCut, ...] = (),
 ) -> tuple[Tensor, ...]:
     """`fxpar.attention_backward`, likewise."""
-    drops = None if rng is None else attend.Drops(rng, p, _IDENTITY, cuts)
-    options = attend.Options(is_causal, scale, enable_gqa)
-    return attend.backward(query, key, value, gradient, out, log_sum, mask, drops, options, of_mask)
+    drops = None if rng is None else sdpa.Drops(rng, p, _IDENTITY, cuts)
+    options = sdpa.Options(is_causal, scale, enable_gqa)
+    return sdpa.backward(query, key, value, gradient, out, log_sum, mask, drops, options, of_mask)
 
 
 def attention(d: Draw) -> dict[str, Samples]:

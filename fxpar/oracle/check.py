@@ -34,7 +34,7 @@ from torch import fx
 
 from fxpar.errors import InputError
 from fxpar.layout.layout import I, Layout, P, Piece, Placement, R, V, shard
-from fxpar.layout.pieces import pieces_of
+from fxpar.layout.shard_segments import pieces_of
 from fxpar.oracle.ranks import Sample, divides, sample, shuffled, tensors_of, with_tensors
 from fxpar.oracle.trial import Target, Trial
 from fxpar.program.program import Note, TensorType, set_note

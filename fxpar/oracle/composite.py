@@ -13,20 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxpar.ops import attend, counter
+from fxpar.ops import counter, sdpa
 from fxpar.ops import random as records
 from fxpar.ops.attention import attention_backward, attention_forward
-from fxpar.ops.bound import same
 from fxpar.ops.counter import IndexCut
 from fxpar.ops.functions import function as kept
 from fxpar.ops.host import item
+from fxpar.ops.process_group import same
 from fxpar.ops.transfers import transfer
 from fxpar.ops.zeros import zeros, zeros_of
 from fxpar.oracle import backward
 from fxpar.oracle.checked import CHECKED
 from fxpar.oracle.ranks import sample
 from fxpar.oracle.samples import Draw, Samples
-from fxpar.signatures.functions import resolve_function
+from fxpar.signatures.autograd_functions import resolve_function
 from fxpar.signatures.randomness import SHAPED, VALUED
 
 _IDENTITY = 17
@@ -80,7 +80,7 @@ def attention(
     cuts: Sequence[IndexCut] = (),
 ) -> Tensor:
     """`fxpar.attention` of a node with some identity; `cuts` say which block of the whole the probabilities are."""
-    return attend.attention_with_dropout(query, key, value, mask, rng, p, _IDENTITY, is_causal, scale, enable_gqa, cuts)
+    return sdpa.attention_with_dropout(query, key, value, mask, rng, p, _IDENTITY, is_causal, scale, enable_gqa, cuts)
 
 
 def function(*args: Any, path: str) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fxpar.ops.routed import sort_by_expert
+from fxpar.ops.permute import sort_by_expert
 from fxpar.oracle.ranks import sample
 from fxpar.oracle.samples import Draw, Samples
 

@@ -21,11 +21,11 @@ from fxpar.mesh.mesh import Mesh
 from fxpar.mesh.purpose import DENSE, PURPOSES, Cuts
 from fxpar.plan.cost import Cost
 from fxpar.plan.experts import DISPATCHES, DROP_POLICIES, expert_problems
-from fxpar.plan.fields import by_path, changed, check_known, fault, globs, part
 from fxpar.plan.graphs import CudaGraphs
-from fxpar.plan.lines import read_mapping
+from fxpar.plan.option_checks import by_path, changed, check_known, fault, globs, part
 from fxpar.plan.pipeline import MOST_RANKS, pipeline_problems
 from fxpar.plan.recompute import RECOMPUTES, recompute_problems
+from fxpar.plan.yaml_io import read_mapping
 
 SPLITS = ("column", "row", "head", "vocab", "replicate")
 LOSS_REDUCTIONS = ("mean", "token", "local_mean", "sum")

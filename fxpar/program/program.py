@@ -18,8 +18,8 @@ from torch import fx
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.node import map_arg
 
+from fxpar.layout.cached_hash import remembers_hash
 from fxpar.layout.layout import Layout
-from fxpar.layout.remembered import remembers_hash
 from fxpar.layout.symbols import Size, shape_text
 from fxpar.mesh.mesh import Mesh
 from fxpar.mesh.purpose import DENSE

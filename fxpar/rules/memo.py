@@ -11,8 +11,8 @@ from collections.abc import Hashable
 from torch import fx
 
 from fxpar.layout.layout import Layout
-from fxpar.program.keys import plain
 from fxpar.program.program import has_note, note, output_types
+from fxpar.program.structural_key import plain
 from fxpar.signatures.calls import decides
 
 # Layouts of outputs, by question and what the operands are.

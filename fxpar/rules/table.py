@@ -18,11 +18,11 @@ from fxpar.layout.layout import Placement
 from fxpar.ops import COMPOSITE_OF, OPERATORS, Operator
 from fxpar.program.operators import GraphOperator
 from fxpar.signatures.along import along_rules
+from fxpar.signatures.autograd_functions import nonlinearity
 from fxpar.signatures.calls import Call
 from fxpar.signatures.complexes import complex_rules
 from fxpar.signatures.contraction import contraction_rules
 from fxpar.signatures.engine import infer, seed_signature
-from fxpar.signatures.functions import nonlinearity
 from fxpar.signatures.gradients import gradient_rules
 from fxpar.signatures.indexing import indexing_rules
 from fxpar.signatures.matmul import formula, matmul_rules

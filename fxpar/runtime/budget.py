@@ -13,8 +13,8 @@ from torch import Tensor
 
 from fxpar.ops.collectives import max_over
 from fxpar.plan.plan import Plan
-from fxpar.program.loads import is_excess
-from fxpar.runtime.waiting import Finish
+from fxpar.program.expert_load_outputs import is_excess
+from fxpar.runtime.deferred_grad_sync import Finish
 from fxpar.runtime.world import World
 
 Finished = Callable[[dict[str, Tensor], Hashable, Finish], Mapping[str, Tensor]]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fxpar.ops.products import Destination
-from fxpar.runtime.placed import Placed
+from fxpar.runtime.tensor_addresses import Placed
 from fxpar.state.sharded_parameter import leaf_of
 from fxpar.state.stage_gradient import StageGradient
 

@@ -20,11 +20,11 @@ from fxpar.layout.symbols import Size
 from fxpar.plan.plan import Plan
 from fxpar.program.step import BACKWARD, PARAMETER, WEIGHT
 from fxpar.runtime.calls import ForwardCalls, StepCalls, UnitCall, Values, size_name
+from fxpar.runtime.compile_units import Units, units_of
 from fxpar.runtime.inductor import Boxed, Inductor, Pair
 from fxpar.runtime.parts import Step
 from fxpar.runtime.segments import Segment, Unit, graph_of, is_number
 from fxpar.runtime.sizes import Scope, Scopes, Variants
-from fxpar.runtime.units import Units, units_of
 
 # Told how many of a step's units are compiled, and of how many.
 Told = Callable[[int, int], None]

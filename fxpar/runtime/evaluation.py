@@ -20,9 +20,9 @@ from fxpar.ops.groups import process_group
 from fxpar.passes.assign_rng import RNG_PATH
 from fxpar.program.program import Program, TensorType, note, output_layouts
 from fxpar.program.stages import Stage, received_name
-from fxpar.runtime.agreement import is_lost
 from fxpar.runtime.channels import Channels
 from fxpar.runtime.programs import Call
+from fxpar.runtime.rank_consensus import is_lost
 from fxpar.runtime.world import World
 from fxpar.schedule.messages import Kind, Message
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fxpar.errors import InputError
 from fxpar.passes.reduction import COUNT
-from fxpar.program.loads import is_counted
+from fxpar.program.expert_load_outputs import is_counted
 from fxpar.program.written import is_buffer
 from fxpar.runtime import batch as calls
 from fxpar.runtime.inputs import Inputs, Shapes

@@ -34,10 +34,10 @@ from fxpar.ops import (
 )
 from fxpar.plan.plan import Plan
 from fxpar.program.program import output_node
+from fxpar.runtime.allreduce_epilogue_fusion import sums_in_rows
 from fxpar.runtime.graphs.standin import opaque
-from fxpar.runtime.heuristics import Heuristics
-from fxpar.runtime.kept import keep_sums
-from fxpar.runtime.sums_in_rows import sums_in_rows
+from fxpar.runtime.inductor_choices import Heuristics
+from fxpar.runtime.partitioner_hints import keep_sums
 
 Boxed = Callable[[list[Any]], Sequence[Any]]
 Run = Callable[..., Sequence[Any]]

@@ -15,7 +15,7 @@ from torch import Tensor
 from fxpar.mesh.purpose import Cuts
 from fxpar.ops.collectives import arrived, start_gather
 from fxpar.plan.plan import Plan
-from fxpar.program.loads import is_dropped, is_load, module_of_load
+from fxpar.program.expert_load_outputs import is_dropped, is_load, module_of_load
 from fxpar.report.loads import ExpertLoad, expert_loads
 from fxpar.runtime.world import World
 

@@ -20,7 +20,7 @@ from torch.cuda import can_device_access_peer as can_access
 
 from fxpar.analysis.exchanges import Reach
 from fxpar.errors import PlanError, RankError
-from fxpar.exchange import mailbox
+from fxpar.exchange import symmetric_buffer
 from fxpar.exchange.host import HostMailbox, machine
 from fxpar.exchange.streams import current_stream
 from fxpar.exchange.watch import Watch, end_process
@@ -61,7 +61,7 @@ class Mailboxes:
             raise PlanError(f"the ranks of {odd} cannot copy: {reasons[odd]}", where="exchange", remedy=remedy)
         self._marks: list[_Marks] = []
         # Not at the process's exit: that frees all memory, and a rank that fails must not wait for the others there.
-        weakref.finalize(self, mailbox.close, self._open.values()).atexit = False
+        weakref.finalize(self, symmetric_buffer.close, self._open.values()).atexit = False
 
     def _why_not(self, plan: Plan) -> dict[str, str]:
         """By name of the group why its ranks cannot copy, empty where they can; nothing where they are not to."""
@@ -99,12 +99,12 @@ class Mailboxes:
                 self._marks.append(_Marks(device, self._watch(device), events))
             ended = self._marks[0].mark
             device_mailbox = DeviceMailbox(rank=rank, size=size, device=device, group=group.name, ended=ended)
-            mailbox.register(name, device_mailbox.open())
+            symmetric_buffer.register(name, device_mailbox.open())
         else:
             seconds = self._world.agreement.seconds
             host_mailbox = HostMailbox(rank=rank, size=size, group=process_group(group), ranks=members, seconds=seconds)
-            mailbox.register(name, host_mailbox.open())
-        self._world.agreement.alarm.on_stop(functools.partial(mailbox.stop, name))
+            symmetric_buffer.register(name, host_mailbox.open())
+        self._world.agreement.alarm.on_stop(functools.partial(symmetric_buffer.stop, name))
         return name
 
     def _watch(self, device: torch.device) -> Watch:
@@ -135,11 +135,13 @@ class Mailboxes:
     @property
     def reach(self) -> Reach:
         """Which ranks can copy, and how much of this rank's memory they do it into."""
-        return Reach(self.names, self.reasons, sum(mailbox.mailbox(name).bytes for name in self._open.values()))
+        return Reach(
+            self.names, self.reasons, sum(symmetric_buffer.mailbox(name).bytes for name in self._open.values())
+        )
 
     def close(self) -> None:
         """Frees their memory; what is compiled for them can no longer run."""
-        mailbox.close([*self._open.values()])
+        symmetric_buffer.close([*self._open.values()])
         for marks in self._marks:
             marks.watch.stop()
 

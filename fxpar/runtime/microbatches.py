@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fxpar.runtime.waiting import Finish
+from fxpar.runtime.deferred_grad_sync import Finish
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Part:
         loss: of it.
         ran: what it left of gradients.
         counted: what counted in its loss, where microbatches are weighed by that.
-        rows: of its experts, and those without a place, by name of the output (`fxpar.program.loads`).
+        rows: of its experts, and those without a place, by name of the output (`fxpar.program.expert_load_outputs`).
     """
 
     loss: Tensor

@@ -23,34 +23,34 @@ from fxpar.program.mixed import is_mixed, main_dtype
 from fxpar.program.program import Program
 from fxpar.report import Report, make_report
 from fxpar.runtime import batch as calls
-from fxpar.runtime.adopt import adopt, held_by, line_of
-from fxpar.runtime.agreement import together
 from fxpar.runtime.budget import Budget
 from fxpar.runtime.buffers import Buffers
 from fxpar.runtime.forward_backward import ForwardBackward
 from fxpar.runtime.graphs.full import Ending
 from fxpar.runtime.graphs.table import GraphFigures, Graphs
+from fxpar.runtime.init_parameters import adopt, held_by, line_of
 from fxpar.runtime.inputs import Inputs
 from fxpar.runtime.loads import gathered
 from fxpar.runtime.mailboxes import Mailboxes
-from fxpar.runtime.mains import Copies, check_scaler
+from fxpar.runtime.master_weights import Copies, check_scaler
+from fxpar.runtime.meta_model import seal
 from fxpar.runtime.optimizers import Optimizers
 from fxpar.runtime.outputs import returned
 from fxpar.runtime.pipeline import Pipeline
-from fxpar.runtime.placement import own_stages
 from fxpar.runtime.programs import Programs
 from fxpar.runtime.randomness import RandomState
+from fxpar.runtime.rank_consensus import together
 from fxpar.runtime.runner import Runner
 from fxpar.runtime.scaling import join
 from fxpar.runtime.settings import Settings
-from fxpar.runtime.skeleton import seal
+from fxpar.runtime.stage_assignment import own_stages
 from fxpar.runtime.stateful import Stateful
 from fxpar.runtime.training import StepFlags, Training, check_norm
 from fxpar.runtime.world import World
 from fxpar.state.checkpoint import Checkpoint
 from fxpar.state.full_state import fingerprints
-from fxpar.state.held import Held
 from fxpar.state.initial import named_tensors
+from fxpar.state.rank_tensors import Held
 
 
 class ParallelModule(Stateful):

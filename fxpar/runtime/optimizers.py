@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fxpar.errors import InputError
-from fxpar.runtime.agreement import Agreement
+from fxpar.runtime.rank_consensus import Agreement
 from fxpar.state.operand import part_of
 from fxpar.state.sharded import Sharded
 from fxpar.state.sharded_parameter import ShardedParameter

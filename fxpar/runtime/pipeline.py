@@ -22,16 +22,16 @@ from fxpar.plan.plan import Plan
 from fxpar.program.program import Program, tensor_type
 from fxpar.program.stages import Stage, holders, received_name
 from fxpar.program.written import buffer_name, is_buffer, written
-from fxpar.runtime.agreement import is_lost
 from fxpar.runtime.channels import Channels
+from fxpar.runtime.deferred_grad_sync import Waiting
 from fxpar.runtime.evaluation import Evaluation, part_of
 from fxpar.runtime.forward_backward import Bound
 from fxpar.runtime.microbatches import Microbatch, joined_loss, unit_of, weight
-from fxpar.runtime.placement import schedule_of
+from fxpar.runtime.rank_consensus import is_lost
 from fxpar.runtime.runner import Prepared
-from fxpar.runtime.shared import Shared
+from fxpar.runtime.stage_assignment import schedule_of
 from fxpar.runtime.steps import Pending, Steps
-from fxpar.runtime.waiting import Waiting
+from fxpar.runtime.tied_stage_params import Shared
 from fxpar.runtime.world import World
 from fxpar.runtime.written import Written
 from fxpar.schedule.actions import Action, Phase

@@ -36,13 +36,13 @@ from fxpar.program.program import Program, TensorType, note, output_layouts
 from fxpar.program.rows import batch_symbol
 from fxpar.program.stages import holders
 from fxpar.runtime import batch as calls
-from fxpar.runtime import uneven
+from fxpar.runtime import variable_batches
 from fxpar.runtime.graphs.table import Graphs
 from fxpar.runtime.inputs import Shapes
 from fxpar.runtime.mailboxes import Mailboxes
-from fxpar.runtime.placement import own_stages, rank_of, schedule_of
+from fxpar.runtime.meta_model import skeleton_of
 from fxpar.runtime.size_programs import check_count, fixed_sizes, has_fixed, size_programs
-from fxpar.runtime.skeleton import skeleton_of
+from fxpar.runtime.stage_assignment import own_stages, rank_of, schedule_of
 from fxpar.runtime.steps import Steps
 from fxpar.runtime.world import World
 from fxpar.text.printing import print_program
@@ -238,8 +238,8 @@ class Programs:
         """
         if shapes is None:
             return self._bound(batch, with_loss, differentiated)
-        compiled = self._bound(uneven.largest(batch, shapes), with_loss, differentiated).compiled
-        fitted = uneven.brought(compiled, batch, shapes, self._world)
+        compiled = self._bound(variable_batches.largest(batch, shapes), with_loss, differentiated).compiled
+        fitted = variable_batches.brought(compiled, batch, shapes, self._world)
         inputs = self._inputs(compiled, fitted.batch)
         sizes = calls.sizes_of(compiled.program, inputs)
         assert sizes is not None, "a program does not fit a batch that was made to fit"

@@ -15,21 +15,21 @@ from torch import Tensor, nn
 from fxpar.errors import InputError
 from fxpar.passes.assign_rng import RNG_PATH
 from fxpar.passes.reduction import COUNT
-from fxpar.program.loads import is_counted
+from fxpar.program.expert_load_outputs import is_counted
 from fxpar.program.mixed import is_copy
 from fxpar.program.program import Parameter
 from fxpar.program.written import is_buffer, written
-from fxpar.runtime.agreement import Agreement
 from fxpar.runtime.buffers import Buffers, Placing
+from fxpar.runtime.deferred_grad_sync import Waiting
 from fxpar.runtime.evaluation import Evaluation
-from fxpar.runtime.mains import Copies
+from fxpar.runtime.master_weights import Copies
 from fxpar.runtime.microbatches import Microbatch, Ran
 from fxpar.runtime.node import differentiable
-from fxpar.runtime.placed import Placed
 from fxpar.runtime.programs import Call
 from fxpar.runtime.randomness import RandomState
+from fxpar.runtime.rank_consensus import Agreement
+from fxpar.runtime.tensor_addresses import Placed
 from fxpar.runtime.tensors import Tensors
-from fxpar.runtime.waiting import Waiting
 from fxpar.runtime.written import Written
 from fxpar.state.sharded import Sharded
 from fxpar.state.sharded_parameter import leaf_of

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from fxpar.ops.onrank import Identity
+from fxpar.ops.lowering_context import Identity
 from fxpar.program.program import ScalarType, has_note, note
 from fxpar.program.step import BACKWARD, PARAMETER
 

@@ -15,15 +15,15 @@ from torch import Tensor
 
 from fxpar.errors import InputError
 from fxpar.plan.plan import Plan
-from fxpar.runtime.agreement import together_at_once
 from fxpar.runtime.randomness import RandomState
+from fxpar.runtime.rank_consensus import together_at_once
 from fxpar.runtime.refusals import Root
 from fxpar.state import distributed_state
 from fxpar.state.checkpoint import Checkpoint
 from fxpar.state.export import save_checkpoint
 from fxpar.state.full_state import full_state_dict, load_full_state_dict
-from fxpar.state.held import Held
 from fxpar.state.parts import load
+from fxpar.state.rank_tensors import Held
 from fxpar.state.training import Extras, Progress, resume_training, save_training
 
 if TYPE_CHECKING:

@@ -22,10 +22,10 @@ from fxpar.mesh.purpose import PURPOSES, Cuts, joined_names
 from fxpar.ops.collectives import Group
 from fxpar.ops.groups import close_abandoned, create_groups, hold, process_group, refuse_group
 from fxpar.plan.plan import Plan
-from fxpar.runtime.agreement import Agreement, connected, plan_facts
 from fxpar.runtime.alarm import abort_groups
 from fxpar.runtime.meeting import hosts
-from fxpar.state.held import Ranks
+from fxpar.runtime.rank_consensus import Agreement, connected, plan_facts
+from fxpar.state.rank_tensors import Ranks
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from fxpar.errors import PlanError
 from fxpar.layout.symbols import evaluate, names
 from fxpar.program.program import Program, describe, operands, tensor_type
-from fxpar.signatures.functions import resolve_function
+from fxpar.signatures.autograd_functions import resolve_function
 
 _FAILURES = (RuntimeError, TypeError, ValueError, IndexError, AttributeError, AssertionError, KeyError)
 _SIZE = 2  # of symbols, in a trial

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from fxpar.layout.layout import Placement
-from fxpar.layout.pieces import through_view
+from fxpar.layout.shard_segments import through_view
 from fxpar.layout.symbols import Size
 from fxpar.signatures.calls import Call
 from fxpar.signatures.pointwise import broadcast

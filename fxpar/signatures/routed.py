@@ -1,4 +1,4 @@
-"""Rules of the operators on rows of experts (`fxpar.ops.routed`, `capacity`, `weighed`, `gates`, `blocks`).
+"""Rules of the operators on rows of experts (`fxpar.ops.permute`, `capacity`, `weighed`, `gates`, `blocks`).
 
 Each index of the leading dimensions is computed by itself. Where each row says which token is its own, rows are cut;
 elsewhere rows and experts of one index are whole, because an expert's rows stand together.

@@ -9,7 +9,7 @@ import torch
 
 from fxpar.layout.layout import P, Piece, Placement, R
 from fxpar.layout.nesting import local_size
-from fxpar.layout.pieces import pieces_of, through_view
+from fxpar.layout.shard_segments import pieces_of, through_view
 from fxpar.layout.slices import slice_pieces, strided_pieces
 from fxpar.layout.symbols import Size, divide, sign, simplify
 from fxpar.signatures.calls import Call

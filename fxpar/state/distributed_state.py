@@ -16,10 +16,10 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from fxpar.errors import CheckpointError
 from fxpar.state.full_state import check_names, check_saved, check_shape
-from fxpar.state.held import Held
 from fxpar.state.initial import Named
 from fxpar.state.operand import part_of
 from fxpar.state.place import Place
+from fxpar.state.rank_tensors import Held
 from fxpar.state.sharded import Sharded, local_of
 
 

@@ -22,7 +22,7 @@ from fxpar.errors import CheckpointError, InputError, shown
 from fxpar.state.checkpoint import FILE, INDEX
 from fxpar.state.distributed_state import saved_once
 from fxpar.state.full_state import on_all
-from fxpar.state.held import Held
+from fxpar.state.rank_tensors import Held
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from fxpar.errors import CheckpointError
 from fxpar.layout.shards import local_block
-from fxpar.state.held import Held
 from fxpar.state.initial import Named
+from fxpar.state.rank_tensors import Held
 from fxpar.state.sharded import local_of, whole_of
 
 _SAMPLES = 1024

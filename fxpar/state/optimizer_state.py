@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fxpar.errors import CheckpointError, InputError
-from fxpar.state.boxfile import can_hold
-from fxpar.state.held import Held, Line
-from fxpar.state.plain import decode, encode
+from fxpar.state.json_values import decode, encode
+from fxpar.state.rank_tensors import Held, Line
 from fxpar.state.sharded import Sharded, local_of
+from fxpar.state.sharded_safetensors import can_hold
 
 # How a step is computed on the machine at hand, and not what.
 _MACHINE = frozenset(("foreach", "fused", "capturable", "differentiable"))

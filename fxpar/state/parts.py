@@ -18,8 +18,8 @@ from fxpar.errors import CheckpointError
 from fxpar.layout.shards import local_block
 from fxpar.state.checkpoint import Checkpoint, kind_of
 from fxpar.state.full_state import check_names, check_shape, names_fit
-from fxpar.state.held import Agree, Held
 from fxpar.state.initial import Named, initialised, named_tensors
+from fxpar.state.rank_tensors import Agree, Held
 from fxpar.state.sharded import local_of
 
 

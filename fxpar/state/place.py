@@ -24,7 +24,7 @@ from fxpar.layout.layout import Layout, Placement, shard
 from fxpar.layout.shards import Box, block, boxes, counted, local_block, part_shape, real_part, whole
 from fxpar.ops.collectives import Group
 from fxpar.ops.groups import process_group
-from fxpar.state.held import Ranks
+from fxpar.state.rank_tensors import Ranks
 
 _FRAME = 512  # bytes: the norms of sixty tensors
 

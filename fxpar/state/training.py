@@ -26,15 +26,15 @@ from fxpar.layout.layout import Layout
 from fxpar.layout.shards import Box, boxes
 from fxpar.plan.plan import Plan
 from fxpar.state import saves
-from fxpar.state.boxfile import BoxFile, Spec, index_document, split_files
 from fxpar.state.checkpoint import Checkpoint
 from fxpar.state.distributed_state import saved_once
 from fxpar.state.export import bytes_of, folder_of, save_configuration
-from fxpar.state.held import Held
+from fxpar.state.json_values import decode, document, encode
 from fxpar.state.optimizer_state import check_fits, collect, restore
 from fxpar.state.parts import load
-from fxpar.state.plain import decode, document, encode
+from fxpar.state.rank_tensors import Held
 from fxpar.state.sharded import local_of
+from fxpar.state.sharded_safetensors import BoxFile, Spec, index_document, split_files
 
 VERSION = 1
 _WEIGHTS = "model"

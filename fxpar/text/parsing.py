@@ -3,8 +3,8 @@
 Enters: text as `fxpar.text.printing.print_program` wrote it, possibly edited by hand. Leaves: a `Program` with an empty
 history, or one `TextError` that names the line.
 
-The line of a node is read from left to right: its head, and (`fxpar.text.noted`) its type with layouts, its attributes
-and its comment. None of these contains the sign that ends it (`{` and `#` for the type) outside of quotes.
+The line of a node is read from left to right: its head, and (`fxpar.text.parse_note`) its type with layouts, its
+attributes and its comment. None of these contains the sign that ends it (`{` and `#` for the type) outside of quotes.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from fxpar.ops import OPERATORS, Operator
 from fxpar.program.program import Input, Parameter, Program, TensorType, ValueType, set_note
 from fxpar.program.regions import Region, call_region
 from fxpar.program.symbols import RELATIONS, Condition, Counted, Symbol
-from fxpar.text.noted import read_end, read_note
-from fxpar.text.owned import Owned, constant, read_owned
+from fxpar.text.parse_note import read_end, read_note
+from fxpar.text.parse_placeholder import Owned, constant, read_owned
 from fxpar.text.printing import NO_LOSS, VERSION, has_scalar
 from fxpar.text.scanning import (
     IDENTIFIER,

@@ -1,16 +1,16 @@
 """The buffers of a step: no rank copies into one that another still reads.
 
 Enters: a step without calls of regions. Leaves: nothing, or `CheckFailed` that names two collectives and the buffer.
-The rule, and why it is enough: `fxpar.analysis.handshakes`.
+The rule, and why it is enough: `fxpar.analysis.buffer_reuse`.
 """
 
 from __future__ import annotations
 
 import itertools
 
-from fxpar.analysis.handshakes import copyable, handshakes, is_shot, is_sum
+from fxpar.analysis.buffer_reuse import copyable, handshakes, is_shot, is_sum
 from fxpar.errors import CheckFailed
-from fxpar.exchange.mailbox import BUFFERS
+from fxpar.exchange.symmetric_buffer import BUFFERS
 from fxpar.program.program import Program, describe, has_note, note
 
 _REMEDY = "give one of them another buffer, or run the pass exchange again"

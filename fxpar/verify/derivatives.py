@@ -18,7 +18,7 @@ from fxpar.errors import CheckFailed
 from fxpar.layout.symbols import evaluate
 from fxpar.program.gradients import reached
 from fxpar.program.program import Program, ScalarType, TensorType, describe, note, output_types
-from fxpar.signatures.facts import Facts
+from fxpar.signatures.check_cache import Facts
 
 _MISSING = re.compile(r"(the )?derivative for \S+ is not implemented")
 # Operators that have one, with the types of their operands: an operator does not lose its derivative.

@@ -24,7 +24,7 @@ from fxpar.program.program import Program, describe, operands, output_layouts, o
 from fxpar.program.properties import Property
 from fxpar.program.step import is_forward
 from fxpar.program.symbols import Condition
-from fxpar.signatures.facts import Facts, facts_of
+from fxpar.signatures.check_cache import Facts, facts_of
 
 _RESTS_ON: Mapping[str, frozenset[str]] = {name: item.requires for item in DEFAULT_PASSES for name in item.provides}
 

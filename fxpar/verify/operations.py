@@ -23,7 +23,7 @@ from fxpar.program.program import Program, describe, note, operands, output_type
 from fxpar.program.properties import Property
 from fxpar.rules import bind_arguments
 from fxpar.rules.memo import question
-from fxpar.signatures.facts import Facts, facts_of
+from fxpar.signatures.check_cache import Facts, facts_of
 from fxpar.verify.derivatives import check_derivatives
 
 _NETWORK = frozenset(

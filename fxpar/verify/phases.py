@@ -26,7 +26,7 @@ from fxpar.program.properties import Property
 from fxpar.program.step import BACKWARD, PARAMETER, PHASES, is_forward, is_gradient, is_input_gradient, output_of
 from fxpar.rules.table import inferred
 from fxpar.signatures.calls import call_of
-from fxpar.signatures.facts import Facts
+from fxpar.signatures.check_cache import Facts
 from fxpar.signatures.rule import Refusal
 
 # They give each of their operands again, summed over ranks or as it is.

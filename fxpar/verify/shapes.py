@@ -22,7 +22,6 @@ from fxpar.layout.layout import Layout
 from fxpar.layout.nesting import local_shape
 from fxpar.layout.symbols import evaluate
 from fxpar.ops.operator import OnShapes, Operator
-from fxpar.program.keys import plain
 from fxpar.program.program import (
     Program,
     ScalarType,
@@ -34,8 +33,9 @@ from fxpar.program.program import (
     output_types,
 )
 from fxpar.program.properties import Property
+from fxpar.program.structural_key import plain
 from fxpar.rules import bind_arguments
-from fxpar.signatures.facts import Facts, facts_of
+from fxpar.signatures.check_cache import Facts, facts_of
 from fxpar.verify.limits import check_cost
 from fxpar.verify.whole import whole_arguments
 

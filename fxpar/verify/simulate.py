@@ -27,7 +27,7 @@ from fxpar.layout.shards import local_block
 from fxpar.layout.symbols import evaluate
 from fxpar.manager import PassManager
 from fxpar.mesh.purpose import joined_names
-from fxpar.ops import attend, counter
+from fxpar.ops import counter, sdpa
 from fxpar.ops.attention import attention_gradients, saving_attention
 from fxpar.ops.collectives import Group
 from fxpar.ops.lower import Lowered, lower
@@ -48,7 +48,7 @@ _OF_ONE_RANK = frozenset(
         counter.dropout,
         counter.uniform,
         counter.uniform_like,
-        attend.attention_with_dropout,
+        sdpa.attention_with_dropout,
         saving_attention,
         attention_gradients,
     }

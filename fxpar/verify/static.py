@@ -10,7 +10,7 @@ from fxpar.manager import Verifier
 from fxpar.program.program import Program
 from fxpar.program.properties import Property
 from fxpar.program.regions import inlined
-from fxpar.signatures.facts import facts_of
+from fxpar.signatures.check_cache import facts_of
 from fxpar.verify.buffers import check_buffers
 from fxpar.verify.header import check_header
 from fxpar.verify.operations import check_operations

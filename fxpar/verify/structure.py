@@ -16,7 +16,7 @@ from torch import fx
 from fxpar.errors import CheckFailed, PlanError
 from fxpar.layout.layout import Layout
 from fxpar.layout.nesting import spelled
-from fxpar.layout.pieces import pieces_of
+from fxpar.layout.shard_segments import pieces_of
 from fxpar.layout.symbols import names
 from fxpar.ops import Operator
 from fxpar.ops.coercion_table import COERCION_OF
@@ -25,6 +25,7 @@ from fxpar.ops.random import axis_index
 from fxpar.passes.assign_rng import RNG_PATH
 from fxpar.passes.mark_regions import reason_of
 from fxpar.program.coercions import axes_of, misnamed
+from fxpar.program.parameter_flow import owner_of
 from fxpar.program.program import (
     Program,
     ScalarType,
@@ -41,10 +42,9 @@ from fxpar.program.program import (
 from fxpar.program.properties import Property
 from fxpar.program.stages import is_transfer
 from fxpar.program.step import RECOMPUTE, is_forward
-from fxpar.program.weights import owner_of
 from fxpar.program.written import buffer_of, is_buffer
 from fxpar.rules import bind_arguments
-from fxpar.signatures.facts import Facts, facts_of
+from fxpar.signatures.check_cache import Facts, facts_of
 from fxpar.signatures.randomness import draws_bits
 from fxpar.verify.phases import check_phases
 

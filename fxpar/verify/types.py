@@ -30,7 +30,7 @@ from fxpar.program.written import is_buffer
 from fxpar.rules import bind_arguments
 from fxpar.rules.inference import Context, context_of, infer_node, remedy_of, shown
 from fxpar.rules.memo import Answers
-from fxpar.signatures.facts import Facts, facts_of
+from fxpar.signatures.check_cache import Facts, facts_of
 
 
 def check_types(program: Program, facts: Facts | None = None) -> None:

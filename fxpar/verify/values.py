@@ -39,7 +39,7 @@ from fxpar.passes.assign_rng import RNG_PATH, assign_rng
 from fxpar.passes.canonicalize import canonicalize
 from fxpar.passes.divide_batch import divide_batch
 from fxpar.passes.insert_collectives import insert_collectives
-from fxpar.program.loads import is_excess, module_of_load
+from fxpar.program.expert_load_outputs import is_excess, module_of_load
 from fxpar.program.program import Program, output_layouts
 from fxpar.program.properties import Property
 from fxpar.program.written import buffer_name, written

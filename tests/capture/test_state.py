@@ -11,7 +11,7 @@ from torch.torch_version import TorchVersion
 
 from fxpar.capture import capture
 from fxpar.errors import CaptureError
-from fxpar.runtime.skeleton import skeleton_of
+from fxpar.runtime.meta_model import skeleton_of
 from tests.capture.models import Net, example, faithful, net, seeded
 from tests.products import product
 

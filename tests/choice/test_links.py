@@ -7,7 +7,7 @@ from torch import nn
 
 from fxpar.capture import capture
 from fxpar.choice.choose import Choice
-from fxpar.choice.several import place
+from fxpar.choice.multi_axis import place
 from fxpar.passes import canonicalize, divide_batch
 from fxpar.plan.cost import Cost
 from fxpar.plan.plan import Plan

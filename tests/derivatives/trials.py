@@ -17,7 +17,7 @@ from torch import fx
 
 from fxpar.errors import FxparError
 from fxpar.layout.layout import I, Layout, Placement, R, fits
-from fxpar.layout.pieces import pieces_of
+from fxpar.layout.shard_segments import pieces_of
 from fxpar.layout.shards import local_block
 from fxpar.ops.coercion_table import coercion
 from fxpar.ops.coercions import dual_layout

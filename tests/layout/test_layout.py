@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from fxpar.errors import TextError
 from fxpar.layout.layout import I, Layout, P, Piece, Placement, R, V, fits, parse_placement, shard
 from fxpar.layout.nesting import local_shape, local_size
-from fxpar.layout.pieces import pieces_of, through_view
+from fxpar.layout.shard_segments import pieces_of, through_view
 from fxpar.layout.slices import local_bounds, local_position, slice_pieces, strided_pieces
 from fxpar.layout.symbols import Size, divide, evaluate, parse_size
 from fxpar.oracle.ranks import divides, held

@@ -25,7 +25,7 @@ from fxpar.layout.nesting import (
     spelled,
     swapped,
 )
-from fxpar.layout.pieces import pieces_of
+from fxpar.layout.shard_segments import pieces_of
 from fxpar.layout.shards import boxes, counted, local_block, whole, without_padding
 from fxpar.layout.symbols import parse_size
 from fxpar.oracle.ranks import held

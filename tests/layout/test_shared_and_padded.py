@@ -7,7 +7,7 @@ import torch
 
 from fxpar.layout.layout import Piece, Placement, fits, padded_shard, parse_placement
 from fxpar.layout.nesting import local_size
-from fxpar.layout.pieces import through_view
+from fxpar.layout.shard_segments import through_view
 from fxpar.layout.shards import block, counted, whole
 from fxpar.layout.slices import slice_pieces
 from fxpar.ops.collectives import put_together, spread

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from fxpar.layout.layout import Layout, Piece, Placement
 from fxpar.layout.shards import local_block
-from fxpar.ops.attend import attention_with_dropout as attention
 from fxpar.ops.counter import IndexCut, dropout, global_index, philox, random_words, uniform_like
+from fxpar.ops.sdpa import attention_with_dropout as attention
 
 ORIGIN = 0xC0FFEE
 

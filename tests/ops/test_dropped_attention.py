@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fxpar.errors import InputError
-from fxpar.ops import attend
+from fxpar.ops import sdpa
 from fxpar.ops.counter import IndexCut
 from fxpar.ops.dropped_attention import places
 
@@ -26,11 +26,11 @@ def heads(*shape: int, dtype: torch.dtype = torch.bfloat16, device: str = "meta"
     return torch.empty(shape, dtype=dtype, device=device)
 
 
-def drops(p: float = 0.1, cuts: tuple[IndexCut, ...] = ()) -> attend.Drops:
-    return attend.Drops(torch.tensor([5, 1, 0], device="meta"), p, 77, cuts)
+def drops(p: float = 0.1, cuts: tuple[IndexCut, ...] = ()) -> sdpa.Drops:
+    return sdpa.Drops(torch.tensor([5, 1, 0], device="meta"), p, 77, cuts)
 
 
-CAUSAL = attend.Options(is_causal=True, scale=None, enable_gqa=False)
+CAUSAL = sdpa.Options(is_causal=True, scale=None, enable_gqa=False)
 
 
 def test_heads_of_all_ranks_are_counted() -> None:
@@ -94,8 +94,8 @@ def test_no_probabilities_are_in_memory() -> None:
             return found
 
     with Watch():  # type: ignore[no-untyped-call]
-        out, log_sum = attend.forward(query, key, value, None, drops(), CAUSAL)
-        found = attend.backward(query, key, value, out, out, log_sum, None, drops(), CAUSAL, False)
+        out, log_sum = sdpa.forward(query, key, value, None, drops(), CAUSAL)
+        found = sdpa.backward(query, key, value, out, out, log_sum, None, drops(), CAUSAL, False)
     assert biggest == max(x.numel() for x in (query, key, value, out)) < 2 * 8 * 32 * 48
     assert (out.shape, log_sum.shape, log_sum.dtype) == ((2, 8, 32, 24), (2, 8, 32), torch.float32)
     assert [x.shape for x in found] == [query.shape, key.shape, value.shape]
@@ -105,17 +105,17 @@ def test_no_probabilities_are_in_memory() -> None:
 
 def test_heads_that_share_keys_get_a_gradient_each_of_which_the_sum_is_the_keys() -> None:
     query, key = heads(2, 8, 32, 16), heads(2, 2, 32, 16)
-    options = attend.Options(is_causal=True, scale=None, enable_gqa=True)
-    out, log_sum = attend.forward(query, key, key, None, drops(), options)
-    found = attend.backward(query, key, key, out, out, log_sum, None, drops(), options, False)
+    options = sdpa.Options(is_causal=True, scale=None, enable_gqa=True)
+    out, log_sum = sdpa.forward(query, key, key, None, drops(), options)
+    found = sdpa.backward(query, key, key, out, out, log_sum, None, drops(), options, False)
     assert [x.shape for x in found] == [query.shape, key.shape, key.shape]
 
 
 def test_a_forward_and_its_backward_have_one_draw() -> None:
     def step(query: Tensor, key: Tensor, rng: Tensor, gradient: Tensor) -> tuple[Tensor, ...]:
-        own = attend.Drops(rng, 0.1, 77, (IndexCut(0, 1, 1, 4, rng[2]),))
-        out, log_sum = attend.forward(query, key, key, None, own, CAUSAL)
-        return out, *attend.backward(query, key, key, gradient, out, log_sum, None, own, CAUSAL, False)
+        own = sdpa.Drops(rng, 0.1, 77, (IndexCut(0, 1, 1, 4, rng[2]),))
+        out, log_sum = sdpa.forward(query, key, key, None, own, CAUSAL)
+        return out, *sdpa.backward(query, key, key, gradient, out, log_sum, None, own, CAUSAL, False)
 
     with FakeTensorMode():
         given = (heads(2, 8, 32, 16), heads(2, 8, 48, 16), torch.empty(3, dtype=torch.int64, device="meta"))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxpar.ops import attend
+from fxpar.ops import sdpa
 from fxpar.ops.counter import IndexCut, random_words
 from fxpar.ops.dropped_attention import drawn_probabilities, places
 
@@ -95,14 +95,14 @@ def test_the_kernels_compute_the_plain_form(case: Case, dtype: torch.dtype) -> N
     gradient, mask = made(count, queries, of_values), masked(case.mask, rows, queries, keys)
     identity: Any = torch.tensor(IDENTITY, device="cuda") if case.is_operand else IDENTITY
     cuts = [IndexCut(*cut[:4], torch.tensor(cut[4], device="cuda")) for cut in case.cuts]
-    drops = attend.Drops(torch.tensor([(1 << 40) + 5, 3, 1], device="cuda"), case.p, identity, cuts)
-    options = attend.Options(case.is_causal, case.scale, count != shared)
+    drops = sdpa.Drops(torch.tensor([(1 << 40) + 5, 3, 1], device="cuda"), case.p, identity, cuts)
+    options = sdpa.Options(case.is_causal, case.scale, count != shared)
 
     def run(*tensors: Tensor) -> list[Tensor]:
         query, key, value, of_out = tensors
         own = mask if mask is None or mask.dtype == torch.bool else mask.to(query.dtype)
-        out, log_sum = attend.forward(query, key, value, own, drops, options)
-        return [out, *attend.backward(query, key, value, of_out, out, log_sum, own, drops, options, False)]
+        out, log_sum = sdpa.forward(query, key, value, own, drops, options)
+        return [out, *sdpa.backward(query, key, value, of_out, out, log_sum, own, drops, options, False)]
 
     wanted = run(*(x.double() for x in (q, k, v, gradient)))
     found, again = run(q, k, v, gradient), run(q, k, v, gradient)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fxpar.ops import attend
+from fxpar.ops import sdpa
 from fxpar.ops.fused_attention import Call, kernel
 
 CASES = {
@@ -19,9 +19,7 @@ CASES = {
 }
 
 
-def values(
-    name: str, device: str, dtype: torch.dtype, length: int
-) -> tuple[list[Tensor], Tensor | None, attend.Options]:
+def values(name: str, device: str, dtype: torch.dtype, length: int) -> tuple[list[Tensor], Tensor | None, sdpa.Options]:
     heads, shared, causal, kind = CASES[name]
     generator = torch.Generator().manual_seed(length)
 
@@ -33,18 +31,18 @@ def values(
     mask = None if kind is None else made(2, 1, length, length)
     if kind == "bool" and mask is not None:
         mask = (mask > -1) | torch.eye(length, dtype=torch.bool, device=device)
-    return [query, key, value, gradient], mask, attend.Options(causal, None, heads != shared)
+    return [query, key, value, gradient], mask, sdpa.Options(causal, None, heads != shared)
 
 
-def found(tensors: list[Tensor], mask: Tensor | None, options: attend.Options) -> list[Tensor]:
+def found(tensors: list[Tensor], mask: Tensor | None, options: sdpa.Options) -> list[Tensor]:
     """The result and the gradients."""
     query, key, value, gradient = tensors
-    out, log_sum = attend.forward(query, key, value, mask, None, options)
+    out, log_sum = sdpa.forward(query, key, value, mask, None, options)
     assert log_sum.shape == query.shape[:-1]
-    return [out, *attend.backward(query, key, value, gradient, out, log_sum, mask, None, options, False)]
+    return [out, *sdpa.backward(query, key, value, gradient, out, log_sum, mask, None, options, False)]
 
 
-def wanted(tensors: list[Tensor], mask: Tensor | None, options: attend.Options) -> list[Tensor]:
+def wanted(tensors: list[Tensor], mask: Tensor | None, options: sdpa.Options) -> list[Tensor]:
     """By autograd of PyTorch's own operator, in float64."""
     query, key, value = leaves = [t.double().requires_grad_() for t in tensors[:3]]
     given = mask.double() if mask is not None and mask.is_floating_point() else mask

@@ -20,7 +20,7 @@ from fxpar.manager import PassManager
 from fxpar.ops import OPERATORS, Operator
 from fxpar.ops.collectives import Group, sum_over
 from fxpar.ops.lower import lower
-from fxpar.ops.onrank import OnRank
+from fxpar.ops.lowering_context import OnRank
 from fxpar.ops.operator import Crossing, Gradients, Reverse, Run, Sent
 from fxpar.passes.differentiate import differentiate
 from fxpar.program.program import Program, TensorType, note, operands, tensor_type

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from fxpar.ops.blocks import block_order
+from fxpar.ops.capacity_indices import block_order
+from fxpar.ops.combine import dot_rows, put_weighed, take_weighed
 from fxpar.ops.gates import swiglu_gradient, swiglu_rows
 from fxpar.ops.grouped import grouped_linear, grouped_outer
-from fxpar.ops.routed import put_rows, sort_by_expert, take_rows
-from fxpar.ops.weighed import dot_rows, put_weighed, take_weighed
+from fxpar.ops.permute import put_rows, sort_by_expert, take_rows
 
 pytestmark = pytest.mark.gpu
 

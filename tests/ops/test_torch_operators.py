@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from fxpar.errors import InputError
-from fxpar.ops.copied import added, arrived, one_shot_sum, send_copies, take_copies, taken_sum
 from fxpar.ops.dropped_attention import dropped_attention
+from fxpar.ops.peer_memory import added, arrived, one_shot_sum, send_copies, take_copies, taken_sum
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from fxpar.capture import capture
 from fxpar.compile import compile_program
 from fxpar.errors import CheckFailed, FxparError, PassError, PlanError
 from fxpar.manager import PassManager
-from fxpar.ops import blocks
+from fxpar.ops import capacity_indices
 from fxpar.plan.plan import Plan
 from fxpar.program.program import output_layouts
 from fxpar.text.parsing import parse_program
@@ -152,9 +152,9 @@ def test_a_budget_has_fewer_places_and_says_when_rows_lack_one(dispatch: str, pl
 def test_rows_without_a_place_are_left_out_and_counted() -> None:
     counts = torch.tensor([[3, 1, 0, 2], [0, 0, 1, 1]])
     order = torch.arange(6).repeat(2, 1)
-    assert blocks.block_excess(counts, 2, 3).tolist() == [[1], [0]]
-    assert blocks.block_order(order, counts, 2, 3).tolist() == [[0, 1, 2, 4, 5, -1], [-1, -1, -1, 0, 1, -1]]
-    found, total = blocks.received_order(counts.view(2, 2, 2), 3)
+    assert capacity_indices.block_excess(counts, 2, 3).tolist() == [[1], [0]]
+    assert capacity_indices.block_order(order, counts, 2, 3).tolist() == [[0, 1, 2, 4, 5, -1], [-1, -1, -1, 0, 1, -1]]
+    found, total = capacity_indices.received_order(counts.view(2, 2, 2), 3)
     assert total.tolist() == [[3, 2], [1, 1]]
     assert found.tolist() == [[0, 1, 2, 3, 4, -1], [3, 4, -1, -1, -1, -1]]
 

@@ -14,7 +14,7 @@ from fxpar.capture import capture
 from fxpar.compile import compile_program
 from fxpar.errors import FxparError
 from fxpar.manager import PassManager
-from fxpar.ops import blocks, routed
+from fxpar.ops import capacity_indices, permute
 from fxpar.passes.differentiate import differentiate
 from fxpar.passes.mark_regions import mark_regions
 from fxpar.plan.plan import Plan
@@ -168,7 +168,7 @@ def test_what_arrived_stands_by_expert_and_within_one_by_source() -> None:
     counts = torch.randint(0, 4, (3, 2, 5), generator=generator)
     counts[1] = 0
     most = int(counts.sum((-1, -2)).max())
-    order, total = blocks.arrived_order(counts, most)
+    order, total = capacity_indices.arrived_order(counts, most)
     for each, found, own in zip(counts, order, total, strict=True):
         pairs = [(e, s) for s in range(2) for e in range(5) for _ in range(int(each[s, e]))]
         wanted = sorted(range(len(pairs)), key=lambda place: (*pairs[place], place))
@@ -182,7 +182,7 @@ def test_experts_without_rows_have_gradients_of_zero() -> None:
     weight = torch.randn(1, EXPERTS, 3, WIDTH, dtype=torch.float64, requires_grad=True)
     counts = torch.zeros(1, EXPERTS, dtype=torch.int64)
     made = torch.ops.fxpar.grouped_linear(x, weight, counts, False)
-    placed = routed.put_rows(made, torch.zeros(1, 0, dtype=torch.int64), 0, 1)
+    placed = permute.put_rows(made, torch.zeros(1, 0, dtype=torch.int64), 0, 1)
     placed.sum().backward()
     assert weight.grad is not None
     assert weight.grad.abs().max() == 0

@@ -16,7 +16,7 @@ from fxpar.compile import compile_step, lower_program
 from fxpar.errors import CheckFailed, FxparError
 from fxpar.manager import PassManager
 from fxpar.ops.collectives import Group
-from fxpar.ops.needed import needed_part
+from fxpar.ops.selective_dispatch import needed_part
 from fxpar.passes import gathered_rows
 from fxpar.plan.plan import Plan
 from fxpar.program.program import Program, note

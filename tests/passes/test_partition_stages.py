@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fxpar.analysis.balance import stage_shares, unevenness
-from fxpar.analysis.divisible import divisible
+from fxpar.analysis.stage_cut_points import divisible
 from fxpar.capture import capture
 from fxpar.cli.models import load_model
 from fxpar.compile import compile_program

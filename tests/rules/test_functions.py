@@ -20,7 +20,7 @@ from fxpar.passes import DEFAULT_PASSES
 from fxpar.program.program import TensorType
 from fxpar.report.reasons import without_rule
 from fxpar.rules import Call, Refusal, inferred, rule_of
-from fxpar.signatures.functions import nonlinearity
+from fxpar.signatures.autograd_functions import nonlinearity
 from fxpar.text.parsing import parse_program
 from fxpar.text.printing import print_program
 from fxpar.verification import verify

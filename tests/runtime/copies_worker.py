@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 
 import fxpar
-from fxpar.exchange import mailbox
+from fxpar.exchange import symmetric_buffer
 from fxpar.exchange.device import DeviceMailbox
 from fxpar.exchange.needed import needs
-from fxpar.ops import copied, needed_copies
+from fxpar.ops import needed_copies, peer_memory
 from fxpar.runtime.graphs.full import Iteration
 from fxpar.runtime.steps import Pending
 from tests.runtime.graphed import gpt2, llama, mixtral, train, words
@@ -106,19 +106,19 @@ def several() -> None:
     dist.init_process_group("gloo")
     rank, size, device = dist.get_rank(), dist.get_world_size(), torch.device("cuda", torch.cuda.current_device())
     made = DeviceMailbox(rank=rank, size=size, device=device, group=dist.group.WORLD.group_name)  # type: ignore[union-attr]
-    mailbox.register("several", made.open())
+    symmetric_buffer.register("several", made.open())
     cut = (0, [(1, None)])
     for turn, dtype in enumerate((torch.bfloat16, torch.float32, torch.float64)):
         seeds = [torch.Generator().manual_seed(10 * turn + r) for r in range(size)]
         parts = [torch.randint(-9, 9, (size * (size + 1), 3), generator=g).to(device, dtype) for g in seeds]
         own, whole = parts[rank], torch.stack(parts)
         blocks = whole.view(size, size, size + 1, 3)
-        total = copied.summed(copied.start_sum(own, "several", 1), "several", 1)
-        gathered = copied.gathered(copied.start_gather(own, "several", 2), *cut, "several", 2)
-        scattered = copied.scattered(copied.start_scatter(own, *cut, size, "several", 3), "several", 3)
-        sent = copied.start_exchange(own, *cut, size, "several", 4)
-        exchanged = copied.exchanged(sent, 0, cut[1], "several", 4)
-        shot = copied.sum_in_one_shot(own, "several", 5)
+        total = peer_memory.summed(peer_memory.start_sum(own, "several", 1), "several", 1)
+        gathered = peer_memory.gathered(peer_memory.start_gather(own, "several", 2), *cut, "several", 2)
+        scattered = peer_memory.scattered(peer_memory.start_scatter(own, *cut, size, "several", 3), "several", 3)
+        sent = peer_memory.start_exchange(own, *cut, size, "several", 4)
+        exchanged = peer_memory.exchanged(sent, 0, cut[1], "several", 4)
+        shot = peer_memory.sum_in_one_shot(own, "several", 5)
         # Experts of each token, two a rank and some beyond them; and what each rank made of all tokens.
         chosen = torch.randint(0, 2 * size + 2, (len(own), 3), generator=torch.Generator().manual_seed(turn)).to(device)
         tokens = len(own) // size  # of each rank
@@ -135,7 +135,7 @@ def several() -> None:
         assert torch.equal(scattered, blocks[:, rank].sum(0))
         assert torch.equal(exchanged, blocks[:, rank].flatten(0, 1))
         dist.barrier()
-    mailbox.close(["several"])
+    symmetric_buffer.close(["several"])
     print("equal", flush=True)
 
 

@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxpar
 from fxpar.errors import RankError
-from fxpar.exchange import mailbox
+from fxpar.exchange import symmetric_buffer
 from fxpar.exchange.host import HostMailbox
-from fxpar.ops import bound, copied
+from fxpar.ops import peer_memory, process_group
 from fxpar.runtime.world import World
 from tests.runtime.compiled import Deep, Seen, watched
 from tests.runtime.graphed import VOCABULARY, gpt2, llama
@@ -58,7 +58,7 @@ def trained(name: str, exchange: str, options: dict[str, Any], steps: int = 2) -
     losses = []
     for _ in range(steps):
         parallel.zero_grad()
-        with mailbox.poisoned():
+        with symmetric_buffer.poisoned():
             losses.append(float(parallel.train_step(batch)))
     gradients = [p.grad.clone() for p in parallel.parameters() if p.grad is not None]
     size = parallel._mailboxes.reach.bytes
@@ -160,29 +160,35 @@ def each_kind(dtype: torch.dtype, shape: tuple[int, ...]) -> list[str]:
     """What each kind of copy gives, beside the collective; those that differ."""
     world, made = _world()
     name, size = f"test/{world.agreement.module}", world.size
-    mailbox.register(name, made)
+    symmetric_buffer.register(name, made)
     group = world.groups["tp"].name
     x = torch.randint(-9, 9, shape, generator=torch.Generator().manual_seed(world.rank)).to(dtype)
     x = x.transpose(0, -1)  # not contiguous
     cut = (1, [(1, None)])
     found = {
-        "sum": (copied.summed(copied.start_sum(x, name, 1), name, 1), bound.summed(bound.start_sum(x, group, size))),
+        "sum": (
+            peer_memory.summed(peer_memory.start_sum(x, name, 1), name, 1),
+            process_group.summed(process_group.start_sum(x, group, size)),
+        ),
         "gather": (
-            copied.gathered(copied.start_gather(x, name, 2), *cut, name, 2),
-            bound.gathered(bound.start_gather(x, group, size), *cut),
+            peer_memory.gathered(peer_memory.start_gather(x, name, 2), *cut, name, 2),
+            process_group.gathered(process_group.start_gather(x, group, size), *cut),
         ),
         "scatter": (
-            copied.scattered(copied.start_scatter(x, *cut, size, name, 3), name, 3),
-            bound.scattered(bound.start_scatter(x, *cut, group, size)),
+            peer_memory.scattered(peer_memory.start_scatter(x, *cut, size, name, 3), name, 3),
+            process_group.scattered(process_group.start_scatter(x, *cut, group, size)),
         ),
-        "one shot": (copied.sum_in_one_shot(x, name, 5), bound.summed(bound.start_sum(x, group, size))),
+        "one shot": (
+            peer_memory.sum_in_one_shot(x, name, 5),
+            process_group.summed(process_group.start_sum(x, group, size)),
+        ),
         "exchange": (
-            copied.exchanged(copied.start_exchange(x, *cut, size, name, 4), 0, cut[1], name, 4),
-            bound.exchanged(bound.start_exchange(x, *cut, group, size), 0, cut[1]),
+            peer_memory.exchanged(peer_memory.start_exchange(x, *cut, size, name, 4), 0, cut[1], name, 4),
+            process_group.exchanged(process_group.start_exchange(x, *cut, group, size), 0, cut[1]),
         ),
     }
     odd = [kind for kind, (own, other) in found.items() if not torch.equal(own, other)]
-    mailbox.close([name])
+    symmetric_buffer.close([name])
     return odd
 
 
@@ -190,15 +196,15 @@ def one_shot(size: int) -> bool:
     """Whether sums in one shot, of which each takes the one before, are those of the group."""
     world, made = _world()
     name = f"one_shot/{world.agreement.module}"
-    mailbox.register(name, made)
+    symmetric_buffer.register(name, made)
     x = torch.randn(3, size, generator=torch.Generator().manual_seed(world.rank)).double().t()  # not contiguous
     x = torch.complex(x, -x) if size % 2 else x
     own = other = x
-    with mailbox.poisoned():
+    with symmetric_buffer.poisoned():
         for buffer in (1, 2, 1, 2):
-            own = copied.sum_in_one_shot(own, name, buffer) / (2 + world.rank)
-            other = bound.summed(bound.start_sum(other, world.groups["tp"].name, 2)) / (2 + world.rank)
-    mailbox.close([name])
+            own = peer_memory.sum_in_one_shot(own, name, buffer) / (2 + world.rank)
+            other = process_group.summed(process_group.start_sum(other, world.groups["tp"].name, 2)) / (2 + world.rank)
+    symmetric_buffer.close([name])
     return torch.equal(own, other)
 
 
@@ -206,18 +212,18 @@ def lost() -> str:
     """What a rank says whose partner sends nothing."""
     world, made = _world()
     name = f"lost/{world.agreement.module}"
-    mailbox.register(name, made)
+    symmetric_buffer.register(name, made)
     x = torch.ones(4)
     for buffer in (1, 2, 1):
-        copied.summed(copied.start_sum(x, name, buffer), name, buffer)
+        peer_memory.summed(peer_memory.start_sum(x, name, buffer), name, buffer)
     if world.rank == 1:
         time.sleep(2.0)
-        mailbox.close([name])
+        symmetric_buffer.close([name])
         return ""
     try:
-        copied.summed(copied.start_sum(x, name, 2), name, 2)
+        peer_memory.summed(peer_memory.start_sum(x, name, 2), name, 2)
     except RankError as error:
         return str(error)
     finally:
-        mailbox.close([name])
+        symmetric_buffer.close([name])
     return "nothing"

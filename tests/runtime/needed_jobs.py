@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fxpar
-from fxpar.exchange import mailbox, needed
+from fxpar.exchange import needed, symmetric_buffer
 from fxpar.exchange.host import HostMailbox
-from fxpar.ops import needed as operators
 from fxpar.ops import needed_copies
+from fxpar.ops import selective_dispatch as operators
 from tests.passes.experts import ROWS, Routed, batch
 from tests.runtime.jobs import gradients
 
@@ -52,7 +52,7 @@ def _trained(model: Routed, own: dict[str, Tensor], options: dict[str, Any]) -> 
     parallel = fxpar.parallelize(model, plan, {key: value[: ROWS // plan.dp] for key, value in batch(5).items()})
     for _ in range(2):
         parallel.zero_grad()
-        with mailbox.poisoned():
+        with symmetric_buffer.poisoned():
             loss = float(parallel.train_step(fxpar.shard_batch(own, parallel)))
     found = gradients(parallel)
     parallel.close()
@@ -111,7 +111,7 @@ def each_way(dtype: torch.dtype, lead: tuple[int, ...], tokens: int, choices: in
         rank=world.rank, size=size, group=process_group(world.groups["tp"]), ranks=range(size), poisons=True
     )
     name, width, own = f"needed/{world.agreement.module}", 6, 3
-    mailbox.register(name, made.open())
+    symmetric_buffer.register(name, made.open())
     shape = (*lead, size * tokens, choices)
     chosen = torch.randint(0, size * own + 2, shape, generator=torch.Generator().manual_seed(7))
     generator = torch.Generator().manual_seed(world.rank)
@@ -127,5 +127,5 @@ def each_way(dtype: torch.dtype, lead: tuple[int, ...], tokens: int, choices: in
         summed = needed_copies.summed(y, chosen, own, size, name, buffer)
         if not torch.equal(summed, operators.needed_sums(operators.start_sums(y, chosen, own, group, size, index))):
             odd.append(f"summed {buffer}")
-    mailbox.close([name])
+    symmetric_buffer.close([name])
     return odd

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import fxpar
 from fxpar.errors import InputError
-from fxpar.runtime.mains import Copies
+from fxpar.runtime.master_weights import Copies
 from fxpar.runtime.module import ParallelModule
 from fxpar.state.sharded import local_of, whole_of
 from fxpar.state.sharded_parameter import ShardedParameter, leaf_of

@@ -17,7 +17,7 @@ from fxpar.errors import InputError
 from fxpar.plan.plan import Plan
 from fxpar.runtime.forward_backward import check_padding
 from fxpar.runtime.programs import Call
-from fxpar.runtime.uneven import Brought, brought, ignored_targets, largest
+from fxpar.runtime.variable_batches import Brought, brought, ignored_targets, largest
 from tests.runtime.uneven_jobs import Pooled
 
 

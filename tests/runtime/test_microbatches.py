@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from fxpar.errors import InputError
+from fxpar.runtime.deferred_grad_sync import Waiting
 from fxpar.runtime.microbatches import Microbatch, Part, Ran, run_microbatches, weight
-from fxpar.runtime.waiting import Waiting
 
 REDUCED: list[tuple[str, ...]] = []
 ROWS = torch.randn(6, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

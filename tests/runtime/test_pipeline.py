@@ -10,7 +10,7 @@ import torch
 
 import fxpar
 from fxpar.errors import PlanError, ScheduleError
-from fxpar.runtime.placement import own_stages, schedule_of
+from fxpar.runtime.stage_assignment import own_stages, schedule_of
 from fxpar.schedule.verified import verified
 from tests.runtime import pipelined
 from tests.runtime.pipelined import Trained

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch._inductor.utils import fresh_cache
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fxpar.exchange import mailbox
-from fxpar.exchange.mailbox import Mailbox
-from fxpar.ops import copied
+from fxpar.exchange import symmetric_buffer
+from fxpar.exchange.symmetric_buffer import Mailbox
+from fxpar.ops import peer_memory
 from fxpar.plan.plan import Plan
 from fxpar.runtime.inductor import Inductor
 
@@ -49,9 +49,9 @@ class Pair(Mailbox):
 @pytest.fixture
 def pair() -> Iterator[Pair]:
     made = Pair(rank=0, size=2)
-    mailbox.register(NAME, made)
+    symmetric_buffer.register(NAME, made)
     yield made
-    mailbox.close([NAME])
+    symmetric_buffer.close([NAME])
 
 
 def as_it_is(x: Tensor) -> Tensor:
@@ -74,27 +74,27 @@ Kind = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def total(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    sent = copied.start_sum(x, NAME, 1)
+    sent = peer_memory.start_sum(x, NAME, 1)
     beside = w @ w
-    return copied.summed(sent, NAME, 1).relu(), beside
+    return peer_memory.summed(sent, NAME, 1).relu(), beside
 
 
 def gather(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    sent = copied.start_gather(x, NAME, 1)
+    sent = peer_memory.start_gather(x, NAME, 1)
     beside = w @ w
-    return copied.gathered(sent, 0, WHOLE, NAME, 1), beside
+    return peer_memory.gathered(sent, 0, WHOLE, NAME, 1), beside
 
 
 def scatter(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    sent = copied.start_scatter(x, 2, WHOLE, 2, NAME, 1)
+    sent = peer_memory.start_scatter(x, 2, WHOLE, 2, NAME, 1)
     beside = w @ w
-    return copied.scattered(sent, NAME, 1), beside
+    return peer_memory.scattered(sent, NAME, 1), beside
 
 
 def exchange(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    sent = copied.start_exchange(x, 2, WHOLE, 2, NAME, 1)
+    sent = peer_memory.start_exchange(x, 2, WHOLE, 2, NAME, 1)
     beside = w @ w
-    return copied.exchanged(sent, 0, WHOLE, NAME, 1), beside
+    return peer_memory.exchanged(sent, 0, WHOLE, NAME, 1), beside
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.matrix)], ids=str)

@@ -16,8 +16,8 @@ from fxpar.layout.shards import local_block
 from fxpar.ops.lower import lower
 from fxpar.program.program import output_layouts
 from fxpar.program.step import output_of, parameter_gradients
-from fxpar.runtime.agreement import connected
 from fxpar.runtime.module import ParallelModule
+from fxpar.runtime.rank_consensus import connected
 from fxpar.runtime.world import join
 from fxpar.verify.promote import promote
 from fxpar.verify.simulate import coordinates, step_of

@@ -21,9 +21,9 @@ from fxpar.layout.shards import boxes, local_block
 from fxpar.manager import PassManager
 from fxpar.passes import DEFAULT_PASSES
 from fxpar.program.program import output_layouts
-from fxpar.state.held import Held
 from fxpar.state.initial import named_tensors
 from fxpar.state.parts import Loading, parts
+from fxpar.state.rank_tensors import Held
 from tests.state.live import LiveBytes
 from tests.zoo import CASES
 

@@ -14,7 +14,7 @@ from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
 
 from fxpar.errors import CheckFailed
 from fxpar.layout.layout import Piece, Placement, fits
-from fxpar.layout.pieces import pieces_of
+from fxpar.layout.shard_segments import pieces_of
 from fxpar.layout.shards import block, whole
 from fxpar.layout.symbols import shape_text
 from fxpar.ops.coercion_table import coercion

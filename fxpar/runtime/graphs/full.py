@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fxpar.errors import InputError
+from fxpar.runtime.deferred_grad_sync import Waiting
 from fxpar.runtime.forward_backward import Bound
 from fxpar.runtime.graphs.optimizer import check_optimizer, state_of
 from fxpar.runtime.graphs.partial import Static
@@ -26,7 +27,6 @@ from fxpar.runtime.graphs.table import Graphs, key_of
 from fxpar.runtime.loads import Loads
 from fxpar.runtime.randomness import RandomState
 from fxpar.runtime.runner import Prepared
-from fxpar.runtime.waiting import Waiting
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,9 @@ from fxpar.layout.layout import Placement, R, shard
 from fxpar.layout.symbols import divide, product
 from fxpar.ops import collectives as c
 from fxpar.ops import needed_copies as copies
-from fxpar.ops.onrank import OnRank
+from fxpar.ops.lowering_context import OnRank
 from fxpar.ops.operator import Crossing, Gradients, OnShapes, Operator, Reverse, Run, Sent
-from fxpar.ops.over_ranks import Demand, Held, demanding
+from fxpar.ops.rank_dim import Demand, Held, demanding
 from fxpar.program.coercions import axes_of
 from fxpar.program.program import TensorType, output_types, tensor_type
 from fxpar.signatures.calls import Call

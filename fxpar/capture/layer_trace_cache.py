@@ -25,9 +25,9 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from fxpar.capture.copies import Copied, Surrounding, node_of
+from fxpar.capture.layer_cache_check import Number
 from fxpar.capture.memo import Memory
 from fxpar.capture.norms import changes_statistics
-from fxpar.capture.observed import Number
 from fxpar.capture.reads import Reads, has_hooks
 from fxpar.capture.recording import RECOMPUTE_KEY, Recorder
 from fxpar.capture.values import UnknownValueError, described, new_like, pattern, rebuilt, storage

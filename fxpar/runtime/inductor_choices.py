@@ -21,7 +21,7 @@ from torch._inductor.choices import InductorChoices
 from torch._inductor.runtime.hints import ReductionHint
 from torch._inductor.virtualized import V
 
-from fxpar.ops import copied, needed_copies  # noqa: F401 - define the operators
+from fxpar.ops import needed_copies, peer_memory  # noqa: F401 - define the operators
 
 # Elements of a row that a kernel holds at once.
 _ROW = 4096

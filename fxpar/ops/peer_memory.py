@@ -1,8 +1,8 @@
 """Coercions whose collective is copies between the ranks' memories: what a lowered graph calls for them.
 
-Enters: a rank's tensor, the name of a mailbox and the number of a buffer (`fxpar.exchange.mailbox`). Leaves: as the
-functions of the same names in `fxpar.ops.bound`. Each is two calls: `start_…` sends, and the other waits and reads. A
-send gives what it sends along, so that it stays until it is there.
+Enters: a rank's tensor, the name of a mailbox and the number of a buffer (`fxpar.exchange.symmetric_buffer`). Leaves:
+as the functions of the same names in `fxpar.ops.process_group`. Each is two calls: `start_…` sends, and the other waits
+and reads. A send gives what it sends along, so that it stays until it is there.
 
 Of two ranks a sum is one copy of the whole each way and an addition, which a compiler may put into the kernel that
 reads it. Of more, each rank sums one block: blocks go to their owners, which add them in float32 and send the sum to
@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from fxpar.exchange import sums
-from fxpar.exchange.mailbox import Mailbox, mailbox
 from fxpar.exchange.row_programs import Extent, fits, read
 from fxpar.exchange.sums import send_blocks, slot
+from fxpar.exchange.symmetric_buffer import Mailbox, mailbox
 from fxpar.ops import collectives as c
-from fxpar.ops.bound import Pieces
+from fxpar.ops.process_group import Pieces
 from fxpar.ops.torch_operators import torch_operator
 
 # What is sent: `sum` and `gather` the whole, `scatter` and `exchange` to each rank its block; and what is made of it.

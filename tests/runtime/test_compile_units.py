@@ -16,11 +16,11 @@ from fxpar.compile import compile_model, compile_step, lower_program
 from fxpar.mesh.purpose import joined_names
 from fxpar.ops.collectives import Group
 from fxpar.program.program import Note, ScalarType, TensorType, note, output_node, set_note
+from fxpar.runtime import compile_units as units_module
 from fxpar.runtime import inductor
-from fxpar.runtime import units as units_module
-from fxpar.runtime.again import computing_again
+from fxpar.runtime.compile_units import Units, units_of
+from fxpar.runtime.recompute_copies import computing_again
 from fxpar.runtime.segments import Segment, dense, is_number
-from fxpar.runtime.units import Units, units_of
 from tests.runtime.graphed import mixtral, words
 from tests.zoo import VOCABULARY, tokens
 

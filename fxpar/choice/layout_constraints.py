@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxpar.ops import needed, over_ranks
+from fxpar.ops import rank_dim, selective_dispatch
 from fxpar.ops.operator import Operator
-from fxpar.ops.over_ranks import Demand, Held, expand_over, sum_over
+from fxpar.ops.rank_dim import Demand, Held, expand_over, sum_over
 from fxpar.ops.shard_over import demanded, shard_over
 from fxpar.program.coercions import axes_of
 from fxpar.program.program import Program, operands
@@ -23,7 +23,7 @@ from fxpar.signatures.calls import call_of
 from fxpar.signatures.rule import Refusal
 
 aten = torch.ops.aten
-_HELD: Mapping[Any, Demand] = {**over_ranks.HELD, **needed.HELD}
+_HELD: Mapping[Any, Demand] = {**rank_dim.HELD, **selective_dispatch.HELD}
 
 
 def demands(node: fx.Node, axis: str) -> bool:
@@ -47,7 +47,7 @@ def without_demand(node: fx.Node) -> tuple[Any, tuple[Any, ...], dict[str, Any]]
 
     What moves tokens between ranks is no operation of torch on one of them: it stays.
     """
-    if node.target in needed.HELD:
+    if node.target in selective_dispatch.HELD:
         return node.target, node.args, node.kwargs
     if node.target is expand_over:
         return aten.unsqueeze.default, node.args, {}

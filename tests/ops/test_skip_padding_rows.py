@@ -13,12 +13,12 @@ from torch import Tensor, fx
 from fxpar.compile import compile_step
 from fxpar.ops import rows
 from fxpar.ops.collectives import Group
+from fxpar.ops.combine import take_weighed
 from fxpar.ops.gates import swiglu_gradient, swiglu_rows
 from fxpar.ops.grouped import grouped_linear
 from fxpar.ops.lower import lower
-from fxpar.ops.routed import take_rows
-from fxpar.ops.unread import leave_unread
-from fxpar.ops.weighed import take_weighed
+from fxpar.ops.permute import take_rows
+from fxpar.ops.skip_padding_rows import leave_unread
 from fxpar.plan.plan import Plan
 from fxpar.verification import verify
 from tests.passes.experts import Routed, batch, dispatched

@@ -4,7 +4,8 @@ Enters: a lowered step. Leaves: units in the order of their forward and of their
 
 A backward may read what another forward made than that of its unit: a norm in front of a layer is computed by the unit
 of the layer before, with the residual connection that it reads. PyTorch's min-cut sees one unit and would keep all of
-it. So what the norm keeps is computed again where it is read, as far as that costs no memory (`fxpar.runtime.again`).
+it. So what the norm keeps is computed again where it is read, as far as that costs no memory
+(`fxpar.runtime.recompute_copies`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import fx
 
 from fxpar.program.program import has_note, note
 from fxpar.program.step import WEIGHT
-from fxpar.runtime.again import computing_again
+from fxpar.runtime.recompute_copies import computing_again
 from fxpar.runtime.segments import Segment, Unit, is_number, segments
 
 

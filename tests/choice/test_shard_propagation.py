@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from torch import fx
 
-from fxpar.choice import follow as module
-from fxpar.choice.follow import Trail, Weights, follow
+from fxpar.choice import shard_propagation as module
+from fxpar.choice.shard_propagation import Trail, Weights, follow
 from fxpar.layout.layout import Placement, shard
+from fxpar.program.parameter_flow import weights_of
 from fxpar.program.program import Program
-from fxpar.program.weights import weights_of
 from fxpar.text.parsing import parse_program
 
 _LAYER = """%n{i} = aten.mul.Tensor(%x{i}, %scale{i}) : f32[b, 8]

@@ -1,7 +1,7 @@
 """Rows of experts added up with the weights of their pairs, and what that differentiates to.
 
 Enters: rows, tokens, and the weights that a router gives them. Leaves: three operators of torch, linear in each of
-their first two operands, whose backward consists of these same three. For the terms see `fxpar.ops.routed`.
+their first two operands, whose backward consists of these same three. For the terms see `fxpar.ops.permute`.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from fxpar.layout.layout import P, Placement, R, shard
-from fxpar.ops.onrank import OnRank
+from fxpar.ops.lowering_context import OnRank
 from fxpar.ops.operator import Gradients, OnShapes, Operator, Reverse, Run
 from fxpar.program.program import TensorType, output_types, tensor_type
 from fxpar.signatures.calls import Call

@@ -10,7 +10,7 @@ import torch
 from torch.optim import lr_scheduler as schedules
 
 from fxpar.errors import CheckpointError
-from fxpar.state.plain import decode, document, encode
+from fxpar.state.json_values import decode, document, encode
 
 VALUES: list[Any] = [
     None,

@@ -1,7 +1,7 @@
 """Rows that nobody reads need not be written.
 
 Enters: a lowered graph. Leaves: the operators on experts' rows whose rows that are nobody's are read by nothing, with
-`fill=False` (`fxpar.ops.routed`, `grouped`).
+`fill=False` (`fxpar.ops.permute`, `grouped`).
 
 A buffer of static size has as many places as tokens may ever need, several times what they do need. Zeros in the rest
 would cost as much as rows. What takes rows by their order or by counts passes over it; what computes each row by itself

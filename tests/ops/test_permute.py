@@ -11,10 +11,10 @@ from torch.nn import functional
 
 import fxpar
 from fxpar.errors import InputError
+from fxpar.ops.combine import dot_rows, put_weighed, take_weighed
 from fxpar.ops.grouped import grouped_linear, grouped_outer, spread_rows, sum_by_expert
 from fxpar.ops.grouped_kernels import _masks, _runs
-from fxpar.ops.routed import put_rows, sort_by_expert, take_rows
-from fxpar.ops.weighed import dot_rows, put_weighed, take_weighed
+from fxpar.ops.permute import put_rows, sort_by_expert, take_rows
 from fxpar.plan.plan import Plan
 from fxpar.program.program import output_layouts
 from fxpar.verification import verify

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from fxpar.runtime.placed import Placed
+from fxpar.runtime.tensor_addresses import Placed
 from fxpar.runtime.tensors import Tensors
 
 

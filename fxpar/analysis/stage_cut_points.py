@@ -24,8 +24,8 @@ from fxpar.layout.nesting import local_shape
 from fxpar.layout.symbols import evaluate
 from fxpar.ops import Operator
 from fxpar.ops.coercions import sum_gradients
+from fxpar.program.parameter_flow import summed, weights_of
 from fxpar.program.program import Program, ScalarType, note, operands, output_layouts, output_types
-from fxpar.program.weights import summed, weights_of
 
 # A value of parameters alone is computed again where it has at most so many times their bytes.
 MOST_OF_PARAMETERS = 8

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from fxpar.program.mixed import is_mixed, main_dtype
-from fxpar.runtime.mains import MainParameter
+from fxpar.runtime.master_weights import MainParameter
+from fxpar.runtime.meta_model import attach
 from fxpar.runtime.parameters import Elsewhere, WholeParameter
-from fxpar.runtime.skeleton import attach
 from fxpar.state.checkpoint import Checkpoint
-from fxpar.state.held import Held, Line
 from fxpar.state.initial import Named, named_tensors
 from fxpar.state.parts import Loading, parts
 from fxpar.state.place import Place
+from fxpar.state.rank_tensors import Held, Line
 from fxpar.state.sharded import Sharded
 from fxpar.state.sharded_parameter import ShardedParameter
 

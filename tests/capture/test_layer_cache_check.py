@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.capture.test_repeated import Layer, copied
+from tests.capture.test_layer_trace_cache import Layer, copied
 
 
 def test_what_only_runs_can_tell_apart_is_traced() -> None:

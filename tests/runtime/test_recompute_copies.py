@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from fxpar.program.program import Note, TensorType, set_note
-from fxpar.runtime.again import computing_again
+from fxpar.runtime.recompute_copies import computing_again
 from fxpar.runtime.segments import Segment
 
 aten = torch.ops.aten

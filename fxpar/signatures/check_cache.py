@@ -18,9 +18,9 @@ from typing import Any
 from torch import fx
 
 from fxpar.program.gradients import carried
-from fxpar.program.keys import plain
 from fxpar.program.program import Note, Program, TensorType, note, operands, output_node
 from fxpar.program.step import RECOMPUTE
+from fxpar.program.structural_key import plain
 from fxpar.signatures.calls import decides
 
 # Kind of node, operator, arguments with the names of nodes, and note.

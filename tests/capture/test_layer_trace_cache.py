@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fxpar.capture import Captured, capture
 from fxpar.capture.eager import Eager, walk
-from fxpar.capture.repeated import Repeats
+from fxpar.capture.layer_trace_cache import Repeats
 from fxpar.errors import CaptureError
 from fxpar.text.printing import print_program
 from tests.capture.functions import Seven
