@@ -141,7 +141,7 @@ class GatheredRows(StaticRows):
         if limit is None or allowed == most:
             return emit.part(self._token_node, self._tokens, most)
         node, size = limit.capacity
-        lead = tensor_type(limit.kept).shape[:-2]
+        lead = tensor_type(limit.indices).shape[:-2]
         times = int(product(lead)) // prod(self.lead[i] for i in self.outer) * self.own
         return emit.number(operator.mul, node, times), simplify(size * times)
 

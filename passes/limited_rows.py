@@ -30,12 +30,12 @@ class Limit:
     """The capacity of one layer's experts.
 
     Attributes:
-        kept: the experts of each source's tokens, [lead, tokens, K]; E for the pairs that are dropped.
+        indices: the experts of each source's tokens, [lead, tokens, K]; E for the pairs that are dropped.
         part: of a source's tokens, that an expert takes at most.
         capacity: places of an expert for the rows of a source, as a node or number, and its size.
     """
 
-    kept: fx.Node
+    indices: fx.Node
     part: Fraction
     capacity: tuple[Any, Size]
 
@@ -84,7 +84,7 @@ def count_dropped(program: Program, region: Routed) -> fx.Node | None:
     limit = limit_of(program, region)
     if limit is None:
         return None
-    emit, kept_pairs = Emitter(program.graph, region.sort), limit.kept
+    emit, kept_pairs = Emitter(program.graph, region.sort), limit.indices
     kind = tensor_type(kept_pairs)
     is_other = emit.call(aten.ne.Tensor, (kept_pairs, kept_pairs.args[0]), TensorType(torch.bool, kind.shape))
     return emit.call(aten.sum.dim_IntList, (is_other, [-2, -1]), TensorType(torch.int64, kind.shape[:-2]))

@@ -48,7 +48,7 @@ class _Step:
     target: Any
     args: Any
     kwargs: Any
-    kept: Note
+    noted: Note
     is_zero: bool
 
 
@@ -117,7 +117,7 @@ class Repeats:
         copies = dict(zip(recipe.inputs, request.inputs, strict=True))
         for step in recipe.steps:
             args, kwargs = map_arg((step.args, step.kwargs), lambda read: copies.get(read, read))
-            noted = changed(step.kept, fqn=like.fqn, source=like.source, recompute=like.recompute)
+            noted = changed(step.noted, fqn=like.fqn, source=like.source, recompute=like.recompute)
             copies[step.node] = self._emit.repeated(step.target, args, kwargs, step.name, noted, step.is_zero)
         return {copies[operand]: copies[gradient] for operand, gradient in recipe.gradients}
 

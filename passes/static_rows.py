@@ -54,10 +54,10 @@ class StaticRows:
         self.cut: TokenCut = token_cut(program, self.emit, tokens, where, shared=self._is_shared(program))
         self.axes = list(self.cut.axes)
         self.lead = tuple(self.cut.axes.values())
-        self.held = [i for i, axis in enumerate(self.axes) if axis in holders]
-        others = [i for i in range(len(self.axes)) if i not in self.held]
+        self.holder_dims = [i for i, axis in enumerate(self.axes) if axis in holders]
+        others = [i for i in range(len(self.axes)) if i not in self.holder_dims]
         self.outer = [i for i in others if self.axes[i] in self.cut.batch]
-        self.merged = [*(i for i in others if i not in self.outer), *self.held]
+        self.merged = [*(i for i in others if i not in self.outer), *self.holder_dims]
         self.sources = prod(self.lead[i] for i in self.merged)
         # Leading dimensions of what a holder has.
         self.here = (*(self.lead[i] for i in self.outer), *holders.values())
@@ -75,7 +75,7 @@ class StaticRows:
         """A source's rows by expert, and how many each has."""
         emit, experts, lead = self.emit, self.region.experts, self.lead
         # Those that are kept are apart already, but where tensor ranks do not share tokens out.
-        kept_pairs = None if self._limit is None else self._limit.kept
+        kept_pairs = None if self._limit is None else self._limit.indices
         is_apart = kept_pairs is not None and tensor_type(kept_pairs).shape[:-2] == lead
         chosen = kept_pairs if kept_pairs is not None and is_apart else self.cut.apart(indices, 1, fill=experts)
         self._tokens = tensor_type(chosen).shape[-2]
@@ -268,9 +268,9 @@ class StaticRows:
     def _there(self, blocks: fx.Node) -> fx.Node:
         """[lead, holders, …] → [outer, holders, merged, …]: what each holder received."""
         count, rank = len(self.lead), len(tensor_type(blocks).shape)
-        for place, index in enumerate(self.held):
+        for place, index in enumerate(self.holder_dims):
             blocks = self.emit.over(blocks, count + place, self.axes[index])
-        behind = count + len(self.held)
+        behind = count + len(self.holder_dims)
         return self.emit.permute(blocks, [*self.outer, *range(count, behind), *self.merged, *range(behind, rank)])
 
     def _back(self, rows: fx.Node) -> fx.Node:

@@ -124,7 +124,7 @@ class Divisible:
         return seconds
 
     @cached_property
-    def held(self) -> list[float]:
+    def state_bytes(self) -> list[float]:
         """Bytes of the parameters that each operation in the order is the first to read, with what trains them."""
         first: dict[fx.Node, int] = {}
         for node in reversed(self.program.graph.nodes):
@@ -154,7 +154,7 @@ class Divisible:
         return fqns
 
     @cached_property
-    def kept(self) -> list[float]:
+    def saved_bytes(self) -> list[float]:
         """Bytes of a microbatch that each operation in the order leaves for the backward."""
         products = {node for node, _ in matmul_flops(self.program)}
         stored = materialised(self.program, products, set())

@@ -29,7 +29,7 @@ from fxpar.capture.step_count import check_step_count
 from fxpar.capture.trace import Trace, arguments, trace
 from fxpar.capture.written import check_written
 from fxpar.errors import CaptureError
-from fxpar.ops.functions import function as kept
+from fxpar.ops.functions import function as autograd_function
 from fxpar.plan.plan import Plan
 from fxpar.program.gc_pause import without_collections
 from fxpar.program.gradients import carried
@@ -114,7 +114,7 @@ def _capture(
     eager = walk(model, batch, function, others, how.copied, experts, input_dtype(plan))
     if how.copied and (eager.reason or not eager.layers.is_proven):
         how, program, spec = traced(copies=False)
-    compare(eager, Counter(str(n.kwargs["path"]) for n in program.graph.nodes if n.target is kept))
+    compare(eager, Counter(str(n.kwargs["path"]) for n in program.graph.nodes if n.target is autograd_function))
     if program.loss and model.training:
         check_added_losses(program)
     if plan.row_wise:

@@ -21,15 +21,15 @@ class Units:
 
     Attributes:
         seconds: of each unit, forward and backward.
-        held: bytes of parameters, gradients and optimizer state of each.
-        kept: bytes that each keeps of a microbatch for its backward.
+        state_bytes: bytes of parameters, gradients and optimizer state of each.
+        saved_bytes: bytes that each keeps of a microbatch for its backward.
         crossing: bytes that cross each place, that in front of the first unit, where nothing does, included.
         send: seconds that crossing takes, likewise.
     """
 
     seconds: Sequence[float]
-    held: Sequence[float]
-    kept: Sequence[float]
+    state_bytes: Sequence[float]
+    saved_bytes: Sequence[float]
     crossing: Sequence[float]
     send: Sequence[float]
 
@@ -95,7 +95,7 @@ class _Cutting:
     def __init__(self, units: Units, ranks: int, stages: int, fixed: Mapping[int, int]) -> None:
         self._units, self._ranks, self._stages, self._fixed = units, ranks, stages, fixed
         self._count = len(units.seconds)
-        sums = (units.seconds, units.held, units.kept)
+        sums = (units.seconds, units.state_bytes, units.saved_bytes)
         self._seconds, self._held, self._kept = ([0.0, *accumulate(values)] for values in sums)
 
     def length(self, stage: int, start: int, end: int) -> float:

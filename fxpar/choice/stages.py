@@ -86,8 +86,8 @@ def _units(forward: Divisible, bounds: Sequence[int]) -> Units:
     crossing = [forward.live[place] for place in bounds[:-1]]
     return Units(
         [sum(forward.seconds[a:b]) for a, b in spans],
-        [sum(forward.held[a:b]) for a, b in spans],
-        [sum(forward.kept[a:b]) for a, b in spans],
+        [sum(forward.state_bytes[a:b]) for a, b in spans],
+        [sum(forward.saved_bytes[a:b]) for a, b in spans],
         crossing,
         # Without latency, which occupies no rank: the first and the last stage, which have one neighbour alone, would
         # take all of a model that is quicker than it.

@@ -42,7 +42,7 @@ def traffic(crossing: Crossing) -> Iterator[Sent]:
     if forward:
         yield Sent(forward, _phase(crossing, "forward"), _bytes(kind, after, cuts))
     if backward and crossing.reached[0]:
-        backward_kind = crossing.held[0] if crossing.of_parameters and target.sums_gradients else kind
+        backward_kind = crossing.stored[0] if crossing.of_parameters and target.sums_gradients else kind
         yield Sent(backward, _phase(crossing, "backward"), _bytes(backward_kind, after, cuts))
 
 
@@ -61,7 +61,7 @@ def exchange_traffic(crossing: Crossing) -> Iterator[Sent]:
 
 def bucket_traffic(crossing: Crossing) -> Iterator[Sent]:
     """All gradients at once; it leaves out what the loss does not reach."""
-    kinds = crossing.held if crossing.of_parameters else crossing.call.outputs
+    kinds = crossing.stored if crossing.of_parameters else crossing.call.outputs
     entries = zip(kinds, crossing.after, crossing.reached, strict=True)
     if any(crossing.reached):
         size = simplify(sum(_bytes(kind, placement, []) for kind, placement, is_reached in entries if is_reached))

@@ -70,7 +70,7 @@ class Crossing:
         call: over global shapes.
         before: placements of the operands.
         after: placements of the outputs.
-        held: types of the outputs as modules hold parameters: of main values under mixed precision.
+        stored: types of the outputs as modules hold parameters: of main values under mixed precision.
         of_parameters: whether parameters alone make it.
         reached: for each output, whether the loss sends a gradient there.
     """
@@ -78,7 +78,7 @@ class Crossing:
     call: Call
     before: tuple[Placement, ...]
     after: tuple[Placement, ...]
-    held: tuple[TensorType, ...]
+    stored: tuple[TensorType, ...]
     of_parameters: bool
     reached: tuple[bool, ...]
 

@@ -17,7 +17,7 @@ from fxpar.ops import counter, sdpa
 from fxpar.ops import random as records
 from fxpar.ops.attention import attention_backward, attention_forward
 from fxpar.ops.counter import IndexCut
-from fxpar.ops.functions import function as kept
+from fxpar.ops.functions import function as autograd_function
 from fxpar.ops.host import item
 from fxpar.ops.process_group import same
 from fxpar.ops.transfers import transfer
@@ -113,7 +113,7 @@ KERNELS: Mapping[Any, Callable[..., Any]] = {
     **dict.fromkeys(map(overload, SHAPED), drawn),
     **dict.fromkeys(map(overload, VALUED), drawn_below),
     torch.ops.aten.rrelu.default: rrelu,
-    kept: function,
+    autograd_function: function,
     torch.ops.aten._weight_norm.default: weight_norm,
 }
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from fxpar.layout.layout import Layout, Placement
-from fxpar.oracle.ranks import close, divides, gradient_of, held, padding, place, place_gradient, value_of
+from fxpar.oracle.ranks import close, divides, gradient_of, local_positions, padding, place, place_gradient, value_of
 
 # A rank's coordinates, in the order of the mesh; a part for each rank.
 Coordinates = tuple[int, ...]
@@ -38,7 +38,7 @@ def positions(layout: Layout, dim: int, size: int, axes: Mapping[str, int], rank
     place_of, local = dict(zip(axes, rank, strict=True)), list(range(size))
     for axis, placement in layout:
         if placement.is_shard and placement.dim == dim:
-            local = [local[position] for position in held(placement, axes[axis], place_of[axis])]
+            local = [local[position] for position in local_positions(placement, axes[axis], place_of[axis])]
     return local
 
 
@@ -48,7 +48,7 @@ def local_shape(layout: Layout, shape: Sequence[int], axes: Mapping[str, int]) -
     for axis, placement in layout:
         if placement.is_shard:
             n = axes[axis]
-            seen[placement.dim] = len(held(placement, n, 0)) + padding(placement, n, 0)
+            seen[placement.dim] = len(local_positions(placement, n, 0)) + padding(placement, n, 0)
     return seen
 
 

@@ -77,10 +77,10 @@ def shuffled(call: Sample, generator: torch.Generator) -> Sample:
 @lru_cache(maxsize=4096)
 def _index(placement: Placement, n: int, rank: int) -> torch.Tensor:
     """`held` as a tensor."""
-    return torch.tensor(held(placement, n, rank), dtype=torch.int64)
+    return torch.tensor(local_positions(placement, n, rank), dtype=torch.int64)
 
 
-def held(placement: Placement, n: int, rank: int) -> list[int]:
+def local_positions(placement: Placement, n: int, rank: int) -> list[int]:
     """Positions of the sharded dimension that a rank holds, in the order in which it holds them."""
     return _held(placement.pieces, n, rank, 0)
 
@@ -105,7 +105,7 @@ def _held(pieces: Sequence[Piece], n: int, rank: int, start: int) -> list[int]:
 def padding(placement: Placement, n: int, rank: int) -> int:
     """Elements that a rank holds behind those of the value."""
     return sum(int(piece.padded) // n for piece in placement.pieces if piece.padded) - (
-        len(held(placement, n, rank)) if placement.is_padded else 0
+        len(local_positions(placement, n, rank)) if placement.is_padded else 0
     )
 
 
@@ -195,10 +195,10 @@ def place_gradient(g: torch.Tensor, placement: Placement, n: int, generator: tor
 
 def _shared_summands(g: torch.Tensor, placement: Placement, n: int, generator: torch.Generator) -> list[torch.Tensor]:
     """Of each element random summands on the ranks that hold it, which the last of them makes up to g."""
-    missing, last = g.clone(), {p: rank for rank in range(n) for p in held(placement, n, rank)}
+    missing, last = g.clone(), {p: rank for rank in range(n) for p in local_positions(placement, n, rank)}
     summands = []
     for rank in range(n):
-        mine = held(placement, n, rank)
+        mine = local_positions(placement, n, rank)
         ends = torch.tensor([last[p] == rank for p in mine]).view(-1, *(1,) * (g.dim() - placement.dim - 1))
         block = _block(missing, placement, n, rank)
         part = torch.where(ends, block, torch.randn(block.shape, generator=generator, dtype=g.dtype))

@@ -288,11 +288,11 @@ def _activations(
 ) -> Activations:
     powers = closed_form.exponents(program)
     where = closed_form.points(powers, sizes)
-    measured = [_by_part(step.kept if point == sizes else count(point).kept) for point in where]
+    measured = [_by_part(step.saved if point == sizes else count(point).saved) for point in where]
     fitted = closed_form.fit(powers, where, measured)
     formulas = {part: in_input_sizes(program, size) for part, size in fitted.items() if size is not None}
-    tensors = Counter(part_of(tensor.place.module) for tensor in step.kept)
-    return Activations(tensors, _by_part(step.kept), formulas)
+    tensors = Counter(part_of(tensor.place.module) for tensor in step.saved)
+    return Activations(tensors, _by_part(step.saved), formulas)
 
 
 def _by_part(saved: Iterable[Kept]) -> dict[str, int]:
@@ -320,7 +320,7 @@ def _ranks(program: Program, step: Measured, kind: OptimizerKind, inputs: int) -
     trained = [p for p in weights if p.node in step.gradients]
     gradients = sum(held_bytes(program, p) for p in trained)
     state = sum(kind.bytes(held_bytes(program, p)) for p in trained)
-    activations = sum(tensor.bytes for tensor in step.kept)
+    activations = sum(tensor.bytes for tensor in step.saved)
     copies = sum(copy_bytes(program, p) for p in weights)
     peak = parameters + copies + buffers + state + inputs + step.peak.bytes
     ranks = []

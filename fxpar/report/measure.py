@@ -80,7 +80,7 @@ class Measured:
     """One step on one rank.
 
     Attributes:
-        kept: in the order in which they are made.
+        saved: in the order in which they are made.
         gradients: names of the placeholders that have a gradient afterwards.
         peaks: of each phase in the order in which they begin, gradients included, which do not exist at the step's
             start.
@@ -88,7 +88,7 @@ class Measured:
         collectives: how often, by name and bytes of the whole value.
     """
 
-    kept: tuple[Kept, ...]
+    saved: tuple[Kept, ...]
     gradients: frozenset[str]
     peaks: tuple[Peak, ...]
     largest: Peak
@@ -163,12 +163,12 @@ class _Walk(fx.Interpreter):
     """Runs a lowered step node by node, so that the ledger knows where it is, and frees what nobody needs any more.
 
     Attributes:
-        kept: what is there for the backward where the forward ends.
+        saved: what is there for the backward where the forward ends.
     """
 
     def __init__(self, module: fx.GraphModule, ledger: Ledger, *, backward: bool) -> None:
         super().__init__(module)
-        self.ledger, self.kept, self._backward = ledger, list[Kept](), backward
+        self.ledger, self.saved, self._backward = ledger, list[Kept](), backward
         self._made: dict[int, tuple[weakref.ref[Any], Place]] = {}
         nodes = [node for node in module.graph.nodes if node.op == "call_function"]
         # Numbers of the backward may stand in front of the forward.
@@ -208,7 +208,7 @@ class _Walk(fx.Interpreter):
                 if key is not None and key not in self.ledger.own and key not in seen:
                     seen.add(key)
                     place = self._made[key][1] if key in self._made else Place("forward", "")  # else the random state
-                    self.kept.append(Kept(place, leaf.untyped_storage().nbytes()))
+                    self.saved.append(Kept(place, leaf.untyped_storage().nbytes()))
 
 
 class _Stopped(Exception):
@@ -256,7 +256,7 @@ def measure(
         ) from error
     trained = {p.node for p in program.parameters if p.fqn in parameter_gradients(program)}
     return Measured(
-        tuple(walk.kept), frozenset(trained), tuple(ledger.peaks.values()), ledger.largest, dict(ledger.collectives)
+        tuple(walk.saved), frozenset(trained), tuple(ledger.peaks.values()), ledger.largest, dict(ledger.collectives)
     )
 
 

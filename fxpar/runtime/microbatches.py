@@ -47,13 +47,13 @@ class Ran:
 
     Attributes:
         outputs: those of the model, by name.
-        held: what this rank has of the gradients.
-        finish: makes the parameters' gradients, by name, of what is held. A collective call.
-        signature: equal for steps whose held values may be added up.
+        unfinished: what this rank has of the gradients.
+        finish: makes the parameters' gradients, by name, of what is unfinished. A collective call.
+        signature: equal for steps whose unfinished values may be added up.
     """
 
     outputs: Mapping[str, Tensor]
-    held: dict[str, Tensor]
+    unfinished: dict[str, Tensor]
     finish: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
     signature: Hashable
 
@@ -114,13 +114,13 @@ def run_microbatches(
     for index, part in enumerate(parts):
         unit = done[0].counted if done else None
         completed = run(part, Microbatch(index, len(parts), state, unit, adds))
-        total, ran = totals.get(completed.ran.signature, ({}, replace(completed.ran, held={})))
+        total, ran = totals.get(completed.ran.signature, ({}, replace(completed.ran, unfinished={})))
         if not total:
-            total = {name: value.clone() for name, value in completed.ran.held.items()}
+            total = {name: value.clone() for name, value in completed.ran.unfinished.items()}
         else:
-            torch._foreach_add_(list(total.values()), [completed.ran.held[name] for name in total])
+            torch._foreach_add_(list(total.values()), [completed.ran.unfinished[name] for name in total])
         totals[ran.signature] = total, ran
-        done.append(replace(completed, ran=replace(completed.ran, held={})))
+        done.append(replace(completed, ran=replace(completed.ran, unfinished={})))
     if len(totals) == 1:
         return _joined(done, finished(total, ran.signature, ran.finish), adds)
 

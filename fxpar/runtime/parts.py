@@ -69,7 +69,7 @@ class Step:
         whole_backward: both in one.
         results: names of the model's outputs' values.
         gradients: of each parameter that has one, the name of its value.
-        held: names of the values that the backward leaves for the parameter phase, gradients among them.
+        unfinished: names of the values that the backward leaves for the parameter phase, gradients among them.
         tangents: of each output that has one, the name of the tangent's value.
         returned: of each gradient of an input, by name of the output, the name of its value.
         early: how many parts of the backward come before what only gradients of weights need.
@@ -83,7 +83,7 @@ class Step:
     whole_backward: Parts
     results: Mapping[str, str]
     gradients: Mapping[str, str]
-    held: tuple[str, ...]
+    unfinished: tuple[str, ...]
     tangents: Mapping[str, str]
     returned: Mapping[str, str]
     early: int
@@ -91,12 +91,12 @@ class Step:
     @property
     def ends(self) -> tuple[str, ...]:
         """Names of the values that a backward leaves whose gradients wait for others."""
-        return tuple(dict.fromkeys((*self.held, *self.returned.values())))
+        return tuple(dict.fromkeys((*self.unfinished, *self.returned.values())))
 
     @property
     def signature(self) -> Hashable:
         """Equal for steps that leave the same of the gradients, and make the same of it."""
-        return self.held, tuple(self.gradients.items())
+        return self.unfinished, tuple(self.gradients.items())
 
     @cached_property
     def reads(self) -> frozenset[str]:

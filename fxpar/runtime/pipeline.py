@@ -360,7 +360,7 @@ class _Step:
                 where=f"microbatch {action.microbatch}",
                 remedy="pass microbatches of one structure and kind of sizes",
             )
-        local = {name: gradients[name] for name in pending.step.held}
+        local = {name: gradients[name] for name in pending.step.unfinished}
         if before is None:
             # Clones: some are views, and what is added to must be this rank's own.
             self.done.total[action.stage] = {name: value.clone() for name, value in local.items()}

@@ -177,10 +177,10 @@ class Programs:
     def foreign(self) -> frozenset[str]:
         """Names of the parameters that other ranks of the pipeline hold, and this one does not."""
         local = set(self._own)
-        return frozenset(name for name, stages in self.held.items() if local.isdisjoint(stages))
+        return frozenset(name for name, stages in self.stages_by_parameter.items() if local.isdisjoint(stages))
 
     @cached_property
-    def held(self) -> Mapping[str, tuple[int, ...]]:
+    def stages_by_parameter(self) -> Mapping[str, tuple[int, ...]]:
         """The stages of a pipeline that hold each parameter, by its name; nothing without one."""
         if not self._own:
             return {}
@@ -191,7 +191,7 @@ class Programs:
     def places(self) -> dict[str, frozenset[int]]:
         """The ranks of the pipeline, by place, that hold each parameter; nothing without one."""
         order = rank_of(self._plan) if self._own else ()
-        return {name: frozenset(order[s] for s in stages) for name, stages in self.held.items()}
+        return {name: frozenset(order[s] for s in stages) for name, stages in self.stages_by_parameter.items()}
 
     @property
     def first(self) -> Compiled:
@@ -370,7 +370,11 @@ class Programs:
         layouts = _parameter_layouts(program)
         odd = [n for n, layout in layouts.items() if layout != self.layouts.get(n, layout)]
         if self._own and self.layouts:
-            odd += [n for n, stages in holders(program).items() if not {*stages} <= {*self.held.get(n, stages)}]
+            odd += [
+                n
+                for n, stages in holders(program).items()
+                if not {*stages} <= {*self.stages_by_parameter.get(n, stages)}
+            ]
         if odd:
             raise InputError("this call would need another split", where=odd[0], remedy="call it as the example")
         device = self._world.device
@@ -383,7 +387,7 @@ class Programs:
     def _again(self) -> list[Pass]:
         """The passes of a further program, whose parameters stay where they are."""
         again = {annotate.name: keeping(self.layouts)}
-        again |= {partition_stages.name: holding(self.held)} if self._own else {}
+        again |= {partition_stages.name: holding(self.stages_by_parameter)} if self._own else {}
         return [again.get(item.name, item) if item in (annotate, partition_stages) else item for item in self._passes]
 
     def _ready(self, program: Program, uneven_rows: bool = False) -> Steps:

@@ -246,7 +246,7 @@ class Runner:
             call, ready, name, lambda outputs: torch.ones_like(outputs[name]), self._random.peek, microbatch
         )
         new = [value for output, value in ran.outputs.items() if is_buffer(output)]
-        return [ran.outputs[name], *new, *ran.held.values()]
+        return [ran.outputs[name], *new, *ran.unfinished.values()]
 
     def prepared(self, call: Call, differentiated: bool) -> Prepared:
         """What a call takes.

@@ -186,7 +186,10 @@ class Training:
             done = self._batches.train(bounds[0], ready[0], state, None, ending.scaler)
             rows.append(done.rows)
             new.add(done.ran.outputs)
-            loss, gradients = done.loss, self._waiting.finished(done.ran.held, done.ran.signature, done.ran.finish)
+            loss, gradients = (
+                done.loss,
+                self._waiting.finished(done.ran.unfinished, done.ran.signature, done.ran.finish),
+            )
         else:
             loss, gradients = self._microbatches(bounds, ready, state(), rows, ending, new)
         new.commit(self._tensors.all)

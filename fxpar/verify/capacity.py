@@ -36,9 +36,9 @@ def drop_beyond_capacity(program: Program, plan: Plan) -> None:
             rows = _batch(program)
             cuts = plan.data_ranks, plan.tp if plan.ep > 1 else 1
             args = (indices, weights, region.experts, rows, *cuts, str(plan.capacity_factor))
-            kept = program.graph.call_function(kept_pairs, args)
-        set_note(kept, note(indices))
-        sort.replace_input_with(indices, kept)
+            limited = program.graph.call_function(kept_pairs, args)
+        set_note(limited, note(indices))
+        sort.replace_input_with(indices, limited)
 
 
 def kept_pairs(
@@ -65,11 +65,11 @@ def kept_pairs(
         for choice, expert in enumerate(chosen):
             source = row // rows_of_rank, position // part
             pairs.setdefault((*source, expert), []).append((-weight[token][choice], token, choice))
-    kept = torch.full_like(indices, experts)
+    limited = torch.full_like(indices, experts)
     for (*_, expert), candidates in pairs.items():
         for _, token, choice in sorted(candidates)[:capacity]:
-            kept[token, choice] = expert
-    return kept
+            limited[token, choice] = expert
+    return limited
 
 
 def _bring_before(node: fx.Node, place: fx.Node) -> None:

@@ -30,16 +30,16 @@ class Phases:
     """A lowered step in two parts.
 
     Attributes:
-        each: takes what the step takes; gives its outputs but for the parameters' gradients, and the values in `held`.
+        each: takes what the step takes; gives its outputs but for the parameters' gradients, and what is `unfinished`.
         outputs: names of the outputs that `each` gives.
-        held: names of the values that microbatches add up.
-        once: takes what the step takes, and behind it the sums of `held`; gives the parameters' gradients.
+        unfinished: names of the values that microbatches add up.
+        once: takes what the step takes, and behind it the sums of `unfinished`; gives the parameters' gradients.
         gradients: names of these.
     """
 
     each: fx.GraphModule
     outputs: tuple[str, ...]
-    held: tuple[str, ...]
+    unfinished: tuple[str, ...]
     once: fx.GraphModule
     gradients: tuple[str, ...]
 

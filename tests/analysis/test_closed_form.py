@@ -18,7 +18,7 @@ def test_closed_forms_hold_at_other_sizes() -> None:
     assert powers == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
 
     def count(sizes: dict[str, int]) -> dict[str, int]:
-        return {"all": sum(k.bytes for k in measure(step, lowered, sizes, CPU).kept)}
+        return {"all": sum(k.bytes for k in measure(step, lowered, sizes, CPU).saved)}
 
     where = closed_form.points(powers, {s.name: s.example for s in program.symbols})
     formula = closed_form.fit(powers, where, [count(point) for point in where])["all"]

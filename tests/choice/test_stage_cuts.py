@@ -39,7 +39,7 @@ def longest(units: Units, cuts: Cuts) -> float:
 def most_bytes(units: Units, cuts: Cuts, ranks: int) -> float:
     """Bytes of the stage that has most: as many microbatches in flight as ranks follow, its own included."""
     return max(
-        sum(units.held[a:b]) + (ranks - stage % ranks) * sum(units.kept[a:b])
+        sum(units.state_bytes[a:b]) + (ranks - stage % ranks) * sum(units.saved_bytes[a:b])
         for stage, (a, b) in enumerate(stages(units, cuts))
     )
 

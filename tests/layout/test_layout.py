@@ -19,7 +19,7 @@ from fxpar.layout.nesting import local_shape, local_size
 from fxpar.layout.shard_segments import pieces_of, through_view
 from fxpar.layout.slices import local_bounds, local_position, slice_pieces, strided_pieces
 from fxpar.layout.symbols import Size, divide, evaluate, parse_size
-from fxpar.oracle.ranks import divides, held
+from fxpar.oracle.ranks import divides, local_positions
 
 counted = settings(max_examples=200, deadline=None, derandomize=True)
 
@@ -53,7 +53,7 @@ def length(pieces: Sequence[Piece]) -> int:
 
 def parts(pieces: Sequence[Piece], n: int) -> list[list[int]]:
     """The positions of all ranks."""
-    return [held(Placement("S", 0, tuple(pieces)), n, rank) for rank in range(n)]
+    return [local_positions(Placement("S", 0, tuple(pieces)), n, rank) for rank in range(n)]
 
 
 def inside(pieces: Sequence[Piece], position: int) -> bool:
@@ -206,7 +206,7 @@ def flat(placement: Placement, shape: Sequence[int], n: int) -> list[list[int]]:
 
 
 def parts_of(placement: Placement, n: int) -> list[list[int]]:
-    return [held(placement, n, rank) for rank in range(n)]
+    return [local_positions(placement, n, rank) for rank in range(n)]
 
 
 def single_shards(shape: Sequence[int], n: int) -> list[Placement]:

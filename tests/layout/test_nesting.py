@@ -28,7 +28,7 @@ from fxpar.layout.nesting import (
 from fxpar.layout.shard_segments import pieces_of
 from fxpar.layout.shards import boxes, counted, local_block, whole, without_padding
 from fxpar.layout.symbols import parse_size
-from fxpar.oracle.ranks import held
+from fxpar.oracle.ranks import local_positions
 
 AXES = {"dp": 2, "cp": 3, "tp": 2}
 Map = Mapping[tuple[int, ...], tuple[int, ...]]
@@ -46,7 +46,7 @@ def elements(layout: Layout, size: int, axes: Mapping[str, int] = AXES) -> Map:
         own = list(range(size))
         for axis, placement in layout:
             if placement.is_shard:
-                own = [own[position] for position in held(placement, axes[axis], place[axis])]
+                own = [own[position] for position in local_positions(placement, axes[axis], place[axis])]
         found[tuple(place.values())] = tuple(own)
     return found
 

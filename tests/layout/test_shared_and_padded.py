@@ -11,7 +11,7 @@ from fxpar.layout.shard_segments import through_view
 from fxpar.layout.shards import block, counted, whole
 from fxpar.layout.slices import slice_pieces
 from fxpar.ops.collectives import put_together, spread
-from fxpar.oracle.ranks import held, padding
+from fxpar.oracle.ranks import local_positions, padding
 
 SHARED = [
     Placement("S", 0, (Piece(1, 12, copies=2),)),
@@ -34,7 +34,7 @@ def test_shared_blocks_hold_what_is_counted_and_come_back(placement: Placement) 
     parts = [block(x, placement, n, rank) for rank in range(n)]
     for rank, part in enumerate(parts):
         assert part.shape[placement.dim] == local_size(placement, n)
-        assert torch.equal(part, x.index_select(placement.dim, torch.tensor(held(placement, n, rank))))
+        assert torch.equal(part, x.index_select(placement.dim, torch.tensor(local_positions(placement, n, rank))))
     assert torch.equal(whole(parts, placement), x)
     assert parse_placement(str(placement), shape) == placement
 
@@ -55,7 +55,7 @@ def test_a_vocabulary_is_padded_to_equal_blocks(size: int, n: int, padded: int) 
     x = torch.arange(1, size + 1)
     parts = [block(x, placement, n, rank) for rank in range(n)]
     for rank, part in enumerate(parts):
-        mine = held(placement, n, rank)
+        mine = local_positions(placement, n, rank)
         assert len(part) == padded // n == local_size(placement, n) == len(mine) + padding(placement, n, rank)
         assert part.tolist() == [i + 1 for i in mine] + [0] * padding(placement, n, rank)
     assert torch.equal(whole(parts, placement), x)

@@ -122,7 +122,7 @@ def test_a_bucket_does_not_give_all_parameters_to_the_first_that_reads_one() -> 
 
     def held(dp: int) -> list[float]:
         found = divisible(staged(Plan(pp=2, dp=dp)))
-        return [bytes_ for bytes_ in found.held if bytes_]
+        return [bytes_ for bytes_ in found.state_bytes if bytes_]
 
     assert held(1) == held(2)
     assert len(held(1)) > 10

@@ -89,7 +89,7 @@ def kept(made: Program) -> int:
     """Bytes that a rank keeps for the backward."""
     lowered = lower(made, {axis: Group(axis, n) for axis, n in made.axes.items()})
     found = measure(made, lowered, {s.name: s.example for s in made.symbols}, torch.device("cpu"), backward=False)
-    return sum(entry.bytes for entry in found.kept)
+    return sum(entry.bytes for entry in found.saved)
 
 
 def test_pointwise_operations_are_computed_again_where_they_are_read() -> None:

@@ -102,23 +102,23 @@ def reported(model: nn.Module, plan: Plan, columns: int = COLUMNS, **options: An
 def test_saved_tensors_are_those_that_each_derivative_needs() -> None:
     rows = ROWS * COLUMNS
     # gelu and the second matrix keep their operands, the square keeps its own; the batch is no activation.
-    assert [kept.bytes for kept in counted(Two()).kept] == [rows * 20 * 4, rows * 20 * 4, rows * WIDTH * 4]
+    assert [kept.bytes for kept in counted(Two()).saved] == [rows * 20 * 4, rows * 20 * 4, rows * WIDTH * 4]
     # relu keeps its result, which the second matrix keeps too: once.
-    assert [kept.bytes for kept in counted(Two(functional.relu)).kept] == [rows * 20 * 4, rows * WIDTH * 4]
+    assert [kept.bytes for kept in counted(Two(functional.relu)).saved] == [rows * 20 * 4, rows * WIDTH * 4]
 
 
 def test_a_view_counts_with_what_it_is_a_view_of() -> None:
     rows = ROWS * COLUMNS
     half = counted(Two(lambda x: functional.pad(functional.gelu(x[..., :10]), (0, 10))))
     # gelu sees half of each row, and the whole result of the matrix stays alive for it.
-    assert next(kept.bytes for kept in half.kept) == rows * 20 * 4
+    assert next(kept.bytes for kept in half.saved) == rows * 20 * 4
 
 
 def test_dropout_keeps_nothing() -> None:
     """Its bits are drawn again, from the random state; the second matrix keeps its operand."""
     rows = ROWS * COLUMNS
     found = counted(Two(lambda x: functional.dropout(x, 0.5)))
-    assert [kept.bytes for kept in found.kept] == [24, rows * 20 * 4, rows * WIDTH * 4]
+    assert [kept.bytes for kept in found.saved] == [24, rows * 20 * 4, rows * WIDTH * 4]
 
 
 def test_a_checkpointed_region_keeps_its_inputs() -> None:
@@ -127,7 +127,7 @@ def test_a_checkpointed_region_keeps_its_inputs() -> None:
 
     rows = ROWS * COLUMNS
     found = counted(Two(region))
-    assert [kept.bytes for kept in found.kept] == [rows * 20 * 4, rows * 20 * 4, rows * WIDTH * 4]
+    assert [kept.bytes for kept in found.saved] == [rows * 20 * 4, rows * 20 * 4, rows * WIDTH * 4]
 
 
 def test_frozen_parameters_have_no_gradient_and_no_state() -> None:
@@ -178,7 +178,7 @@ def test_attention_on_a_gpu_makes_no_scores(absent: torch.device, dtype: torch.d
     found = step_of(program, absent)
     values, sums = rows * tokens * 64, rows * 4 * tokens
     # Of the attention: its operand, three times one tensor, its result, and a sum for each row of each head.
-    assert sorted(kept.bytes for kept in found.kept) == sorted([4 * sums, *[values * dtype.itemsize] * 2])
+    assert sorted(kept.bytes for kept in found.saved) == sorted([4 * sums, *[values * dtype.itemsize] * 2])
     assert found.largest.bytes == values * 4 < rows * 4 * tokens**2 * dtype.itemsize
 
 
@@ -192,7 +192,7 @@ def test_dropout_on_a_gpu_makes_its_result_alone(absent: torch.device) -> None:
     rows = ROWS * COLUMNS
     model = Two(lambda x: functional.dropout(x, 0.5))
     found, on_cpu = counted(model, device=absent), counted(model)
-    assert found.kept == on_cpu.kept
+    assert found.saved == on_cpu.saved
     assert found.largest.bytes == rows * 20 * 4 < on_cpu.largest.bytes
 
 

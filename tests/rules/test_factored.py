@@ -12,7 +12,7 @@ from fxpar.layout.layout import I, Placement, R, parse_placement, shard
 from fxpar.ops.coercion_table import coercion
 from fxpar.ops.coercions import share, take_part
 from fxpar.oracle.check import check_operation, sample
-from fxpar.oracle.ranks import held
+from fxpar.oracle.ranks import local_positions
 from fxpar.oracle.table import operations
 from fxpar.program.coercions import at_rest, held_fraction, shared_fraction, unsettled
 from fxpar.rules import Call
@@ -36,7 +36,7 @@ def test_a_part_is_taken_just_where_every_rank_has_it(source: Placement, target:
     row = coercion(source, target)
     if row is not None and (source.is_shared or target.is_shared):
         assert row.operator is take_part
-        assert all(set(held(target, 4, rank)) <= set(held(source, 4, rank)) for rank in range(4))
+        assert all(set(local_positions(target, 4, rank)) <= set(local_positions(source, 4, rank)) for rank in range(4))
 
 
 def test_what_converts_shared_blocks() -> None:
